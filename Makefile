@@ -1,0 +1,40 @@
+# Every target sets up .venv by itself; a set-up that is already there is left alone.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test check format bench clean
+.DELETE_ON_ERROR:
+
+demo: $(READY)  ## the main job: train, measure, show
+	$(BIN)/paceline demo
+
+test: $(READY)  ## the whole test suite
+	$(BIN)/python -m pytest
+
+check: $(READY)  ## lint, format, types, layers: what people and CI run
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(READY)  ## every benchmark, one after the other, each printing its table
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+# pip, and not another installer, because constraints.txt pins the CPU build of torch that pip finds.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "paceline needs Python 3.11 or newer: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,3 @@
+"""Data-parallel PyTorch training that measures itself."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,447 @@
+"""`RunConfig`: everything that defines one run, said once.
+
+The command line's flags, the keys of study files and docs/config.md are all derived from the fields
+below, with their documentation, choices and limits. Values arrive as text (flags) or as YAML scalars
+(study files); `from_mapping` converts both the same way. All problems are reported together, each
+with its field and what would do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from paceline.errors import ConfigError
+
+Every = int | Literal["epoch", "never"]
+"""A cadence: a number of iterations, once an epoch, or never."""
+
+DEFAULT_EPOCHS = 10
+DEFAULT_BATCH_SIZE = 64
+
+GROUPS = {
+    "task": "What to train",
+    "budget": "How long, and in what batches",
+    "optimiser": "Optimiser and learning rate",
+    "numerics": "Numerics",
+    "strategy": "How replicas are kept in step",
+    "processes": "Processes",
+    "checkpoints": "Checkpoints",
+    "records": "Records",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What a field says about itself beyond its type and default."""
+
+    group: str
+    doc: str
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    """An exclusive lower limit."""
+    may_change: bool = False
+    """Whether a resumed run may differ from the original here."""
+    short: str | None = None
+    """A one-letter flag."""
+
+
+def _option(default: Any, group: str, doc: str, **limits: Any) -> Any:
+    option = Option(group, doc, **limits)
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata={"option": option})
+    return field(default=default, metadata={"option": option})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """One run; frozen, and valid by the time it exists."""
+
+    model: str = _option("lenet", "task", "a registered model, or your own as package.module:name")
+    data: str = _option(
+        "digits", "task", "a registered dataset, or your own as package.module:name"
+    )
+    data_dir: str | None = _option(
+        None, "task", "folder of the datasets' files (default: $PACELINE_DATA, else ~/.cache/paceline)",
+        may_change=True,
+    )  # fmt: skip
+    train_samples: int | None = _option(
+        None, "task", "use only the first so many training samples", minimum=1
+    )
+    test_samples: int | None = _option(
+        None, "task", "use only the first so many test samples", minimum=1
+    )
+    augment: tuple[str, ...] = _option(
+        (),
+        "task",
+        "random changes to training images, comma-separated",
+        choices=("crop", "flip", "cutout"),
+    )
+    resident_limit_mib: int = _option(
+        4096,
+        "task",
+        "a set larger than this is memory-mapped instead of held in memory",
+        minimum=0,
+        may_change=True,
+    )
+
+    epochs: int | None = _option(
+        None,
+        "budget",
+        f"passes over the training set (default: {DEFAULT_EPOCHS})",
+        minimum=1,
+        may_change=True,
+    )
+    iterations: int | None = _option(
+        None, "budget", "weight updates, instead of --epochs", minimum=1, may_change=True
+    )
+    batch_size: int | None = _option(
+        None,
+        "budget",
+        f"samples in one update over all workers (default: {DEFAULT_BATCH_SIZE})",
+        minimum=1,
+    )
+    batch_per_worker: int | None = _option(
+        None, "budget", "samples in one update of each worker, instead of --batch-size", minimum=1
+    )
+    accumulate: int = _option(
+        1, "budget", "parts that a worker's batch is computed in, to save memory", minimum=1
+    )
+    reshuffle: bool = _option(
+        True, "budget", "a new order of samples each epoch; without it all repeat the first"
+    )
+    eval_every: Every = _option(
+        "epoch", "budget", "evaluate on the test set every so many iterations; always at the end",
+        minimum=1, may_change=True,
+    )  # fmt: skip
+    eval_batch_size: int = _option(1000, "budget", "samples in one evaluation batch", minimum=1)
+    target_accuracy: float | None = _option(
+        None,
+        "budget",
+        "stop once test accuracy (0 to 1) reaches this",
+        above=0,
+        maximum=1,
+        may_change=True,
+    )
+
+    optimizer: str = _option("sgd", "optimiser", "update rule", choices=("sgd", "adam", "adamw"))
+    lr: float = _option(
+        0.01, "optimiser", "learning rate before schedule, warm-up and scaling", above=0
+    )
+    momentum: float = _option(0.9, "optimiser", "momentum of sgd", minimum=0, maximum=1)
+    nesterov: bool = _option(False, "optimiser", "Nesterov's form of momentum")
+    weight_decay: float = _option(0.0, "optimiser", "weight decay; decoupled in adamw", minimum=0)
+    beta1: float = _option(
+        0.9, "optimiser", "adam's and adamw's first decay rate", minimum=0, maximum=1
+    )
+    beta2: float = _option(
+        0.999, "optimiser", "adam's and adamw's second decay rate", minimum=0, maximum=1
+    )
+    epsilon: float = _option(1e-8, "optimiser", "adam's and adamw's epsilon", above=0)
+    schedule: str = _option(
+        "constant", "optimiser", "how the learning rate moves over the run",
+        choices=("constant", "steps", "cosine", "one_cycle"),
+    )  # fmt: skip
+    lr_steps: tuple[str, ...] = _option(
+        (), "optimiser", "for steps: rate:epochs pairs, as in 1e-2:10,1e-3:10,1e-4:20"
+    )
+    warmup_epochs: float = _option(
+        0.0, "optimiser", "epochs over which the rate rises from zero", minimum=0
+    )
+    lr_scaling: str = _option(
+        "none",
+        "optimiser",
+        "multiply the rate by batch / base batch, or by its root",
+        choices=("none", "linear", "sqrt"),
+    )
+    base_batch_size: int = _option(
+        64, "optimiser", "the batch that --lr is meant for, with --lr-scaling", minimum=1
+    )
+    clip_norm: float | None = _option(
+        None, "optimiser", "largest global norm of the gradient", above=0
+    )
+    label_smoothing: float = _option(
+        0.0, "optimiser", "share of the target spread over all classes", minimum=0, maximum=1
+    )
+
+    precision: str = _option(
+        "fp32",
+        "numerics",
+        "arithmetic of forward and backward pass",
+        choices=("fp32", "bf16", "fp16"),
+    )
+    channels_last: bool = _option(
+        False, "numerics", "keep images as height, width, channels in memory"
+    )
+    compile: bool = _option(False, "numerics", "compile the model with torch.compile")
+    device: str = _option(
+        "auto",
+        "numerics",
+        "where to train; auto takes a GPU if there is one",
+        choices=("auto", "cpu", "cuda"),
+    )
+    threads: int | None = _option(
+        None, "numerics", "CPU threads of each worker (default: cores / workers)", minimum=1
+    )
+    seed: int = _option(0, "numerics", "seed of initial weights, order and augmentation", minimum=0)
+
+    strategy: str = _option(
+        "single", "strategy", "a registered strategy, or your own as package.module:name"
+    )
+    options: dict[str, str] = _option(
+        {}, "strategy", "a strategy's option, as key=value; repeatable", short="-o"
+    )
+
+    nnodes: int = _option(1, "processes", "machines that take part", minimum=1)
+    nproc_per_node: int = _option(1, "processes", "workers on each machine", minimum=1)
+    node_rank: int = _option(0, "processes", "which of the machines this is", minimum=0)
+    master_addr: str = _option("127.0.0.1", "processes", "address of the first machine")
+    master_port: int = _option(
+        29500, "processes", "free port on the first machine", minimum=1, maximum=65535
+    )
+
+    checkpoint_every: Every = _option(
+        "never",
+        "checkpoints",
+        "write a checkpoint every so many iterations",
+        minimum=1,
+        may_change=True,
+    )
+    checkpoint_keep: int = _option(
+        2, "checkpoints", "how many of the newest to keep", minimum=1, may_change=True
+    )
+    checkpoint_mode: str = _option(
+        "sync", "checkpoints", "write while training waits, or in the background after a copy",
+        choices=("sync", "background"), may_change=True,
+    )  # fmt: skip
+
+    out: str = _option("runs", "records", "folder that holds the runs")
+    name: str | None = _option(
+        None, "records", "name of the run's folder (default: time, model, strategy)"
+    )
+    sample_seconds: float = _option(
+        0.5,
+        "records",
+        "seconds between samples of CPU, memory and network; 0 takes none",
+        minimum=0,
+        may_change=True,
+    )
+    tensorboard: bool = _option(True, "records", "write scalars for TensorBoard", may_change=True)
+
+    def __post_init__(self) -> None:
+        problems = [
+            problem for item in fields() for problem in _check_field(item, getattr(self, item.name))
+        ]
+        if not problems:
+            problems = self._check_together()
+        if problems:
+            raise ConfigError(problems)
+
+    def _check_together(self) -> list[str]:
+        """Fields that are fine alone and not beside each other."""
+        problems = []
+        if self.epochs is not None and self.iterations is not None:
+            problems.append("--epochs and --iterations: give one of them, not both")
+        if self.batch_size is not None and self.batch_per_worker is not None:
+            problems.append("--batch-size and --batch-per-worker: give one of them, not both")
+        if self.batch_size is not None and self.batch_size < self.workers:
+            problems.append(
+                f"--batch-size: must be at least {self.workers}, one sample for each worker"
+            )
+        if self.node_rank >= self.nnodes:
+            problems.append(
+                f"--node-rank: must be below --nnodes ({self.nnodes}), got {self.node_rank}"
+            )
+        if self.nesterov and (self.optimizer != "sgd" or self.momentum == 0):
+            problems.append("--nesterov: needs --optimizer sgd with a momentum above 0")
+        if (self.schedule == "steps") != bool(self.lr_steps):
+            problems.append("--lr-steps and --schedule steps: give both or neither")
+        problems += _check_lr_steps(self.lr_steps)
+        if self.name is not None and (
+            not self.name or "/" in self.name or self.name.startswith(".")
+        ):
+            problems.append(f"--name: must be a plain folder name, got {self.name!r}")
+        return problems
+
+    @property
+    def workers(self) -> int:
+        return self.nnodes * self.nproc_per_node
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in one update, over all workers."""
+        if self.batch_per_worker is not None:
+            return self.batch_per_worker * self.workers
+        return DEFAULT_BATCH_SIZE if self.batch_size is None else self.batch_size
+
+    def iterations_in_total(self, batches_per_epoch: int) -> int:
+        if self.iterations is not None:
+            return self.iterations
+        return (DEFAULT_EPOCHS if self.epochs is None else self.epochs) * batches_per_epoch
+
+    def lr_by_epochs(self) -> list[tuple[float, float]]:
+        """`lr_steps` as (rate, epochs) pairs."""
+        pairs = (step.split(":") for step in self.lr_steps)
+        return [(float(rate), float(epochs)) for rate, epochs in pairs]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that JSON and YAML can hold and `from_mapping` takes back."""
+        values = dataclasses.asdict(self)
+        return {
+            key: list(value) if isinstance(value, tuple) else value for key, value in values.items()
+        }
+
+
+def fields() -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(RunConfig)
+
+
+def option_of(item: dataclasses.Field[Any]) -> Option:
+    option = item.metadata["option"]
+    assert isinstance(option, Option)
+    return option
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+_TYPES = typing.get_type_hints(RunConfig)
+
+
+def type_of(item: dataclasses.Field[Any]) -> Any:
+    return _TYPES[item.name]
+
+
+def from_mapping(values: Mapping[str, Any]) -> RunConfig:
+    """A config from text or YAML values by field name; every problem is reported at once."""
+    known = {item.name: item for item in fields()}
+    problems = [f"{name}: no such setting" for name in values if name not in known]
+    converted = {}
+    for name, raw in values.items():
+        if name in known:
+            try:
+                converted[name] = convert(type_of(known[name]), raw)
+            except ValueError as error:
+                problems.append(f"{flag_of(name)}: must be {error}, got {raw!r}")
+    for name, value in converted.items():
+        problems += _check_field(known[name], value)
+    if problems:
+        raise ConfigError(problems)
+    return RunConfig(**converted)
+
+
+def convert(kind: Any, raw: Any) -> Any:
+    """Text or a YAML scalar as a value of a field's type; ValueError says what would do."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return _convert_union(arguments, raw)
+    if origin is Literal:
+        if raw in arguments:
+            return raw
+        raise ValueError(" or ".join(map(str, arguments)))
+    if origin is tuple:
+        parts = raw.split(",") if isinstance(raw, str) else raw
+        if not isinstance(parts, list | tuple):
+            raise ValueError("a list")
+        return tuple(str(part).strip() for part in parts if str(part).strip())
+    if origin is dict:
+        return _convert_pairs(raw)
+    if kind is bool:
+        return _convert_bool(raw)
+    if kind is int:
+        return _convert_int(raw)
+    if kind is float:
+        return _convert_float(raw)
+    return str(raw)
+
+
+def _convert_union(arguments: tuple[Any, ...], raw: Any) -> Any:
+    if type(None) in arguments and (raw is None or raw == "none"):
+        return None
+    wanted = []
+    for kind in arguments:
+        if kind is not type(None):
+            try:
+                return convert(kind, raw)
+            except ValueError as error:
+                wanted.append(str(error))
+    raise ValueError(", ".join(wanted))
+
+
+def _convert_bool(raw: Any) -> bool:
+    if isinstance(raw, bool):
+        return raw
+    if str(raw).lower() in ("true", "false"):
+        return str(raw).lower() == "true"
+    raise ValueError("true or false")
+
+
+def _convert_int(raw: Any) -> int:
+    try:
+        if isinstance(raw, bool) or (isinstance(raw, float) and not raw.is_integer()):
+            raise ValueError
+        return int(raw)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError("a whole number") from None
+
+
+def _convert_float(raw: Any) -> float:
+    try:
+        if isinstance(raw, bool):
+            raise ValueError
+        value = float(raw)
+    except (TypeError, ValueError):
+        raise ValueError("a number") from None
+    if not math.isfinite(value):
+        raise ValueError("a finite number")
+    return value
+
+
+def _convert_pairs(raw: Any) -> dict[str, str]:
+    if isinstance(raw, Mapping):
+        return {str(key): str(value) for key, value in raw.items()}
+    pairs = {}
+    for text in [raw] if isinstance(raw, str) else raw:
+        key, equals, value = str(text).partition("=")
+        if not key or not equals:
+            raise ValueError("key=value")
+        pairs[key.strip()] = value.strip()
+    return pairs
+
+
+def _check_field(item: dataclasses.Field[Any], value: Any) -> list[str]:
+    """What is wrong with one field's value by itself."""
+    option, flag = option_of(item), flag_of(item.name)
+    for part in value if isinstance(value, tuple) else (value,):
+        if option.choices and part not in option.choices:
+            return [f"{flag}: must be one of {', '.join(option.choices)}, got {part!r}"]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return []
+    wanted = []
+    if option.minimum is not None and value < option.minimum:
+        wanted.append(f"at least {option.minimum}")
+    if option.above is not None and value <= option.above:
+        wanted.append(f"above {option.above}")
+    if option.maximum is not None and value > option.maximum:
+        wanted.append(f"at most {option.maximum}")
+    return [f"{flag}: must be {' and '.join(wanted)}, got {value}"] if wanted else []
+
+
+def _check_lr_steps(steps: tuple[str, ...]) -> list[str]:
+    for step in steps:
+        rate, colon, epochs = step.partition(":")
+        try:
+            fine = bool(colon) and float(rate) >= 0 and float(epochs) > 0
+        except ValueError:
+            fine = False
+        if not fine:
+            return [f"--lr-steps: must be rate:epochs pairs such as 1e-2:10,1e-3:10, got {step!r}"]
+    return []

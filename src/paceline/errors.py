@@ -1,0 +1,64 @@
+"""Every error that paceline raises on purpose.
+
+`UsageError` and its children are what a user can mend: the command line prints their message as it
+is, one line for each problem, and exits with 2. `RunError` and its children end a run that had
+started: exit code 1, with the records kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class PacelineError(Exception):
+    """The root of the tree; its message is meant for the user, without a traceback."""
+
+    exit_code = 1
+
+
+class UsageError(PacelineError):
+    """Something the user asked for cannot be done as asked."""
+
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    """Bad values, all that were found at once."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = tuple(problems)
+
+
+class UnknownNameError(UsageError):
+    """A name that no registry entry has."""
+
+
+class UserCodeError(UsageError):
+    """A user's `package.module:name` that could not be loaded or is of the wrong kind."""
+
+
+class DataError(UsageError):
+    """A dataset that is missing, damaged or not what it should be."""
+
+
+class RecordsError(UsageError):
+    """A folder or file of records that cannot be read or written as asked."""
+
+
+class CheckpointError(UsageError):
+    """No checkpoint that could be continued from."""
+
+
+class RunError(PacelineError):
+    """A run that had started and could not go on."""
+
+
+class DivergedError(RunError):
+    """The loss left the finite numbers."""
+
+
+class StoppedError(RunError):
+    """Somebody asked the run to stop (Ctrl-C or a termination signal)."""
+
+    exit_code = 130

@@ -1,0 +1,209 @@
+"""What a run writes and everything above it reads: the folder `runs/<id>/`.
+
+    config.json              the RunConfig, written before anything starts
+    events-<rank>.jsonl      appended while the run goes on; readable after a crash
+    resources-<node>.jsonl   samples of CPU, memory, network, disk and GPU
+    result.json              the account of the run, written once, at its end
+    tensorboard/ checkpoints/
+
+Whole files are replaced atomically and JSON lines are appended, so that a reader sees the old or the
+new state and never half of one. Events are objects with an "event" key:
+
+    start       run began or was resumed: iteration, hardware, software, workers
+    iterations  a block of them: first (iteration), seconds [...], loss [...]
+    evaluation  one entry of the result's history
+    checkpoint  iteration, bytes, blocked_seconds
+    warning     text
+    end         status, cause
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from paceline.config import RunConfig, from_mapping
+from paceline.errors import ConfigError, RecordsError
+
+SCHEMA = 1
+
+PHASES = (
+    "input",
+    "forward",
+    "backward",
+    "exchange",
+    "wait",
+    "update",
+    "evaluate",
+    "checkpoint",
+    "other",
+)
+"""The parts that a worker's wall time is split into; docs/metrics.md defines each."""
+
+TRAFFIC_KINDS = ("gradients", "parameters", "buffers", "metrics", "control")
+
+STATUSES = ("finished", "diverged", "failed", "stopped")
+
+Result = dict[str, Any]
+"""The contents of result.json; docs/metrics.md names its keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The files of one run."""
+
+    path: Path
+
+    @property
+    def id(self) -> str:
+        return self.path.name
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def result_file(self) -> Path:
+        return self.path / "result.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    def events_file(self, rank: int) -> Path:
+        return self.path / f"events-{rank}.jsonl"
+
+    def resources_file(self, node: int) -> Path:
+        return self.path / f"resources-{node}.jsonl"
+
+    @classmethod
+    def create(cls, config: RunConfig) -> RunFolder:
+        """Make a new folder for a run; one that exists is never written over."""
+        folder = cls(Path(config.out) / (config.name or default_name(config)))
+        try:
+            folder.path.mkdir(parents=True)
+            write_json(folder.config_file, {"schema": SCHEMA, "config": config.to_dict()})
+        except FileExistsError:
+            raise RecordsError(
+                f"{folder.path} exists already: choose another --name, or continue it with --resume"
+            ) from None
+        except OSError as error:
+            raise RecordsError(f"cannot write to {folder.path}: {error.strerror}") from None
+        return folder
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """The folder of a run that exists."""
+        folder = cls(Path(path))
+        if not folder.config_file.is_file():
+            raise RecordsError(f"{path} is not a run: it has no config.json")
+        return folder
+
+    def read_config(self) -> RunConfig:
+        values = read_json(self.config_file)
+        if not isinstance(values.get("config"), dict):
+            raise RecordsError(f"{self.config_file} is not a run's config")
+        try:
+            return from_mapping(values["config"])
+        except ConfigError as error:
+            raise RecordsError(f"{self.config_file}: {error.problems[0]}") from None
+
+    def read_result(self) -> Result | None:
+        """The result, or None where the run has not ended."""
+        return read_json(self.result_file) if self.result_file.exists() else None
+
+    def write_result(self, result: Mapping[str, Any]) -> None:
+        write_json(self.result_file, result)
+
+
+def default_name(config: RunConfig) -> str:
+    """`<time>-<model>-<strategy>`, with the time to the second, and a counter where that is taken."""
+    parts = (time.strftime("%Y%m%d-%H%M%S"), config.model, config.strategy)
+    name = "-".join(
+        re.sub(r"[^A-Za-z0-9_]+", "_", part.rpartition(":")[2]) if part is not parts[0] else part
+        for part in parts
+    )
+    for counter in range(2, 1000):
+        if not (Path(config.out) / name).exists():
+            break
+        name = f"{name.partition('~')[0]}~{counter}"
+    return name
+
+
+class EventWriter:
+    """Appends events to a rank's file, each whole and at once on its way to the disk."""
+
+    def __init__(self, path: Path) -> None:
+        # A line cut short by a crash must not swallow the first event of the resumed run.
+        _end_cut_line(path)
+        self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def write(self, event: str, **values: Any) -> None:
+        self._file.write(json.dumps({"event": event, "time": time.time(), **values}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file; a line that a crash cut short is passed over."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                value = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(value, dict):
+                yield value
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Replace a file by a JSON object, atomically and on the disk when this returns."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(value, file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object written by this version of paceline or an older one."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecordsError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError:
+        raise RecordsError(f"{path} is damaged: it is not JSON") from None
+    if not isinstance(value, dict) or not isinstance(value.get("schema"), int):
+        raise RecordsError(f"{path} is not a paceline record: it has no schema number")
+    if value["schema"] > SCHEMA:
+        raise RecordsError(
+            f"{path} has schema {value['schema']}, newer than this paceline's {SCHEMA}"
+        )
+    return value
+
+
+def _end_cut_line(path: Path) -> None:
+    if path.exists() and path.stat().st_size:
+        with path.open("rb+") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")

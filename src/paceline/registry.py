@@ -1,0 +1,99 @@
+"""Named things that a user can pick, and the way to bring one's own.
+
+An entry names its target as `package.module:attribute` and is imported only when it is used, so that
+listing what exists, or refusing a misspelt name, does not load torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar, cast
+
+from paceline.errors import UnknownNameError, UserCodeError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    name: str
+    target: str
+    summary: str
+
+
+class Registry(Generic[T]):
+    """Entries of one kind ("model", "strategy", ...), by name."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._entries: dict[str, Entry] = {}
+
+    def register(self, name: str, target: str, summary: str) -> None:
+        """Add an entry; a name that is taken is refused, so that nothing is replaced by accident."""
+        if name in self._entries:
+            raise ValueError(f"{self.kind} {name!r} is registered already")
+        self._entries[name] = Entry(name, target, summary)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    def check(self, name: str) -> None:
+        """Refuse an unknown name, without importing what a known one stands for."""
+        if name in self._entries or ":" in name:
+            return
+        near = difflib.get_close_matches(name, self._entries, n=3, cutoff=0.5)
+        hint = (
+            f"did you mean {' or '.join(near)}?"
+            if near
+            else f"choose from {', '.join(self._entries)}, or give your own as package.module:name"
+        )
+        raise UnknownNameError(f"unknown {self.kind} {name!r}: {hint}")
+
+    def load(self, name: str) -> T:
+        """The object behind a registered name or behind a user's `package.module:name`."""
+        self.check(name)
+        if name in self._entries:
+            target = _import(self._entries[name].target)
+        else:
+            target = load_user_object(self.kind, name)
+        return cast(T, target)
+
+
+def load_user_object(kind: str, path: str) -> object:
+    """Import a user's own `package.module:name`, looking in the current folder too.
+
+    Whatever goes wrong inside the user's module becomes one line that names the module and the cause.
+    """
+    module_name, _, attribute = path.partition(":")
+    if not module_name or not attribute:
+        raise UserCodeError(f"{kind} {path!r}: write it as package.module:name")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        loaded = _import(path)
+    except AttributeError:
+        raise UserCodeError(f"{kind} {path!r}: module {module_name} has no {attribute}") from None
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserCodeError(f"{kind} {path!r}: {module_name} does not import: {cause}") from error
+    if not callable(loaded):
+        raise UserCodeError(f"{kind} {path!r}: {attribute} must be a class or a function")
+    return loaded
+
+
+def _import(target: str) -> object:
+    module_name, _, attribute = target.partition(":")
+    loaded: object = getattr(importlib.import_module(module_name), attribute)
+    return loaded
