@@ -1,0 +1,14 @@
+"""One worker: the yardstick that every other strategy is compared with."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from paceline.sync.strategy import Cost, ModelShape, Network, Strategy
+
+
+class Single(Strategy):
+    most_workers: ClassVar[int | None] = 1
+
+    def cost(self, shape: ModelShape, network: Network) -> Cost:
+        return Cost()

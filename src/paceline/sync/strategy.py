@@ -1,0 +1,86 @@
+"""The contract of a strategy, small enough to write your own in a page.
+
+For each update the loop calls `backward` once for every part of the worker's batch, then `step`.
+Losses are weighted so that the *sum* of all workers' gradients is the gradient of the mean loss over
+the whole global batch, however unequal the workers' shares are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from paceline.sync.replica import Replica
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What the cost of a strategy depends on in a model."""
+
+    tensor_bytes: tuple[int, ...]
+    """Of each trainable tensor, in the model's order."""
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(self.tensor_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What connects the workers."""
+
+    workers: int
+    latency_seconds: float
+    bandwidth_bytes_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one update should take on the busiest worker, beyond computing."""
+
+    seconds: float = 0.0
+    bytes_sent: int = 0
+    messages: int = 0
+
+
+class Strategy:
+    """How replicas are kept in step; this base trains alone.
+
+    `options` are the user's `-o key=value`, already converted to the types of the constructor's
+    keyword arguments.
+    """
+
+    synchronous: ClassVar[bool] = True
+    """Whether every worker holds the same weights after every step."""
+    most_workers: ClassVar[int | None] = None
+    """The largest number of workers it can keep in step, where there is a limit."""
+
+    replica: Replica
+
+    def attach(self, replica: Replica) -> None:
+        """Called once, before training: bring all replicas to the same state, install hooks."""
+        self.replica = replica
+
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass; it may already communicate when `replica.last_part` is set."""
+        self.replica.backward(loss)
+
+    def step(self) -> None:
+        """Synchronise, and update the weights."""
+        self.replica.update()
+
+    def finish(self) -> None:
+        """Called once, after training: afterwards every replica holds the final weights."""
+
+    def cost(self, shape: ModelShape, network: Network) -> Cost:
+        """What an update should cost; planning uses it."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold beyond weights and optimiser: tensors, numbers, strings."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""

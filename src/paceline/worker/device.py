@@ -1,0 +1,46 @@
+"""Where and in what arithmetic a worker computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from paceline.config import RunConfig
+from paceline.errors import ConfigError
+from paceline.measure.machine import cores_usable
+
+
+def choose_device(config: RunConfig) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(["--device: there is no CUDA device here; use cpu or auto"])
+    use_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    return torch.device("cuda" if use_gpu else "cpu")
+
+
+def autocast(config: RunConfig, device: torch.device) -> AbstractContextManager[Any]:
+    """The context of forward passes; entered anew each time."""
+    if config.precision == "fp32":
+        return nullcontext()
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[config.precision]
+    # The cache would keep casts of weights across an update when the context is entered again.
+    return torch.autocast(device.type, dtype=kind, cache_enabled=False)
+
+
+@contextmanager
+def computing(config: RunConfig) -> Iterator[None]:
+    """Threads and determinism as the config says, given back afterwards."""
+    threads, deterministic = torch.get_num_threads(), torch.backends.cudnn.deterministic
+    torch.set_num_threads(threads_of(config))
+    torch.backends.cudnn.deterministic = True
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.backends.cudnn.deterministic = deterministic
+
+
+def threads_of(config: RunConfig) -> int:
+    return config.threads or max(1, cores_usable() // config.nproc_per_node)

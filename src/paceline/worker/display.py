@@ -1,0 +1,147 @@
+"""What the user sees while a run goes on: a live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol, TextIO
+
+COLUMNS = f"{'epoch':>8}{'rank':>6}{'val loss':>10}{'val acc':>9}{'lr':>11}{'wall s':>10}{'samples/s':>11}"
+
+
+@dataclass(slots=True)
+class Standing:
+    """Where training stands between two evaluations."""
+
+    iteration: int
+    iterations: int
+    loss: float
+    learning_rate: float
+    samples_per_second: float
+    accuracy: float | None
+    seconds_left: float
+
+
+class Display(Protocol):
+    def standing(self, standing: Standing) -> None:
+        """Called about twice a second."""
+
+    def evaluation(self, entry: dict[str, Any]) -> None:
+        """One row of the console columns: epoch, rank, loss, accuracy, learning rate, wall time."""
+
+    def say(self, text: str) -> None:
+        """A line to keep."""
+
+    def close(self) -> None: ...
+
+
+class SilentDisplay:
+    def standing(self, standing: Standing) -> None: ...
+    def evaluation(self, entry: dict[str, Any]) -> None: ...
+    def say(self, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class PlainDisplay:
+    """Lines for a log file; between evaluations a sign of life every `quiet_seconds`."""
+
+    def __init__(self, out: TextIO | None = None, quiet_seconds: float = 10.0) -> None:
+        self._out = out or sys.stdout
+        self._quiet_seconds = quiet_seconds
+        self._spoke = time.monotonic()
+        self._headed = False
+
+    def standing(self, standing: Standing) -> None:
+        if time.monotonic() - self._spoke >= self._quiet_seconds:
+            self.say(_describe(standing))
+
+    def evaluation(self, entry: dict[str, Any]) -> None:
+        if not self._headed:
+            self.say(COLUMNS)
+            self._headed = True
+        self.say(_row(entry))
+
+    def say(self, text: str) -> None:
+        self._spoke = time.monotonic()
+        self._out.write(text + "\n")
+        self._out.flush()
+
+    def close(self) -> None: ...
+
+
+class LiveDisplay:
+    """Rows as in PlainDisplay, with one live line and bar below them.
+
+    Refreshed only from the training loop: a refresh thread would compete with training for a core.
+    """
+
+    def __init__(self, width: int | None = None) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._console = Console(highlight=False, width=width)
+        self._progress = Progress(
+            BarColumn(bar_width=18),
+            TextColumn("{task.description}"),
+            console=self._console,
+            auto_refresh=False,
+        )
+        self._task = self._progress.add_task("starting ...", total=None)
+        self._progress.start()
+        self._progress.refresh()
+        self._headed = False
+
+    def standing(self, standing: Standing) -> None:
+        self._progress.update(
+            self._task,
+            total=standing.iterations,
+            completed=standing.iteration,
+            description=_describe(standing),
+        )
+        self._progress.refresh()
+
+    def evaluation(self, entry: dict[str, Any]) -> None:
+        if not self._headed:
+            self._console.print(COLUMNS, style="bold")
+            self._headed = True
+        self._console.print(_row(entry))
+
+    def say(self, text: str) -> None:
+        self._console.print(text, style="yellow", soft_wrap=True)
+
+    def close(self) -> None:
+        self._progress.update(self._task, visible=False)
+        self._progress.stop()
+
+
+def open_display(quiet: bool = False) -> Display:
+    if quiet:
+        return SilentDisplay()
+    return LiveDisplay() if sys.stdout.isatty() else PlainDisplay()
+
+
+def _describe(standing: Standing) -> str:
+    accuracy = "" if standing.accuracy is None else f" acc {standing.accuracy:.4f}"
+    left = _duration(standing.seconds_left)
+    return (
+        f"{standing.iteration}/{standing.iterations} loss {standing.loss:.4f}{accuracy}"
+        f" lr {standing.learning_rate:.2g} {standing.samples_per_second:,.0f}/s {left} left"
+    )
+
+
+def _row(entry: dict[str, Any]) -> str:
+    return (
+        f"{entry['epoch']:>8.2f}{entry['rank']:>6}{entry['test_loss']:>10.4f}"
+        f"{entry['test_accuracy']:>9.4f}{entry['learning_rate']:>11.3g}"
+        f"{entry['wall_seconds']:>10.1f}{entry['samples_per_second']:>11,.0f}"
+    )
+
+
+def _duration(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,140 @@
+"""The loop's notebook: cheap to write in at every iteration, emptied to disk and screen in blocks."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.errors import DivergedError
+from paceline.measure.scalars import ScalarWriter
+from paceline.records import EventWriter
+from paceline.worker.display import Display, Standing
+
+BLOCK_SECONDS = 0.5
+"""How often a block is written: rarely enough to cost nothing, often enough to watch."""
+LOSSES_IN_MEAN = 100
+"""`final.train_loss` is the mean over so many of the last iterations."""
+
+
+class Journal:
+    """Iterations in blocks, evaluations one by one: to the event file, TensorBoard and the display.
+
+    Losses stay tensors until a block is written, so that on a GPU no iteration waits for its loss.
+    """
+
+    def __init__(
+        self,
+        events: EventWriter,
+        scalars: ScalarWriter | None,
+        display: Display,
+        iterations_in_total: int,
+    ) -> None:
+        self.events = events
+        self.display = display
+        self.seconds_spent = 0.0
+        self.last_accuracy: float | None = None
+        self._scalars = scalars
+        self._total = iterations_in_total
+        self._recent: deque[float] = deque(maxlen=LOSSES_IN_MEAN)
+        self._seconds: list[float] = []
+        self._losses: list[Tensor] = []
+        self._samples = 0
+        self._rate = 0.0
+        self._first = 0
+        self._written = perf_counter()
+
+    def iteration(
+        self, index: int, seconds: float, loss: Tensor, samples: int, rate: float, now: float
+    ) -> None:
+        """Note one iteration that ended at `now`; writes a block when one is due."""
+        if not self._seconds:
+            self._first = index
+        self._seconds.append(seconds)
+        self._losses.append(loss)
+        self._samples += samples
+        self._rate = rate
+        if now - self._written >= BLOCK_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the block at hand; a loss that is no finite number ends the run here."""
+        begin = perf_counter()
+        if self._seconds:
+            losses: list[float] = torch.stack(self._losses).tolist()
+            self._recent.extend(losses)
+            self.events.write(
+                "iterations",
+                first=self._first,
+                seconds=[round(value, 7) for value in self._seconds],
+                loss=[_finite_or_none(value) for value in losses],
+                learning_rate=self._rate,
+            )
+            self._show(losses)
+            first = self._first
+            self._seconds, self._losses, self._samples = [], [], 0
+            _check_finite(first, losses)
+        self._written = perf_counter()
+        self.seconds_spent += self._written - begin
+
+    def _show(self, losses: list[float]) -> None:
+        spent = sum(self._seconds)
+        done = self._first + len(losses)
+        mean_loss = sum(losses) / len(losses)
+        samples_per_second = self._samples / spent if spent else math.inf
+        self.display.standing(
+            Standing(
+                iteration=done,
+                iterations=self._total,
+                loss=mean_loss,
+                learning_rate=self._rate,
+                samples_per_second=samples_per_second,
+                accuracy=self.last_accuracy,
+                seconds_left=(self._total - done) * spent / len(losses),
+            )
+        )
+        if self._scalars:
+            self._scalars.add("train/loss", mean_loss, done)
+            self._scalars.add("train/learning_rate", self._rate, done)
+            self._scalars.add("train/samples_per_second", samples_per_second, done)
+
+    def evaluation(self, entry: dict[str, Any]) -> None:
+        self.last_accuracy = entry["test_accuracy"]
+        self.events.write("evaluation", **entry)
+        self.display.evaluation(entry)
+        if self._scalars:
+            self._scalars.add("test/loss", entry["test_loss"], entry["iteration"])
+            self._scalars.add("test/accuracy", entry["test_accuracy"], entry["iteration"])
+
+    def warn(self, text: str) -> None:
+        self.events.write("warning", text=text)
+        self.display.say(f"warning: {text}")
+
+    @property
+    def train_loss(self) -> float | None:
+        """Mean over the last iterations that were written."""
+        return sum(self._recent) / len(self._recent) if self._recent else None
+
+    def close(self) -> None:
+        self.events.close()
+        if self._scalars:
+            self._scalars.close()
+        self.display.close()
+
+
+def _check_finite(first: int, losses: list[float]) -> None:
+    for offset, loss in enumerate(losses):
+        if not math.isfinite(loss):
+            raise DivergedError(
+                f"the loss became {loss} at iteration {first + offset}:"
+                " try a lower --lr, some --warmup-epochs or --clip-norm"
+            )
+
+
+def _finite_or_none(value: float) -> float | None:
+    # JSON has no word for NaN, and a strict reader would refuse the whole line.
+    return value if math.isfinite(value) else None

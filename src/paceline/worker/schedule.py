@@ -1,0 +1,71 @@
+"""The learning rate at each iteration, as a pure function of the config."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from paceline.config import RunConfig
+
+ONE_CYCLE_RISE = 0.3
+"""Share of the run in which one_cycle climbs to its peak."""
+ONE_CYCLE_START = 1 / 25
+"""Where one_cycle starts, as a share of the peak."""
+
+Schedule = Callable[[int], float]
+
+
+def learning_rate(config: RunConfig, batches_per_epoch: int) -> Schedule:
+    """iteration -> learning rate, with scaling by batch size and warm-up applied."""
+    total = config.iterations_in_total(batches_per_epoch)
+    scale = _batch_scale(config)
+    shape = _shape(config, total, batches_per_epoch)
+    warmup = round(config.warmup_epochs * batches_per_epoch)
+
+    def rate(iteration: int) -> float:
+        # The first update already moves: iteration 0 of a warm-up of n gets 1/n of the rate.
+        risen = min(1.0, (iteration + 1) / warmup) if warmup else 1.0
+        return scale * risen * shape(iteration)
+
+    return rate
+
+
+def _batch_scale(config: RunConfig) -> float:
+    ratio = config.global_batch_size / config.base_batch_size
+    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.lr_scaling]
+
+
+def _shape(config: RunConfig, total: int, batches_per_epoch: int) -> Schedule:
+    if config.schedule == "steps":
+        return _steps(config.lr_by_epochs(), batches_per_epoch)
+    peak = config.lr
+    if config.schedule == "cosine":
+        return lambda iteration: peak * _half_cosine(iteration / total)
+    if config.schedule == "one_cycle":
+        return lambda iteration: peak * _one_cycle(iteration / total)
+    return lambda _: peak
+
+
+def _steps(pairs: list[tuple[float, float]], batches_per_epoch: int) -> Schedule:
+    """Each rate for its epochs; the last one for whatever comes after."""
+    ends, end = [], 0.0
+    for rate, epochs in pairs:
+        end += epochs * batches_per_epoch
+        ends.append((end, rate))
+
+    def shape(iteration: int) -> float:
+        return next((rate for end, rate in ends if iteration < end), ends[-1][1])
+
+    return shape
+
+
+def _half_cosine(progress: float) -> float:
+    """1 at the start, 0 at the end."""
+    return (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+
+
+def _one_cycle(progress: float) -> float:
+    if progress < ONE_CYCLE_RISE:
+        risen = 1 - _half_cosine(progress / ONE_CYCLE_RISE)
+        return ONE_CYCLE_START + (1 - ONE_CYCLE_START) * risen
+    return _half_cosine((progress - ONE_CYCLE_RISE) / (1 - ONE_CYCLE_RISE))
