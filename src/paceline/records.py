@@ -19,6 +19,7 @@ new state and never half of one. Events are objects with an "event" key:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -101,6 +102,12 @@ class RunFolder:
             raise RecordsError(f"cannot write to {folder.path}: {error.strerror}") from None
         return folder
 
+    def discard(self) -> None:
+        """Remove a folder in which nothing but its config was written."""
+        self.config_file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
+
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
         """The folder of a run that exists."""
@@ -149,7 +156,7 @@ class EventWriter:
         self._file: TextIO = path.open("a", encoding="utf-8")
 
     def write(self, event: str, **values: Any) -> None:
-        self._file.write(json.dumps({"event": event, "time": time.time(), **values}) + "\n")
+        self._file.write(json.dumps({"event": event, "time": time.time(), **values}, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -175,7 +182,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1)
+            json.dump(value, file, indent=1, allow_nan=False)
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())

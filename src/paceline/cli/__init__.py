@@ -1,0 +1,80 @@
+"""The command line: one file per command, each with SUMMARY, configure(parser) and run(arguments).
+
+Nothing here imports torch; a command does so when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from paceline import __version__
+from paceline.errors import PacelineError
+
+COMMANDS = ("demo", "train", "compare", "data", "list", "doctor")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0 done, 1 a run failed, 2 something to mend."""
+    try:
+        arguments = _parse(list(sys.argv[1:] if argv is None else argv))
+        code: int = arguments.run(arguments)
+        return code
+    except PacelineError as error:
+        _complain(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has gone (`paceline list | head`): nobody is left to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = _Parser(prog="paceline", description="Data-parallel training that measures itself.")
+    parser.add_argument("--version", action="version", version=f"paceline {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    # Only the command at hand is imported; help shows them all.
+    chosen = [argv[0]] if argv and argv[0] in COMMANDS else COMMANDS
+    for name in chosen:
+        module = importlib.import_module(f"paceline.cli.{name}")
+        command = commands.add_parser(
+            name, help=module.SUMMARY, description=module.SUMMARY, allow_abbrev=False
+        )
+        module.configure(command)
+        command.set_defaults(run=module.run)
+    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
+        parser.error(f"unknown command {argv[0]!r}{_nearest(argv[0], COMMANDS)}")
+    if not argv:
+        parser.print_help()
+        parser.exit()
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flags = [flag for action in command._actions for flag in action.option_strings]
+        parser.error(f"unknown argument {unknown[0]!r}{_nearest(unknown[0], flags)}")
+    return arguments
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, saying what is wrong in one line, without the whole usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        _complain(message)
+        self.exit(2)
+
+
+def _nearest(given: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(given.partition("=")[0], known, n=1)
+    return f": did you mean {near[0]}?" if near else ""
+
+
+def _complain(message: str) -> None:
+    for line in message.splitlines() or [""]:
+        sys.stderr.write(f"paceline: error: {line}\n")

@@ -1,0 +1,57 @@
+"""The fields of RunConfig as flags.
+
+argparse only collects text: conversion and checking are config.from_mapping's, the same as for study
+files, so that all problems are reported together and in the same words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from paceline.config import GROUPS, fields, flag_of, option_of, type_of
+
+
+def add_config_flags(parser: argparse.ArgumentParser) -> None:
+    """One flag for each field, under the heading of its group; a flag not given leaves no trace."""
+    groups = {name: parser.add_argument_group(title) for name, title in GROUPS.items()}
+    for item in fields():
+        option = option_of(item)
+        names = [name for name in (option.short, flag_of(item.name)) if name]
+        keywords: dict[str, Any] = {"dest": item.name, "default": argparse.SUPPRESS}
+        if type_of(item) is bool:
+            keywords["action"] = argparse.BooleanOptionalAction
+        elif type_of(item) == dict[str, str]:
+            keywords |= {"action": "append", "metavar": "KEY=VALUE"}
+        else:
+            keywords["metavar"] = metavar(item)
+        groups[option.group].add_argument(*names, help=describe(item), **keywords)
+
+
+def given_flags(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The fields that were given on the command line, as text."""
+    names = {item.name for item in fields()}
+    return {name: value for name, value in vars(arguments).items() if name in names}
+
+
+def metavar(item: dataclasses.Field[Any]) -> str:
+    """What kind of value a field takes, in a word."""
+    option, kind = option_of(item), str(type_of(item))
+    if option.choices:
+        return "|".join(option.choices) if "tuple" not in kind else ",".join(option.choices)
+    if "Literal" in kind:
+        return "N|epoch|never"
+    if "int" in kind:
+        return "N"
+    if "float" in kind:
+        return "X"
+    return "A,B" if "tuple" in kind else "TEXT"
+
+
+def describe(item: dataclasses.Field[Any]) -> str:
+    """A field's line of documentation with its default, where that says something."""
+    text = option_of(item).doc
+    if item.default in (None, (), dataclasses.MISSING) or isinstance(item.default, bool):
+        return text.replace("%", "%%")
+    return f"{text} (default: {item.default})".replace("%", "%%")

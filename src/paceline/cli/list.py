@@ -1,0 +1,35 @@
+"""`paceline list`: what can be picked by name."""
+
+from __future__ import annotations
+
+import argparse
+
+from paceline.data import DATASETS
+from paceline.models import MODELS
+from paceline.registry import Registry
+from paceline.sync import STRATEGIES
+
+SUMMARY = "list strategies, models and datasets"
+
+KINDS: dict[str, Registry[object]] = {
+    "strategies": STRATEGIES,
+    "models": MODELS,
+    "data": DATASETS,
+}  # type: ignore[dict-item]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("kind", choices=list(KINDS), help="what to list")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column()
+    for entry in KINDS[arguments.kind]:
+        table.add_row(entry.name, entry.summary)
+    Console(highlight=False).print(table)
+    return 0

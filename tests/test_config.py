@@ -1,0 +1,97 @@
+"""RunConfig: what it accepts, what it refuses, and how it says so."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from paceline.config import RunConfig, fields, from_mapping, option_of
+from paceline.errors import ConfigError
+
+
+def problems_of(**values: object) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        from_mapping(values)
+    return caught.value.problems
+
+
+def test_text_and_yaml_values_give_the_same_config() -> None:
+    text = from_mapping(
+        {"epochs": "3", "lr": "1e-2", "augment": "crop,flip", "compile": "true", "options": ["a=1"]}
+    )
+    yaml = from_mapping(
+        {"epochs": 3, "lr": 0.01, "augment": ["crop", "flip"], "compile": True, "options": {"a": 1}}
+    )
+    assert text == yaml
+
+
+def test_a_config_survives_json() -> None:
+    config = from_mapping({"lr_steps": "1e-2:10,1e-3:5", "schedule": "steps", "options": ["k=v"]})
+    assert from_mapping(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_all_problems_are_told_at_once_each_with_its_flag() -> None:
+    told = problems_of(epochs="2.5", lr="fast", batch_size="0", optimizer="sdg", colour="red")
+    assert len(told) == 5
+    for flag in ("--epochs", "--lr", "--batch-size", "--optimizer", "colour"):
+        assert any(line.startswith(flag) for line in told), flag
+
+
+@pytest.mark.parametrize("name", ["epochs", "iterations", "batch_size", "nproc_per_node"])
+@pytest.mark.parametrize("value", ["0", "-3", "1.5", "many", "", "1e400", True])
+def test_a_count_must_be_a_positive_whole_number(name: str, value: object) -> None:
+    (line,) = problems_of(**{name: value})
+    assert line.startswith("--" + name.replace("_", "-") + ": must be")
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "0", "-1"])
+def test_a_learning_rate_must_be_finite_and_positive(value: str) -> None:
+    (line,) = problems_of(lr=value)
+    assert line.startswith("--lr: must be")
+
+
+@pytest.mark.parametrize(
+    ("values", "flag"),
+    [
+        ({"epochs": 1, "iterations": 1}, "--epochs and --iterations"),
+        ({"batch_size": 8, "batch_per_worker": 4}, "--batch-size and --batch-per-worker"),
+        ({"batch_size": 3, "nproc_per_node": 4}, "--batch-size"),
+        ({"node_rank": 2, "nnodes": 2}, "--node-rank"),
+        ({"nesterov": True, "momentum": 0}, "--nesterov"),
+        ({"schedule": "steps"}, "--lr-steps"),
+        ({"schedule": "steps", "lr_steps": "fast:1"}, "--lr-steps"),
+        ({"name": "../escape"}, "--name"),
+        ({"options": ["novalue"]}, "--options"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(values: dict[str, object], flag: str) -> None:
+    (line,) = problems_of(**values)
+    assert line.startswith(flag)
+
+
+def test_the_batch_can_be_given_per_worker() -> None:
+    assert from_mapping({"batch_per_worker": 16, "nproc_per_node": 3}).global_batch_size == 48
+
+
+def test_every_field_has_one_line_of_documentation_and_a_known_group() -> None:
+    from paceline.config import GROUPS
+
+    for item in fields():
+        option = option_of(item)
+        assert option.doc
+        assert "\n" not in option.doc
+        assert option.group in GROUPS
+
+
+def test_the_flags_of_the_contract_exist() -> None:
+    names = {item.name for item in fields()}
+    assert names >= {
+        "nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port",
+        "batch_size", "batch_per_worker", "options", "out", "name",
+    }  # fmt: skip
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        RunConfig().lr = 1.0  # type: ignore[misc]

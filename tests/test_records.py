@@ -1,0 +1,85 @@
+"""Run folders: atomic files, appended lines, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.config import from_mapping
+from paceline.errors import RecordsError
+from paceline.records import EventWriter, RunFolder, read_json, read_lines, write_json
+
+
+def config_in(folder: Path, **values: object) -> RunFolder:
+    return RunFolder.create(from_mapping({"out": str(folder), **values}))
+
+
+def test_a_folder_gives_its_config_back(tmp_path: Path) -> None:
+    folder = config_in(tmp_path, name="one", lr=0.5)
+    assert RunFolder.open(tmp_path / "one").read_config().lr == 0.5
+    assert folder.read_result() is None
+
+
+def test_an_existing_run_is_never_written_over(tmp_path: Path) -> None:
+    config_in(tmp_path, name="one", lr=0.5)
+    with pytest.raises(RecordsError, match="exists already"):
+        config_in(tmp_path, name="one", lr=0.7)
+    assert RunFolder.open(tmp_path / "one").read_config().lr == 0.5
+
+
+def test_runs_of_the_same_second_get_different_names(tmp_path: Path) -> None:
+    assert len({config_in(tmp_path).path for _ in range(4)}) == 4
+
+
+def test_a_users_own_model_gives_a_plain_folder_name(tmp_path: Path) -> None:
+    assert config_in(tmp_path, model="my.models:Net").id.endswith("-Net-single")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "damaged"),
+        ("[]", "no schema"),
+        ('{"a": 1}', "no schema"),
+        ('{"schema": 99}', "newer"),
+    ],
+)
+def test_foreign_records_are_named_and_refused(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(text)
+    with pytest.raises(RecordsError, match=told) as caught:
+        read_json(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_folder_without_a_config_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(RecordsError, match="is not a run"):
+        RunFolder.open(tmp_path)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    write_json(path, {"schema": 1, "value": "old"})
+    with pytest.raises(TypeError):
+        write_json(path, {"schema": 1, "value": object()})
+    assert read_json(path)["value"] == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_events_go_on_after_a_line_cut_by_a_crash(tmp_path: Path) -> None:
+    path = tmp_path / "events-0.jsonl"
+    path.write_text('{"event": "start"}\n{"event": "iterat')
+    events = EventWriter(path)
+    events.write("end", status="finished")
+    events.close()
+    assert [event["event"] for event in read_lines(path)] == ["start", "end"]
+
+
+def test_json_lines_are_readable_by_a_strict_reader(tmp_path: Path) -> None:
+    events = EventWriter(tmp_path / "events-0.jsonl")
+    with pytest.raises(ValueError, match="JSON"):
+        events.write("iterations", loss=[float("nan")])
+    events.close()
+    assert json.dumps(list(read_lines(tmp_path / "events-0.jsonl"))) == "[]"
