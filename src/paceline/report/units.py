@@ -1,0 +1,41 @@
+"""Figures with their units, as short as a table wants them."""
+
+from __future__ import annotations
+
+
+def seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    if value < 0.001:
+        return f"{value * 1e6:.0f} us"
+    if value < 1:
+        return f"{value * 1e3:.2f} ms"
+    return f"{value:.1f} s" if value < 1000 else f"{value:,.0f} s"
+
+
+def size(value: float | None) -> str:
+    if value is None:
+        return "-"
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000 or unit == "GB":
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    raise AssertionError("unreachable")
+
+
+def percent(value: float | None) -> str:
+    """Of a value that is a percentage already."""
+    return "-" if value is None else f"{value:.0f} %"
+
+
+def share(value: float | None) -> str:
+    """Of a fraction of one."""
+    return "-" if value is None else f"{value:.1%}".replace("%", " %")
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def count(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
