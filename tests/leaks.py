@@ -1,0 +1,290 @@
+"""What a test leaves behind: processes, threads, shared memory, sockets, variables, its folder.
+
+`take()` notes what there is; `leaks_since(before)` says, a line for each, what has come since and
+stayed. `no_leaks` applies both to every test and `no_leaks_of_session` to the whole run; a conftest
+imports them together with `pytest_fixture_setup`. Fixtures of wider scope may hold worker groups:
+pytest sets them up before `no_leaks` takes its note, and what one that is asked for later
+(`getfixturevalue`) starts is added to the note.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, replace
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+GRACE_SECONDS = 2.0
+"""How long what is already ending may take to do so."""
+
+SESSION_TAG = "PACELINE_TEST_SESSION"
+"""Every program that a test starts inherits this variable, so that one whose parent died is still
+found; ancestry alone would lose it."""
+
+SHARED_MEMORY = Path("/dev/shm")
+
+ALLOWED_THREADS = {
+    "tqdm": "a progress bar's monitor, one for the whole process",
+    "pytest_timeout": "the watchdog that bounds this very test",
+}
+"""Beginnings of the names of threads that may stay, and why."""
+
+ALLOWED_VARIABLES = {
+    "PYTEST_CURRENT_TEST": "pytest changes it before each phase of a test",
+}
+"""Variables that may change, and why."""
+
+Items = Mapping[Any, str]
+"""Things of one kind: what tells them apart, and how to describe them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What there is at one moment."""
+
+    processes: Items
+    threads: Items
+    shared_memory: Items
+    sockets: Items
+    environment: Mapping[str, str]
+    folder: str
+
+    def including(self, begin: Snapshot, end: Snapshot) -> Snapshot:
+        """This one, plus what came about between two others."""
+        return replace(
+            self,
+            processes={**self.processes, **_new(begin.processes, end.processes)},
+            threads={**self.threads, **_new(begin.threads, end.threads)},
+            shared_memory={**self.shared_memory, **_new(begin.shared_memory, end.shared_memory)},
+            sockets={**self.sockets, **_new(begin.sockets, end.sockets)},
+            environment={**self.environment, **_changed(begin.environment, end.environment)},
+        )
+
+
+def take() -> Snapshot:
+    return Snapshot(
+        processes=_processes(),
+        threads=_threads(),
+        shared_memory=_shared_memory(),
+        sockets=_sockets(),
+        environment=_environment(),
+        folder=_current_folder(),
+    )
+
+
+def leaks_since(before: Snapshot, grace_seconds: float | None = None) -> list[str]:
+    """What has come since `before` and stays, described.
+
+    Left processes are ended, and environment and folder put back, so that one test's leak does not
+    fail the next one as well.
+    """
+    deadline = time.monotonic() + (GRACE_SECONDS if grace_seconds is None else grace_seconds)
+    processes = _lasting(_processes, before.processes, deadline)
+    for pid, _ in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).kill()
+    threads = _lasting(_threads, before.threads, deadline)
+    shared = _not_held_by_others(_lasting(_shared_memory, before.shared_memory, deadline))
+    sockets = _lasting(_sockets, before.sockets, deadline)
+    return [
+        *(f"process {text}" for text in processes.values()),
+        *(f"thread {text}" for text in threads.values()),
+        *(f"shared memory {text}" for text in shared.values()),
+        *(f"socket {text}" for text in sockets.values()),
+        *_restore_environment(before),
+        *_restore_folder(before),
+    ]
+
+
+def _new(before: Items, now: Items) -> dict[Any, str]:
+    return {key: text for key, text in now.items() if key not in before}
+
+
+def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in now.items() if before.get(name) != value}
+
+
+def _lasting(look: Callable[[], Items], before: Items, deadline: float) -> dict[Any, str]:
+    """What is new and still there at the deadline."""
+    found = _new(before, look())
+    if found:
+        gc.collect()  # objects in reference cycles hold sockets and threads until then
+        found = _new(before, look())
+    while found and time.monotonic() < deadline:
+        time.sleep(0.02)
+        found = _new(before, look())
+    return found
+
+
+def _processes() -> dict[Any, str]:
+    """Living descendants of this process and orphans of theirs, by (pid, start time)."""
+    multiprocessing.active_children()  # collects those that ended without being joined
+    pids = {child.pid for child in psutil.Process().children(recursive=True)}
+    found = {}
+    for pid in (pids | set(_tagged_pids())) - _helper_pids():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if process.status() != psutil.STATUS_ZOMBIE:
+                command = " ".join(process.cmdline())[:200] or process.name()
+                found[pid, process.create_time()] = f"{pid} ({command})"
+    return found
+
+
+def _helper_pids() -> set[int]:
+    """This process, and the helpers that multiprocessing keeps for as long as it lives."""
+    tracker = getattr(resource_tracker, "_resource_tracker", None)
+    server = getattr(forkserver, "_forkserver", None)
+    return {
+        os.getpid(),
+        getattr(tracker, "_pid", None) or 0,
+        getattr(server, "_forkserver_pid", None) or 0,
+    }
+
+
+def _tagged_pids() -> Iterator[int]:
+    tag = os.environ.get(SESSION_TAG)
+    if not tag:
+        return
+    wanted = f"{SESSION_TAG}={tag}".encode()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # ended meanwhile, or somebody else's
+                if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    yield int(entry.name)
+
+
+def _threads() -> dict[Any, str]:
+    # A dummy stands for a thread of C++ that called into Python (torch's autograd does); nothing
+    # in Python starts or ends it.
+    return {
+        thread: f"{thread.name!r} ({'daemon' if thread.daemon else 'not daemon'})"
+        for thread in threading.enumerate()
+        if not isinstance(thread, threading._DummyThread)
+        and not thread.name.startswith(tuple(ALLOWED_THREADS))
+    }
+
+
+def _shared_memory() -> dict[Any, str]:
+    """Entries of this user, by (name, inode)."""
+    found = {}
+    entries = SHARED_MEMORY.iterdir() if SHARED_MEMORY.is_dir() else ()
+    for entry in entries:
+        with contextlib.suppress(OSError):
+            status = entry.stat()
+            if status.st_uid == os.getuid():
+                found[entry.name, status.st_ino] = f"{entry} ({status.st_size} bytes)"
+    return found
+
+
+def _not_held_by_others(shared: dict[Any, str]) -> dict[Any, str]:
+    """Without the entries that programs unrelated to this one have mapped: those are theirs."""
+    if not shared:
+        return shared
+    related = {os.getpid(), *(pid for pid, _ in _processes())}
+    mapped_by_others = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) not in related:
+            with contextlib.suppress(OSError):
+                lines = (entry / "maps").read_text().splitlines()
+                mapped_by_others |= {line.partition("/dev/shm/")[2] for line in lines}
+    return {key: text for key, text in shared.items() if key[0] not in mapped_by_others}
+
+
+def _sockets() -> dict[Any, str]:
+    """Open sockets of this process, of every family, by inode."""
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            target = str(entry.readlink())
+            if target.startswith("socket:"):
+                found[target] = f"{target} as file descriptor {entry.name}"
+    return found
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in ALLOWED_VARIABLES}
+
+
+def _restore_environment(before: Snapshot) -> list[str]:
+    now = _environment()
+    found = []
+    for name in sorted({*before.environment, *now}):
+        wanted = before.environment.get(name)
+        if wanted == now.get(name):
+            continue
+        found.append(f"environment variable {name}: was {wanted!r}, left as {now.get(name)!r}")
+        if wanted is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = wanted
+    return found
+
+
+def _current_folder() -> str:
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:
+        return "a folder that is gone"
+
+
+def _restore_folder(before: Snapshot) -> list[str]:
+    left_in = _current_folder()
+    if left_in == before.folder:
+        return []
+    os.chdir(before.folder)
+    return [f"current folder: was {before.folder}, left as {left_in}"]
+
+
+_NOTE = pytest.StashKey[Snapshot]()
+"""Where the session keeps the running test's note of what was there before it."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_leaks_of_session() -> Iterator[None]:
+    """Fails the last test when a fixture of wider scope leaves something behind."""
+    os.environ[SESSION_TAG] = uuid.uuid4().hex
+    before = take()
+    yield
+    found = leaks_since(before)
+    del os.environ[SESSION_TAG]
+    if found:
+        pytest.fail("the test session leaked:\n  " + "\n  ".join(found), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test that leaves something behind."""
+    stash = request.session.stash
+    stash[_NOTE] = take()
+    yield
+    before = stash[_NOTE]
+    del stash[_NOTE]
+    found = leaks_since(before)
+    if found:
+        pytest.fail("the test leaked:\n  " + "\n  ".join(found), pytrace=False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+) -> Generator[None, object, object]:
+    """Let what a fixture of wider scope starts in the middle of a test outlive that test."""
+    stash = request.session.stash
+    if fixturedef.scope == "function" or _NOTE not in stash:
+        return (yield)
+    begin = take()
+    try:
+        return (yield)
+    finally:
+        stash[_NOTE] = stash[_NOTE].including(begin, take())
