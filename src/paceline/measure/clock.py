@@ -45,7 +45,7 @@ class PhaseClock:
 
     @staticmethod
     def seconds_per_switch(repeats: int = 2000) -> float:
-        """What one change of phase costs on this machine, for the account of the measuring itself."""
+        """What one change of phase costs on this machine, for the account of measuring itself."""
         clock = PhaseClock()
         begin = perf_counter()
         for _ in range(repeats):

@@ -1,0 +1,263 @@
+"""`paceline doctor`: what this machine can do, and what is missing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+SUMMARY = "say what this machine can do, and what is missing"
+
+LEAST_TORCH = (2, 9)
+LEAST_PYTHON = (3, 11)
+LEAST_SHARED_MEMORY_BYTES = 512 << 20
+"""A few copies of a model of 25 million weights; containers often have 64 MiB."""
+
+TOOLS = {
+    "ip": ("emulated clusters", "install iproute2"),
+    "tc": ("emulated clusters with shaped links", "install iproute2"),
+    "iperf3": ("checking an emulated link", "install iperf3"),
+    "ssh": ("starting workers on other machines", "install openssh-client"),
+    "srun": ("starting workers under SLURM", "run on a SLURM cluster"),
+    "ray": ("starting workers on a Ray cluster", "pip install ray"),
+}
+"""Programs that only some features use: what for, and how to get them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    name: str
+    status: Literal["ok", "absent", "problem"]
+    fact: str
+    advice: str = ""
+    blocks_training: bool = False
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", default="runs", help="folder that is to hold the runs")
+    parser.add_argument("--data-dir", help="folder of the datasets' files")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    findings = examine(Path(arguments.out), arguments.data_dir)
+    can_train = not any(finding.blocks_training for finding in findings)
+    if arguments.json:
+        report = {"can_train": can_train, "findings": [asdict(finding) for finding in findings]}
+        sys.stdout.write(json.dumps(report, indent=1) + "\n")
+    else:
+        _print(findings, can_train)
+    return 0 if can_train else 1
+
+
+def examine(out: Path, data_dir: str | None) -> list[Finding]:
+    """Everything that was looked at, what training needs first."""
+    return [
+        _python(),
+        *_torch(),
+        *_processor(),
+        _shared_memory(),
+        _loopback(),
+        _output_folder(out),
+        _measuring(),
+        *_datasets(data_dir),
+        _cluster_rights(),
+        *(_tool(name, purpose, remedy) for name, (purpose, remedy) in TOOLS.items()),
+    ]
+
+
+def _python() -> Finding:
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info < LEAST_PYTHON:
+        return Finding("python", "problem", version, "use Python 3.11 or newer", True)
+    return Finding("python", "ok", version)
+
+
+def _torch() -> Iterator[Finding]:
+    """The library itself, its backends, and the GPUs that it sees."""
+    try:
+        import torch
+        from torch import distributed
+    except (ImportError, OSError) as error:
+        cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+        yield Finding("torch", "problem", cause, "pip install torch", True)
+        return
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < LEAST_TORCH:
+        wanted = ".".join(map(str, LEAST_TORCH))
+        yield Finding(
+            "torch", "problem", torch.__version__, f"install torch {wanted} or newer", True
+        )
+    else:
+        yield Finding("torch", "ok", torch.__version__)
+    can_talk = distributed.is_available()
+    if can_talk and distributed.is_gloo_available():
+        yield Finding("gloo", "ok", "workers can talk over TCP")
+    else:
+        yield Finding(
+            "gloo",
+            "problem",
+            "this torch has no gloo backend",
+            "install a build of torch with it; until then only one worker can train",
+        )
+    nccl = can_talk and distributed.is_nccl_available()
+    yield from _gpus(torch.version.cuda, torch.cuda.device_count(), nccl)
+
+
+def _gpus(cuda: str | None, usable: int, nccl: bool) -> Iterator[Finding]:
+    from paceline.measure.gpus import describe_gpus
+    from paceline.measure.machine import installed_version
+
+    gpus = describe_gpus()
+    if not gpus and not usable:
+        yield Finding("gpu", "absent", "none: training runs on the CPU")
+        return
+    names = ", ".join(sorted({gpu["name"] or "unnamed" for gpu in gpus})) or "of unknown name"
+    if cuda is None:
+        advice = "install a CUDA build of torch to use them"
+        yield Finding("gpu", "problem", f"{len(gpus)} ({names}), unused: torch is CPU-only", advice)
+        return
+    if not usable:
+        advice = "compare the driver's version with what torch needs"
+        yield Finding("gpu", "problem", f"{len(gpus)} ({names}), but torch can use none", advice)
+        return
+    yield Finding("gpu", "ok", f"{usable} usable ({names}), CUDA {cuda}")
+    if nccl:
+        yield Finding("nccl", "ok", "GPUs can talk to each other directly")
+    else:
+        yield Finding("nccl", "absent", "GPUs talk through gloo, slowly", "install torch with NCCL")
+    if installed_version("nvidia-ml-py") is None:
+        yield Finding(
+            "nvml", "absent", "needed for GPU use and power", "pip install 'paceline[gpu]'"
+        )
+
+
+def _processor() -> Iterator[Finding]:
+    from paceline.measure.machine import (
+        cores_usable,
+        cpu_model,
+        cpu_quota,
+        memory_usable_bytes,
+    )
+
+    quota = cpu_quota()
+    limit = "" if quota is None else f", quota of {quota:g}"
+    yield Finding(
+        "cores", "ok", f"{cores_usable()} usable of {os.cpu_count()}{limit} ({cpu_model()})"
+    )
+    yield Finding("memory", "ok", f"{_gibibytes(memory_usable_bytes())} usable")
+
+
+def _shared_memory() -> Finding:
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError:
+        return Finding("/dev/shm", "absent", "needed for shared memory between workers", "mount it")
+    fact = f"{_gibibytes(usage.free)} free"
+    if usage.free < LEAST_SHARED_MEMORY_BYTES:
+        advice = "make it larger (docker run --shm-size=2g) to share memory between workers"
+        return Finding("/dev/shm", "problem", fact, advice)
+    return Finding("/dev/shm", "ok", fact)
+
+
+def _loopback() -> Finding:
+    try:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+    except OSError as error:
+        advice = "bring up the loopback interface: ip link set lo up"
+        return Finding("loopback", "problem", str(error), advice)
+    return Finding("loopback", "ok", "workers of this machine can meet on 127.0.0.1")
+
+
+def _output_folder(out: Path) -> Finding:
+    existing = next((folder for folder in (out, *out.absolute().parents) if folder.exists()), out)
+    try:
+        with tempfile.NamedTemporaryFile(dir=existing, prefix=".paceline-"):
+            free = shutil.disk_usage(existing).free
+    except OSError as error:
+        fact = f"cannot write to {existing}: {error.strerror}"
+        return Finding("output folder", "problem", fact, "choose another with --out", True)
+    return Finding("output folder", "ok", f"{out}: {_gibibytes(free)} free")
+
+
+def _measuring() -> Finding:
+    if Path("/proc/self/smaps_rollup").exists():
+        return Finding("measuring", "ok", "CPU, memory, disk and network of the workers")
+    return Finding("measuring", "absent", "memory with shared pages counted once: needs Linux 4.14")
+
+
+def _datasets(data_dir: str | None) -> Iterator[Finding]:
+    from paceline.data import DATASETS
+    from paceline.data.catalogue import OFFICIAL_SETS, OfficialFile, data_folder
+
+    folder = data_folder(data_dir)
+
+    def there(file: OfficialFile) -> bool:
+        return any((folder / path).is_file() for path in (file.path, file.path.removesuffix(".gz")))
+
+    yield Finding("data folder", "ok" if folder.is_dir() else "absent", str(folder))
+    for entry in DATASETS:
+        official = OFFICIAL_SETS.get(entry.name)
+        if official is None:
+            yield Finding(f"data {entry.name}", "ok", "needs no files")
+        elif all(there(file) for file in official.files):
+            yield Finding(f"data {entry.name}", "ok", "files present")
+        else:
+            size = f"{official.download_bytes / 1e6:.0f} MB to download"
+            advice = f"paceline data fetch {entry.name}"
+            yield Finding(f"data {entry.name}", "absent", size, advice)
+
+
+def _cluster_rights() -> Finding:
+    if os.geteuid() == 0:
+        return Finding("root", "ok", "emulated clusters may be set up")
+    return Finding("root", "absent", "needed for emulated clusters", "run those with sudo")
+
+
+def _tool(name: str, purpose: str, remedy: str) -> Finding:
+    if shutil.which(name):
+        return Finding(name, "ok", f"for {purpose}")
+    return Finding(name, "absent", f"needed for {purpose}", remedy)
+
+
+def _gibibytes(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"
+
+
+def _print(findings: list[Finding], can_train: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    colours = {"ok": "green", "absent": "yellow", "problem": "red"}
+    table = Table(box=None, pad_edge=False)
+    table.add_column("What", no_wrap=True)
+    table.add_column("State", no_wrap=True)
+    table.add_column("Fact", overflow="fold")
+    table.add_column("What to do", overflow="fold")
+    for finding in findings:
+        # As Text, since a path or a processor's name may hold rich's own brackets.
+        table.add_row(
+            Text(finding.name),
+            Text(finding.status, style=colours[finding.status]),
+            Text(finding.fact),
+            Text(finding.advice),
+        )
+    console = Console(highlight=False)
+    console.width = min(console.width, 80)
+    console.print(table)
+    console.print()
+    if can_train:
+        console.print("Training can run here. Try: paceline demo")
+    else:
+        blocking = ", ".join(finding.name for finding in findings if finding.blocks_training)
+        console.print(f"Training cannot run here until this is mended: {blocking}", markup=False)

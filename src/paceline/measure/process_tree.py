@@ -1,0 +1,205 @@
+"""What a tree of processes uses, from /proc: CPU time, memory, disk, without losing what exits.
+
+One read of /proc/<pid>/stat gives a process's parent, CPU times, threads and memory, so the whole
+machine is scanned for members at about 25 microseconds a process (measured on a 2.8 GHz Xeon).
+A process that was once a member stays one when it is orphaned.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process as it was seen; counters include those of the children that it has waited for."""
+
+    pid: int
+    parent: int
+    born: int
+    """In ticks since boot: with `pid` it names a process for good, though ids are used again."""
+    own_ticks: int
+    reaped_ticks: int
+    threads: int
+    rss_bytes: int
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the tree used since the usage before, and what it holds now."""
+
+    cpu_seconds: float
+    read_bytes: int
+    written_bytes: int
+    rss_bytes: int
+    threads: int
+    processes: int
+
+
+class ProcessTree:
+    """The processes descending from some roots, followed from one `usage()` to the next.
+
+    CPU time spent before the first `usage()` is not counted; that of a process which appears later
+    is counted from its birth, and that of one which came and went in between through its parent.
+    """
+
+    def __init__(self, roots: Iterable[int], excluded: Iterable[int] = ()) -> None:
+        self._roots = set(roots)
+        self._excluded = set(excluded)
+        self._members: dict[int, Process] = {}
+        self._started = False
+
+    @property
+    def pids(self) -> list[int]:
+        return list(self._members)
+
+    def usage(self, search: bool = True) -> Usage:
+        """Look at every member; `search` also looks for new ones, which reads the whole machine."""
+        before = self._members
+        seen = self._search() if search else self._refresh()
+        self._members = {pid: _with_disk(process, before.get(pid)) for pid, process in seen.items()}
+        live = self._members.values()
+        grown = self._growth(before) if self._started else (0, 0, 0)
+        self._started = True
+        return Usage(
+            cpu_seconds=grown[0] / TICKS_PER_SECOND,
+            read_bytes=grown[1],
+            written_bytes=grown[2],
+            rss_bytes=sum(process.rss_bytes for process in live),
+            threads=sum(process.threads for process in live),
+            processes=len(live),
+        )
+
+    def _search(self) -> dict[int, Process]:
+        everything = {}
+        for name in os.listdir("/proc"):  # noqa: PTH208 (many Paths, twice a second)
+            if name.isdigit() and (process := read_process(int(name))):
+                everything[process.pid] = process
+        children: dict[int, list[int]] = {}
+        for process in everything.values():
+            children.setdefault(process.parent, []).append(process.pid)
+        found: dict[int, Process] = {}
+        waiting = [pid for pid in everything if pid in self._roots]
+        waiting += [pid for pid, old in self._members.items() if _same(old, everything.get(pid))]
+        while waiting:
+            pid = waiting.pop()
+            if pid not in found and pid not in self._excluded:
+                found[pid] = everything[pid]
+                waiting += children.get(pid, ())
+        # A root that has ended must not be taken for whatever gets its number next.
+        self._roots &= everything.keys()
+        return found
+
+    def _refresh(self) -> dict[int, Process]:
+        seen = {}
+        for pid, old in self._members.items():
+            process = read_process(pid)
+            if process is not None and _same(old, process):
+                seen[pid] = process
+        return seen
+
+    def _growth(self, before: dict[int, Process]) -> tuple[int, int, int]:
+        """CPU ticks, bytes read and bytes written since `before`.
+
+        A parent's counters jump by a child's whole life when it waits for the child, of which the
+        part that was seen has been counted already.
+        """
+        counted: dict[int, tuple[int, int, int]] = {}
+        for pid, old in before.items():
+            if not _same(old, self._members.get(pid)):
+                heir = self._heir(old, before)
+                ticks, read, written = counted.get(heir, (0, 0, 0))
+                counted[heir] = (
+                    ticks + old.own_ticks + old.reaped_ticks,
+                    read + old.read_bytes,
+                    written + old.written_bytes,
+                )
+        ticks = read = written = 0
+        for pid, new in self._members.items():
+            was = before.get(pid)
+            old = was if was is not None and _same(was, new) else _unborn(new)
+            known = counted.get(pid, (0, 0, 0))
+            ticks += new.own_ticks - old.own_ticks
+            ticks += max(0, new.reaped_ticks - old.reaped_ticks - known[0])
+            read += max(0, new.read_bytes - old.read_bytes - known[1])
+            written += max(0, new.written_bytes - old.written_bytes - known[2])
+        return ticks, read, written
+
+    def _heir(self, gone: Process, before: dict[int, Process]) -> int:
+        """The nearest ancestor that still lives: it has inherited the counters."""
+        pid = gone.parent
+        for _ in range(len(before)):
+            if pid not in before or _same(before[pid], self._members.get(pid)):
+                break
+            pid = before[pid].parent
+        return pid
+
+
+def read_process(pid: int) -> Process | None:
+    """A process as it is now; None where it is gone or hidden."""
+    text = _read(f"/proc/{pid}/stat")
+    # The name, in brackets, may hold spaces and brackets itself.
+    fields = text[text.rfind(b")") + 2 :].split()
+    if len(fields) < 22:
+        return None
+    return Process(
+        pid=pid,
+        parent=int(fields[1]),
+        born=int(fields[19]),
+        own_ticks=int(fields[11]) + int(fields[12]),
+        reaped_ticks=int(fields[13]) + int(fields[14]),
+        threads=int(fields[17]),
+        rss_bytes=int(fields[21]) * PAGE_BYTES,
+    )
+
+
+def pss_bytes(pids: Iterable[int]) -> int | None:
+    """Memory of processes with shared pages counted once; None where none of them may be looked at.
+
+    The kernel walks every page table for it: 8 ms for a process of 1.2 GB on a 2.8 GHz Xeon.
+    """
+    total, seen = 0, False
+    for pid in pids:
+        for line in _read(f"/proc/{pid}/smaps_rollup").splitlines():
+            if line.startswith(b"Pss:"):
+                total, seen = total + int(line.split()[1]) * 1024, True
+                break
+    return total if seen else None
+
+
+def _with_disk(process: Process, old: Process | None) -> Process:
+    """The process with its disk counters; with the last known ones where they may not be read."""
+    counters = dict(
+        line.split(b": ") for line in _read(f"/proc/{process.pid}/io").splitlines() if b": " in line
+    )
+    if b"read_bytes" in counters and b"write_bytes" in counters:
+        read, written = int(counters[b"read_bytes"]), int(counters[b"write_bytes"])
+    elif old is not None and _same(old, process):
+        read, written = old.read_bytes, old.written_bytes
+    else:
+        return process
+    return replace(process, read_bytes=read, written_bytes=written)
+
+
+def _same(old: Process, new: Process | None) -> bool:
+    return new is not None and old.pid == new.pid and old.born == new.born
+
+
+def _unborn(process: Process) -> Process:
+    return Process(process.pid, process.parent, process.born, 0, 0, 0, 0)
+
+
+def _read(path: str) -> bytes:
+    """The contents of a /proc file; nothing where the process is gone or not ours to look at."""
+    try:
+        with open(path, "rb", buffering=0) as file:  # noqa: PTH123 (a Path costs as much as the read)
+            return file.read()
+    except OSError:
+        return b""

@@ -1,0 +1,116 @@
+"""The samples of resources-<node>.jsonl, as they are or as a node's entry in the result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from paceline.records import read_lines
+
+Sample = dict[str, Any]
+"""One line of the file; measure/sampler.py names its keys."""
+
+NETWORK_KEYS = (
+    "network_bytes_sent",
+    "network_bytes_received",
+    "loopback_bytes_sent",
+    "loopback_bytes_received",
+)
+DISK_KEYS = ("disk_bytes_read", "disk_bytes_written")
+
+
+def read_resources(path: Path) -> list[Sample]:
+    """The samples that are whole; a file that does not exist has none."""
+    return [line for line in read_lines(path) if "started" in line and "seconds" in line]
+
+
+def summarise(path: Path, node: int) -> dict[str, Any]:
+    """A node's entry in result.json; None for what no sample tells.
+
+    A sample stands for the interval that it ends, so means are weighted by the intervals' lengths,
+    and the pause before a run was resumed weighs nothing. Counters begin anew with each segment.
+    """
+    samples = read_resources(path)
+    segments = _segments(samples)
+    timed = [
+        (later["seconds"] - earlier["seconds"], later)
+        for segment in segments
+        for earlier, later in pairwise(segment)
+    ]
+    seconds = sum(interval for interval, _ in timed)
+    sampler_seconds = _total(segments, "sampler_cpu_seconds")
+    return {
+        "node": node,
+        "samples": len(samples),
+        "sampled_seconds": seconds,
+        "cpu_percent_mean": _mean(timed, "cpu_percent"),
+        "machine_cpu_percent_mean": _mean(timed, "machine_cpu_percent"),
+        "rss_bytes_mean": _whole(_mean(timed, "rss_bytes")),
+        "rss_bytes_peak": _peak(samples, "rss_bytes"),
+        "pss_bytes_peak": _peak(samples, "pss_bytes"),
+        "threads_peak": _peak(samples, "threads"),
+        "processes_peak": _peak(samples, "processes"),
+        **{key: _total(segments, key) for key in (*NETWORK_KEYS, *DISK_KEYS)},
+        "sampler_cpu_percent": 100 * sampler_seconds / seconds if seconds else None,
+        "gpus": _summarise_gpus(timed, samples),
+    }
+
+
+def _segments(samples: Iterable[Sample]) -> list[list[Sample]]:
+    """The samples by the sampler that took them, in the file's order."""
+    segments: dict[float, list[Sample]] = {}
+    for sample in samples:
+        segments.setdefault(sample["started"], []).append(sample)
+    return list(segments.values())
+
+
+def _total(segments: Iterable[Sequence[Sample]], key: str) -> Any:
+    return sum(segment[-1].get(key, 0) - segment[0].get(key, 0) for segment in segments)
+
+
+def _mean(timed: Iterable[tuple[float, Sample]], key: str) -> float | None:
+    known = [(interval, sample[key]) for interval, sample in timed if sample.get(key) is not None]
+    weight = sum(interval for interval, _ in known)
+    return sum(interval * value for interval, value in known) / weight if weight else None
+
+
+def _peak(samples: Iterable[Sample], key: str) -> Any:
+    return max(
+        (sample[key] for sample in samples if sample.get(key) is not None),
+        default=None,
+    )
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else round(value)
+
+
+def _gpus_of(sample: Sample) -> list[Sample]:
+    return sample.get("gpus") or []
+
+
+def _summarise_gpus(
+    timed: Sequence[tuple[float, Sample]], samples: Sequence[Sample]
+) -> list[dict[str, Any]]:
+    count = max((len(_gpus_of(sample)) for sample in samples), default=0)
+    summaries = []
+    for index in range(count):
+        of_gpu = [
+            (interval, _gpus_of(sample)[index])
+            for interval, sample in timed
+            if len(_gpus_of(sample)) > index
+        ]
+        summaries.append(
+            {
+                "gpu": index,
+                "utilisation_percent_mean": _mean(of_gpu, "utilisation_percent"),
+                "memory_used_bytes_peak": _peak(
+                    (_gpus_of(item)[index] for item in samples if len(_gpus_of(item)) > index),
+                    "memory_used_bytes",
+                ),
+                "power_watts_mean": _mean(of_gpu, "power_watts"),
+            }
+        )
+    return summaries

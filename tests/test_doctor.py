@@ -1,0 +1,84 @@
+"""`paceline doctor`: findings that fit a terminal, and an exit code that tells whether to train."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import doctor, main
+
+
+def finding(findings: list[doctor.Finding], name: str) -> doctor.Finding:
+    return next(item for item in findings if item.name == name)
+
+
+def test_a_machine_that_runs_the_tests_can_train(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--out", str(tmp_path)]) == 0
+    assert "Training can run here" in capsys.readouterr().out
+
+
+def test_the_table_fits_80_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    main(["doctor", "--out", str(tmp_path)])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_an_output_folder_that_cannot_be_written_blocks_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["doctor", "--json", "--out", str(tmp_path / "file")]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["can_train"] is False
+    blocking = [item["name"] for item in report["findings"] if item["blocks_training"]]
+    assert blocking == ["output folder"]
+
+
+def test_an_output_folder_to_be_made_is_fine_and_is_not_made(tmp_path: Path) -> None:
+    out = tmp_path / "not" / "yet"
+    assert finding(doctor.examine(out, None), "output folder").status == "ok"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_torch_training_cannot_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["doctor", "--out", str(tmp_path)]) == 1
+    assert "cannot run here until this is mended: torch" in capsys.readouterr().out
+
+
+def test_a_tool_that_is_missing_is_said_with_its_use_and_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    tool = finding(doctor.examine(tmp_path, None), "tc")
+    assert tool.status == "absent"
+    assert "shaped links" in tool.fact
+    assert "iproute2" in tool.advice
+
+
+def test_a_gpu_that_torch_cannot_use_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "paceline.measure.gpus.describe_gpus", lambda: [{"name": "A GPU", "memory_bytes": None}]
+    )
+    (gpu,) = doctor._gpus(cuda=None, usable=0, nccl=False)
+    assert gpu.status == "problem"
+    assert "A GPU" in gpu.fact
+
+
+def test_a_small_shared_memory_is_a_problem_that_does_not_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    usage = type("Usage", (), {"free": 64 << 20})
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    shared = doctor._shared_memory()
+    assert shared.status == "problem"
+    assert not shared.blocks_training

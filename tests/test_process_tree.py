@@ -1,0 +1,234 @@
+"""What a tree of processes uses, compared with what the kernel and the processes say themselves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from paceline.measure import process_tree
+from paceline.measure.process_tree import ProcessTree, pss_bytes, read_process
+
+PRELUDE = """
+import os, subprocess, sys, time
+def burn(seconds):
+    end = time.process_time() + seconds
+    while time.process_time() < end: pass
+def say_and_wait(word):
+    print(word, flush=True)
+    os.read(0, 1)
+"""
+
+TICKS = 0.06
+"""The kernel rounds the times of each process to 10 ms."""
+
+
+@contextmanager
+def program(text: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python program that answers over its stdout and ends when its stdin does."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PRELUDE + text],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.communicate(timeout=30)
+
+
+def answer(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def ask(process: subprocess.Popen[str]) -> str:
+    assert process.stdin is not None
+    process.stdin.write("g")
+    process.stdin.flush()
+    return answer(process)
+
+
+def cpu_of_this_process_and_its_dead() -> float:
+    return sum(os.times()[:4])
+
+
+def test_cpu_time_is_what_the_process_says_it_used() -> None:
+    with program("say_and_wait('ready'); burn(0.5); say_and_wait('burnt')") as child:
+        answer(child)
+        tree = ProcessTree([child.pid])
+        tree.usage()
+        ask(child)
+        assert tree.usage().cpu_seconds == pytest.approx(0.5, abs=TICKS)
+
+
+def test_processes_that_come_and_go_between_two_looks_are_counted() -> None:
+    tree = ProcessTree([os.getpid()])
+    tree.usage()
+    before = cpu_of_this_process_and_its_dead()
+    for _ in range(3):
+        subprocess.run([sys.executable, "-S", "-c", PRELUDE + "burn(0.1)"], check=True)
+    used = cpu_of_this_process_and_its_dead() - before
+    assert used > 0.3
+    assert tree.usage().cpu_seconds == pytest.approx(used, abs=TICKS)
+
+
+def test_what_a_child_used_is_not_counted_again_when_it_is_waited_for() -> None:
+    tree = ProcessTree([os.getpid()])
+    tree.usage()
+    before = cpu_of_this_process_and_its_dead()
+    with program("burn(0.3); say_and_wait('burnt'); burn(0.2)") as child:
+        answer(child)
+        seen = tree.usage().cpu_seconds
+        assert seen > 0.25
+    used = cpu_of_this_process_and_its_dead() - before
+    assert seen + tree.usage().cpu_seconds == pytest.approx(used, abs=TICKS)
+
+
+def test_a_grandchild_that_dies_together_with_its_parent_is_counted_once() -> None:
+    grandchild = PRELUDE + "burn(0.3); say_and_wait('burnt')"
+    child = f"subprocess.run([sys.executable, '-c', {grandchild!r}])"
+    tree = ProcessTree([os.getpid()])
+    tree.usage()
+    before = cpu_of_this_process_and_its_dead()
+    with program(child) as process:
+        answer(process)
+        seen = tree.usage().cpu_seconds
+        assert seen > 0.25
+    used = cpu_of_this_process_and_its_dead() - before
+    assert seen + tree.usage().cpu_seconds == pytest.approx(used, abs=TICKS)
+
+
+def test_cpu_time_from_before_the_first_look_is_not_counted() -> None:
+    with program("burn(0.3); say_and_wait('burnt')") as child:
+        answer(child)
+        tree = ProcessTree([child.pid])
+        assert tree.usage().cpu_seconds == 0
+        assert tree.usage().cpu_seconds < 0.2
+
+
+def test_an_orphan_stays_a_member() -> None:
+    orphan = PRELUDE + "say_and_wait('here')"
+    reading, writing = os.pipe()
+    # The orphan waits on a pipe of its own, and so outlives its parent.
+    text = f"subprocess.Popen([sys.executable, '-c', {orphan!r}], stdin={reading}); os.read(0, 1)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", PRELUDE + text + "; os._exit(0)"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=[reading],
+        text=True,
+    )
+    os.close(reading)
+    try:
+        answer(process)
+        tree = ProcessTree([process.pid])
+        assert tree.usage().processes == 2
+        orphan_pid = next(pid for pid in tree.pids if pid != process.pid)
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(timeout=30)
+        tree.usage()
+        assert tree.pids == [orphan_pid]
+    finally:
+        os.close(writing)
+        process.kill()
+        process.wait(timeout=30)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_the_excluded_process_is_left_out() -> None:
+    with program("say_and_wait('here')") as child:
+        answer(child)
+        tree = ProcessTree([os.getpid()], excluded=[child.pid])
+        tree.usage()
+        assert os.getpid() in tree.pids
+        assert child.pid not in tree.pids
+
+
+def test_without_searching_members_are_followed_and_new_ones_left_for_later() -> None:
+    tree = ProcessTree([os.getpid()])
+    tree.usage()
+    with program("say_and_wait('here')") as child:
+        answer(child)
+        tree.usage(search=False)
+        assert child.pid not in tree.pids
+        tree.usage()
+        assert child.pid in tree.pids
+    tree.usage(search=False)
+    assert child.pid not in tree.pids
+
+
+def test_shared_pages_are_in_every_rss_and_once_in_pss() -> None:
+    megabytes = 200
+    text = (
+        "import mmap\n"
+        f"shared = mmap.mmap(-1, {megabytes} << 20)\n"
+        f"for page in range(0, {megabytes} << 20, 4096): shared[page] = 1\n"
+        "if os.fork() == 0:\n"
+        f"    for page in range(0, {megabytes} << 20, 4096): shared[page]\n"
+        "    say_and_wait('both'); os._exit(0)\n"
+        "os.wait()\n"
+    )
+    with program(text) as child:
+        answer(child)
+        tree = ProcessTree([child.pid])
+        usage = tree.usage()
+        pss = pss_bytes(tree.pids)
+        assert usage.processes == 2
+        assert usage.rss_bytes > 2 * megabytes << 20
+        assert pss is not None
+        assert megabytes << 20 < pss < 1.5 * megabytes * 2**20
+
+
+def test_disk_writes_are_counted_where_they_may_be_read(tmp_path: object) -> None:
+    text = (
+        f"file = os.open({str(tmp_path)!r} + '/file', os.O_WRONLY | os.O_CREAT)\n"
+        "say_and_wait('ready')\n"
+        "os.write(file, bytes(4 << 20)); say_and_wait('done')\n"
+    )
+    with program(text) as child:
+        answer(child)
+        tree = ProcessTree([child.pid])
+        tree.usage()
+        ask(child)
+        written = tree.usage().written_bytes
+        # A file in memory has no disk below it.
+        assert written == 0 or 4 << 20 <= written < 8 << 20
+
+
+def test_files_that_may_not_be_read_give_no_figures_and_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read = process_tree._read
+    monkeypatch.setattr(
+        process_tree, "_read", lambda path: read(path) if path.endswith("/stat") else b""
+    )
+    tree = ProcessTree([os.getpid()])
+    tree.usage()
+    usage = tree.usage()
+    assert (usage.read_bytes, usage.written_bytes, pss_bytes(tree.pids)) == (0, 0, None)
+    assert usage.rss_bytes > 0
+
+
+def test_a_name_with_brackets_and_spaces_does_not_confuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = b"7 (a) b (c d) S 3 " + b" ".join(str(number).encode() for number in range(5, 53))
+    monkeypatch.setattr(process_tree, "_read", lambda path: line)
+    process = read_process(7)
+    assert process is not None
+    # Fields are numbered from 1 in proc(5): times are 14 to 17, threads 20, birth 22, memory 24.
+    assert (process.parent, process.own_ticks, process.reaped_ticks) == (3, 14 + 15, 16 + 17)
+    assert (process.threads, process.born) == (20, 22)
+    assert process.rss_bytes == 24 * process_tree.PAGE_BYTES
+
+
+def test_a_process_that_is_gone_is_none() -> None:
+    process = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    process.wait(timeout=30)
+    assert read_process(process.pid) is None
