@@ -42,6 +42,7 @@ ALLOWED_THREADS = {
 
 ALLOWED_VARIABLES = {
     "PYTEST_CURRENT_TEST": "pytest changes it before each phase of a test",
+    "TORCHINDUCTOR_CACHE_DIR": "torch names its cache when its compiler is first loaded",
 }
 """Variables that may change, and why."""
 
@@ -213,7 +214,8 @@ def _sockets() -> dict[Any, str]:
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in ALLOWED_VARIABLES}
+    allowed = tuple(ALLOWED_VARIABLES)
+    return {name: value for name, value in os.environ.items() if not name.startswith(allowed)}
 
 
 def _restore_environment(before: Snapshot) -> list[str]:
