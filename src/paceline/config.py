@@ -9,10 +9,11 @@ with its field and what would do.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -69,9 +70,11 @@ class RunConfig:
         "digits", "task", "a registered dataset, or your own as package.module:name"
     )
     data_dir: str | None = _option(
-        None, "task", "folder of the datasets' files (default: $PACELINE_DATA, else ~/.cache/paceline)",
+        None,
+        "task",
+        "folder of the datasets' files (default: $PACELINE_DATA, else ~/.cache/paceline)",
         may_change=True,
-    )  # fmt: skip
+    )
     train_samples: int | None = _option(
         None, "task", "use only the first so many training samples", minimum=1
     )
@@ -118,9 +121,12 @@ class RunConfig:
         True, "budget", "a new order of samples each epoch; without it all repeat the first"
     )
     eval_every: Every = _option(
-        "epoch", "budget", "evaluate on the test set every so many iterations; always at the end",
-        minimum=1, may_change=True,
-    )  # fmt: skip
+        "epoch",
+        "budget",
+        "evaluate on the test set every so many iterations; always at the end",
+        minimum=1,
+        may_change=True,
+    )
     eval_batch_size: int = _option(1000, "budget", "samples in one evaluation batch", minimum=1)
     target_accuracy: float | None = _option(
         None,
@@ -146,9 +152,11 @@ class RunConfig:
     )
     epsilon: float = _option(1e-8, "optimiser", "adam's and adamw's epsilon", above=0)
     schedule: str = _option(
-        "constant", "optimiser", "how the learning rate moves over the run",
+        "constant",
+        "optimiser",
+        "how the learning rate moves over the run",
         choices=("constant", "steps", "cosine", "one_cycle"),
-    )  # fmt: skip
+    )
     lr_steps: tuple[str, ...] = _option(
         (), "optimiser", "for steps: rate:epochs pairs, as in 1e-2:10,1e-3:10,1e-4:20"
     )
@@ -218,9 +226,12 @@ class RunConfig:
         2, "checkpoints", "how many of the newest to keep", minimum=1, may_change=True
     )
     checkpoint_mode: str = _option(
-        "sync", "checkpoints", "write while training waits, or in the background after a copy",
-        choices=("sync", "background"), may_change=True,
-    )  # fmt: skip
+        "sync",
+        "checkpoints",
+        "write while training waits, or in the background after a copy",
+        choices=("sync", "background"),
+        may_change=True,
+    )
 
     out: str = _option("runs", "records", "folder that holds the runs")
     name: str | None = _option(
@@ -361,6 +372,36 @@ def convert(kind: Any, raw: Any) -> Any:
     if kind is float:
         return _convert_float(raw)
     return str(raw)
+
+
+def option_types(factory: Callable[..., object]) -> dict[str, Any]:
+    """The `-o` options of a strategy or codec: the arguments of its constructor, with types."""
+    parameters = inspect.signature(factory, eval_str=True).parameters.values()
+    return {
+        item.name: str if item.annotation is item.empty else item.annotation
+        for item in parameters
+        if item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)
+    }
+
+
+def convert_options(
+    owner: str, factory: Callable[..., object], options: Mapping[str, str]
+) -> dict[str, Any]:
+    """Options given as text, as arguments of the owner's constructor; all problems at once."""
+    known = option_types(factory)
+    problems, arguments = [], {}
+    for name, text in options.items():
+        if name not in known:
+            offer = f"it has {', '.join(known)}" if known else "it has none"
+            problems.append(f"-o {name}: {owner} has no such option; {offer}")
+            continue
+        try:
+            arguments[name] = convert(known[name], text)
+        except ValueError as error:
+            problems.append(f"-o {name}: must be {error}, got {text!r}")
+    if problems:
+        raise ConfigError(problems)
+    return arguments
 
 
 def _convert_union(arguments: tuple[Any, ...], raw: Any) -> Any:

@@ -1,0 +1,74 @@
+"""int8: a scale for each chunk of the gradient, and whole numbers from -127 to 127.
+
+The scale of a chunk is its largest magnitude / 127, so rounding to the nearest whole number leaves
+an error of at most half a scale. Nearest is chosen over random rounding: error feedback takes care
+of the bias, and nothing random has to be seeded or checkpointed. Sums of int8 do not fit in int8,
+and the workers' scales differ; so every worker gathers all the payloads and adds them up itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from paceline.codec.codec import Codec, Exchange, Shapes, State, WireBytes, gathered, pack, unpack
+from paceline.codec.feedback import ErrorFeedback
+from paceline.errors import ConfigError
+
+LARGEST_CODE = 127
+
+
+class Int8(Codec):
+    def __init__(self, *, chunk: int = 1024) -> None:
+        if chunk < 1:
+            raise ConfigError([f"-o chunk: must be at least 1, got {chunk}"])
+        self.chunk = chunk
+        self._feedback = ErrorFeedback()
+
+    def exchange(self, key: str, gradient: Tensor, shapes: Shapes = ()) -> Exchange[Tensor]:
+        pending = self._feedback.add(key, gradient)
+        payload = self._encode(pending)
+        pending.sub_(self._decode(payload, gradient))
+        total = torch.zeros_like(gradient)
+        for copy in (yield from gathered(payload)):
+            total += self._decode(copy, gradient)
+        return total
+
+    def _encode(self, values: Tensor) -> Tensor:
+        chunks = self._in_chunks(values)
+        scales = torch.maximum(chunks.amax(1), -chunks.amin(1)) / LARGEST_CODE
+        # A chunk too small for its scale to be a normal number is sent as zeros and waits. One that
+        # holds a NaN or an infinity has it in its scale, and whatever the codes are, decodes to it.
+        normal = scales >= torch.finfo(scales.dtype).tiny
+        scales = torch.where(normal | scales.isnan(), scales, 0)
+        inverses = torch.where(normal & scales.isfinite(), 1 / scales, 0)
+        codes = (chunks * inverses[:, None]).round_().to(torch.int8)
+        return pack(scales, codes.flatten()[: values.numel()])
+
+    def _decode(self, payload: Tensor, like: Tensor) -> Tensor:
+        elements = like.numel()
+        scales, codes = unpack(
+            payload, (self._chunk_count(elements), like.dtype), (elements, torch.int8)
+        )
+        chunks = self._in_chunks(codes).to(like.dtype)
+        return chunks.mul_(scales[:, None]).flatten()[:elements]
+
+    def _in_chunks(self, values: Tensor) -> Tensor:
+        """One chunk a row; the last is filled up with zeros, which are never sent."""
+        missing = -values.numel() % self.chunk
+        return (pad(values, (0, missing)) if missing else values).view(-1, self.chunk)
+
+    def _chunk_count(self, elements: int) -> int:
+        return -(-elements // self.chunk)
+
+    def wire_bytes(self, elements: int, element_bytes: int, shapes: Shapes = ()) -> WireBytes:
+        return WireBytes(gathers=(self._chunk_count(elements) * element_bytes + elements,))
+
+    def state_dict(self) -> State:
+        return {"pending": self._feedback.state()}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self._feedback.load(state["pending"])

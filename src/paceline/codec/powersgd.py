@@ -1,0 +1,179 @@
+"""PowerSGD: a weight matrix's gradient M (n x m) as the product of two thin matrices.
+
+One step of power iteration finds the directions that matter. With Q (m x r) from the step before:
+
+    P = sum of the workers' M Q        the first Sum, n r numbers
+    P <- orthonormal columns           the same on every worker, since P is
+    Q = sum of the workers' M^T P      the second Sum, m r numbers
+    the result is P Q^T                what is left of M stays pending
+
+Sums of thin matrices are thin, so unlike int8 and top-k this needs no Gather, and its traffic does
+not grow with the number of workers. Q is kept: gradients change slowly, and over the steps the
+iteration converges to the leading singular vectors. Tensors that would not get smaller (biases,
+small matrices) ride along in the first Sum as they are.
+
+Replicas must not drift apart, so what all of them compute from a sum is element-wise arithmetic in
+a fixed order: libraries' matrix products and reductions may round differently with other threads or
+processors.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from paceline.codec.codec import Codec, Exchange, Shapes, State, WireBytes, summed
+from paceline.codec.feedback import ErrorFeedback, copied
+from paceline.errors import CheckpointError, ConfigError
+
+
+class PowerSGD(Codec):
+    def __init__(self, *, rank: int = 2) -> None:
+        if rank < 1:
+            raise ConfigError([f"-o rank: must be at least 1, got {rank}"])
+        self.rank = rank
+        self._feedback = ErrorFeedback()
+        self._starts: dict[str, Tensor] = {}
+
+    def exchange(self, key: str, gradient: Tensor, shapes: Shapes = ()) -> Exchange[Tensor]:
+        if not any(map(self._is_thinner, shapes)):
+            return (yield from summed(gradient))
+        pending = self._feedback.add(key, gradient)
+        matrices, plain = self._views(pending, shapes)
+
+        products = [m @ q for m, q in zip(matrices, self._start(key, matrices), strict=True)]
+        sums = _like(plain + products, (yield from summed(_joined(plain + products))))
+        plain_sums, bases = sums[: len(plain)], [orthonormal(p) for p in sums[len(plain) :]]
+
+        rights = [m.T @ p for m, p in zip(matrices, bases, strict=True)]
+        for matrix, basis, right in zip(matrices, bases, rights, strict=True):
+            matrix.addmm_(basis, right.T, alpha=-1)
+        for vector in plain:
+            vector.zero_()
+        right_sum = yield from summed(_joined(rights))
+        self._starts[key] = right_sum.clone()
+
+        total = torch.empty_like(gradient)
+        matrix_totals, plain_totals = self._views(total, shapes)
+        for vector, values in zip(plain_totals, plain_sums, strict=True):
+            vector.copy_(values)
+        for matrix, basis, right in zip(
+            matrix_totals, bases, _like(rights, right_sum), strict=True
+        ):
+            _multiply_into(matrix, basis, right)
+        return total
+
+    def _is_thinner(self, shape: Sequence[int]) -> bool:
+        rows, columns = _matrix_shape(shape)
+        return self.rank * (rows + columns) < rows * columns
+
+    def _views(self, flat: Tensor, shapes: Shapes) -> tuple[list[Tensor], list[Tensor]]:
+        """The tensors of a flat gradient: those to compress as matrices, and the others."""
+        matrices: list[Tensor] = []
+        plain: list[Tensor] = []
+        for shape, part in zip(shapes, torch.split(flat, [*map(math.prod, shapes)]), strict=True):
+            if self._is_thinner(shape):
+                matrices.append(part.view(_matrix_shape(shape)))
+            else:
+                plain.append(part)
+        return matrices, plain
+
+    def _start(self, key: str, matrices: list[Tensor]) -> list[Tensor]:
+        """Where the iteration goes on from: the last Q, its columns brought to a common size.
+
+        A column that found nothing (a zero gradient) or something non-finite begins anew at random.
+        """
+        starts = [_random_start(key, i, m, self.rank) for i, m in enumerate(matrices)]
+        if key in self._starts:
+            last = self._starts[key].to(matrices[0].device)
+            if last.numel() != sum(start.numel() for start in starts):
+                raise CheckpointError(
+                    f"the codec's memory of {key} is of other matrices or of another rank:"
+                    " resume with the buckets and the rank of the original run"
+                )
+            for start, previous in zip(starts, _like(starts, last), strict=True):
+                largest = previous.abs().amax(0)
+                usable = largest.isfinite() & (largest > 0)
+                start.copy_(torch.where(usable, previous / largest, start))
+        return starts
+
+    def wire_bytes(self, elements: int, element_bytes: int, shapes: Shapes = ()) -> WireBytes:
+        matrices = [_matrix_shape(shape) for shape in shapes if self._is_thinner(shape)]
+        if not matrices:
+            return WireBytes(sums=(elements * element_bytes,))
+        plain = elements - sum(rows * columns for rows, columns in matrices)
+        first = plain + self.rank * sum(rows for rows, _ in matrices)
+        second = self.rank * sum(columns for _, columns in matrices)
+        return WireBytes(sums=(first * element_bytes, second * element_bytes))
+
+    def state_dict(self) -> State:
+        return {"pending": self._feedback.state(), "starts": copied(self._starts)}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self._feedback.load(state["pending"])
+        self._starts = copied(state["starts"])
+
+
+def orthonormal(columns: Tensor) -> Tensor:
+    """Orthonormal columns that span the same space (Gram-Schmidt); a zero column stays zero."""
+    basis: list[Tensor] = []
+    for column in columns.unbind(1):
+        rest = _unit(column)
+        # Subtracting nearly all of a column leaves mostly rounding; a second pass cleans that up.
+        for _ in range(2 if basis else 0):
+            for direction in basis:
+                rest = rest - _sum(rest * direction) * direction
+            rest = _unit(rest)
+        basis.append(rest)
+    return torch.stack(basis, 1)
+
+
+def _unit(vector: Tensor) -> Tensor:
+    """The vector at length 1, or zeros; scaled first, so that its squares stay in range."""
+    largest = vector.abs().amax()
+    scaled = torch.where(largest == 0, vector, vector / largest)
+    length = _sum(scaled * scaled).sqrt()
+    return torch.where(length == 0, scaled, scaled / length)
+
+
+def _sum(vector: Tensor) -> Tensor:
+    """The sum of the entries, by adding halves until one is left: in the same order anywhere."""
+    vector = pad(vector, (0, (1 << (len(vector) - 1).bit_length()) - len(vector)))
+    while len(vector) > 1:
+        left, right = vector.chunk(2)
+        vector = left + right
+    return vector[0]
+
+
+def _multiply_into(target: Tensor, left: Tensor, right: Tensor) -> None:
+    """target = left right^T, as a sum of outer products."""
+    target.zero_()
+    for column, row in zip(left.unbind(1), right.unbind(1), strict=True):
+        target.add_(column[:, None] * row[None, :])
+
+
+def _random_start(key: str, index: int, matrix: Tensor, rank: int) -> Tensor:
+    """The same on every worker and in every run: it depends on nothing but the matrix's place."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{key} {index}".encode()))
+    start = torch.rand(matrix.shape[1], rank, generator=generator, dtype=matrix.dtype) - 0.5
+    return start.to(matrix.device)
+
+
+def _matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """The first dimension counts the rows; a vector is a matrix of one row."""
+    return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def _like(tensors: list[Tensor], flat: Tensor) -> list[Tensor]:
+    """The inverse of `_joined`: the parts of `flat` in the tensors' shapes."""
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]

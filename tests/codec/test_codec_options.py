@@ -1,0 +1,74 @@
+"""Codecs are made from names and text options, and bad ones are refused in one line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.codec import CODECS, create, option_names
+from paceline.codec.int8 import Int8
+from paceline.codec.lockstep import exchange_in_lockstep
+from paceline.codec.powersgd import PowerSGD
+from paceline.codec.topk import TopK
+from paceline.errors import ConfigError, UnknownNameError, UsageError, UserCodeError
+
+
+def test_text_options_become_typed_arguments() -> None:
+    topk = create("topk", {"ratio": "0.25"})
+    powersgd = create("powersgd", {"rank": "3"})
+    int8 = create("int8", {"chunk": "64"})
+    assert isinstance(topk, TopK)
+    assert isinstance(powersgd, PowerSGD)
+    assert isinstance(int8, Int8)
+    assert (topk.ratio, powersgd.rank, int8.chunk) == (0.25, 3, 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("topk", {"ratio": "0"}, "-o ratio: must be above 0 and at most 1, got 0.0"),
+        ("topk", {"ratio": "1.5"}, "-o ratio: must be above 0 and at most 1, got 1.5"),
+        ("topk", {"ratio": "much"}, "-o ratio: must be a number, got 'much'"),
+        ("int8", {"chunk": "0"}, "-o chunk: must be at least 1, got 0"),
+        ("int8", {"chunk": "1.5"}, "-o chunk: must be a whole number, got '1.5'"),
+        ("powersgd", {"rank": "0"}, "-o rank: must be at least 1, got 0"),
+        ("topk", {"rank": "2"}, "-o rank: codec topk has no such option; it has ratio"),
+        ("bf16", {"rank": "2"}, "-o rank: codec bf16 has no such option; it has none"),
+    ],
+)
+def test_a_bad_option_is_refused_in_one_line(
+    name: str, options: dict[str, str], expected: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        create(name, options)
+    assert caught.value.problems == (expected,)
+
+
+def test_all_bad_options_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        create("topk", {"ratio": "much", "rank": "2"})
+    assert len(caught.value.problems) == 2
+
+
+def test_a_misspelt_codec_is_refused_with_a_near_name() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean"):
+        create("top_k", {})
+
+
+def test_a_users_class_that_is_no_codec_is_refused() -> None:
+    with pytest.raises(UserCodeError, match="must be a subclass"):
+        create("collections:OrderedDict", {})
+
+
+@pytest.mark.parametrize("name", CODECS.names())
+def test_every_codec_names_its_options(name: str) -> None:
+    expected = {"topk": ("ratio",), "int8": ("chunk",), "powersgd": ("rank",)}
+    assert option_names(name) == expected.get(name, ())
+
+
+@pytest.mark.parametrize("name", ["int8", "topk", "powersgd"])
+def test_memory_of_other_buckets_is_refused(name: str) -> None:
+    codec = create(name, {})
+    exchange_in_lockstep([codec], "bucket", [torch.ones(400)], ((20, 20),))
+    with pytest.raises(UsageError, match="resume with the original run's buckets"):
+        exchange_in_lockstep([codec], "bucket", [torch.ones(900)], ((30, 30),))
