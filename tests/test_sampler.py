@@ -273,8 +273,8 @@ def test_a_costly_reading_is_taken_less_often() -> None:
         return "taken"
 
     assert paced.take(100.0, costly) == "taken"
-    # At a hundredth of the time, 20 ms are due again after 2 s.
-    assert paced.take(101.9, costly) is None
+    # At half a hundredth of the time, 20 ms are due again after 4 s.
+    assert paced.take(103.9, costly) is None
     assert paced.take(110.0, costly) == "taken"
 
 

@@ -5,9 +5,9 @@ Each line of resources-<node>.jsonl is one sample. Counters start at zero with t
 one core for 100, those of the machine take all cores for 100.
 
 Three readings are costly: looking for new processes, GPUs, and PSS (the memory of the tree with
-shared pages counted once). Each is timed, and taken so seldom that it stays at about 1 % of one
-core. The dearest is PSS, at 8 ms for a process of 1.2 GB on a 2.8 GHz Xeon: with half a second
-between samples such a process has its PSS in every second one, and None in the others.
+shared pages counted once). Each is timed, and taken so seldom that it stays at half a per cent of
+one core. The dearest is PSS, at 8 ms for a process of 1.2 GB on a 2.8 GHz Xeon: with half a second
+between samples such a process has its PSS in every fourth to sixth one, None in the others.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ T = TypeVar("T")
 
 STOP_SECONDS = 5.0
 """How long stop() waits for the last sample; some milliseconds unless the machine is overloaded."""
-COSTLY_SHARE = 0.01
+COSTLY_SHARE = 0.005
+"""Of one core, for each of the costly readings."""
 PARENT_CHECK_SECONDS = 0.5
 SHORTEST_CPU_SECONDS = 0.05
 """The kernel counts CPU time in steps of 10 ms, too coarse for a share of a shorter interval."""
