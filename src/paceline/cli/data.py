@@ -1,0 +1,188 @@
+"""`paceline data`: which datasets there are, fetching their files, and checking those there are.
+
+What draws tables, speaks to the network or reads samples is imported by the action that needs it,
+so that `paceline --help` stays quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.data import DATASETS
+from paceline.data.catalogue import OFFICIAL_SETS, OfficialSet, data_folder
+from paceline.errors import DataError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from paceline.data.download import Patience
+
+SUMMARY = "list datasets, fetch their official files, verify the files there are"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    summaries = {
+        "list": "which datasets there are, and whether their files are here",
+        "fetch": "download official files, with resume and checksum",
+        "verify": "compare files with the official checksums, and read those that differ",
+    }
+    for action, summary in summaries.items():
+        sub = actions.add_parser(action, help=summary, description=summary)
+        if action != "list":
+            sub.add_argument(
+                "names", nargs="+", metavar="NAME", help=f"of {', '.join(OFFICIAL_SETS)}"
+            )
+        sub.add_argument(
+            "--data-dir",
+            metavar="DIR",
+            help="folder of the files (default: $PACELINE_DATA, else ~/.cache/paceline)",
+        )
+        if action == "fetch":
+            sub.add_argument(
+                "--force",
+                action="store_true",
+                help="replace files that are there and are not the official ones",
+            )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        return _run(arguments, data_folder(arguments.data_dir))
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise DataError(f"cannot read {error.filename}: {error.strerror}") from None
+
+
+def _run(arguments: argparse.Namespace, folder: Path) -> int:
+    if arguments.action == "list":
+        return list_sets(folder)
+    chosen = [_official(name) for name in arguments.names]
+    if arguments.action == "fetch":
+        return fetch_sets(chosen, folder, force=arguments.force)
+    return verify_sets(chosen, folder)
+
+
+def list_sets(folder: Path) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"Datasets (files in {folder})", title_justify="left", box=None)
+    for heading in ("name", "train", "test", "image", "download", "files"):
+        table.add_column(
+            heading, justify="right" if heading in ("train", "test", "download") else "left"
+        )
+    for entry in DATASETS:
+        official = OFFICIAL_SETS.get(entry.name)
+        if official is None:
+            table.add_row(entry.name, "any", "any", "", "none", "built in")
+            continue
+        there = sum((folder / file.path).is_file() for file in official.files)
+        table.add_row(
+            entry.name,
+            f"{official.train_samples:,}",
+            f"{official.test_samples:,}",
+            "x".join(map(str, official.sample_shape)),
+            f"{official.download_bytes / 1e6:,.0f} MB",
+            "here" if there == len(official.files) else f"{there} of {len(official.files)} here",
+        )
+    Console().print(table)
+    return 0
+
+
+class _Bars:
+    """A progress bar for each file that is being fetched."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, name: str, done_bytes: int, total_bytes: int) -> None:
+        if name not in self._tasks:
+            self._tasks[name] = self._progress.add_task(name, total=total_bytes)
+        self._progress.update(self._tasks[name], completed=done_bytes)
+
+
+def fetch_sets(
+    sets: Sequence[OfficialSet],
+    folder: Path,
+    *,
+    force: bool = False,
+    patience: Patience | None = None,
+) -> int:
+    """Fetch what is missing of `sets`; a failure is a DataError."""
+    from rich import progress as bars
+    from rich.console import Console
+
+    from paceline.data.fetch import fetch
+
+    columns = (
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(bar_width=16),
+        bars.DownloadColumn(),
+        bars.TransferSpeedColumn(),
+        bars.TimeRemainingColumn(),
+    )
+    for official in sets:
+        if official.terms:
+            _say(f"{official.name}: {official.terms}")
+        with bars.Progress(*columns, console=Console(stderr=True)) as progress:
+            fetched = fetch(official, folder, _Bars(progress), force=force, patience=patience)
+        what = f"{fetched} files fetched" if fetched else "all files were here already"
+        _say(f"{official.name}: {what}, official, in {folder}")
+    return 0
+
+
+def verify_sets(sets: Sequence[OfficialSet], folder: Path) -> int:
+    """0 where all can be read, official or not; 2 where something is missing or damaged."""
+    return max([_verify(official, folder) for official in sets], default=0)
+
+
+def _verify(official: OfficialSet, folder: Path) -> int:
+    from paceline.data.checksums import Verdict, judge
+
+    verdicts = {file.path: judge(file, folder, afresh=True) for file in official.files}
+    for path, verdict in verdicts.items():
+        _say(f"  {path}: {verdict.value}")
+    found = set(verdicts.values())
+    if Verdict.MISSING in found:
+        where = f"--data-dir {shlex.quote(str(folder))}"
+        _say(f"{official.name}: missing; get it with `paceline data fetch {official.name} {where}`")
+        return 2
+    if found == {Verdict.OFFICIAL}:
+        _say(f"{official.name}: official")
+        return 0
+    return _verify_readable(official, folder)
+
+
+def _verify_readable(official: OfficialSet, folder: Path) -> int:
+    from paceline.data.damage import DamageError
+    from paceline.data.fileset import FileSet
+
+    loader = DATASETS.load(official.name)
+    if not isinstance(loader, FileSet):
+        raise DataError(f"{official.name} is not read from files")
+    try:
+        loader.check_readable(folder)
+    except DamageError as damage:
+        _say(f"{official.name}: damaged; {loader.advice(damage, str(folder))}")
+        return 2
+    _say(f"{official.name}: readable, but not the official bytes")
+    return 0
+
+
+def _official(name: str) -> OfficialSet:
+    DATASETS.check(name)
+    if name not in OFFICIAL_SETS:
+        raise DataError(f"{name} has no files; those with files are {', '.join(OFFICIAL_SETS)}")
+    return OFFICIAL_SETS[name]
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")

@@ -1,0 +1,104 @@
+"""Whether a file is the official one.
+
+Hashing gigabytes at the start of every run would be a nuisance, so verdicts are kept in a small
+file of the data folder, with the size and time that each was given for.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from enum import Enum
+from pathlib import Path
+
+from paceline.data.catalogue import OfficialFile
+
+VERDICTS_FILE = ".paceline-verdicts.json"
+_CHUNK_BYTES = 1 << 20
+# Far above what any official file holds; a gzip bomb is given up on here.
+_CONTENT_LIMIT_BYTES = 1 << 26
+
+
+class Verdict(Enum):
+    OFFICIAL = "official"
+    OTHER = "not the official bytes"
+    MISSING = "missing"
+
+
+def judge(file: OfficialFile, folder: Path, *, afresh: bool = False) -> Verdict:
+    """The verdict on one file; `afresh` looks at its bytes even where a verdict is known."""
+    path = folder / file.path
+    if not path.is_file():
+        return Verdict.MISSING
+    mark = _mark(file, path)
+    entry = _read_verdicts(folder).get(file.path)
+    if not afresh and isinstance(entry, list) and entry[:3] == mark and len(entry) == 4:
+        return Verdict.OFFICIAL if entry[3] is True else Verdict.OTHER
+    official = _is_official(file, path)
+    _keep(file, folder, mark, official)
+    return Verdict.OFFICIAL if official else Verdict.OTHER
+
+
+def keep_official(file: OfficialFile, folder: Path) -> None:
+    """Note that a file has just been found to be the official one."""
+    _keep(file, folder, _mark(file, folder / file.path), True)
+
+
+def _mark(file: OfficialFile, path: Path) -> list[object]:
+    """What a verdict holds for: it changes when the file does."""
+    status = path.stat()
+    return [file.sha256, status.st_size, status.st_mtime_ns]
+
+
+def _keep(file: OfficialFile, folder: Path, mark: list[object], official: bool) -> None:
+    _write_verdicts(folder, {**_read_verdicts(folder), file.path: [*mark, official]})
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _is_official(file: OfficialFile, path: Path) -> bool:
+    if path.stat().st_size == file.size_bytes and sha256_of(path) == file.sha256:
+        return True
+    return file.content_sha256 is not None and _content_sha256(path) == file.content_sha256
+
+
+def _content_sha256(path: Path) -> str | None:
+    digest = hashlib.sha256()
+    total_bytes = 0
+    try:
+        with gzip.open(path, "rb") as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                total_bytes += len(chunk)
+                if total_bytes > _CONTENT_LIMIT_BYTES:
+                    return None
+                digest.update(chunk)
+    except (EOFError, gzip.BadGzipFile, zlib.error):
+        return None
+    return digest.hexdigest()
+
+
+def _read_verdicts(folder: Path) -> dict[str, object]:
+    try:
+        value = json.loads((folder / VERDICTS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _write_verdicts(folder: Path, verdicts: Mapping[str, object]) -> None:
+    # A folder that cannot be written to only costs the time to hash again.
+    temporary = folder / f"{VERDICTS_FILE}.{os.getpid()}"
+    with suppress(OSError):
+        try:
+            temporary.write_text(json.dumps(verdicts, indent=1) + "\n", encoding="utf-8")
+            temporary.replace(folder / VERDICTS_FILE)
+        finally:
+            temporary.unlink(missing_ok=True)

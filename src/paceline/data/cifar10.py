@@ -1,0 +1,81 @@
+"""CIFAR-10: colour images of 32 x 32 in the pickled batches of its Python version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from paceline.data import catalogue
+from paceline.data.damage import DamageError, refuse_larger
+from paceline.data.fileset import FileSet, Source
+from paceline.data.restricted_pickle import ByteArray, PickleRefusedError, read_plain_pickle
+from paceline.data.storage import Chunk
+
+CLASS_NAMES = (
+    b"airplane", b"automobile", b"bird", b"cat", b"deer",
+    b"dog", b"frog", b"horse", b"ship", b"truck",
+)  # fmt: skip
+
+_SHAPE = (3, 32, 32)
+_IMAGE_BYTES = 3 * 32 * 32
+# Beside its image, a sample has a label and a file name.
+_SAMPLE_LIMIT_BYTES = _IMAGE_BYTES + 256
+_SLACK_BYTES = 1 << 16
+
+
+def read_batches(sources: Sequence[Source], wanted: int) -> Iterator[Chunk]:
+    """Samples from batch files in their order; the file without samples names the classes."""
+    for source in sources:
+        if not source.samples:
+            _check_class_names(source.path)
+        elif wanted > 0:
+            images, labels = _read_batch(source)
+            yield images[:wanted], labels[:wanted]
+            wanted -= len(labels)
+
+
+def _read_batch(source: Source) -> Chunk:
+    path = source.path
+    batch = _read_dictionary(path, source.samples * _SAMPLE_LIMIT_BYTES + _SLACK_BYTES)
+    data, labels = batch.get(b"data"), batch.get(b"labels")
+    if not isinstance(data, ByteArray) or not isinstance(labels, list):
+        raise DamageError(path, "is no batch of images: it lacks data or labels")
+    if data.values.shape != (source.samples, _IMAGE_BYTES):
+        raise DamageError(
+            path,
+            f"has images of the shape {data.values.shape} "
+            f"where {(source.samples, _IMAGE_BYTES)} should be",
+        )
+    if len(labels) != source.samples:
+        raise DamageError(path, f"has {len(labels)} labels for {source.samples} images")
+    if not all(type(label) is int and 0 <= label < len(CLASS_NAMES) for label in labels):
+        raise DamageError(path, f"has a label outside 0 to {len(CLASS_NAMES) - 1}")
+    return data.values.reshape(-1, *_SHAPE), np.array(labels, np.uint8)
+
+
+def _check_class_names(path: Path) -> None:
+    names = _read_dictionary(path, _SLACK_BYTES).get(b"label_names")
+    found = [_as_bytes(name) for name in names] if isinstance(names, list) else names
+    if found != list(CLASS_NAMES):
+        raise DamageError(path, "does not name the ten classes of CIFAR-10 in their order")
+
+
+def _read_dictionary(path: Path, limit_bytes: int) -> Mapping[object, object]:
+    refuse_larger(path, limit_bytes)
+    try:
+        value = read_plain_pickle(path.read_bytes())
+    except PickleRefusedError as refusal:
+        raise DamageError(path, str(refusal)) from None
+    if not isinstance(value, dict):
+        raise DamageError(path, "is no CIFAR-10 file: it holds no dictionary")
+    return {_as_bytes(key): entry for key, entry in value.items()}
+
+
+def _as_bytes(value: object) -> object:
+    """Text as the bytes that Python 2 would have written."""
+    return value.encode("utf-8", "replace") if isinstance(value, str) else value
+
+
+CIFAR10 = FileSet(catalogue.CIFAR10, read_batches)

@@ -1,0 +1,250 @@
+"""A strict, streaming reader of MATLAB 5 files that hold plain numeric arrays, such as SVHN's.
+
+A file is a 128-byte header and then elements: an 8-byte tag (type, bytes) and data. A variable is a
+matrix element, itself of elements (flags, shape, name, numbers), or such a one deflated. Variables
+are inflated as they are consumed and only as far as their stated shape reaches, so that memory
+stays bounded however large, or malicious, a file is.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.data.damage import DamageError
+
+_MATRIX, _COMPRESSED = 14, 15
+_INT8, _INT32, _UINT32 = 1, 5, 6
+_NUMBERS: dict[int, type[np.generic]] = {
+    _INT8: np.int8,
+    2: np.uint8,
+    3: np.int16,
+    4: np.uint16,
+    _INT32: np.int32,
+    _UINT32: np.uint32,
+    7: np.float32,
+    9: np.float64,
+}
+# double, single and the integers: what MATLAB calls numeric, without 64 bits.
+_NUMERIC_CLASSES = frozenset(range(6, 14))
+_COMPLEX_FLAG = 0x0800
+
+_HEADER_BYTES = 128
+_MAX_DIMENSIONS = 8
+_MAX_NAME_BYTES = 64
+_MAX_VARIABLES = 16
+_INFLATE_BYTES = 1 << 18
+
+
+class _Stream(Protocol):
+    """The inside of one element."""
+
+    def read(self, count: int) -> bytes:
+        """Exactly `count` bytes, or DamageError."""
+
+    def finish(self) -> None:
+        """DamageError unless nothing is left, padding apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatVariable:
+    """One variable of a file; its numbers can be read once, while the iteration stands at it."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: type[np.generic]
+    _data_bytes: int
+    _padding_bytes: int
+    _stream: _Stream
+
+    def numbers(self, at_once: int, wanted: int | None = None) -> Iterator[NDArray[np.generic]]:
+        """The numbers in the file's order (first index fastest), `at_once` or fewer at a time.
+
+        With `wanted`, only the first so many. A variable that is read to its end must end there.
+        """
+        item_bytes = np.dtype(self.dtype).itemsize
+        total = self._data_bytes // item_bytes
+        remaining = total if wanted is None else min(wanted, total)
+        to_the_end = remaining == total
+        while remaining:
+            count = min(at_once, remaining)
+            remaining -= count
+            yield np.frombuffer(self._stream.read(count * item_bytes), self.dtype)
+        if to_the_end:
+            self._stream.read(self._padding_bytes)
+            self._stream.finish()
+
+
+def read_variables(path: Path) -> Generator[MatVariable]:
+    """The variables of a file in their order; those whose numbers are not wanted are skipped."""
+    file_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        _check_header(path, file.read(_HEADER_BYTES))
+        for _ in range(_MAX_VARIABLES):
+            tag = file.read(8)
+            if not tag:
+                return
+            if len(tag) < 8:
+                raise DamageError(path, "is cut short")
+            kind, size_bytes = struct.unpack("<II", tag)
+            end = file.tell() + size_bytes
+            if end > file_bytes:
+                raise DamageError(path, "is cut short")
+            yield _open_variable(path, _open_element(path, file, kind, size_bytes))
+            file.seek(end)
+        if file.read(1):
+            raise DamageError(path, f"has more than {_MAX_VARIABLES} variables")
+
+
+def _check_header(path: Path, header: bytes) -> None:
+    if len(header) < _HEADER_BYTES:
+        raise DamageError(path, "is cut short")
+    version, order = struct.unpack("<H2s", header[124:])
+    if order != b"IM" or version != 0x0100:
+        raise DamageError(path, "is no little-endian MATLAB 5 file")
+
+
+def _open_element(path: Path, file: BinaryIO, kind: int, size_bytes: int) -> _Stream:
+    if kind == _MATRIX:
+        return _Plain(path, file, size_bytes)
+    if kind != _COMPRESSED:
+        raise DamageError(path, f"has an element of type {kind} where a variable should be")
+    inflated = _Inflated(path, file, size_bytes)
+    kind, _ = struct.unpack("<II", inflated.read(8))
+    if kind != _MATRIX:
+        raise DamageError(path, f"has an element of type {kind} where a variable should be")
+    return inflated
+
+
+def _open_variable(path: Path, stream: _Stream) -> MatVariable:
+    flags_kind, flags = _small_element(path, stream, 8)
+    if flags_kind != _UINT32 or len(flags) != 8:
+        raise DamageError(path, "has a variable without array flags")
+    if flags[0] not in _NUMERIC_CLASSES or struct.unpack("<I", flags[:4])[0] & _COMPLEX_FLAG:
+        raise DamageError(path, "has a variable that is no array of plain numbers")
+    shape_kind, shape_data = _small_element(path, stream, 4 * _MAX_DIMENSIONS)
+    if shape_kind != _INT32 or len(shape_data) % 4 or len(shape_data) < 8:
+        raise DamageError(path, "has a variable without a shape")
+    shape = struct.unpack(f"<{len(shape_data) // 4}i", shape_data)
+    if min(shape) < 0:
+        raise DamageError(path, f"has a variable of the impossible shape {shape}")
+    name_kind, name = _small_element(path, stream, _MAX_NAME_BYTES)
+    if name_kind != _INT8:
+        raise DamageError(path, "has a variable without a name")
+    kind, data_bytes, padding_bytes, small = _tag(stream)
+    if kind not in _NUMBERS:
+        raise DamageError(path, f"has numbers of the unknown type {kind}")
+    dtype = _NUMBERS[kind]
+    entries = 1
+    for length in shape:
+        entries *= length
+    if data_bytes != entries * np.dtype(dtype).itemsize:
+        raise DamageError(path, f"has {data_bytes} bytes of numbers for the shape {shape}")
+    if small is not None:
+        stream = _Small(path, small, stream)
+    return MatVariable(
+        path, name.decode("latin-1"), shape, dtype, data_bytes, padding_bytes, stream
+    )
+
+
+def _tag(stream: _Stream) -> tuple[int, int, int, bytes | None]:
+    """Type, bytes, padding after them, and the data itself where it is inside the tag."""
+    raw = stream.read(8)
+    kind, size_bytes = struct.unpack("<II", raw)
+    if kind >> 16:
+        size_bytes = kind >> 16
+        return kind & 0xFFFF, size_bytes, 0, raw[4 : 4 + min(size_bytes, 4)]
+    return kind, size_bytes, -size_bytes % 8, None
+
+
+def _small_element(path: Path, stream: _Stream, limit_bytes: int) -> tuple[int, bytes]:
+    kind, size_bytes, padding_bytes, small = _tag(stream)
+    if size_bytes > (4 if small is not None else limit_bytes):
+        raise DamageError(path, "has an oversized element in a variable's description")
+    if small is not None:
+        return kind, small
+    data = stream.read(size_bytes)
+    stream.read(padding_bytes)
+    return kind, data
+
+
+class _Plain:
+    def __init__(self, path: Path, file: BinaryIO, size_bytes: int) -> None:
+        self._path, self._file, self._left = path, file, size_bytes
+
+    def read(self, count: int) -> bytes:
+        if count > self._left:
+            raise DamageError(self._path, "has a variable longer than its element")
+        data = self._file.read(count)
+        if len(data) != count:
+            raise DamageError(self._path, "is cut short")
+        self._left -= count
+        return data
+
+    def finish(self) -> None:
+        if self._left:
+            raise DamageError(self._path, "has bytes left over in a variable")
+
+
+class _Small:
+    """Numbers that stood inside their tag."""
+
+    def __init__(self, path: Path, data: bytes, outer: _Stream) -> None:
+        self._path, self._data, self._outer = path, data, outer
+
+    def read(self, count: int) -> bytes:
+        data, self._data = self._data[:count], self._data[count:]
+        if len(data) != count:
+            raise DamageError(self._path, "is cut short")
+        return data
+
+    def finish(self) -> None:
+        self._outer.finish()
+
+
+class _Inflated:
+    def __init__(self, path: Path, file: BinaryIO, size_bytes: int) -> None:
+        self._path, self._file, self._left = path, file, size_bytes
+        self._inflater = zlib.decompressobj()
+
+    def read(self, count: int) -> bytes:
+        parts: list[bytes] = []
+        missing = count
+        while missing:
+            part = self._inflate(missing)
+            if not part and self._exhausted():
+                raise DamageError(self._path, "is cut short")
+            parts.append(part)
+            missing -= len(part)
+        return b"".join(parts)
+
+    def finish(self) -> None:
+        # The checksum stands at the very end, so the rest must be fed in for it to be compared.
+        while not self._inflater.eof:
+            if self._inflate(1):
+                raise DamageError(self._path, "has bytes left over in a variable")
+            if self._exhausted() and not self._inflater.eof:
+                raise DamageError(self._path, "is cut short")
+
+    def _exhausted(self) -> bool:
+        return self._inflater.eof or not (self._left or self._inflater.unconsumed_tail)
+
+    def _inflate(self, limit: int) -> bytes:
+        source = self._inflater.unconsumed_tail
+        if not source and self._left:
+            source = self._file.read(min(self._left, _INFLATE_BYTES))
+            if not source:
+                raise DamageError(self._path, "is cut short")
+            self._left -= len(source)
+        try:
+            return self._inflater.decompress(source, limit)
+        except zlib.error as error:
+            raise DamageError(self._path, f"is not soundly compressed ({error})") from None

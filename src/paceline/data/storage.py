@@ -1,0 +1,137 @@
+"""Where the samples of a split live: in memory, or in a file of decoded images that is mapped.
+
+The file is a page that says what it was made from, then the images one after another, then the
+labels, a byte each. It is written under another name and renamed when whole.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.data.dataset import Split
+from paceline.errors import DataError
+
+Chunk = tuple[NDArray[np.uint8], NDArray[np.uint8]]
+"""Images (samples, channels, height, width) and their labels."""
+
+_MAGIC = b"paceline decoded images 1\n"
+_PAGE_BYTES = 4096
+_LOCK_PATIENCE_SECONDS = 900.0
+_LOCK_PAUSE_SECONDS = 0.2
+
+
+def resident_split(chunks: Iterable[Chunk], samples: int, shape: tuple[int, ...]) -> Split:
+    """Chunks of exactly `samples` samples together, in memory."""
+    images = torch.empty((samples, *shape), dtype=torch.uint8)
+    labels = torch.empty(samples, dtype=torch.int64)
+    images_out, labels_out = images.numpy(), labels.numpy()
+    filled = 0
+    for some_images, some_labels in chunks:
+        images_out[filled : filled + len(some_images)] = some_images
+        labels_out[filled : filled + len(some_labels)] = some_labels
+        filled += len(some_labels)
+    return Split(images, labels)
+
+
+def mapped_split(
+    cache: Path,
+    sources: Sequence[Path],
+    chunks: Callable[[], Iterator[Chunk]],
+    samples: int,
+    shape: tuple[int, ...],
+) -> Split:
+    """A split read through the file `cache`, which is made first unless it fits the sources.
+
+    One process makes it while the others on the machine wait. The mapping is private: writing to
+    the tensor never reaches the file.
+    """
+    page = _describe(sources, samples, shape)
+    if not _fits(cache, page, samples, shape):
+        try:
+            with _locked(cache.with_name(f".{cache.name}.lock")):
+                if not _fits(cache, page, samples, shape):
+                    _write(cache, page, chunks())
+        except OSError as error:
+            raise DataError(
+                f"cannot write {cache}, which a set above --resident-limit-mib is mapped from: "
+                f"{error.strerror}; make room there, or raise the limit"
+            ) from None
+    image_bytes = samples * int(np.prod(shape))
+    size_bytes = _PAGE_BYTES + image_bytes + samples
+    whole = torch.from_file(str(cache), shared=False, size=size_bytes, dtype=torch.uint8)
+    images = whole[_PAGE_BYTES : _PAGE_BYTES + image_bytes].view(samples, *shape)
+    return Split(images, whole[_PAGE_BYTES + image_bytes :].to(torch.int64))
+
+
+def _describe(sources: Sequence[Path], samples: int, shape: tuple[int, ...]) -> bytes:
+    """The first page: it changes when a source does."""
+    files = []
+    for source in sources:
+        status = source.stat()
+        files.append([source.name, status.st_size, status.st_mtime_ns])
+    text = _MAGIC + json.dumps({"sources": files, "samples": samples, "shape": shape}).encode()
+    return text.ljust(_PAGE_BYTES, b"\n")
+
+
+def _fits(cache: Path, page: bytes, samples: int, shape: tuple[int, ...]) -> bool:
+    try:
+        with cache.open("rb") as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+            return (
+                size_bytes == _PAGE_BYTES + samples * (int(np.prod(shape)) + 1)
+                and file.read(_PAGE_BYTES) == page
+            )
+    except OSError:
+        return False
+
+
+def _write(cache: Path, page: bytes, chunks: Iterator[Chunk]) -> None:
+    for leftover in cache.parent.glob(f".{cache.name}.*.part"):
+        leftover.unlink(missing_ok=True)
+    temporary = cache.with_name(f".{cache.name}.{os.getpid()}.part")
+    try:
+        with temporary.open("wb") as file:
+            _fill(file, page, chunks)
+        temporary.replace(cache)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _fill(file: BinaryIO, page: bytes, chunks: Iterator[Chunk]) -> None:
+    labels = []
+    file.write(page)
+    for some_images, some_labels in chunks:
+        file.write(np.ascontiguousarray(some_images).data)
+        labels.append(some_labels.tobytes())
+    file.write(b"".join(labels))
+    file.flush()
+    os.fsync(file.fileno())
+
+
+@contextmanager
+def _locked(lock: Path) -> Iterator[None]:
+    """Alone on this machine, where the file system can lock."""
+    with lock.open("wb") as file:
+        deadline = time.monotonic() + _LOCK_PATIENCE_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_LOCK_PAUSE_SECONDS)
+            except OSError:
+                break
+        else:
+            raise DataError(f"another process has held {lock} for too long: end it and try again")
+        yield

@@ -1,0 +1,73 @@
+"""SVHN, format 2: colour images of 32 x 32, each around one digit, in MATLAB files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.data import catalogue
+from paceline.data.damage import DamageError, refuse_larger
+from paceline.data.fileset import FileSet, Source
+from paceline.data.matfile import MatVariable, read_variables
+from paceline.data.storage import Chunk
+
+_SHAPE = (3, 32, 32)
+_IMAGE_BYTES = 3 * 32 * 32
+_CHUNK_SAMPLES = 1024
+# Labels may be stored as doubles, and what cannot be deflated grows a little.
+_SAMPLE_LIMIT_BYTES = _IMAGE_BYTES + 8 + 32
+_SLACK_BYTES = 1 << 16
+
+
+def read_files(sources: Sequence[Source], wanted: int) -> Iterator[Chunk]:
+    """Samples from the files in their order, with label 10 as the digit 0 that it stands for."""
+    for source in sources:
+        if wanted > 0:
+            samples = min(wanted, source.samples)
+            refuse_larger(source.path, source.samples * _SAMPLE_LIMIT_BYTES + _SLACK_BYTES)
+            # The labels stand behind the images, and are needed with them.
+            labels = _read_labels(source)
+            yield from _read_images(source, labels[:samples])
+            wanted -= samples
+
+
+def _read_labels(source: Source) -> NDArray[np.uint8]:
+    with _variable(source, "y", (source.samples, 1)) as variable:
+        labels = np.concatenate(list(variable.numbers(source.samples)))
+    if not np.isin(labels, np.arange(1, 11)).all():
+        raise DamageError(source.path, "has a label outside 1 to 10")
+    return labels.astype(np.uint8) % 10
+
+
+def _read_images(source: Source, labels: NDArray[np.uint8]) -> Iterator[Chunk]:
+    done = 0
+    with _variable(source, "X", (32, 32, 3, source.samples)) as variable:
+        if variable.dtype is not np.uint8:
+            raise DamageError(source.path, "has images that are not bytes")
+        for numbers in variable.numbers(_CHUNK_SAMPLES * _IMAGE_BYTES, len(labels) * _IMAGE_BYTES):
+            # The first index, the row, runs fastest: seen the other way round, the file holds the
+            # images one after another, each as channel, column, row.
+            images = numbers.view(np.uint8).reshape(-1, *_SHAPE).transpose(0, 1, 3, 2)
+            yield images, labels[done : done + len(images)]
+            done += len(images)
+
+
+@contextmanager
+def _variable(source: Source, name: str, shape: tuple[int, ...]) -> Iterator[MatVariable]:
+    with closing(read_variables(source.path)) as variables:
+        for variable in variables:
+            if variable.name == name:
+                if variable.shape != shape:
+                    raise DamageError(
+                        source.path, f"has {name} of the shape {variable.shape}, not {shape}"
+                    )
+                yield variable
+                return
+    raise DamageError(source.path, f"has no variable {name}")
+
+
+SVHN = FileSet(catalogue.SVHN, read_files)
+SVHN_EXTRA = FileSet(catalogue.SVHN_EXTRA, read_files)

@@ -1,0 +1,94 @@
+"""Verdicts on files, and how long they are kept."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from paceline.data import checksums
+from paceline.data.catalogue import OFFICIAL_SETS, OfficialFile
+from paceline.data.checksums import VERDICTS_FILE, Verdict, judge
+
+CONTENT = b"official" * 1000
+FILE = OfficialFile("set/file", len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "file").write_bytes(CONTENT)
+    return tmp_path
+
+
+def count_hashing(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    hashed: list[Path] = []
+    original = checksums.sha256_of
+
+    def counting(path: Path) -> str:
+        hashed.append(path)
+        return original(path)
+
+    monkeypatch.setattr(checksums, "sha256_of", counting)
+    return hashed
+
+
+def test_the_official_bytes_are_official(folder: Path) -> None:
+    assert judge(FILE, folder) is Verdict.OFFICIAL
+
+
+def test_one_other_byte_is_not_official(folder: Path) -> None:
+    (folder / "set" / "file").write_bytes(b"O" + CONTENT[1:])
+    assert judge(FILE, folder) is Verdict.OTHER
+
+
+def test_no_file_is_missing(folder: Path) -> None:
+    (folder / "set" / "file").unlink()
+    assert judge(FILE, folder) is Verdict.MISSING
+
+
+def test_an_unchanged_file_is_hashed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = count_hashing(monkeypatch)
+    assert judge(FILE, folder) is judge(FILE, folder) is Verdict.OFFICIAL
+    assert len(hashed) == 1
+
+
+def test_a_file_of_another_size_is_not_hashed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed = count_hashing(monkeypatch)
+    (folder / "set" / "file").write_bytes(CONTENT + b"x")
+    assert judge(FILE, folder) is Verdict.OTHER
+    assert hashed == []
+
+
+def test_a_changed_file_loses_its_verdict(folder: Path) -> None:
+    judge(FILE, folder)
+    path = folder / "set" / "file"
+    path.write_bytes(b"O" + CONTENT[1:])
+    os.utime(path, ns=(1, 1))
+    assert judge(FILE, folder) is Verdict.OTHER
+
+
+def test_afresh_looks_behind_an_unchanged_size_and_time(folder: Path) -> None:
+    judge(FILE, folder)
+    path = folder / "set" / "file"
+    times = path.stat()
+    path.write_bytes(b"O" + CONTENT[1:])
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert judge(FILE, folder, afresh=True) is Verdict.OTHER
+
+
+@pytest.mark.parametrize("scrambled", ["", "[]", "{", '{"set/file": 7}', '{"set/file": [1]}'])
+def test_a_scrambled_file_of_verdicts_is_ignored(folder: Path, scrambled: str) -> None:
+    (folder / VERDICTS_FILE).write_text(scrambled)
+    assert judge(FILE, folder) is Verdict.OFFICIAL
+
+
+def test_the_catalogue_has_whole_checksums_and_an_address_for_everything() -> None:
+    for official in OFFICIAL_SETS.values():
+        fetched = (official.archive,) if official.archive else official.files
+        assert all(file.addresses for file in fetched)
+        assert all(len(bytes.fromhex(file.sha256)) == 32 for file in (*official.files, *fetched))

@@ -1,0 +1,223 @@
+"""`paceline data list`, `fetch` and `verify`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import io
+import os
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from synthetic_sets import SMALL_MNIST, write_mnist
+
+from paceline.cli import data as command
+from paceline.data import DATASETS, checksums, fetch
+from paceline.data.catalogue import CIFAR10, MNIST, SVHN, OfficialFile, OfficialSet
+from paceline.data.download import Patience
+from paceline.errors import DataError, UnknownNameError
+
+CONTENTS = {"mnist/one": b"1" * 100, "mnist/two": b"2" * 200}
+
+
+def official_file(path: str, content: bytes) -> OfficialFile:
+    digest = hashlib.sha256(content).hexdigest()
+    return OfficialFile(path, len(content), digest, 1, addresses=("http://127.0.0.1/",))
+
+
+TINY = dataclasses.replace(
+    MNIST,
+    train=(official_file("mnist/one", CONTENTS["mnist/one"]),),
+    test=(official_file("mnist/two", CONTENTS["mnist/two"]),),
+)
+
+
+def run(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    command.configure(parser)
+    return command.run(parser.parse_args(words))
+
+
+@pytest.fixture
+def downloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files asked for from a network that has all of TINY's."""
+    asked: list[str] = []
+
+    def bring(
+        file: OfficialFile, target: Path, watch: object, patience: Patience | None = None
+    ) -> None:
+        asked.append(file.path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(CONTENTS[file.path])
+
+    monkeypatch.setattr(fetch, "download", bring)
+    return asked
+
+
+def write(folder: Path, contents: dict[str, bytes]) -> None:
+    for path, content in contents.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)
+
+
+def test_list_names_every_dataset_in_80_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run("list", "--data-dir", str(tmp_path)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first_words = {line.split()[0] for line in lines if line.strip()}
+    assert set(DATASETS.names()) <= first_words
+    assert max(map(len, lines)) <= 80
+
+
+def test_list_counts_the_files_that_are_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_mnist(tmp_path)
+    (tmp_path / "svhn").mkdir()
+    (tmp_path / "svhn" / "test_32x32.mat").touch()
+    run("list", "--data-dir", str(tmp_path))
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert rows["mnist"].rstrip().endswith(" here")
+    assert "1 of 2 here" in rows["svhn"]
+    assert "0 of 7 here" in rows["cifar10"]
+
+
+def test_fetch_brings_only_what_is_missing(tmp_path: Path, downloads: list[str]) -> None:
+    write(tmp_path, {"mnist/one": CONTENTS["mnist/one"]})
+    assert command.fetch_sets([TINY], tmp_path) == 0
+    assert downloads == ["mnist/two"]
+
+
+def test_fetched_files_are_not_hashed_again(
+    tmp_path: Path, downloads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command.fetch_sets([TINY], tmp_path)
+    monkeypatch.delattr(checksums, "sha256_of")
+    assert command.fetch_sets([TINY], tmp_path) == 0
+
+
+def test_fetch_leaves_a_file_that_is_not_official_alone(
+    tmp_path: Path, downloads: list[str]
+) -> None:
+    write(tmp_path, {"mnist/one": b"my own"})
+    with pytest.raises(DataError, match="mnist/one is there and is not the official file: --force"):
+        command.fetch_sets([TINY], tmp_path)
+    assert (tmp_path / "mnist/one").read_bytes() == b"my own"
+    assert downloads == []
+
+
+def test_fetch_with_force_replaces_it(tmp_path: Path, downloads: list[str]) -> None:
+    write(tmp_path, {"mnist/one": b"my own"})
+    command.fetch_sets([TINY], tmp_path, force=True)
+    assert (tmp_path / "mnist/one").read_bytes() == CONTENTS["mnist/one"]
+
+
+def archive_set(contents: dict[str, bytes]) -> tuple[OfficialSet, bytes]:
+    """TINY as a set that comes in an archive, and that archive."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for path, content in contents.items():
+            member = tarfile.TarInfo(path)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    blob = packed.getvalue()
+    return dataclasses.replace(TINY, archive=official_file("tiny.tar.gz", blob)), blob
+
+
+def test_fetch_unpacks_an_archive_and_takes_it_away(
+    tmp_path: Path, downloads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    official, blob = archive_set(CONTENTS)
+    monkeypatch.setitem(CONTENTS, "tiny.tar.gz", blob)
+    command.fetch_sets([official], tmp_path)
+    assert downloads == ["tiny.tar.gz"]
+    assert (tmp_path / "mnist" / "two").read_bytes() == CONTENTS["mnist/two"]
+    assert not (tmp_path / "tiny.tar.gz").exists()
+
+
+def test_fetch_uses_and_keeps_an_archive_that_is_there(
+    tmp_path: Path, downloads: list[str]
+) -> None:
+    official, blob = archive_set(CONTENTS)
+    write(tmp_path, {"tiny.tar.gz": blob})
+    command.fetch_sets([official], tmp_path)
+    assert downloads == []
+    assert (tmp_path / "mnist" / "one").read_bytes() == CONTENTS["mnist/one"]
+    assert (tmp_path / "tiny.tar.gz").exists()
+
+
+def test_fetch_says_what_the_authors_ask(
+    tmp_path: Path, downloads: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = dataclasses.replace(TINY, terms=SVHN.terms)
+    command.fetch_sets([tiny], tmp_path)
+    assert "mnist: the authors permit non-commercial use only" in capsys.readouterr().out
+
+
+def test_verify_tells_official_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, CONTENTS)
+    assert command.verify_sets([TINY], tmp_path) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "mnist: official"
+
+
+def verify_small_mnist(folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    loaders = {"mnist": SMALL_MNIST}
+    monkeypatch.setattr(DATASETS, "load", loaders.__getitem__)
+    return command.verify_sets([SMALL_MNIST.official], folder)
+
+
+def test_verify_tells_readable_files_from_official_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_mnist(tmp_path)
+    assert verify_small_mnist(tmp_path, monkeypatch) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "mnist: readable, but not the official bytes"
+
+
+def test_verify_tells_damaged_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_mnist(tmp_path)
+    path = tmp_path / "mnist" / "t10k-images-idx3-ubyte.gz"
+    os.truncate(path, 100)
+    assert verify_small_mnist(tmp_path, monkeypatch) == 2
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"mnist: damaged; {path} is cut short: replace it with `paceline data")
+
+
+def test_verify_tells_missing_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("verify", "cifar10", "--data-dir", str(tmp_path)) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "  cifar-10-batches-py/data_batch_1: missing"
+    assert "paceline data fetch cifar10" in lines[-1]
+
+
+@pytest.mark.parametrize("action", ["fetch", "verify"])
+def test_names_without_files_and_unknown_names_are_refused(tmp_path: Path, action: str) -> None:
+    with pytest.raises(DataError, match="digits has no files"):
+        run(action, "digits", "--data-dir", str(tmp_path))
+    with pytest.raises(UnknownNameError, match="cifar10"):
+        run(action, "cifar01", "--data-dir", str(tmp_path))
+
+
+def test_a_failed_download_is_a_data_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    nowhere: Sequence[OfficialFile] = [
+        dataclasses.replace(file, addresses=("http://127.0.0.1:1/",)) for file in TINY.train
+    ]
+    unreachable = dataclasses.replace(TINY, train=tuple(nowhere))
+    with pytest.raises(DataError, match=r"could not fetch one: .*cannot be reached"):
+        command.fetch_sets(
+            [unreachable], tmp_path, patience=Patience(fruitless_attempts=1, pause_seconds=0)
+        )
+
+
+def test_cifar10_is_fetched_as_one_archive() -> None:
+    assert CIFAR10.archive is not None
+    assert CIFAR10.download_bytes == CIFAR10.archive.size_bytes

@@ -1,0 +1,250 @@
+"""Downloads from servers that behave and from servers that do not, all on this machine."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import shutil
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from synthetic_sets import random_bytes
+
+from paceline.data.catalogue import OfficialFile
+from paceline.data.download import Patience, download
+from paceline.errors import DataError
+
+CONTENT = random_bytes(1 << 20).tobytes()
+HALF = len(CONTENT) // 2
+SHA256 = hashlib.sha256(CONTENT).hexdigest()
+QUICK = Patience(timeout_seconds=5, fruitless_attempts=2, attempts=5, pause_seconds=0)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """The path says how to behave; the server keeps the Range that each request had."""
+
+    server: Server
+
+    def do_GET(self) -> None:
+        wanted = self.headers.get("Range")
+        self.server.requests.append((self.path, wanted))
+        behaviour = getattr(self, "serve_" + self.path.strip("/"))
+        behaviour(int(wanted.removeprefix("bytes=").rstrip("-")) if wanted else None)
+
+    def send(self, content: bytes, start: int | None, announced: int | None = None) -> None:
+        self.send_response(200 if start is None else 206)
+        if start is not None:
+            last = len(CONTENT) - 1
+            self.send_header("Content-Range", f"bytes {start}-{last}/{len(CONTENT)}")
+        if announced is not None:
+            self.send_header("Content-Length", str(announced))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def serve_whole(self, start: int | None) -> None:
+        rest = CONTENT[start or 0 :]
+        self.send(rest, start, len(rest))
+
+    def serve_breaking(self, start: int | None) -> None:
+        """Breaks off half-way, and delivers the rest when asked for it."""
+        rest = CONTENT[start or 0 :]
+        self.send(rest if start else rest[:HALF], start, len(rest))
+
+    def serve_without_ranges(self, start: int | None) -> None:
+        self.send(CONTENT, None, len(CONTENT))
+
+    def serve_breaking_without_ranges(self, start: int | None) -> None:
+        self.send(CONTENT if len(self.server.requests) > 1 else CONTENT[:HALF], None, len(CONTENT))
+
+    def serve_wrong(self, start: int | None) -> None:
+        rest = CONTENT[::-1][start or 0 :]
+        self.send(rest, start, len(rest))
+
+    def serve_endless(self, start: int | None) -> None:
+        self.send(CONTENT + b"x", start)
+
+    def serve_smaller(self, start: int | None) -> None:
+        self.send(CONTENT[:HALF], start, HALF)
+
+    def serve_missing(self, start: int | None) -> None:
+        self.send_error(404)
+
+    def serve_busy(self, start: int | None) -> None:
+        if len(self.server.requests) > 1:
+            self.serve_whole(start)
+        else:
+            self.send_error(503)
+
+    def serve_misplaced(self, start: int | None) -> None:
+        self.send(CONTENT[:HALF], 0 if start else None, HALF if start else len(CONTENT))
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+class Server(HTTPServer):
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.requests: list[tuple[str, str | None]] = []
+
+    def file(self, *behaviours: str) -> OfficialFile:
+        addresses = tuple(f"http://127.0.0.1:{self.server_port}/{name}" for name in behaviours)
+        return OfficialFile("file", len(CONTENT), SHA256, addresses=addresses)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with Server() as running:
+        thread = threading.Thread(target=running.serve_forever, args=(0.01,))
+        thread.start()
+        yield running
+        running.shutdown()
+        thread.join()
+
+
+def fetch(file: OfficialFile, folder: Path) -> bytes:
+    target = folder / "deep" / "file"
+    download(file, target, lambda done: None, QUICK)
+    assert not target.with_name("file.part").exists()
+    return target.read_bytes()
+
+
+def part_with(folder: Path, content: bytes) -> Path:
+    part = folder / "deep" / "file.part"
+    part.parent.mkdir()
+    part.write_bytes(content)
+    return part
+
+
+def test_a_file_arrives_whole(server: Server, tmp_path: Path) -> None:
+    assert fetch(server.file("whole"), tmp_path) == CONTENT
+
+
+def test_a_broken_download_goes_on_where_it_broke_off(server: Server, tmp_path: Path) -> None:
+    assert fetch(server.file("breaking"), tmp_path) == CONTENT
+    assert [wanted for _, wanted in server.requests] == [None, f"bytes={HALF}-"]
+
+
+def test_a_part_from_an_earlier_run_is_continued(server: Server, tmp_path: Path) -> None:
+    part_with(tmp_path, CONTENT[:1000])
+    assert fetch(server.file("whole"), tmp_path) == CONTENT
+    assert server.requests == [("/whole", "bytes=1000-")]
+
+
+def test_a_whole_part_needs_no_request(server: Server, tmp_path: Path) -> None:
+    part_with(tmp_path, CONTENT)
+    assert fetch(server.file("whole"), tmp_path) == CONTENT
+    assert server.requests == []
+
+
+def test_a_server_that_ignores_the_range_is_read_from_the_start(
+    server: Server, tmp_path: Path
+) -> None:
+    part_with(tmp_path, CONTENT[:1000])
+    assert fetch(server.file("without_ranges"), tmp_path) == CONTENT
+    assert len(server.requests) == 1
+
+
+def test_a_break_on_a_server_without_ranges_starts_anew(server: Server, tmp_path: Path) -> None:
+    assert fetch(server.file("breaking_without_ranges"), tmp_path) == CONTENT
+
+
+def test_a_part_of_other_bytes_is_dropped_and_the_file_fetched_anew(
+    server: Server, tmp_path: Path
+) -> None:
+    part_with(tmp_path, b"wrong" * 100)
+    assert fetch(server.file("whole"), tmp_path) == CONTENT
+    assert [wanted for _, wanted in server.requests] == ["bytes=500-", None]
+
+
+def test_a_part_that_is_too_long_is_dropped(server: Server, tmp_path: Path) -> None:
+    part_with(tmp_path, CONTENT + b"x")
+    assert fetch(server.file("whole"), tmp_path) == CONTENT
+
+
+@pytest.mark.parametrize("first", ["missing", "wrong", "smaller", "endless"])
+def test_the_next_address_is_taken_when_one_will_not_do(
+    server: Server, tmp_path: Path, first: str
+) -> None:
+    assert fetch(server.file(first, "whole"), tmp_path) == CONTENT
+
+
+def test_an_address_that_nobody_listens_at_is_passed_over(server: Server, tmp_path: Path) -> None:
+    file = server.file("whole")
+    # Port 1 of this machine: reserved, and closed.
+    nobody = OfficialFile(
+        "file", len(CONTENT), SHA256, addresses=("http://127.0.0.1:1/", *file.addresses)
+    )
+    assert fetch(nobody, tmp_path) == CONTENT
+
+
+def test_a_busy_server_is_asked_again(server: Server, tmp_path: Path) -> None:
+    assert fetch(server.file("busy"), tmp_path) == CONTENT
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "cause"),
+    [
+        ("missing", "answers 404"),
+        ("wrong", "other bytes than the official ones"),
+        ("smaller", f"has {HALF} bytes, not {len(CONTENT)}"),
+        ("endless", f"more than {len(CONTENT)} bytes"),
+    ],
+)
+def test_when_no_address_will_do_one_line_says_why(
+    server: Server, tmp_path: Path, behaviour: str, cause: str
+) -> None:
+    with pytest.raises(DataError, match=cause) as caught:
+        fetch(server.file(behaviour), tmp_path)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "deep" / "file").exists()
+
+
+def test_what_arrived_before_giving_up_is_kept_for_the_next_time(
+    server: Server, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match="resumes at the wrong place"):
+        fetch(server.file("misplaced"), tmp_path)
+    assert (tmp_path / "deep" / "file.part").read_bytes() == CONTENT[:HALF]
+
+
+def test_progress_counts_up_to_the_whole(server: Server, tmp_path: Path) -> None:
+    seen: list[int] = []
+    download(server.file("breaking"), tmp_path / "file", seen.append, QUICK)
+    assert seen == sorted(seen)
+    assert seen[-1] == len(CONTENT)
+
+
+def test_a_disk_without_room_is_refused_before_the_download(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(DataError, match="has 1 MiB free where 65 MiB are needed"):
+        fetch(server.file("whole"), tmp_path)
+    assert server.requests == []
+
+
+def test_a_disk_that_fills_up_is_one_line(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "file.part").symlink_to("/dev/full")
+    with pytest.raises(DataError, match=f"the disk of {tmp_path / 'deep'} is full"):
+        fetch(server.file("whole"), tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "deep").write_text("a file where the folder should be")
+    with pytest.raises(DataError, match=r"cannot write .*give another --data-dir"):
+        fetch(server.file("whole"), tmp_path)
+
+
+def test_two_downloads_of_one_file_do_not_mix(server: Server, tmp_path: Path) -> None:
+    part = part_with(tmp_path, b"")
+    with part.open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match="being written by another process"):
+            fetch(server.file("whole"), tmp_path)

@@ -1,0 +1,293 @@
+"""The datasets of official files, as a run loads them."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from synthetic_sets import (
+    SMALL_CIFAR10,
+    SMALL_MNIST,
+    SMALL_SVHN,
+    SMALL_SVHN_EXTRA,
+    TEST,
+    TRAIN,
+    idx_bytes,
+    python2_batch,
+    python3_batch,
+    random_bytes,
+    random_labels,
+    write_cifar10,
+    write_mnist,
+    write_svhn,
+)
+
+from paceline.data.checksums import VERDICTS_FILE
+from paceline.data.dataset import DataRequest, Dataset
+from paceline.data.fileset import FileSet
+from paceline.errors import DataError
+
+SETS: dict[str, tuple[FileSet, Callable[[Path], object]]] = {
+    "mnist": (SMALL_MNIST, write_mnist),
+    "cifar10": (SMALL_CIFAR10, write_cifar10),
+    "svhn": (SMALL_SVHN, write_svhn),
+    "svhn_extra": (SMALL_SVHN_EXTRA, write_svhn),
+}
+every_set = pytest.mark.parametrize("name", SETS)
+
+
+def load(fileset: FileSet, folder: Path, limit_bytes: int = 1 << 30) -> Dataset:
+    return fileset(DataRequest(str(folder), resident_limit_bytes=limit_bytes))
+
+
+def test_mnist_is_read_as_written(tmp_path: Path) -> None:
+    images, labels = write_mnist(tmp_path)
+    train = load(SMALL_MNIST, tmp_path).train
+    np.testing.assert_array_equal(train.inputs, images[:, None])
+    np.testing.assert_array_equal(train.labels, labels)
+
+
+@pytest.mark.parametrize("batch", [python2_batch, python3_batch(2), python3_batch(4)])
+def test_cifar10_joins_its_batches_in_order(tmp_path: Path, batch: object) -> None:
+    assert callable(batch)
+    rows, labels = write_cifar10(tmp_path, batch)
+    train = load(SMALL_CIFAR10, tmp_path).train
+    np.testing.assert_array_equal(train.inputs, rows.reshape(-1, 3, 32, 32))
+    assert train.labels.tolist() == labels
+
+
+@pytest.mark.parametrize("deflated", [True, False])
+def test_svhn_has_label_10_as_digit_0(tmp_path: Path, deflated: bool) -> None:
+    images, digits = write_svhn(tmp_path, deflated=deflated)["test"]
+    test = load(SMALL_SVHN, tmp_path).test
+    np.testing.assert_array_equal(test.inputs, images)
+    assert test.labels.tolist() == digits
+
+
+def test_svhn_extra_is_train_and_then_extra(tmp_path: Path) -> None:
+    splits = write_svhn(tmp_path)
+    train = load(SMALL_SVHN_EXTRA, tmp_path).train
+    np.testing.assert_array_equal(
+        train.inputs, np.concatenate([splits["train"][0], splits["extra"][0]])
+    )
+    assert train.labels.tolist() == splits["train"][1] + splits["extra"][1]
+
+
+@every_set
+def test_tensors_are_bytes_and_whole_labels(tmp_path: Path, name: str) -> None:
+    fileset, write = SETS[name]
+    write(tmp_path)
+    dataset = load(fileset, tmp_path)
+    assert dataset.train.inputs.dtype == dataset.test.inputs.dtype == torch.uint8
+    assert dataset.train.labels.dtype == torch.int64
+    assert dataset.sample_shape == fileset.official.sample_shape
+
+
+@every_set
+@pytest.mark.parametrize("limit_bytes", [1 << 30, 0])
+def test_the_first_samples_asked_for_are_those_of_the_whole(
+    tmp_path: Path, name: str, limit_bytes: int
+) -> None:
+    fileset, write = SETS[name]
+    write(tmp_path)
+    whole = load(fileset, tmp_path).train
+    # More than one file of the sets that have several.
+    asked = min(TRAIN + 2, len(whole) - 1)
+    request = DataRequest(
+        str(tmp_path), train_samples=asked, test_samples=2, resident_limit_bytes=limit_bytes
+    )
+    part = fileset(request)
+    assert torch.equal(part.train.inputs, whole.inputs[:asked])
+    assert torch.equal(part.train.labels, whole.labels[:asked])
+    assert len(part.test) == 2
+
+
+def test_more_samples_than_there_are_give_all(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    dataset = SMALL_MNIST(DataRequest(str(tmp_path), test_samples=1000))
+    assert len(dataset.test) == TEST
+
+
+@every_set
+def test_a_split_above_the_limit_is_mapped_with_the_same_samples(tmp_path: Path, name: str) -> None:
+    fileset, write = SETS[name]
+    write(tmp_path)
+    resident = load(fileset, tmp_path)
+    for _ in ("made", "found"):
+        mapped = load(fileset, tmp_path, limit_bytes=0)
+        assert torch.equal(mapped.train.inputs, resident.train.inputs)
+        assert torch.equal(mapped.train.labels, resident.train.labels)
+        assert torch.equal(mapped.test.inputs, resident.test.inputs)
+
+
+def test_the_decoded_file_is_not_made_again_for_the_same_sources(tmp_path: Path) -> None:
+    write_svhn(tmp_path)
+    load(SMALL_SVHN, tmp_path, limit_bytes=0)
+    decoded = tmp_path / "svhn" / "svhn-train.decoded"
+    made = decoded.stat().st_ino
+    load(SMALL_SVHN, tmp_path, limit_bytes=0)
+    assert decoded.stat().st_ino == made
+
+
+def test_a_changed_source_is_decoded_anew(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    load(SMALL_MNIST, tmp_path, limit_bytes=0)
+    images = random_bytes(TRAIN, 28, 28, seed=99)
+    source = tmp_path / "mnist" / "train-images-idx3-ubyte.gz"
+    source.write_bytes(gzip.compress(idx_bytes(images)))
+    os.utime(source, ns=(0, 0))
+    train = load(SMALL_MNIST, tmp_path, limit_bytes=0).train
+    np.testing.assert_array_equal(train.inputs, images[:, None])
+
+
+def test_a_decoded_file_cut_short_is_made_again(tmp_path: Path) -> None:
+    images, _ = write_mnist(tmp_path)
+    load(SMALL_MNIST, tmp_path, limit_bytes=0)
+    os.truncate(tmp_path / "mnist" / "mnist-train.decoded", 5000)
+    train = load(SMALL_MNIST, tmp_path, limit_bytes=0).train
+    np.testing.assert_array_equal(train.inputs, images[:, None])
+
+
+def test_writing_to_mapped_samples_does_not_reach_the_file(tmp_path: Path) -> None:
+    images, _ = write_mnist(tmp_path)
+    load(SMALL_MNIST, tmp_path, limit_bytes=0).train.inputs.zero_()
+    train = load(SMALL_MNIST, tmp_path, limit_bytes=0).train
+    np.testing.assert_array_equal(train.inputs, images[:, None])
+
+
+def test_a_damaged_source_leaves_no_decoded_file(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    os.truncate(tmp_path / "mnist" / "train-images-idx3-ubyte.gz", 1000)
+    with pytest.raises(DataError):
+        load(SMALL_MNIST, tmp_path, limit_bytes=0)
+    assert not list((tmp_path / "mnist").glob("*decoded*.part"))
+    assert not (tmp_path / "mnist" / "mnist-train.decoded").exists()
+
+
+def test_a_decoded_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    (tmp_path / "mnist" / "mnist-train.decoded").mkdir()
+    with pytest.raises(DataError, match=r"cannot write .*--resident-limit-mib") as caught:
+        load(SMALL_MNIST, tmp_path, limit_bytes=0)
+    assert "\n" not in str(caught.value)
+
+
+@every_set
+def test_missing_files_name_the_folder_and_the_command(tmp_path: Path, name: str) -> None:
+    with pytest.raises(DataError) as caught:
+        load(SETS[name][0], tmp_path)
+    line = str(caught.value)
+    assert f"not in {tmp_path}" in line
+    assert f"`paceline data fetch {name} --data-dir {tmp_path}`" in line
+
+
+@every_set
+def test_every_file_cut_in_half_is_one_line_with_its_name(tmp_path: Path, name: str) -> None:
+    fileset, write = SETS[name]
+    write(tmp_path)
+    for file in fileset.official.files:
+        path = tmp_path / file.path
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(DataError) as caught:
+            load(fileset, tmp_path)
+        assert str(caught.value).startswith(f"{path} ")
+        assert f"`paceline data fetch {name} --data-dir {tmp_path} --force`" in str(caught.value)
+        assert "\n" not in str(caught.value)
+        path.write_bytes(whole)
+
+
+def test_train_files_in_the_place_of_test_files_are_refused(tmp_path: Path) -> None:
+    write_cifar10(tmp_path)
+    batches = tmp_path / "cifar-10-batches-py"
+    (batches / "data_batch_1").replace(batches / "test_batch")
+    (batches / "data_batch_2").replace(batches / "data_batch_1")
+    (batches / "data_batch_2").write_bytes((batches / "data_batch_1").read_bytes())
+    with pytest.raises(DataError, match=r"test_batch has images of the shape \(7, 3072\)"):
+        load(SMALL_CIFAR10, tmp_path)
+
+
+def test_a_label_that_is_no_class_is_refused(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    labels = np.full(TRAIN, 10, np.uint8)
+    path = tmp_path / "mnist" / "train-labels-idx1-ubyte.gz"
+    path.write_bytes(gzip.compress(idx_bytes(labels)))
+    with pytest.raises(DataError, match="has the label 10, which is no class"):
+        load(SMALL_MNIST, tmp_path)
+
+
+@pytest.mark.parametrize("labels", [[0] * 6, [*range(6), 10], [*range(6), -1], [*range(6), b"1"]])
+def test_unsound_cifar10_labels_are_refused(tmp_path: Path, labels: list[int]) -> None:
+    write_cifar10(tmp_path)
+    batch = python3_batch(2)(random_bytes(TRAIN, 3072), labels)
+    (tmp_path / "cifar-10-batches-py" / "data_batch_3").write_bytes(batch)
+    with pytest.raises(DataError, match=r"data_batch_3 has .*label"):
+        load(SMALL_CIFAR10, tmp_path)
+
+
+def test_other_class_names_are_refused(tmp_path: Path) -> None:
+    write_cifar10(tmp_path)
+    (tmp_path / "cifar-10-batches-py" / "batches.meta").write_bytes(
+        python3_batch(2)(random_bytes(1), random_labels(1))
+    )
+    with pytest.raises(DataError, match=r"batches\.meta does not name the ten classes"):
+        load(SMALL_CIFAR10, tmp_path)
+
+
+def test_a_folder_in_the_place_of_a_file_counts_as_missing(tmp_path: Path) -> None:
+    write_svhn(tmp_path)
+    path = tmp_path / "svhn" / "test_32x32.mat"
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(DataError, match=r"no svhn/test_32x32\.mat"):
+        load(SMALL_SVHN, tmp_path)
+
+
+def test_files_that_are_not_official_give_one_warning(tmp_path: Path) -> None:
+    write_svhn(tmp_path)
+    (warning,) = load(SMALL_SVHN, tmp_path).warnings
+    assert warning.startswith(f"svhn: 2 of 2 files in {tmp_path} are not the official bytes")
+
+
+def test_official_contents_compressed_anew_give_no_warning(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    assert as_official(SMALL_MNIST, tmp_path)(DataRequest(str(tmp_path))).warnings == ()
+
+
+def test_an_unwritable_folder_costs_no_more_than_the_kept_verdicts(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    # A folder of that name cannot be replaced by a file, whoever runs the test.
+    (tmp_path / VERDICTS_FILE).mkdir()
+    fileset = as_official(SMALL_MNIST, tmp_path)
+    assert fileset(DataRequest(str(tmp_path))).warnings == ()
+    assert [entry.name for entry in tmp_path.iterdir() if entry.is_file()] == []
+
+
+def as_official(fileset: FileSet, folder: Path) -> FileSet:
+    """The set with the contents of the files there as the official ones."""
+
+    def contents(path: str) -> str:
+        return hashlib.sha256(gzip.decompress((folder / path).read_bytes())).hexdigest()
+
+    official = fileset.official
+    return dataclasses.replace(
+        fileset,
+        official=dataclasses.replace(
+            official,
+            train=tuple(
+                dataclasses.replace(file, content_sha256=contents(file.path))
+                for file in official.train
+            ),
+            test=tuple(
+                dataclasses.replace(file, content_sha256=contents(file.path))
+                for file in official.test
+            ),
+        ),
+    )

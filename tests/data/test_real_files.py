@@ -1,0 +1,68 @@
+"""The real files: their counts per class, their statistics, and their verdicts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.cli.data import verify_sets
+from paceline.data import DATASETS
+from paceline.data.catalogue import OFFICIAL_SETS
+from paceline.data.dataset import DataRequest, Dataset
+
+pytestmark = pytest.mark.real_data
+
+NAMES = ("mnist", "cifar10", "svhn")
+
+# From the sets' publications; of SVHN, the number of each digit from 0 to 9.
+TRAIN_COUNTS = {
+    "mnist": [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949],
+    "cifar10": [5000] * 10,
+    "svhn": [4948, 13861, 10585, 8497, 7458, 6882, 5727, 5595, 5045, 4659],
+}
+
+
+@pytest.fixture(scope="session")
+def linked_data(real_data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Links to the real files in a folder that may be written to."""
+    folder = tmp_path_factory.mktemp("real")
+    for name in NAMES:
+        for file in OFFICIAL_SETS[name].files:
+            (folder / file.path).parent.mkdir(exist_ok=True)
+            (folder / file.path).symlink_to(real_data_dir / file.path)
+    return folder
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def dataset(request: pytest.FixtureRequest, linked_data: Path) -> Dataset:
+    return DATASETS.load(request.param)(DataRequest(str(linked_data)))
+
+
+def test_the_classes_have_their_published_counts(dataset: Dataset) -> None:
+    assert torch.bincount(dataset.train.labels).tolist() == TRAIN_COUNTS[dataset.name]
+
+
+def test_the_known_mean_and_deviation_are_those_of_the_training_set(dataset: Dataset) -> None:
+    values = torch.arange(256, dtype=torch.float64) / 255
+    for channel, (mean, std) in enumerate(zip(dataset.mean, dataset.std, strict=True)):
+        counts = torch.bincount(dataset.train.inputs[:, channel].flatten(), minlength=256)
+        share = counts / counts.sum()
+        measured = (share * values).sum()
+        deviation = (share * (values - measured) ** 2).sum().sqrt()
+        # The copies that are not the official bytes are recompressed, which smooths a little.
+        tolerance = 0.003 if dataset.warnings else 0.0001
+        assert measured.item() == pytest.approx(mean, abs=tolerance)
+        assert deviation.item() == pytest.approx(std, abs=tolerance)
+
+
+def test_real_files_verify(linked_data: Path) -> None:
+    assert verify_sets([OFFICIAL_SETS[name] for name in NAMES], linked_data) == 0
+
+
+def test_mapped_svhn_equals_resident_svhn(linked_data: Path) -> None:
+    resident = DATASETS.load("svhn")(DataRequest(str(linked_data)))
+    mapped = DATASETS.load("svhn")(DataRequest(str(linked_data), resident_limit_bytes=0))
+    assert torch.equal(resident.test.inputs, mapped.test.inputs)
+    assert torch.equal(resident.train.labels, mapped.train.labels)
