@@ -1,3 +1,22 @@
 """Data-parallel PyTorch training that measures itself."""
 
+from __future__ import annotations
+
+from typing import Any
+
 __version__ = "0.1.0"
+
+__all__ = ["__version__", "train"]
+
+
+def train(**settings: Any) -> dict[str, Any]:
+    """Run one training; the arguments are the settings of docs/config.md.
+
+    Returns the contents of result.json, whose "status" says how the run ended. What cannot be run
+    as asked raises a `paceline.errors.UsageError`.
+    """
+    from paceline.config import from_mapping
+    from paceline.launch import local
+    from paceline.worker.display import SilentDisplay
+
+    return local.train(from_mapping(settings), SilentDisplay())[1]

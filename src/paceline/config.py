@@ -1,9 +1,9 @@
 """`RunConfig`: everything that defines one run, said once.
 
 The command line's flags, the keys of study files and docs/config.md are all derived from the fields
-below, with their documentation, choices and limits. Values arrive as text (flags) or as YAML scalars
-(study files); `from_mapping` converts both the same way. All problems are reported together, each
-with its field and what would do.
+below, with their documentation, choices and limits. Values arrive as text (flags) or as YAML
+scalars (study files); `from_mapping` converts both the same way. All problems are reported
+together, each with its field and what would do.
 """
 
 from __future__ import annotations

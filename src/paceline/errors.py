@@ -58,6 +58,10 @@ class DivergedError(RunError):
     """The loss left the finite numbers."""
 
 
+class PeerError(RunError):
+    """A peer that went away or gave no answer in time: often the echo of another one's failure."""
+
+
 class StoppedError(RunError):
     """Somebody asked the run to stop (Ctrl-C or a termination signal)."""
 

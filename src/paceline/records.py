@@ -6,8 +6,8 @@
     result.json              the account of the run, written once, at its end
     tensorboard/ checkpoints/
 
-Whole files are replaced atomically and JSON lines are appended, so that a reader sees the old or the
-new state and never half of one. Events are objects with an "event" key:
+Whole files are replaced atomically and JSON lines are appended, so that a reader sees the old or
+the new state and never half of one. Events are objects with an "event" key:
 
     start       run began or was resumed: iteration, hardware, software, workers
     iterations  a block of them: first (iteration), seconds [...], loss [...]
@@ -134,7 +134,7 @@ class RunFolder:
 
 
 def default_name(config: RunConfig) -> str:
-    """`<time>-<model>-<strategy>`, with the time to the second, and a counter where that is taken."""
+    """`<time>-<model>-<strategy>`, the time to the second, with a counter where that is taken."""
     parts = (time.strftime("%Y%m%d-%H%M%S"), config.model, config.strategy)
     name = "-".join(
         re.sub(r"[^A-Za-z0-9_]+", "_", part.rpartition(":")[2]) if part is not parts[0] else part
@@ -156,7 +156,8 @@ class EventWriter:
         self._file: TextIO = path.open("a", encoding="utf-8")
 
     def write(self, event: str, **values: Any) -> None:
-        self._file.write(json.dumps({"event": event, "time": time.time(), **values}, allow_nan=False) + "\n")
+        line = json.dumps({"event": event, "time": time.time(), **values}, allow_nan=False)
+        self._file.write(line + "\n")
         self._file.flush()
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Named things that a user can pick, and the way to bring one's own.
 
-An entry names its target as `package.module:attribute` and is imported only when it is used, so that
-listing what exists, or refusing a misspelt name, does not load torch.
+An entry names its target as `package.module:attribute` and is imported only when it is used, so
+that listing what exists, or refusing a misspelt name, does not load torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Registry(Generic[T]):
         self._entries: dict[str, Entry] = {}
 
     def register(self, name: str, target: str, summary: str) -> None:
-        """Add an entry; a name that is taken is refused, so that nothing is replaced by accident."""
+        """Add an entry; a taken name is refused, so that nothing is replaced by accident."""
         if name in self._entries:
             raise ValueError(f"{self.kind} {name!r} is registered already")
         self._entries[name] = Entry(name, target, summary)
@@ -67,13 +67,13 @@ class Registry(Generic[T]):
             target = _import(self._entries[name].target)
         else:
             target = load_user_object(self.kind, name)
-        return cast(T, target)
+        return cast("T", target)
 
 
 def load_user_object(kind: str, path: str) -> object:
     """Import a user's own `package.module:name`, looking in the current folder too.
 
-    Whatever goes wrong inside the user's module becomes one line that names the module and the cause.
+    Whatever goes wrong inside the user's module becomes one line that names it and the cause.
     """
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:

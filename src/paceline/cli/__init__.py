@@ -14,9 +14,18 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from paceline import __version__
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, UsageError
 
-COMMANDS = ("demo", "train", "compare", "data", "list", "doctor")
+COMMANDS = {
+    "demo": "demo",
+    "train": "train",
+    "compare": "compare",
+    "data": "data",
+    # A submodule named list would hide Python's own in this package.
+    "list": "listing",
+    "doctor": "doctor",
+}
+"""Commands, and the modules they are in."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,16 +51,16 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"paceline {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     # Only the command at hand is imported; help shows them all.
-    chosen = [argv[0]] if argv and argv[0] in COMMANDS else COMMANDS
+    chosen = [argv[0]] if argv and argv[0] in COMMANDS else list(COMMANDS)
     for name in chosen:
-        module = importlib.import_module(f"paceline.cli.{name}")
+        module = importlib.import_module(f"paceline.cli.{COMMANDS[name]}")
         command = commands.add_parser(
             name, help=module.SUMMARY, description=module.SUMMARY, allow_abbrev=False
         )
         module.configure(command)
         command.set_defaults(run=module.run)
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
-        parser.error(f"unknown command {argv[0]!r}{_nearest(argv[0], COMMANDS)}")
+        parser.error(f"unknown command {argv[0]!r}{_nearest(argv[0], list(COMMANDS))}")
     if not argv:
         parser.print_help()
         parser.exit()
@@ -66,8 +75,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse, saying what is wrong in one line, without the whole usage before it."""
 
     def error(self, message: str) -> NoReturn:
-        _complain(message)
-        self.exit(2)
+        raise UsageError(message)
 
 
 def _nearest(given: str, known: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
 """The fields of RunConfig as flags.
 
-argparse only collects text: conversion and checking are config.from_mapping's, the same as for study
-files, so that all problems are reported together and in the same words.
+argparse only collects text: conversion and checking are config.from_mapping's, the same as for
+study files, so that all problems are reported together and in the same words.
 """
 
 from __future__ import annotations

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import RunConfig, fields, flag_of, from_mapping, option_of
-from paceline.errors import ConfigError, PacelineError, RecordsError, UsageError
+from paceline.errors import CheckpointError, ConfigError, PacelineError, RecordsError, UsageError
 from paceline.launch.result import assemble
 from paceline.measure.clock import PhaseClock
 from paceline.measure.sampler import ResourceSampler
 from paceline.records import Result, RunFolder
 from paceline.sync import STRATEGIES
+from paceline.worker.checkpoint import Checkpoint, CheckpointStore
 from paceline.worker.display import Display
 from paceline.worker.run import Prepared, prepare, run_worker
 
@@ -31,20 +32,24 @@ def train(config: RunConfig, display: Display) -> tuple[RunFolder, Result, int]:
         if isinstance(error, UsageError | KeyboardInterrupt):
             folder.discard()
         raise
-    return _run(config, folder, prepared, display, clock, resume=False)
+    return _run(config, folder, prepared, _store(config, folder), None, display, clock)
 
 
 def resume(path: str, changes: dict[str, Any], display: Display) -> tuple[RunFolder, Result, int]:
-    """Go on with a run from its newest checkpoint; `changes` are the flags given beside --resume."""
+    """Go on with a run from its newest checkpoint; `changes` are flags given with --resume."""
     clock = PhaseClock()
     folder = RunFolder.open(path)
     config = resumed_config(folder.read_config(), changes, folder)
     before = folder.read_result()
     if before is not None and before["status"] == "finished" and not changes:
         raise RecordsError(f"{path} is finished: give more --epochs or --iterations to go on")
+    store = _store(config, folder)
+    checkpoint = store.newest()
+    if checkpoint is None:
+        raise CheckpointError(f"{path} has no checkpoint: it was run without --checkpoint-every")
     prepared = prepare(config)
     _set_result_aside(folder)
-    return _run(config, folder, prepared, display, clock, resume=True)
+    return _run(config, folder, prepared, store, checkpoint, display, clock)
 
 
 def resumed_config(original: RunConfig, changes: dict[str, Any], folder: RunFolder) -> RunConfig:
@@ -77,17 +82,26 @@ def check_world(config: RunConfig) -> None:
         )
 
 
+def _store(config: RunConfig, folder: RunFolder) -> CheckpointStore:
+    return CheckpointStore(folder.checkpoints, config.checkpoint_keep, config.checkpoint_mode)
+
+
 def _run(
-    config: RunConfig, folder: RunFolder, prepared: Prepared, display: Display,
-    clock: PhaseClock, resume: bool,
-) -> tuple[RunFolder, Result, int]:  # fmt: skip
+    config: RunConfig,
+    folder: RunFolder,
+    prepared: Prepared,
+    store: CheckpointStore,
+    checkpoint: Checkpoint | None,
+    display: Display,
+    clock: PhaseClock,
+) -> tuple[RunFolder, Result, int]:
     sampler = ResourceSampler(
         folder.resources_file(0), [os.getpid()], node=0, interval_seconds=config.sample_seconds
     )
     if config.sample_seconds:
         sampler.start()
     try:
-        report = run_worker(config, folder, prepared, display, clock, resume)
+        report = run_worker(config, folder, prepared, store, checkpoint, display, clock)
     finally:
         trouble = sampler.stop() if config.sample_seconds else None
     if trouble:

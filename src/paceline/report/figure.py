@@ -49,7 +49,7 @@ def draw_run(folder: RunFolder) -> list[Path]:
 
 
 def training_curve(folder: RunFolder) -> tuple[float, list[float], list[float]]:
-    """When training began, and the training loss against seconds since, in at most POINTS blocks."""
+    """When training began, and the training loss against seconds since, at most POINTS of it."""
     blocks = [event for event in _events(folder, "iterations") if event["seconds"]]
     if not blocks:
         return 0.0, [], []

@@ -63,7 +63,8 @@ def summary_rows(result: Result) -> list[tuple[str, str]]:
         (
             "resources",
             f"CPU {units.percent(node['cpu_percent_mean'])} mean, memory"
-            f" {units.size(node['rss_bytes_mean'])} mean, {units.size(node['rss_bytes_peak'])} peak",
+            f" {units.size(node['rss_bytes_mean'])} mean,"
+            f" {units.size(node['rss_bytes_peak'])} peak",
         ),
         ("measuring", f"{units.share(result['measurement_overhead']['fraction'])} of the time"),
     ]

@@ -25,7 +25,7 @@ class Replica:
     """Keeps fp16 gradients in range; does nothing in the other precisions."""
     clip_norm: float | None = None
     last_part: bool = True
-    """Whether the backward pass at hand is the last one before the update (gradient accumulation)."""
+    """Whether the backward pass at hand is the last one before the update (accumulation)."""
     trainable: list[nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -33,7 +33,7 @@ class Replica:
 
     def backward(self, loss: Tensor) -> None:
         """Add this loss's gradients to those of the batch's earlier parts."""
-        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self.scaler.scale(loss).backward()
 
     def update(self) -> None:
         """Clip, apply the optimiser, and forget the gradients."""

@@ -1,8 +1,8 @@
 """The contract of a strategy, small enough to write your own in a page.
 
 For each update the loop calls `backward` once for every part of the worker's batch, then `step`.
-Losses are weighted so that the *sum* of all workers' gradients is the gradient of the mean loss over
-the whole global batch, however unequal the workers' shares are.
+Losses are weighted so that the *sum* of all workers' gradients is the gradient of the mean loss
+over the whole global batch, however unequal the workers' shares are.
 """
 
 from __future__ import annotations
@@ -12,37 +12,21 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from paceline.comm.cost import Cost, Network
 from paceline.sync.replica import Replica
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What the cost of a strategy depends on in a model."""
+    """What the cost of a strategy depends on besides the network."""
 
+    workers: int
     tensor_bytes: tuple[int, ...]
     """Of each trainable tensor, in the model's order."""
 
     @property
     def gradient_bytes(self) -> int:
         return sum(self.tensor_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Network:
-    """What connects the workers."""
-
-    workers: int
-    latency_seconds: float
-    bandwidth_bytes_per_second: float
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What one update should take on the busiest worker, beyond computing."""
-
-    seconds: float = 0.0
-    bytes_sent: int = 0
-    messages: int = 0
 
 
 class Strategy:
@@ -75,7 +59,7 @@ class Strategy:
         """Called once, after training: afterwards every replica holds the final weights."""
 
     def cost(self, shape: ModelShape, network: Network) -> Cost:
-        """What an update should cost; planning uses it."""
+        """What keeping in step should cost an update, beyond computing; planning uses it."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Protocol, TextIO
 
-COLUMNS = f"{'epoch':>8}{'rank':>6}{'val loss':>10}{'val acc':>9}{'lr':>11}{'wall s':>10}{'samples/s':>11}"
+COLUMNS = "   epoch  rank  val loss  val acc         lr    wall s  samples/s"
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""The loop's notebook: cheap to write in at every iteration, emptied to disk and screen in blocks."""
+"""The loop's notebook: cheap to write in at every iteration, emptied to disk in blocks."""
 
 from __future__ import annotations
 
@@ -116,14 +116,15 @@ class Journal:
 
     @property
     def train_loss(self) -> float | None:
-        """Mean over the last iterations that were written."""
-        return sum(self._recent) / len(self._recent) if self._recent else None
+        """Mean over the last iterations that were written; None where that is no finite number."""
+        return _finite_or_none(sum(self._recent) / len(self._recent)) if self._recent else None
 
     def close(self) -> None:
-        self.events.close()
-        if self._scalars:
-            self._scalars.close()
+        """End the files; scalars that could not be written are told, and harm nothing else."""
+        if self._scalars and (trouble := self._scalars.close()):
+            self.warn(trouble)
         self.display.close()
+        self.events.close()
 
 
 def _check_finite(first: int, losses: list[float]) -> None:

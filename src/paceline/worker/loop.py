@@ -32,7 +32,7 @@ class Progress:
     iteration: int = 0
     samples: int = 0
     trained_seconds: float = 0.0
-    """Since the first iteration began, evaluation left out; earlier parts of a resumed run included."""
+    """Since the first iteration began, evaluation left out; a resumed run's earlier parts count."""
     seconds_to_target: float | None = None
     history: list[dict[str, Any]] = field(default_factory=list)
 

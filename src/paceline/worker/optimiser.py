@@ -21,7 +21,7 @@ def build_optimizer(config: RunConfig, parameters: Iterable[nn.Parameter]) -> Op
             weight_decay=config.weight_decay,
             fused=True,
         )
-    kind = {"adam": Adam, "adamw": AdamW}[config.optimizer]
+    kind: type[Adam] = {"adam": Adam, "adamw": AdamW}[config.optimizer]
     return kind(
         weights,
         lr=config.lr,

@@ -29,7 +29,7 @@ from paceline.sync.options import create_strategy
 from paceline.sync.replica import Replica
 from paceline.sync.strategy import Strategy
 from paceline.worker import state
-from paceline.worker.checkpoint import CheckpointStore
+from paceline.worker.checkpoint import Checkpoint, CheckpointStore
 from paceline.worker.device import autocast, choose_device, computing
 from paceline.worker.display import Display
 from paceline.worker.fingerprint import weights_sha256
@@ -76,23 +76,26 @@ def prepare(config: RunConfig) -> Prepared:
 
 
 def run_worker(
-    config: RunConfig, folder: RunFolder, prepared: Prepared, display: Display, clock: PhaseClock,
-    resume: bool,
-) -> WorkerReport:  # fmt: skip
-    """Train; whatever ends the run is in the report, and in the event file."""
+    config: RunConfig,
+    folder: RunFolder,
+    prepared: Prepared,
+    store: CheckpointStore,
+    checkpoint: Checkpoint | None,
+    display: Display,
+    clock: PhaseClock,
+) -> WorkerReport:
+    """Train, from a checkpoint if one is given; whatever ends the run is told in the report."""
     events = EventWriter(folder.events_file(0))
     with computing(config), contextlib.ExitStack() as stack:
-        stack.callback(events.close)
-        store = CheckpointStore(folder.checkpoints, config.checkpoint_keep, config.checkpoint_mode)
-        worker = _Worker(config, folder, prepared, events, display, clock, store)
+        worker = _Worker(config, folder, prepared, events, display, clock, store, checkpoint)
         stack.callback(worker.journal.close)
         try:
-            worker.begin(resume)
+            worker.begin()
             with _stop_on_signals(worker.loop):
                 worker.loop.run()
             store.close()
             report = worker.report("finished", None, 0)
-        except (KeyboardInterrupt, Exception) as error:
+        except (KeyboardInterrupt, Exception) as error:  # noqa: BLE001 - told in the report
             report = worker.report(*_explain(error, folder))
             with contextlib.suppress(PacelineError):
                 store.close()
@@ -104,13 +107,21 @@ class _Worker:
     """The parts of one worker, put together."""
 
     def __init__(
-        self, config: RunConfig, folder: RunFolder, prepared: Prepared, events: EventWriter,
-        display: Display, clock: PhaseClock, store: CheckpointStore,
-    ) -> None:  # fmt: skip
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        prepared: Prepared,
+        events: EventWriter,
+        display: Display,
+        clock: PhaseClock,
+        store: CheckpointStore,
+        checkpoint: Checkpoint | None,
+    ) -> None:
         self.config = config
         self.folder = folder
         self.clock = clock
         self.store = store
+        self.checkpoint = checkpoint
         self.events = events
         self.dataset = prepared.dataset
         self.strategy = prepared.strategy
@@ -122,12 +133,18 @@ class _Worker:
         train, mean, std = self.dataset.train, self.dataset.mean, self.dataset.std
         order = SampleOrder(len(train), config.global_batch_size, config.seed, config.reshuffle)
         inputs = InputPath(
-            train, mean, std, order, augment=config.augment, seed=config.seed,
-            device=device, channels_last=config.channels_last,
-        )  # fmt: skip
+            train,
+            mean,
+            std,
+            order,
+            augment=config.augment,
+            seed=config.seed,
+            device=device,
+            channels_last=config.channels_last,
+        )
         self.journal = Journal(
             events,
-            ScalarWriter(folder.tensorboard) if config.tensorboard else None,
+            _scalars(config, folder, checkpoint),
             display,
             config.iterations_in_total(order.batches_per_epoch),
         )
@@ -137,32 +154,40 @@ class _Worker:
             self.strategy,
             inputs,
             lambda: evaluation_batches(
-                self.dataset.test, mean, std, config.eval_batch_size,
-                device=device, channels_last=config.channels_last,
+                self.dataset.test,
+                mean,
+                std,
+                config.eval_batch_size,
+                device=device,
+                channels_last=config.channels_last,
             ),
             self.journal,
             autocast(config, device),
             Progress(),
             self._checkpoint if config.checkpoint_every != "never" else None,
-        )  # fmt: skip
+        )
 
-    def begin(self, resume: bool) -> None:
+    def begin(self) -> None:
         self.strategy.attach(self.replica)
-        if resume:
-            self._resume()
-        self.events.write("start", iteration=self.loop.progress.iteration, resumed=resume)
+        if self.checkpoint:
+            self._resume(self.checkpoint)
+        self.events.write(
+            "start",
+            iteration=self.loop.progress.iteration,
+            resumed=self.checkpoint is not None,
+        )
+        # The state may be as large as the model: it is not needed twice.
+        self.checkpoint = None
         for text in self.warnings:
             self.journal.warn(text)
 
-    def _resume(self) -> None:
-        found = self.store.newest()
-        self.warnings += found.warnings
-        saved = dict(found.state)
-        account = saved.pop("account")
-        self.loop.progress = state.restore(saved, self.replica, self.strategy)
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        self.warnings += checkpoint.warnings
+        self.loop.progress = state.restore(checkpoint.state, self.replica, self.strategy)
+        account = checkpoint.state["account"]
         self.phases_before = account["phases"]
         self.iteration_seconds_before = account["iteration_seconds"].tolist()
-        self.journal.display.say(f"resuming after iteration {found.iteration}")
+        self.journal.display.say(f"resuming after iteration {checkpoint.iteration}")
 
     def _checkpoint(self) -> None:
         saved = state.gather(self.replica, self.strategy, self.loop.progress)
@@ -239,6 +264,13 @@ def summarise_iterations(seconds: Sequence[float]) -> dict[str, float | None]:
     }
 
 
+def _scalars(
+    config: RunConfig, folder: RunFolder, checkpoint: Checkpoint | None
+) -> ScalarWriter | None:
+    resumed_step = checkpoint.iteration if checkpoint else None
+    return ScalarWriter(folder.tensorboard, resumed_step) if config.tensorboard else None
+
+
 def _build_replica(config: RunConfig, prepared: Prepared, clock: PhaseClock) -> Replica:
     model = prepared.model.to(prepared.device)
     if config.channels_last:
@@ -258,7 +290,7 @@ def _explain(error: BaseException, folder: RunFolder) -> tuple[str, str, int]:
     if isinstance(error, KeyboardInterrupt):
         error = StoppedError("interrupted")
     if isinstance(error, PacelineError):
-        kinds = {DivergedError: "diverged", StoppedError: "stopped"}
+        kinds: dict[type, str] = {DivergedError: "diverged", StoppedError: "stopped"}
         return kinds.get(type(error), "failed"), str(error), error.exit_code
     file = folder.path / "traceback.txt"
     with contextlib.suppress(OSError):
@@ -269,7 +301,7 @@ def _explain(error: BaseException, folder: RunFolder) -> tuple[str, str, int]:
 
 @contextlib.contextmanager
 def _stop_on_signals(loop: TrainingLoop) -> Iterator[None]:
-    """Let Ctrl-C and a termination signal end the loop between two iterations; a second one at once."""
+    """Let Ctrl-C or a termination signal end the loop between iterations; a second one, at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

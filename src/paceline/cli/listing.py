@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 
 from paceline.data import DATASETS
 from paceline.models import MODELS
-from paceline.registry import Registry
+from paceline.registry import Entry
 from paceline.sync import STRATEGIES
 
 SUMMARY = "list strategies, models and datasets"
 
-KINDS: dict[str, Registry[object]] = {
+KINDS: dict[str, Iterable[Entry]] = {
     "strategies": STRATEGIES,
     "models": MODELS,
     "data": DATASETS,
-}  # type: ignore[dict-item]
+}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,206 @@
+"""The command line: what it prints, what it refuses, and its exit codes."""
+
+from __future__ import annotations
+
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import COMMANDS, main
+
+SMALL = ["--train-samples", "64", "--test-samples", "32", "--batch-size", "16", "--threads", "1",
+         "--iterations", "4", "--sample-seconds", "0", "--no-tensorboard"]  # fmt: skip
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run a command that must end with exit code 2 and one line; returns the line."""
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert line.startswith("paceline: error: ")
+    return line
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--model", "lenet5"], "unknown model 'lenet5': did you mean lenet"),
+        (["--data", "digitz"], "unknown data 'digitz': did you mean digits"),
+        (["--strategy", "sigle"], "unknown strategy 'sigle': did you mean single"),
+        (["--model", "no_such_module:Net"], "no_such_module does not import"),
+        (["--model", "paceline:Net"], "has no Net"),
+        (["--iterations", "0"], "--iterations: must be at least 1"),
+        (["--batch-size", "-4"], "--batch-size: must be at least 1"),
+        (["--iterations", "2.5"], "--iterations: must be a whole number"),
+        (["--batch-size", "65"], "--batch-size: must be at most 64"),
+        (["--epochs", "1"], "--epochs and --iterations: give one of them"),
+        (["--data", "mnist", "--data-dir", "/nonexistent"], "paceline data fetch mnist"),
+        (["--strategy", "single", "--nproc-per-node", "2"], "trains 1 worker, not 2"),
+        (["-o", "speed=9"], "strategy single has no such option"),
+        (["--device", "cuda"], "no CUDA device"),
+        (["--modell", "lenet"], "did you mean --model?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_flag_is_one_line_and_leaves_nothing(
+    flags: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "cuda" in flags:
+        import torch
+
+        if torch.cuda.is_available():
+            pytest.skip("there is a CUDA device here, so asking for one is no mistake")
+    line = refused(capsys, "train", *SMALL, *flags, "--out", str(tmp_path / "runs"))
+    assert told in line
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_several_bad_flags_are_told_together(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--epochs", "0", "--lr", "x", "--seed", "-1"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 3
+
+
+@pytest.mark.parametrize("place", ["/proc/nowhere", "a-file"])
+def test_an_unwritable_output_is_one_line(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a-file").write_text("not a folder")
+    assert "cannot write to" in refused(capsys, "train", *SMALL, "--out", place)
+
+
+def test_an_existing_run_is_not_trained_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", *SMALL, "--quiet", "--out", str(tmp_path), "--name", "one"]
+    assert main(arguments) == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "one").rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert "exists already" in refused(capsys, *arguments)
+    assert before == {
+        path: path.read_bytes() for path in (tmp_path / "one").rglob("*") if path.is_file()
+    }
+
+
+@pytest.mark.parametrize("content", [None, "{", '{"schema": 99}', '{"schema": 1}'])
+def test_what_is_no_run_is_refused_by_resume_and_compare(
+    content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "something"
+    folder.mkdir()
+    if content is not None:
+        (folder / "config.json").write_text(content)
+    assert str(folder) in refused(capsys, "train", "--resume", str(folder))
+    assert str(folder) in refused(capsys, "compare", str(folder))
+
+
+def test_a_diverged_run_exits_with_1_and_keeps_its_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--lr", "1e9", "--iterations", "60"]
+    code = main(["train", *SMALL, *flags, "--quiet", "--out", str(tmp_path), "--name", "run"])
+    assert code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "loss became" in line
+    assert (tmp_path / "run" / "result.json").exists()
+
+
+def test_a_full_disk_while_checkpointing_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
+    """From the second checkpoint on, the system refuses files over 20 kB."""
+    program = (
+        "import resource, sys, paceline.worker.checkpoint_file as f\n"
+        "from paceline.cli import main\n"
+        "write, calls = f.write_checkpoint, []\n"
+        "def limited(folder, iteration, state):\n"
+        "    calls.append(iteration)\n"
+        "    if len(calls) == 2:\n"
+        "        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))\n"
+        "    return write(folder, iteration, state)\n"
+        "import paceline.worker.checkpoint as c\n"
+        "c.write_checkpoint = limited\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "train", *SMALL, "--checkpoint-every", "1", "--quiet",
+         "--out", str(tmp_path), "--name", "run"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "checkpoint" in line
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("*.pt")] == [
+        "iteration-00000001.pt"
+    ]
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 20_000
+
+
+def test_train_prints_the_console_columns_and_the_account(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *SMALL, "--out", str(tmp_path), "--name", "run"]) == 0
+    out = capsys.readouterr().out
+    heading = next(line for line in out.splitlines() if "epoch" in line)
+    for column in ("epoch", "rank", "val loss", "val acc", "lr", "wall s"):
+        assert column in heading
+    for word in ("forward", "backward", "accuracy", "finished", str(tmp_path / "run")):
+        assert word in out.replace("\n", "") or word in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_compare_puts_runs_side_by_side_in_80_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(5):
+        flags = ["--lr", f"0.0{number + 1}", "--name", f"run-with-a-long-name-{number}"]
+        assert main(["train", *SMALL, "--quiet", "--out", str(tmp_path), *flags]) == 0
+    capsys.readouterr()
+    assert main(["compare", *map(str, sorted(tmp_path.iterdir()))]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    (rates, _) = re.findall(r"^lr .*$", out, flags=re.M)
+    assert rates.split() == ["lr", "0.01", "0.02", "0.03", "0.04"]
+    assert "momentum" not in out, "what is the same in all runs is left out"
+
+
+@pytest.mark.parametrize("kind", ["models", "data", "strategies"])
+def test_list_names_every_entry_with_a_summary(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from paceline.cli.listing import KINDS
+
+    assert main(["list", kind]) == 0
+    out = capsys.readouterr().out
+    for entry in KINDS[kind]:
+        assert entry.name in out
+        assert entry.summary
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_help_does_not_import_torch() -> None:
+    program = (
+        "import sys\nfrom paceline.cli import main\n"
+        "try: main(sys.argv[1:])\nexcept SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    for arguments in (["--help"], ["train", "--help"], ["list", "models"], ["train", "--lr", "x"]):
+        done = subprocess.run(
+            [sys.executable, "-c", program, *arguments], capture_output=True, check=False
+        )
+        assert done.returncode == 0, arguments
+
+
+def test_an_unknown_command_offers_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean train?" in refused(capsys, "trian")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    assert "usage: paceline" in capsys.readouterr().out

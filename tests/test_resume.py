@@ -1,0 +1,212 @@
+"""A run that was stopped and resumed ends with exactly the weights of one that never stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.config import from_mapping
+from paceline.errors import CheckpointError, ConfigError, RecordsError
+from paceline.launch import local
+from paceline.models import MODELS
+from paceline.records import Result, RunFolder, read_lines
+from paceline.worker import loop
+from paceline.worker.display import SilentDisplay
+
+SMALL: dict[str, Any] = {
+    "train_samples": 40,
+    "test_samples": 20,
+    "batch_size": 8,
+    "threads": 1,
+    "sample_seconds": 0,
+    "tensorboard": False,
+    "eval_every": "never",
+    "iterations": 8,
+    "augment": "crop,flip",
+    "schedule": "cosine",
+}
+
+
+class PlugPulled(BaseException):
+    """Stands in for a power cut: nothing catches it, so nothing is written after it."""
+
+
+def uninterrupted(out: Path, **settings: Any) -> Result:
+    config = from_mapping({**SMALL, "out": str(out), "name": "whole", **settings})
+    return local.train(config, SilentDisplay())[1]
+
+
+def cut_after(
+    out: Path, iteration: int, monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> RunFolder:
+    """Start the same run and pull the plug inside the iteration after `iteration`."""
+    original = loop.TrainingLoop._iterate
+
+    def iterate(self: loop.TrainingLoop, number: int) -> Any:
+        if number == iteration:
+            raise PlugPulled
+        return original(self, number)
+
+    config = from_mapping({**SMALL, "out": str(out), "name": "cut", **settings})
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.TrainingLoop, "_iterate", iterate)
+        with pytest.raises(PlugPulled):
+            local.train(config, SilentDisplay())
+    return RunFolder.open(out / "cut")
+
+
+def check_resumed_equals_whole(
+    tmp_path: Path, iteration: int, monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> None:
+    whole = uninterrupted(tmp_path, **settings)
+    folder = cut_after(tmp_path, iteration, monkeypatch, checkpoint_every=2, **settings)
+    _, resumed, _ = local.resume(str(folder.path), {}, SilentDisplay())
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    assert resumed["samples"] == whole["samples"]
+    assert resumed["final"]["test_loss"] == whole["final"]["test_loss"]
+
+
+@pytest.mark.parametrize("model", MODELS.names())
+def test_every_model_resumes_bit_for_bit(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_resumed_equals_whole(tmp_path, 3, monkeypatch, model=model, iterations=4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optimizer": "sgd", "nesterov": True},
+        {"optimizer": "adam", "lr": 1e-3},
+        {"optimizer": "adamw", "lr": 1e-3, "weight_decay": 0.01},
+        {"precision": "bf16"},
+        {"precision": "fp16", "clip_norm": 1.0},
+        {"checkpoint_mode": "background"},
+        {"accumulate": 3, "channels_last": True},
+        {"schedule": "one_cycle", "warmup_epochs": 1},
+    ],
+    ids=str,
+)
+def test_every_optimiser_and_mode_resumes_bit_for_bit(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_resumed_equals_whole(tmp_path, 5, monkeypatch, **settings)
+
+
+@pytest.mark.parametrize("iteration", range(2, 8))
+def test_any_iteration_can_be_the_last_before_the_cut(
+    iteration: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Epochs are five iterations long: cuts fall inside epochs and on their borders."""
+    check_resumed_equals_whole(tmp_path, iteration, monkeypatch)
+
+
+def test_a_killed_process_resumes_bit_for_bit(tmp_path: Path) -> None:
+    settings = {**SMALL, "train_samples": 2000, "iterations": 2000, "checkpoint_every": 20}
+    flags = [
+        f"--{key.replace('_', '-')}={value}"
+        for key, value in settings.items()
+        if key != "tensorboard"
+    ]
+    command = [sys.executable, "-m", "paceline", "train", "--no-tensorboard", "--quiet",
+               *flags, "--out", str(tmp_path), "--name", "killed"]  # fmt: skip
+    process = subprocess.Popen(command)
+    checkpoints = tmp_path / "killed" / "checkpoints"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and len(list(checkpoints.glob("*.json"))) < 2:
+        assert process.poll() is None, "the run ended before it could be killed"
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait(10) == -signal.SIGKILL
+    assert not (tmp_path / "killed" / "result.json").exists()
+    _, resumed, _ = local.resume(str(tmp_path / "killed"), {}, SilentDisplay())
+    whole = local.train(
+        from_mapping({**settings, "out": str(tmp_path), "name": "whole"}), SilentDisplay()
+    )[1]
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    assert resumed["iterations"] == 2000
+
+
+def test_ctrl_c_stops_cleanly_and_leaves_a_checkpoint(tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "paceline", "train", "--train-samples", "200", "--test-samples",
+        "50", "--epochs", "100000", "--checkpoint-every", "100000", "--sample-seconds", "0.2",
+        "--out", str(tmp_path), "--name", "stopped",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    events = tmp_path / "stopped" / "events-0.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and '"iterations"' not in (
+        events.read_text() if events.exists() else ""
+    ):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert errors.startswith("paceline: error: stopped by SIGINT after iteration")
+    assert "Traceback" not in errors
+    folder = RunFolder.open(tmp_path / "stopped")
+    result = folder.read_result()
+    assert result is not None
+    assert result["status"] == "stopped"
+    assert len(list(folder.checkpoints.glob("*.pt"))) == 1
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = uninterrupted(tmp_path)
+    folder = cut_after(tmp_path, 7, monkeypatch, checkpoint_every=2)
+    newest = max(folder.checkpoints.glob("*.pt"))
+    newest.write_bytes(newest.read_bytes()[:-100])
+    _, resumed, _ = local.resume(str(folder.path), {}, SilentDisplay())
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    assert any(newest.name in text for text in resumed["warnings"])
+
+
+def test_a_resumed_run_may_go_on_for_longer(tmp_path: Path) -> None:
+    uninterrupted(tmp_path, checkpoint_every=8)
+    folder, resumed, _ = local.resume(
+        str(tmp_path / "whole"), {"iterations": "12"}, SilentDisplay()
+    )
+    assert resumed["iterations"] == 12
+    assert (folder.path / "result-1.json").exists(), "the first result must be kept"
+    starts = [e["iteration"] for e in read_lines(folder.events_file(0)) if e["event"] == "start"]
+    assert starts == [0, 8]
+
+
+def test_a_finished_run_has_nothing_to_resume(tmp_path: Path) -> None:
+    uninterrupted(tmp_path, checkpoint_every=8)
+    with pytest.raises(RecordsError, match="finished"):
+        local.resume(str(tmp_path / "whole"), {}, SilentDisplay())
+
+
+@pytest.mark.parametrize("change", [{"model": "mlp"}, {"batch_size": "16"}, {"seed": "9"}])
+def test_a_change_that_would_break_the_promise_is_refused(
+    change: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = cut_after(tmp_path, 5, monkeypatch, checkpoint_every=2)
+    before = sorted(path.name for path in folder.path.rglob("*"))
+    with pytest.raises(ConfigError, match="a resumed run keeps its"):
+        local.resume(str(folder.path), change, SilentDisplay())
+    assert sorted(path.name for path in folder.path.rglob("*")) == before
+
+
+def test_a_run_without_checkpoints_cannot_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = cut_after(tmp_path, 5, monkeypatch)
+    with pytest.raises(CheckpointError, match="checkpoint"):
+        local.resume(str(folder.path), {}, SilentDisplay())
+
+
+def test_what_is_no_run_cannot_be_resumed(tmp_path: Path) -> None:
+    with pytest.raises(RecordsError, match="is not a run"):
+        local.resume(str(tmp_path), {}, SilentDisplay())

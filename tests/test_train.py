@@ -1,0 +1,236 @@
+"""One worker, end to end: what a run leaves behind and what it promises about it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from paceline.config import from_mapping
+from paceline.data.input import InputPath
+from paceline.data.loading import load_dataset
+from paceline.data.order import SampleOrder
+from paceline.launch import local
+from paceline.models.loading import build_model
+from paceline.records import PHASES, Result, RunFolder, read_lines
+from paceline.worker.display import SilentDisplay
+from paceline.worker.fingerprint import weights_sha256
+
+SMALL: dict[str, Any] = {
+    "train_samples": 200,
+    "test_samples": 100,
+    "batch_size": 32,
+    "threads": 1,
+    "sample_seconds": 0,
+    "tensorboard": False,
+}
+
+
+def train(out: Path, **settings: Any) -> tuple[RunFolder, Result]:
+    config = from_mapping({**SMALL, "out": str(out), **settings})
+    folder, result, code = local.train(config, SilentDisplay())
+    assert (code == 0) == (result["status"] == "finished")
+    return folder, result
+
+
+def test_the_result_has_every_key_of_the_contract(tmp_path: Path) -> None:
+    folder, result = train(tmp_path, epochs=1, sample_seconds=0.1)
+    assert set(result) >= {
+        "schema", "id", "status", "cause", "config", "software", "hardware", "wall_seconds",
+        "iterations", "samples", "weights_sha256", "final", "seconds_to_target", "history",
+        "workers", "nodes", "checkpoints", "measurement_overhead",
+    }  # fmt: skip
+    (worker,), (node,) = result["workers"], result["nodes"]
+    assert set(worker) >= {
+        "rank", "node", "samples", "wall_seconds", "iteration_seconds", "phases",
+        "hidden_exchange_seconds", "traffic",
+    }  # fmt: skip
+    assert set(worker["iteration_seconds"]) == {"first", "mean", "median", "p95"}
+    assert tuple(worker["phases"]) == PHASES
+    assert set(node) >= {
+        "node", "cpu_percent_mean", "rss_bytes_mean", "rss_bytes_peak", "pss_bytes_peak",
+        "network_bytes_sent", "network_bytes_received", "gpus",
+    }  # fmt: skip
+    assert set(result["final"]) == {"train_loss", "test_loss", "test_accuracy"}
+    assert set(result["checkpoints"]) >= {"count", "bytes", "blocked_seconds"}
+    assert folder.read_result() == result
+
+
+def test_an_epoch_is_every_sample_once(tmp_path: Path) -> None:
+    _, result = train(tmp_path, epochs=2)
+    assert result["iterations"] == 2 * math.ceil(200 / 32)
+    assert result["samples"] == 2 * 200
+
+
+def test_phases_add_up_to_the_wall_time(tmp_path: Path) -> None:
+    _, result = train(tmp_path, epochs=1, checkpoint_every=3, accumulate=2)
+    (worker,) = result["workers"]
+    assert sum(worker["phases"].values()) == pytest.approx(worker["wall_seconds"], rel=0.01)
+    for phase in ("input", "forward", "backward", "update", "evaluate", "checkpoint", "other"):
+        assert worker["phases"][phase] > 0, phase
+
+
+def plain_training(settings: dict[str, Any], steps: int) -> str:
+    """The same training written bare, with torch's own optimiser: the independent reference."""
+    config = from_mapping(settings)
+    data = load_dataset(config)
+    order = SampleOrder(len(data.train), config.global_batch_size, config.seed)
+    inputs = InputPath(data.train, data.mean, data.std, order, augment=(), seed=config.seed)
+    model = build_model(config.model, data.sample_shape, data.classes, config.seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9, fused=True)
+    for step in range(steps):
+        x, y = inputs.batch(*divmod(step, order.batches_per_epoch))
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return weights_sha256(model.state_dict())
+
+
+def test_the_loop_computes_what_plain_pytorch_computes(tmp_path: Path) -> None:
+    settings = {**SMALL, "iterations": 10, "lr": 0.05}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        expected = plain_training(settings, 10)
+    finally:
+        torch.set_num_threads(threads)
+    _, result = train(tmp_path, **settings)
+    assert result["weights_sha256"] == expected
+
+
+def test_the_same_config_gives_the_same_weights(tmp_path: Path) -> None:
+    settings = {"epochs": 1, "augment": "crop,flip,cutout"}
+    hashes = {train(tmp_path, seed=3, **settings)[1]["weights_sha256"] for _ in range(2)}
+    hashes.add(train(tmp_path, seed=4, **settings)[1]["weights_sha256"])
+    assert len(hashes) == 2
+
+
+def losses(folder: RunFolder) -> list[float]:
+    blocks = [e for e in read_lines(folder.events_file(0)) if e["event"] == "iterations"]
+    return [loss for block in blocks for loss in block["loss"]]
+
+
+def test_accumulating_gives_the_losses_of_the_whole_batch(tmp_path: Path) -> None:
+    whole, _ = train(tmp_path, iterations=12)
+    parts, _ = train(tmp_path, iterations=12, accumulate=5)
+    assert losses(parts) == pytest.approx(losses(whole), rel=1e-4)
+
+
+def test_forgetting_the_epoch_repeats_one_order(tmp_path: Path) -> None:
+    """At a rate too small to learn, equal batches give equal losses: the order is laid bare."""
+    settings = {"epochs": 2, "lr": 1e-12, "momentum": 0}
+    repeated = losses(train(tmp_path, reshuffle=False, **settings)[0])
+    fresh = losses(train(tmp_path, **settings)[0])
+    assert repeated[7:] == pytest.approx(repeated[:7], rel=1e-5)
+    assert fresh[7:] != pytest.approx(fresh[:7], rel=1e-3)
+
+
+def test_the_target_stops_the_run_and_its_time_leaves_evaluation_out(tmp_path: Path) -> None:
+    _, result = train(tmp_path, epochs=50, eval_every=2, target_accuracy=0.01)
+    assert result["status"] == "finished"
+    assert result["iterations"] == 2
+    (entry,) = result["history"]
+    (worker,) = result["workers"]
+    assert result["seconds_to_target"] == entry["seconds"]
+    spent = worker["wall_seconds"] - worker["phases"]["evaluate"]
+    assert 0 < result["seconds_to_target"] < spent
+
+
+def test_evaluation_comes_when_due_and_always_at_the_end(tmp_path: Path) -> None:
+    _, result = train(tmp_path, iterations=11, eval_every=4)
+    assert [entry["iteration"] for entry in result["history"]] == [4, 8, 11]
+    _, never = train(tmp_path, iterations=11, eval_every="never")
+    assert [entry["iteration"] for entry in never["history"]] == [11]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optimizer": "adam", "lr": 1e-3},
+        {"optimizer": "adamw", "lr": 1e-3, "weight_decay": 0.1},
+        {"nesterov": True, "weight_decay": 1e-3},
+        {"precision": "bf16"},
+        {"precision": "fp16"},
+        {"channels_last": True},
+        {"label_smoothing": 0.1},
+        {"clip_norm": 0.5, "precision": "fp16"},
+        {"schedule": "one_cycle", "warmup_epochs": 0.5},
+    ],
+    ids=str,
+)
+def test_every_way_of_training_learns(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Two hundred digits are learnt by heart: the loss falls well below that of guessing."""
+    folder, result = train(
+        tmp_path, **{"epochs": 20, "lr": 0.02, "eval_every": "never", **settings}
+    )
+    assert result["status"] == "finished"
+    curve = losses(folder)
+    assert sum(curve[-7:]) / 7 < 0.8 * sum(curve[:7]) / 7
+
+
+def test_clipping_bounds_an_update(tmp_path: Path) -> None:
+    """Plain SGD moves the weights by at most rate times norm: here 1 x 0.01, in one step."""
+    config = from_mapping({**SMALL, "iterations": 1, "momentum": 0, "lr": 1.0})
+    data = load_dataset(config)
+    before = build_model("lenet", data.sample_shape, data.classes, config.seed).state_dict()
+    folder, _ = train(
+        tmp_path, iterations=1, momentum=0, lr=1.0, clip_norm=0.01, checkpoint_every=1
+    )
+    (file,) = folder.checkpoints.glob("*.pt")
+    after = torch.load(file, weights_only=True)["model"]
+    moved = math.sqrt(sum(float((after[name] - before[name]).square().sum()) for name in before))
+    assert moved == pytest.approx(0.01, rel=1e-3)
+
+
+def test_a_diverged_run_says_so_and_keeps_its_records(tmp_path: Path) -> None:
+    folder, result = train(tmp_path, epochs=20, lr=1e8)
+    assert result["status"] == "diverged"
+    assert "loss became" in result["cause"]
+    assert folder.read_result() == result
+    assert list(read_lines(folder.events_file(0)))[-1]["status"] == "diverged"
+
+
+def test_a_model_that_raises_fails_the_run_with_its_own_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_model_a.py").write_text(
+        "from torch import nn\n"
+        "class Broken(nn.Linear):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(2, 2)\n"
+        "    def forward(self, x):\n"
+        "        raise RuntimeError('the dog ate it')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    folder, result = train(tmp_path, model="broken_model_a:Broken", epochs=1)
+    assert result["status"] == "failed"
+    assert "the dog ate it" in result["cause"]
+    assert "broken_model_a.py" in (folder.path / "traceback.txt").read_text()
+
+
+def test_a_users_own_data_and_model_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_parts_a.py").write_text(
+        "import torch\n"
+        "def data():\n"
+        "    x = torch.randn(96, 5, generator=torch.Generator().manual_seed(1))\n"
+        "    y = (x.sum(1) > 0).long()\n"
+        "    return (x[:64], y[:64]), (x[64:], y[64:])\n"
+        "def model(sample_shape, classes):\n"
+        "    return torch.nn.Linear(sample_shape[0], classes)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    _, result = train(
+        tmp_path, data="own_parts_a:data", model="own_parts_a:model", epochs=60, lr=0.5,
+        train_samples=None, test_samples=None, eval_every="never",
+    )  # fmt: skip
+    assert result["final"]["test_accuracy"] > 0.8
+
+
+def test_measuring_costs_at_most_a_hundredth(tmp_path: Path) -> None:
+    """The run's own account of it, on iterations of some milliseconds."""
+    _, result = train(tmp_path, epochs=10, batch_size=100, eval_every="never")
+    assert 0 < result["measurement_overhead"]["fraction"] <= 0.01
