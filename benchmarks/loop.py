@@ -1,0 +1,145 @@
+"""What paceline's training loop costs beyond the same training written bare in PyTorch.
+
+    python benchmarks/loop.py [--quick]
+
+Both train the same model on the same batches with the same fused optimiser, in alternating blocks
+in one process. The figure is how much longer an iteration takes, over paired blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch.nn import functional as F
+
+from paceline.config import RunConfig, from_mapping
+from paceline.data.input import InputPath, evaluation_batches
+from paceline.data.loading import load_dataset
+from paceline.data.order import SampleOrder
+from paceline.measure.clock import PhaseClock
+from paceline.measure.machine import hardware, software
+from paceline.measure.scalars import ScalarWriter
+from paceline.models.loading import build_model
+from paceline.records import EventWriter
+from paceline.sync.replica import Replica
+from paceline.sync.single import Single
+from paceline.worker.display import SilentDisplay
+from paceline.worker.journal import Journal
+from paceline.worker.loop import Progress, TrainingLoop
+from paceline.worker.optimiser import build_optimizer
+
+CASES = {"lenet": (300, 3.0), "vgg11": (6, 1.0)}
+"""Model: iterations in a block, and how many percent more than bare are allowed."""
+
+Block = Callable[[], float]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer repeats")
+    repeats = 5 if parser.parse_args().quick else 25
+    print(f"{hardware()['cpu']}, {torch.get_num_threads()} threads, torch {software()['torch']}")
+    print(f"batch 64, {repeats} pairs of blocks; ms per iteration, median (quartiles)")
+    print(f"{'model':<8}{'bare':>22}{'paceline':>22}{'more, %':>18}{'limit':>8}")
+    for model, (iterations, limit) in CASES.items():
+        config = from_mapping(
+            {"model": model, "batch_size": 64, "iterations": iterations, "train_samples": 20_000}
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            bare, ours = bare_block(config), paceline_block(config, Path(folder))
+            times = alternate(bare, ours, repeats)
+        ratios = [100 * (mine / plain - 1) for plain, mine in times]
+        cells = (
+            quartiles([1e3 * t / iterations for t in column]) for column in zip(*times, strict=True)
+        )
+        print(f"{model:<8}" + "".join(f"{cell:>22}" for cell in cells), end="")
+        print(f"{quartiles(ratios):>18}{limit:>7.0f}%")
+
+
+def alternate(bare: Block, ours: Block, repeats: int) -> list[tuple[float, float]]:
+    """Pairs of times; who goes first alternates, so that neither always follows the other."""
+    bare(), ours()
+    pairs = []
+    for repeat in range(repeats):
+        if repeat % 2:
+            plain, mine = bare(), ours()
+        else:
+            mine, plain = ours(), bare()
+        pairs.append((plain, mine))
+    return pairs
+
+
+def quartiles(values: list[float]) -> str:
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
+
+
+def build(config: RunConfig) -> tuple[torch.nn.Module, torch.optim.Optimizer, InputPath]:
+    data = load_dataset(config)
+    model = build_model(config.model, data.sample_shape, data.classes, config.seed)
+    order = SampleOrder(len(data.train), config.global_batch_size, config.seed)
+    inputs = InputPath(data.train, data.mean, data.std, order, augment=(), seed=config.seed)
+    return model, build_optimizer(config, model.parameters()), inputs
+
+
+def bare_block(config: RunConfig) -> Block:
+    model, optimizer, inputs = build(config)
+    assert config.iterations is not None
+    iterations, per_epoch = config.iterations, inputs.order.batches_per_epoch
+
+    def block() -> float:
+        begin = perf_counter()
+        for iteration in range(iterations):
+            x, y = inputs.batch(*divmod(iteration, per_epoch))
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+        return perf_counter() - begin
+
+    return block
+
+
+def paceline_block(config: RunConfig, folder: Path) -> Block:
+    model, optimizer, inputs = build(config)
+    data = load_dataset(config)
+    assert config.iterations is not None
+    journal = Journal(
+        EventWriter(folder / "events-0.jsonl"),
+        ScalarWriter(folder / "tensorboard"),
+        SilentDisplay(),
+        config.iterations,
+    )
+
+    def block() -> float:
+        clock = PhaseClock()
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        replica = Replica(model, optimizer, clock, forward=model, scaler=scaler)
+        strategy = Single()
+        strategy.attach(replica)
+        loop = TrainingLoop(
+            config,
+            replica,
+            strategy,
+            inputs,
+            lambda: evaluation_batches(data.test.head(1), data.mean, data.std, 1),
+            journal,
+            nullcontext(),
+            Progress(),
+        )
+        loop.run()
+        clock.enter("other")
+        return clock.wall_seconds - clock.seconds["evaluate"]
+
+    return block
+
+
+if __name__ == "__main__":
+    main()
