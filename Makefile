@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test check format docs bench clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)  ## the main job: train, measure, show
@@ -22,6 +22,9 @@ check: $(READY)  ## lint, format, types, layers: what people and CI run
 format: $(READY)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+docs: $(READY)  ## the pages that are written from the code
+	$(BIN)/python -m paceline.cli.reference > docs/config.md
 
 bench: $(READY)  ## every benchmark, one after the other, each printing its table
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
