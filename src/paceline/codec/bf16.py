@@ -16,7 +16,7 @@ from paceline.codec.codec import Codec, Exchange, Shapes, WireBytes, summed
 class BFloat16(Codec):
     def exchange(self, key: str, gradient: Tensor, shapes: Shapes = ()) -> Exchange[Tensor]:
         total = yield from summed(gradient.to(torch.bfloat16))
-        return total.to(gradient.dtype)
+        return gradient.copy_(total)
 
     def wire_bytes(self, elements: int, element_bytes: int, shapes: Shapes = ()) -> WireBytes:
         return WireBytes(sums=(elements * torch.bfloat16.itemsize,))

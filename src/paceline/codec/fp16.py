@@ -25,8 +25,8 @@ class Float16(Codec):
     def exchange(self, key: str, gradient: Tensor, shapes: Shapes = ()) -> Exchange[Tensor]:
         maxima = yield from gathered(_largest_magnitude(gradient))
         exponent = _shared_exponent([float(maximum) for maximum in maxima], gradient.dtype)
-        total = yield from summed((gradient * 2.0**exponent).to(torch.float16))
-        return total.to(gradient.dtype).mul_(2.0**-exponent)
+        total = yield from summed(gradient.mul_(2.0**exponent).to(torch.float16))
+        return gradient.copy_(total).mul_(2.0**-exponent)
 
     def wire_bytes(self, elements: int, element_bytes: int, shapes: Shapes = ()) -> WireBytes:
         return WireBytes(sums=(elements * torch.float16.itemsize,), gathers=(element_bytes,))

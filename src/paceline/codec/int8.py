@@ -30,14 +30,12 @@ class Int8(Codec):
 
     def exchange(self, key: str, gradient: Tensor, shapes: Shapes = ()) -> Exchange[Tensor]:
         pending = self._feedback.add(key, gradient)
-        payload = self._encode(pending)
-        pending.sub_(self._decode(payload, gradient))
-        total = torch.zeros_like(gradient)
-        for copy in (yield from gathered(payload)):
-            total += self._decode(copy, gradient)
-        return total
+        payload, sent = self._encode(pending)
+        pending.sub_(sent)
+        return self._sum((yield from gathered(payload)), gradient)
 
-    def _encode(self, values: Tensor) -> Tensor:
+    def _encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The payload, and the values that it decodes to."""
         chunks = self._in_chunks(values)
         scales = torch.maximum(chunks.amax(1), -chunks.amin(1)) / LARGEST_CODE
         # A chunk too small for its scale to be a normal number is sent as zeros and waits. One that
@@ -45,20 +43,25 @@ class Int8(Codec):
         normal = scales >= torch.finfo(scales.dtype).tiny
         scales = torch.where(normal | scales.isnan(), scales, 0)
         inverses = torch.where(normal & scales.isfinite(), 1 / scales, 0)
-        codes = (chunks * inverses[:, None]).round_().to(torch.int8)
-        return pack(scales, codes.flatten()[: values.numel()])
+        rounded = (chunks * inverses[:, None]).round_()
+        payload = pack(scales, rounded.to(torch.int8).flatten()[: len(values)])
+        return payload, rounded.mul_(scales[:, None]).flatten()[: len(values)]
 
-    def _decode(self, payload: Tensor, like: Tensor) -> Tensor:
-        elements = like.numel()
-        scales, codes = unpack(
-            payload, (self._chunk_count(elements), like.dtype), (elements, torch.int8)
-        )
-        chunks = self._in_chunks(codes).to(like.dtype)
-        return chunks.mul_(scales[:, None]).flatten()[:elements]
+    def _sum(self, payloads: list[Tensor], total: Tensor) -> Tensor:
+        """Decode into `total`, adding in rank order so that all workers round alike."""
+        chunks = total.new_zeros(self._chunk_count(len(total)), self.chunk)
+        decoded = chunks.view(-1)[: len(total)]
+        total.zero_()
+        for payload in payloads:
+            scales, codes = unpack(payload, (len(chunks), total.dtype), (len(total), torch.int8))
+            decoded.copy_(codes)
+            chunks.mul_(scales[:, None])
+            total += decoded
+        return total
 
     def _in_chunks(self, values: Tensor) -> Tensor:
         """One chunk a row; the last is filled up with zeros, which are never sent."""
-        missing = -values.numel() % self.chunk
+        missing = -len(values) % self.chunk
         return (pad(values, (0, missing)) if missing else values).view(-1, self.chunk)
 
     def _chunk_count(self, elements: int) -> int:

@@ -1,11 +1,11 @@
 """PowerSGD: a weight matrix's gradient M (n x m) as the product of two thin matrices.
 
-One step of power iteration finds the directions that matter. With Q (m x r) from the step before:
+One step of power iteration finds the directions that matter. With Q (r x m) from the step before:
 
-    P = sum of the workers' M Q        the first Sum, n r numbers
+    P = sum of the workers' M Q^T      the first Sum, n r numbers
     P <- orthonormal columns           the same on every worker, since P is
-    Q = sum of the workers' M^T P      the second Sum, m r numbers
-    the result is P Q^T                what is left of M stays pending
+    Q = sum of the workers' P^T M      the second Sum, m r numbers
+    the result is P Q                  what is left of M stays pending
 
 Sums of thin matrices are thin, so unlike int8 and top-k this needs no Gather, and its traffic does
 not grow with the number of workers. Q is kept: gradients change slowly, and over the steps the
@@ -46,27 +46,26 @@ class PowerSGD(Codec):
         pending = self._feedback.add(key, gradient)
         matrices, plain = self._views(pending, shapes)
 
-        products = [m @ q for m, q in zip(matrices, self._start(key, matrices), strict=True)]
+        products = [m @ q.T for m, q in zip(matrices, self._start(key, matrices), strict=True)]
         sums = _like(plain + products, (yield from summed(_joined(plain + products))))
         plain_sums, bases = sums[: len(plain)], [orthonormal(p) for p in sums[len(plain) :]]
 
-        rights = [m.T @ p for m, p in zip(matrices, bases, strict=True)]
+        rights = [p.T @ m for m, p in zip(matrices, bases, strict=True)]
         for matrix, basis, right in zip(matrices, bases, rights, strict=True):
-            matrix.addmm_(basis, right.T, alpha=-1)
+            matrix.addmm_(basis, right, alpha=-1)
         for vector in plain:
             vector.zero_()
         right_sum = yield from summed(_joined(rights))
         self._starts[key] = right_sum.clone()
 
-        total = torch.empty_like(gradient)
-        matrix_totals, plain_totals = self._views(total, shapes)
+        matrix_totals, plain_totals = self._views(gradient, shapes)
         for vector, values in zip(plain_totals, plain_sums, strict=True):
             vector.copy_(values)
         for matrix, basis, right in zip(
             matrix_totals, bases, _like(rights, right_sum), strict=True
         ):
             _multiply_into(matrix, basis, right)
-        return total
+        return gradient
 
     def _is_thinner(self, shape: Sequence[int]) -> bool:
         rows, columns = _matrix_shape(shape)
@@ -84,9 +83,9 @@ class PowerSGD(Codec):
         return matrices, plain
 
     def _start(self, key: str, matrices: list[Tensor]) -> list[Tensor]:
-        """Where the iteration goes on from: the last Q, its columns brought to a common size.
+        """Where the iteration goes on from: the last Q, its rows brought to a common size.
 
-        A column that found nothing (a zero gradient) or something non-finite begins anew at random.
+        A row that found nothing (a zero gradient) or something non-finite begins anew at random.
         """
         starts = [_random_start(key, i, m, self.rank) for i, m in enumerate(matrices)]
         if key in self._starts:
@@ -97,7 +96,7 @@ class PowerSGD(Codec):
                     " resume with the buckets and the rank of the original run"
                 )
             for start, previous in zip(starts, _like(starts, last), strict=True):
-                largest = previous.abs().amax(0)
+                largest = previous.abs().amax(1, keepdim=True)
                 usable = largest.isfinite() & (largest > 0)
                 start.copy_(torch.where(usable, previous / largest, start))
         return starts
@@ -151,16 +150,17 @@ def _sum(vector: Tensor) -> Tensor:
 
 
 def _multiply_into(target: Tensor, left: Tensor, right: Tensor) -> None:
-    """target = left right^T, as a sum of outer products."""
+    """target = left right, as a sum of outer products."""
+    term = torch.empty_like(target)
     target.zero_()
-    for column, row in zip(left.unbind(1), right.unbind(1), strict=True):
-        target.add_(column[:, None] * row[None, :])
+    for column, row in zip(left.T.contiguous(), right, strict=True):
+        target += torch.mul(column[:, None], row, out=term)
 
 
 def _random_start(key: str, index: int, matrix: Tensor, rank: int) -> Tensor:
     """The same on every worker and in every run: it depends on nothing but the matrix's place."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{key} {index}".encode()))
-    start = torch.rand(matrix.shape[1], rank, generator=generator, dtype=matrix.dtype) - 0.5
+    start = torch.rand(rank, matrix.shape[1], generator=generator, dtype=matrix.dtype) - 0.5
     return start.to(matrix.device)
 
 

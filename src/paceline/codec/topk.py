@@ -33,7 +33,7 @@ class TopK(Codec):
         indices = pending.abs().topk(kept, sorted=False).indices
         payload = pack(indices.to(INDEX_TYPE), pending[indices])
         pending[indices] = 0
-        total = torch.zeros_like(gradient)
+        total = gradient.zero_()
         for copy in (yield from gathered(payload)):
             their_indices, values = unpack(copy, (kept, INDEX_TYPE), (kept, gradient.dtype))
             total[their_indices] += values

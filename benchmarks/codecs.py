@@ -1,0 +1,99 @@
+"""What each codec costs to encode and decode, and below which bandwidth it pays.
+
+    python benchmarks/codecs.py [--quick]
+
+One worker's CPU time on one thread for a gradient of 10 MB (a float32 matrix), with everybody
+else's payload at hand: no communication is in it. The codecs take turns, so that what else the
+machine does falls on all of them alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from time import thread_time
+
+import torch
+from torch import Tensor
+
+from paceline.codec import CODECS, create
+from paceline.codec.codec import Codec, WireBytes, drive
+from paceline.measure.machine import hardware, software
+
+SHAPES = ((1250, 2000),)
+ELEMENTS = 2_500_000
+ELEMENT_BYTES = 4
+WORLDS = (1, 4, 8)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer repeats")
+    repeats = 5 if parser.parse_args().quick else 25
+    torch.set_num_threads(1)
+    print(f"{hardware()['cpu']}, 1 thread, torch {software()['torch']}")
+    print(f"{ELEMENTS:,} x float32, n = {repeats}; CPU ns per element, median (quartiles)")
+    print("pays below: Mbit/s of a worker's link under which the bytes saved against an")
+    print("uncompressed ring all-reduce take longer than encoding and decoding")
+    print(f"{'':10}{'wire,':>9}{'1 worker,':>20}{'4 workers,':>20}{'pays below, with':>20}")
+    print(f"{'codec':10}{'B/element':>9}{'ns/element':>20}{'ns/element':>20}{'4':>12}{'8':>8}")
+    times = measure(repeats)
+    for name in CODECS.names():
+        wire = create(name, {}).wire_bytes(ELEMENTS, ELEMENT_BYTES, SHAPES)
+        handed_over = sum(wire.sums + wire.gathers) / ELEMENTS
+        medians = {world: statistics.median(times[name, world]) for world in WORLDS}
+        limits = [pays_below(wire, world, medians[world]) for world in (4, 8)]
+        print(
+            f"{name:10}{handed_over:>9.3f}{spread(times[name, 1]):>20}{spread(times[name, 4]):>20}"
+            f"{limits[0]:>12}{limits[1]:>8}"
+        )
+
+
+def measure(repeats: int) -> dict[tuple[str, int], list[float]]:
+    """CPU nanoseconds per element, by codec and number of workers."""
+    generator = torch.Generator().manual_seed(0)
+    gradient = torch.randn(ELEMENTS, generator=generator)
+    cases = {(name, world): create(name, {}) for name in CODECS.names() for world in WORLDS}
+    times: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
+    scratch = torch.empty_like(gradient)
+    for _ in range(repeats):
+        for case, codec in cases.items():
+            # In training a codec follows itself and finds memory as it left it: the last counts.
+            for _ in range(3):
+                nanoseconds = time_of_one(codec, scratch.copy_(gradient), case[1])
+            times[case].append(nanoseconds / ELEMENTS)
+    return times
+
+
+def time_of_one(codec: Codec, gradient: Tensor, world: int) -> float:
+    """Nanoseconds of an exchange, less the copying that stands in for the other workers."""
+    copying = 0.0
+
+    def copies(payload: Tensor) -> list[Tensor]:
+        nonlocal copying
+        begin = thread_time()
+        answers = [payload.clone() for _ in range(world)]
+        copying += thread_time() - begin
+        return answers
+
+    begin = thread_time()
+    drive(codec.exchange("matrix", gradient, SHAPES), lambda tensor: tensor, copies)
+    return (thread_time() - begin - copying) * 1e9
+
+
+def pays_below(wire: WireBytes, world: int, nanoseconds: float) -> str:
+    """By the bytes that a worker sends: 2 (w - 1) / w of a ring's sum, w - 1 copies in a gather."""
+    ring = 2 * (world - 1) / world
+    saved = ring * (ELEMENTS * ELEMENT_BYTES - sum(wire.sums)) - (world - 1) * sum(wire.gathers)
+    if saved == 0:
+        return "-"
+    return f"{saved / ELEMENTS / nanoseconds * 8e3:.0f}" if saved > 0 else "never"
+
+
+def spread(samples: list[float]) -> str:
+    low, middle, high = statistics.quantiles(samples, n=4)
+    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
+
+
+if __name__ == "__main__":
+    main()
