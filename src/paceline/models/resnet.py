@@ -1,0 +1,70 @@
+"""ResNet in its form for small images: a 3x3 stem without max-pooling."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from paceline.models.image_shape import image_shape
+
+STAGE_CHANNELS = (64, 128, 256, 512)
+"""Each stage but the first starts with a halving of the image."""
+
+SMALLEST_SIDE = 9
+"""Leaves the last stage 2x2 pixels, so that even a batch of one has a variance to normalise by."""
+
+
+def resnet18(sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+    return _resnet("resnet18", (2, 2, 2, 2), sample_shape, classes)
+
+
+def resnet34(sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+    return _resnet("resnet34", (3, 4, 6, 3), sample_shape, classes)
+
+
+class ResidualBlock(nn.Module):
+    """Two 3x3 convolutions beside a shortcut: identity, or 1x1 convolution where shapes differ."""
+
+    def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
+        super().__init__()
+        self.residual = nn.Sequential(
+            nn.Conv2d(channels_in, channels_out, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(channels_out),
+            nn.ReLU(),
+            nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels_out),
+        )
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels_in != channels_out:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(channels_in, channels_out, 1, stride, bias=False),
+                nn.BatchNorm2d(channels_out),
+            )
+        self.activation = nn.ReLU()
+
+    def forward(self, images: Tensor) -> Tensor:
+        summed: Tensor = self.activation(self.residual(images) + self.shortcut(images))
+        return summed
+
+
+def _resnet(
+    name: str, stage_blocks: tuple[int, ...], sample_shape: tuple[int, ...], classes: int
+) -> nn.Module:
+    channels, _, _ = image_shape(name, sample_shape, SMALLEST_SIDE)
+    width = STAGE_CHANNELS[0]
+    layers: list[nn.Module] = [
+        nn.Conv2d(channels, width, 3, padding=1, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+    ]
+    for stage, (blocks, stage_width) in enumerate(zip(stage_blocks, STAGE_CHANNELS, strict=True)):
+        for block in range(blocks):
+            stride = 2 if stage > 0 and block == 0 else 1
+            layers.append(ResidualBlock(width, stage_width, stride))
+            width = stage_width
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, classes)]
+    model = nn.Sequential(*layers)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            # PyTorch's default shrinks the signal at every layer; this keeps its variance.
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    return model

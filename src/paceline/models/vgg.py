@@ -1,0 +1,65 @@
+"""VGG in its form for 32x32 images: batch norm, and one linear layer instead of three.
+
+The convolutions keep their bias, which batch norm makes redundant, because the network that the
+reference measurements were taken with has it: the number and sizes of the gradient tensors are what
+a synchronisation scheme is measured by.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from paceline.models.image_shape import image_shape
+
+STAGE_CHANNELS = (64, 128, 256, 512, 512)
+"""Each stage ends in a pooling that halves the image."""
+
+REDUCTION = 2 ** len(STAGE_CHANNELS)
+
+
+def vgg11(sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+    return _vgg("vgg11", (1, 1, 2, 2, 2), sample_shape, classes)
+
+
+def vgg13(sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+    return _vgg("vgg13", (2, 2, 2, 2, 2), sample_shape, classes)
+
+
+def vgg16(sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+    return _vgg("vgg16", (2, 2, 3, 3, 3), sample_shape, classes)
+
+
+def vgg19(sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+    return _vgg("vgg19", (2, 2, 4, 4, 4), sample_shape, classes)
+
+
+def _vgg(
+    name: str, stage_convolutions: tuple[int, ...], sample_shape: tuple[int, ...], classes: int
+) -> nn.Module:
+    """Five stages, an average over what they leave of the image (one pixel of 32x32), one layer.
+
+    A side that five halvings do not divide is padded with zeros, the mean of normalised images, up
+    to one that they do: 28x28 becomes 32x32, and every image goes whole through all five stages.
+    """
+    channels, height, width = image_shape(name, sample_shape)
+    layers: list[nn.Module] = []
+    padding = (*_both_ends(width), *_both_ends(height))
+    if any(padding):
+        layers.append(nn.ZeroPad2d(padding))
+    for convolutions, stage_channels in zip(stage_convolutions, STAGE_CHANNELS, strict=True):
+        for _ in range(convolutions):
+            layers += [
+                nn.Conv2d(channels, stage_channels, 3, padding=1),
+                nn.BatchNorm2d(stage_channels),
+                nn.ReLU(),
+            ]
+            channels = stage_channels
+        layers.append(nn.MaxPool2d(2))
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)]
+    return nn.Sequential(*layers)
+
+
+def _both_ends(side: int) -> tuple[int, int]:
+    """Pixels to add before and after a side to make it a multiple of REDUCTION."""
+    missing = -side % REDUCTION
+    return missing // 2, missing - missing // 2

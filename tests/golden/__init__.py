@@ -1,0 +1,1 @@
+"""Loss curves that the models must follow, and the loop that computed them."""
