@@ -1,0 +1,34 @@
+"""Communicators and all-reduce algorithms. docs/communication.md is the guided tour.
+
+`communicator.py` is the contract; `in_process.py` and `torch_distributed.py` fulfil it. An entry of
+`ALGORITHMS` is an `Algorithm` class: one way to carry out an all-reduce over sends and receives.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.registry import Registry
+
+if TYPE_CHECKING:
+    from paceline.comm.algorithms.algorithm import Algorithm
+
+ALGORITHMS: Registry[type[Algorithm]] = Registry("algorithm")
+
+ALGORITHMS.register(
+    "root", "paceline.comm.algorithms.root:Root", "all to rank 0, which sums and sends back"
+)
+ALGORITHMS.register(
+    "tree", "paceline.comm.algorithms.tree:Tree", "up a binomial tree, summing, and down again"
+)
+ALGORITHMS.register(
+    "ring", "paceline.comm.algorithms.ring:Ring", "chunk by chunk around a ring, twice"
+)
+ALGORITHMS.register(
+    "halving_doubling",
+    "paceline.comm.algorithms.halving_doubling:HalvingDoubling",
+    "pairs exchange halves, then quarters, and back",
+)
+ALGORITHMS.register(
+    "library", "paceline.comm.algorithms.library:Library", "the communicator's own all-reduce"
+)

@@ -1,0 +1,77 @@
+"""Communication beside computation: operations that run in order on a thread of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from queue import SimpleQueue
+from threading import Event, Thread
+
+from paceline.comm.communicator import Communicator
+from paceline.comm.work import Work
+
+
+class Background:
+    """Runs blocking communication without blocking the caller.
+
+    It talks through a fork of the communicator it is given, so that its messages never mix with
+    those of the caller's thread. Making one is collective, and all ranks submit the same operations
+    in the same order. An algorithm's all-reduce in non-blocking form is
+
+        background.submit(lambda communicator: algorithm.all_reduce(communicator, tensor, kind))
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator.fork()
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        # A daemon, so that a failing program ends even where nobody closed its communicators.
+        self._thread = Thread(
+            target=self._run, name=f"paceline-communication-{communicator.rank}", daemon=True
+        )
+        self._thread.start()
+
+    def submit(self, operation: Callable[[Communicator], None]) -> Work:
+        """Run an operation after those submitted before it."""
+        task = _Task(operation)
+        self._tasks.put(task)
+        return task
+
+    def close(self) -> None:
+        """End the thread; what was submitted and never waited for is given up."""
+        self._tasks.put(None)
+        self._communicator.close()
+        self._thread.join()
+
+    def _run(self) -> None:
+        broken: Exception | None = None
+        while (task := self._tasks.get()) is not None:
+            # After a failure the ranks are out of step, so nothing more may be sent.
+            broken = task.run(self._communicator) if broken is None else task.fail(broken)
+
+
+class _Task(Work):
+    def __init__(self, operation: Callable[[Communicator], None]) -> None:
+        super().__init__()
+        self._operation = operation
+        self._finished = Event()
+        self._failure: Exception | None = None
+
+    def run(self, communicator: Communicator) -> Exception | None:
+        try:
+            self._operation(communicator)
+        except Exception as error:  # noqa: BLE001 - raised again by whoever waits
+            self._failure = error
+        self._finished.set()
+        return self._failure
+
+    def fail(self, cause: Exception) -> Exception:
+        self._failure = cause
+        self._finished.set()
+        return cause
+
+    def _block(self) -> None:
+        self._finished.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def _poll(self) -> bool:
+        return self._finished.is_set()

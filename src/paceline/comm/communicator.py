@@ -1,0 +1,160 @@
+"""The contract of a communicator: how one worker talks to the others.
+
+Every operation returns a `Work` at once and is finished by its `wait()`; so each of them is there
+in a blocking form, `communicator.all_reduce(gradient, "gradients").wait()`, and in a non-blocking
+one.
+
+What holds for all operations:
+
+- A tensor has any dtype, any number of elements, zero included, and any strides. Results are
+  written into the tensors given.
+- Between two workers, messages arrive in the order in which they were sent. All workers start the
+  same collectives in the same order. A thread of its own needs a communicator of its own: `fork`.
+- Every transfer is counted in `traffic` under the `kind` given, one of `records.TRAFFIC_KINDS`.
+  What is composed of sends and receives is counted message by message; a library's own collective
+  cannot be looked into and is counted by formula: all_reduce, reduce_scatter and all_gather as a
+  ring (see algorithms/ring.py), broadcast as a binomial tree (algorithms/tree.py). Empty tensors
+  are not sent.
+- A peer that is silent for `timeout_seconds`, or gone, ends an operation, at its start or in its
+  `wait()`, with a `PeerError` of one line that names the operation and the peers it may be. After
+  an error a communicator can only be closed.
+- Sums of bool are "or"; those of all other dtypes are what adding gives in that dtype.
+
+reduce_scatter and all_gather see the flat tensor as `world_size` chunks that differ by at most one
+element (algorithms/chunks.py), one for each rank; so all_reduce is the one followed by the other.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from paceline.comm.work import AllOf, Work
+from paceline.errors import PeerError
+from paceline.measure.traffic import Traffic
+
+DEFAULT_TIMEOUT_SECONDS = 300.0
+
+
+class Communicator(ABC):
+    """One worker's end of the connections between `world_size` workers."""
+
+    def __init__(
+        self, rank: int, world_size: int, timeout_seconds: float, traffic: Traffic | None
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is not one of 0 to {world_size - 1}")
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout_seconds = timeout_seconds
+        self.traffic = traffic or Traffic()
+
+    @abstractmethod
+    def send(self, tensor: Tensor, to: int, kind: str) -> Work:
+        """Send a tensor to one rank, which receives one of the same dtype and size."""
+
+    @abstractmethod
+    def recv(self, tensor: Tensor, source: int, kind: str) -> Work:
+        """Receive into a tensor what `source` sends to this rank."""
+
+    def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int, kind: str) -> Work:
+        """Send to one rank and receive from one at the same time: what rings are made of."""
+        return AllOf([self.recv(incoming, source, kind), self.send(outgoing, to, kind)])
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, root: int, kind: str) -> Work:
+        """Give every rank the root's tensor."""
+
+    @abstractmethod
+    def gather(self, tensor: Tensor, parts: Sequence[Tensor] | None, root: int, kind: str) -> Work:
+        """Collect the tensors of all ranks in the root's `parts`, one a rank; elsewhere None."""
+
+    @abstractmethod
+    def scatter(self, tensor: Tensor, parts: Sequence[Tensor] | None, root: int, kind: str) -> Work:
+        """Deal out the root's `parts`, one to each rank's tensor; elsewhere parts is None."""
+
+    @abstractmethod
+    def reduce_scatter(self, tensor: Tensor, kind: str) -> Work:
+        """Sum over the ranks, in place: chunk `rank` gets its sum, the others are undefined."""
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor, kind: str) -> Work:
+        """Fill in, in place, the chunks of all ranks; each rank brings chunk `rank`."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, kind: str) -> Work:
+        """Sum over the ranks, in place; the same bits on every rank."""
+
+    def barrier(self) -> Work:
+        """Completes once every rank has started it."""
+        return self.all_reduce(torch.zeros(1, dtype=torch.uint8), "control")
+
+    @abstractmethod
+    def fork(self) -> Self:
+        """Another communicator over the same workers, whose messages never mix with this one's.
+
+        Collective. It counts into the same traffic. Whoever makes one closes it.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back threads and connections; may be repeated.
+
+        What is under way fails, here and at the peers that still wait for this rank. Who wants to
+        part in peace waits for a `barrier` first.
+        """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        return tuple(rank for rank in range(self.world_size) if rank != self.rank)
+
+    def check_peer(self, peer: int) -> None:
+        if peer == self.rank or not 0 <= peer < self.world_size:
+            raise ValueError(f"rank {self.rank} of {self.world_size} has no peer {peer}")
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """Who does what with whom, for the one line that an error has."""
+
+    rank: int
+    name: str
+    """With its preposition, as in "recv from"."""
+    peers: tuple[int, ...]
+
+    def timed_out(self, seconds: float) -> PeerError:
+        return self.failed(f"no answer within {seconds:g} s")
+
+    def failed(self, cause: str) -> PeerError:
+        return PeerError(f"rank {self.rank}: {self.name} {name_ranks(self.peers)}: {cause}")
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """`rank 2`, `ranks 0, 2`, `ranks 0-6, 8-15`; the ranks in ascending order."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    text = ", ".join(
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs
+    )
+    return f"rank{'' if len(ranks) == 1 else 's'} {text}"

@@ -1,0 +1,184 @@
+"""torch.distributed's backends, gloo and NCCL, as far as paceline needs them.
+
+Both are made straight from a store and an address; an operation's handle becomes a `Work`.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from threading import Thread
+from time import monotonic, sleep
+from typing import Any, TypeVar
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch lists neither
+
+from paceline.comm.communicator import Operation
+from paceline.comm.work import Work
+
+T = TypeVar("T")
+
+SUMS = frozenset(
+    {
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+    }
+)
+"""The dtypes that both backends can sum."""
+
+BREAKING_TAG = 1
+"""Of messages that nobody sends; all others have tag 0."""
+
+NCCL_POLL_SECONDS = 0.0001
+NCCL_WATCHDOG_SECONDS = 60.0
+"""NCCL's own watchdog ends the whole process; it must come after the time limit that says why."""
+
+
+def make_gloo(
+    store: Store, rank: int, world_size: int, address: str, timeout_seconds: float
+) -> Any:
+    """Gloo, listening on the given address of this machine alone."""
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timedelta(seconds=timeout_seconds)
+    options._threads = 2
+    return dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, options)
+
+
+def break_gloo(gloo: Any, peers: Iterable[int]) -> None:
+    """Cut gloo's connections, so that what is under way on them fails, here and at the peers.
+
+    Gloo offers no such thing, and waits for what is under way before it goes; but a receive that is
+    given up cuts the connection that it was on.
+    """
+    for peer in peers:
+        with suppress(RuntimeError):
+            gloo.recv([torch.empty(1)], peer, BREAKING_TAG).wait(timedelta(milliseconds=1))
+
+
+def make_nccl(store: Store, rank: int, world_size: int, timeout_seconds: float) -> Any:
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_seconds + NCCL_WATCHDOG_SECONDS)
+    return dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, world_size, options)
+
+
+def attempt(operation: Operation, seconds: float, action: Callable[[], T]) -> T:
+    """Do it; what the backend raises becomes one line about the operation and its peers."""
+    try:
+        return action()
+    except RuntimeError as error:
+        text = str(error).lower()
+        if "timed out" in text or "timeout" in text:
+            raise operation.timed_out(seconds) from None
+        if "closed" in text or "reset" in text or "broken pipe" in text:
+            raise operation.failed("the connection was closed") from None
+        raise operation.failed(str(error).splitlines()[0]) from None
+
+
+class BackendWork(Work):
+    """A backend's handle of an operation under way."""
+
+    def __init__(self, handle: Any, operation: Operation, seconds: float) -> None:
+        super().__init__()
+        self._handle, self._operation, self._seconds = handle, operation, seconds
+
+    def _block(self) -> None:
+        attempt(self._operation, self._seconds, self._finish)
+
+    @abstractmethod
+    def _finish(self) -> None: ...
+
+
+class GlooWork(BackendWork):
+    """A collective of gloo's."""
+
+    def _finish(self) -> None:
+        self._handle.wait()
+
+    def _poll(self) -> bool:
+        return bool(self._handle.is_completed())
+
+
+class GlooTransfer(BackendWork):
+    """A send or receive of gloo's, which says whether it is complete only to those who wait for it.
+
+    So the first who asks whether it is done starts a thread that waits.
+    """
+
+    _waiter: Thread | None = None
+    _failure: RuntimeError | None = None
+
+    def _finish(self) -> None:
+        if self._waiter is None:
+            self._handle.wait()
+            return
+        self._waiter.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def _poll(self) -> bool:
+        if self._waiter is None:
+            self._waiter = Thread(target=self._wait, name="paceline-poll", daemon=True)
+            self._waiter.start()
+        return not self._waiter.is_alive()
+
+    def _wait(self) -> None:
+        try:
+            self._handle.wait()
+        except RuntimeError as error:
+            self._failure = error
+
+
+class NcclWork(BackendWork):
+    """An operation of NCCL's, whose own `wait` only puts later work on the GPU behind it."""
+
+    def _finish(self) -> None:
+        deadline = monotonic() + self._seconds
+        while not self._handle.is_completed():
+            if monotonic() > deadline:
+                raise self._operation.timed_out(self._seconds)
+            sleep(NCCL_POLL_SECONDS)
+        self._handle.wait()
+
+    def _poll(self) -> bool:
+        return bool(self._handle.is_completed())
+
+
+@contextmanager
+def gloo_on(address: str) -> Iterator[None]:
+    """Let torch's default group choose the network that has this address.
+
+    It asks the environment and offers no other way; what the user has set there stands.
+    """
+    variable = "GLOO_SOCKET_IFNAME"
+    interface = interface_of(address)
+    if variable in os.environ or interface is None:
+        yield
+        return
+    os.environ[variable] = interface
+    try:
+        yield
+    finally:
+        del os.environ[variable]
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface with this address, such as `lo`; 127.x.y.z is all one interface."""
+    loopback = address.startswith("127.")
+    for interface, addresses in psutil.net_if_addrs().items():
+        for each in addresses:
+            if each.address == address or (loopback and each.address.startswith("127.")):
+                return interface
+    return None

@@ -1,0 +1,308 @@
+"""Workers connected by torch.distributed: gloo for tensors in main memory, NCCL for those on a GPU.
+
+Every group has gloo. Where each worker has a GPU of its own (`gpu`), tensors on it go through NCCL;
+otherwise, as when workers share a GPU, they are copied to main memory and back. The groups are made
+directly from a store, so nothing here depends on torch.distributed's process-wide default group;
+`process_group` makes that one for those who cannot do without, such as DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch lists neither
+
+from paceline.comm.algorithms import ring
+from paceline.comm.algorithms.chunks import chunk
+from paceline.comm.algorithms.tree import children
+from paceline.comm.communicator import DEFAULT_TIMEOUT_SECONDS, Operation
+from paceline.comm.composed import ComposedCommunicator
+from paceline.comm.rendezvous import Meeting
+from paceline.comm.staging import Staged
+from paceline.comm.torch_backends import (
+    SUMS,
+    GlooTransfer,
+    GlooWork,
+    NcclWork,
+    attempt,
+    break_gloo,
+    gloo_on,
+    make_gloo,
+    make_nccl,
+)
+from paceline.comm.work import Done, Work
+from paceline.measure.traffic import Traffic
+
+CPU = torch.device("cpu")
+
+Formula = Callable[[int, int, int, int], int]
+"""Bytes sent, from rank, world size, elements and bytes of an element."""
+
+
+def connect(
+    meeting: Meeting,
+    *,
+    gpu: torch.device | None = None,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    traffic: Traffic | None = None,
+) -> TorchCommunicator:
+    """Meet the other workers and connect to each of them. `gpu`: this worker's own, for NCCL."""
+    return TorchCommunicator(
+        meeting.join(),
+        meeting.rank,
+        meeting.world_size,
+        address=meeting.local_address(),
+        gpu=gpu,
+        timeout_seconds=timeout_seconds,
+        traffic=traffic,
+    )
+
+
+class TorchCommunicator(ComposedCommunicator):
+    """Made by `connect`."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        address: str,
+        gpu: torch.device | None = None,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        traffic: Traffic | None = None,
+    ) -> None:
+        super().__init__(rank, world_size, timeout_seconds, traffic)
+        self._store, self._address, self._gpu = store, address, gpu
+        self._forks = 0
+        self._made_default_group = False
+        connecting = Operation(rank, "connect to", self.peers)
+        self._gloo: Any = attempt(
+            connecting,
+            timeout_seconds,
+            lambda: make_gloo(store, rank, world_size, address, timeout_seconds),
+        )
+        self._nccl: Any = None
+        if gpu is not None:
+            self._nccl = attempt(
+                connecting,
+                timeout_seconds,
+                lambda: make_nccl(store, rank, world_size, timeout_seconds),
+            )
+
+    def send(self, tensor: Tensor, to: int, kind: str) -> Work:
+        self.check_peer(to)
+        if tensor.numel() == 0:
+            return Done()
+        flat = Staged.of(tensor, self._device(tensor)).flat
+        self.traffic.begin(kind, bytes_sent=tensor.nbytes, messages=1)
+        return self._start(
+            Operation(self.rank, "send to", (to,)),
+            kind,
+            flat.device,
+            lambda: self._backend(flat.device).send([flat], to, 0),
+            GlooTransfer,
+        )
+
+    def recv(self, tensor: Tensor, source: int, kind: str) -> Work:
+        self.check_peer(source)
+        if tensor.numel() == 0:
+            return Done()
+        staged = Staged.to_fill(tensor, self._device(tensor))
+        self.traffic.begin(kind, bytes_received=tensor.nbytes)
+        work = self._start(
+            Operation(self.rank, "recv from", (source,)),
+            kind,
+            staged.flat.device,
+            lambda: self._backend(staged.flat.device).recv([staged.flat], source, 0),
+            GlooTransfer,
+        )
+        return work.on_success(staged.copy_back)
+
+    def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int, kind: str) -> Work:
+        if self._device(outgoing) == CPU or 0 in (outgoing.numel(), incoming.numel()):
+            return super().exchange(outgoing, to, incoming, source, kind)
+        sending, receiving = Staged.of(outgoing), Staged.to_fill(incoming)
+        self.traffic.begin(
+            kind, bytes_sent=outgoing.nbytes, bytes_received=incoming.nbytes, messages=1
+        )
+
+        def start() -> Any:
+            # Outside a group NCCL works in turn, and two ranks that both send first never end.
+            self._nccl._start_coalescing(self._gpu)
+            self._nccl.recv([receiving.flat], source, 0)
+            self._nccl.send([sending.flat], to, 0)
+            return self._nccl._end_coalescing(self._gpu)
+
+        operation = Operation(self.rank, "exchange with", tuple(sorted({to, source})))
+        work = self._start(operation, kind, sending.flat.device, start)
+        return work.on_success(receiving.copy_back)
+
+    def broadcast(self, tensor: Tensor, root: int, kind: str) -> Work:
+        place = (self.rank - root) % self.world_size
+        copies = len(children(place, self.world_size))
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        return self._collective(
+            "broadcast with",
+            tensor,
+            kind,
+            # As bytes, since gloo's broadcast does not know every dtype.
+            lambda flat: self._backend(flat.device).broadcast([flat.view(torch.uint8)], options),
+            bytes_sent=copies * tensor.nbytes,
+            bytes_received=tensor.nbytes if place else 0,
+            messages=copies,
+        )
+
+    def reduce_scatter(self, tensor: Tensor, kind: str) -> Work:
+        # Gloo's own is a whole all-reduce of which all but a chunk is thrown away.
+        if self._device(tensor) == CPU or tensor.dtype not in SUMS or not self._is_even(tensor):
+            return super().reduce_scatter(tensor, kind)
+
+        def start(flat: Tensor) -> Any:
+            own = chunk(flat, self.world_size, self.rank)
+            return self._nccl._reduce_scatter_base(own, flat)
+
+        formula, laps = ring.reduce_scatter_bytes_sent, 1
+        return self._ring_collective("reduce_scatter with", tensor, kind, start, formula, laps)
+
+    def all_gather(self, tensor: Tensor, kind: str) -> Work:
+        if not self._is_even(tensor):
+            return super().all_gather(tensor, kind)
+
+        def start(flat: Tensor) -> Any:
+            own = chunk(flat, self.world_size, self.rank).clone()
+            into, part = flat.view(torch.uint8), own.view(torch.uint8)
+            return self._backend(flat.device)._allgather_base(into, part)
+
+        formula, laps = ring.all_gather_bytes_sent, 1
+        return self._ring_collective("all_gather with", tensor, kind, start, formula, laps)
+
+    def all_reduce(self, tensor: Tensor, kind: str) -> Work:
+        if tensor.dtype not in SUMS:
+            return super().all_reduce(tensor, kind)
+
+        def start(flat: Tensor) -> Any:
+            return self._backend(flat.device).allreduce([flat])
+
+        formula, laps = ring.Ring().bytes_sent, 2
+        return self._ring_collective("all_reduce with", tensor, kind, start, formula, laps)
+
+    def fork(self) -> Self:
+        self._forks += 1
+        return type(self)(
+            PrefixStore(f"fork/{self._forks}", self._store),
+            self.rank,
+            self.world_size,
+            address=self._address,
+            gpu=self._gpu,
+            timeout_seconds=self.timeout_seconds,
+            traffic=self.traffic,
+        )
+
+    def process_group(self) -> dist.ProcessGroup:
+        """torch.distributed's default group over the same workers, made when first asked for.
+
+        Collective at first. For PyTorch's own wrappers; what goes through it is not counted here.
+        """
+        if not self._made_default_group:
+            with gloo_on(self._address):
+                dist.init_process_group(
+                    "gloo" if self._gpu is None else "cpu:gloo,cuda:nccl",
+                    store=PrefixStore("default", self._store),
+                    rank=self.rank,
+                    world_size=self.world_size,
+                    timeout=timedelta(seconds=self.timeout_seconds),
+                )
+            self._made_default_group = True
+        group = dist.group.WORLD
+        if group is None:
+            raise RuntimeError("somebody else has destroyed the default process group")
+        return group
+
+    def _disconnect(self) -> None:
+        if self._made_default_group and dist.is_initialized():
+            dist.destroy_process_group()
+        if self._nccl is not None:
+            self._nccl.abort()
+        if self._gloo is not None:
+            break_gloo(self._gloo, self.peers)
+        self._nccl = self._gloo = None
+
+    def _ring_collective(
+        self,
+        name: str,
+        tensor: Tensor,
+        kind: str,
+        start: Callable[[Tensor], Any],
+        formula: Formula,
+        laps: int,
+    ) -> Work:
+        """A collective of the library's that is counted as so many laps of a ring."""
+        left = (self.rank - 1) % self.world_size
+        size = (self.world_size, tensor.numel(), tensor.element_size())
+        return self._collective(
+            name,
+            tensor,
+            kind,
+            start,
+            bytes_sent=formula(self.rank, *size),
+            bytes_received=formula(left, *size),
+            messages=laps * (self.world_size - 1),
+        )
+
+    def _collective(
+        self,
+        name: str,
+        tensor: Tensor,
+        kind: str,
+        start: Callable[[Tensor], Any],
+        **counts: int,
+    ) -> Work:
+        if self.world_size == 1 or tensor.numel() == 0:
+            return Done()
+        staged = Staged.of(tensor, self._device(tensor))
+        self.traffic.begin(kind, **counts)
+        operation = Operation(self.rank, name, self.peers)
+        work = self._start(operation, kind, staged.flat.device, lambda: start(staged.flat))
+        return work.on_success(staged.copy_back)
+
+    def _start(
+        self,
+        operation: Operation,
+        kind: str,
+        device: torch.device,
+        action: Callable[[], Any],
+        gloo_work: type[GlooTransfer] | type[GlooWork] = GlooWork,
+    ) -> Work:
+        """Start what was counted before, on the backend of the device.
+
+        The action looks the backend up itself: a variable here would be kept by the traceback of a
+        failure, and the connections with it.
+        """
+        try:
+            if self._gloo is None:
+                raise operation.failed("this communicator is closed")
+            handle = attempt(operation, self.timeout_seconds, action)
+        except BaseException:
+            self.traffic.end(kind)
+            raise
+        work_class = gloo_work if device == CPU else NcclWork
+        work = work_class(handle, operation, self.timeout_seconds)
+        return work.on_end(lambda: self.traffic.end(kind))
+
+    def _backend(self, device: torch.device) -> Any:
+        return self._gloo if device == CPU else self._nccl
+
+    def _device(self, tensor: Tensor) -> torch.device:
+        """Where a tensor must be to be sent."""
+        on_own_gpu = self._nccl is not None and tensor.device == self._gpu
+        return tensor.device if on_own_gpu else CPU
+
+    def _is_even(self, tensor: Tensor) -> bool:
+        return tensor.numel() % self.world_size == 0

@@ -1,0 +1,84 @@
+"""An operation under way: every operation of a communicator returns a `Work`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+
+class Work(ABC):
+    """`wait()` finishes the operation; a blocking call is `communicator.send(...).wait()`.
+
+    Until `wait()` has returned, the tensors given to the operation must be neither changed nor
+    read, and the operation is not sure to have any effect. A Work is used by one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        self._ended = False
+        self._error: Exception | None = None
+        self._on_end: list[Callable[[], None]] = []
+        self._on_success: list[Callable[[], None]] = []
+
+    def wait(self) -> None:
+        """Return once the operation is complete here; raise what went wrong, each time asked."""
+        if not self._ended:
+            self._ended = True
+            try:
+                self._block()
+                for action in self._on_success:
+                    action()
+            except Exception as error:
+                self._error = error
+                raise
+            finally:
+                for action in self._on_end:
+                    action()
+        elif self._error is not None:
+            raise self._error
+
+    def is_done(self) -> bool:
+        """Whether `wait()` would return, or raise, without blocking."""
+        return self._ended or self._poll()
+
+    def on_success(self, action: Callable[[], None]) -> Work:
+        """Let `wait()` do this before it returns, for example copy a buffer to its place."""
+        self._on_success.append(action)
+        return self
+
+    def on_end(self, action: Callable[[], None]) -> Work:
+        """Let `wait()` do this last, whether the operation succeeded or not."""
+        self._on_end.append(action)
+        return self
+
+    @abstractmethod
+    def _block(self) -> None:
+        """Wait for the end of the operation."""
+
+    @abstractmethod
+    def _poll(self) -> bool:
+        """Whether `_block` would come back at once."""
+
+
+class Done(Work):
+    """An operation that had nothing left to do when it was started."""
+
+    def _block(self) -> None:
+        return
+
+    def _poll(self) -> bool:
+        return True
+
+
+class AllOf(Work):
+    """Several operations as one."""
+
+    def __init__(self, parts: Sequence[Work]) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def _block(self) -> None:
+        for part in self._parts:
+            part.wait()
+
+    def _poll(self) -> bool:
+        return all(part.is_done() for part in self._parts)

@@ -1,0 +1,388 @@
+"""What every communicator promises; three workers, of every kind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from conftest import Team
+from paceline.comm.communicator import Communicator
+from paceline.comm.work import Work
+from paceline.errors import PeerError
+from paceline.measure.traffic import Traffic
+
+DTYPES = (torch.bool, torch.bfloat16, torch.int16, torch.int64, torch.float32, torch.complex64)
+
+
+def values_of(rank: int, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (torch.arange(size) + 10 * rank).to(dtype)
+
+
+def receives_what_was_sent(communicator: Communicator, make: Callable[[int], Tensor]) -> bool:
+    """Rank 0 sends to both others, who receive into tensors of the same make."""
+    if communicator.rank == 0:
+        for peer in communicator.peers:
+            communicator.send(make(0), peer, "control").wait()
+        return True
+    tensor = make(communicator.rank)
+    communicator.recv(tensor, 0, "control").wait()
+    return torch.equal(tensor, make(0))
+
+
+def sends_any_dtype(communicator: Communicator) -> list[str]:
+    return [
+        str(dtype)
+        for dtype in DTYPES
+        if not receives_what_was_sent(communicator, partial(values_of, size=7, dtype=dtype))
+    ]
+
+
+def test_sends_any_dtype(team_of_three: Team) -> None:
+    assert team_of_three.run(sends_any_dtype) == [[], [], []]
+
+
+def sends_any_shape(communicator: Communicator) -> list[str]:
+    makes: dict[str, Callable[[int], Tensor]] = {
+        "no elements": lambda rank: torch.full((0, 3), rank),
+        "one number": lambda rank: torch.tensor(float(rank)),
+        "a transposed matrix": lambda rank: values_of(rank, 6).view(2, 3).t(),
+        "every second element": lambda rank: values_of(rank, 10)[::2],
+        "channels last": lambda rank: (
+            values_of(rank, 24).view(1, 2, 3, 4).to(memory_format=torch.channels_last)
+        ),
+        "a parameter": lambda rank: torch.nn.Parameter(values_of(rank, 5)),
+    }
+    return [name for name, make in makes.items() if not receives_what_was_sent(communicator, make)]
+
+
+def test_sends_any_shape_and_strides(team_of_three: Team) -> None:
+    assert team_of_three.run(sends_any_shape) == [[], [], []]
+
+
+def receive_in_reverse(communicator: Communicator) -> list[float]:
+    if communicator.rank == 0:
+        works = [communicator.send(torch.full((3,), float(i)), 1, "control") for i in range(4)]
+        for work in reversed(works):
+            work.wait()
+        return []
+    if communicator.rank == 2:
+        return []
+    tensors = [torch.zeros(3) for _ in range(4)]
+    works = [communicator.recv(tensor, 0, "control") for tensor in tensors]
+    for work in reversed(works):
+        work.wait()
+    return [float(tensor[0]) for tensor in tensors]
+
+
+def test_messages_keep_their_order_in_whatever_order_they_are_waited_for(
+    team_of_three: Team,
+) -> None:
+    assert team_of_three.run(receive_in_reverse)[1] == [0.0, 1.0, 2.0, 3.0]
+
+
+def poll_a_receive(communicator: Communicator) -> list[bool]:
+    """Rank 1 asks before rank 0 may send, and after."""
+    tensor, word = torch.zeros(3), torch.zeros(1)
+    if communicator.rank == 0:
+        communicator.recv(word, 1, "control").wait()
+        communicator.send(tensor + 5, 1, "control").wait()
+        return []
+    if communicator.rank == 2:
+        return []
+    work = communicator.recv(tensor, 0, "control")
+    before = work.is_done()
+    communicator.send(word, 0, "control").wait()
+    deadline = time.monotonic() + 20
+    while not work.is_done() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    after = work.is_done()
+    work.wait()
+    return [before, after, bool((tensor == 5).all())]
+
+
+def test_a_receive_is_done_once_its_message_is_there(team_of_three: Team) -> None:
+    assert team_of_three.run(poll_a_receive)[1] == [False, True, True]
+
+
+def poll_a_collective(communicator: Communicator) -> list[bool]:
+    """Rank 0 joins only when it is told that the others have asked."""
+    tensor, word = torch.ones(3), torch.zeros(1)
+    if communicator.rank == 0:
+        for peer in communicator.peers:
+            communicator.recv(word, peer, "control").wait()
+        communicator.all_reduce(tensor, "metrics").wait()
+        return [False, True, bool((tensor == 3).all())]
+    work = communicator.all_reduce(tensor, "metrics")
+    before = work.is_done()
+    communicator.send(word, 0, "control").wait()
+    deadline = time.monotonic() + 20
+    while not work.is_done() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    after = work.is_done()
+    work.wait()
+    return [before, after, bool((tensor == 3).all())]
+
+
+def test_a_collective_goes_on_while_the_caller_does_other_things(team_of_three: Team) -> None:
+    assert team_of_three.run(poll_a_collective) == [[False, True, True]] * 3
+
+
+def broadcast_from_each(communicator: Communicator) -> list[str]:
+    wrong = []
+    for dtype in DTYPES:
+        for root in range(3):
+            matrix = values_of(communicator.rank, 6, dtype).view(2, 3).t()
+            communicator.broadcast(matrix, root, "parameters").wait()
+            if not torch.equal(matrix, values_of(root, 6, dtype).view(2, 3).t()):
+                wrong.append(f"{dtype} from {root}")
+    return wrong
+
+
+def test_broadcast_gives_everybody_the_roots_tensor(team_of_three: Team) -> None:
+    assert team_of_three.run(broadcast_from_each) == [[], [], []]
+
+
+def gather_at_one(communicator: Communicator) -> list[list[float]] | None:
+    """Tensors of different sizes."""
+    rank = communicator.rank
+    parts = [torch.zeros(size + 1) for size in range(3)] if rank == 1 else None
+    communicator.gather(values_of(rank, rank + 1), parts, 1, "metrics").wait()
+    return None if parts is None else [part.tolist() for part in parts]
+
+
+def test_gather_collects_the_ranks_tensors_in_order(team_of_three: Team) -> None:
+    expected = [[0.0], [10.0, 11.0], [20.0, 21.0, 22.0]]
+    assert team_of_three.run(gather_at_one) == [None, expected, None]
+
+
+def scatter_from_one(communicator: Communicator) -> list[float]:
+    rank = communicator.rank
+    tensor = torch.zeros(rank + 1)
+    parts = [values_of(peer, peer + 1) for peer in range(3)] if rank == 1 else None
+    communicator.scatter(tensor, parts, 1, "parameters").wait()
+    return tensor.tolist()
+
+
+def test_scatter_deals_out_the_roots_parts(team_of_three: Team) -> None:
+    assert team_of_three.run(scatter_from_one) == [[0.0], [10.0, 11.0], [20.0, 21.0, 22.0]]
+
+
+def reduce_scatter_chunks(communicator: Communicator, size: int) -> list[float]:
+    tensor = values_of(communicator.rank, size)
+    communicator.reduce_scatter(tensor, "gradients").wait()
+    bounds = {6: [0, 2, 4, 6], 7: [0, 3, 5, 7], 2: [0, 1, 2, 2]}[size]
+    return tensor[bounds[communicator.rank] : bounds[communicator.rank + 1]].tolist()
+
+
+@pytest.mark.parametrize("size", [6, 7, 2])
+def test_reduce_scatter_leaves_each_rank_the_sum_of_its_chunk(
+    team_of_three: Team, size: int
+) -> None:
+    chunks = team_of_three.run(reduce_scatter_chunks, size)
+    assert [value for part in chunks for value in part] == [30.0 + 3 * i for i in range(size)]
+
+
+def all_gather_chunks(communicator: Communicator, size: int, dtype: torch.dtype) -> bool:
+    bounds = {6: [0, 2, 4, 6], 7: [0, 3, 5, 7], 2: [0, 1, 2, 2]}[size]
+    own = slice(bounds[communicator.rank], bounds[communicator.rank + 1])
+    tensor = torch.zeros(size, dtype=dtype)
+    tensor[own] = values_of(4, size, dtype)[own]
+    communicator.all_gather(tensor, "parameters").wait()
+    return torch.equal(tensor, values_of(4, size, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.float32])
+@pytest.mark.parametrize("size", [6, 7, 2])
+def test_all_gather_fills_in_the_chunks_of_all(
+    team_of_three: Team, size: int, dtype: torch.dtype
+) -> None:
+    assert team_of_three.run(all_gather_chunks, size, dtype) == [True] * 3
+
+
+def all_reduce_strided(communicator: Communicator) -> list[str]:
+    wrong = []
+    for dtype in (torch.int16, torch.int64, torch.bfloat16, torch.complex64):
+        matrix = values_of(communicator.rank, 6, dtype).view(2, 3).t()
+        communicator.all_reduce(matrix, "gradients").wait()
+        if not torch.equal(matrix, (torch.arange(6) * 3 + 30).to(dtype).view(2, 3).t()):
+            wrong.append(str(dtype))
+    return wrong
+
+
+def test_all_reduce_sums_in_place_any_dtype_and_strides(team_of_three: Team) -> None:
+    assert team_of_three.run(all_reduce_strided) == [[], [], []]
+
+
+def all_reduce_bools(communicator: Communicator) -> list[bool]:
+    flags = torch.tensor([communicator.rank == 1, False, True])
+    communicator.all_reduce(flags, "control").wait()
+    return flags.tolist()
+
+
+def test_the_sum_of_bools_is_whether_any_is_true(team_of_three: Team) -> None:
+    assert team_of_three.run(all_reduce_bools) == [[True, False, True]] * 3
+
+
+def arrive_late(communicator: Communicator) -> tuple[float, float]:
+    """When this rank came to the barrier, and when it was let through."""
+    time.sleep(0.1 * communicator.rank)
+    arrived = time.monotonic()
+    communicator.barrier().wait()
+    return arrived, time.monotonic()
+
+
+def test_nobody_leaves_a_barrier_before_the_last_has_come(team_of_three: Team) -> None:
+    times = team_of_three.run(arrive_late)
+    assert min(left for _, left in times) >= max(arrived for arrived, _ in times)
+
+
+def send_on_two(communicator: Communicator) -> list[float]:
+    """Rank 0 sends on the communicator first; rank 1 receives on the fork first."""
+    fork = communicator.fork()
+    try:
+        if communicator.rank == 0:
+            first = communicator.send(torch.tensor([1.0]), 1, "control")
+            fork.send(torch.tensor([2.0]), 1, "control").wait()
+            first.wait()
+            return []
+        if communicator.rank == 2:
+            return []
+        on_fork, on_original = torch.zeros(1), torch.zeros(1)
+        fork.recv(on_fork, 0, "control").wait()
+        communicator.recv(on_original, 0, "control").wait()
+        return [float(on_fork), float(on_original)]
+    finally:
+        fork.close()
+
+
+def test_messages_of_a_fork_do_not_mix_with_the_originals(team_of_three: Team) -> None:
+    assert team_of_three.run(send_on_two)[1] == [2.0, 1.0]
+
+
+def count_kinds(communicator: Communicator) -> dict[str, tuple[int, int, int]]:
+    communicator.traffic.restore(Traffic().to_dict())
+    if communicator.rank == 0:
+        communicator.send(torch.zeros(10), 1, "parameters").wait()
+        communicator.send(torch.zeros(3, dtype=torch.bool), 1, "metrics").wait()
+        communicator.recv(torch.zeros(5, dtype=torch.float64), 1, "metrics").wait()
+    elif communicator.rank == 1:
+        communicator.recv(torch.zeros(10), 0, "parameters").wait()
+        communicator.recv(torch.zeros(3, dtype=torch.bool), 0, "metrics").wait()
+        communicator.send(torch.zeros(5, dtype=torch.float64), 0, "metrics").wait()
+    return {
+        kind: (count.bytes_sent, count.bytes_received, count.messages)
+        for kind, count in communicator.traffic.counts.items()
+        if (count.bytes_sent, count.bytes_received, count.messages) != (0, 0, 0)
+    }
+
+
+def test_transfers_are_counted_by_kind(team_of_three: Team) -> None:
+    assert team_of_three.run(count_kinds) == [
+        {"parameters": (40, 0, 1), "metrics": (3, 40, 1)},
+        {"parameters": (0, 40, 0), "metrics": (40, 3, 1)},
+        {},
+    ]
+
+
+def count_collectives(communicator: Communicator) -> list[tuple[int, int]]:
+    """Six elements of four bytes: two a chunk."""
+    tensor = torch.zeros(6)
+    counted = []
+    starts: list[Callable[[], Work]] = [
+        lambda: communicator.broadcast(tensor, 1, "parameters"),
+        lambda: communicator.reduce_scatter(tensor, "parameters"),
+        lambda: communicator.all_gather(tensor, "parameters"),
+        lambda: communicator.all_reduce(tensor, "parameters"),
+    ]
+    for start in starts:
+        communicator.traffic.restore(Traffic().to_dict())
+        start().wait()
+        count = communicator.traffic.counts["parameters"]
+        counted.append((count.bytes_sent, count.bytes_received))
+    return counted
+
+
+def test_collectives_are_counted_alike_whoever_carries_them_out(team_of_three: Team) -> None:
+    # Down the tree from rank 1, ranks 2 and 0 get a copy each from it; the rings of three ranks
+    # send two chunks of 8 bytes a lap.
+    rings = [(16, 16), (16, 16), (32, 32)]
+    assert team_of_three.run(count_collectives) == [
+        [(0, 24), *rings],
+        [(48, 0), *rings],
+        [(0, 24), *rings],
+    ]
+
+
+def expect_silence(communicator: Communicator, operation: str) -> str:
+    """Rank 0 stays silent, but present until the others have given up."""
+    if communicator.rank == 0:
+        time.sleep(1.5)
+        return ""
+    try:
+        if operation == "recv":
+            communicator.recv(torch.zeros(3), 0, "control").wait()
+        else:
+            communicator.all_reduce(torch.zeros(3), "control").wait()
+    except PeerError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_silent_peer_ends_a_receive_with_one_line_that_names_it(team_of_three: Team) -> None:
+    said = team_of_three.run_fresh(expect_silence, "recv", timeout_seconds=0.4)
+    assert said[1] == "rank 1: recv from rank 0: no answer within 0.4 s"
+    assert said[2] == "rank 2: recv from rank 0: no answer within 0.4 s"
+
+
+def test_a_silent_peer_ends_a_collective_with_one_line(team_of_three: Team) -> None:
+    said = team_of_three.run_fresh(expect_silence, "all_reduce", timeout_seconds=0.4)
+    for rank in (1, 2):
+        assert said[rank].startswith(f"rank {rank}: ")
+        assert "no answer within 0.4 s" in said[rank] or "closed" in said[rank]
+        assert "\n" not in said[rank]
+    assert any("no answer" in line for line in said)
+
+
+def expect_departure(communicator: Communicator) -> str:
+    if communicator.rank == 0:
+        communicator.close()
+        return ""
+    try:
+        communicator.recv(torch.zeros(3), 0, "control").wait()
+    except PeerError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_peer_that_leaves_is_noticed_at_once(team_of_three: Team) -> None:
+    said = team_of_three.run_fresh(expect_departure, timeout_seconds=20.0)
+    assert said[1] == "rank 1: recv from rank 0: the connection was closed"
+    assert said[2] == "rank 2: recv from rank 0: the connection was closed"
+
+
+def misuse(communicator: Communicator) -> list[str]:
+    said = []
+    calls: list[Callable[[], Work]] = [
+        lambda: communicator.send(torch.zeros(1), communicator.rank, "control"),
+        lambda: communicator.recv(torch.zeros(1), 3, "control"),
+        lambda: communicator.gather(torch.zeros(1), [], communicator.rank, "control"),
+    ]
+    for call in calls:
+        try:
+            call()
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_misuse_is_refused_before_anything_is_sent(team_of_three: Team) -> None:
+    assert team_of_three.run(misuse)[1] == [
+        "rank 1 of 3 has no peer 1",
+        "rank 1 of 3 has no peer 3",
+        "the root needs 3 parts, one for each rank",
+    ]

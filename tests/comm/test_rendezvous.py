@@ -1,0 +1,110 @@
+"""What keeps workers from meeting is one line that names the place and says what to check."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from paceline.comm.rendezvous import Meeting
+from paceline.errors import PacelineError, RunError, UsageError
+from worker_pool import free_port
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield int(listener.getsockname()[1])
+
+
+def failures(*meetings: Meeting) -> list[str]:
+    """What each worker is told when all come at once, in threads of this process."""
+    stores = []  # a store that nobody holds any more is gone for the others too
+
+    def join(meeting: Meeting) -> str:
+        try:
+            stores.append(meeting.join())
+        except PacelineError as error:
+            return str(error)
+        return "met"
+
+    with ThreadPoolExecutor(len(meetings)) as threads:
+        return list(threads.map(join, meetings))
+
+
+def test_a_port_in_use_is_named(taken_port: int) -> None:
+    with pytest.raises(UsageError) as caught:
+        Meeting(0, 2, "127.0.0.1", taken_port, timeout_seconds=1.0).join()
+    assert str(caught.value) == (
+        f"port {taken_port} of 127.0.0.1 is in use: choose another --master-port"
+    )
+
+
+def test_an_address_of_another_machine_is_refused_on_rank_zero() -> None:
+    with pytest.raises(UsageError, match=r"^192\.0\.2\.1 is no address of this machine") as caught:
+        Meeting(0, 2, "192.0.2.1", 29500, timeout_seconds=1.0).join()
+    assert "--master-addr" in str(caught.value)
+
+
+def test_a_name_that_does_not_resolve_is_refused() -> None:
+    with pytest.raises(
+        UsageError, match=r"^cannot resolve no\.such\.host\.invalid .*--master-addr"
+    ):
+        Meeting(1, 2, "no.such.host.invalid", 29500, timeout_seconds=1.0).join()
+
+
+def test_nobody_at_the_address_is_an_error_after_the_time_limit() -> None:
+    port = free_port()
+    with pytest.raises(RunError) as caught:
+        Meeting(1, 2, "127.0.0.1", port, timeout_seconds=0.2).join()
+    assert str(caught.value) == (
+        f"rank 1: nobody answered at 127.0.0.1:{port} for 0.2 s: is rank 0 running, and are "
+        "--master-addr and --master-port right?"
+    )
+
+
+def test_something_else_at_the_address_is_no_hang(taken_port: int) -> None:
+    with pytest.raises(RunError) as caught:
+        Meeting(1, 2, "127.0.0.1", taken_port, timeout_seconds=0.2).join()
+    assert str(caught.value) == (
+        f"rank 1: what listens at 127.0.0.1:{taken_port} is not a paceline run: "
+        "check --master-addr and --master-port"
+    )
+
+
+def test_ranks_that_never_come_are_named() -> None:
+    port = free_port()
+    with pytest.raises(RunError) as caught:
+        Meeting(0, 4, "127.0.0.1", port, timeout_seconds=0.2).join()
+    assert str(caught.value) == (f"rank 0: ranks 1-3 did not come to 127.0.0.1:{port} within 0.2 s")
+
+
+def test_workers_who_all_come_meet() -> None:
+    port = free_port()
+    assert failures(*(Meeting(rank, 3, "127.0.0.1", port) for rank in range(3))) == ["met"] * 3
+
+
+def test_workers_who_expect_different_numbers_are_told() -> None:
+    port = free_port()
+    said = failures(
+        Meeting(0, 2, "127.0.0.1", port, timeout_seconds=2.0),
+        Meeting(1, 3, "127.0.0.1", port, timeout_seconds=2.0),
+    )
+    assert said[0] == (
+        f"rank 0 expects 2 workers at 127.0.0.1:{port}, rank 1 expects 3: start all with the same "
+        "--nnodes and --nproc-per-node"
+    )
+
+
+def test_a_rank_that_comes_twice_is_refused() -> None:
+    port = free_port()
+    said = failures(
+        Meeting(0, 3, "127.0.0.1", port, timeout_seconds=1.0),
+        Meeting(1, 3, "127.0.0.1", port, timeout_seconds=1.0),
+        Meeting(1, 3, "127.0.0.1", port, timeout_seconds=1.0),
+    )
+    assert f"two workers came to 127.0.0.1:{port} as rank 1: check --node-rank" in said[1:]

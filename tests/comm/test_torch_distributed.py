@@ -1,0 +1,106 @@
+"""What is particular to workers that are processes connected by torch.distributed."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline.comm.communicator import Communicator
+from paceline.comm.torch_distributed import TorchCommunicator
+from paceline.errors import PeerError
+from worker_pool import WorkerPool
+
+
+def lose_rank_one(communicator: Communicator) -> str:
+    communicator.barrier().wait()
+    if communicator.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        if communicator.rank == 0:
+            communicator.recv(torch.zeros(3), 1, "control").wait()
+        else:
+            communicator.all_reduce(torch.zeros(1000), "gradients").wait()
+    except PeerError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_killed_peer_is_an_error_and_not_a_hang() -> None:
+    with WorkerPool(3) as mortals:
+        # A time limit far beyond the pool's, so that only the loss itself can end the operations.
+        lost = mortals.outcomes(3, lose_rank_one, fresh=True, timeout_seconds=1000.0)
+    assert lost[1].died
+    assert lost[0].value == "rank 0: recv from rank 1: the connection was closed"
+    assert lost[2].value == "rank 2: all_reduce with ranks 0, 1: the connection was closed"
+
+
+def default_group_is_untouched(communicator: Communicator) -> bool:
+    communicator.all_reduce(torch.ones(3), "metrics").wait()
+    return not dist.is_initialized()
+
+
+def test_communicators_leave_the_default_group_alone(pool: WorkerPool) -> None:
+    assert pool.run(2, default_group_is_untouched) == [True, True]
+
+
+def listening_addresses(communicator: Communicator) -> set[str]:
+    """Of every socket on which this worker listens, torch's default group included."""
+    assert isinstance(communicator, TorchCommunicator)
+    communicator.process_group()
+    return {
+        str(connection.laddr.ip)
+        for connection in psutil.Process().net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+
+
+def test_workers_listen_on_the_address_of_the_meeting_alone(pool: WorkerPool) -> None:
+    for addresses in pool.run(2, listening_addresses, fresh=True):
+        assert addresses == {"127.0.0.1"}
+
+
+def gradient_of_ddp(communicator: Communicator) -> list[float]:
+    """Of the mean over the workers of `w * rank`."""
+    assert isinstance(communicator, TorchCommunicator)
+    model = nn.Linear(3, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(float(communicator.rank))
+    wrapped = nn.parallel.DistributedDataParallel(model, process_group=communicator.process_group())
+    wrapped(torch.full((1, 3), float(communicator.rank))).sum().backward()
+    gradient = model.weight.grad
+    assert gradient is not None
+    return [*gradient.flatten().tolist(), *model.weight.flatten().tolist()]
+
+
+def test_its_process_group_serves_torchs_ddp(pool: WorkerPool) -> None:
+    # The mean of the inputs 0, 1 and 2, and the weights of rank 0 everywhere.
+    assert pool.run(3, gradient_of_ddp, fresh=True) == [[1.0, 1.0, 1.0, 0.0, 0.0, 0.0]] * 3
+
+
+def close_twice(communicator: Communicator) -> bool:
+    assert isinstance(communicator, TorchCommunicator)
+    communicator.process_group()
+    communicator.close()
+    communicator.close()
+    return not dist.is_initialized()
+
+
+def test_closing_gives_the_default_group_back_and_may_be_repeated(pool: WorkerPool) -> None:
+    assert pool.run(2, close_twice, fresh=True) == [True, True]
+
+
+@pytest.mark.gpu
+def test_tensors_on_a_shared_gpu_go_through_main_memory(pool: WorkerPool) -> None:
+    assert pool.run(2, sum_on_gpu) == [[3.0] * 5] * 2
+
+
+def sum_on_gpu(communicator: Communicator) -> list[float]:
+    tensor = torch.full((5,), communicator.rank + 1.0, device="cuda:0")
+    communicator.all_reduce(tensor, "gradients").wait()
+    return tensor.tolist()

@@ -1,0 +1,60 @@
+"""The traffic counter by itself."""
+
+from __future__ import annotations
+
+import time
+from threading import Thread
+
+import pytest
+
+from paceline.measure.traffic import Traffic
+from paceline.records import TRAFFIC_KINDS
+
+
+def test_it_has_every_kind_of_the_records() -> None:
+    assert tuple(Traffic().to_dict()) == TRAFFIC_KINDS
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown kind of traffic 'gossip'"):
+        Traffic().begin("gossip")
+
+
+def test_a_restored_counter_goes_on_from_where_it_was() -> None:
+    traffic, resumed = Traffic(), Traffic()
+    traffic.begin("buffers", bytes_sent=5, bytes_received=7, messages=1)
+    traffic.end("buffers")
+    resumed.restore(traffic.to_dict())
+    resumed.begin("buffers", bytes_sent=1)
+    resumed.end("buffers")
+    before, after = traffic.counts["buffers"], resumed.counts["buffers"]
+    assert (after.bytes_sent, after.bytes_received, after.messages) == (6, 7, 1)
+    assert after.seconds >= before.seconds > 0
+
+
+def test_seconds_in_which_transfers_overlap_are_counted_once() -> None:
+    traffic = Traffic()
+    begin = time.perf_counter()
+    for _ in range(3):
+        traffic.begin("gradients")
+    time.sleep(0.02)
+    for _ in range(3):
+        traffic.end("gradients")
+    assert 0.02 <= traffic.counts["gradients"].seconds <= time.perf_counter() - begin
+
+
+def test_threads_lose_no_count() -> None:
+    traffic = Traffic()
+
+    def count() -> None:
+        for _ in range(2000):
+            traffic.begin("gradients", bytes_sent=3, messages=1)
+            traffic.end("gradients")
+
+    threads = [Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    count_of_all = traffic.counts["gradients"]
+    assert (count_of_all.bytes_sent, count_of_all.messages) == (24000, 8000)
