@@ -1,0 +1,29 @@
+"""The count of bytes against the kernel's own, library collectives included."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent
+
+
+@pytest.mark.root
+def test_what_is_counted_is_what_goes_over_the_wire() -> None:
+    probe = f"ip link set lo up && exec {sys.executable} {FOLDER / 'wire_probe.py'}"
+    done = subprocess.run(
+        ["unshare", "--net", "sh", "-c", probe],
+        env={**os.environ, "PYTHONPATH": str(FOLDER.parent)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+    for name, account in json.loads(done.stdout).items():
+        # Framing and acknowledgements take a little; so does the barrier.
+        assert 1.0 <= account["seen"] / account["counted"] <= 1.02, (name, account)
