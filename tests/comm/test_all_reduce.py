@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import Team
+from comm.teams import Team
 from paceline.comm import ALGORITHMS
 from paceline.comm.background import Background
 from paceline.comm.communicator import Communicator

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import Team
+from comm.teams import Team
 from paceline.comm.communicator import Communicator
 from paceline.comm.work import Work
 from paceline.errors import PeerError

@@ -1,0 +1,51 @@
+"""Teams of workers of every kind, for tests that hold for any communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from paceline.comm import in_process
+from worker_pool import WorkerPool
+
+T = TypeVar("T")
+
+TEAMS = [
+    *(("in_process", world_size) for world_size in range(1, 9)),
+    *(("torch_distributed", world_size) for world_size in range(1, 5)),
+]
+
+
+@dataclass(frozen=True)
+class Team:
+    """So many workers, connected by one kind of communicator."""
+
+    world_size: int
+    pool: WorkerPool | None
+
+    def run(self, function: Callable[..., T], *arguments: object) -> list[T]:
+        """Call `function(communicator, *arguments)` on every rank; the results, by rank."""
+        if self.pool is not None:
+            return self.pool.run(self.world_size, function, *arguments)
+        return in_process.run(
+            self.world_size, lambda communicator: function(communicator, *arguments)
+        )
+
+    def run_fresh(
+        self, function: Callable[..., T], *arguments: object, timeout_seconds: float
+    ) -> list[T]:
+        """The same with a group of its own, which may break."""
+        if self.pool is not None:
+            return self.pool.run(
+                self.world_size, function, *arguments, fresh=True, timeout_seconds=timeout_seconds
+            )
+        return in_process.run(
+            self.world_size,
+            lambda communicator: function(communicator, *arguments),
+            timeout_seconds=timeout_seconds,
+        )
+
+
+def make_team(pool: WorkerPool, kind: str, world_size: int) -> Team:
+    return Team(world_size, pool if kind == "torch_distributed" else None)
