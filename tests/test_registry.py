@@ -52,6 +52,7 @@ def test_a_users_own_object_is_found_in_the_current_folder(
         ("import no_such_module_here", "does not import: ModuleNotFoundError"),
         ("def broken(:", "does not import: SyntaxError"),
         ("1 / 0", "does not import: ZeroDivisionError"),
+        ("import math\nmath.nothing", "does not import: AttributeError"),
         ("", "has no Okapi"),
         ("Okapi = 3", "must be a class or a function"),
     ],

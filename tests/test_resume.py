@@ -14,11 +14,10 @@ import pytest
 
 from paceline.config import from_mapping
 from paceline.errors import CheckpointError, ConfigError, RecordsError
-from paceline.launch import local
+from paceline.launch import start
 from paceline.models import MODELS
 from paceline.records import Result, RunFolder, read_lines
 from paceline.worker import loop
-from paceline.worker.display import SilentDisplay
 
 SMALL: dict[str, Any] = {
     "train_samples": 40,
@@ -40,7 +39,7 @@ class PlugPulled(BaseException):
 
 def uninterrupted(out: Path, **settings: Any) -> Result:
     config = from_mapping({**SMALL, "out": str(out), "name": "whole", **settings})
-    return local.train(config, SilentDisplay())[1]
+    return start.train(config, quiet=True)[1]
 
 
 def cut_after(
@@ -58,7 +57,7 @@ def cut_after(
     with monkeypatch.context() as patch:
         patch.setattr(loop.TrainingLoop, "_iterate", iterate)
         with pytest.raises(PlugPulled):
-            local.train(config, SilentDisplay())
+            start.train(config, quiet=True)
     return RunFolder.open(out / "cut")
 
 
@@ -67,7 +66,7 @@ def check_resumed_equals_whole(
 ) -> None:
     whole = uninterrupted(tmp_path, **settings)
     folder = cut_after(tmp_path, iteration, monkeypatch, checkpoint_every=2, **settings)
-    _, resumed, _ = local.resume(str(folder.path), {}, SilentDisplay())
+    _, resumed, _ = start.resume(str(folder.path), {}, quiet=True)
     assert resumed["weights_sha256"] == whole["weights_sha256"]
     assert resumed["samples"] == whole["samples"]
     assert resumed["final"]["test_loss"] == whole["final"]["test_loss"]
@@ -126,9 +125,9 @@ def test_a_killed_process_resumes_bit_for_bit(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait(10) == -signal.SIGKILL
     assert not (tmp_path / "killed" / "result.json").exists()
-    _, resumed, _ = local.resume(str(tmp_path / "killed"), {}, SilentDisplay())
-    whole = local.train(
-        from_mapping({**settings, "out": str(tmp_path), "name": "whole"}), SilentDisplay()
+    _, resumed, _ = start.resume(str(tmp_path / "killed"), {}, quiet=True)
+    whole = start.train(
+        from_mapping({**settings, "out": str(tmp_path), "name": "whole"}), quiet=True
     )[1]
     assert resumed["weights_sha256"] == whole["weights_sha256"]
     assert resumed["iterations"] == 2000
@@ -166,16 +165,14 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(
     folder = cut_after(tmp_path, 7, monkeypatch, checkpoint_every=2)
     newest = max(folder.checkpoints.glob("*.pt"))
     newest.write_bytes(newest.read_bytes()[:-100])
-    _, resumed, _ = local.resume(str(folder.path), {}, SilentDisplay())
+    _, resumed, _ = start.resume(str(folder.path), {}, quiet=True)
     assert resumed["weights_sha256"] == whole["weights_sha256"]
     assert any(newest.name in text for text in resumed["warnings"])
 
 
 def test_a_resumed_run_may_go_on_for_longer(tmp_path: Path) -> None:
     uninterrupted(tmp_path, checkpoint_every=8)
-    folder, resumed, _ = local.resume(
-        str(tmp_path / "whole"), {"iterations": "12"}, SilentDisplay()
-    )
+    folder, resumed, _ = start.resume(str(tmp_path / "whole"), {"iterations": "12"}, quiet=True)
     assert resumed["iterations"] == 12
     assert (folder.path / "result-1.json").exists(), "the first result must be kept"
     starts = [e["iteration"] for e in read_lines(folder.events_file(0)) if e["event"] == "start"]
@@ -185,7 +182,7 @@ def test_a_resumed_run_may_go_on_for_longer(tmp_path: Path) -> None:
 def test_a_finished_run_has_nothing_to_resume(tmp_path: Path) -> None:
     uninterrupted(tmp_path, checkpoint_every=8)
     with pytest.raises(RecordsError, match="finished"):
-        local.resume(str(tmp_path / "whole"), {}, SilentDisplay())
+        start.resume(str(tmp_path / "whole"), {}, quiet=True)
 
 
 @pytest.mark.parametrize("change", [{"model": "mlp"}, {"batch_size": "16"}, {"seed": "9"}])
@@ -195,7 +192,7 @@ def test_a_change_that_would_break_the_promise_is_refused(
     folder = cut_after(tmp_path, 5, monkeypatch, checkpoint_every=2)
     before = sorted(path.name for path in folder.path.rglob("*"))
     with pytest.raises(ConfigError, match="a resumed run keeps its"):
-        local.resume(str(folder.path), change, SilentDisplay())
+        start.resume(str(folder.path), change, quiet=True)
     assert sorted(path.name for path in folder.path.rglob("*")) == before
 
 
@@ -204,9 +201,9 @@ def test_a_run_without_checkpoints_cannot_be_resumed(
 ) -> None:
     folder = cut_after(tmp_path, 5, monkeypatch)
     with pytest.raises(CheckpointError, match="checkpoint"):
-        local.resume(str(folder.path), {}, SilentDisplay())
+        start.resume(str(folder.path), {}, quiet=True)
 
 
 def test_what_is_no_run_cannot_be_resumed(tmp_path: Path) -> None:
     with pytest.raises(RecordsError, match="is not a run"):
-        local.resume(str(tmp_path), {}, SilentDisplay())
+        start.resume(str(tmp_path), {}, quiet=True)

@@ -14,10 +14,9 @@ from paceline.config import from_mapping
 from paceline.data.input import InputPath
 from paceline.data.loading import load_dataset
 from paceline.data.order import SampleOrder
-from paceline.launch import local
+from paceline.launch import start
 from paceline.models.loading import build_model
 from paceline.records import PHASES, Result, RunFolder, read_lines
-from paceline.worker.display import SilentDisplay
 from paceline.worker.fingerprint import weights_sha256
 
 SMALL: dict[str, Any] = {
@@ -32,7 +31,7 @@ SMALL: dict[str, Any] = {
 
 def train(out: Path, **settings: Any) -> tuple[RunFolder, Result]:
     config = from_mapping({**SMALL, "out": str(out), **settings})
-    folder, result, code = local.train(config, SilentDisplay())
+    folder, result, code = start.train(config, quiet=True)
     assert (code == 0) == (result["status"] == "finished")
     return folder, result
 

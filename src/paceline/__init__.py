@@ -16,7 +16,7 @@ def train(**settings: Any) -> dict[str, Any]:
     as asked raises a `paceline.errors.UsageError`.
     """
     from paceline.config import from_mapping
-    from paceline.launch import local
-    from paceline.worker.display import SilentDisplay
+    from paceline.launch import start
 
-    return local.train(from_mapping(settings), SilentDisplay())[1]
+    result = start.train(from_mapping(settings), quiet=True).result
+    return result or {}

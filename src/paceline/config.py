@@ -198,7 +198,13 @@ class RunConfig:
     threads: int | None = _option(
         None, "numerics", "CPU threads of each worker (default: cores / workers)", minimum=1
     )
-    seed: int = _option(0, "numerics", "seed of initial weights, order and augmentation", minimum=0)
+    seed: int = _option(
+        0,
+        "numerics",
+        "seed of initial weights, order and augmentation",
+        minimum=0,
+        maximum=2**63 - 1,
+    )
 
     strategy: str = _option(
         "single", "strategy", "a registered strategy, or your own as package.module:name"
@@ -207,12 +213,41 @@ class RunConfig:
         {}, "strategy", "a strategy's option, as key=value; repeatable", short="-o"
     )
 
+    buffers: str = _option(
+        "rank0",
+        "strategy",
+        "whose batch-norm statistics count at evaluation: the first worker's, or the mean of all",
+        choices=("rank0", "average"),
+    )
+    sync_bn: bool = _option(
+        False, "strategy", "normalise batches over all workers together instead of each its own"
+    )
+    shares: tuple[str, ...] = _option(
+        (),
+        "strategy",
+        "how a batch is dealt to the workers, as in 2,1,1; auto follows their measured speed",
+    )
+    slow: tuple[str, ...] = _option(
+        (), "strategy", "slow workers down on purpose, as rank=factor pairs such as 1=2,3=1.5"
+    )
+
     nnodes: int = _option(1, "processes", "machines that take part", minimum=1)
     nproc_per_node: int = _option(1, "processes", "workers on each machine", minimum=1)
     node_rank: int = _option(0, "processes", "which of the machines this is", minimum=0)
     master_addr: str = _option("127.0.0.1", "processes", "address of the first machine")
     master_port: int = _option(
         29500, "processes", "free port on the first machine", minimum=1, maximum=65535
+    )
+
+    rendezvous_seconds: float = _option(
+        60.0, "processes", "how long workers wait for one another to come", above=0, may_change=True
+    )
+    timeout_seconds: float = _option(
+        300.0,
+        "processes",
+        "how long a worker waits for an answer before the run fails",
+        above=0,
+        may_change=True,
     )
 
     checkpoint_every: Every = _option(
@@ -275,11 +310,43 @@ class RunConfig:
         if (self.schedule == "steps") != bool(self.lr_steps):
             problems.append("--lr-steps and --schedule steps: give both or neither")
         problems += _check_lr_steps(self.lr_steps)
+        problems += self._check_workers()
         if self.name is not None and (
             not self.name or "/" in self.name or self.name.startswith(".")
         ):
             problems.append(f"--name: must be a plain folder name, got {self.name!r}")
         return problems
+
+    def _check_workers(self) -> list[str]:
+        """Shares and slowness must be those of the workers that there are."""
+        problems = []
+        if self.shares and self.shares != ("auto",):
+            numbers = [_number_or_none(text) for text in self.shares]
+            if len(numbers) != self.workers or not all(number and number > 0 for number in numbers):
+                problems.append(
+                    f"--shares: must be auto or {self.workers} numbers above 0, one for each"
+                    f" worker, got {','.join(self.shares)!r}"
+                )
+        for text in self.slow:
+            rank, _, factor = text.partition("=")
+            number = _number_or_none(factor)
+            if not rank.isdigit() or int(rank) >= self.workers or number is None or number < 1:
+                problems.append(
+                    f"--slow: must be rank=factor with a rank below {self.workers} and a factor"
+                    f" of at least 1, got {text!r}"
+                )
+        return problems
+
+    @property
+    def share_weights(self) -> list[float]:
+        """Of the workers, to begin with."""
+        if not self.shares or self.shares == ("auto",):
+            return [1.0] * self.workers
+        return [float(text) for text in self.shares]
+
+    def slowness(self, rank: int) -> float:
+        pairs = (text.split("=") for text in self.slow)
+        return next((float(factor) for who, factor in pairs if int(who) == rank), 1.0)
 
     @property
     def workers(self) -> int:
@@ -486,3 +553,10 @@ def _check_lr_steps(steps: tuple[str, ...]) -> list[str]:
         if not fine:
             return [f"--lr-steps: must be rate:epochs pairs such as 1e-2:10,1e-3:10, got {step!r}"]
     return []
+
+
+def _number_or_none(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

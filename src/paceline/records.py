@@ -20,6 +20,7 @@ the new state and never half of one. Events are objects with an "event" key:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -84,6 +85,10 @@ class RunFolder:
     def events_file(self, rank: int) -> Path:
         return self.path / f"events-{rank}.jsonl"
 
+    def report_file(self, rank: int) -> Path:
+        """What one worker told at its end, until it is part of the result."""
+        return self.path / f"report-{rank}.json"
+
     def resources_file(self, node: int) -> Path:
         return self.path / f"resources-{node}.jsonl"
 
@@ -109,6 +114,23 @@ class RunFolder:
             self.path.rmdir()
 
     @classmethod
+    def beside(cls, config: RunConfig, name: str) -> RunFolder:
+        """The folder of a run that the first machine has named, on this machine or shared."""
+        folder = cls(Path(config.out) / name)
+        try:
+            folder.path.mkdir(parents=True, exist_ok=True)
+            if not folder.config_file.exists():
+                write_json(folder.config_file, {"schema": SCHEMA, "config": config.to_dict()})
+        except OSError as error:
+            raise RecordsError(f"cannot write to {folder.path}: {error.strerror}") from None
+        return folder
+
+    def identity(self) -> list[int | str]:
+        """Equal for two processes that see the same folder, on one machine or shared by several."""
+        status = self.config_file.stat()
+        return [status.st_ino, status.st_mtime_ns, str(status.st_size)]
+
+    @classmethod
     def open(cls, path: str | Path) -> RunFolder:
         """The folder of a run that exists."""
         folder = cls(Path(path))
@@ -128,6 +150,12 @@ class RunFolder:
     def read_result(self) -> Result | None:
         """The result, or None where the run has not ended."""
         return read_json(self.result_file) if self.result_file.exists() else None
+
+    def set_result_aside(self) -> None:
+        """Keep what an earlier part of a resumed run said about itself."""
+        if self.result_file.exists():
+            names = (self.path / f"result-{number}.json" for number in itertools.count(1))
+            self.result_file.rename(next(name for name in names if not name.exists()))
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         write_json(self.result_file, result)
@@ -176,6 +204,19 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(value, dict):
                 yield value
+
+
+def read_iteration_seconds(path: Path, until: int) -> list[float]:
+    """How long the iterations before `until` took, by a rank's events.
+
+    Where a run was resumed, iterations that were done again count as they were the last time.
+    """
+    seconds: list[float] = []
+    for event in read_lines(path):
+        if event.get("event") == "iterations":
+            del seconds[event["first"] :]
+            seconds += event["seconds"]
+    return seconds[:until]
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar, cast
@@ -24,6 +24,8 @@ class Entry:
     name: str
     target: str
     summary: str
+    preset: Mapping[str, object]
+    """Arguments that the name stands for, besides its target."""
 
 
 class Registry(Generic[T]):
@@ -33,11 +35,11 @@ class Registry(Generic[T]):
         self.kind = kind
         self._entries: dict[str, Entry] = {}
 
-    def register(self, name: str, target: str, summary: str) -> None:
+    def register(self, name: str, target: str, summary: str, **preset: object) -> None:
         """Add an entry; a taken name is refused, so that nothing is replaced by accident."""
         if name in self._entries:
             raise ValueError(f"{self.kind} {name!r} is registered already")
-        self._entries[name] = Entry(name, target, summary)
+        self._entries[name] = Entry(name, target, summary, preset)
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())
@@ -47,6 +49,10 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         return list(self._entries)
+
+    def preset(self, name: str) -> Mapping[str, object]:
+        """What a registered name adds to its target; nothing for a user's own."""
+        return self._entries[name].preset if name in self._entries else {}
 
     def check(self, name: str) -> None:
         """Refuse an unknown name, without importing what a known one stands for."""
@@ -82,12 +88,13 @@ def load_user_object(kind: str, path: str) -> object:
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        loaded = _import(path)
-    except AttributeError:
-        raise UserCodeError(f"{kind} {path!r}: module {module_name} has no {attribute}") from None
+        module = importlib.import_module(module_name)
     except Exception as error:
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserCodeError(f"{kind} {path!r}: {module_name} does not import: {cause}") from error
+    loaded: object = getattr(module, attribute, None)
+    if loaded is None:
+        raise UserCodeError(f"{kind} {path!r}: module {module_name} has no {attribute}")
     if not callable(loaded):
         raise UserCodeError(f"{kind} {path!r}: {attribute} must be a class or a function")
     return loaded

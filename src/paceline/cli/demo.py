@@ -23,22 +23,16 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from paceline.config import from_mapping
-    from paceline.launch import local
+    from paceline.launch import start
     from paceline.report.figure import draw_run
     from paceline.report.summary import print_summary
-    from paceline.worker.display import open_display
 
     flags = " ".join(f"--{name} {value}" for name, value in SETTINGS.items())
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"paceline train {flags}")
-    display = open_display()
-    try:
-        folder, result, code = local.train(
-            from_mapping({**SETTINGS, "out": arguments.out}), display
-        )
-    finally:
-        display.close()
-    print_summary(folder, result)
-    for path in draw_run(folder):
+    outcome = start.train(from_mapping({**SETTINGS, "out": arguments.out}))
+    assert outcome.result is not None
+    print_summary(outcome.folder, outcome.result)
+    for path in draw_run(outcome.folder):
         console.print(f"picture    {path}")
-    return code
+    return outcome.exit_code

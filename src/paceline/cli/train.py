@@ -26,19 +26,15 @@ def run(arguments: argparse.Namespace) -> int:
     values = given_flags(arguments)
     # Refused before torch is loaded, which takes two seconds.
     config = None if arguments.resume else from_mapping(values)
-    from paceline.launch import local
+    from paceline.launch import start
     from paceline.report.summary import print_summary
-    from paceline.worker.display import open_display
 
-    display = open_display(arguments.quiet)
-    try:
-        if config is None:
-            folder, result, code = local.resume(arguments.resume, values, display)
-        else:
-            folder, result, code = local.train(config, display)
-    finally:
-        display.close()
-    print_summary(folder, result)
-    if code:
-        sys.stderr.write(f"paceline: error: {result['cause']}\n")
-    return code
+    if config is None:
+        outcome = start.resume(arguments.resume, values, arguments.quiet)
+    else:
+        outcome = start.train(config, arguments.quiet)
+    if outcome.result is not None:
+        print_summary(outcome.folder, outcome.result)
+        if outcome.exit_code:
+            sys.stderr.write(f"paceline: error: {outcome.result['cause']}\n")
+    return outcome.exit_code

@@ -146,7 +146,7 @@ class Operation:
         return PeerError(f"rank {self.rank}: {self.name} {name_ranks(self.peers)}: {cause}")
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int], noun: str = "rank") -> str:
     """`rank 2`, `ranks 0, 2`, `ranks 0-6, 8-15`; the ranks in ascending order."""
     runs: list[list[int]] = []
     for rank in ranks:
@@ -157,4 +157,4 @@ def name_ranks(ranks: Sequence[int]) -> str:
     text = ", ".join(
         f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs
     )
-    return f"rank{'' if len(ranks) == 1 else 's'} {text}"
+    return f"{noun}{'' if len(ranks) == 1 else 's'} {text}"

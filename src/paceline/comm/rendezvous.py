@@ -41,6 +41,8 @@ class Meeting:
     serves_store: bool | None = None
     """Whether this process serves the store; None: rank 0 does. False on every rank where a
     launcher has opened one at the address."""
+    noun: str = "rank"
+    """What those who meet are called in messages: worker ranks, or nodes."""
     name: str = "paceline"
     """Keeps groups apart that meet at one store, such as the attempts of a restarted run."""
 
@@ -60,7 +62,7 @@ class Meeting:
         except DistError as error:
             cause = str(error).splitlines()[0]
             raise RunError(
-                f"rank {self.rank}: the meeting at {self.place} broke: {cause}"
+                f"{self.noun} {self.rank}: the meeting at {self.place} broke: {cause}"
             ) from None
         return store
 
@@ -94,9 +96,9 @@ class Meeting:
             except OSError:
                 if monotonic() > deadline:
                     raise RunError(
-                        f"rank {self.rank}: nobody answered at {self.place} for "
-                        f"{self.timeout_seconds:g} s: is rank 0 running, and are --master-addr and "
-                        "--master-port right?"
+                        f"{self.noun} {self.rank}: nobody answered at {self.place} for "
+                        f"{self.timeout_seconds:g} s: is {self.noun} 0 running, and are --master-addr "
+                        "and --master-port right?"
                     ) from None
                 sleep(POLL_SECONDS)
         # Something else that listens there and says nothing would hold up the client for ever.
@@ -132,7 +134,7 @@ class Meeting:
     def _sign_in(self, store: Store) -> None:
         if store.add(f"joined/{self.rank}", 1) > 1:
             raise UsageError(
-                f"two workers came to {self.place} as rank {self.rank}: check --node-rank"
+                f"two came to {self.place} as {self.noun} {self.rank}: check --node-rank"
             )
         store.set(self._seat(self.rank), str(self.world_size))
 
@@ -146,7 +148,7 @@ class Meeting:
                         if not store.check([self._seat(each)])
                     ]
                     raise RunError(
-                        f"rank {self.rank}: {name_ranks(missing)} did not come to {self.place} "
+                        f"{self.noun} {self.rank}: {name_ranks(missing, self.noun)} did not come to {self.place} "
                         f"within {self.timeout_seconds:g} s"
                     )
                 sleep(POLL_SECONDS)

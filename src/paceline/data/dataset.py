@@ -24,7 +24,11 @@ class Split:
 
     def head(self, samples: int | None) -> Split:
         """The first `samples` of it, as views."""
-        return self if samples is None else Split(self.inputs[:samples], self.labels[:samples])
+        return self if samples is None else self.part(slice(samples))
+
+    def part(self, chosen: slice) -> Split:
+        """Some of it, as views."""
+        return Split(self.inputs[chosen], self.labels[chosen])
 
 
 @dataclass(frozen=True, slots=True)

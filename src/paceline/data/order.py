@@ -35,6 +35,10 @@ class SampleOrder:
             self._cached = (epoch, torch.randperm(self.samples, generator=generator))
         return self._cached[1]
 
+    def batch_samples(self, index: int) -> int:
+        """How many samples global batch `index` of an epoch holds."""
+        return min(self.batch_size, self.samples - index * self.batch_size)
+
     def batch(self, epoch: int, index: int) -> Tensor:
         """The samples of global batch `index` of an epoch."""
         start = index * self.batch_size

@@ -5,48 +5,83 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.config import RunConfig
+from paceline.errors import RunError
 from paceline.measure.machine import cores_usable, hardware, software
 from paceline.measure.resources import summarise
 from paceline.records import SCHEMA, Result, RunFolder
-from paceline.worker.run import WorkerReport
+from paceline.worker.report import WorkerReport
 
 
-def assemble(config: RunConfig, folder: RunFolder, reports: list[WorkerReport]) -> Result:
-    first = reports[0]
-    last = first.history[-1] if first.history else {}
+def write_result(
+    config: RunConfig, folder: RunFolder, reports: list[WorkerReport], cause: str | None = None
+) -> Result:
+    """`cause` is what the launcher knows of a failure that no worker could tell."""
+    result = assemble(config, folder, reports, cause)
+    try:
+        folder.write_result(result)
+    except OSError as error:
+        raise RunError(f"cannot write {folder.result_file}: {error.strerror}") from None
+    return result
+
+
+def assemble(
+    config: RunConfig, folder: RunFolder, reports: list[WorkerReport], cause: str | None = None
+) -> Result:
+    first = reports[0] if reports else None
+    ending = first_cause(reports)
     nodes = [summarise(folder.resources_file(node), node) for node in range(config.nnodes)]
+    history = first.history if first else []
+    last = history[-1] if history else {}
     return {
         "schema": SCHEMA,
         "id": folder.id,
-        "status": first.status,
-        "cause": first.cause,
+        "status": "failed" if cause or not ending else ending.status,
+        "cause": cause or (ending.cause if ending else "no worker could tell how it ended"),
         "config": config.to_dict(),
         "software": software(),
         "hardware": hardware(),
-        "wall_seconds": max(report.worker["wall_seconds"] for report in reports),
-        "iterations": first.iterations,
+        "wall_seconds": max((report.worker["wall_seconds"] for report in reports), default=0.0),
+        "iterations": first.iterations if first else 0,
         "samples": sum(report.worker["samples"] for report in reports),
-        "weights_sha256": first.weights_sha256,
+        "weights_sha256": first.weights_sha256 if first else None,
         "final": {
-            "train_loss": first.train_loss,
+            "train_loss": mean_train_loss(reports),
             "test_loss": last.get("test_loss"),
             "test_accuracy": last.get("test_accuracy"),
         },
-        "seconds_to_target": first.seconds_to_target,
-        "history": first.history,
+        "seconds_to_target": first.seconds_to_target if first else None,
+        "history": history,
         "workers": [report.worker for report in reports],
         "nodes": nodes,
-        "checkpoints": first.checkpoints,
+        "checkpoints": first.checkpoints if first else {"count": 0, "bytes": 0},
         "measurement_overhead": measurement_overhead(reports, nodes),
-        "warnings": first.warnings,
+        "warnings": [*dict.fromkeys(text for report in reports for text in report.warnings)],
     }
+
+
+def first_cause(reports: list[WorkerReport]) -> WorkerReport | None:
+    """The report that says how the run ended: of failures the first that is no echo of another."""
+    unfinished = [report for report in reports if report.status != "finished"]
+    ordered = sorted(unfinished, key=lambda report: (report.is_echo, report.ended))
+    return ordered[0] if ordered else reports[0] if reports else None
+
+
+def mean_train_loss(reports: list[WorkerReport]) -> float | None:
+    """Of all workers, each with the weight of its samples."""
+    known = [
+        (report.train_loss, report.worker["samples"])
+        for report in reports
+        if report.train_loss is not None
+    ]
+    samples = sum(weight for _, weight in known)
+    return sum(loss * weight for loss, weight in known) / samples if samples else None
 
 
 def measurement_overhead(
     reports: list[WorkerReport], nodes: list[dict[str, Any]]
 ) -> dict[str, float]:
     """What measuring took of a step: inside the loop, and by the sampler on shared cores."""
-    in_loop = max(report.measuring_fraction for report in reports)
+    in_loop = max((report.measuring_fraction for report in reports), default=0.0)
     busiest = max(node["sampler_cpu_percent"] or 0.0 for node in nodes)
     sampler = busiest / 100 / cores_usable()
     return {"fraction": in_loop + sampler, "in_loop": in_loop, "sampler": sampler}

@@ -38,6 +38,11 @@ class PhaseClock:
         finally:
             self.enter(before)
 
+    def move(self, source: str, target: str, seconds: float) -> None:
+        """Count seconds under another phase, once it is known what they were spent on."""
+        self.seconds[source] -= seconds
+        self.seconds[target] += seconds
+
     @property
     def wall_seconds(self) -> float:
         """Since the clock was made, up to the last change of phase."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import psutil
 
-from paceline import __version__
 from paceline.measure.gpus import describe_gpus
 
 PROC = Path("/proc")
@@ -35,7 +34,7 @@ def hardware() -> dict[str, Any]:
 def software() -> dict[str, str | None]:
     """Versions by name, without importing anything; None for what is not installed."""
     return {
-        "paceline": __version__,
+        "paceline": installed_version("paceline"),
         "python": platform.python_version(),
         **{name: installed_version(name) for name in ("torch", "numpy")},
     }

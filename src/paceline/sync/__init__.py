@@ -1,4 +1,8 @@
-"""Strategies by name: the ways of keeping replicas in step. An entry is a `Strategy` class."""
+"""Strategies by name: the ways of keeping replicas in step. An entry is a `Strategy` class.
+
+`strategy.py` is the contract. Several names are presets of one class: gradient averaging with
+another algorithm.
+"""
 
 from __future__ import annotations
 
@@ -10,4 +14,36 @@ if TYPE_CHECKING:
     from paceline.sync.strategy import Strategy
 
 STRATEGIES: Registry[type[Strategy]] = Registry("strategy")
+
+_AVERAGING = "paceline.sync.averaging:GradientAveraging"
+
 STRATEGIES.register("single", "paceline.sync.single:Single", "one worker, nothing to keep in step")
+STRATEGIES.register(
+    "gather_scatter",
+    _AVERAGING,
+    "rank 0 gathers the gradients, sums them and sends them back",
+    algorithm="root",
+)
+STRATEGIES.register(
+    "allreduce",
+    _AVERAGING,
+    "the library's all-reduce, tensor by tensor or flat",
+    algorithm="library",
+)
+STRATEGIES.register(
+    "ring", _AVERAGING, "all gradients at once around a ring", algorithm="ring", flat=True
+)
+STRATEGIES.register(
+    "tree", _AVERAGING, "all gradients at once up and down a tree", algorithm="tree", flat=True
+)
+STRATEGIES.register(
+    "halving_doubling",
+    _AVERAGING,
+    "all gradients at once in pairs of halves",
+    algorithm="halving_doubling",
+    flat=True,
+)
+STRATEGIES.register(
+    "overlap", "paceline.sync.overlap:Overlap", "buckets of gradients, during the backward pass"
+)
+STRATEGIES.register("ddp", "paceline.sync.ddp:Ddp", "PyTorch's own DistributedDataParallel")

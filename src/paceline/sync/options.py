@@ -15,4 +15,5 @@ def create_strategy(name: str, options: Mapping[str, str]) -> Strategy:
     chosen = STRATEGIES.load(name)
     if not (isinstance(chosen, type) and issubclass(chosen, Strategy)):
         raise UserCodeError(f"strategy {name!r}: must be a subclass of paceline.sync.Strategy")
-    return chosen(**convert_options(f"strategy {name}", chosen, options))
+    given = convert_options(f"strategy {name}", chosen, options)
+    return chosen(**{**STRATEGIES.preset(name), **given})

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.comm.communicator import Communicator
 from paceline.measure.clock import PhaseClock
+
+
+class Exposed:
+    """When training began and ceased to be held up by communication, exchange by exchange.
+
+    The workers compare these moments to tell waiting for a slow one from moving bytes; so in a
+    synchronous strategy every worker must note the same exchanges.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.began = array("d")
+        self.ended = array("d")
+
+    def note(self, began: float, ended: float) -> None:
+        self.began.append(began)
+        self.ended.append(ended)
 
 
 @dataclass(slots=True)
@@ -23,9 +45,16 @@ class Replica:
     """What the loop calls: the model, compiled or wrapped."""
     scaler: torch.amp.GradScaler
     """Keeps fp16 gradients in range; does nothing in the other precisions."""
+    communicator: Communicator
+    """This worker's end of the connections to the others; a world of one when it trains alone."""
     clip_norm: float | None = None
     last_part: bool = True
     """Whether the backward pass at hand is the last one before the update (accumulation)."""
+    flat_gradients: Tensor | None = None
+    """Where all gradients lie one after the other, if the strategy wants them so."""
+    exposed: Exposed = field(default_factory=Exposed)
+    hidden_exchange_seconds: float = 0.0
+    """Communication that went on behind the backward pass."""
     trainable: list[nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -35,6 +64,15 @@ class Replica:
         """Add this loss's gradients to those of the batch's earlier parts."""
         self.scaler.scale(loss).backward()
 
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Communication that training has to wait for: timed as exchange, and noted."""
+        began = self.clock.enter("exchange")
+        try:
+            yield
+        finally:
+            self.exposed.note(began, self.clock.enter("other"))
+
     def update(self) -> None:
         """Clip, apply the optimiser, and forget the gradients."""
         self.clock.enter("update")
@@ -43,4 +81,11 @@ class Replica:
             nn.utils.clip_grad_norm_(self.trainable, self.clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.clear_gradients()
+
+    def clear_gradients(self) -> None:
+        if self.flat_gradients is None:
+            self.optimizer.zero_grad(set_to_none=True)
+        else:
+            # The gradients are views of one tensor and must stay that.
+            self.flat_gradients.zero_()

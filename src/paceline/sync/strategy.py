@@ -7,6 +7,8 @@ over the whole global batch, however unequal the workers' shares are.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -36,8 +38,11 @@ class Strategy:
     keyword arguments.
     """
 
-    synchronous: ClassVar[bool] = True
-    """Whether every worker holds the same weights after every step."""
+    lockstep: ClassVar[bool] = True
+    """Whether all workers do the same iteration at a time, so that they can meet between two."""
+    equal: ClassVar[bool] = True
+    """Whether all workers hold the same weights after every step."""
+    least_workers: ClassVar[int] = 1
     most_workers: ClassVar[int | None] = None
     """The largest number of workers it can keep in step, where there is a limit."""
 
@@ -58,13 +63,33 @@ class Strategy:
     def finish(self) -> None:
         """Called once, after training: afterwards every replica holds the final weights."""
 
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Inside, the model holds what the workers agree on, to be evaluated. Collective.
+
+        Where replicas differ between their exchanges that is their mean, or the centre's weights.
+        """
+        yield
+
+    def agree_to_stop(self, stop: bool) -> bool:
+        """Out of lockstep: say whether this worker wants to stop; whether any of them does."""
+        return stop
+
     def cost(self, shape: ModelShape, network: Network) -> Cost:
         """What keeping in step should cost an update, beyond computing; planning uses it."""
         raise NotImplementedError
 
+    def optimizer_state(self) -> dict[str, Any]:
+        """The optimiser's state as one that trains alone has it. Collective; rank 0's counts."""
+        return self.replica.optimizer.state_dict()
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Take the state of an optimiser that trained alone. Every worker is given the same."""
+        self.replica.optimizer.load_state_dict(state)
+
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold beyond weights and optimiser: tensors, numbers, strings."""
+        """What else this worker must remember: tensors, numbers, strings; each has its own."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Take back what `state_dict` gave on this rank."""

@@ -19,7 +19,7 @@ from paceline.worker.checkpoint_file import (
 )
 from paceline.worker.snapshot import HostBuffers, without_copy
 
-__all__ = ["Checkpoint", "CheckpointStore", "newest_checkpoint"]
+__all__ = ["Checkpoint", "CheckpointStore", "iterations", "newest_checkpoint"]
 
 
 class CheckpointStore:

@@ -13,11 +13,14 @@ from paceline.errors import ConfigError
 from paceline.measure.machine import cores_usable
 
 
-def choose_device(config: RunConfig) -> torch.device:
+def choose_device(config: RunConfig, local_rank: int = 0) -> torch.device:
+    """Each worker of a machine gets a GPU of its own while there are enough; then they share."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(["--device: there is no CUDA device here; use cpu or auto"])
     use_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    return torch.device("cuda" if use_gpu else "cpu")
+    if not use_gpu:
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
 def autocast(config: RunConfig, device: torch.device) -> AbstractContextManager[Any]:

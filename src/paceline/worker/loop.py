@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from array import array
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -14,13 +15,16 @@ from torch.nn import functional as F
 
 from paceline.config import Every, RunConfig
 from paceline.data.input import InputPath
+from paceline.data.order import share
 from paceline.errors import DivergedError, StoppedError
 from paceline.sync.replica import Replica
+from paceline.sync.state_exchange import agree_on_buffers
 from paceline.sync.strategy import Strategy
 from paceline.worker.evaluate import evaluate
 from paceline.worker.journal import Journal
 from paceline.worker.optimiser import set_learning_rate
 from paceline.worker.schedule import learning_rate
+from paceline.worker.teamwork import Teamwork
 
 Batch = tuple[Tensor, Tensor]
 
@@ -31,6 +35,7 @@ class Progress:
 
     iteration: int = 0
     samples: int = 0
+    """That this worker has trained on."""
     trained_seconds: float = 0.0
     """Since the first iteration began, evaluation left out; a resumed run's earlier parts count."""
     seconds_to_target: float | None = None
@@ -44,31 +49,35 @@ class TrainingLoop:
         replica: Replica,
         strategy: Strategy,
         inputs: InputPath,
-        test_batches: Callable[[], Iterable[Batch]],
+        test_batches: Callable[[bool], Iterable[Batch]],
         journal: Journal,
         autocast: AbstractContextManager[Any],
         progress: Progress,
         checkpoint: Callable[[], None] | None = None,
-        rank: int = 0,
     ) -> None:
+        """`test_batches(alone)` gives this worker's part of the test set, or all of it."""
         self.config = config
         self.replica = replica
         self.strategy = strategy
         self.progress = progress
         self.iteration_seconds = array("d")
         self.stop_requested: str | None = None
-        """Set from a signal handler: why the loop should end after the iteration at hand."""
+        """Set from a signal handler: why the loop should end soon."""
         self._inputs = inputs
         self._test_batches = test_batches
         self._journal = journal
         self._autocast = autocast
         self._checkpoint = checkpoint
-        self._rank = rank
         self._clock = replica.clock
         self._per_epoch = inputs.order.batches_per_epoch
         self._rate_at = learning_rate(config, self._per_epoch)
         self._total = config.iterations_in_total(self._per_epoch)
         self._rate = 0.0
+        self._rank = replica.communicator.rank
+        self._is_alone = replica.communicator.world_size == 1
+        self._slowness = config.slowness(self._rank) - 1.0
+        self._backward_seconds = 0.0
+        self._team = Teamwork(config, strategy, replica)
 
     def run(self) -> None:
         """Train to the end of the budget, to the target accuracy, or until asked to stop."""
@@ -84,80 +93,115 @@ class TrainingLoop:
             self._journal.iteration(progress.iteration, end - begin, loss, samples, self._rate, end)
             progress.iteration += 1
             progress.samples += samples
-            self._between_iterations()
+            if progress.iteration < self._total:
+                self._between_iterations(end - begin, samples)
+        self._finish()
+
+    def _finish(self) -> None:
         self._journal.flush()
-        self.strategy.finish()
+        self._team.settle()
+        with self._clock.during("exchange"):
+            self.strategy.finish()
+        history = self.progress.history
+        is_evaluated = history and history[-1]["iteration"] == self.progress.iteration
+        if not (is_evaluated and self.strategy.equal):
+            self._evaluate(alone=False)
+        if self._checkpoint and self._is_due(self.config.checkpoint_every):
+            self.checkpoint()
 
     def _iterate(self, iteration: int) -> tuple[Tensor, int]:
-        """One update; returns the batch's loss and its number of samples."""
+        """One update; returns the mean loss of this worker's samples, and their number."""
         epoch, index = divmod(iteration, self._per_epoch)
-        inputs, labels = self._inputs.batch(epoch, index)
+        whole = self._inputs.order.batch_samples(index)
+        part, samples = None, whole
+        if not self._is_alone:
+            part = share(whole, self._team.shares, self._rank)
+            samples = part.stop - part.start
+            # A worker without a sample computes one that weighs nothing, to stay in step.
+            part = part if samples else slice(0, 1)
+        inputs, labels = self._inputs.batch(epoch, index, part)
         self._rate = self._rate_at(iteration)
         set_learning_rate(self.replica.optimizer, self._rate)
-        count = len(labels)
-        parts = min(self.config.accumulate, count)
+        parts = min(self.config.accumulate, len(labels))
         if parts == 1:
-            loss = self._part(inputs, labels)
+            loss = self._part(inputs, labels, samples / whole)
         else:
-            loss = self._in_parts(inputs.chunk(parts), labels.chunk(parts), count)
+            loss = self._in_parts(inputs.chunk(parts), labels.chunk(parts), whole)
         self.strategy.step()
-        return loss, count
+        return loss, samples
 
     def _in_parts(
-        self, inputs: tuple[Tensor, ...], labels: tuple[Tensor, ...], count: int
+        self, inputs: tuple[Tensor, ...], labels: tuple[Tensor, ...], whole: int
     ) -> Tensor:
         """The batch part by part; each weighs as many samples as it has, so the sum is exact."""
-        total: Tensor | None = None
+        samples = sum(map(len, labels))
+        total: Tensor | float = 0.0
         for number, (part, targets) in enumerate(zip(inputs, labels, strict=True), 1):
             self.replica.last_part = number == len(inputs)
-            self._clock.enter("input")
-            loss = self._part(part, targets, len(targets) / count)
-            total = loss if total is None else total + loss
-        assert total is not None
+            loss = self._part(part, targets, len(targets) / whole)
+            total = total + loss * (len(targets) / samples)
+        assert isinstance(total, Tensor)
         return total
 
-    def _part(self, inputs: Tensor, labels: Tensor, weight: float = 1.0) -> Tensor:
-        self._clock.enter("forward")
+    def _part(self, inputs: Tensor, labels: Tensor, weight: float) -> Tensor:
+        """Forward and backward; `weight` is these samples' share of the global batch."""
+        begun = self._clock.enter("forward")
         with self._autocast:
             loss = F.cross_entropy(
                 self.replica.forward(inputs), labels, label_smoothing=self.config.label_smoothing
             )
-        if weight != 1.0:
-            loss = loss * weight
-        self._clock.enter("backward")
-        self.strategy.backward(loss)
+        if self._slowness:
+            self._dawdle(begun)
+        turned = self._clock.enter("backward")
+        self.strategy.backward(loss if weight == 1.0 else loss * weight)
+        if self._slowness:
+            self._backward_seconds = self._clock.enter("other") - turned
         return loss.detach()
 
-    def _between_iterations(self) -> None:
-        done, at_end = self.progress.iteration, self.progress.iteration == self._total
-        if at_end or self._is_due(self.config.eval_every, done):
-            self._evaluate()
-        if self._checkpoint and self._is_due(self.config.checkpoint_every, done):
+    def _dawdle(self, begun: float) -> None:
+        """Take as much longer as --slow says, before the backward pass may begin to communicate."""
+        computed = self._clock.enter("forward") - begun + self._backward_seconds
+        time.sleep(self._slowness * computed)
+
+    def _between_iterations(self, seconds: float, samples: int) -> None:
+        if self._is_due(self.config.eval_every):
+            self._evaluate(alone=not self.strategy.lockstep)
+        if self._checkpoint and self._is_due(self.config.checkpoint_every):
             self.checkpoint()
-        if self.stop_requested and not at_end:
+        if self._team.wants_to_stop(seconds, samples, self.stop_requested is not None):
             self._journal.flush()
             if self._checkpoint:
                 self.checkpoint()
-            raise StoppedError(f"{self.stop_requested} after iteration {done}")
+            cause = self.stop_requested or "stopped by another worker"
+            raise StoppedError(f"{cause} after iteration {self.progress.iteration}")
 
-    def _is_due(self, every: Every, done: int) -> bool:
+    def _is_due(self, every: Every) -> bool:
         if every == "never":
             return False
-        return done % (self._per_epoch if every == "epoch" else every) == 0
+        return self.progress.iteration % (self._per_epoch if every == "epoch" else every) == 0
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, alone: bool) -> None:
+        """On the whole test set: each worker a part of it, or, out of lockstep, the first alone."""
         # A diverged model is not worth evaluating, and the losses so far belong before the entry.
         self._journal.flush()
+        if alone and self._rank:
+            return
         trained_seconds = self._trained_seconds()
-        with self._clock.during("evaluate"), self._autocast:
+        together = None if alone else self.replica.communicator
+        with self._clock.during("evaluate"), self._autocast, self.strategy.consensus():
+            if together is not None:
+                agree_on_buffers(self.replica.model, together, self.config.buffers)
             loss, accuracy = evaluate(
-                self.replica.model, self.replica.forward, self._test_batches()
+                self.replica.model, self.replica.forward, self._test_batches(alone), together
             )
         if not math.isfinite(loss):
             raise DivergedError(
                 f"the test loss became {loss} at iteration {self.progress.iteration}:"
                 " try a lower --lr, some --warmup-epochs or --clip-norm"
             )
+        self._note_evaluation(loss, accuracy, trained_seconds)
+
+    def _note_evaluation(self, loss: float, accuracy: float, trained_seconds: float) -> None:
         entry = {
             "iteration": self.progress.iteration,
             "epoch": self.progress.iteration / self._per_epoch,
@@ -175,7 +219,7 @@ class TrainingLoop:
         }
         self._journal.evaluation({**entry, **shown})
         target = self.config.target_accuracy
-        if target is not None and accuracy >= target:
+        if target is not None and accuracy >= target and self.progress.seconds_to_target is None:
             self.progress.seconds_to_target = trained_seconds
 
     def _trained_seconds(self) -> float:

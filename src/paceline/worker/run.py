@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import statistics
 import threading
-import traceback
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from paceline.comm.communicator import Communicator
+from paceline.comm.place import Place
 from paceline.config import RunConfig
 from paceline.data.dataset import Dataset
 from paceline.data.input import InputPath, evaluation_batches
 from paceline.data.loading import load_dataset
-from paceline.data.order import SampleOrder
-from paceline.errors import DivergedError, PacelineError, StoppedError
+from paceline.data.order import SampleOrder, share
+from paceline.errors import PacelineError, PeerError
 from paceline.measure.clock import PhaseClock
 from paceline.measure.scalars import ScalarWriter
 from paceline.models.loading import build_model
-from paceline.records import TRAFFIC_KINDS, EventWriter, RunFolder
+from paceline.records import EventWriter, RunFolder, read_iteration_seconds
+from paceline.sync.batch_norm import synchronise_batch_norm
 from paceline.sync.options import create_strategy
 from paceline.sync.replica import Replica
 from paceline.sync.strategy import Strategy
@@ -36,6 +38,7 @@ from paceline.worker.fingerprint import weights_sha256
 from paceline.worker.journal import Journal
 from paceline.worker.loop import Progress, TrainingLoop
 from paceline.worker.optimiser import build_optimizer
+from paceline.worker.report import WorkerReport, explain, summarise_iterations
 
 
 @dataclass(slots=True)
@@ -48,28 +51,10 @@ class Prepared:
     device: torch.device
 
 
-@dataclass(slots=True)
-class WorkerReport:
-    """What a worker tells at its end; the launcher makes result.json of it."""
-
-    status: str
-    cause: str | None
-    exit_code: int
-    iterations: int = 0
-    weights_sha256: str | None = None
-    train_loss: float | None = None
-    seconds_to_target: float | None = None
-    history: list[dict[str, Any]] = field(default_factory=list)
-    worker: dict[str, Any] = field(default_factory=dict)
-    checkpoints: dict[str, Any] = field(default_factory=dict)
-    measuring_fraction: float = 0.0
-    warnings: list[str] = field(default_factory=list)
-
-
-def prepare(config: RunConfig) -> Prepared:
+def prepare(config: RunConfig, local_rank: int = 0) -> Prepared:
     """Load and build, refusing with a UsageError what cannot be trained."""
     strategy = create_strategy(config.strategy, config.options)
-    device = choose_device(config)
+    device = choose_device(config, local_rank)
     dataset = load_dataset(config)
     model = build_model(config.model, dataset.sample_shape, dataset.classes, config.seed)
     return Prepared(dataset, model, strategy, device)
@@ -79,28 +64,34 @@ def run_worker(
     config: RunConfig,
     folder: RunFolder,
     prepared: Prepared,
-    store: CheckpointStore,
+    team: Team,
     checkpoint: Checkpoint | None,
     display: Display,
     clock: PhaseClock,
 ) -> WorkerReport:
     """Train, from a checkpoint if one is given; whatever ends the run is told in the report."""
-    events = EventWriter(folder.events_file(0))
-    with computing(config), contextlib.ExitStack() as stack:
-        worker = _Worker(config, folder, prepared, events, display, clock, store, checkpoint)
-        stack.callback(worker.journal.close)
+    worker = _Worker(config, folder, prepared, team, checkpoint, display, clock)
+    with computing(config), contextlib.closing(worker.journal):
         try:
-            worker.begin()
-            with _stop_on_signals(worker.loop):
-                worker.loop.run()
-            store.close()
+            worker.begin(checkpoint)
+            with _stop_on_signals(worker):
+                worker.train()
             report = worker.report("finished", None, 0)
         except (KeyboardInterrupt, Exception) as error:  # noqa: BLE001 - told in the report
-            report = worker.report(*_explain(error, folder))
-            with contextlib.suppress(PacelineError):
-                store.close()
-        events.write("end", status=report.status, cause=report.cause)
+            report = worker.report(*explain(error, folder))
+            report.is_echo = isinstance(error, PeerError)
+        worker.journal.events.write("end", status=report.status, cause=report.cause)
     return report
+
+
+@dataclass(slots=True)
+class Team:
+    """Where this worker is among the others, how it reaches them, and who keeps checkpoints."""
+
+    place: Place
+    communicator: Communicator
+    store: CheckpointStore | None
+    """Rank 0's; the others have none."""
 
 
 class _Worker:
@@ -111,168 +102,187 @@ class _Worker:
         config: RunConfig,
         folder: RunFolder,
         prepared: Prepared,
-        events: EventWriter,
+        team: Team,
+        checkpoint: Checkpoint | None,
         display: Display,
         clock: PhaseClock,
-        store: CheckpointStore,
-        checkpoint: Checkpoint | None,
     ) -> None:
         self.config = config
         self.folder = folder
+        self.prepared = prepared
+        self.team = team
         self.clock = clock
-        self.store = store
-        self.checkpoint = checkpoint
-        self.events = events
-        self.dataset = prepared.dataset
-        self.strategy = prepared.strategy
-        self.phases_before: dict[str, float] = {}
-        self.iteration_seconds_before: Sequence[float] = ()
         self.warnings = list(prepared.dataset.warnings)
-        device = prepared.device
-        self.replica = _build_replica(config, prepared, clock)
-        train, mean, std = self.dataset.train, self.dataset.mean, self.dataset.std
-        order = SampleOrder(len(train), config.global_batch_size, config.seed, config.reshuffle)
+        self.stop_requested: str | None = None
+        self.loop: TrainingLoop | None = None
+        self.progress = Progress()
+        self.account_before: state.Account = {}
+        self.iteration_seconds_before: Sequence[float] = ()
+        self.replica = _build_replica(config, prepared, team.communicator, clock)
+        train = prepared.dataset.train
+        self.order = SampleOrder(
+            len(train), config.global_batch_size, config.seed, config.reshuffle
+        )
+        total = config.iterations_in_total(self.order.batches_per_epoch)
+        self.journal = Journal(
+            EventWriter(folder.events_file(team.place.rank)),
+            _scalars(config, folder, team.place, checkpoint),
+            display,
+            total,
+        )
+
+    def begin(self, checkpoint: Checkpoint | None) -> None:
+        """Bring all workers to the same state: the seed's, or the checkpoint's."""
+        strategy = self.prepared.strategy
+        strategy.attach(self.replica)
+        if checkpoint:
+            self.warnings += checkpoint.warnings
+            self.progress, self.account_before = state.restore(
+                checkpoint.state, self.replica, strategy
+            )
+            if "traffic" in self.account_before:
+                self.team.communicator.traffic.restore(self.account_before["traffic"])
+            self.iteration_seconds_before = read_iteration_seconds(
+                self.folder.events_file(self.team.place.rank), checkpoint.iteration
+            )
+            self.journal.display.say(f"resuming after iteration {checkpoint.iteration}")
+        self.journal.events.write(
+            "start", iteration=self.progress.iteration, resumed=checkpoint is not None
+        )
+        for text in self.warnings:
+            self.journal.warn(text)
+
+    def train(self) -> None:
+        self.loop = self._build_loop()
+        self.loop.stop_requested = self.stop_requested
+        self.loop.run()
+        if self.team.store:
+            self.team.store.close()
+
+    def _build_loop(self) -> TrainingLoop:
+        config, data, device = self.config, self.prepared.dataset, self.prepared.device
+        place = self.team.place
         inputs = InputPath(
-            train,
-            mean,
-            std,
-            order,
+            data.train,
+            data.mean,
+            data.std,
+            self.order,
             augment=config.augment,
             seed=config.seed,
             device=device,
             channels_last=config.channels_last,
         )
-        self.journal = Journal(
-            events,
-            _scalars(config, folder, checkpoint),
-            display,
-            config.iterations_in_total(order.batches_per_epoch),
-        )
-        self.loop = TrainingLoop(
-            config,
-            self.replica,
-            self.strategy,
-            inputs,
-            lambda: evaluation_batches(
-                self.dataset.test,
-                mean,
-                std,
+
+        def test_batches(alone: bool) -> Iterator[tuple[Tensor, Tensor]]:
+            equal = [1.0] * place.world_size
+            part = slice(None) if alone else share(len(data.test), equal, place.rank)
+            return evaluation_batches(
+                data.test.part(part),
+                data.mean,
+                data.std,
                 config.eval_batch_size,
                 device=device,
                 channels_last=config.channels_last,
-            ),
+            )
+
+        return TrainingLoop(
+            config,
+            self.replica,
+            self.prepared.strategy,
+            inputs,
+            test_batches,
             self.journal,
             autocast(config, device),
-            Progress(),
+            self.progress,
             self._checkpoint if config.checkpoint_every != "never" else None,
         )
 
-    def begin(self) -> None:
-        self.strategy.attach(self.replica)
-        if self.checkpoint:
-            self._resume(self.checkpoint)
-        self.events.write(
-            "start",
-            iteration=self.loop.progress.iteration,
-            resumed=self.checkpoint is not None,
-        )
-        # The state may be as large as the model: it is not needed twice.
-        self.checkpoint = None
-        for text in self.warnings:
-            self.journal.warn(text)
-
-    def _resume(self, checkpoint: Checkpoint) -> None:
-        self.warnings += checkpoint.warnings
-        self.loop.progress = state.restore(checkpoint.state, self.replica, self.strategy)
-        account = checkpoint.state["account"]
-        self.phases_before = account["phases"]
-        self.iteration_seconds_before = account["iteration_seconds"].tolist()
-        self.journal.display.say(f"resuming after iteration {checkpoint.iteration}")
+    def request_stop(self, cause: str) -> None:
+        if self.stop_requested:
+            raise KeyboardInterrupt
+        self.stop_requested = cause
+        if self.loop:
+            self.loop.stop_requested = cause
 
     def _checkpoint(self) -> None:
-        saved = state.gather(self.replica, self.strategy, self.loop.progress)
-        saved["account"] = {
-            "phases": self._phases(),
-            "iteration_seconds": torch.tensor(self._iteration_seconds(), dtype=torch.float64),
-        }
-        blocked = self.store.blocked_seconds
-        self.store.save(self.loop.progress.iteration, saved)
-        self.events.write(
+        account = {"phases": self._phases(), "traffic": self._traffic()}
+        saved = state.gather(self.replica, self.prepared.strategy, self.progress, account)
+        store = self.team.store
+        if saved is None or store is None:
+            return
+        blocked = store.blocked_seconds
+        store.save(self.progress.iteration, saved)
+        self.journal.events.write(
             "checkpoint",
-            iteration=self.loop.progress.iteration,
-            blocked_seconds=self.store.blocked_seconds - blocked,
+            iteration=self.progress.iteration,
+            blocked_seconds=store.blocked_seconds - blocked,
         )
 
     def _phases(self) -> dict[str, float]:
-        before = self.phases_before
+        before = self.account_before.get("phases", {})
         return {name: before.get(name, 0.0) + spent for name, spent in self.clock.seconds.items()}
 
-    def _iteration_seconds(self) -> list[float]:
-        return [*self.iteration_seconds_before, *self.loop.iteration_seconds]
+    def _traffic(self) -> dict[str, Any]:
+        return self.team.communicator.traffic.to_dict()
 
     def report(self, status: str, cause: str | None, exit_code: int) -> WorkerReport:
-        progress = self.loop.progress
+        place, store = self.team.place, self.team.store
         sha = weights_sha256(self.replica.model.state_dict())
         per_switch = PhaseClock.seconds_per_switch()
+        if store:
+            with contextlib.suppress(PacelineError):
+                store.close()
         self.clock.enter("other")
-        phases = self._phases()
         measuring = self.clock.switches * per_switch + self.journal.seconds_spent
+        phases = self._phases()
+        done = self.loop.iteration_seconds if self.loop else ()
         return WorkerReport(
             status=status,
             cause=cause,
             exit_code=exit_code,
-            iterations=progress.iteration,
+            is_echo=False,
+            ended=time.time(),
+            iterations=self.progress.iteration,
             weights_sha256=sha,
             train_loss=self.journal.train_loss,
-            seconds_to_target=progress.seconds_to_target,
-            history=progress.history,
+            seconds_to_target=self.progress.seconds_to_target,
+            history=self.progress.history,
             worker={
-                "rank": 0,
-                "node": 0,
-                "samples": progress.samples,
-                "wall_seconds": sum(self.phases_before.values()) + self.clock.wall_seconds,
-                "iteration_seconds": summarise_iterations(self._iteration_seconds()),
+                "rank": place.rank,
+                "node": place.node,
+                "samples": self.progress.samples,
+                "wall_seconds": sum(phases.values()),
+                "iteration_seconds": summarise_iterations([*self.iteration_seconds_before, *done]),
                 "phases": phases,
-                "hidden_exchange_seconds": 0.0,
-                "traffic": {
-                    kind: {"bytes_sent": 0, "bytes_received": 0, "messages": 0}
-                    for kind in TRAFFIC_KINDS
-                },
+                "hidden_exchange_seconds": self.replica.hidden_exchange_seconds,
+                "traffic": self._traffic(),
             },
             checkpoints={
-                "count": self.store.count,
-                "bytes": self.store.bytes,
-                "blocked_seconds": self.store.blocked_seconds,
-                "background_seconds": self.store.background_seconds,
-                "extra_memory_bytes": self.store.extra_memory_bytes,
+                "count": store.count if store else 0,
+                "bytes": store.bytes if store else 0,
+                "blocked_seconds": store.blocked_seconds if store else 0.0,
+                "background_seconds": store.background_seconds if store else 0.0,
+                "extra_memory_bytes": store.extra_memory_bytes if store else 0,
             },
             measuring_fraction=measuring / max(self.clock.wall_seconds, 1e-9),
             warnings=self.warnings,
         )
 
 
-def summarise_iterations(seconds: Sequence[float]) -> dict[str, float | None]:
-    """The first iteration apart, and the others' mean, median and 95th percentile."""
-    if not seconds:
-        return dict.fromkeys(("first", "mean", "median", "p95"))
-    rest = sorted(seconds[1:]) or [seconds[0]]
-    return {
-        "first": seconds[0],
-        "mean": statistics.fmean(rest),
-        "median": statistics.median(rest),
-        "p95": rest[min(len(rest) - 1, round(0.95 * (len(rest) - 1)))],
-    }
-
-
 def _scalars(
-    config: RunConfig, folder: RunFolder, checkpoint: Checkpoint | None
+    config: RunConfig, folder: RunFolder, place: Place, checkpoint: Checkpoint | None
 ) -> ScalarWriter | None:
-    resumed_step = checkpoint.iteration if checkpoint else None
-    return ScalarWriter(folder.tensorboard, resumed_step) if config.tensorboard else None
+    if not config.tensorboard or place.rank:
+        return None
+    return ScalarWriter(folder.tensorboard, checkpoint.iteration if checkpoint else None)
 
 
-def _build_replica(config: RunConfig, prepared: Prepared, clock: PhaseClock) -> Replica:
+def _build_replica(
+    config: RunConfig, prepared: Prepared, communicator: Communicator, clock: PhaseClock
+) -> Replica:
     model = prepared.model.to(prepared.device)
+    if config.sync_bn:
+        model = synchronise_batch_norm(model, communicator)
     if config.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return Replica(
@@ -281,26 +291,13 @@ def _build_replica(config: RunConfig, prepared: Prepared, clock: PhaseClock) -> 
         clock=clock,
         forward=torch.compile(model) if config.compile else model,
         scaler=torch.amp.GradScaler(prepared.device.type, enabled=config.precision == "fp16"),
+        communicator=communicator,
         clip_norm=config.clip_norm,
     )
 
 
-def _explain(error: BaseException, folder: RunFolder) -> tuple[str, str, int]:
-    """Status, cause in a line, and exit code; the traceback of a surprise goes into a file."""
-    if isinstance(error, KeyboardInterrupt):
-        error = StoppedError("interrupted")
-    if isinstance(error, PacelineError):
-        kinds: dict[type, str] = {DivergedError: "diverged", StoppedError: "stopped"}
-        return kinds.get(type(error), "failed"), str(error), error.exit_code
-    file = folder.path / "traceback.txt"
-    with contextlib.suppress(OSError):
-        file.write_text("".join(traceback.format_exception(error)))
-    cause = f"{type(error).__name__}: {error}".splitlines()[0]
-    return "failed", f"{cause} (traceback in {file})", 1
-
-
 @contextlib.contextmanager
-def _stop_on_signals(loop: TrainingLoop) -> Iterator[None]:
+def _stop_on_signals(worker: _Worker) -> Iterator[None]:
     """Let Ctrl-C or a termination signal end the loop between iterations; a second one, at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -308,9 +305,7 @@ def _stop_on_signals(loop: TrainingLoop) -> Iterator[None]:
     signals = (signal.SIGINT, signal.SIGTERM)
 
     def request(number: int, frame: FrameType | None) -> None:
-        if loop.stop_requested:
-            raise KeyboardInterrupt
-        loop.stop_requested = f"stopped by {signal.Signals(number).name}"
+        worker.request_stop(f"stopped by {signal.Signals(number).name}")
 
     before = [signal.signal(number, request) for number in signals]
     try:

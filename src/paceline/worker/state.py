@@ -3,40 +3,80 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from typing import Any
 
 import torch
 
+from paceline.comm.communicator import Communicator
+from paceline.comm.objects import gather_bytes, gather_json
 from paceline.errors import CheckpointError
 from paceline.sync.replica import Replica
 from paceline.sync.strategy import Strategy
 from paceline.worker.loop import Progress
 
+Account = dict[str, Any]
+"""What a worker has measured so far, as JSON can hold it."""
 
-def gather(replica: Replica, strategy: Strategy, progress: Progress) -> dict[str, Any]:
-    """Weights, optimiser, loss scale, strategy, random state and progress, as plain values."""
+
+def gather(
+    replica: Replica, strategy: Strategy, progress: Progress, account: Account
+) -> dict[str, Any] | None:
+    """Weights, optimiser, strategies, random state, progress and accounts. Collective.
+
+    Rank 0 gets it, as plain values; the others get None.
+    """
+    communicator = replica.communicator
+    optimizer = strategy.optimizer_state()
+    strategies = gather_bytes(communicator, _pack(strategy.state_dict()), "control")
+    workers = gather_json(
+        communicator, {"account": account, "progress": dataclasses.asdict(progress)}
+    )
+    if strategies is None or workers is None:
+        return None
     return {
         "model": replica.model.state_dict(),
-        "optimizer": replica.optimizer.state_dict(),
+        "optimizer": optimizer,
         "scaler": replica.scaler.state_dict(),
-        "strategy": strategy.state_dict(),
+        "strategies": [_unpack(packed) for packed in strategies],
         "random": _random_state(),
-        "progress": dataclasses.asdict(progress),
+        "workers": workers,
     }
 
 
-def restore(state: dict[str, Any], replica: Replica, strategy: Strategy) -> Progress:
+def restore(
+    state: dict[str, Any], replica: Replica, strategy: Strategy
+) -> tuple[Progress, Account]:
     """Put a gathered state back, so that the next iteration is the one that would have followed."""
+    communicator = replica.communicator
     try:
         replica.model.load_state_dict(state["model"])
-        replica.optimizer.load_state_dict(state["optimizer"])
+        strategy.load_optimizer_state(state["optimizer"])
         replica.scaler.load_state_dict(state["scaler"])
-        strategy.load_state_dict(state["strategy"])
+        _restore_strategy(state["strategies"], strategy, communicator)
         _restore_random_state(state["random"])
-        return Progress(**state["progress"])
+        return _own_part(state["workers"], communicator)
     except (KeyError, ValueError, RuntimeError, TypeError) as error:
         cause = str(error).splitlines()[0]
         raise CheckpointError(f"the checkpoint does not fit this model: {cause}") from error
+
+
+def _restore_strategy(
+    states: list[dict[str, Any]], strategy: Strategy, communicator: Communicator
+) -> None:
+    # With another number of workers there is nobody to give the old ones' memories to.
+    if len(states) == communicator.world_size:
+        strategy.load_state_dict(states[communicator.rank])
+
+
+def _own_part(
+    workers: list[dict[str, Any]], communicator: Communicator
+) -> tuple[Progress, Account]:
+    if len(workers) == communicator.world_size:
+        mine = workers[communicator.rank]
+        return Progress(**mine["progress"]), mine["account"]
+    # A resized run: iteration and history are everybody's, samples and times start anew.
+    return Progress(**{**workers[0]["progress"], "samples": 0}), {}
 
 
 def _random_state() -> dict[str, Any]:
@@ -48,3 +88,14 @@ def _restore_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["cpu"])
     if state["gpus"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["gpus"])
+
+
+def _pack(state: dict[str, Any]) -> torch.Tensor:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def _unpack(packed: torch.Tensor) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
+    return state

@@ -1,0 +1,55 @@
+"""Small structured values between workers: JSON only, so that nothing received can run anything."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm.communicator import Communicator
+
+
+def broadcast_json(communicator: Communicator, value: Any, root: int = 0) -> Any:
+    """Every rank gets the root's value."""
+    if communicator.world_size == 1:
+        return value
+    payload = _encode(value) if communicator.rank == root else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([payload.numel()])
+    communicator.broadcast(size, root, "control").wait()
+    if communicator.rank != root:
+        payload = torch.empty(int(size), dtype=torch.uint8)
+    communicator.broadcast(payload, root, "control").wait()
+    return _decode(payload)
+
+
+def gather_json(communicator: Communicator, value: Any) -> list[Any] | None:
+    """Rank 0 gets every rank's value, in the ranks' order; the others get None."""
+    payloads = gather_bytes(communicator, _encode(value), "control")
+    return None if payloads is None else [_decode(payload) for payload in payloads]
+
+
+def gather_bytes(communicator: Communicator, payload: Tensor, kind: str) -> list[Tensor] | None:
+    """Rank 0 gets every rank's bytes, each of its own length; the others get None."""
+    if communicator.world_size == 1:
+        return [payload]
+    sizes = torch.zeros(communicator.world_size, dtype=torch.int64)
+    sizes[communicator.rank] = payload.numel()
+    communicator.all_reduce(sizes, kind).wait()
+    if communicator.rank:
+        communicator.send(payload, 0, kind).wait()
+        return None
+    parts = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
+    parts[0] = payload
+    for rank in communicator.peers:
+        communicator.recv(parts[rank], rank, kind).wait()
+    return parts
+
+
+def _encode(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decode(payload: Tensor) -> Any:
+    return json.loads(payload.numpy().tobytes())

@@ -1,0 +1,47 @@
+"""Which of the workers a process is, and where all of them meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node: int
+    nnodes: int
+    master_addr: str
+    master_port: int
+    store_is_served: bool
+    """Whether somebody other than rank 0 serves the store that the workers meet at."""
+
+    def to_environment(self) -> dict[str, str]:
+        """The same words that torchrun uses."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_RANK": str(self.node),
+            "GROUP_WORLD_SIZE": str(self.nnodes),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+            "TORCHELASTIC_USE_AGENT_STORE": str(self.store_is_served),
+        }
+
+
+ALONE = Place(
+    rank=0,
+    world_size=1,
+    local_rank=0,
+    local_world_size=1,
+    node=0,
+    nnodes=1,
+    master_addr="127.0.0.1",
+    master_port=0,
+    store_is_served=False,
+)
+"""The place of a worker that has no others."""

@@ -1,0 +1,60 @@
+"""One worker, in this process."""
+
+from __future__ import annotations
+
+import os
+
+from paceline.comm.in_process import Hub
+from paceline.comm.place import ALONE
+from paceline.config import RunConfig
+from paceline.errors import UsageError
+from paceline.launch.outcome import Outcome
+from paceline.launch.result import write_result
+from paceline.measure.clock import PhaseClock
+from paceline.measure.sampler import ResourceSampler
+from paceline.records import RunFolder
+from paceline.worker.checkpoint import CheckpointStore
+from paceline.worker.display import open_display
+from paceline.worker.run import Prepared, Team, prepare, run_worker
+
+
+def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
+    clock = PhaseClock()
+    if resumed:
+        return _train(config, resumed, prepare(config), True, quiet, clock)
+    folder = RunFolder.create(config)
+    try:
+        prepared = prepare(config)
+    except (UsageError, KeyboardInterrupt):
+        # Nothing was trained: a refused run leaves no trace, and its name stays free.
+        folder.discard()
+        raise
+    return _train(config, folder, prepared, False, quiet, clock)
+
+
+def _train(
+    config: RunConfig,
+    folder: RunFolder,
+    prepared: Prepared,
+    resumed: bool,
+    quiet: bool,
+    clock: PhaseClock,
+) -> Outcome:
+    store = CheckpointStore(folder.checkpoints, config.checkpoint_keep, config.checkpoint_mode)
+    checkpoint = store.newest() if resumed else None
+    folder.set_result_aside()
+    sampler = ResourceSampler(
+        folder.resources_file(0), [os.getpid()], node=0, interval_seconds=config.sample_seconds
+    )
+    hub = Hub(1)
+    try:
+        sampler.start()
+        team = Team(ALONE, hub.communicators[0], store)
+        report = run_worker(config, folder, prepared, team, checkpoint, open_display(quiet), clock)
+    finally:
+        trouble = sampler.stop()
+        hub.close()
+    if trouble:
+        report.warnings.append(trouble)
+    result = write_result(config, folder, [report])
+    return Outcome(folder, result, report.exit_code)

@@ -1,0 +1,80 @@
+"""Finding out who one is: the variables that torchrun, srun or our own launcher has set.
+
+Creating processes is another matter (launch/team.py); a worker that was created by anything at all
+asks here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from paceline.comm.place import Place
+from paceline.errors import UsageError
+
+
+def detect(variables: Mapping[str, str] = os.environ) -> Place | None:
+    """The place that the environment gives this process; None where nobody has given it one."""
+    if "LOCAL_RANK" in variables and "RANK" in variables:
+        return _from_torchrun(variables)
+    if int(variables.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in variables:
+        return _from_slurm(variables)
+    return None
+
+
+def _from_torchrun(variables: Mapping[str, str]) -> Place:
+    world_size, local = _number(variables, "WORLD_SIZE"), _number(variables, "LOCAL_WORLD_SIZE")
+    return Place(
+        rank=_number(variables, "RANK"),
+        world_size=world_size,
+        local_rank=_number(variables, "LOCAL_RANK"),
+        local_world_size=local,
+        node=_number(variables, "GROUP_RANK", _number(variables, "RANK") // local),
+        nnodes=_number(variables, "GROUP_WORLD_SIZE", -(-world_size // local)),
+        master_addr=variables.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=_number(variables, "MASTER_PORT", 29500),
+        store_is_served=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _from_slurm(variables: Mapping[str, str]) -> Place:
+    nnodes = _number(variables, "SLURM_NNODES", 1)
+    world_size = _number(variables, "SLURM_NTASKS")
+    return Place(
+        rank=_number(variables, "SLURM_PROCID"),
+        world_size=world_size,
+        local_rank=_number(variables, "SLURM_LOCALID", 0),
+        local_world_size=world_size // nnodes,
+        node=_number(variables, "SLURM_NODEID", 0),
+        nnodes=nnodes,
+        master_addr=variables.get("MASTER_ADDR") or _slurm_first_host(variables),
+        master_port=_number(variables, "MASTER_PORT", _slurm_port(variables)),
+        store_is_served=False,
+    )
+
+
+def _slurm_first_host(variables: Mapping[str, str]) -> str:
+    """The first name of a list such as `node[03-05,9],other`."""
+    names = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "")
+    prefix, bracket, rest = names.partition("[")
+    if not bracket or "," in prefix:
+        return prefix.split(",")[0] or "127.0.0.1"
+    first = rest.partition("]")[0].split(",")[0].split("-")[0]
+    return prefix + first
+
+
+def _slurm_port(variables: Mapping[str, str]) -> int:
+    """A port that one job's steps agree on and other jobs of the machine are unlikely to use."""
+    return 20_000 + int(variables.get("SLURM_JOB_ID", "0")) % 20_000
+
+
+def _number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = variables.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise UsageError(
+            f"environment variable {name}: must be a whole number, got {text!r}"
+        ) from None

@@ -1,0 +1,20 @@
+"""A worker process must not outlive its launcher, however that one ends."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+PR_SET_PDEATHSIG = 1
+
+
+def tie_to_parent() -> None:
+    """Have the kernel kill this process when its parent ends; on Linux."""
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "prctl"):
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # The parent may have ended before the kernel was asked.
+    if os.getppid() != parent:
+        os._exit(1)

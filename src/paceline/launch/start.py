@@ -1,0 +1,80 @@
+"""Start a run, new or resumed, wherever its workers come from."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from paceline.config import RunConfig, fields, flag_of, from_mapping, option_of
+from paceline.errors import CheckpointError, ConfigError, RecordsError
+from paceline.launch import alone, environment, member, team
+from paceline.launch.outcome import Outcome
+from paceline.records import RunFolder
+from paceline.sync import STRATEGIES
+from paceline.worker.checkpoint import iterations
+
+
+def train(config: RunConfig, quiet: bool = False) -> Outcome:
+    """Run a config in a new folder."""
+    return _launch(config, None, quiet)
+
+
+def resume(path: str, changes: dict[str, Any], quiet: bool = False) -> Outcome:
+    """Go on with a run from its newest checkpoint; `changes` are flags given with --resume."""
+    folder = RunFolder.open(path)
+    config = resumed_config(folder.read_config(), changes, folder)
+    before = folder.read_result()
+    if before is not None and before["status"] == "finished" and not changes:
+        raise RecordsError(f"{path} is finished: give more --epochs or --iterations to go on")
+    if not iterations(folder.checkpoints):
+        raise CheckpointError(f"{path} has no checkpoint: it was run without --checkpoint-every")
+    return _launch(config, folder, quiet)
+
+
+def resumed_config(original: RunConfig, changes: dict[str, Any], folder: RunFolder) -> RunConfig:
+    """The original config with the changes that a resumed run may make; others are refused."""
+    # The folder may have been moved or be named from elsewhere since.
+    values = {**original.to_dict(), "out": str(folder.path.parent), "name": folder.id}
+    for budget, other in (("epochs", "iterations"), ("iterations", "epochs")):
+        if budget in changes and other not in changes:
+            values[other] = None
+    changed = from_mapping({**values, **changes})
+    problems = [
+        f"{flag_of(item.name)}: a resumed run keeps its {getattr(original, item.name)!r},"
+        f" got {getattr(changed, item.name)!r}"
+        for item in fields()
+        if item.name in changes
+        and not option_of(item).may_change
+        and getattr(changed, item.name) != getattr(original, item.name)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return changed
+
+
+def _launch(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
+    place = environment.detect()
+    if place is not None:
+        world = {"nnodes": place.nnodes, "nproc_per_node": place.local_world_size}
+        config = dataclasses.replace(config, **world)
+    _check_world(config)
+    if place is not None:
+        return member.run(config, place, resumed, quiet)
+    if config.workers == 1:
+        return alone.run(config, resumed, quiet)
+    return team.run(config, resumed, quiet)
+
+
+def _check_world(config: RunConfig) -> None:
+    """Refuse a strategy that cannot keep so many workers in step, before any of them starts."""
+    STRATEGIES.check(config.strategy)
+    if config.strategy not in STRATEGIES:
+        return
+    chosen = STRATEGIES.load(config.strategy)
+    if chosen.most_workers is not None and config.workers > chosen.most_workers:
+        raise ConfigError(
+            [
+                f"--strategy {config.strategy}: trains {chosen.most_workers} worker,"
+                f" not {config.workers}: choose another with `paceline list strategies`"
+            ]
+        )

@@ -1,0 +1,114 @@
+"""Batch normalisation over the whole global batch: workers share their sums.
+
+With statistics of its own part only, a worker normalises differently from one that trains alone on
+the whole batch, and the more so the smaller its part. Here sums and counts are added up over the
+workers, forward and backward, so the result is that of one worker. torch has it for GPUs only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.communicator import Communicator
+
+
+def synchronise_batch_norm(model: nn.Module, communicator: Communicator) -> nn.Module:
+    """Let every batch-norm layer of a model normalise over all workers; weights are kept."""
+    for name, child in model.named_children():
+        setattr(model, name, synchronise_batch_norm(child, communicator))
+    if not isinstance(model, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+        return model
+    layer = SharedBatchNorm(
+        model.num_features, model.eps, model.momentum, model.affine, model.track_running_stats
+    )
+    layer.communicator = communicator
+    layer.weight, layer.bias = model.weight, model.bias
+    layer.running_mean, layer.running_var = model.running_mean, model.running_var
+    layer.num_batches_tracked = model.num_batches_tracked
+    return layer
+
+
+class SharedBatchNorm(nn.modules.batchnorm._BatchNorm):
+    communicator: Communicator
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"batch norm needs samples and channels, got {input.dim()} dimensions")
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        if not self.training or self.communicator.world_size == 1:
+            return super().forward(input)
+        output, mean, variance, count = _Normalise.apply(
+            input, self.weight, self.bias, self.eps, self.communicator
+        )
+        if self.running_mean is not None and self.running_var is not None:
+            self._track(mean, variance, float(count))
+        assert isinstance(output, Tensor)
+        return output
+
+    def _track(self, mean: Tensor, variance: Tensor, count: float) -> None:
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        rate = self.momentum if self.momentum is not None else 1 / float(self.num_batches_tracked)
+        with torch.no_grad():
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
+            unbiased = variance * (count / max(count - 1, 1))
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        epsilon: float,
+        communicator: Communicator,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        over = [dim for dim in range(x.dim()) if dim != 1]
+        values = x.float()
+        # In double precision, since the difference of two sums cancels.
+        sums = torch.cat(
+            [
+                values.sum(over, dtype=torch.float64),
+                values.square().sum(over, dtype=torch.float64),
+                torch.tensor([x.numel() / x.shape[1]], dtype=torch.float64, device=x.device),
+            ]
+        )
+        communicator.all_reduce(sums, "buffers").wait()
+        total, squares = sums[:-1].chunk(2)
+        count = sums[-1]
+        mean = total / count
+        variance = (squares / count - mean.square()).clamp(min=0)
+        inverse = (variance + epsilon).rsqrt()
+        shape = [1, -1, *(1 for _ in over[1:])]
+        normal = (values - mean.float().view(shape)) * inverse.float().view(shape)
+        ctx.save_for_backward(normal, inverse, count, *([] if weight is None else [weight]))
+        ctx.over, ctx.shape, ctx.communicator = over, shape, communicator
+        output = normal
+        if weight is not None and bias is not None:
+            output = normal * weight.view(shape) + bias.view(shape)
+        ctx.mark_non_differentiable(mean, variance, count)
+        return output.to(x.dtype), mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        normal, inverse, count, *rest = ctx.saved_tensors
+        gradient = gradients[0].float()
+        over, shape = ctx.over, ctx.shape
+        bias_gradient = gradient.sum(over)
+        weight_gradient = (gradient * normal).sum(over)
+        sums = torch.stack([bias_gradient, weight_gradient]).double()
+        ctx.communicator.all_reduce(sums, "buffers").wait()
+        mean_gradient, mean_product = (sums / count).float()
+        centred = gradient - mean_gradient.view(shape) - normal * mean_product.view(shape)
+        scale = inverse.float() if not rest else inverse.float() * rest[0]
+        x_gradient = (centred * scale.view(shape)).to(gradients[0].dtype)
+        if not rest:
+            return x_gradient, None, None, None, None
+        return x_gradient, weight_gradient, bias_gradient, None, None

@@ -1,0 +1,33 @@
+"""Gradients one after the other in a single tensor, so that they travel without being copied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class FlatGradients:
+    """Owns the memory of the gradients of some weights; `weight.grad` is a view of it.
+
+    The backward pass adds into the views, an all-reduce works on the whole, and the optimiser reads
+    the views again: nothing is gathered or scattered.
+    """
+
+    def __init__(self, weights: Sequence[nn.Parameter]) -> None:
+        self.weights = list(weights)
+        self.shapes = [tuple(weight.shape) for weight in self.weights]
+        sizes = [weight.numel() for weight in self.weights]
+        first = self.weights[0] if self.weights else torch.empty(0)
+        self.tensor = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        for weight, part in zip(self.weights, self.tensor.split(sizes), strict=True):
+            # The strides of the weight, since fused optimisers walk both in memory order.
+            weight.grad = part.as_strided(weight.shape, weight.stride())
+
+    def part(self, begin: int, end: int) -> Tensor:
+        """Where the gradients of weights `begin` to `end` lie."""
+        offsets = [0]
+        for weight in self.weights:
+            offsets.append(offsets[-1] + weight.numel())
+        return self.tensor[offsets[begin] : offsets[end]]

@@ -1,0 +1,60 @@
+"""What a worker tells at its end; the launcher makes result.json of all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.errors import DivergedError, PacelineError, StoppedError
+from paceline.records import RunFolder
+
+
+@dataclass(slots=True)
+class WorkerReport:
+    status: str
+    cause: str | None
+    exit_code: int
+    is_echo: bool
+    """Whether the failure is only what this worker saw of another one's."""
+    ended: float
+    """Unix time, to find the first of several failures."""
+    iterations: int
+    weights_sha256: str
+    train_loss: float | None
+    seconds_to_target: float | None
+    history: list[dict[str, Any]]
+    worker: dict[str, Any]
+    checkpoints: dict[str, Any]
+    measuring_fraction: float
+    warnings: list[str]
+
+
+def summarise_iterations(seconds: Sequence[float]) -> dict[str, float | None]:
+    """The first iteration apart, and the others' mean, median and 95th percentile."""
+    if not seconds:
+        return dict.fromkeys(("first", "mean", "median", "p95"))
+    rest = sorted(seconds[1:]) or [seconds[0]]
+    return {
+        "first": seconds[0],
+        "mean": statistics.fmean(rest),
+        "median": statistics.median(rest),
+        "p95": rest[min(len(rest) - 1, round(0.95 * (len(rest) - 1)))],
+    }
+
+
+def explain(error: BaseException, folder: RunFolder) -> tuple[str, str, int]:
+    """Status, cause in a line, and exit code; the traceback of a surprise goes into a file."""
+    if isinstance(error, KeyboardInterrupt):
+        error = StoppedError("interrupted")
+    if isinstance(error, PacelineError):
+        kinds: dict[type, str] = {DivergedError: "diverged", StoppedError: "stopped"}
+        return kinds.get(type(error), "failed"), str(error), error.exit_code
+    file = folder.path / "traceback.txt"
+    with contextlib.suppress(OSError):
+        file.write_text("".join(traceback.format_exception(error)))
+    cause = f"{type(error).__name__}: {error}".splitlines()[0]
+    return "failed", f"{cause} (traceback in {file})", 1

@@ -1,0 +1,71 @@
+"""A worker's side of the huddles: when to meet, what to bring, what to make of it."""
+
+from __future__ import annotations
+
+from paceline.config import RunConfig
+from paceline.sync.replica import Replica
+from paceline.sync.strategy import Strategy
+from paceline.worker.huddle import Notes, clock_offset_seconds, huddle, settle_waits
+
+COMPUTING = ("input", "forward", "backward")
+"""The phases that a faster worker would spend less time in."""
+
+
+class Teamwork:
+    def __init__(self, config: RunConfig, strategy: Strategy, replica: Replica) -> None:
+        self.shares = config.share_weights
+        """How the next batches are dealt, by rank."""
+        self._follows_speed = config.shares == ("auto",)
+        self._strategy = strategy
+        self._replica = replica
+        self._clock = replica.clock
+        self._communicator = replica.communicator
+        self._is_alone = replica.communicator.world_size == 1
+        self._meets = strategy.lockstep and not self._is_alone
+        self._offset_seconds = clock_offset_seconds(replica.communicator) if self._meets else 0.0
+        self._begin_notes()
+        self._iterations_left = 1
+
+    def _begin_notes(self) -> None:
+        self._iterations = 0
+        self._seconds = 0.0
+        self._samples = 0
+        self._computed_before = self._computing_seconds()
+
+    def _computing_seconds(self) -> float:
+        return sum(self._clock.seconds[phase] for phase in COMPUTING)
+
+    def wants_to_stop(self, seconds: float, samples: int, stop: bool) -> bool:
+        """After an iteration of so many seconds and samples: whether to stop now, all of them."""
+        if self._is_alone:
+            return stop
+        if not self._meets:
+            return self._strategy.agree_to_stop(stop)
+        self._iterations += 1
+        self._seconds += seconds
+        self._samples += samples
+        self._iterations_left -= 1
+        return self._iterations_left == 0 and self._meet(stop)
+
+    def _meet(self, stop: bool) -> bool:
+        notes = Notes(
+            stop=stop,
+            compute_seconds=self._computing_seconds() - self._computed_before,
+            samples=self._samples,
+            seconds_per_iteration=self._seconds / self._iterations,
+        )
+        with self._clock.during("exchange"):
+            agreement = huddle(self._communicator, notes)
+            self.settle()
+        self._iterations_left = agreement.iterations_to_next
+        if self._follows_speed and min(agreement.speeds) > 0:
+            self.shares = agreement.speeds
+        self._begin_notes()
+        return agreement.stop
+
+    def settle(self) -> None:
+        """Tell waiting from communicating in the exchanges since the last time. Collective."""
+        if self._meets:
+            settle_waits(
+                self._communicator, self._clock, self._replica.exposed, self._offset_seconds
+            )
