@@ -1,8 +1,8 @@
 """Which samples make up which batch: a function of (seed, epoch) and of nothing else.
 
 Global batch `i` of an epoch holds the same samples whatever the number of workers; workers take
-shares of it. So any synchronous strategy computes what one worker computes, and a resumed or resized
-run still sees each sample exactly once an epoch.
+shares of it. So any synchronous strategy computes what one worker computes, and a resumed or
+resized run still sees each sample exactly once an epoch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class SampleOrder:
     batch_size: int
     seed: int
     reshuffle: bool = True
-    """Without it every epoch repeats the order of the first: the classic mistake, kept for studies."""
+    """Without it every epoch repeats the first: the classic mistake, kept for studies."""
     _cached: tuple[int, Tensor] | None = field(default=None, repr=False)
 
     @property

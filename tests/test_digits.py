@@ -1,0 +1,201 @@
+"""The drawn dataset: reproducible, extendable, kept on disk, and neither trivial nor unreadable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline.data import digits
+from paceline.data.dataset import DataRequest, Split
+from paceline.data.digits import draw, load_digits
+from paceline.data.glyphs import FONTS, WIDTH
+from paceline.data.storage import Chunk
+from paceline.errors import DataError
+
+
+def drawn(split: str, samples: int, seed: int = 0) -> Split:
+    images, labels = zip(*draw(split, samples, seed), strict=True)
+    return Split(
+        torch.from_numpy(np.concatenate(images)), torch.from_numpy(np.concatenate(labels)).long()
+    )
+
+
+def assert_same(one: Split, other: Split) -> None:
+    assert torch.equal(one.inputs, other.inputs)
+    assert torch.equal(one.labels, other.labels)
+
+
+@pytest.fixture
+def few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets of 100 samples are kept on disk as large ones are."""
+    monkeypatch.setattr(digits, "_WORTH_KEEPING_SAMPLES", 0)
+
+
+def request_in(folder: Path, **changes: int) -> DataRequest:
+    return DataRequest(folder=str(folder), train_samples=100, test_samples=50, **changes)
+
+
+def test_images_are_bytes_of_three_channels_with_digits_as_labels() -> None:
+    dataset = load_digits(DataRequest(train_samples=30, test_samples=20))
+    assert dataset.train.inputs.shape == (30, 3, 32, 32)
+    assert dataset.test.inputs.shape == (20, 3, 32, 32)
+    assert dataset.train.inputs.dtype == torch.uint8
+    assert dataset.train.labels.dtype == torch.int64
+    assert dataset.classes == 10
+
+
+@pytest.mark.parametrize("samples", [1, 249, 250, 251, 600])
+def test_a_smaller_set_is_a_prefix_of_a_larger_one(samples: int) -> None:
+    assert_same(drawn("train", samples), drawn("train", 700).head(samples))
+
+
+def test_the_number_of_threads_changes_no_bit() -> None:
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(drawn("train", 500))
+    finally:
+        torch.set_num_threads(threads)
+    assert_same(results[0], results[1])
+    assert_same(results[0], results[2])
+
+
+def test_splits_seeds_and_chunks_share_no_image() -> None:
+    images = torch.cat(
+        [
+            drawn("train", 500).inputs,
+            drawn("test", 250).inputs,
+            drawn("train", 250, seed=1).inputs,
+        ]
+    )
+    assert len(torch.unique(images.flatten(1), dim=0)) == 1000
+
+
+def test_labels_are_about_evenly_spread() -> None:
+    counts = torch.bincount(drawn("train", 2000).labels, minlength=10)
+    # Five standard deviations of a fair ten-sided die thrown 2,000 times.
+    assert (counts - 200).abs().max() < 5 * (2000 * 0.1 * 0.9) ** 0.5
+
+
+def test_the_stated_mean_and_deviation_are_those_of_the_images() -> None:
+    images = drawn("train", 2000).inputs.double() / 255
+    dataset = load_digits(DataRequest(train_samples=1, test_samples=1))
+    torch.testing.assert_close(
+        images.mean((0, 2, 3)), torch.tensor(dataset.mean).double(), atol=0.02, rtol=0
+    )
+    torch.testing.assert_close(
+        images.std((0, 2, 3)), torch.tensor(dataset.std).double(), atol=0.02, rtol=0
+    )
+
+
+def test_every_glyph_fills_its_box_and_stays_inside() -> None:
+    for font in FONTS:
+        for digit in range(10):
+            points = [point for stroke in font.strokes(digit) for point in stroke]
+            assert min(y for _, y in points) == pytest.approx(0, abs=0.03)
+            assert max(y for _, y in points) == pytest.approx(1, abs=0.03)
+            assert all(-0.01 <= x <= WIDTH + 0.01 for x, _ in points)
+
+
+def accuracy_after_training(network: nn.Module, train: Split, test: Split) -> float:
+    def prepare(images: Tensor) -> Tensor:
+        return images.float() / 50 - 1.8
+
+    optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
+    for epoch in range(4):
+        order = torch.randperm(len(train), generator=torch.Generator().manual_seed(epoch))
+        for rows in order.split(64):
+            loss = F.cross_entropy(network(prepare(train.inputs[rows])), train.labels[rows])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    with torch.no_grad():
+        return float((network(prepare(test.inputs)).argmax(1) == test.labels).float().mean())
+
+
+def test_a_convolutional_network_learns_them_where_a_linear_one_cannot() -> None:
+    train, test = drawn("train", 3000), drawn("test", 1000)
+    torch.manual_seed(0)
+    convolutional = nn.Sequential(
+        nn.Conv2d(3, 12, 5, stride=2), nn.ReLU(), nn.Conv2d(12, 24, 5, stride=2), nn.ReLU(),
+        nn.Flatten(), nn.Linear(24 * 25, 64), nn.ReLU(), nn.Linear(64, 10),
+    )  # fmt: skip
+    linear = nn.Sequential(nn.Flatten(), nn.Linear(3072, 10))
+    assert accuracy_after_training(convolutional, train, test) > 0.4
+    assert accuracy_after_training(linear, train, test) < 0.3
+
+
+@pytest.mark.usefixtures("few_are_kept")
+class TestKeptOnDisk:
+    @pytest.fixture
+    def never_drawn(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Only the first chunk may be drawn, as the check of what was found does."""
+
+        def first_chunk(split: str, samples: int, seed: int) -> Iterator[Chunk]:
+            yield next(iter(draw(split, samples, seed)))
+            raise AssertionError("drawn although it was kept")
+
+        monkeypatch.setattr(digits, "draw", first_chunk)
+
+    def test_a_kept_set_is_what_was_drawn(self, tmp_path: Path) -> None:
+        first = load_digits(request_in(tmp_path))
+        again = load_digits(request_in(tmp_path))
+        assert_same(first.train, drawn("train", 100))
+        assert_same(again.train, drawn("train", 100))
+        assert_same(again.test, drawn("test", 50))
+
+    def test_a_kept_set_is_not_drawn_again(
+        self, tmp_path: Path, request: pytest.FixtureRequest
+    ) -> None:
+        load_digits(request_in(tmp_path))
+        request.getfixturevalue("never_drawn")
+        load_digits(request_in(tmp_path))
+
+    def test_seeds_and_sizes_have_files_of_their_own(self, tmp_path: Path) -> None:
+        load_digits(request_in(tmp_path))
+        assert_same(load_digits(request_in(tmp_path, seed=5)).train, drawn("train", 100, seed=5))
+
+    @pytest.mark.parametrize("harm", ["emptied", "cut short", "overwritten", "labels overwritten"])
+    def test_a_damaged_file_is_drawn_again(self, tmp_path: Path, harm: str) -> None:
+        load_digits(request_in(tmp_path))
+        (file,) = (tmp_path / "digits").glob("*train*.decoded")
+        content = bytearray(file.read_bytes())
+        if harm == "emptied":
+            content.clear()
+        elif harm == "cut short":
+            del content[-1000:]
+        elif harm == "overwritten":
+            content[5000:6000] = bytes(1000)
+        else:
+            content[-5:] = b"\xff" * 5
+        file.write_bytes(content)
+        assert_same(load_digits(request_in(tmp_path)).train, drawn("train", 100))
+        assert file.read_bytes() != content
+
+    def test_a_folder_that_cannot_be_written_is_no_error(self, tmp_path: Path) -> None:
+        not_a_folder = tmp_path / "file"
+        not_a_folder.touch()
+        assert_same(load_digits(request_in(not_a_folder)).train, drawn("train", 100))
+
+    def test_a_set_above_the_limit_is_mapped_and_the_same(self, tmp_path: Path) -> None:
+        mapped = load_digits(request_in(tmp_path, resident_limit_bytes=1000))
+        assert_same(mapped.train, drawn("train", 100))
+
+    def test_a_set_above_the_limit_that_cannot_be_kept_is_refused(self, tmp_path: Path) -> None:
+        not_a_folder = tmp_path / "file"
+        not_a_folder.touch()
+        with pytest.raises(DataError, match="choose another --data-dir"):
+            load_digits(request_in(not_a_folder, resident_limit_bytes=1000))
+
+
+def test_small_sets_are_not_kept(tmp_path: Path) -> None:
+    load_digits(request_in(tmp_path))
+    assert not list(tmp_path.iterdir())
