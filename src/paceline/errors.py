@@ -14,6 +14,8 @@ class PacelineError(Exception):
     """The root of the tree; its message is meant for the user, without a traceback."""
 
     exit_code = 1
+    is_told = False
+    """Whether another process tells the user about it, so that this one need not."""
 
 
 class UsageError(PacelineError):

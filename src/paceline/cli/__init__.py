@@ -35,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = arguments.run(arguments)
         return code
     except PacelineError as error:
-        _complain(str(error))
+        if not error.is_told:
+            _complain(str(error))
         return error.exit_code
     except KeyboardInterrupt:
         _complain("interrupted")

@@ -7,6 +7,7 @@ asks here.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 
 from paceline.comm.place import Place
@@ -17,7 +18,8 @@ def detect(variables: Mapping[str, str] = os.environ) -> Place | None:
     """The place that the environment gives this process; None where nobody has given it one."""
     if "LOCAL_RANK" in variables and "RANK" in variables:
         return _from_torchrun(variables)
-    if int(variables.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in variables:
+    # The script of a batch job has a rank as well, though nobody else will come: no step, no place.
+    if "SLURM_STEP_ID" in variables and _slurm_number(variables, "NUM_TASKS", "NTASKS", 1) > 1:
         return _from_slurm(variables)
     return None
 
@@ -38,14 +40,19 @@ def _from_torchrun(variables: Mapping[str, str]) -> Place:
 
 
 def _from_slurm(variables: Mapping[str, str]) -> Place:
-    nnodes = _number(variables, "SLURM_NNODES", 1)
-    world_size = _number(variables, "SLURM_NTASKS")
+    nnodes = _slurm_number(variables, "NUM_NODES", "NNODES", 1)
+    world_size = _slurm_number(variables, "NUM_TASKS", "NTASKS", 1)
+    if world_size % nnodes:
+        raise UsageError(
+            f"srun started {world_size} tasks on {nnodes} nodes: give each node the same number"
+            " of them with --ntasks-per-node"
+        )
     return Place(
         rank=_number(variables, "SLURM_PROCID"),
         world_size=world_size,
-        local_rank=_number(variables, "SLURM_LOCALID", 0),
+        local_rank=_number(variables, "SLURM_LOCALID"),
         local_world_size=world_size // nnodes,
-        node=_number(variables, "SLURM_NODEID", 0),
+        node=_number(variables, "SLURM_NODEID"),
         nnodes=nnodes,
         master_addr=variables.get("MASTER_ADDR") or _slurm_first_host(variables),
         master_port=_number(variables, "MASTER_PORT", _slurm_port(variables)),
@@ -53,19 +60,25 @@ def _from_slurm(variables: Mapping[str, str]) -> Place:
     )
 
 
+def _slurm_number(variables: Mapping[str, str], of_step: str, of_job: str, default: int) -> int:
+    """Of this step where it is known, since a step may use a part of the job's tasks only."""
+    return _number(
+        variables, f"SLURM_STEP_{of_step}", _number(variables, f"SLURM_{of_job}", default)
+    )
+
+
 def _slurm_first_host(variables: Mapping[str, str]) -> str:
-    """The first name of a list such as `node[03-05,9],other`."""
+    """The first name of a list such as `node[03-05,9],other` or `rack[1-2]node[3-4]`."""
     names = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "")
-    prefix, bracket, rest = names.partition("[")
-    if not bracket or "," in prefix:
-        return prefix.split(",")[0] or "127.0.0.1"
-    first = rest.partition("]")[0].split(",")[0].split("-")[0]
-    return prefix + first
+    entry = re.match(r"(?:[^,\[]|\[[^\]]*\])+", names)
+    if entry is None:
+        return "127.0.0.1"
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", entry[0])
 
 
 def _slurm_port(variables: Mapping[str, str]) -> int:
     """A port that one job's steps agree on and other jobs of the machine are unlikely to use."""
-    return 20_000 + int(variables.get("SLURM_JOB_ID", "0")) % 20_000
+    return 20_000 + _number(variables, "SLURM_JOB_ID", 0) % 10_000
 
 
 def _number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -9,9 +9,8 @@ import signal
 PR_SET_PDEATHSIG = 1
 
 
-def tie_to_parent() -> None:
-    """Have the kernel kill this process when its parent ends; on Linux."""
-    parent = os.getppid()
+def tie_to(parent: int) -> None:
+    """Have the kernel kill this process when its parent, the process `parent`, ends; on Linux."""
     libc = ctypes.CDLL(None, use_errno=True)
     if hasattr(libc, "prctl"):
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

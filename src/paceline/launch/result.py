@@ -6,6 +6,7 @@ from typing import Any
 
 from paceline.config import RunConfig
 from paceline.errors import RunError
+from paceline.launch.ending import Ending, earliest
 from paceline.measure.machine import cores_usable, hardware, software
 from paceline.measure.resources import summarise
 from paceline.records import SCHEMA, Result, RunFolder
@@ -13,10 +14,10 @@ from paceline.worker.report import WorkerReport
 
 
 def write_result(
-    config: RunConfig, folder: RunFolder, reports: list[WorkerReport], cause: str | None = None
+    config: RunConfig, folder: RunFolder, reports: list[WorkerReport], ending: Ending | None = None
 ) -> Result:
-    """`cause` is what the launcher knows of a failure that no worker could tell."""
-    result = assemble(config, folder, reports, cause)
+    """`ending` is what the launcher knows of the first cause; without it the reports tell."""
+    result = assemble(config, folder, reports, ending)
     try:
         folder.write_result(result)
     except OSError as error:
@@ -25,18 +26,18 @@ def write_result(
 
 
 def assemble(
-    config: RunConfig, folder: RunFolder, reports: list[WorkerReport], cause: str | None = None
+    config: RunConfig, folder: RunFolder, reports: list[WorkerReport], ending: Ending | None = None
 ) -> Result:
     first = reports[0] if reports else None
-    ending = first_cause(reports)
+    ending = ending or first_cause(reports)
     nodes = [summarise(folder.resources_file(node), node) for node in range(config.nnodes)]
     history = first.history if first else []
     last = history[-1] if history else {}
     return {
         "schema": SCHEMA,
         "id": folder.id,
-        "status": "failed" if cause or not ending else ending.status,
-        "cause": cause or (ending.cause if ending else "no worker could tell how it ended"),
+        "status": ending.status if ending else "finished",
+        "cause": ending.cause if ending else None,
         "config": config.to_dict(),
         "software": software(),
         "hardware": hardware(),
@@ -59,11 +60,10 @@ def assemble(
     }
 
 
-def first_cause(reports: list[WorkerReport]) -> WorkerReport | None:
-    """The report that says how the run ended: of failures the first that is no echo of another."""
+def first_cause(reports: list[WorkerReport]) -> Ending | None:
+    """Why the run did not finish, as its workers tell it."""
     unfinished = [report for report in reports if report.status != "finished"]
-    ordered = sorted(unfinished, key=lambda report: (report.is_echo, report.ended))
-    return ordered[0] if ordered else reports[0] if reports else None
+    return earliest(Ending.of_report(report) for report in unfinished)
 
 
 def mean_train_loss(reports: list[WorkerReport]) -> float | None:

@@ -6,11 +6,13 @@ import dataclasses
 from typing import Any
 
 from paceline.config import RunConfig, fields, flag_of, from_mapping, option_of
+from paceline.data import DATASETS
 from paceline.errors import CheckpointError, ConfigError, RecordsError
 from paceline.launch import alone, environment, member, team
 from paceline.launch.outcome import Outcome
+from paceline.models import MODELS
 from paceline.records import RunFolder
-from paceline.sync import STRATEGIES
+from paceline.sync.options import create_strategy
 from paceline.worker.checkpoint import iterations
 
 
@@ -55,9 +57,10 @@ def resumed_config(original: RunConfig, changes: dict[str, Any], folder: RunFold
 def _launch(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
     place = environment.detect()
     if place is not None:
-        world = {"nnodes": place.nnodes, "nproc_per_node": place.local_world_size}
-        config = dataclasses.replace(config, **world)
-    _check_world(config)
+        config = dataclasses.replace(
+            config, nnodes=place.nnodes, nproc_per_node=place.local_world_size
+        )
+    _check_names(config)
     if place is not None:
         return member.run(config, place, resumed, quiet)
     if config.workers == 1:
@@ -65,16 +68,15 @@ def _launch(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcom
     return team.run(config, resumed, quiet)
 
 
-def _check_world(config: RunConfig) -> None:
-    """Refuse a strategy that cannot keep so many workers in step, before any of them starts."""
-    STRATEGIES.check(config.strategy)
-    if config.strategy not in STRATEGIES:
-        return
-    chosen = STRATEGIES.load(config.strategy)
-    if chosen.most_workers is not None and config.workers > chosen.most_workers:
+def _check_names(config: RunConfig) -> None:
+    """Refuse what no worker could be built from, before any of them starts."""
+    MODELS.load(config.model)
+    DATASETS.load(config.data)
+    strategy = create_strategy(config.strategy, config.options)
+    if strategy.most_workers is not None and config.workers > strategy.most_workers:
         raise ConfigError(
             [
-                f"--strategy {config.strategy}: trains {chosen.most_workers} worker,"
+                f"--strategy {config.strategy}: trains {strategy.most_workers} worker,"
                 f" not {config.workers}: choose another with `paceline list strategies`"
             ]
         )

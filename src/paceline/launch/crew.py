@@ -1,0 +1,212 @@
+"""The worker processes of one node, from their start to their end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from signal import Signals
+from time import monotonic, sleep
+from types import TracebackType
+from typing import Self
+
+from paceline.comm.communicator import name_ranks
+from paceline.comm.place import Place
+from paceline.config import RunConfig
+from paceline.errors import StoppedError
+from paceline.launch.ending import Ending, earliest, failure_file, read_failure
+from paceline.launch.hand_in import clear_reports, read_reports
+from paceline.launch.interruptions import Interruptions
+from paceline.launch.nodes import POLL_SECONDS, Nodes
+from paceline.measure.sampler import ResourceSampler
+from paceline.records import SCHEMA, RunFolder, write_json
+from paceline.worker.report import WorkerReport
+
+GRACE_SECONDS = 3.0
+"""What the others get, after a first failure, to notice it themselves and write down their part."""
+
+
+class Crew:
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, port: int, resumed: bool, quiet: bool
+    ) -> None:
+        self.folder = folder
+        self.trouble: str | None = None
+        """What kept the resources from being sampled."""
+        self._config = config
+        self._port = port
+        self._arguments = ["resumed" if resumed else "new", "quiet" if quiet else "shown"]
+        self._launch_file = folder.path / f"launch-{config.node_rank}.json"
+        first_rank = config.node_rank * config.nproc_per_node
+        self._ranks = range(first_rank, first_rank + config.nproc_per_node)
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._forwarded: Signals | None = None
+        self._sampler = ResourceSampler(
+            folder.resources_file(config.node_rank),
+            [os.getpid()],
+            node=config.node_rank,
+            interval_seconds=config.sample_seconds,
+        )
+
+    def __enter__(self) -> Self:
+        self.clear_traces(reports=True)
+        write_json(self._launch_file, {"schema": SCHEMA, "config": self._config.to_dict()})
+        try:
+            for rank in self._ranks:
+                self._processes[rank] = self._start(rank)
+            self._sampler.start()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end()
+
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        config = self._config
+        place = Place(
+            rank=rank,
+            world_size=config.workers,
+            local_rank=rank - self._ranks.start,
+            local_world_size=config.nproc_per_node,
+            node=config.node_rank,
+            nnodes=config.nnodes,
+            master_addr=config.master_addr,
+            master_port=self._port,
+            store_is_served=True,
+        )
+        sources = str(Path(__file__).parents[2])
+        inherited = os.environ.get("PYTHONPATH", "")
+        command = [sys.executable, "-m", "paceline.launch.child", str(os.getpid())]
+        with self._output_file(rank).open("ab") as output:
+            return subprocess.Popen(
+                [*command, str(self._launch_file), str(self.folder.path), *self._arguments],
+                env={
+                    **os.environ,
+                    **place.to_environment(),
+                    "PYTHONPATH": os.pathsep.join(filter(None, (sources, inherited))),
+                },
+                # The first worker shows how it goes; what else is said would only be mixed up.
+                stdout=output if rank else None,
+                stderr=output,
+                stdin=subprocess.DEVNULL,
+                # Ctrl-C reaches the whole foreground group; the launcher decides what to do.
+                start_new_session=True,
+            )
+
+    def watch(self, nodes: Nodes, interruptions: Interruptions) -> Ending | None:
+        """Until all workers have ended, here or by a failure anywhere; returns what is known here.
+
+        The first Ctrl-C lets the workers agree on a last iteration; the second ends them.
+        """
+        while True:
+            codes = {rank: process.poll() for rank, process in self._processes.items()}
+            if all(code is not None for code in codes.values()):
+                return self._explain(codes, interruptions)
+            # One that was asked to stop may be done while another still writes a checkpoint.
+            failed = any(code not in (None, 0, StoppedError.exit_code) for code in codes.values())
+            if failed:
+                nodes.alarm()
+            if failed or nodes.hears_alarm():
+                return self._explain(self._wind_down(), interruptions)
+            self._forward(interruptions)
+            if len(interruptions.received) > 1:
+                return self._explain(self._wind_down(0.0), interruptions)
+            sleep(POLL_SECONDS)
+
+    def _forward(self, interruptions: Interruptions) -> None:
+        if interruptions.received and not self._forwarded:
+            self._forwarded = interruptions.received[0]
+            for process in self._processes.values():
+                if process.poll() is None:
+                    process.send_signal(self._forwarded)
+
+    def _wind_down(self, grace_seconds: float = GRACE_SECONDS) -> dict[int, int | None]:
+        """Give the others time to write down their part, then end them; who had ended, and how."""
+        deadline = monotonic() + grace_seconds
+        while monotonic() < deadline and any(p.poll() is None for p in self._processes.values()):
+            sleep(POLL_SECONDS)
+        codes = {rank: process.poll() for rank, process in self._processes.items()}
+        self._kill_all()
+        return codes
+
+    def _explain(self, codes: dict[int, int | None], interruptions: Interruptions) -> Ending | None:
+        """Why the workers did not finish, as far as is known on this node."""
+        told = [Ending.of_report(each) for each in self.reports() if each.status != "finished"]
+        told += filter(None, (read_failure(self.folder, rank) for rank in self._ranks))
+        known = earliest(told)
+        if (known and not known.is_echo) or not any(code != 0 for code in codes.values()):
+            return known
+        if interruptions.received:
+            name = interruptions.received[0].name
+            return Ending(f"stopped by {name} at once", StoppedError.exit_code, "stopped")
+        for rank, code in codes.items():
+            if code is not None and code < 0:
+                return Ending(f"rank {rank} was killed by {Signals(-code).name}")
+        for rank, code in codes.items():
+            if code and known is None:
+                return Ending(f"rank {rank} ended with exit code {code}: {self._last_line(rank)}")
+        busy = [rank for rank, code in codes.items() if code is None]
+        if known and busy:
+            return replace(known, cause=f"{known.cause}; {name_ranks(busy)} was still busy")
+        return known
+
+    def _last_line(self, rank: int) -> str:
+        """Of what a worker wrote that could not say why it ended."""
+        text = self._output_file(rank).read_text(errors="replace").strip()
+        return text.splitlines()[-1] if text else "it said nothing"
+
+    def _end(self) -> None:
+        self._kill_all()
+        self.trouble = self._sampler.stop()
+        self._launch_file.unlink(missing_ok=True)
+
+    def _kill_all(self) -> None:
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.kill()
+        for process in self._processes.values():
+            process.wait()
+
+    def reports(self) -> list[WorkerReport]:
+        """All that are there: this node's, and on the first node those handed in by the others."""
+        return read_reports(self.folder, self._config.workers)
+
+    def records(self) -> list[str]:
+        """The names of the files that belong on the first node."""
+        files = [
+            *(self.folder.events_file(rank) for rank in self._ranks),
+            *(self.folder.report_file(rank) for rank in self._ranks),
+            self.folder.resources_file(self._config.node_rank),
+        ]
+        return [file.name for file in files if file.exists()]
+
+    def clear_traces(self, reports: bool) -> None:
+        """Remove what is only of use between workers and launcher; `reports`: those, too."""
+        for rank in self._ranks:
+            failure_file(self.folder, rank).unlink(missing_ok=True)
+            output = self._output_file(rank)
+            if output.exists() and not output.stat().st_size:
+                output.unlink()
+        if reports:
+            clear_reports(self.folder, self._config.workers)
+
+    def discard_records(self) -> None:
+        """Remove all that this node has written."""
+        for rank in self._ranks:
+            self._output_file(rank).unlink(missing_ok=True)
+            self.folder.events_file(rank).unlink(missing_ok=True)
+        self.folder.resources_file(self._config.node_rank).unlink(missing_ok=True)
+        self.folder.discard()
+
+    def _output_file(self, rank: int) -> Path:
+        """What a worker says besides its records; there only where it said something."""
+        return self.folder.path / f"output-{rank}.txt"

@@ -1,0 +1,41 @@
+"""Ctrl-C and termination signals outside the training loop, which has its own way with them."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Self
+
+from paceline.errors import StoppedError
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interruptions:
+    """Notes the signals that come; while `raises` is set, one ends what is being done."""
+
+    def __init__(self) -> None:
+        self.raises = True
+        self.received: list[signal.Signals] = []
+
+    def __enter__(self) -> Self:
+        self._before = []
+        # Elsewhere Python does not allow it; the main thread then decides about signals.
+        if threading.current_thread() is threading.main_thread():
+            self._before = [signal.signal(number, self._receive) for number in SIGNALS]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in zip(SIGNALS, self._before, strict=False):
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(signal.Signals(number))
+        if self.raises:
+            raise StoppedError(f"stopped by {self.received[0].name} before training began")

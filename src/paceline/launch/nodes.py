@@ -1,0 +1,199 @@
+"""What the launchers of all nodes tell one another.
+
+They meet at a store that the first node's launcher serves. There they compare their settings before
+any worker is started, raise the alarm when one fails, and at the end tell what they know of the
+cause, so that all of them say the same: the first cause, and not the echoes that its peers see.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+from time import monotonic, sleep
+from typing import Any
+
+from paceline.comm.rendezvous import Meeting
+from paceline.config import RunConfig
+from paceline.errors import ConfigError, RunError
+from paceline.launch.agreement import differences
+from paceline.launch.ending import Ending, earliest
+from paceline.records import RunFolder
+
+POLL_SECONDS = 0.05
+NEWS_SECONDS = 0.5
+"""How often the launchers look for one another's alarm."""
+FAREWELL_SECONDS = 4.0
+"""How long, after a failure, a launcher waits to hear from the others."""
+PART_BYTES = 4 << 20
+"""A file travels in parts of this size; the store takes twice as much at once."""
+
+
+class Nodes:
+    def __init__(self, config: RunConfig) -> None:
+        """Meet the others; refuses those who were started with other settings, on all nodes."""
+        self._config = config
+        self._node = config.node_rank
+        self._others = [node for node in range(config.nnodes) if node != self._node]
+        # Nobody else has to know the port of a run on one machine: any free one will do.
+        self.port = config.master_port if self._others else _free_port(config.master_addr)
+        self._store = Meeting(
+            self._node,
+            config.nnodes,
+            config.master_addr,
+            self.port,
+            timeout_seconds=config.rendezvous_seconds,
+            name="nodes",
+            noun="node",
+        ).join()
+        self._looked = monotonic()
+        self._lost = False
+        self.shares_folder = True
+        """Whether this node's folder is the very one of the first node."""
+        self._compare_configs()
+
+    def _compare_configs(self) -> None:
+        self._try_set(f"config/{self._node}", self._config.to_dict())
+        settings = [self._await(f"config/{node}") for node in range(self._config.nnodes)]
+        problems = [
+            problem
+            for node in range(1, self._config.nnodes)
+            for problem in differences(settings[node], settings[0], "node", node)
+        ]
+        if problems:
+            self._part()
+            raise ConfigError(problems)
+
+    def agree_on_folder(self, folder: RunFolder | None) -> RunFolder:
+        """The first node's; the others make one of the same name, or see the very same one."""
+        if folder is not None and self._node == 0:
+            self._try_set("folder", {"id": folder.id, "identity": folder.identity()})
+            return folder
+        told = self._await("folder")
+        folder = folder or RunFolder.beside(self._config, told["id"])
+        self.shares_folder = folder.identity() == told["identity"]
+        return folder
+
+    def refuse(self, ending: Ending) -> None:
+        """Tell the others why this node takes no part."""
+        self.alarm()
+        self._try_set(f"ended/{self._node}", dataclasses.asdict(ending))
+        self._part()
+
+    def alarm(self) -> None:
+        """Let the others know that the run has failed, before it is known why."""
+        if self._others:
+            self._try_set("alarm", True)
+
+    def hears_alarm(self) -> bool:
+        """Whether another one has raised it, or the first node's launcher is gone."""
+        if not self._others or monotonic() - self._looked < NEWS_SECONDS:
+            return False
+        self._looked = monotonic()
+        return self._has("alarm") or self._lost
+
+    def conclude(self, ending: Ending | None, folder: RunFolder, files: list[str]) -> Ending | None:
+        """Tell the others how it ended here and hear how it did there; returns the first cause.
+
+        The first node gets the named files of the others' folders.
+        """
+        if not self._others:
+            return ending
+        if ending:
+            self.alarm()
+        if not self.shares_folder:
+            self._hand_in(folder, files)
+        self._try_set(f"ended/{self._node}", dataclasses.asdict(ending) if ending else None)
+        told = self._hear_endings()
+        if self._node == 0:
+            self._collect(folder)
+        self._part()
+        known = earliest([each for each in (ending, *told.values()) if each])
+        if self._lost and (known is None or known.is_echo):
+            return Ending(f"lost contact with the first node at {self._config.master_addr}")
+        silent = [str(node) for node in self._others if node not in told]
+        if silent and (known is None or known.is_echo):
+            echo = f": {known.cause}" if known else ""
+            return Ending(f"lost contact with node {' and '.join(silent)}{echo}")
+        return known
+
+    def _hear_endings(self) -> dict[int, Ending | None]:
+        """Of those who say how they ended; after a failure they have little time for that."""
+        told: dict[int, Ending | None] = {}
+        begun = monotonic()
+        while len(told) < len(self._others) and not self._lost:
+            for node in self._others:
+                if node not in told and self._has(f"ended/{node}"):
+                    values = self._get(f"ended/{node}")
+                    told[node] = Ending(**values) if values else None
+            failed = self._has("alarm")
+            limit = FAREWELL_SECONDS if failed else self._config.timeout_seconds
+            if monotonic() - begun > limit:
+                break
+            sleep(POLL_SECONDS)
+        return told
+
+    def _hand_in(self, folder: RunFolder, files: list[str]) -> None:
+        sizes = {}
+        for name in files:
+            contents = (folder.path / name).read_bytes()
+            parts = range(0, len(contents), PART_BYTES)
+            for number, begin in enumerate(parts):
+                key = f"file/{self._node}/{name}/{number}"
+                self._try_set_bytes(key, contents[begin : begin + PART_BYTES])
+            sizes[name] = len(parts)
+        self._try_set(f"files/{self._node}", sizes)
+
+    def _collect(self, folder: RunFolder) -> None:
+        for node in self._others:
+            if not self._has(f"files/{node}"):
+                continue
+            for name, parts in self._get(f"files/{node}").items():
+                keys = [f"file/{node}/{name}/{number}" for number in range(parts)]
+                contents = b"".join(self._store.get(key) for key in keys)
+                (folder.path / name).write_bytes(contents)
+
+    def _part(self) -> None:
+        """The first node, which serves the store, lets the others go first."""
+        self._try_set(f"left/{self._node}", True)
+        deadline = monotonic() + FAREWELL_SECONDS
+        keys = [f"left/{node}" for node in self._others]
+        while self._node == 0 and monotonic() < deadline and not self._lost:
+            if all(self._has(key) for key in keys):
+                return
+            sleep(POLL_SECONDS)
+
+    def _get(self, key: str) -> Any:
+        return json.loads(self._store.get(key))
+
+    def _await(self, key: str) -> Any:
+        """What another node is about to tell."""
+        deadline = monotonic() + self._config.rendezvous_seconds
+        while not self._has(key):
+            if self._lost or self._has("alarm") or monotonic() > deadline:
+                raise RunError(f"node {self._node}: another node left before training began")
+            sleep(POLL_SECONDS)
+        return self._get(key)
+
+    def _try_set(self, key: str, value: Any) -> None:
+        self._try_set_bytes(key, json.dumps(value).encode())
+
+    def _try_set_bytes(self, key: str, value: bytes) -> None:
+        try:
+            self._store.set(key, value)  # type: ignore[arg-type]  # it takes both
+        except RuntimeError:
+            self._lost = True
+
+    def _has(self, key: str) -> bool:
+        try:
+            return not self._lost and bool(self._store.check([key]))
+        except RuntimeError:
+            self._lost = True
+            return False
+
+
+def _free_port(address: str) -> int:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
