@@ -167,7 +167,7 @@ def test_compare_puts_runs_side_by_side_in_80_columns(
     assert "momentum" not in out, "what is the same in all runs is left out"
 
 
-@pytest.mark.parametrize("kind", ["models", "data", "strategies"])
+@pytest.mark.parametrize("kind", ["models", "data", "strategies", "algorithms", "codecs"])
 def test_list_names_every_entry_with_a_summary(
     kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

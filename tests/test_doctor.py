@@ -59,10 +59,10 @@ def test_a_tool_that_is_missing_is_said_with_its_use_and_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    tool = finding(doctor.examine(tmp_path, None), "tc")
+    tool = finding(doctor.examine(tmp_path, None), "srun")
     assert tool.status == "absent"
-    assert "shaped links" in tool.fact
-    assert "iproute2" in tool.advice
+    assert "under SLURM" in tool.fact
+    assert "SLURM cluster" in tool.advice
 
 
 def test_a_gpu_that_torch_cannot_use_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,12 +22,8 @@ LEAST_SHARED_MEMORY_BYTES = 512 << 20
 """A few copies of a model of 25 million weights; containers often have 64 MiB."""
 
 TOOLS = {
-    "ip": ("emulated clusters", "install iproute2"),
-    "tc": ("emulated clusters with shaped links", "install iproute2"),
-    "iperf3": ("checking an emulated link", "install iperf3"),
-    "ssh": ("starting workers on other machines", "install openssh-client"),
     "srun": ("starting workers under SLURM", "run on a SLURM cluster"),
-    "ray": ("starting workers on a Ray cluster", "pip install ray"),
+    "tensorboard": ("looking at a run's scalars", "pip install tensorboard"),
 }
 """Programs that only some features use: what for, and how to get them."""
 
@@ -69,7 +65,6 @@ def examine(out: Path, data_dir: str | None) -> list[Finding]:
         _output_folder(out),
         _measuring(),
         *_datasets(data_dir),
-        _cluster_rights(),
         *(_tool(name, purpose, remedy) for name, (purpose, remedy) in TOOLS.items()),
     ]
 
@@ -215,12 +210,6 @@ def _datasets(data_dir: str | None) -> Iterator[Finding]:
             size = f"{official.download_bytes / 1e6:.0f} MB to download"
             advice = f"paceline data fetch {entry.name}"
             yield Finding(f"data {entry.name}", "absent", size, advice)
-
-
-def _cluster_rights() -> Finding:
-    if os.geteuid() == 0:
-        return Finding("root", "ok", "emulated clusters may be set up")
-    return Finding("root", "absent", "needed for emulated clusters", "run those with sudo")
 
 
 def _tool(name: str, purpose: str, remedy: str) -> Finding:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
+from paceline.codec import CODECS
+from paceline.comm import ALGORITHMS
 from paceline.data import DATASETS
 from paceline.models import MODELS
 from paceline.registry import Entry
 from paceline.sync import STRATEGIES
 
-SUMMARY = "list strategies, models and datasets"
+SUMMARY = "list what can be picked by name: strategies, algorithms, codecs, models, data"
 
 KINDS: dict[str, Iterable[Entry]] = {
     "strategies": STRATEGIES,
+    "algorithms": ALGORITHMS,
+    "codecs": CODECS,
     "models": MODELS,
     "data": DATASETS,
 }

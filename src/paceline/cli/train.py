@@ -12,6 +12,8 @@ SUMMARY = "train one model and write down what it took"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    # The list of all flags would fill a screen before the first one is explained.
+    parser.usage = "paceline train [flags]"
     add_config_flags(parser)
     control = parser.add_argument_group("Control")
     control.add_argument(
