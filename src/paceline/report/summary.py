@@ -8,14 +8,17 @@ from rich.table import Table
 from paceline.records import Result, RunFolder
 from paceline.report import units
 
-BAR_WIDTH = 30
+BAR_WIDTH = 24
+WORKERS_SHOWN = 4
+"""As many as fit 80 columns."""
 
 
 def print_summary(folder: RunFolder, result: Result) -> None:
     console = Console(highlight=False)
     console.print()
-    console.print(phase_table(result))
-    console.print()
+    if result["workers"]:
+        console.print(phase_table(result))
+        console.print()
     facts = Table(box=None, pad_edge=False, show_header=False)
     facts.add_column(no_wrap=True)
     facts.add_column(overflow="fold")
@@ -26,24 +29,30 @@ def print_summary(folder: RunFolder, result: Result) -> None:
 
 
 def phase_table(result: Result) -> Table:
-    """Where the first worker's seconds went; phases that took none are left out."""
-    worker = result["workers"][0]
-    wall = worker["wall_seconds"]
+    """Where the workers' seconds went; phases that took none are left out.
+
+    Of the first worker in seconds, with a bar; of a few more beside it, as shares.
+    """
+    first, *others = result["workers"][:WORKERS_SHOWN]
+    wall = first["wall_seconds"]
     table = Table(box=None, pad_edge=False)
     table.add_column("phase")
-    for heading in ("seconds", "share"):
+    for heading in ("seconds", *(f"rank {worker['rank']}" for worker in (first, *others))):
         table.add_column(heading, justify="right")
     table.add_column()
-    for phase, spent in worker["phases"].items():
-        if spent > 0:
-            bar = "█" * round(BAR_WIDTH * spent / wall)
-            table.add_row(phase, f"{spent:.2f}", units.share(spent / wall), bar)
-    total = sum(worker["phases"].values())
-    table.add_row("all", f"{total:.2f}", f"of {wall:.2f} s wall time")
+    for phase, spent in first["phases"].items():
+        shares = [worker["phases"][phase] / worker["wall_seconds"] for worker in (first, *others)]
+        if any(share >= 0.0005 for share in shares):
+            bar = "█" * round(BAR_WIDTH * shares[0])
+            table.add_row(phase, f"{spent:.2f}", *map(units.share, shares), bar)
+    total = sum(first["phases"].values())
+    table.add_row("all", f"{total:.2f}", *[units.share(total / wall)], *([""] * len(others)))
     return table
 
 
 def summary_rows(result: Result) -> list[tuple[str, str]]:
+    if not result["workers"]:
+        return [("status", result["status"])]
     worker, node, final = result["workers"][0], result["nodes"][0], result["final"]
     timing, checkpoints = worker["iteration_seconds"], result["checkpoints"]
     rows = [
@@ -72,6 +81,8 @@ def summary_rows(result: Result) -> list[tuple[str, str]]:
         target = result["config"]["target_accuracy"]
         spent = units.seconds(result["seconds_to_target"])
         rows.insert(2, ("target", f"accuracy {target} after {spent}, evaluation not counted"))
+    if len(result["workers"]) > 1:
+        rows.insert(3, ("traffic", _traffic(result)))
     if checkpoints.get("count"):
         blocked = units.seconds(checkpoints["blocked_seconds"])
         rows.append(
@@ -82,3 +93,16 @@ def summary_rows(result: Result) -> list[tuple[str, str]]:
             )
         )
     return rows
+
+
+def _traffic(result: Result) -> str:
+    """What the first worker sent, by kind, and how much of it was hidden behind computing."""
+    worker = result["workers"][0]
+    sent = ", ".join(
+        f"{kind} {units.size(count['bytes_sent'])}"
+        for kind, count in worker["traffic"].items()
+        if count["bytes_sent"]
+    )
+    hidden = worker["hidden_exchange_seconds"]
+    tail = f"; {units.seconds(hidden)} hidden behind computing" if hidden else ""
+    return f"rank 0 sent {sent or 'nothing'}{tail}"
