@@ -104,6 +104,9 @@ class BackendWork(Work):
 class GlooWork(BackendWork):
     """A collective of gloo's."""
 
+    def when_complete(self, action: Callable[[], None]) -> None:
+        self._handle.get_future().then(lambda _: action())
+
     def _finish(self) -> None:
         self._handle.wait()
 

@@ -50,6 +50,11 @@ class Work(ABC):
         self._on_end.append(action)
         return self
 
+    def when_complete(self, action: Callable[[], None]) -> None:
+        """Do this when the operation completes, on whatever thread notices it; where none does
+        before `wait()`, then."""
+        self.on_end(action)
+
     @abstractmethod
     def _block(self) -> None:
         """Wait for the end of the operation."""

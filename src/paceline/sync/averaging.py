@@ -54,9 +54,14 @@ class GradientAveraging(Strategy):
         if self.flat:
             self.exchange.sum(communicator, "all", gradients.tensor, gradients.shapes)
             return
-        for number, shape in enumerate(gradients.shapes):
-            part = gradients.part(number, number + 1)
-            self.exchange.sum(communicator, str(number), part, [shape])
+        under_way = [
+            self.exchange.begin(communicator, str(number), part, [shape])
+            for number, (part, shape) in enumerate(
+                zip(gradients.parts, gradients.shapes, strict=True)
+            )
+        ]
+        for work in under_way:
+            work.wait()
 
     def cost(self, shape: ModelShape, network: Network) -> Cost:
         sizes = (shape.gradient_bytes,) if self.flat else shape.tensor_bytes

@@ -7,6 +7,8 @@ workers, forward and backward, so the result is that of one worker. torch has it
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +35,10 @@ def synchronise_batch_norm(model: nn.Module, communicator: Communicator) -> nn.M
 
 class SharedBatchNorm(nn.modules.batchnorm._BatchNorm):
     communicator: Communicator
+    counts: bool = True
+    """Whether this worker's samples belong to the batch, or stand in for a share it has not got."""
+    exchanging: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
+    """Around communication, so that it is accounted for as such."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -42,15 +48,16 @@ class SharedBatchNorm(nn.modules.batchnorm._BatchNorm):
         self._check_input_dim(input)
         if not self.training or self.communicator.world_size == 1:
             return super().forward(input)
-        output, mean, variance, count = _Normalise.apply(
-            input, self.weight, self.bias, self.eps, self.communicator
+        output, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, self
         )
-        if self.running_mean is not None and self.running_var is not None:
-            self._track(mean, variance, float(count))
+        self._track(mean, variance, float(count))
         assert isinstance(output, Tensor)
         return output
 
     def _track(self, mean: Tensor, variance: Tensor, count: float) -> None:
+        if self.running_mean is None or self.running_var is None:
+            return
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         rate = self.momentum if self.momentum is not None else 1 / float(self.num_batches_tracked)
@@ -58,6 +65,10 @@ class SharedBatchNorm(nn.modules.batchnorm._BatchNorm):
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
             unbiased = variance * (count / max(count - 1, 1))
             self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
+
+    def sum_over_workers(self, sums: Tensor) -> None:
+        with self.exchanging():
+            self.communicator.all_reduce(sums, "buffers").wait()
 
 
 class _Normalise(torch.autograd.Function):
@@ -67,8 +78,7 @@ class _Normalise(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        epsilon: float,
-        communicator: Communicator,
+        layer: SharedBatchNorm,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         over = [dim for dim in range(x.dim()) if dim != 1]
         values = x.float()
@@ -80,16 +90,18 @@ class _Normalise(torch.autograd.Function):
                 torch.tensor([x.numel() / x.shape[1]], dtype=torch.float64, device=x.device),
             ]
         )
-        communicator.all_reduce(sums, "buffers").wait()
+        if not layer.counts:
+            sums.zero_()
+        layer.sum_over_workers(sums)
         total, squares = sums[:-1].chunk(2)
         count = sums[-1]
         mean = total / count
         variance = (squares / count - mean.square()).clamp(min=0)
-        inverse = (variance + epsilon).rsqrt()
+        inverse = (variance + layer.eps).rsqrt()
         shape = [1, -1, *(1 for _ in over[1:])]
         normal = (values - mean.float().view(shape)) * inverse.float().view(shape)
         ctx.save_for_backward(normal, inverse, count, *([] if weight is None else [weight]))
-        ctx.over, ctx.shape, ctx.communicator = over, shape, communicator
+        ctx.over, ctx.shape, ctx.layer, ctx.counts = over, shape, layer, layer.counts
         output = normal
         if weight is not None and bias is not None:
             output = normal * weight.view(shape) + bias.view(shape)
@@ -104,11 +116,14 @@ class _Normalise(torch.autograd.Function):
         bias_gradient = gradient.sum(over)
         weight_gradient = (gradient * normal).sum(over)
         sums = torch.stack([bias_gradient, weight_gradient]).double()
-        ctx.communicator.all_reduce(sums, "buffers").wait()
+        ctx.layer.sum_over_workers(sums)
         mean_gradient, mean_product = (sums / count).float()
-        centred = gradient - mean_gradient.view(shape) - normal * mean_product.view(shape)
+        centred = gradient
+        if ctx.counts:
+            # Only samples that moved the mean and the variance get a gradient through them.
+            centred = gradient - mean_gradient.view(shape) - normal * mean_product.view(shape)
         scale = inverse.float() if not rest else inverse.float() * rest[0]
         x_gradient = (centred * scale.view(shape)).to(gradients[0].dtype)
         if not rest:
-            return x_gradient, None, None, None, None
-        return x_gradient, weight_gradient, bias_gradient, None, None
+            return x_gradient, None, None, None
+        return x_gradient, weight_gradient, bias_gradient, None

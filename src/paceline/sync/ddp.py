@@ -12,17 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import GradBucket
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch lists it not
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.comm.background import Background
-from paceline.comm.communicator import Communicator
+from paceline.comm.communicator import Communicator, name_ranks
 from paceline.comm.torch_distributed import TorchCommunicator
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PeerError, RunError
 from paceline.sync.averaging import GradientAveraging
-from paceline.sync.exchange import KIND
+from paceline.sync.exchange import KIND, Underway
 from paceline.sync.replica import Replica
+from paceline.sync.state_exchange import broadcast_model
 
 
 class Ddp(GradientAveraging):
@@ -31,14 +32,17 @@ class Ddp(GradientAveraging):
     def __init__(
         self,
         *,
-        bucket_mib: float = 25.0,
+        bucket_mib: float | None = None,
+        find_unused: bool = False,
         codec: str = "none",
         chunk: str | None = None,
         ratio: str | None = None,
         rank: str | None = None,
     ) -> None:
+        """`find_unused`: look in every pass for weights that have no part in the loss."""
         super().__init__(flat=True, codec=codec, chunk=chunk, ratio=ratio, rank=rank)
         self._bucket_mib = bucket_mib
+        self._find_unused = find_unused
 
     def attach(self, replica: Replica) -> None:
         self.replica = replica
@@ -48,40 +52,74 @@ class Ddp(GradientAveraging):
             return
         if not isinstance(self._communicator, TorchCommunicator):
             raise ConfigError(["--strategy ddp: needs workers that torch.distributed connects"])
+        broadcast_model(replica.model, self._communicator)
         self._group: Any = self._communicator.process_group()
         if self.exchange.codec:
             self._background = Background(self._communicator)
-        self._began: float | None = None
-        self._handed_over = self._ended = 0.0
+        self._underway = Underway()
+        self._handed_over = 0.0
+        self._failed = self._is_rehearsal = False
+        # What a codec remembers of the buckets must fit them from the first step to the last.
+        self._to_rehearse = self.exchange.codec is not None
+        self._plain_forward = replica.forward
         module = replica.forward if isinstance(replica.forward, nn.Module) else replica.model
         self._wrapped = DistributedDataParallel(
             module,
             process_group=self._group,
             bucket_cap_mb=self._bucket_mib,
-            broadcast_buffers=False,
+            init_sync=False,
+            find_unused_parameters=self._find_unused,
         )
+        # Buffers are agreed on when they are needed, for evaluation, and not at every step.
+        self._wrapped.require_forward_param_sync = False
         # DDP compares annotations with classes, so a function that has none stands between.
         self._wrapped.register_comm_hook(None, lambda _, bucket: self._hook(bucket))
         replica.forward = self._forward
 
     def _forward(self, inputs: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
-            outputs = self.replica.model(inputs)
-        else:
-            # DDP asks in the forward pass whether the backward pass is to communicate.
-            self._wrapped.require_backward_grad_sync = self.replica.last_part
+            return self._plain_forward(inputs)
+        if self._to_rehearse:
+            self._rehearse(inputs)
+        # DDP asks in the forward pass whether the backward pass is to communicate.
+        self._wrapped.require_backward_grad_sync = self.replica.last_part
+        try:
             outputs = self._wrapped(inputs)
+        except RuntimeError as error:
+            if "finished reduction in the prior iteration" in str(error):
+                raise RunError(
+                    "--strategy ddp: some weights had no part in the loss: give -o find_unused=true"
+                ) from None
+            raise
         assert isinstance(outputs, Tensor)
         return outputs
 
+    def _rehearse(self, inputs: Tensor) -> None:
+        """A pass that leaves no trace but DDP's final buckets, which it makes after its first.
+
+        A resumed run starts with them, since the order of a sum depends on the place in a bucket.
+        """
+        self._to_rehearse = False
+        buffers = [(buffer, buffer.clone()) for buffer in self.replica.model.buffers()]
+        self._wrapped.require_backward_grad_sync = self._is_rehearsal = True
+        with torch.random.fork_rng([inputs.device] if inputs.is_cuda else []):
+            self._wrapped(inputs).sum().backward()
+        self._is_rehearsal = False
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        self.replica.clear_gradients()
+
     def _hook(self, bucket: GradBucket) -> Future[Tensor]:
         """Called by DDP when a bucket is full; the future gives the sum."""
+        gradient = bucket.buffer()
+        if self._is_rehearsal:
+            nothing: Future[Tensor] = Future()
+            nothing.set_result(gradient)
+            return nothing
         self._handed_over = perf_counter()
-        if self._began is None:
-            self._began = self._handed_over
+        self._underway.begin()
         if self._background is not None:
             return self._through_codec(bucket, self._background)
-        gradient = bucket.buffer()
         traffic, algorithm = self._communicator.traffic, self.exchange.algorithm
         rank, world = self._communicator.rank, self._communicator.world_size
         size = (world, gradient.numel(), gradient.element_size())
@@ -94,8 +132,12 @@ class Ddp(GradientAveraging):
 
         def arrived(future: Future[list[Tensor]]) -> Tensor:
             traffic.end(KIND)
-            self._ended = perf_counter()
-            return future.value()[0]
+            self._underway.end()
+            try:
+                return future.value()[0]
+            except RuntimeError:
+                self._failed = True
+                raise
 
         summing: Future[list[Tensor]] = self._group.allreduce([gradient]).get_future()
         summed: Future[Tensor] = summing.then(arrived)
@@ -109,33 +151,51 @@ class Ddp(GradientAveraging):
         def exchange(communicator: Communicator) -> None:
             try:
                 self.exchange.sum(communicator, key, gradient, shapes)
-                self._ended = perf_counter()
-                future.set_result(gradient)
             except Exception as error:
-                future.set_exception(error)
+                self._failed = True
+                future.set_exception(error)  # type: ignore[arg-type]  # it takes errors
                 raise
+            finally:
+                self._underway.end()
+            future.set_result(gradient)
 
         background.submit(exchange)
         return future
 
     def backward(self, loss: Tensor) -> None:
-        super().backward(loss)
-        if self._communicator.world_size == 1 or not self.replica.last_part:
-            return
-        # DDP waits for its sums inside the backward pass: what came after the last gradient was
-        # ready is communication that nothing hid.
-        now = self.replica.clock.enter("other")
+        try:
+            super().backward(loss)
+        except RuntimeError as error:
+            if self._communicator.world_size > 1 and self._failed:
+                peers = name_ranks(self._communicator.peers)
+                cause = str(error).splitlines()[0]
+                rank = self._communicator.rank
+                raise PeerError(f"rank {rank}: all_reduce with {peers}: {cause}") from None
+            raise
+        if self._communicator.world_size > 1 and self.replica.last_part:
+            self._account()
+
+    def _account(self) -> None:
+        """DDP waits for its sums inside the backward pass: what came after the last gradient was
+        ready is communication that nothing hid."""
+        self.replica.clock.enter("other")
         ready = self._handed_over
-        self.replica.clock.move("backward", "exchange", now - ready)
-        self.replica.exposed.note(ready, now)
-        if self._began is not None:
-            busy = max(0.0, self._ended - self._began)
-            self.replica.hidden_exchange_seconds += max(0.0, busy - (now - ready))
-        self._began = None
+        ended = max(ready, self._underway.ended)
+        self.replica.clock.move("backward", "exchange", ended - ready)
+        self.replica.exposed.note(ready, ended)
+        busy = self._underway.take_seconds()
+        self.replica.hidden_exchange_seconds += max(0.0, busy - (ended - ready))
 
     def step(self) -> None:
+        self.replica.fill_missing_gradients()
         self.replica.update()
 
     def finish(self) -> None:
         if self._background is not None:
+            # A thread that ends cuts off those who still receive from it.
+            self._communicator.barrier().wait()
             self._background.close()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._to_rehearse = True

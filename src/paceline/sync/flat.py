@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +20,15 @@ class FlatGradients:
         self.weights = list(weights)
         self.shapes = [tuple(weight.shape) for weight in self.weights]
         sizes = [weight.numel() for weight in self.weights]
+        self._offsets = [0, *accumulate(sizes)]
         first = self.weights[0] if self.weights else torch.empty(0)
         self.tensor = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
-        for weight, part in zip(self.weights, self.tensor.split(sizes), strict=True):
+        self.parts = self.tensor.split(sizes)
+        """Each weight's gradient, flat and in the order of its memory."""
+        for weight, part in zip(self.weights, self.parts, strict=True):
             # The strides of the weight, since fused optimisers walk both in memory order.
             weight.grad = part.as_strided(weight.shape, weight.stride())
 
     def part(self, begin: int, end: int) -> Tensor:
         """Where the gradients of weights `begin` to `end` lie."""
-        offsets = [0]
-        for weight in self.weights:
-            offsets.append(offsets[-1] + weight.numel())
-        return self.tensor[offsets[begin] : offsets[end]]
+        return self.tensor[self._offsets[begin] : self._offsets[end]]

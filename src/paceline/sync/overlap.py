@@ -1,16 +1,17 @@
 """Averaging gradients in buckets while the backward pass still computes the others.
 
 The backward pass makes gradients in about the reverse order of the layers. They are laid out in
-that order, cut into buckets, and a bucket travels as soon as its last gradient is there, on a
-thread of its own. What is left to wait for after the backward pass is only the last buckets. The first bucket
-is small, so that communication starts early.
+that order and cut into buckets, and a bucket travels as soon as its last gradient is there: handed
+to the library, which has threads of its own, or, with a codec or an algorithm of comm/algorithms,
+to a thread of ours. What is left to wait for after the backward pass is only the last buckets. The
+first bucket is small, so that communication starts early.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from time import perf_counter
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.objects import broadcast_json
 from paceline.comm.work import Work
 from paceline.sync.averaging import GradientAveraging
+from paceline.sync.exchange import Underway
 from paceline.sync.flat import FlatGradients
 from paceline.sync.replica import Replica
 from paceline.sync.state_exchange import broadcast_model
@@ -33,7 +35,6 @@ class Bucket:
     shapes: Sequence[tuple[int, ...]]
     missing: int = 0
     """Gradients of this step that are not there yet."""
-    work: Work | None = None
 
 
 class Overlap(GradientAveraging):
@@ -54,16 +55,20 @@ class Overlap(GradientAveraging):
     def attach(self, replica: Replica) -> None:
         self.replica = replica
         broadcast_model(replica.model, replica.communicator)
-        self._background = Background(replica.communicator)
-        self._busy_seconds = 0.0
+        self._line = replica.communicator.fork() if self.exchange.returns_at_once else None
+        self._background = None if self._line else Background(replica.communicator)
+        self._underway = Underway()
         self._seen: list[int] | None = []
         """Weights in the order in which their gradients came, in the first step."""
         self._lay_out(list(reversed(range(len(replica.trainable)))))
-        for number, weight in enumerate(replica.trainable):
+        self._hooks = [
             weight.register_post_accumulate_grad_hook(self._hook(number))
+            for number, weight in enumerate(replica.trainable)
+        ]
 
     def _lay_out(self, order: Sequence[int]) -> None:
         """Lay the gradients out in this order of the weights, and cut it into buckets."""
+        self._order = order
         weights = [self.replica.trainable[number] for number in order]
         gradients = FlatGradients(weights)
         self.replica.flat_gradients = gradients.tensor
@@ -77,47 +82,55 @@ class Overlap(GradientAveraging):
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._sent = 0
+        self._under_way: list[Work] = []
         for bucket in self._buckets:
-            bucket.missing, bucket.work = len(bucket.shapes), None
+            bucket.missing = len(bucket.shapes)
 
-    def _hook(self, number: int) -> _Hook:
-        return _Hook(self, number)
+    def _hook(self, number: int) -> Callable[[Tensor], None]:
+        """What torch calls with the weight of this number, once its gradient is there."""
 
-    def gradient_is_there(self, number: int) -> None:
-        """Called during the backward pass, once for each weight."""
-        if not self.replica.last_part:
-            return
+        def gradient_is_there(_weight: Tensor) -> None:
+            if self.replica.last_part:
+                self._note(number)
+
+        return gradient_is_there
+
+    def _note(self, number: int) -> None:
         if self._seen is not None:
             self._seen.append(number)
-        self._bucket_of[number].missing -= 1
+        bucket = self._bucket_of[number]
+        bucket.missing -= 1
+        if bucket.missing:
+            return
         # In the buckets' order on every worker, whatever order the gradients came in here.
-        while self._sent < len(self._buckets) and not self._buckets[self._sent].missing:
-            self._send_next()
+        while (sent := len(self._under_way)) < len(self._buckets) and not self._buckets[
+            sent
+        ].missing:
+            self._send(self._buckets[sent])
 
-    def _send_next(self) -> None:
-        bucket = self._buckets[self._sent]
-        self._sent += 1
+    def _send(self, bucket: Bucket) -> None:
+        self._underway.begin()
 
         def exchange(communicator: Communicator) -> None:
-            began = perf_counter()
             self.exchange.sum(communicator, bucket.key, bucket.gradient, bucket.shapes)
-            self._busy_seconds += perf_counter() - began
 
-        bucket.work = self._background.submit(exchange)
+        if self._background:
+            work = self._background.submit(exchange)
+        else:
+            assert self._line is not None
+            work = self.exchange.begin(self._line, bucket.key, bucket.gradient)
+        work.when_complete(self._underway.end)
+        self._under_way.append(work)
 
     def step(self) -> None:
-        busy_before = self._busy_seconds
         with self.replica.exchanging():
             # A weight that took no part in this loss has no gradient to wait for.
-            while self._sent < len(self._buckets):
-                self._send_next()
-            for bucket in self._buckets:
-                assert bucket.work is not None
-                bucket.work.wait()
+            for bucket in self._buckets[len(self._under_way) :]:
+                self._send(bucket)
+            for work in self._under_way:
+                work.wait()
         exposed = self.replica.exposed.ended[-1] - self.replica.exposed.began[-1]
-        busy = self._busy_seconds - busy_before
-        self.replica.hidden_exchange_seconds += max(0.0, busy - exposed)
+        self.replica.hidden_exchange_seconds += max(0.0, self._underway.take_seconds() - exposed)
         self.replica.update()
         self._agree_on_order()
         self._begin_step()
@@ -129,28 +142,36 @@ class Overlap(GradientAveraging):
             own = [*self._seen, *(number for number in weights if number not in self._seen)]
             order = broadcast_json(self.replica.communicator, own)
             self._seen = None
+            # What a codec remembers of the buckets must go on fitting them.
             if not self.exchange.codec:
                 self._lay_out(order)
 
     def finish(self) -> None:
-        self._background.close()
+        for hook in self._hooks:
+            hook.remove()
+        # A line that closes cuts off those who still receive on it.
+        self.replica.communicator.barrier().wait()
+        if self._background:
+            self._background.close()
+        if self._line:
+            self._line.close()
 
+    def state_dict(self) -> dict[str, Any]:
+        # The order of a sum depends on where in a bucket it is, so a resumed run needs the same.
+        return {**super().state_dict(), "order": list(self._order)}
 
-class _Hook:
-    """Bound to a strategy and a weight's number; torch calls it with the weight."""
-
-    def __init__(self, strategy: Overlap, number: int) -> None:
-        self._strategy, self._number = strategy, number
-
-    def __call__(self, weight: Tensor) -> None:
-        self._strategy.gradient_is_there(self._number)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._seen = None
+        self._lay_out(state["order"])
 
 
 def cut(
     weights: Sequence[nn.Parameter], first_bytes: float, other_bytes: float
 ) -> list[tuple[int, int]]:
     """Where buckets begin and end: each closes with the weight that makes it full."""
-    bounds, begin, size = [], 0, 0
+    bounds: list[tuple[int, int]] = []
+    begin = size = 0
     for number, weight in enumerate(weights):
         size += weight.nbytes
         if size >= (other_bytes if bounds else first_bytes):

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import perf_counter
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 
 from paceline.comm.communicator import Communicator
 from paceline.measure.clock import PhaseClock
+from paceline.sync.batch_norm import SharedBatchNorm
 
 
 class Exposed:
@@ -56,9 +58,23 @@ class Replica:
     hidden_exchange_seconds: float = 0.0
     """Communication that went on behind the backward pass."""
     trainable: list[nn.Parameter] = field(init=False)
+    _shared_norms: list[SharedBatchNorm] = field(init=False)
 
     def __post_init__(self) -> None:
         self.trainable = [weight for weight in self.model.parameters() if weight.requires_grad]
+        self._shared_norms = [
+            layer for layer in self.model.modules() if isinstance(layer, SharedBatchNorm)
+        ]
+        for layer in self._shared_norms:
+            layer.exchanging = self.exchanging
+
+    def take_part(self, counts: bool) -> None:
+        """Say whether the samples of the coming passes count.
+
+        A worker without a share of the batch computes a sample that must not.
+        """
+        for layer in self._shared_norms:
+            layer.counts = counts
 
     def backward(self, loss: Tensor) -> None:
         """Add this loss's gradients to those of the batch's earlier parts."""
@@ -67,11 +83,22 @@ class Replica:
     @contextmanager
     def exchanging(self) -> Iterator[None]:
         """Communication that training has to wait for: timed as exchange, and noted."""
-        began = self.clock.enter("exchange")
-        try:
-            yield
-        finally:
-            self.exposed.note(began, self.clock.enter("other"))
+        with self.clock.during("exchange"):
+            began = perf_counter()
+            try:
+                yield
+            finally:
+                self.exposed.note(began, perf_counter())
+
+    def fill_missing_gradients(self) -> None:
+        """Zeros for weights that had no part in the loss, as they get from a sum over workers.
+
+        Otherwise the optimiser would pass them over when one worker trains alone, and apply weight
+        decay and momentum to them when several do.
+        """
+        for weight in self.trainable:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
 
     def update(self) -> None:
         """Clip, apply the optimiser, and forget the gradients."""

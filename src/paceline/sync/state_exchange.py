@@ -24,13 +24,14 @@ def agree_on_buffers(model: nn.Module, communicator: Communicator, how: str) -> 
     buffers = list(model.buffers())
     if communicator.world_size == 1 or not buffers:
         return
-    floating = [buffer for buffer in buffers if buffer.is_floating_point()]
     if how == "rank0":
         _broadcast(buffers, communicator, "buffers")
         return
-    flat = torch.cat([buffer.flatten() for buffer in floating])
-    communicator.all_reduce(flat, "buffers").wait()
-    _copy_back(flat / communicator.world_size, floating)
+    floating = [buffer for buffer in buffers if buffer.is_floating_point()]
+    if floating:
+        flat = torch.cat([buffer.flatten() for buffer in floating])
+        communicator.all_reduce(flat, "buffers").wait()
+        _copy_back(flat / communicator.world_size, floating)
     _broadcast([each for each in buffers if not each.is_floating_point()], communicator, "buffers")
 
 

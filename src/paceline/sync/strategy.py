@@ -58,6 +58,7 @@ class Strategy:
 
     def step(self) -> None:
         """Synchronise, and update the weights."""
+        self.replica.fill_missing_gradients()
         self.replica.update()
 
     def finish(self) -> None:

@@ -119,14 +119,15 @@ class TrainingLoop:
             samples = part.stop - part.start
             # A worker without a sample computes one that weighs nothing, to stay in step.
             part = part if samples else slice(0, 1)
+            self.replica.take_part(samples > 0)
         inputs, labels = self._inputs.batch(epoch, index, part)
         self._rate = self._rate_at(iteration)
         set_learning_rate(self.replica.optimizer, self._rate)
-        parts = min(self.config.accumulate, len(labels))
+        parts = self._team.parts(whole, len(labels))
         if parts == 1:
             loss = self._part(inputs, labels, samples / whole)
         else:
-            loss = self._in_parts(inputs.chunk(parts), labels.chunk(parts), whole)
+            loss = self._in_parts(inputs.tensor_split(parts), labels.tensor_split(parts), whole)
         self.strategy.step()
         return loss, samples
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paceline.config import RunConfig
+from paceline.data.order import share
 from paceline.sync.replica import Replica
 from paceline.sync.strategy import Strategy
 from paceline.worker.huddle import Notes, clock_offset_seconds, huddle, settle_waits
@@ -15,6 +16,8 @@ class Teamwork:
     def __init__(self, config: RunConfig, strategy: Strategy, replica: Replica) -> None:
         self.shares = config.share_weights
         """How the next batches are dealt, by rank."""
+        self._accumulate = config.accumulate
+        self._layers_meet = config.sync_bn and replica.communicator.world_size > 1
         self._follows_speed = config.shares == ("auto",)
         self._strategy = strategy
         self._replica = replica
@@ -34,6 +37,17 @@ class Teamwork:
 
     def _computing_seconds(self) -> float:
         return sum(self._clock.seconds[phase] for phase in COMPUTING)
+
+    def parts(self, whole: int, own: int) -> int:
+        """In how many parts to compute `own` samples of a batch of `whole`.
+
+        Layers that communicate need as many passes of every worker as of the others.
+        """
+        if self._layers_meet:
+            ranks = range(self._communicator.world_size)
+            shares = (share(whole, self.shares, rank) for rank in ranks)
+            own = min(max(1, part.stop - part.start) for part in shares)
+        return min(self._accumulate, own)
 
     def wants_to_stop(self, seconds: float, samples: int, stop: bool) -> bool:
         """After an iteration of so many seconds and samples: whether to stop now, all of them."""

@@ -1,0 +1,166 @@
+"""A small training loop around one strategy, to be run by every worker of a team."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from contract.exact import ExactModel, exact_batch
+from paceline.comm import in_process
+from paceline.comm.communicator import Communicator
+from paceline.data.order import share
+from paceline.measure.clock import PhaseClock
+from paceline.sync import STRATEGIES
+from paceline.sync.averaging import GradientAveraging
+from paceline.sync.ddp import Ddp
+from paceline.sync.options import create_strategy
+from paceline.sync.replica import Replica
+from paceline.sync.strategy import Strategy
+from worker_pool import WorkerPool
+
+SMALL_BUCKETS = {
+    "overlap": {"bucket_mib": "0.001", "first_bucket_mib": "0.0001"},
+    "ddp": {"bucket_mib": "0.001"},
+}
+"""So that the weights of the exact model fill several buckets, and the largest more than one."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to train; every batch size must be a power of two for the sums to be exact."""
+
+    batches: tuple[int, ...] = (16, 16, 8, 2)
+    """Samples in each global batch; the last has none for some of the workers."""
+    shares: tuple[float, ...] = ()
+    accumulate: int = 1
+    clip_norm: float | None = None
+    loss_scale: float | None = None
+    unused: bool = False
+    momentum: float = 0.5
+    weight_decay: float = 0.5
+    options: tuple[tuple[str, str], ...] = ()
+    """Of the strategy."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one worker ended with."""
+
+    after_each_step: list[Tensor]
+    """All weights, one after the other."""
+    final: Tensor
+    traffic: dict[str, dict[str, int | float]]
+
+
+def options_of(name: str, task: Task) -> dict[str, str]:
+    options = {**SMALL_BUCKETS.get(name, {}), **dict(task.options)}
+    if task.unused and name == "ddp":
+        options["find_unused"] = "true"
+    return options
+
+
+def build_replica(
+    model: nn.Module, communicator: Communicator, task: Task | None = None, lr: float = 0.5
+) -> Replica:
+    task = task or Task()
+    trainable = [weight for weight in model.parameters() if weight.requires_grad]
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    if task.loss_scale is not None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=task.loss_scale)
+    return Replica(
+        model=model,
+        optimizer=SGD(trainable, lr=lr, momentum=task.momentum, weight_decay=task.weight_decay),
+        clock=PhaseClock(),
+        forward=model,
+        scaler=scaler,
+        communicator=communicator,
+        clip_norm=task.clip_norm,
+    )
+
+
+def train_exactly(communicator: Communicator, name: str, task: Task) -> Trained:
+    """A few steps of the exact model. Ranks begin with different weights, as attach must mend.
+
+    A warning is an error, in the workers too: users would see it once for each of them.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return _train_exactly(communicator, name, task)
+
+
+def _train_exactly(communicator: Communicator, name: str, task: Task) -> Trained:
+    counted_before = communicator.traffic.to_dict()
+    model = ExactModel(task.unused)
+    for weight in model.parameters():
+        weight.data.add_(communicator.rank)
+    strategy = create_strategy(name, options_of(name, task))
+    replica = build_replica(model, communicator, task)
+    strategy.attach(replica)
+    after_each_step = []
+    for step, samples in enumerate(task.batches):
+        train_step(strategy, step, samples, task)
+        after_each_step.append(flat_weights(model))
+    strategy.finish()
+    traffic = counted_since(counted_before, communicator)
+    return Trained(after_each_step, flat_weights(model), traffic)
+
+
+def train_step(strategy: Strategy, step: int, samples: int, task: Task) -> None:
+    """One update with this worker's part of the global batch."""
+    replica = strategy.replica
+    world_size, rank = replica.communicator.world_size, replica.communicator.rank
+    part = share(samples, task.shares or [1.0] * world_size, rank)
+    has_samples = part.stop > part.start
+    # As in the training loop: a worker without a sample computes one that weighs nothing.
+    inputs = exact_batch(step, samples)[part if has_samples else slice(0, 1)]
+    weight = 1.0 / samples if has_samples else 0.0
+    chunks = inputs.tensor_split(min(task.accumulate, len(inputs)))
+    for number, chunk in enumerate(chunks, 1):
+        replica.last_part = number == len(chunks)
+        replica.clock.enter("forward")
+        loss = replica.forward(chunk).sum() * weight
+        replica.clock.enter("backward")
+        strategy.backward(loss)
+    strategy.step()
+
+
+def flat_weights(model: nn.Module) -> Tensor:
+    return torch.cat([weight.detach().flatten() for weight in model.parameters()])
+
+
+def counted_since(
+    before: dict[str, dict[str, int | float]], communicator: Communicator
+) -> dict[str, dict[str, int | float]]:
+    """The traffic of one worker since an earlier count."""
+    now = communicator.traffic.to_dict()
+    return {
+        kind: {name: value - before[kind][name] for name, value in counts.items()}
+        for kind, counts in now.items()
+    }
+
+
+def run_team(pool: WorkerPool, world_size: int, function: Any, name: str, *rest: Any) -> list[Any]:
+    """Call `function(communicator, name, *rest)` on every rank; the results, by rank."""
+    if world_size == 1:
+        return in_process.run(1, lambda communicator: function(communicator, name, *rest))
+    # PyTorch's own wrappers need the process-wide group, of which there is one at a time.
+    chosen = STRATEGIES.load(name)
+    shares_group = issubclass(chosen, GradientAveraging) and not issubclass(chosen, Ddp)
+    return pool.run(world_size, function, name, *rest, fresh=not shares_group)
+
+
+def takes(name: str, world_size: int) -> bool:
+    """Whether a strategy is for so many workers."""
+    chosen = STRATEGIES.load(name)
+    most = chosen.most_workers
+    return chosen.least_workers <= world_size and (most is None or world_size <= most)
+
+
+def teams(names: Sequence[str], world_sizes: Sequence[int]) -> list[tuple[str, int]]:
+    return [(name, size) for name in names for size in world_sizes if takes(name, size)]
