@@ -115,7 +115,7 @@ def measure(contenders: Sequence[Contender], repeats: int) -> list[list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer images and repeats")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, default=1, help="torch's, in each process")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     samples, images, repeats = (5_000, 3_000, 5) if arguments.quick else (50_000, 10_000, 15)
@@ -125,7 +125,7 @@ def main() -> None:
         torch.randint(10, (samples,), generator=generator),
     )
     print("Input path: pad 4, crop, flip and normalise 32 x 32 x 3 images to float32")
-    print(f"{processor()}, {torch.get_num_threads()} threads")
+    print(f"{processor()}, {torch.get_num_threads()} torch thread(s) a process")
     print(f"torch {torch.__version__}, Python {platform.python_version()}, n = {repeats} repeats")
     print(f"{'':34}{'images/s':>12}{'lowest':>12}{'highest':>12}")
     for batch_size in (64, 256):
