@@ -231,12 +231,23 @@ class RunConfig:
         (), "strategy", "slow workers down on purpose, as rank=factor pairs such as 1=2,3=1.5"
     )
 
-    nnodes: int = _option(1, "processes", "machines that take part", minimum=1)
-    nproc_per_node: int = _option(1, "processes", "workers on each machine", minimum=1)
-    node_rank: int = _option(0, "processes", "which of the machines this is", minimum=0)
-    master_addr: str = _option("127.0.0.1", "processes", "address of the first machine")
+    nnodes: int = _option(1, "processes", "machines that take part", minimum=1, may_change=True)
+    nproc_per_node: int = _option(
+        1, "processes", "workers on each machine", minimum=1, may_change=True
+    )
+    node_rank: int = _option(
+        0, "processes", "which of the machines this is", minimum=0, may_change=True
+    )
+    master_addr: str = _option(
+        "127.0.0.1", "processes", "address of the first machine", may_change=True
+    )
     master_port: int = _option(
-        29500, "processes", "free port on the first machine", minimum=1, maximum=65535
+        29500,
+        "processes",
+        "free port on the first machine, where there are several",
+        minimum=1,
+        maximum=65535,
+        may_change=True,
     )
 
     rendezvous_seconds: float = _option(

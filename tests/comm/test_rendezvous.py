@@ -95,7 +95,7 @@ def test_workers_who_expect_different_numbers_are_told() -> None:
         Meeting(1, 3, "127.0.0.1", port, timeout_seconds=2.0),
     )
     assert said[0] == (
-        f"rank 0 expects 2 workers at 127.0.0.1:{port}, rank 1 expects 3: start all with the same "
+        f"rank 0 expects 2 ranks at 127.0.0.1:{port}, rank 1 expects 3: start all with the same "
         "--nnodes and --nproc-per-node"
     )
 

@@ -50,6 +50,10 @@ class Meeting:
     def place(self) -> str:
         return f"{self.address}:{self.port}"
 
+    @property
+    def _who(self) -> str:
+        return f"{self.noun} {self.rank}"
+
     def join(self) -> Store:
         """The store, once all workers have come to it."""
         deadline = monotonic() + self.timeout_seconds
@@ -61,9 +65,7 @@ class Meeting:
             self._await_others(store, deadline)
         except DistError as error:
             cause = str(error).splitlines()[0]
-            raise RunError(
-                f"{self.noun} {self.rank}: the meeting at {self.place} broke: {cause}"
-            ) from None
+            raise RunError(f"{self._who}: the meeting at {self.place} broke: {cause}") from None
         return store
 
     def local_address(self) -> str:
@@ -96,9 +98,9 @@ class Meeting:
             except OSError:
                 if monotonic() > deadline:
                     raise RunError(
-                        f"{self.noun} {self.rank}: nobody answered at {self.place} for "
-                        f"{self.timeout_seconds:g} s: is {self.noun} 0 running, and are --master-addr "
-                        "and --master-port right?"
+                        f"{self._who}: nobody answered at {self.place} for "
+                        f"{self.timeout_seconds:g} s: is {self.noun} 0 running, and are "
+                        "--master-addr and --master-port right?"
                     ) from None
                 sleep(POLL_SECONDS)
         # Something else that listens there and says nothing would hold up the client for ever.
@@ -108,7 +110,7 @@ class Meeting:
             store = stores.get(timeout=max(deadline - monotonic(), 1.0))
         except Empty:
             raise RunError(
-                f"rank {self.rank}: what listens at {self.place} is not a paceline run: "
+                f"{self._who}: what listens at {self.place} is not a paceline run: "
                 "check --master-addr and --master-port"
             ) from None
         if isinstance(store, DistError):
@@ -148,15 +150,15 @@ class Meeting:
                         if not store.check([self._seat(each)])
                     ]
                     raise RunError(
-                        f"{self.noun} {self.rank}: {name_ranks(missing, self.noun)} did not come to {self.place} "
-                        f"within {self.timeout_seconds:g} s"
+                        f"{self._who}: {name_ranks(missing, self.noun)} did not come to "
+                        f"{self.place} within {self.timeout_seconds:g} s"
                     )
                 sleep(POLL_SECONDS)
             expected = int(store.get(self._seat(rank)))
             if expected != self.world_size:
                 raise UsageError(
-                    f"rank {self.rank} expects {self.world_size} workers at {self.place}, "
-                    f"rank {rank} expects {expected}: start all with the same --nnodes and "
+                    f"{self._who} expects {self.world_size} {self.noun}s at {self.place}, "
+                    f"{self.noun} {rank} expects {expected}: start all with the same --nnodes and "
                     "--nproc-per-node"
                 )
 

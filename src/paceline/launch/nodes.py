@@ -61,7 +61,7 @@ class Nodes:
             for problem in differences(settings[node], settings[0], "node", node)
         ]
         if problems:
-            self._part()
+            self._part(self._others)
             raise ConfigError(problems)
 
     def agree_on_folder(self, folder: RunFolder | None) -> RunFolder:
@@ -78,7 +78,6 @@ class Nodes:
         """Tell the others why this node takes no part."""
         self.alarm()
         self._try_set(f"ended/{self._node}", dataclasses.asdict(ending))
-        self._part()
 
     def alarm(self) -> None:
         """Let the others know that the run has failed, before it is known why."""
@@ -107,7 +106,7 @@ class Nodes:
         told = self._hear_endings()
         if self._node == 0:
             self._collect(folder)
-        self._part()
+        self._part([node for node in self._others if node in told])
         known = earliest([each for each in (ending, *told.values()) if each])
         if self._lost and (known is None or known.is_echo):
             return Ending(f"lost contact with the first node at {self._config.master_addr}")
@@ -153,11 +152,11 @@ class Nodes:
                 contents = b"".join(self._store.get(key) for key in keys)
                 (folder.path / name).write_bytes(contents)
 
-    def _part(self) -> None:
-        """The first node, which serves the store, lets the others go first."""
+    def _part(self, others: list[int]) -> None:
+        """The first node, which serves the store, lets these others go first."""
         self._try_set(f"left/{self._node}", True)
         deadline = monotonic() + FAREWELL_SECONDS
-        keys = [f"left/{node}" for node in self._others]
+        keys = [f"left/{node}" for node in others]
         while self._node == 0 and monotonic() < deadline and not self._lost:
             if all(self._has(key) for key in keys):
                 return

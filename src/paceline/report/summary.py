@@ -53,6 +53,8 @@ def phase_table(result: Result) -> Table:
 def summary_rows(result: Result) -> list[tuple[str, str]]:
     if not result["workers"]:
         return [("status", result["status"])]
+    if not result["workers"]:
+        return [("status", f"{result['status']} before any worker could say how far it had come")]
     worker, node, final = result["workers"][0], result["nodes"][0], result["final"]
     timing, checkpoints = worker["iteration_seconds"], result["checkpoints"]
     rows = [
