@@ -47,3 +47,6 @@ STRATEGIES.register(
     "overlap", "paceline.sync.overlap:Overlap", "buckets of gradients, during the backward pass"
 )
 STRATEGIES.register("ddp", "paceline.sync.ddp:Ddp", "PyTorch's own DistributedDataParallel")
+STRATEGIES.register(
+    "sharded", "paceline.sync.sharded:Sharded", "optimiser state split over the workers"
+)

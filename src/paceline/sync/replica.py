@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from paceline.comm.communicator import Communicator
 from paceline.measure.clock import PhaseClock
 from paceline.sync.batch_norm import SharedBatchNorm
+from paceline.sync.loss_scale import step_unless_overflown
 
 
 class Exposed:
@@ -103,10 +104,11 @@ class Replica:
     def update(self) -> None:
         """Clip, apply the optimiser, and forget the gradients."""
         self.clock.enter("update")
-        if self.clip_norm is not None:
+        if self.clip_norm is not None or not self.optimizer.state:
             self.scaler.unscale_(self.optimizer)
+        if self.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.trainable, self.clip_norm)
-        self.scaler.step(self.optimizer)
+        step_unless_overflown(self.scaler, self.optimizer)
         self.scaler.update()
         self.clear_gradients()
 

@@ -46,6 +46,9 @@ class Strategy:
     most_workers: ClassVar[int | None] = None
     """The largest number of workers it can keep in step, where there is a limit."""
 
+    holds_all_weights: bool = True
+    """Whether `replica.model` has all of its weights here, now; some only have a part of them."""
+
     replica: Replica
 
     def attach(self, replica: Replica) -> None:
@@ -62,7 +65,7 @@ class Strategy:
         self.replica.update()
 
     def finish(self) -> None:
-        """Called once, after training: afterwards every replica holds the final weights."""
+        """Called once, after training: afterwards every replica holds all of the final weights."""
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -79,6 +82,14 @@ class Strategy:
     def cost(self, shape: ModelShape, network: Network) -> Cost:
         """What keeping in step should cost an update, beyond computing; planning uses it."""
         raise NotImplementedError
+
+    def model_state(self) -> dict[str, Any]:
+        """Weights and buffers of the whole model, as it has them alone. Collective."""
+        return self.replica.model.state_dict()
+
+    def load_model_state(self, state: dict[str, Any]) -> None:
+        """Take what `model_state` gave, under whatever strategy. Every worker is given the same."""
+        self.replica.model.load_state_dict(state)
 
     def optimizer_state(self) -> dict[str, Any]:
         """The optimiser's state as one that trains alone has it. Collective; rank 0's counts."""

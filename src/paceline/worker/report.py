@@ -23,7 +23,8 @@ class WorkerReport:
     ended: float
     """Unix time, to find the first of several failures."""
     iterations: int
-    weights_sha256: str
+    weights_sha256: str | None
+    """None where a run ended while each worker had a part of the weights only."""
     train_loss: float | None
     seconds_to_target: float | None
     history: list[dict[str, Any]]

@@ -227,7 +227,8 @@ class _Worker:
 
     def report(self, status: str, cause: str | None, exit_code: int) -> WorkerReport:
         place, store = self.team.place, self.team.store
-        sha = weights_sha256(self.replica.model.state_dict())
+        is_whole = self.prepared.strategy.holds_all_weights
+        sha = weights_sha256(self.replica.model.state_dict()) if is_whole else None
         per_switch = PhaseClock.seconds_per_switch()
         if store:
             with contextlib.suppress(PacelineError):

@@ -27,6 +27,7 @@ def gather(
     Rank 0 gets it, as plain values; the others get None.
     """
     communicator = replica.communicator
+    model = strategy.model_state()
     optimizer = strategy.optimizer_state()
     strategies = gather_bytes(communicator, _pack(strategy.state_dict()), "control")
     workers = gather_json(
@@ -35,7 +36,7 @@ def gather(
     if strategies is None or workers is None:
         return None
     return {
-        "model": replica.model.state_dict(),
+        "model": model,
         "optimizer": optimizer,
         "scaler": replica.scaler.state_dict(),
         "strategies": [_unpack(packed) for packed in strategies],
@@ -50,7 +51,7 @@ def restore(
     """Put a gathered state back, so that the next iteration is the one that would have followed."""
     communicator = replica.communicator
     try:
-        replica.model.load_state_dict(state["model"])
+        strategy.load_model_state(state["model"])
         strategy.load_optimizer_state(state["optimizer"])
         replica.scaler.load_state_dict(state["scaler"])
         _restore_strategy(state["strategies"], strategy, communicator)

@@ -1,0 +1,154 @@
+"""The part of the weights that one worker updates, with the optimiser's state of that part alone.
+
+Its optimiser is of the same class as the replica's and follows its settings, learning rate
+included; the replica's own never steps and holds no state. Only optimisers that treat every element
+by itself give the same result for a part as for the whole.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+
+from paceline.errors import ConfigError
+from paceline.sync import own_state
+from paceline.sync.loss_scale import overflow, step_unless_overflown
+from paceline.sync.replica import Replica
+
+ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop)
+
+
+@dataclass(slots=True)
+class Piece:
+    """Neighbouring elements of one weight."""
+
+    weight: int
+    """Its number among the optimiser's weights."""
+    begin: int
+    """The first element, in the order of the weight's memory."""
+    values: nn.Parameter
+    """Flat, in the memory of the weight itself; its `grad` is set by whoever has the sum."""
+
+
+class OwnPart:
+    def __init__(self, replica: Replica, weights: Sequence[nn.Parameter], pieces: list[Piece]):
+        """`weights` are the optimiser's, in its order; `pieces`, what this worker has of them."""
+        self._replica = replica
+        self._weights = weights
+        if not pieces:
+            # A worker that got nothing still counts steps and takes part in agreements.
+            nothing = nn.Parameter(torch.empty(0, dtype=weights[0].dtype, device=weights[0].device))
+            nothing.grad = torch.empty_like(nothing)
+            pieces = [Piece(0, 0, nothing)]
+        self._pieces = pieces
+        numbers = {id(weight): number for number, weight in enumerate(weights)}
+        groups = []
+        for group in replica.optimizer.param_groups:
+            members = {numbers[id(weight)] for weight in group["params"] if id(weight) in numbers}
+            own = [piece.values for piece in pieces if piece.weight in members]
+            groups.append({**group, "params": own})
+        self.optimizer = same_kind(replica.optimizer, groups)
+
+    def update(self) -> None:
+        """Clip by the norm of the whole gradient and apply the optimiser. Collective."""
+        replica, scaler = self._replica, self._replica.scaler
+        replica.clock.enter("update")
+        for own, group in zip(
+            self.optimizer.param_groups, replica.optimizer.param_groups, strict=True
+        ):
+            own.update({name: value for name, value in group.items() if name != "params"})
+        if scaler.is_enabled():
+            scaler.unscale_(self.optimizer)
+        if scaler.is_enabled() or replica.clip_norm is not None:
+            self._agree()
+        step_unless_overflown(scaler, self.optimizer)
+        scaler.update()
+
+    def _agree(self) -> None:
+        """Learn the norm of the whole gradient, and whether any part of it left fp16's range."""
+        gradients = [piece.values.grad for piece in self._pieces if piece.values.grad is not None]
+        norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in gradients]
+        squares = torch.stack(norms).square().sum()
+        scaler = self._replica.scaler
+        overflown = (
+            overflow(scaler, self.optimizer) if scaler.is_enabled() else squares.new_zeros(())
+        )
+        agreed = torch.stack([squares, overflown.to(torch.float64)])
+        with self._replica.exchanging():
+            self._replica.communicator.all_reduce(agreed, "control").wait()
+        overflown.copy_(agreed[1] > 0)
+        if self._replica.clip_norm is not None:
+            # As torch clips, so that one worker and several agree.
+            factor = (self._replica.clip_norm / (agreed[0].sqrt() + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+
+    def state(self) -> dict[str, Any]:
+        """As an optimiser of all weights has it, on rank 0; elsewhere no tensors. Collective."""
+        settings = self._replica.optimizer.state_dict()["param_groups"]
+        tensors = [
+            own_state.PieceState(
+                piece.weight, piece.begin, self.optimizer.state.get(piece.values, {})
+            )
+            for piece in self._pieces
+            if piece.values.numel()
+        ]
+        whole = own_state.gather(self._replica.communicator, self._weights, tensors)
+        return {"state": whole, "param_groups": settings}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take this worker's part of the state of an optimiser of all weights."""
+        self._replica.optimizer.load_state_dict({**state, "state": {}})
+        own = self.optimizer.state_dict()
+        order = [values for group in self.optimizer.param_groups for values in group["params"]]
+        place = {id(values): number for number, values in enumerate(order)}
+        own["state"] = {
+            place[id(piece.values)]: own_state.cut(
+                state["state"][piece.weight],
+                self._weights[piece.weight],
+                slice(piece.begin, piece.begin + piece.values.numel()),
+            )
+            for piece in self._pieces
+            if piece.weight in state["state"] and id(piece.values) in place
+        }
+        self.optimizer.load_state_dict(own)
+
+
+def optimizer_weights(optimizer: Optimizer) -> list[nn.Parameter]:
+    """All that it trains, in its order."""
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
+def check_elementwise(optimizer: Optimizer, strategy: str) -> None:
+    if not isinstance(optimizer, ELEMENTWISE):
+        known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+        raise ConfigError(
+            [
+                f"--strategy {strategy}: cannot split {type(optimizer).__name__}; it splits"
+                f" optimisers that treat every element by itself: {known}"
+            ]
+        )
+
+
+def same_kind(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """A new optimiser of the same class and defaults."""
+    accepted = inspect.signature(type(optimizer)).parameters
+    defaults = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+    return type(optimizer)(groups, **defaults)
