@@ -1,10 +1,9 @@
-"""The worker processes of one node, from their start to their end."""
+"""The processes of one node, workers and servers, from their start to their end."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from signal import Signals
@@ -20,6 +19,8 @@ from paceline.launch.ending import Ending, earliest, failure_file, read_failure
 from paceline.launch.hand_in import clear_reports, read_reports
 from paceline.launch.interruptions import Interruptions
 from paceline.launch.nodes import POLL_SECONDS, Nodes
+from paceline.launch.servers import server_ranks
+from paceline.launch.spawn import spawn
 from paceline.measure.sampler import ResourceSampler
 from paceline.records import SCHEMA, RunFolder, write_json
 from paceline.worker.report import WorkerReport
@@ -41,6 +42,8 @@ class Crew:
         self._launch_file = folder.path / f"launch-{config.node_rank}.json"
         first_rank = config.node_rank * config.nproc_per_node
         self._ranks = range(first_rank, first_rank + config.nproc_per_node)
+        self._members = [*self._ranks, *server_ranks(config, config.node_rank)]
+        """Workers and servers of this node."""
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._forwarded: Signals | None = None
         self._sampler = ResourceSampler(
@@ -54,7 +57,7 @@ class Crew:
         self.clear_traces(reports=True)
         write_json(self._launch_file, {"schema": SCHEMA, "config": self._config.to_dict()})
         try:
-            for rank in self._ranks:
+            for rank in self._members:
                 self._processes[rank] = self._start(rank)
             self._sampler.start()
         except BaseException:
@@ -75,7 +78,7 @@ class Crew:
         place = Place(
             rank=rank,
             world_size=config.workers,
-            local_rank=rank - self._ranks.start,
+            local_rank=rank - self._ranks.start if rank in self._ranks else 0,
             local_world_size=config.nproc_per_node,
             node=config.node_rank,
             nnodes=config.nnodes,
@@ -83,24 +86,14 @@ class Crew:
             master_port=self._port,
             store_is_served=True,
         )
-        sources = str(Path(__file__).parents[2])
-        inherited = os.environ.get("PYTHONPATH", "")
-        command = [sys.executable, "-m", "paceline.launch.child", str(os.getpid())]
-        with self._output_file(rank).open("ab") as output:
-            return subprocess.Popen(
-                [*command, str(self._launch_file), str(self.folder.path), *self._arguments],
-                env={
-                    **os.environ,
-                    **place.to_environment(),
-                    "PYTHONPATH": os.pathsep.join(filter(None, (sources, inherited))),
-                },
-                # The first worker shows how it goes; what else is said would only be mixed up.
-                stdout=output if rank else None,
-                stderr=output,
-                stdin=subprocess.DEVNULL,
-                # Ctrl-C reaches the whole foreground group; the launcher decides what to do.
-                start_new_session=True,
-            )
+        # The first worker shows how it goes; what else is said would only be mixed up.
+        return spawn(
+            "worker" if rank in self._ranks else "server",
+            place,
+            [str(self._launch_file), str(self.folder.path), *self._arguments],
+            self._output_file(rank),
+            shown=rank == 0,
+        )
 
     def watch(self, nodes: Nodes, interruptions: Interruptions) -> Ending | None:
         """Until all workers have ended, here or by a failure anywhere; returns what is known here.
@@ -132,7 +125,8 @@ class Crew:
     def _wind_down(self, grace_seconds: float = GRACE_SECONDS) -> dict[int, int | None]:
         """Give the others time to write down their part, then end them; who had ended, and how."""
         deadline = monotonic() + grace_seconds
-        while monotonic() < deadline and any(p.poll() is None for p in self._processes.values()):
+        workers = [self._processes[rank] for rank in self._ranks]
+        while monotonic() < deadline and any(worker.poll() is None for worker in workers):
             sleep(POLL_SECONDS)
         codes = {rank: process.poll() for rank, process in self._processes.items()}
         self._kill_all()
@@ -141,20 +135,22 @@ class Crew:
     def _explain(self, codes: dict[int, int | None], interruptions: Interruptions) -> Ending | None:
         """Why the workers did not finish, as far as is known on this node."""
         told = [Ending.of_report(each) for each in self.reports() if each.status != "finished"]
-        told += filter(None, (read_failure(self.folder, rank) for rank in self._ranks))
+        told += filter(None, (read_failure(self.folder, rank) for rank in self._members))
         known = earliest(told)
         if (known and not known.is_echo) or not any(code != 0 for code in codes.values()):
             return known
         if interruptions.received:
             name = interruptions.received[0].name
-            return Ending(f"stopped by {name} at once", StoppedError.exit_code, "stopped")
+            when = "" if known else " before training began"
+            return Ending(f"stopped by {name}{when}", StoppedError.exit_code, "stopped")
         for rank, code in codes.items():
             if code is not None and code < 0:
-                return Ending(f"rank {rank} was killed by {Signals(-code).name}")
+                return Ending(f"{self._name(rank)} was killed by {Signals(-code).name}")
         for rank, code in codes.items():
             if code and known is None:
-                return Ending(f"rank {rank} ended with exit code {code}: {self._last_line(rank)}")
-        busy = [rank for rank, code in codes.items() if code is None]
+                name, last = self._name(rank), self._last_line(rank)
+                return Ending(f"{name} ended with exit code {code}: {last}")
+        busy = [rank for rank in self._ranks if codes[rank] is None]
         if known and busy:
             return replace(known, cause=f"{known.cause}; {name_ranks(busy)} was still busy")
         return known
@@ -191,7 +187,7 @@ class Crew:
 
     def clear_traces(self, reports: bool) -> None:
         """Remove what is only of use between workers and launcher; `reports`: those, too."""
-        for rank in self._ranks:
+        for rank in self._members:
             failure_file(self.folder, rank).unlink(missing_ok=True)
             output = self._output_file(rank)
             if output.exists() and not output.stat().st_size:
@@ -201,12 +197,17 @@ class Crew:
 
     def discard_records(self) -> None:
         """Remove all that this node has written."""
-        for rank in self._ranks:
+        for rank in self._members:
             self._output_file(rank).unlink(missing_ok=True)
             self.folder.events_file(rank).unlink(missing_ok=True)
         self.folder.resources_file(self._config.node_rank).unlink(missing_ok=True)
         self.folder.discard()
 
     def _output_file(self, rank: int) -> Path:
-        """What a worker says besides its records; there only where it said something."""
-        return self.folder.path / f"output-{rank}.txt"
+        """What a process says besides its records; there only where it said something."""
+        name = self._name(rank).removeprefix("rank ").replace(" ", "-")
+        return self.folder.path / f"output-{name}.txt"
+
+    def _name(self, rank: int) -> str:
+        workers = self._config.workers
+        return f"rank {rank}" if rank < workers else f"server {rank - workers}"

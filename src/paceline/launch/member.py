@@ -30,6 +30,7 @@ from paceline.launch.hand_in import collect_reports, hand_in, part_in_peace, wri
 from paceline.launch.interruptions import Interruptions
 from paceline.launch.outcome import Outcome
 from paceline.launch.result import write_result
+from paceline.launch.servers import hosted, pairs_with_servers
 from paceline.measure.clock import PhaseClock
 from paceline.measure.sampler import ResourceSampler
 from paceline.records import RunFolder, read_json
@@ -49,8 +50,13 @@ def main(arguments: list[str]) -> int:
     place = environment.detect()
     assert place is not None
     try:
-        with Interruptions(), connection(config, place) as communicator:
+        with (
+            Interruptions(),
+            connection(config, place) as communicator,
+            pairs_with_servers(config, place, communicator.traffic) as servers,
+        ):
             ready = _make_ready(config, folder, place, communicator, resumed)
+            ready.team.servers = servers
             report = _train(config, folder, ready, quiet, clock)
             part_in_peace(communicator, report)
             return report.exit_code
@@ -72,7 +78,12 @@ def run(config: RunConfig, place: Place, resumed: RunFolder | None, quiet: bool)
                 ready = _make_ready_or_discard(config, folder, place, communicator, resumed)
                 # Whoever watches over the workers ends all when one fails; the result comes first.
                 interruptions.raises = False
-                with _sampler(config, folder, place):
+                with (
+                    hosted(config, folder, place),
+                    pairs_with_servers(config, place, communicator.traffic) as servers,
+                    _sampler(config, folder, place),
+                ):
+                    ready.team.servers = servers
                     report = _train(config, folder, ready, quiet, clock)
                 reports = hand_in(folder, place, communicator, report)
         except PacelineError as error:

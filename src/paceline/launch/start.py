@@ -13,6 +13,7 @@ from paceline.launch.outcome import Outcome
 from paceline.models import MODELS
 from paceline.records import RunFolder
 from paceline.sync.options import create_strategy
+from paceline.sync.strategy import Strategy
 from paceline.worker.checkpoint import iterations
 
 
@@ -28,7 +29,8 @@ def resume(path: str, changes: dict[str, Any], quiet: bool = False) -> Outcome:
     before = folder.read_result()
     if before is not None and before["status"] == "finished" and not changes:
         raise RecordsError(f"{path} is finished: give more --epochs or --iterations to go on")
-    if not iterations(folder.checkpoints):
+    # The other nodes get the checkpoint from the first one.
+    if config.node_rank == 0 and not iterations(folder.checkpoints):
         raise CheckpointError(f"{path} has no checkpoint: it was run without --checkpoint-every")
     return _launch(config, folder, quiet)
 
@@ -49,6 +51,11 @@ def resumed_config(original: RunConfig, changes: dict[str, Any], folder: RunFold
         and not option_of(item).may_change
         and getattr(changed, item.name) != getattr(original, item.name)
     ]
+    if changed.global_batch_size != original.global_batch_size:
+        problems.append(
+            f"--batch-per-worker: a resumed run keeps its global batch of"
+            f" {original.global_batch_size}, got {changed.global_batch_size}"
+        )
     if problems:
         raise ConfigError(problems)
     return changed
@@ -60,16 +67,16 @@ def _launch(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcom
         config = dataclasses.replace(
             config, nnodes=place.nnodes, nproc_per_node=place.local_world_size
         )
-    _check_names(config)
+    strategy = _check_names(config)
     if place is not None:
         return member.run(config, place, resumed, quiet)
-    if config.workers == 1:
+    if config.workers == 1 and not strategy.server_nodes(config.nnodes):
         return alone.run(config, resumed, quiet)
     return team.run(config, resumed, quiet)
 
 
-def _check_names(config: RunConfig) -> None:
-    """Refuse what no worker could be built from, before any of them starts."""
+def _check_names(config: RunConfig) -> Strategy:
+    """Refuse what no worker could be built from, before any of them starts; gives the strategy."""
     MODELS.load(config.model)
     DATASETS.load(config.data)
     strategy = create_strategy(config.strategy, config.options)
@@ -80,3 +87,4 @@ def _check_names(config: RunConfig) -> None:
                 f" not {config.workers}: choose another with `paceline list strategies`"
             ]
         )
+    return strategy

@@ -48,5 +48,16 @@ STRATEGIES.register(
 )
 STRATEGIES.register("ddp", "paceline.sync.ddp:Ddp", "PyTorch's own DistributedDataParallel")
 STRATEGIES.register(
+    "local_sgd", "paceline.sync.local_sgd:LocalSgd", "steps of one's own, then the mean of weights"
+)
+STRATEGIES.register(
+    "easgd", "paceline.sync.easgd:Easgd", "steps of one's own, on a spring to a common centre"
+)
+STRATEGIES.register(
     "sharded", "paceline.sync.sharded:Sharded", "optimiser state split over the workers"
+)
+STRATEGIES.register(
+    "parameter_server",
+    "paceline.sync.parameter_server:ParameterServer",
+    "servers hold the weights, in step or not",
 )

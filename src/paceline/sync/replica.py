@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -56,6 +56,10 @@ class Replica:
     flat_gradients: Tensor | None = None
     """Where all gradients lie one after the other, if the strategy wants them so."""
     exposed: Exposed = field(default_factory=Exposed)
+    share: float = 1.0
+    """This worker's part of the samples of the global batch at hand."""
+    servers: Sequence[Communicator] = ()
+    """Connections to the parameter servers, if any: pairs in which the server is rank 0."""
     hidden_exchange_seconds: float = 0.0
     """Communication that went on behind the backward pass."""
     trainable: list[nn.Parameter] = field(init=False)

@@ -7,13 +7,15 @@ over the whole global batch, however unequal the workers' shares are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from paceline.comm.communicator import Communicator
 from paceline.comm.cost import Cost, Network
 from paceline.sync.replica import Replica
 
@@ -31,6 +33,41 @@ class ModelShape:
         return sum(self.tensor_bytes)
 
 
+MakeOptimizer = Callable[[nn.Parameter], Optimizer]
+"""The optimiser of a run's config, for a tensor."""
+
+Call = Literal["train", "meet", "stop", "end"]
+CALLS: tuple[Call, ...] = get_args(Call)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a worker does next: compute its part of a global batch.
+
+    First it may have to meet all others (`meet`), which is the time for a checkpoint. Or nothing is
+    left to compute, because a worker was asked to `stop` or since it is the `end`.
+    """
+
+    iteration: int
+    part: int
+    """Which of the parts of the batch, of which there are as many as workers."""
+    call: Call = "train"
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a worker out of lockstep says when it claims its next turn."""
+
+    first: int
+    """The iteration that this run began or was resumed with."""
+    total: int
+    """Iterations of the whole run."""
+    meet_every: int
+    """Iterations from one meeting of all workers to the next; 0: never."""
+    stop: bool
+    """Whether this worker was asked to stop."""
+
+
 class Strategy:
     """How replicas are kept in step; this base trains alone.
 
@@ -38,9 +75,9 @@ class Strategy:
     keyword arguments.
     """
 
-    lockstep: ClassVar[bool] = True
+    lockstep: bool = True
     """Whether all workers do the same iteration at a time, so that they can meet between two."""
-    equal: ClassVar[bool] = True
+    equal: bool = True
     """Whether all workers hold the same weights after every step."""
     least_workers: ClassVar[int] = 1
     most_workers: ClassVar[int | None] = None
@@ -75,9 +112,30 @@ class Strategy:
         """
         yield
 
-    def agree_to_stop(self, stop: bool) -> bool:
-        """Out of lockstep: say whether this worker wants to stop; whether any of them does."""
-        return stop
+    def claim(self, terms: Terms) -> Turn:
+        """Out of lockstep: what this worker does next; the model then has the weights for it."""
+        raise NotImplementedError
+
+    def server_nodes(self, nnodes: int) -> list[int]:
+        """On which node each of the server processes is to run that this strategy needs."""
+        return []
+
+    def serve(
+        self, number: int, workers: Sequence[Communicator], make_optimizer: MakeOptimizer
+    ) -> None:
+        """What server `number` does until its workers have left.
+
+        `workers` are its connections to them, by rank: pairs in which the server is rank 0.
+        """
+        raise NotImplementedError
+
+    def notes(self) -> dict[str, list[int]]:
+        """What to write beside the iterations since the last time: one number for each of them."""
+        return {}
+
+    def account(self) -> dict[str, Any]:
+        """What it has to tell in the worker's part of the result."""
+        return {}
 
     def cost(self, shape: ModelShape, network: Network) -> Cost:
         """What keeping in step should cost an update, beyond computing; planning uses it."""

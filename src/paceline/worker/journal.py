@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
@@ -38,6 +39,8 @@ class Journal:
         self.display = display
         self.seconds_spent = 0.0
         self.last_accuracy: float | None = None
+        self.notes: Callable[[], dict[str, list[int]]] = dict
+        """Gives what else there is to write about the iterations of a block."""
         self._scalars = scalars
         self._total = iterations_in_total
         self._recent: deque[float] = deque(maxlen=LOSSES_IN_MEAN)
@@ -73,6 +76,7 @@ class Journal:
                 seconds=[round(value, 7) for value in self._seconds],
                 loss=[_finite_or_none(value) for value in losses],
                 learning_rate=self._rate,
+                **self.notes(),
             )
             self._show(losses)
             first = self._first

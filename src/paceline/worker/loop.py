@@ -13,13 +13,14 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
+from paceline.comm.objects import broadcast_json
 from paceline.config import Every, RunConfig
 from paceline.data.input import InputPath
 from paceline.data.order import share
 from paceline.errors import DivergedError, StoppedError
 from paceline.sync.replica import Replica
 from paceline.sync.state_exchange import agree_on_buffers
-from paceline.sync.strategy import Strategy
+from paceline.sync.strategy import Strategy, Terms, Turn
 from paceline.worker.evaluate import evaluate
 from paceline.worker.journal import Journal
 from paceline.worker.optimiser import set_learning_rate
@@ -34,6 +35,8 @@ class Progress:
     """How far a run has come; what a checkpoint holds besides tensors."""
 
     iteration: int = 0
+    steps: int = 0
+    """That this worker has done: as many, except where batches are dealt to whoever is free."""
     samples: int = 0
     """That this worker has trained on."""
     trained_seconds: float = 0.0
@@ -77,6 +80,9 @@ class TrainingLoop:
         self._is_alone = replica.communicator.world_size == 1
         self._slowness = config.slowness(self._rank) - 1.0
         self._backward_seconds = 0.0
+        self._first = self._iteration_before = progress.iteration
+        self._part_number = self._rank
+        journal.notes = strategy.notes
         self._team = Teamwork(config, strategy, replica)
 
     def run(self) -> None:
@@ -85,23 +91,55 @@ class TrainingLoop:
         self._begun = clock.enter("other") - progress.trained_seconds
         self._evaluated_before = clock.seconds["evaluate"]
         self.replica.model.train()
-        while progress.iteration < self._total and progress.seconds_to_target is None:
+        while True:
             begin = clock.enter("input")
-            loss, samples = self._iterate(progress.iteration)
+            turn = self._next_turn()
+            if turn is None:
+                break
+            if turn.call == "meet":
+                self.checkpoint()
+                begin = clock.enter("input")
+            self._part_number = turn.part
+            loss, samples = self._iterate(turn.iteration)
             end = clock.enter("other")
             self.iteration_seconds.append(end - begin)
-            self._journal.iteration(progress.iteration, end - begin, loss, samples, self._rate, end)
-            progress.iteration += 1
+            self._journal.iteration(progress.steps, end - begin, loss, samples, self._rate, end)
+            self._iteration_before = progress.iteration
+            progress.iteration = turn.iteration + 1
+            progress.steps += 1
             progress.samples += samples
             if progress.iteration < self._total:
                 self._between_iterations(end - begin, samples)
         self._finish()
+
+    def _next_turn(self) -> Turn | None:
+        """None: there is nothing left to do."""
+        progress = self.progress
+        if progress.seconds_to_target is not None:
+            return None
+        if self.strategy.lockstep:
+            return (
+                Turn(progress.iteration, self._rank) if progress.iteration < self._total else None
+            )
+        stop = self.stop_requested is not None
+        meet_every = self._cadence(self.config.checkpoint_every) if self._checkpoint else 0
+        turn = self.strategy.claim(Terms(self._first, self._total, meet_every, stop))
+        if turn.call != "train":
+            progress.iteration = turn.iteration
+        if turn.call == "stop":
+            self._stop()
+        return turn if turn.call in ("train", "meet") else None
 
     def _finish(self) -> None:
         self._journal.flush()
         self._team.settle()
         with self._clock.during("exchange"):
             self.strategy.finish()
+            if not self.strategy.lockstep:
+                # The first worker may have seen the target reached while others went on.
+                iteration = broadcast_json(self.replica.communicator, self.progress.iteration)
+                self.progress.iteration = iteration
+        self._iteration_before = self.progress.iteration - 1
         history = self.progress.history
         is_evaluated = history and history[-1]["iteration"] == self.progress.iteration
         if not (is_evaluated and self.strategy.equal):
@@ -115,11 +153,12 @@ class TrainingLoop:
         whole = self._inputs.order.batch_samples(index)
         part, samples = None, whole
         if not self._is_alone:
-            part = share(whole, self._team.shares, self._rank)
+            part = share(whole, self._team.shares, self._part_number)
             samples = part.stop - part.start
             # A worker without a sample computes one that weighs nothing, to stay in step.
             part = part if samples else slice(0, 1)
             self.replica.take_part(samples > 0)
+        self.replica.share = samples / whole
         inputs, labels = self._inputs.batch(epoch, index, part)
         self._rate = self._rate_at(iteration)
         set_learning_rate(self.replica.optimizer, self._rate)
@@ -167,19 +206,36 @@ class TrainingLoop:
     def _between_iterations(self, seconds: float, samples: int) -> None:
         if self._is_due(self.config.eval_every):
             self._evaluate(alone=not self.strategy.lockstep)
-        if self._checkpoint and self._is_due(self.config.checkpoint_every):
+        if (
+            self._checkpoint
+            and self.strategy.lockstep
+            and self._is_due(self.config.checkpoint_every)
+        ):
             self.checkpoint()
         if self._team.wants_to_stop(seconds, samples, self.stop_requested is not None):
-            self._journal.flush()
-            if self._checkpoint:
-                self.checkpoint()
-            cause = self.stop_requested or "stopped by another worker"
-            raise StoppedError(f"{cause} after iteration {self.progress.iteration}")
+            self._stop()
+
+    def _stop(self) -> None:
+        """End here, as all workers do."""
+        self._journal.flush()
+        if self._checkpoint:
+            self.checkpoint()
+        cause = self.stop_requested or "stopped by another worker"
+        raise StoppedError(f"{cause} after iteration {self.progress.iteration}")
 
     def _is_due(self, every: Every) -> bool:
-        if every == "never":
+        """Whether the last turn has completed a multiple of the cadence; out of lockstep it may
+        have gone beyond it."""
+        cadence = self._cadence(every)
+        if not cadence:
             return False
-        return self.progress.iteration % (self._per_epoch if every == "epoch" else every) == 0
+        return self.progress.iteration // cadence > self._iteration_before // cadence
+
+    def _cadence(self, every: Every) -> int:
+        """In iterations; 0 is never."""
+        if every == "never":
+            return 0
+        return self._per_epoch if every == "epoch" else every
 
     def _evaluate(self, alone: bool) -> None:
         """On the whole test set: each worker a part of it, or, out of lockstep, the first alone."""

@@ -92,6 +92,8 @@ class Team:
     communicator: Communicator
     store: CheckpointStore | None
     """Rank 0's; the others have none."""
+    servers: Sequence[Communicator] = ()
+    """Pairs with the parameter servers, in each of which this worker is rank 1."""
 
 
 class _Worker:
@@ -118,7 +120,7 @@ class _Worker:
         self.progress = Progress()
         self.account_before: state.Account = {}
         self.iteration_seconds_before: Sequence[float] = ()
-        self.replica = _build_replica(config, prepared, team.communicator, clock)
+        self.replica = _build_replica(config, prepared, team, clock)
         train = prepared.dataset.train
         self.order = SampleOrder(
             len(train), config.global_batch_size, config.seed, config.reshuffle
@@ -143,7 +145,7 @@ class _Worker:
             if "traffic" in self.account_before:
                 self.team.communicator.traffic.restore(self.account_before["traffic"])
             self.iteration_seconds_before = read_iteration_seconds(
-                self.folder.events_file(self.team.place.rank), checkpoint.iteration
+                self.folder.events_file(self.team.place.rank), self.progress.steps
             )
             self.journal.display.say(f"resuming after iteration {checkpoint.iteration}")
         self.journal.events.write(
@@ -257,6 +259,7 @@ class _Worker:
                 "phases": phases,
                 "hidden_exchange_seconds": self.replica.hidden_exchange_seconds,
                 "traffic": self._traffic(),
+                **self.prepared.strategy.account(),
             },
             checkpoints={
                 "count": store.count if store else 0,
@@ -278,9 +281,8 @@ def _scalars(
     return ScalarWriter(folder.tensorboard, checkpoint.iteration if checkpoint else None)
 
 
-def _build_replica(
-    config: RunConfig, prepared: Prepared, communicator: Communicator, clock: PhaseClock
-) -> Replica:
+def _build_replica(config: RunConfig, prepared: Prepared, team: Team, clock: PhaseClock) -> Replica:
+    communicator = team.communicator
     model = prepared.model.to(prepared.device)
     if config.sync_bn:
         model = synchronise_batch_norm(model, communicator)
@@ -294,6 +296,7 @@ def _build_replica(
         scaler=torch.amp.GradScaler(prepared.device.type, enabled=config.precision == "fp16"),
         communicator=communicator,
         clip_norm=config.clip_norm,
+        servers=team.servers,
     )
 
 

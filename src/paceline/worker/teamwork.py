@@ -19,7 +19,6 @@ class Teamwork:
         self._accumulate = config.accumulate
         self._layers_meet = config.sync_bn and replica.communicator.world_size > 1
         self._follows_speed = config.shares == ("auto",)
-        self._strategy = strategy
         self._replica = replica
         self._clock = replica.clock
         self._communicator = replica.communicator
@@ -54,7 +53,8 @@ class Teamwork:
         if self._is_alone:
             return stop
         if not self._meets:
-            return self._strategy.agree_to_stop(stop)
+            # Out of lockstep that is told when the next turn is claimed.
+            return False
         self._iterations += 1
         self._seconds += seconds
         self._samples += samples

@@ -1,0 +1,37 @@
+"""Starting one process of a run: a worker or a server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from paceline.comm.place import Place
+
+Role = Literal["worker", "server"]
+
+
+def spawn(
+    role: Role, place: Place, arguments: Sequence[str], output: Path, shown: bool = False
+) -> subprocess.Popen[bytes]:
+    """A process that ends with this one; what it says goes into a file, except what is `shown`."""
+    sources = str(Path(__file__).parents[2])
+    inherited = os.environ.get("PYTHONPATH", "")
+    command = [sys.executable, "-m", "paceline.launch.child", str(os.getpid()), role]
+    with output.open("ab") as file:
+        return subprocess.Popen(
+            [*command, *arguments],
+            env={
+                **os.environ,
+                **place.to_environment(),
+                "PYTHONPATH": os.pathsep.join(filter(None, (sources, inherited))),
+            },
+            stdout=None if shown else file,
+            stderr=file,
+            stdin=subprocess.DEVNULL,
+            # Ctrl-C reaches the whole foreground group; the launcher decides what to do.
+            start_new_session=True,
+        )

@@ -1,0 +1,112 @@
+"""Replicas that train on their own for a while and then draw near to one another.
+
+Between exchanges a worker follows the gradient of its own samples. Losses come weighted by the
+worker's share of the global batch; multiplied by the number of workers, an equal share gets the
+mean loss of its own samples, and an unequal one counts by its samples, so that the mean of all
+workers' updates is an update on the whole batch.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm import ALGORITHMS
+from paceline.comm.cost import Cost
+from paceline.errors import ConfigError
+from paceline.sync.flat_weights import FlatWeights
+from paceline.sync.replica import Replica
+from paceline.sync.state_exchange import broadcast_model
+from paceline.sync.strategy import Strategy
+
+
+class IndependentReplicas(Strategy):
+    equal = False
+
+    def __init__(self, algorithm: str) -> None:
+        self.algorithm = ALGORITHMS.load(algorithm)()
+        self._steps = 0
+        self._differ = False
+        """Whether replicas may hold different weights now."""
+
+    def attach(self, replica: Replica) -> None:
+        super().attach(replica)
+        broadcast_model(replica.model, replica.communicator)
+        self._weights = FlatWeights(replica.trainable)
+
+    def backward(self, loss: Tensor) -> None:
+        self.replica.backward(loss * self.replica.communicator.world_size)
+
+    @abstractmethod
+    def _agreed_weights(self) -> Tensor:
+        """What the replicas agree on, in the layout of the flat weights. Collective."""
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        if not self._differ:
+            yield
+            return
+        own = self._weights.tensor.clone()
+        self._weights.tensor.copy_(self._agreed_weights())
+        try:
+            yield
+        finally:
+            self._weights.tensor.copy_(own)
+
+    def _sum(self, tensor: Tensor, kind: str = "parameters") -> Tensor:
+        """In place, over all workers. Collective."""
+        if self.replica.communicator.world_size > 1:
+            self.algorithm.all_reduce(self.replica.communicator, tensor, kind)
+        return tensor
+
+    def model_state(self) -> dict[str, Any]:
+        with self.consensus():
+            return {name: value.clone() for name, value in super().model_state().items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """While replicas differ, all that is this worker's own: a checkpoint has rank 0's."""
+        state: dict[str, Any] = {"steps": self._steps}
+        if self._differ:
+            state["model"] = self.replica.model.state_dict()
+            state["optimizer"] = self.replica.optimizer.state_dict()
+            state["scaler"] = self.replica.scaler.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._steps = state["steps"]
+        self._differ = "model" in state
+        if self._differ:
+            self.replica.model.load_state_dict(state["model"])
+            self.replica.optimizer.load_state_dict(state["optimizer"])
+            self.replica.scaler.load_state_dict(state["scaler"])
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Momentum, moments and step counts, in an order that is the same on every worker."""
+    state = optimizer.state_dict()["state"]
+    return [
+        value
+        for _, values in sorted(state.items())
+        for _, value in sorted(values.items())
+        if isinstance(value, Tensor) and value.is_floating_point()
+    ]
+
+
+def spread(exchange: Cost, steps: int) -> Cost:
+    """What one step bears of an exchange after so many."""
+    return Cost(
+        seconds=exchange.seconds / steps,
+        bytes_sent=exchange.bytes_sent / steps,
+        messages=-(-exchange.messages // steps),
+    )
+
+
+def at_least(name: str, value: float, least: float) -> None:
+    """Refuse an option that is too small."""
+    if value < least:
+        raise ConfigError([f"-o {name}: must be at least {least:g}, got {value:g}"])

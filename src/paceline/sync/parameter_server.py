@@ -1,0 +1,218 @@
+"""Parameter servers: processes of their own hold the weights and the optimiser; workers ask them.
+
+With several servers each holds a contiguous shard of the flat weights. Three modes:
+
+- `sync`: a server waits for the gradients of all workers, adds them up, updates, and sends everyone
+  the new weights: what one worker computes alone, up to rounding.
+- `async`: an update is applied when it comes, and nobody waits. A worker pulls the weights,
+  computes a part of a global batch, and pushes its gradient.
+- `bounded`: the same, but nobody may get more than `staleness` iterations ahead of the slowest.
+
+Out of step, parts of batches go to whoever is free (server/dealer.py). Each push is an update with
+the mean gradient of its own samples, at the learning rate of its iteration times its share of the
+global batch: so as many samples move the weights as far as in `sync`, and weight decay is as
+strong, with any optimiser. Clipping is then by the norm of the worker's own mean gradient; in
+`sync` by that of the sum, over all shards.
+
+Our own launcher starts the servers; where torchrun or srun started the workers, the first worker of
+a node does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.communicator import Communicator
+from paceline.comm.cost import Cost, Network
+from paceline.errors import ConfigError
+from paceline.sync.batch_norm import SharedBatchNorm
+from paceline.sync.flat import FlatGradients
+from paceline.sync.flat_weights import FlatWeights
+from paceline.sync.independent import at_least
+from paceline.sync.replica import Replica
+from paceline.sync.server.client import Servers
+from paceline.sync.server.link import Link
+from paceline.sync.server.serving import Server
+from paceline.sync.server.staleness import Staleness
+from paceline.sync.state_exchange import broadcast_model
+from paceline.sync.strategy import MakeOptimizer, ModelShape, Strategy, Terms, Turn
+
+
+class ParameterServer(Strategy):
+    def __init__(
+        self,
+        *,
+        mode: Literal["sync", "async", "bounded"] = "sync",
+        staleness: int = 4,
+        servers: int = 1,
+        place: Literal["node0", "spread"] = "node0",
+    ) -> None:
+        """`place`: all servers on the first node, or dealt out to the nodes in turn."""
+        at_least("staleness", staleness, 0)
+        at_least("servers", servers, 1)
+        self.lockstep = self.equal = mode == "sync"
+        self._mode, self._staleness = mode, staleness
+        self._server_count, self._place = servers, place
+        self.staleness = Staleness()
+
+    def server_nodes(self, nnodes: int) -> list[int]:
+        spread = self._place == "spread"
+        return [number % nnodes if spread else 0 for number in range(self._server_count)]
+
+    def serve(
+        self, number: int, workers: Sequence[Communicator], make_optimizer: MakeOptimizer
+    ) -> None:
+        links = [
+            Link(communicator, f"server {number}", f"rank {rank}")
+            for rank, communicator in enumerate(workers)
+        ]
+        staleness = self._staleness if self._mode == "bounded" else None
+        Server(links, make_optimizer, staleness).serve()
+
+    def attach(self, replica: Replica) -> None:
+        self._refuse_what_it_cannot(replica)
+        super().attach(replica)
+        rank = replica.communicator.rank
+        broadcast_model(replica.model, replica.communicator)
+        self._weights = FlatWeights(replica.trainable)
+        self._gradients = FlatGradients(replica.trainable)
+        replica.flat_gradients = self._gradients.tensor
+        links = [
+            Link(communicator, f"rank {rank}", f"server {number}")
+            for number, communicator in enumerate(replica.servers)
+        ]
+        self._servers = Servers(links, self._weights.tensor, self._gradients.tensor)
+        self._give_to_servers({})
+
+    def _refuse_what_it_cannot(self, replica: Replica) -> None:
+        problems = []
+        if not replica.servers:
+            problems.append("--strategy parameter_server: needs servers, and nobody started them")
+        if replica.scaler.is_enabled():
+            problems.append("--precision fp16: strategy parameter_server cannot use it; use bf16")
+        if not self.lockstep and any(
+            isinstance(layer, SharedBatchNorm) for layer in replica.model.modules()
+        ):
+            problems.append(f"--sync-bn: workers of mode={self._mode} never meet; use mode=sync")
+        if any(weight.dtype != torch.float32 for weight in replica.trainable):
+            problems.append("--strategy parameter_server: holds weights of 32-bit floats only")
+        if problems:
+            raise ConfigError(problems)
+
+    def step(self) -> None:
+        rate = self.replica.optimizer.param_groups[0]["lr"]
+        if self.lockstep:
+            with self.replica.exchanging():
+                self._servers.step(rate, self.replica.clip_norm)
+        else:
+            self._push(rate)
+        self.replica.clear_gradients()
+
+    def _push(self, rate: float) -> None:
+        share, clip_norm = self.replica.share, self.replica.clip_norm
+        behind = 0
+        if share > 0:
+            self._gradients.tensor.div_(share)
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(self.replica.trainable, clip_norm)
+            with self.replica.clock.during("exchange"):
+                behind = self._servers.push(rate * share)
+        with self.replica.clock.during("exchange"):
+            self._servers.done()
+        turn, ahead = self._turn
+        self.staleness.note(iteration=turn.iteration, part=turn.part, ahead=ahead, behind=behind)
+
+    def claim(self, terms: Terms) -> Turn:
+        with self.replica.clock.during("exchange"):
+            deal = self._servers.claim(terms)
+            if deal.turn.call != "end":
+                self._servers.pull()
+        self.replica.clock.move("exchange", "wait", deal.waited_seconds)
+        self._turn = (deal.turn, deal.ahead)
+        return deal.turn
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        if not self.lockstep:
+            self._servers.pull()
+        yield
+
+    def finish(self) -> None:
+        if not self.lockstep:
+            self._servers.end()
+            with self.replica.clock.during("wait"):
+                self.replica.communicator.barrier().wait()
+            self._servers.pull()
+        self._servers.finished()
+
+    def notes(self) -> dict[str, list[int]]:
+        return self.staleness.take_news()
+
+    def account(self) -> dict[str, Any]:
+        return {} if self.lockstep else {"staleness": self.staleness.summary()}
+
+    def optimizer_state(self) -> dict[str, Any]:
+        state = self.replica.optimizer.state_dict()
+        if self.replica.communicator.rank:
+            return state
+        own: dict[int, dict[str, Any]] = {number: {} for number in range(len(self._views()))}
+        for name, value in self._servers.save().items():
+            if isinstance(value, Tensor):
+                values: list[Any] = self._weights.views(value)
+            elif value is None:
+                values = [None] * len(own)
+            else:
+                values = [torch.tensor(value) for _ in own]
+            for number, each in enumerate(values):
+                own[number][name] = each
+        return {**state, "state": {number: each for number, each in own.items() if each}}
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        super().load_optimizer_state({**state, "state": {}})
+        names = state["state"].get(0, {})
+        self._give_to_servers({name: self._flat(name, state["state"]) for name in names})
+
+    def _flat(self, name: str, state: dict[int, dict[str, Any]]) -> Tensor | float | None:
+        """One value of an optimiser's state, of all weights together."""
+        values = [state[number][name] for number in sorted(state)]
+        if values[0] is None:
+            return None
+        if values[0].dim() == 0 and name == "step":
+            return float(values[0])
+        flat = torch.empty_like(self._weights.tensor, device="cpu")
+        for view, value in zip(self._weights.views(flat), values, strict=True):
+            view.copy_(value)
+        return flat
+
+    def _give_to_servers(self, optimizer_state: dict[str, Tensor | float | None]) -> None:
+        """The weights as they are here, and a state of the optimiser. Collective."""
+        if self.replica.communicator.rank == 0:
+            self._servers.begin()
+            self._servers.load(optimizer_state)
+        self.replica.communicator.barrier().wait()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"staleness": self.staleness.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.staleness.load_state_dict(state["staleness"])
+
+    def cost(self, shape: ModelShape, network: Network) -> Cost:
+        """Of an update in step: every server takes in its shard's gradients one after the other,
+        adds them up, and sends as much back. Out of step: of one worker's push and pull."""
+        workers = shape.workers if self.lockstep else 1
+        at_server = workers * shape.gradient_bytes / self._server_count
+        through = max(at_server, shape.gradient_bytes)
+        return Cost(
+            seconds=network.seconds(2, 2 * through, at_server),
+            bytes_sent=max(shape.gradient_bytes, at_server),
+            messages=2 * self._server_count,
+        )
+
+    def _views(self) -> list[Tensor]:
+        return self._weights.views(self._weights.tensor)

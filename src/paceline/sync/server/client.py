@@ -1,0 +1,121 @@
+"""A worker's view of all servers: one shard of the flat weights at each of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.comm.algorithms.chunks import chunk
+from paceline.comm.work import Work
+from paceline.sync.server.dealer import Deal
+from paceline.sync.server.link import Link, Request
+from paceline.sync.server.shard import State
+from paceline.sync.strategy import CALLS, Terms, Turn
+
+CLIP_EPSILON = 1e-6
+"""As in torch's clip_grad_norm_."""
+
+
+class Servers:
+    """Asks all servers at the same time. The first of them also deals the work."""
+
+    def __init__(self, links: Sequence[Link], weights: Tensor, gradients: Tensor) -> None:
+        """Weights and gradients are flat tensors of the same layout."""
+        self._links = links
+        count = len(links)
+        self._weights = [chunk(weights, count, number) for number in range(count)]
+        self._gradients = [chunk(gradients, count, number) for number in range(count)]
+
+    def begin(self) -> None:
+        """Give the servers these weights; one worker does so, before anybody asks for them."""
+        for link, weights in zip(self._links, self._weights, strict=True):
+            link.send_numbers(Request.BEGIN, weights.numel())
+            link.send(weights, "parameters")
+            link.receive_numbers()
+
+    def step(self, rate: float, clip_norm: float | None) -> None:
+        """Update with the sum of all workers' gradients; they all ask for it."""
+        started = self._send_gradients(Request.STEP, rate, clip_norm is not None)
+        if clip_norm is not None:
+            self._wait(started)
+            squares = sum(link.receive_numbers()[0] for link in self._links)
+            factor = min(1.0, clip_norm / (math.sqrt(squares) + CLIP_EPSILON))
+            started = [[link.start_numbers(factor)] for link in self._links]
+        for link, works, weights in zip(self._links, started, self._weights, strict=True):
+            works.append(link.start_receive(weights, "parameters"))
+        self._wait(started)
+
+    def push(self, rate: float) -> int:
+        """Update with this worker's gradient; how many updates came since it pulled."""
+        self._wait(self._send_gradients(Request.PUSH, rate))
+        first, *_ = [link.receive_numbers()[0] for link in self._links]
+        return int(first)
+
+    def pull(self) -> None:
+        """The newest weights."""
+        self._wait(
+            [
+                [link.start_numbers(Request.PULL), link.start_receive(weights, "parameters")]
+                for link, weights in zip(self._links, self._weights, strict=True)
+            ]
+        )
+
+    def claim(self, terms: Terms) -> Deal:
+        self._links[0].send_numbers(
+            Request.CLAIM, terms.first, terms.total, terms.meet_every, terms.stop
+        )
+        call, iteration, part, ahead, waited_seconds, *_ = self._links[0].receive_numbers()
+        turn = Turn(int(iteration), int(part), CALLS[int(call)])
+        return Deal(turn, int(ahead), waited_seconds)
+
+    def done(self) -> None:
+        self._links[0].send_numbers(Request.DONE)
+
+    def end(self) -> None:
+        """Nothing more is dealt, to anybody."""
+        self._links[0].send_numbers(Request.END)
+
+    def finished(self) -> None:
+        for link in self._links:
+            link.send_numbers(Request.FINISHED)
+
+    def save(self) -> State:
+        """The state of one optimiser of all weights: flat tensors, counts."""
+        parts: list[State] = []
+        for link, weights in zip(self._links, self._weights, strict=True):
+            link.send_numbers(Request.SAVE)
+            state: State = link.receive_json()
+            for name, value in state.items():
+                if isinstance(value, str):
+                    state[name] = tensor = torch.empty_like(weights, device="cpu")
+                    link.receive(tensor, "parameters")
+            parts.append(state)
+        return {name: _joined([part[name] for part in parts]) for name in parts[0]}
+
+    def load(self, state: State) -> None:
+        """Take a state back; one worker does so."""
+        for number, link in enumerate(self._links):
+            link.send_numbers(Request.LOAD)
+            link.send_json({k: "tensor" if isinstance(v, Tensor) else v for k, v in state.items()})
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    link.send(chunk(value, len(self._links), number), "parameters")
+            link.receive_numbers()
+
+    def _send_gradients(self, *request: float) -> list[list[Work]]:
+        return [
+            [link.start_numbers(*request), link.start_send(gradient, "gradients")]
+            for link, gradient in zip(self._links, self._gradients, strict=True)
+        ]
+
+    def _wait(self, started: Sequence[Sequence[Work]]) -> None:
+        for link, works in zip(self._links, started, strict=True):
+            link.wait(works)
+
+
+def _joined(values: Sequence[Tensor | float | None]) -> Tensor | float | None:
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return torch.cat(tensors) if tensors else values[0]

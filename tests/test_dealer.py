@@ -1,0 +1,119 @@
+"""Dealing parts of batches: each once, in order, within the bound, and with meetings."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from time import sleep
+
+import pytest
+
+from paceline.errors import PeerError
+from paceline.sync.server.dealer import Deal, Dealer
+from paceline.sync.strategy import Terms
+
+
+def terms(total: int = 10, first: int = 0, meet_every: int = 0, stop: bool = False) -> Terms:
+    return Terms(first, total, meet_every, stop)
+
+
+def parts(deals: list[Deal]) -> list[tuple[int, int]]:
+    return [(deal.turn.iteration, deal.turn.part) for deal in deals]
+
+
+def test_whoever_is_free_gets_the_next_part() -> None:
+    dealer = Dealer(workers=2, staleness=None)
+    slow = dealer.claim(0, terms())
+    fast = [dealer.claim(1, terms()) for _ in range(4)]
+    assert parts([slow, *fast]) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
+    assert [deal.ahead for deal in fast] == [0, 1, 1, 2]
+
+
+def test_all_parts_are_dealt_exactly_once_and_then_it_is_the_end() -> None:
+    dealer = Dealer(workers=3, staleness=1)
+
+    def work(worker: int) -> list[Deal]:
+        deals = []
+        while (deal := dealer.claim(worker, terms(total=20))).turn.call == "train":
+            deals.append(deal)
+            sleep(0.001 * worker)
+        return deals
+
+    with ThreadPoolExecutor(3) as pool:
+        deals = [deal for some in pool.map(work, range(3)) for deal in some]
+    assert sorted(parts(deals)) == [(batch, part) for batch in range(20) for part in range(3)]
+    assert max(deal.ahead for deal in deals) <= 1
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_nobody_gets_further_ahead_than_the_bound(staleness: int) -> None:
+    """One worker holds the first batch; the other gets what the bound allows, and then waits."""
+    dealer = Dealer(workers=2, staleness=staleness)
+    dealer.claim(0, terms())
+    allowed = [dealer.claim(1, terms()) for _ in range(2 * staleness + 1)]
+    assert allowed[-1].ahead == staleness
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(dealer.claim, 1, terms())
+        sleep(0.05)
+        assert not waiting.done()
+        dealer.done(0)
+        assert waiting.result(10).turn.iteration == staleness + 1
+
+
+def test_a_resumed_run_is_dealt_on_from_its_iteration() -> None:
+    dealer = Dealer(workers=2, staleness=None)
+    assert parts([dealer.claim(0, terms(first=7))]) == [(7, 0)]
+
+
+def test_all_meet_before_a_batch_when_one_is_due() -> None:
+    """Everyone gets one part of the batch, when the batches before it are done, not sooner."""
+    dealer = Dealer(workers=2, staleness=None)
+    everyone_is_here = Barrier(2)
+    calls: list[list[tuple[str, int]]] = [[], []]
+
+    def work(worker: int) -> None:
+        for _ in range(100):
+            deal = dealer.claim(worker, terms(total=6, meet_every=2))
+            calls[worker].append((deal.turn.call, deal.turn.iteration))
+            if deal.turn.call == "end":
+                return
+            if deal.turn.call == "meet":
+                everyone_is_here.wait(10)
+            sleep(0.002 * worker)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, range(2)))
+    for mine in calls:
+        assert [call for call in mine if call[0] == "meet"] == [("meet", 2), ("meet", 4)]
+
+
+def test_a_stop_comes_to_all_after_a_whole_batch() -> None:
+    dealer = Dealer(workers=2, staleness=None)
+    dealer.claim(0, terms())
+    with ThreadPoolExecutor(1) as pool:
+        rest = dealer.claim(0, terms(stop=True))
+        assert parts([rest]) == [(0, 1)]
+        stopping = pool.submit(dealer.claim, 1, terms())
+        sleep(0.05)
+        assert not stopping.done()
+        assert dealer.claim(0, terms()).turn.call == "stop"
+        assert stopping.result(10).turn.call == "stop"
+        assert stopping.result().turn.iteration == 1
+
+
+def test_when_one_ends_it_is_the_end_for_all() -> None:
+    dealer = Dealer(workers=2, staleness=None)
+    dealer.claim(0, terms())
+    dealer.end()
+    assert dealer.claim(1, terms()).turn.call == "end"
+
+
+def test_nobody_waits_for_one_who_is_gone() -> None:
+    dealer = Dealer(workers=2, staleness=0)
+    dealer.claim(0, terms())
+    dealer.claim(1, terms())
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(dealer.claim, 1, terms())
+        dealer.give_up()
+        with pytest.raises(PeerError):
+            waiting.result(10)

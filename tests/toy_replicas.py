@@ -1,0 +1,118 @@
+"""Small replicas for the arithmetic of strategies; workers are threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline.comm import in_process
+from paceline.comm.communicator import Communicator
+from paceline.data.order import share
+from paceline.measure.clock import PhaseClock
+from paceline.sync.replica import Replica
+from paceline.sync.strategy import Strategy
+
+SAMPLES, FEATURES, CLASSES = 24, 5, 3
+
+MakeOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+
+
+def sgd(rate: float = 0.1, momentum: float = 0.9) -> MakeOptimizer:
+    return lambda weights: torch.optim.SGD(weights, lr=rate, momentum=momentum)
+
+
+def adam(rate: float = 0.01) -> MakeOptimizer:
+    return lambda weights: torch.optim.Adam(weights, lr=rate)
+
+
+def replica(
+    communicator: Communicator, optimizer: MakeOptimizer, seed: int = 0, **settings: Any
+) -> Replica:
+    """Of two linear layers; each rank has other weights, until a strategy makes them equal."""
+    model = nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, CLASSES))
+    # torch's own seed is shared by the threads.
+    generator = torch.Generator().manual_seed(seed + 1000 * communicator.rank)
+    for weight in model.parameters():
+        nn.init.normal_(weight, std=0.3, generator=generator)
+    return Replica(
+        model=model,
+        optimizer=optimizer(list(model.parameters())),
+        clock=PhaseClock(),
+        forward=model,
+        scaler=torch.amp.GradScaler("cpu", enabled=False),
+        communicator=communicator,
+        **settings,
+    )
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(SAMPLES, FEATURES, generator=generator)
+    return inputs, torch.randint(CLASSES, (SAMPLES,), generator=generator)
+
+
+def compute(strategy: Strategy, step: int, part: int, shares: Sequence[float]) -> None:
+    """Forward and backward as the loop does them: a part of a batch, its loss weighted by it."""
+    inputs, labels = batch(step)
+    own, chosen = strategy.replica, share(SAMPLES, shares, part)
+    own.share = (chosen.stop - chosen.start) / SAMPLES
+    loss = F.cross_entropy(own.forward(inputs[chosen]), labels[chosen])
+    strategy.backward(loss * own.share)
+
+
+def train(strategy: Strategy, steps: range, shares: Sequence[float] | None = None) -> None:
+    """In step: this worker's share of each batch."""
+    team = strategy.replica.communicator
+    for step in steps:
+        compute(strategy, step, team.rank, shares or [1.0] * team.world_size)
+        strategy.step()
+
+
+def weights_of(own: Replica) -> Tensor:
+    return torch.cat([weight.detach().flatten() for weight in own.model.parameters()])
+
+
+def trained(
+    world_size: int,
+    make: Callable[[], Strategy],
+    steps: int,
+    optimizer: MakeOptimizer,
+    shares: Sequence[float] | None = None,
+    finish: bool = True,
+) -> list[Tensor]:
+    """The weights of every worker after so many steps."""
+
+    def work(communicator: Communicator) -> Tensor:
+        strategy = make()
+        strategy.attach(replica(communicator, optimizer))
+        train(strategy, range(steps), shares)
+        if finish:
+            strategy.finish()
+        return weights_of(strategy.replica)
+
+    return in_process.run(world_size, work)
+
+
+def resumes_exactly(make: Callable[[], Strategy], cut: int, steps: int) -> bool:
+    """Whether a run that hands its state to a fresh one after `cut` steps ends like a whole one."""
+
+    def work(communicator: Communicator) -> bool:
+        whole, before, after = make(), make(), make()
+        for strategy in (whole, before, after):
+            strategy.attach(replica(communicator, adam()))
+        train(whole, range(steps))
+        train(before, range(cut))
+        # As the checkpoint does it: the first worker's for all, then each one's own.
+        after.replica.model.load_state_dict(before.replica.model.state_dict())
+        after.load_optimizer_state(before.optimizer_state())
+        after.load_state_dict(before.state_dict())
+        train(after, range(cut, steps))
+        for strategy in (whole, after):
+            strategy.finish()
+        return torch.equal(weights_of(whole.replica), weights_of(after.replica))
+
+    return all(in_process.run(2, work))
