@@ -91,4 +91,27 @@ def test_every_change_is_counted_for_the_account_of_measuring(hand: HandClock) -
 
 
 def test_the_cost_of_a_change_is_positive() -> None:
-    assert PhaseClock.seconds_per_switch(repeats=100) > 0
+    assert PhaseClock().seconds_per_switch(repeats=100) > 0
+
+
+def test_a_lap_spans_the_phases_between_its_ends(hand: HandClock) -> None:
+    clock = PhaseClock()
+    for length in (1, 2):
+        clock.begin_lap("input")
+        hand.now += length
+        clock.enter("forward")
+        hand.now += 4
+        clock.end_lap("other")
+        hand.now += 8
+    assert list(clock.lap_seconds) == [5, 6]
+
+
+def test_a_lap_is_taken_once(hand: HandClock) -> None:
+    clock = PhaseClock()
+    taken = []
+    for length in (1, 2):
+        clock.begin_lap("input")
+        hand.now += length
+        clock.end_lap("other")
+        taken.append(clock.take_laps())
+    assert taken == [[1], [2]]

@@ -25,7 +25,8 @@ LOSSES_IN_MEAN = 100
 class Journal:
     """Iterations in blocks, evaluations one by one: to the event file, TensorBoard and the display.
 
-    Losses stay tensors until a block is written, so that on a GPU no iteration waits for its loss.
+    Losses stay tensors until a block is written, and times are asked for only then, so that on a
+    GPU no iteration waits for its loss or its end.
     """
 
     def __init__(
@@ -39,25 +40,23 @@ class Journal:
         self.display = display
         self.seconds_spent = 0.0
         self.last_accuracy: float | None = None
+        self.take_iteration_seconds: Callable[[], list[float]] = list
+        """Gives the times of the iterations since it was last asked."""
         self.notes: Callable[[], dict[str, list[int]]] = dict
         """Gives what else there is to write about the iterations of a block."""
         self._scalars = scalars
         self._total = iterations_in_total
         self._recent: deque[float] = deque(maxlen=LOSSES_IN_MEAN)
-        self._seconds: list[float] = []
         self._losses: list[Tensor] = []
         self._samples = 0
         self._rate = 0.0
         self._first = 0
         self._written = perf_counter()
 
-    def iteration(
-        self, index: int, seconds: float, loss: Tensor, samples: int, rate: float, now: float
-    ) -> None:
+    def iteration(self, index: int, loss: Tensor, samples: int, rate: float, now: float) -> None:
         """Note one iteration that ended at `now`; writes a block when one is due."""
-        if not self._seconds:
+        if not self._losses:
             self._first = index
-        self._seconds.append(seconds)
         self._losses.append(loss)
         self._samples += samples
         self._rate = rate
@@ -67,26 +66,26 @@ class Journal:
     def flush(self) -> None:
         """Write the block at hand; a loss that is no finite number ends the run here."""
         begin = perf_counter()
-        if self._seconds:
+        if self._losses:
             losses: list[float] = torch.stack(self._losses).tolist()
+            seconds = self.take_iteration_seconds()
             self._recent.extend(losses)
             self.events.write(
                 "iterations",
                 first=self._first,
-                seconds=[round(value, 7) for value in self._seconds],
+                seconds=[round(value, 7) for value in seconds],
                 loss=[_finite_or_none(value) for value in losses],
                 learning_rate=self._rate,
                 **self.notes(),
             )
-            self._show(losses)
+            self._show(losses, sum(seconds))
             first = self._first
-            self._seconds, self._losses, self._samples = [], [], 0
+            self._losses, self._samples = [], 0
             _check_finite(first, losses)
         self._written = perf_counter()
         self.seconds_spent += self._written - begin
 
-    def _show(self, losses: list[float]) -> None:
-        spent = sum(self._seconds)
+    def _show(self, losses: list[float], spent: float) -> None:
         done = self._first + len(losses)
         mean_loss = sum(losses) / len(losses)
         samples_per_second = self._samples / spent if spent else math.inf

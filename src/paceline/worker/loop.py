@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from array import array
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -63,7 +62,6 @@ class TrainingLoop:
         self.replica = replica
         self.strategy = strategy
         self.progress = progress
-        self.iteration_seconds = array("d")
         self.stop_requested: str | None = None
         """Set from a signal handler: why the loop should end soon."""
         self._inputs = inputs
@@ -83,6 +81,7 @@ class TrainingLoop:
         self._first = self._iteration_before = progress.iteration
         self._part_number = self._rank
         journal.notes = strategy.notes
+        journal.take_iteration_seconds = replica.clock.take_laps
         self._team = Teamwork(config, strategy, replica)
 
     def run(self) -> None:
@@ -92,18 +91,17 @@ class TrainingLoop:
         self._evaluated_before = clock.seconds["evaluate"]
         self.replica.model.train()
         while True:
-            begin = clock.enter("input")
+            begin = clock.begin_lap("input")
             turn = self._next_turn()
             if turn is None:
                 break
             if turn.call == "meet":
                 self.checkpoint()
-                begin = clock.enter("input")
+                begin = clock.begin_lap("input")
             self._part_number = turn.part
             loss, samples = self._iterate(turn.iteration)
-            end = clock.enter("other")
-            self.iteration_seconds.append(end - begin)
-            self._journal.iteration(progress.steps, end - begin, loss, samples, self._rate, end)
+            end = clock.end_lap("other")
+            self._journal.iteration(progress.steps, loss, samples, self._rate, end)
             self._iteration_before = progress.iteration
             progress.iteration = turn.iteration + 1
             progress.steps += 1
@@ -195,12 +193,12 @@ class TrainingLoop:
         turned = self._clock.enter("backward")
         self.strategy.backward(loss if weight == 1.0 else loss * weight)
         if self._slowness:
-            self._backward_seconds = self._clock.enter("other") - turned
+            self._backward_seconds = self._clock.arrive("other") - turned
         return loss.detach()
 
     def _dawdle(self, begun: float) -> None:
         """Take as much longer as --slow says, before the backward pass may begin to communicate."""
-        computed = self._clock.enter("forward") - begun + self._backward_seconds
+        computed = self._clock.arrive("forward") - begun + self._backward_seconds
         time.sleep(self._slowness * computed)
 
     def _between_iterations(self, seconds: float, samples: int) -> None:

@@ -23,6 +23,7 @@ from paceline.data.loading import load_dataset
 from paceline.data.order import SampleOrder, share
 from paceline.errors import PacelineError, PeerError
 from paceline.measure.clock import PhaseClock
+from paceline.measure.gpu_clock import clock_of
 from paceline.measure.scalars import ScalarWriter
 from paceline.models.loading import build_model
 from paceline.records import EventWriter, RunFolder, read_iteration_seconds
@@ -70,6 +71,7 @@ def run_worker(
     clock: PhaseClock,
 ) -> WorkerReport:
     """Train, from a checkpoint if one is given; whatever ends the run is told in the report."""
+    clock = clock_of(prepared.device, clock)
     worker = _Worker(config, folder, prepared, team, checkpoint, display, clock)
     with computing(config), contextlib.closing(worker.journal):
         try:
@@ -231,14 +233,13 @@ class _Worker:
         place, store = self.team.place, self.team.store
         is_whole = self.prepared.strategy.holds_all_weights
         sha = weights_sha256(self.replica.model.state_dict()) if is_whole else None
-        per_switch = PhaseClock.seconds_per_switch()
+        per_switch = self.clock.seconds_per_switch()
         if store:
             with contextlib.suppress(PacelineError):
                 store.close()
         self.clock.enter("other")
         measuring = self.clock.switches * per_switch + self.journal.seconds_spent
         phases = self._phases()
-        done = self.loop.iteration_seconds if self.loop else ()
         return WorkerReport(
             status=status,
             cause=cause,
@@ -255,7 +256,9 @@ class _Worker:
                 "node": place.node,
                 "samples": self.progress.samples,
                 "wall_seconds": sum(phases.values()),
-                "iteration_seconds": summarise_iterations([*self.iteration_seconds_before, *done]),
+                "iteration_seconds": summarise_iterations(
+                    [*self.iteration_seconds_before, *self.clock.lap_seconds]
+                ),
                 "phases": phases,
                 "hidden_exchange_seconds": self.replica.hidden_exchange_seconds,
                 "traffic": self._traffic(),
