@@ -19,11 +19,11 @@ def own_steps(workers: int, steps: int) -> list[Tensor]:
     return toy.trained(workers, lambda: LocalSgd(every=99), steps, toy.sgd(), finish=False)
 
 
-def centre_and_workers(workers: int, **options: float) -> list[tuple[Tensor, Tensor]]:
+def centre_and_workers(workers: int, alpha: float | None = None) -> list[tuple[Tensor, Tensor]]:
     """After two steps and the first pull: what is evaluated, and each worker's own weights."""
 
     def work(communicator: Communicator) -> tuple[Tensor, Tensor]:
-        strategy = Easgd(tau=2, **options)
+        strategy = Easgd(tau=2, alpha=alpha)
         strategy.attach(toy.replica(communicator, toy.sgd()))
         toy.train(strategy, range(2))
         with strategy.consensus():
@@ -33,14 +33,14 @@ def centre_and_workers(workers: int, **options: float) -> list[tuple[Tensor, Ten
     return in_process.run(workers, work)
 
 
-@pytest.mark.parametrize(("workers", "options", "alpha"), [
-    (2, {}, 0.45), (3, {}, 0.3), (3, {"alpha": 0.2}, 0.2),
-])  # fmt: skip
-def test_a_pull_is_that_of_the_paper(workers: int, options: dict[str, float], alpha: float) -> None:
+@pytest.mark.parametrize(
+    ("workers", "given", "alpha"), [(2, None, 0.45), (3, None, 0.3), (3, 0.2, 0.2)]
+)
+def test_a_pull_is_that_of_the_paper(workers: int, given: float | None, alpha: float) -> None:
     (start, *_) = own_steps(workers, 0)
     before = own_steps(workers, 2)
     expected_centre = start + alpha * sum((own - start for own in before), torch.zeros(()))
-    for own, (centre, after) in zip(before, centre_and_workers(workers, **options), strict=True):
+    for own, (centre, after) in zip(before, centre_and_workers(workers, given), strict=True):
         torch.testing.assert_close(centre, expected_centre)
         torch.testing.assert_close(after, own - alpha * (own - start))
 

@@ -128,7 +128,7 @@ def test_a_resumed_run_of_processes_ends_with_the_same_weights(tmp_path: Path) -
 @pytest.mark.parametrize(("option", "value"), [("every", 0), ("warmup", -1)])
 def test_impossible_options_are_refused(option: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"-o {option}: must be at least"):
-        LocalSgd(**{option: value})
+        LocalSgd(**{option: value})  # type: ignore[arg-type]  # as from the command line
 
 
 def test_its_cost_falls_with_the_steps_between_two_means() -> None:

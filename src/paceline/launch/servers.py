@@ -50,8 +50,8 @@ def server_ranks(config: RunConfig, node: int) -> list[int]:
 def main(arguments: list[str]) -> int:
     """The process of one server: `CONFIG FOLDER`, its place in the environment."""
     # Workers decide when a run ends, and then leave; the launcher has other means in an emergency.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
     config = from_mapping(read_json(Path(arguments[0]))["config"])
     folder = RunFolder(Path(arguments[1]))
     place = environment.detect()

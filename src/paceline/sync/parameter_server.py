@@ -122,7 +122,7 @@ class ParameterServer(Strategy):
                 nn.utils.clip_grad_norm_(self.replica.trainable, clip_norm)
             with self.replica.clock.during("exchange"):
                 behind = self._servers.push(rate * share)
-        with self.replica.clock.during("exchange"):
+        else:
             self._servers.done()
         turn, ahead = self._turn
         self.staleness.note(iteration=turn.iteration, part=turn.part, ahead=ahead, behind=behind)
@@ -130,8 +130,6 @@ class ParameterServer(Strategy):
     def claim(self, terms: Terms) -> Turn:
         with self.replica.clock.during("exchange"):
             deal = self._servers.claim(terms)
-            if deal.turn.call != "end":
-                self._servers.pull()
         self.replica.clock.move("exchange", "wait", deal.waited_seconds)
         self._turn = (deal.turn, deal.ahead)
         return deal.turn

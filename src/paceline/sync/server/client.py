@@ -12,7 +12,7 @@ from paceline.comm.algorithms.chunks import chunk
 from paceline.comm.work import Work
 from paceline.sync.server.dealer import Deal
 from paceline.sync.server.link import Link, Request
-from paceline.sync.server.shard import State
+from paceline.sync.server.shard import TENSOR, State, described
 from paceline.sync.strategy import CALLS, Terms, Turn
 
 CLIP_EPSILON = 1e-6
@@ -50,29 +50,39 @@ class Servers:
 
     def push(self, rate: float) -> int:
         """Update with this worker's gradient; how many updates came since it pulled."""
-        self._wait(self._send_gradients(Request.PUSH, rate))
+        is_only = len(self._links) == 1
+        self._wait(self._send_gradients(Request.PUSH, rate, is_only))
         first, *_ = [link.receive_numbers()[0] for link in self._links]
+        if not is_only:
+            self.done()
         return int(first)
+
+    def done(self) -> None:
+        """What was claimed is done, with or without an update."""
+        self._links[0].send_numbers(Request.DONE)
 
     def pull(self) -> None:
         """The newest weights."""
-        self._wait(
-            [
-                [link.start_numbers(Request.PULL), link.start_receive(weights, "parameters")]
-                for link, weights in zip(self._links, self._weights, strict=True)
-            ]
-        )
+        self._pull_from(0)
+
+    def _pull_from(self, first: int) -> None:
+        links, parts = self._links[first:], self._weights[first:]
+        started = [
+            [link.start_numbers(Request.PULL), link.start_receive(weights, "parameters")]
+            for link, weights in zip(links, parts, strict=True)
+        ]
+        for link, works in zip(links, started, strict=True):
+            link.wait(works)
 
     def claim(self, terms: Terms) -> Deal:
-        self._links[0].send_numbers(
-            Request.CLAIM, terms.first, terms.total, terms.meet_every, terms.stop
-        )
-        call, iteration, part, ahead, waited_seconds, *_ = self._links[0].receive_numbers()
+        """The next turn, and the newest weights for it."""
+        dealer = self._links[0]
+        dealer.send_numbers(Request.CLAIM, terms.first, terms.total, terms.meet_every, terms.stop)
+        call, iteration, part, ahead, waited_seconds, *_ = dealer.receive_numbers()
+        dealer.receive(self._weights[0], "parameters")
+        self._pull_from(1)
         turn = Turn(int(iteration), int(part), CALLS[int(call)])
         return Deal(turn, int(ahead), waited_seconds)
-
-    def done(self) -> None:
-        self._links[0].send_numbers(Request.DONE)
 
     def end(self) -> None:
         """Nothing more is dealt, to anybody."""
@@ -87,9 +97,10 @@ class Servers:
         parts: list[State] = []
         for link, weights in zip(self._links, self._weights, strict=True):
             link.send_numbers(Request.SAVE)
-            state: State = link.receive_json()
-            for name, value in state.items():
-                if isinstance(value, str):
+            state: State = {}
+            for name, value in link.receive_json().items():
+                state[name] = value
+                if value == TENSOR:
                     state[name] = tensor = torch.empty_like(weights, device="cpu")
                     link.receive(tensor, "parameters")
             parts.append(state)
@@ -99,7 +110,7 @@ class Servers:
         """Take a state back; one worker does so."""
         for number, link in enumerate(self._links):
             link.send_numbers(Request.LOAD)
-            link.send_json({k: "tensor" if isinstance(v, Tensor) else v for k, v in state.items()})
+            link.send_json(described(state))
             for value in state.values():
                 if isinstance(value, Tensor):
                     link.send(chunk(value, len(self._links), number), "parameters")

@@ -35,13 +35,15 @@ class Request(IntEnum):
     """(learning rate, whether to clip), a gradient -> new weights, once all workers have asked.
     To clip: -> (sum of squares), then the factor to multiply by -> new weights."""
     PUSH = 2
-    """(learning rate), a gradient -> (updates since this worker's last pull)."""
+    """(learning rate, whether that is DONE), a gradient -> (updates since this worker's last
+    pull)."""
     PULL = 3
     """-> the weights."""
     CLAIM = 4
-    """(first, total, meet_every, stop) -> (call, iteration, part, ahead, seconds waited)."""
+    """(first, total, meet_every, stop) -> (call, iteration, part, ahead, seconds waited), the
+    weights."""
     DONE = 5
-    """What was claimed is part of the weights now. No answer."""
+    """What was claimed is part of the weights at all servers now. No answer."""
     END = 6
     """No more is to be claimed by anybody. No answer."""
     SAVE = 7

@@ -12,7 +12,7 @@ from paceline.errors import PeerError
 from paceline.sync.server.dealer import Dealer
 from paceline.sync.server.link import Link, Request
 from paceline.sync.server.round import Rounds
-from paceline.sync.server.shard import Shard, State
+from paceline.sync.server.shard import TENSOR, Shard, State, described
 from paceline.sync.strategy import CALLS, MakeOptimizer, Terms
 
 
@@ -115,6 +115,8 @@ class Server:
         with self._lock:
             behind = self._held.updates - self._read_at[worker]
             self._held.apply(gradient, numbers[0])
+        if numbers[1]:
+            self._dealer.done(worker)
         link.send_numbers(behind)
 
     def _pull(self, worker: int, link: Link, numbers: list[float]) -> None:
@@ -130,19 +132,21 @@ class Server:
         turn = deal.turn
         call = CALLS.index(turn.call)
         link.send_numbers(call, turn.iteration, turn.part, deal.ahead, deal.waited_seconds)
+        self._pull(worker, link, numbers)
 
     def _save(self, worker: int, link: Link, numbers: list[float]) -> None:
         with self._lock:
             state = self._held.state()
-        link.send_json({k: "tensor" if isinstance(v, Tensor) else v for k, v in state.items()})
+        link.send_json(described(state))
         for value in state.values():
             if isinstance(value, Tensor):
                 link.send(value, "parameters")
 
     def _load(self, worker: int, link: Link, numbers: list[float]) -> None:
-        state: State = link.receive_json()
-        for name, value in state.items():
-            if isinstance(value, str):
+        state: State = {}
+        for name, value in link.receive_json().items():
+            state[name] = value
+            if value == TENSOR:
                 state[name] = tensor = torch.empty_like(self._held.weights)
                 link.receive(tensor, "parameters")
         with self._lock:

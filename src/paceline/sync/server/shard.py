@@ -14,6 +14,9 @@ from paceline.sync.strategy import MakeOptimizer
 State = dict[str, Tensor | float | None]
 """Of an optimiser, for one flat tensor: one like the weights, a count, or nothing yet."""
 
+TENSOR = "tensor"
+"""Stands for a tensor where a state is described."""
+
 
 class Shard:
     def __init__(self, weights: Tensor, make_optimizer: MakeOptimizer) -> None:
@@ -48,3 +51,8 @@ class Shard:
         settings = self._optimizer.state_dict()["param_groups"]
         own = {0: values} if values else {}
         self._optimizer.load_state_dict({"state": own, "param_groups": settings})
+
+
+def described(state: State) -> dict[str, float | str | None]:
+    """As JSON can hold it; the tensors follow it in the same order."""
+    return {name: TENSOR if isinstance(value, Tensor) else value for name, value in state.items()}

@@ -1,0 +1,167 @@
+"""What a slow worker costs, and what helps: parameter servers out of step, and shares by speed.
+
+    python benchmarks/stragglers.py [--quick] [--repeats N] [--only NAME]
+
+Two workers train lenet on digits, in every case with the same samples. The cases of a question take
+turns, as often as it has repeats; figures are medians with their least and greatest values.
+
+- `servers`: one worker four times slower. How much sooner do async and bounded finish than sync?
+- `shares`: one worker twice slower. How many more samples a second do shares by speed give, and is
+  the final loss the same?
+- `learning`: nobody slower. Do async and bounded learn as much as all-reduce from as many samples?
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from paceline.config import from_mapping
+from paceline.launch import start
+from paceline.measure.machine import hardware, software
+from paceline.records import Result
+
+BASE: dict[str, Any] = {
+    "nproc_per_node": 2, "threads": 1, "tensorboard": False, "sample_seconds": 0,
+    "eval_every": "never", "schedule": "cosine", "lr": 0.05, "test_samples": 2000,
+}  # fmt: skip
+
+Case = dict[str, Any]
+Runs = dict[str, list[Result]]
+
+
+def server(mode: str, **settings: Any) -> Case:
+    return {"strategy": "parameter_server", "options": {"mode": mode}, **settings}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a tenth of the samples")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", choices=tuple(QUESTIONS))
+    given = parser.parse_args()
+    print(f"{hardware()['cpu']}, torch {software()['torch']}; lenet on digits")
+    for name, question in QUESTIONS.items():
+        if given.only in (None, name):
+            question(given.repeats, 10 if given.quick else 1)
+
+
+def servers(repeats: int, divisor: int) -> None:
+    budget = {"train_samples": 20_000 // divisor, "epochs": 1, "slow": "1=4", "batch_size": 256}
+    cases = {mode: server(mode, **budget) for mode in ("sync", "async", "bounded")}
+    runs = take_turns(cases, repeats)
+    print(f"\nservers: batch 256, rank 1 four times slower, {repeats} repeats")
+    print(f"{'mode':<10}{'seconds':>24}{'sooner than sync':>24}{'accuracy':>24}{'rank 1 did':>12}")
+    for mode, results in runs.items():
+        sooner = [
+            seconds(slow) / seconds(own) for slow, own in zip(runs["sync"], results, strict=True)
+        ]
+        part = statistics.median(
+            each["workers"][1]["samples"] / each["samples"] for each in results
+        )
+        print(
+            f"{mode:<10}{spread(map(seconds, results)):>24}{spread(sooner):>24}"
+            f"{spread(map(accuracy, results)):>24}{part:>11.0%}"
+        )
+
+
+def shares(repeats: int, divisor: int) -> None:
+    budget = {"train_samples": 40_000 // divisor, "epochs": 1, "slow": "1=2", "batch_size": 256}
+    cases = {
+        "equal": {"strategy": "allreduce", "options": {"flat": "true"}, **budget},
+        "auto": {"strategy": "allreduce", "options": {"flat": "true"}, "shares": "auto", **budget},
+    }
+    runs = take_turns(cases, repeats)
+    print(f"\nshares: batch 256, rank 1 twice slower, {repeats} repeats")
+    print(f"{'shares':<10}{'samples/s':>24}{'more than equal':>24}{'test loss':>24}{'differs':>12}")
+    for name, results in runs.items():
+        more = [rate(own) / rate(equal) for equal, own in zip(runs["equal"], results, strict=True)]
+        differs = max(
+            abs(loss(own) / loss(equal) - 1)
+            for equal, own in zip(runs["equal"], results, strict=True)
+        )
+        print(
+            f"{name:<10}{spread(map(rate, results)):>24}{spread(more):>24}"
+            f"{spread(map(loss, results), 4):>24}{differs:>11.2%}"
+        )
+
+
+def learning(repeats: int, divisor: int) -> None:
+    budget = {"train_samples": 20_000 // divisor, "epochs": 2, "batch_size": 64}
+    cases = {
+        "allreduce": {"strategy": "allreduce", "options": {"flat": "true"}, **budget},
+        **{mode: server(mode, **budget) for mode in ("async", "bounded")},
+    }
+    runs = take_turns(cases, repeats)
+    print(f"\nlearning: batch 64, nobody slower, {repeats} repeats")
+    print(f"{'mode':<10}{'accuracy':>24}{'more than allreduce':>24}{'behind, mean':>16}")
+    for name, results in runs.items():
+        more = [
+            accuracy(own) - accuracy(other)
+            for other, own in zip(runs["allreduce"], results, strict=True)
+        ]
+        stale = [
+            worker["staleness"]["behind"]["mean"]
+            for each in results
+            for worker in each["workers"]
+            if "staleness" in worker
+        ]
+        behind = f"{statistics.median(stale):.2f}" if stale else "-"
+        print(f"{name:<10}{spread(map(accuracy, results), 4):>24}{spread(more, 4):>24}{behind:>16}")
+
+
+QUESTIONS: dict[str, Callable[[int, int], None]] = {
+    "servers": servers,
+    "shares": shares,
+    "learning": learning,
+}
+
+
+def take_turns(cases: dict[str, Case], repeats: int) -> Runs:
+    """All cases once, then all again, so that what else the machine does falls on all of them.
+
+    Each repeat has a seed of its own, the same for all cases.
+    """
+    runs: Runs = {name: [] for name in cases}
+    for repeat in range(repeats):
+        for name, case in cases.items():
+            runs[name].append(run({**case, "seed": repeat}))
+    return runs
+
+
+def run(settings: dict[str, Any]) -> Result:
+    with tempfile.TemporaryDirectory() as out:
+        outcome = start.train(from_mapping({**BASE, **settings, "out": out}), quiet=True)
+    if outcome.result is None or outcome.exit_code:
+        raise SystemExit(f"a run failed: {outcome.result and outcome.result['cause']}")
+    return outcome.result
+
+
+def seconds(result: Result) -> float:
+    """Of training, up to the last update of the slowest, evaluation left out."""
+    return float(result["history"][-1]["seconds"])
+
+
+def rate(result: Result) -> float:
+    return float(result["samples"]) / seconds(result)
+
+
+def accuracy(result: Result) -> float:
+    return float(result["final"]["test_accuracy"])
+
+
+def loss(result: Result) -> float:
+    return float(result["final"]["test_loss"])
+
+
+def spread(values: Any, digits: int = 2) -> str:
+    ordered: Sequence[float] = sorted(values)
+    middle = statistics.median(ordered)
+    return f"{middle:.{digits}f} ({ordered[0]:.{digits}f}-{ordered[-1]:.{digits}f})"
+
+
+if __name__ == "__main__":
+    main()
