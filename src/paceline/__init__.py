@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.launch.join import join as join
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "train"]
+__all__ = ["__version__", "join", "train"]
 
 
 def train(**settings: Any) -> dict[str, Any]:
@@ -20,3 +23,12 @@ def train(**settings: Any) -> dict[str, Any]:
 
     result = start.train(from_mapping(settings), quiet=True).result
     return result or {}
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded when first asked for, since it needs torch, and this module must not.
+    if name == "join":
+        from paceline.launch.join import join
+
+        return join
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -56,6 +56,16 @@ def share(count: int, weights: Sequence[float], rank: int) -> slice:
     return slice(begin, end)
 
 
+def own_part(count: int, weights: Sequence[float], rank: int) -> tuple[slice, int]:
+    """A rank's part of a batch to compute, and how many samples of it count.
+
+    A worker without a share computes a sample that does not count, to stay in step.
+    """
+    part = share(count, weights, rank)
+    samples = part.stop - part.start
+    return (part if samples else slice(0, 1)), samples
+
+
 def mix(*numbers: int) -> int:
     """One 63-bit seed out of several numbers, such that neighbours share nothing (splitmix64)."""
     state = 0

@@ -79,6 +79,11 @@ def _check_names(config: RunConfig) -> Strategy:
     """Refuse what no worker could be built from, before any of them starts; gives the strategy."""
     MODELS.load(config.model)
     DATASETS.load(config.data)
+    return check_strategy(config)
+
+
+def check_strategy(config: RunConfig) -> Strategy:
+    """The strategy, if its options are right and it can keep so many workers in step."""
     strategy = create_strategy(config.strategy, config.options)
     if strategy.most_workers is not None and config.workers > strategy.most_workers:
         raise ConfigError(

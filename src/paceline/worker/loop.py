@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from paceline.comm.objects import broadcast_json
 from paceline.config import Every, RunConfig
 from paceline.data.input import InputPath
-from paceline.data.order import share
+from paceline.data.order import own_part
 from paceline.errors import DivergedError, StoppedError
 from paceline.sync.replica import Replica
 from paceline.sync.state_exchange import agree_on_buffers
@@ -151,10 +151,7 @@ class TrainingLoop:
         whole = self._inputs.order.batch_samples(index)
         part, samples = None, whole
         if not self._is_alone:
-            part = share(whole, self._team.shares, self._part_number)
-            samples = part.stop - part.start
-            # A worker without a sample computes one that weighs nothing, to stay in step.
-            part = part if samples else slice(0, 1)
+            part, samples = own_part(whole, self._team.shares, self._part_number)
             self.replica.take_part(samples > 0)
         self.replica.share = samples / whole
         inputs, labels = self._inputs.batch(epoch, index, part)

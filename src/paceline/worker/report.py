@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.comm.place import Place
 from paceline.errors import DivergedError, PacelineError, StoppedError
 from paceline.records import RunFolder
+from paceline.sync.replica import Replica
+from paceline.sync.strategy import Strategy
 
 
 @dataclass(slots=True)
@@ -44,6 +47,28 @@ def summarise_iterations(seconds: Sequence[float]) -> dict[str, float | None]:
         "mean": statistics.fmean(rest),
         "median": statistics.median(rest),
         "p95": rest[min(len(rest) - 1, round(0.95 * (len(rest) - 1)))],
+    }
+
+
+def account_of(
+    place: Place,
+    samples: int,
+    phases: dict[str, float],
+    iteration_seconds: Sequence[float],
+    replica: Replica,
+    strategy: Strategy,
+) -> dict[str, Any]:
+    """One worker's part of the result."""
+    return {
+        "rank": place.rank,
+        "node": place.node,
+        "samples": samples,
+        "wall_seconds": sum(phases.values()),
+        "iteration_seconds": summarise_iterations(iteration_seconds),
+        "phases": phases,
+        "hidden_exchange_seconds": replica.hidden_exchange_seconds,
+        "traffic": replica.communicator.traffic.to_dict(),
+        **strategy.account(),
     }
 
 

@@ -39,7 +39,7 @@ from paceline.worker.fingerprint import weights_sha256
 from paceline.worker.journal import Journal
 from paceline.worker.loop import Progress, TrainingLoop
 from paceline.worker.optimiser import build_optimizer
-from paceline.worker.report import WorkerReport, explain, summarise_iterations
+from paceline.worker.report import WorkerReport, account_of, explain
 
 
 @dataclass(slots=True)
@@ -230,7 +230,7 @@ class _Worker:
         return self.team.communicator.traffic.to_dict()
 
     def report(self, status: str, cause: str | None, exit_code: int) -> WorkerReport:
-        place, store = self.team.place, self.team.store
+        store = self.team.store
         is_whole = self.prepared.strategy.holds_all_weights
         sha = weights_sha256(self.replica.model.state_dict()) if is_whole else None
         per_switch = self.clock.seconds_per_switch()
@@ -239,7 +239,6 @@ class _Worker:
                 store.close()
         self.clock.enter("other")
         measuring = self.clock.switches * per_switch + self.journal.seconds_spent
-        phases = self._phases()
         return WorkerReport(
             status=status,
             cause=cause,
@@ -251,19 +250,14 @@ class _Worker:
             train_loss=self.journal.train_loss,
             seconds_to_target=self.progress.seconds_to_target,
             history=self.progress.history,
-            worker={
-                "rank": place.rank,
-                "node": place.node,
-                "samples": self.progress.samples,
-                "wall_seconds": sum(phases.values()),
-                "iteration_seconds": summarise_iterations(
-                    [*self.iteration_seconds_before, *self.clock.lap_seconds]
-                ),
-                "phases": phases,
-                "hidden_exchange_seconds": self.replica.hidden_exchange_seconds,
-                "traffic": self._traffic(),
-                **self.prepared.strategy.account(),
-            },
+            worker=account_of(
+                self.team.place,
+                self.progress.samples,
+                self._phases(),
+                [*self.iteration_seconds_before, *self.clock.lap_seconds],
+                self.replica,
+                self.prepared.strategy,
+            ),
             checkpoints={
                 "count": store.count if store else 0,
                 "bytes": store.bytes if store else 0,

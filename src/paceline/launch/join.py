@@ -1,0 +1,68 @@
+"""`paceline.join`: bring the workers of a user's own program together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from paceline.comm.communicator import Communicator
+from paceline.comm.in_process import Hub
+from paceline.comm.place import ALONE, Place
+from paceline.config import RunConfig, from_mapping
+from paceline.errors import UsageError
+from paceline.launch import environment
+from paceline.launch.agreement import agree_on_config
+from paceline.launch.member import connection
+from paceline.launch.start import check_strategy
+from paceline.worker.device import choose_device
+from paceline.worker.own_loop import JoinedTeam
+
+_JOINS = itertools.count()
+"""A program may join several times, one after the other; every time is a meeting of its own."""
+
+
+@contextmanager
+def join(
+    strategy: str = "overlap",
+    *,
+    rendezvous_seconds: float = 60.0,
+    timeout_seconds: float = 300.0,
+    **options: Any,
+) -> Iterator[JoinedTeam]:
+    """Meet the other workers that torchrun, srun or paceline has started; alone otherwise.
+
+    `options` are the strategy's. At the end of the block every worker has the final weights.
+    """
+    place = environment.detect() or ALONE
+    config = from_mapping(
+        {
+            "strategy": strategy,
+            "options": options,
+            "rendezvous_seconds": rendezvous_seconds,
+            "timeout_seconds": timeout_seconds,
+            "nnodes": place.nnodes,
+            "nproc_per_node": place.local_world_size,
+        }
+    )
+    chosen = check_strategy(config)
+    if not chosen.lockstep or chosen.server_nodes(place.nnodes):
+        raise UsageError(
+            f"strategy {strategy}: is not for loops of one's own, whose workers go in step:"
+            " choose another, or train with `paceline train`"
+        )
+    device = choose_device(config, place.local_rank)
+    with _connection(config, place) as communicator:
+        agree_on_config(config, communicator)
+        team = JoinedTeam(config, place, communicator, chosen, device)
+        yield team
+        # Not after an exception: the others learn of it because the connections are closed.
+        team.finish()
+        communicator.barrier().wait()
+
+
+def _connection(config: RunConfig, place: Place) -> AbstractContextManager[Communicator]:
+    if place.world_size == 1:
+        return nullcontext(Hub(1).communicators[0])
+    return connection(config, place, name=f"join-{next(_JOINS)}")

@@ -1,0 +1,74 @@
+"""A user's own data and models: as small as can be, and misbehaving where a test wants it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+Samples = tuple[Tensor, Tensor]
+
+FEATURES = 8
+CLASSES = 3
+
+
+def data() -> tuple[Samples, Samples]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(96, FEATURES, generator=generator)
+    labels = torch.randint(0, CLASSES, (96,), generator=generator)
+    labels[:CLASSES] = torch.arange(CLASSES)
+    return (inputs, labels), (inputs[:24], labels[:24])
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.layers(inputs)
+        return outputs
+
+
+class Slow(Plain):
+    """Slow enough to be disturbed, where OWN_SLEEP_SECONDS says so."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        time.sleep(float(os.environ.get("OWN_SLEEP_SECONDS", "0")))
+        return super().forward(inputs)
+
+
+class Talkative(Plain):
+    """Says who it is, and leaves a note of its threads in OWN_NOTES."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_told = False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self._is_told:
+            self._is_told = True
+            rank = os.environ["RANK"]
+            sys.stdout.write(f"hello from {rank}\n")
+            sys.stderr.write(f"a warning of {rank}\n")
+            note = Path(os.environ["OWN_NOTES"]) / f"threads-{rank}"
+            note.write_text(str(torch.get_num_threads()))
+        return super().forward(inputs)
+
+
+class Breaking(Plain):
+    """Raises on the second worker, in its fifth forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self._calls += 1
+        if self._calls == 5 and os.environ["RANK"] == "1":
+            raise ValueError("the model broke")
+        return super().forward(inputs)

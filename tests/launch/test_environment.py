@@ -1,0 +1,134 @@
+"""Finding out who one is, from what torchrun or srun has set."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.comm.place import Place
+from paceline.errors import UsageError
+from paceline.launch.environment import detect
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "6",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "2",
+    "GROUP_WORLD_SIZE": "3",
+    "MASTER_ADDR": "10.0.0.7",
+    "MASTER_PORT": "1234",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+SRUN = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "6",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_NNODES": "3",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_NODELIST": "node[03-05]",
+}
+
+
+def test_without_a_launcher_there_is_no_place() -> None:
+    assert detect({"HOME": "/root", "WORLD_SIZE": "4"}) is None
+
+
+def test_torchruns_variables_are_taken_as_they_are() -> None:
+    assert detect(TORCHRUN) == Place(
+        rank=5,
+        world_size=6,
+        local_rank=1,
+        local_world_size=2,
+        node=2,
+        nnodes=3,
+        master_addr="10.0.0.7",
+        master_port=1234,
+        store_is_served=True,
+    )
+
+
+def test_a_place_survives_its_way_through_the_environment() -> None:
+    place = detect(SRUN)
+    assert place is not None
+    assert detect(place.to_environment()) == place
+
+
+def test_srun_gives_rank_node_and_the_first_host() -> None:
+    place = detect(SRUN)
+    assert place is not None
+    assert (place.rank, place.world_size) == (5, 6)
+    assert (place.local_rank, place.local_world_size) == (1, 2)
+    assert (place.node, place.nnodes) == (2, 3)
+    assert place.master_addr == "node03"
+    assert not place.store_is_served
+
+
+def test_all_tasks_of_a_step_find_the_same_port_without_root_rights() -> None:
+    ports = {detect({**SRUN, "SLURM_PROCID": str(rank)}).master_port for rank in range(6)}  # type: ignore[union-attr]
+    assert len(ports) == 1
+    assert 1024 <= ports.pop() <= 65535
+
+
+def test_a_step_may_use_a_part_of_the_jobs_tasks() -> None:
+    part = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": "1"}
+    place = detect(part)
+    assert place is not None
+    assert (place.world_size, place.nnodes, place.local_world_size) == (2, 1, 2)
+
+
+def test_the_script_of_a_batch_job_is_nobodys_rank() -> None:
+    script = {name: value for name, value in SRUN.items() if "STEP" not in name}
+    assert detect(script) is None
+
+
+def test_one_task_is_no_team() -> None:
+    assert detect({**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}) is None
+
+
+@pytest.mark.parametrize(
+    ("names", "first"),
+    [
+        ("solo", "solo"),
+        ("alpha,beta", "alpha"),
+        ("node[7,9-12]", "node7"),
+        ("node[001-128]", "node001"),
+        ("rack[1-2]node[3-4]", "rack1node3"),
+        ("gpu-a[2-3],gpu-b[0-1]", "gpu-a2"),
+        ("n[5]-ib0,n[6]-ib0", "n5-ib0"),
+        ("", "127.0.0.1"),
+    ],
+)
+def test_the_first_host_of_any_list_is_found(names: str, first: str) -> None:
+    place = detect({**SRUN, "SLURM_STEP_NODELIST": names})
+    assert place is not None
+    assert place.master_addr == first
+
+
+def test_an_address_that_the_user_gives_counts_under_srun() -> None:
+    place = detect({**SRUN, "MASTER_ADDR": "10.1.1.1", "MASTER_PORT": "999"})
+    assert place is not None
+    assert (place.master_addr, place.master_port) == ("10.1.1.1", 999)
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({**TORCHRUN, "WORLD_SIZE": "many"}, "WORLD_SIZE"),
+        ({**TORCHRUN, "RANK": ""}, "RANK"),
+        ({name: value for name, value in TORCHRUN.items() if name != "WORLD_SIZE"}, "WORLD_SIZE"),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "x"}, "SLURM_STEP_NUM_TASKS"),
+        ({**SRUN, "SLURM_PROCID": "x"}, "SLURM_PROCID"),
+    ],
+)
+def test_what_is_no_number_is_refused_by_its_name(variables: dict[str, str], name: str) -> None:
+    with pytest.raises(UsageError, match=f"environment variable {name}: must be a whole number"):
+        detect(variables)
+
+
+def test_unequal_numbers_of_tasks_are_refused() -> None:
+    with pytest.raises(UsageError, match="--ntasks-per-node"):
+        detect({**SRUN, "SLURM_STEP_NUM_TASKS": "5"})

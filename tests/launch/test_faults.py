@@ -1,0 +1,118 @@
+"""Whatever befalls the workers of one machine: a quick end, one cause, no traces but the records.
+
+That no process, shared memory or socket is left is checked after every test (tests/leaks.py).
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.commands import (
+    ENDLESS,
+    SLOW,
+    are_gone,
+    launch,
+    names_in,
+    sabotage,
+    train,
+    wait_until,
+    workers_of,
+)
+from paceline import cli
+from paceline.launch.outcome import Outcome
+from paceline.records import read_json
+
+TWO: dict[str, Any] = {**ENDLESS, "nproc_per_node": 2}
+
+
+def check_failed(outcome: Outcome, cause: str) -> None:
+    assert outcome.exit_code == 1
+    result = read_json(outcome.folder.result_file)
+    assert result == outcome.result
+    assert (result["status"], result["cause"]) == ("failed", cause)
+    passing = ("launch-", "report-", "failure-", "output-")
+    assert not [name for name in names_in(outcome.folder.path) if name.startswith(passing)]
+
+
+@pytest.mark.parametrize("while_training", [False, True], ids=["at its start", "in training"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_worker_ends_the_run(
+    rank: int, while_training: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OWN_SLEEP_SECONDS", "0.01")
+    with sabotage(tmp_path / "run", rank, signal.SIGKILL, while_training):
+        outcome = launch(tmp_path, **TWO)
+    check_failed(outcome, f"rank {rank} was killed by SIGKILL")
+
+
+def test_a_worker_that_raises_ends_the_run(tmp_path: Path) -> None:
+    outcome = launch(tmp_path, **{**TWO, "model": "own_code:Breaking"})
+    traceback = tmp_path / "run" / "traceback.txt"
+    check_failed(outcome, f"ValueError: the model broke (traceback in {traceback})")
+    assert "in forward" in traceback.read_text()
+
+
+def test_a_worker_that_stalls_ends_the_run(tmp_path: Path) -> None:
+    with sabotage(tmp_path / "run", 1, signal.SIGSTOP, while_training=True):
+        outcome = launch(tmp_path, **{**TWO, "timeout_seconds": 6})
+    busy = "rank 0: all_reduce with rank 1: no answer within 6 s; rank 1 was still busy"
+    check_failed(outcome, busy)
+
+
+def test_the_user_sees_one_line(tmp_path: Path) -> None:
+    with train(tmp_path, **{**TWO, "model": "own_code:Breaking"}) as command:
+        ended = command.end()
+    assert ended.code == 1
+    assert ended.err.startswith("paceline: error: ValueError: the model broke (traceback in ")
+    assert ended.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+def test_workers_end_with_their_launcher(at_start: bool, tmp_path: Path) -> None:
+    with train(tmp_path, SLOW, **TWO) as command:
+        launcher = command.process
+        wait_until(lambda: len(workers_of(launcher.pid)) == 2, "both workers run")
+        workers = list(workers_of(launcher.pid).values())
+        events = tmp_path / "run" / "events-1.jsonl"
+        wait_until(lambda: at_start or events.exists(), "the run has begun")
+        launcher.kill()
+        wait_until(lambda: are_gone(workers), "the workers are gone")
+
+
+def test_ctrl_c_at_the_start_leaves_nothing(tmp_path: Path) -> None:
+    with train(tmp_path, **TWO) as command:
+        wait_until(lambda: len(workers_of(command.process.pid)) == 2, "both workers run")
+        command.process.send_signal(signal.SIGINT)
+        ended = command.end()
+    line = "paceline: error: stopped by SIGINT before training began\n"
+    assert (ended.code, ended.err) == (130, line)
+    assert not names_in(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "resnet"], "unknown model 'resnet': did you mean"),
+        (["--model", "own_code:Absent"], "module own_code has no Absent"),
+        (["--data", "minst"], "unknown data 'minst': did you mean"),
+        (["-o", "bucket=3"], "-o bucket: strategy allreduce has no such option"),
+        (["--strategy", "single"], "--strategy single: trains 1 worker, not 2"),
+        (["--data", "mnist", "--data-dir", "nowhere"], "fetch it with `paceline data fetch mnist"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_the_user_can_mend_is_one_line(
+    words: list[str], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fixed = ["--strategy", "allreduce", "--nproc-per-node", "2", "--out", str(tmp_path)]
+    assert cli.main(["train", *fixed, *words]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("paceline: error: ")
+    assert said in err
+    assert err.count("\n") == 1
+    assert not names_in(tmp_path)

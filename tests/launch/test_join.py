@@ -1,0 +1,193 @@
+"""`paceline.join`: a user's own loop, alone and together."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, TensorDataset
+
+import paceline
+from paceline.comm import in_process
+from paceline.comm.communicator import Communicator
+from paceline.comm.place import ALONE
+from paceline.config import from_mapping
+from paceline.errors import UsageError
+from paceline.sync.options import create_strategy
+from paceline.worker.own_loop import JoinedTeam, Samples
+
+SAMPLES, BATCH = 50, 16
+"""The last batch of an epoch has two samples: too few for three workers."""
+
+CPU = torch.device("cpu")
+
+
+def tensors() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(SAMPLES, 4, generator=generator), torch.arange(SAMPLES) % 3
+
+
+def model() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def together(workers: int, work: Callable[[JoinedTeam], Any], strategy: str) -> list[Any]:
+    """One result for each worker; the workers are threads."""
+
+    def one(communicator: Communicator) -> Any:
+        place = replace(
+            ALONE,
+            rank=communicator.rank,
+            local_rank=communicator.rank,
+            world_size=workers,
+            local_world_size=workers,
+        )
+        config = from_mapping({"strategy": strategy, "nproc_per_node": workers})
+        chosen = create_strategy(strategy, {})
+        team = JoinedTeam(config, place, communicator, chosen, CPU)
+        result = work(team)
+        team.finish()
+        return result
+
+    return in_process.run(workers, one)
+
+
+def train(team: JoinedTeam, epochs: int = 2) -> tuple[nn.Module, dict[str, Any]]:
+    own = model()
+    # All but the first begin elsewhere: they must be brought to its weights.
+    if team.rank:
+        nn.init.zeros_(next(own.parameters()))
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
+    trained, _, batches = team.prepare(own, optimizer, tensors(), batch_size=BATCH)
+    for _ in range(epochs):
+        for inputs, labels in batches:
+            team.backward(F.cross_entropy(trained(inputs), labels))
+            team.step()
+    return own, team.account()
+
+
+def bare_loop(epochs: int = 2) -> nn.Module:
+    """The same training without paceline, but for the order of the samples."""
+    from paceline.data.order import SampleOrder
+
+    own, (inputs, labels) = model(), tensors()
+    order = SampleOrder(SAMPLES, BATCH, seed=0)
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
+    for epoch in range(epochs):
+        for index in range(order.batches_per_epoch):
+            chosen = order.batch(epoch, index)
+            optimizer.zero_grad()
+            F.cross_entropy(own(inputs[chosen]), labels[chosen]).backward()
+            optimizer.step()
+    return own
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "ring", "overlap"])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_any_number_of_workers_learns_what_the_bare_loop_learns(
+    workers: int, strategy: str
+) -> None:
+    expected = bare_loop().state_dict()
+    for own, _ in together(workers, train, strategy):
+        for name, weights in own.state_dict().items():
+            torch.testing.assert_close(weights, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_alone_no_launcher_is_needed() -> None:
+    with paceline.join("overlap", bucket_mib=1) as team:
+        own, _ = train(team)
+    assert (team.rank, team.world_size, team.is_first) == (0, 1, True)
+    expected = bare_loop().state_dict()
+    for name, weights in own.state_dict().items():
+        torch.testing.assert_close(weights, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def dealt(team: JoinedTeam) -> list[list[int]]:
+    """The samples of this worker, epoch by epoch."""
+    own = nn.Linear(1, 1)
+    numbers = torch.arange(SAMPLES)
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+    _, _, batches = team.prepare(own, optimizer, (numbers,), batch_size=BATCH)
+    assert len(batches) == 4
+    epochs = []
+    for _ in range(2):
+        chosen = []
+        for (part,) in batches:
+            chosen += part.tolist()[: batches.own_samples]
+        epochs.append(chosen)
+    return epochs
+
+
+def test_every_sample_is_dealt_once_an_epoch_and_the_next_pass_is_another_epoch() -> None:
+    by_worker = together(3, dealt, "allreduce")
+    first, second = ([n for worker in by_worker for n in worker[epoch]] for epoch in (0, 1))
+    assert sorted(first) == sorted(second) == list(range(SAMPLES))
+    assert first != second
+
+
+class Pairs(Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        return {"x": torch.tensor([float(number)]), "y": torch.tensor(number)}
+
+
+@pytest.mark.parametrize("dataset", [Pairs(), TensorDataset(torch.arange(SAMPLES))], ids=type)
+def test_datasets_of_torch_are_dealt_as_tensors_are(dataset: Samples) -> None:
+    def first_batch(samples: Samples) -> Any:
+        with paceline.join("allreduce") as team:
+            own = nn.Linear(1, 1)
+            optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+            return next(iter(team.prepare(own, optimizer, samples, batch_size=BATCH)[2]))
+
+    batch = first_batch(dataset)
+    numbers = batch["y"] if isinstance(batch, dict) else batch[0]
+    assert torch.equal(numbers, first_batch((torch.arange(SAMPLES),))[0])
+
+
+def test_the_account_adds_up() -> None:
+    accounts = [account for _, account in together(2, train, "allreduce")]
+    for account in accounts:
+        assert sum(account["phases"].values()) == pytest.approx(account["wall_seconds"])
+        assert account["phases"]["forward"] > 0
+        assert account["phases"]["backward"] > 0
+    assert sum(account["samples"] for account in accounts) == 2 * SAMPLES
+    weights = sum(weight.numel() for weight in model().parameters())
+    assert accounts[0]["traffic"]["gradients"]["bytes_sent"] >= 8 * weights * 4
+
+
+@pytest.mark.parametrize("batch_size", [0, SAMPLES + 1])
+def test_a_batch_that_cannot_be_is_refused(batch_size: int) -> None:
+    own = model()
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+    with (
+        pytest.raises(UsageError, match=r"batch_size: must be 1 \(workers\) to 50 \(samples\)"),
+        paceline.join("allreduce") as team,
+    ):
+        team.prepare(own, optimizer, tensors(), batch_size=batch_size)
+
+
+def test_an_option_that_the_strategy_has_not_is_refused() -> None:
+    with pytest.raises(UsageError, match="-o speed: strategy ring has no such option"):
+        paceline.join("ring", speed=3).__enter__()
+
+
+def test_a_strategy_with_servers_is_refused() -> None:
+    with pytest.raises(UsageError, match="is not for loops of one's own"):
+        paceline.join("parameter_server").__enter__()
+
+
+def test_the_package_offers_join_without_loading_torch() -> None:
+    program = (
+        "import paceline, sys; assert 'join' in paceline.__all__; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
