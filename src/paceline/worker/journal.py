@@ -65,9 +65,10 @@ class Journal:
 
     def flush(self) -> None:
         """Write the block at hand; a loss that is no finite number ends the run here."""
+        # Until the losses are here a GPU is computing, which is no cost of writing them down.
+        losses: list[float] = torch.stack(self._losses).tolist() if self._losses else []
         begin = perf_counter()
-        if self._losses:
-            losses: list[float] = torch.stack(self._losses).tolist()
+        if losses:
             seconds = self.take_iteration_seconds()
             self._recent.extend(losses)
             self.events.write(

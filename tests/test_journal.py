@@ -1,0 +1,60 @@
+"""The journal writes iterations in blocks, and knows what that costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.records import EventWriter, read_iteration_seconds
+from paceline.worker import journal as journal_module
+from paceline.worker.display import open_display
+from paceline.worker.journal import Journal
+
+
+@pytest.fixture
+def events(tmp_path: Path) -> Path:
+    return tmp_path / "events-0.jsonl"
+
+
+@pytest.fixture
+def journal(events: Path) -> Journal:
+    return Journal(EventWriter(events), None, open_display(quiet=True), 10)
+
+
+def note(journal: Journal, index: int) -> None:
+    journal.iteration(index, torch.tensor(2.0), 4, rate=0.1, now=0.0)
+
+
+def test_each_iteration_is_written_with_its_own_time(journal: Journal, events: Path) -> None:
+    laps = [[0.25, 0.5], [1.0]]
+    journal.take_iteration_seconds = lambda: laps.pop(0)
+    note(journal, 0)
+    note(journal, 1)
+    journal.flush()
+    note(journal, 2)
+    journal.flush()
+    journal.close()
+    assert read_iteration_seconds(events, until=3) == [0.25, 0.5, 1.0]
+
+
+def test_waiting_for_the_gpu_to_give_the_losses_is_no_cost_of_measuring(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    stack = torch.stack
+
+    def slow_stack(losses: list[Tensor]) -> Tensor:
+        nonlocal now
+        now += 5
+        return stack(losses)
+
+    monkeypatch.setattr(journal_module, "perf_counter", lambda: now)
+    monkeypatch.setattr(torch, "stack", slow_stack)
+    journal.take_iteration_seconds = lambda: [1.0]
+    note(journal, 0)
+    journal.flush()
+    journal.close()
+    assert (now, journal.seconds_spent) == (105, 0)
