@@ -6,10 +6,19 @@ from collections.abc import Iterator
 
 import pytest
 
+from paceline.comm.communicator import Communicator
+from paceline.sync import STRATEGIES
 from worker_pool import WorkerPool
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
     with WorkerPool(4) as workers:
+        workers.run(4, import_strategies)
         yield workers
+
+
+def import_strategies(_: Communicator) -> None:
+    """So that no worker waits for another one's imports, which can take longer than it waits."""
+    for name in STRATEGIES.names():
+        STRATEGIES.load(name)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
@@ -14,7 +16,9 @@ from torch.optim import SGD
 from contract.exact import ExactModel, exact_batch
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
+from paceline.comm.in_process import Hub
 from paceline.data.order import share
+from paceline.errors import ConfigError
 from paceline.measure.clock import PhaseClock
 from paceline.sync import STRATEGIES
 from paceline.sync.averaging import GradientAveraging
@@ -42,10 +46,19 @@ class Task:
     clip_norm: float | None = None
     loss_scale: float | None = None
     unused: bool = False
+    lr: float = 0.5
     momentum: float = 0.5
     weight_decay: float = 0.5
     options: tuple[tuple[str, str], ...] = ()
     """Of the strategy."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A worker's connections."""
+
+    communicator: Communicator
+    servers: Sequence[Communicator] = ()
 
 
 @dataclass(frozen=True)
@@ -65,50 +78,53 @@ def options_of(name: str, task: Task) -> dict[str, str]:
     return options
 
 
-def build_replica(
-    model: nn.Module, communicator: Communicator, task: Task | None = None, lr: float = 0.5
-) -> Replica:
-    task = task or Task()
+def make_optimizer(weights: Iterable[nn.Parameter], task: Task) -> SGD:
+    return SGD(weights, lr=task.lr, momentum=task.momentum, weight_decay=task.weight_decay)
+
+
+def build_replica(model: nn.Module, seat: Seat, task: Task) -> Replica:
     trainable = [weight for weight in model.parameters() if weight.requires_grad]
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     if task.loss_scale is not None:
         scaler = torch.amp.GradScaler("cpu", init_scale=task.loss_scale)
     return Replica(
         model=model,
-        optimizer=SGD(trainable, lr=lr, momentum=task.momentum, weight_decay=task.weight_decay),
+        optimizer=make_optimizer(trainable, task),
         clock=PhaseClock(),
         forward=model,
         scaler=scaler,
-        communicator=communicator,
+        communicator=seat.communicator,
         clip_norm=task.clip_norm,
+        servers=seat.servers,
     )
 
 
-def train_exactly(communicator: Communicator, name: str, task: Task) -> Trained:
+def train_exactly(seat: Seat, name: str, task: Task) -> Trained:
     """A few steps of the exact model. Ranks begin with different weights, as attach must mend.
 
     A warning is an error, in the workers too: users would see it once for each of them.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return _train_exactly(communicator, name, task)
+        return _train_exactly(seat, name, task)
 
 
-def _train_exactly(communicator: Communicator, name: str, task: Task) -> Trained:
+def _train_exactly(seat: Seat, name: str, task: Task) -> Trained:
+    communicator = seat.communicator
     counted_before = communicator.traffic.to_dict()
     model = ExactModel(task.unused)
     for weight in model.parameters():
         weight.data.add_(communicator.rank)
     strategy = create_strategy(name, options_of(name, task))
-    replica = build_replica(model, communicator, task)
+    replica = build_replica(model, seat, task)
     strategy.attach(replica)
     after_each_step = []
     for step, samples in enumerate(task.batches):
         train_step(strategy, step, samples, task)
-        after_each_step.append(flat_weights(model))
+        after_each_step.append(weights_of(strategy))
     strategy.finish()
     traffic = counted_since(counted_before, communicator)
-    return Trained(after_each_step, flat_weights(model), traffic)
+    return Trained(after_each_step, weights_of(strategy), traffic)
 
 
 def train_step(strategy: Strategy, step: int, samples: int, task: Task) -> None:
@@ -120,6 +136,8 @@ def train_step(strategy: Strategy, step: int, samples: int, task: Task) -> None:
     # As in the training loop: a worker without a sample computes one that weighs nothing.
     inputs = exact_batch(step, samples)[part if has_samples else slice(0, 1)]
     weight = 1.0 / samples if has_samples else 0.0
+    replica.share = (part.stop - part.start) / samples
+    replica.take_part(has_samples)
     chunks = inputs.tensor_split(min(task.accumulate, len(inputs)))
     for number, chunk in enumerate(chunks, 1):
         replica.last_part = number == len(chunks)
@@ -130,8 +148,11 @@ def train_step(strategy: Strategy, step: int, samples: int, task: Task) -> None:
     strategy.step()
 
 
-def flat_weights(model: nn.Module) -> Tensor:
-    return torch.cat([weight.detach().flatten() for weight in model.parameters()])
+def weights_of(strategy: Strategy) -> Tensor:
+    """All weights, one after the other. Collective."""
+    names = [name for name, _ in strategy.replica.model.named_parameters()]
+    state = strategy.model_state()
+    return torch.cat([state[name].flatten() for name in names])
 
 
 def counted_since(
@@ -145,14 +166,57 @@ def counted_since(
     }
 
 
-def run_team(pool: WorkerPool, world_size: int, function: Any, name: str, *rest: Any) -> list[Any]:
-    """Call `function(communicator, name, *rest)` on every rank; the results, by rank."""
-    if world_size == 1:
-        return in_process.run(1, lambda communicator: function(communicator, name, *rest))
+def run_team(pool: WorkerPool, world_size: int, function: Any, name: str, task: Any) -> list[Any]:
+    """Call `function(seat, name, task)` on every rank; the results, by rank.
+
+    Workers that are alone or have servers are threads, the others processes. A strategy may refuse
+    a task, with a line that says so.
+    """
+    try:
+        if create_strategy(name, {}).server_nodes(1):
+            return _run_with_servers(world_size, function, name, task)
+        if world_size == 1:
+            return in_process.run(1, lambda communicator: function(Seat(communicator), name, task))
+        return pool.run(world_size, _sit_down, function, name, task, fresh=not _is_plain(name))
+    except ConfigError as refusal:
+        pytest.skip(str(refusal))
+
+
+def _sit_down(communicator: Communicator, function: Any, name: str, task: Any) -> Any:
+    return function(Seat(communicator), name, task)
+
+
+def _run_with_servers(world_size: int, function: Any, name: str, task: Any) -> list[Any]:
+    pairs = [[Hub(2) for _ in range(world_size)] for _ in create_strategy(name, {}).server_nodes(1)]
+
+    def serve(number: int) -> None:
+        ends = [hub.communicators[0] for hub in pairs[number]]
+        strategy = create_strategy(name, {})
+        strategy.serve(number, ends, lambda weight: make_optimizer([weight], task))
+
+    def work(communicator: Communicator) -> Any:
+        ends = [hubs[communicator.rank].communicators[1] for hubs in pairs]
+        try:
+            return function(Seat(communicator, ends), name, task)
+        finally:
+            for end in ends:
+                end.close()
+
+    threads = [Thread(target=serve, args=(number,)) for number in range(len(pairs))]
+    for thread in threads:
+        thread.start()
+    try:
+        return in_process.run(world_size, work)
+    finally:
+        for thread in threads:
+            thread.join(10.0)
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a strategy can share a group of workers with others."""
     # PyTorch's own wrappers need the process-wide group, of which there is one at a time.
     chosen = STRATEGIES.load(name)
-    shares_group = issubclass(chosen, GradientAveraging) and not issubclass(chosen, Ddp)
-    return pool.run(world_size, function, name, *rest, fresh=not shares_group)
+    return issubclass(chosen, GradientAveraging) and not issubclass(chosen, Ddp)
 
 
 def takes(name: str, world_size: int) -> bool:

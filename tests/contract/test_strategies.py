@@ -7,8 +7,9 @@ from functools import cache
 import pytest
 import torch
 
-from contract.harness import Task, Trained, options_of, run_team, teams, train_exactly
+from contract.harness import Seat, Task, Trained, options_of, run_team, teams, train_exactly
 from paceline.comm import in_process
+from paceline.comm.communicator import Communicator
 from paceline.sync import STRATEGIES
 from paceline.sync.options import create_strategy
 from worker_pool import WorkerPool
@@ -38,7 +39,10 @@ ALL = teams(STRATEGIES.names(), (1, 2, 3, 4))
 
 @cache
 def trained_alone(task: Task) -> Trained:
-    return in_process.run(1, lambda communicator: train_exactly(communicator, "single", task))[0]
+    def work(communicator: Communicator) -> Trained:
+        return train_exactly(Seat(communicator), "single", task)
+
+    return in_process.run(1, work)[0]
 
 
 def for_team(label: str, world_size: int) -> Task:

@@ -81,7 +81,8 @@ class _Normalise(torch.autograd.Function):
         layer: SharedBatchNorm,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         over = [dim for dim in range(x.dim()) if dim != 1]
-        values = x.float()
+        wide = torch.promote_types(x.dtype, torch.float32)
+        values = x.to(wide)
         # In double precision, since the difference of two sums cancels.
         sums = torch.cat(
             [
@@ -99,7 +100,7 @@ class _Normalise(torch.autograd.Function):
         variance = (squares / count - mean.square()).clamp(min=0)
         inverse = (variance + layer.eps).rsqrt()
         shape = [1, -1, *(1 for _ in over[1:])]
-        normal = (values - mean.float().view(shape)) * inverse.float().view(shape)
+        normal = (values - mean.to(wide).view(shape)) * inverse.to(wide).view(shape)
         ctx.save_for_backward(normal, inverse, count, *([] if weight is None else [weight]))
         ctx.over, ctx.shape, ctx.layer, ctx.counts = over, shape, layer, layer.counts
         output = normal
@@ -111,18 +112,18 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         normal, inverse, count, *rest = ctx.saved_tensors
-        gradient = gradients[0].float()
+        gradient = gradients[0].to(normal.dtype)
         over, shape = ctx.over, ctx.shape
         bias_gradient = gradient.sum(over)
         weight_gradient = (gradient * normal).sum(over)
         sums = torch.stack([bias_gradient, weight_gradient]).double()
         ctx.layer.sum_over_workers(sums)
-        mean_gradient, mean_product = (sums / count).float()
+        mean_gradient, mean_product = (sums / count).to(normal.dtype)
         centred = gradient
         if ctx.counts:
             # Only samples that moved the mean and the variance get a gradient through them.
             centred = gradient - mean_gradient.view(shape) - normal * mean_product.view(shape)
-        scale = inverse.float() if not rest else inverse.float() * rest[0]
+        scale = inverse.to(normal.dtype) * rest[0] if rest else inverse.to(normal.dtype)
         x_gradient = (centred * scale.view(shape)).to(gradients[0].dtype)
         if not rest:
             return x_gradient, None, None, None

@@ -1,0 +1,126 @@
+"""Real models in whole runs: several workers end where one does, up to rounding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from contract.harness import Seat, Task, build_replica, run_team, teams
+from contract.real_runs import Run, distance, run
+from contract.test_strategies import keeps_equal
+from paceline.comm import in_process
+from paceline.comm.communicator import Communicator
+from paceline.data.order import share
+from paceline.models.loading import build_model
+from paceline.sync import STRATEGIES
+from paceline.sync.batch_norm import synchronise_batch_norm
+from paceline.sync.options import create_strategy
+from worker_pool import WorkerPool
+
+ROUNDING = 1e-5
+
+LENET: dict[str, Any] = {
+    "model": "lenet",
+    "train_samples": 50,
+    "batch_size": 16,
+    "iterations": 20,
+    "lr": 0.02,
+}
+"""The last of the four batches of an epoch has two samples: not one for each worker."""
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "shares": {"shares": "2,1,1"},
+    "parts": {"accumulate": 3, "clip_norm": 0.5},
+    "channels_last": {"channels_last": True, "optimizer": "adam", "lr": 0.001},
+}
+
+
+def needs_no_servers(name: str) -> bool:
+    return not create_strategy(name, {}).server_nodes(1)
+
+
+SYNCHRONOUS = [name for name in STRATEGIES.names() if keeps_equal(name) and needs_no_servers(name)]
+
+ONE_OF_A_KIND = list({STRATEGIES.load(name): name for name in reversed(SYNCHRONOUS)}.values())
+"""Each class once: presets differ in their algorithms alone."""
+
+_alone: dict[str, Run] = {}
+
+
+def alone(pool: WorkerPool, folder: Path, settings: dict[str, Any]) -> Run:
+    """The same run with one worker; done once."""
+    key = repr({name: value for name, value in settings.items() if name != "shares"})
+    if key not in _alone:
+        own = {**settings, "shares": ()}
+        _alone[key] = run(pool, 1, folder, strategy="single", **own)[0]
+    return _alone[key]
+
+
+@pytest.mark.parametrize(("name", "workers"), teams(SYNCHRONOUS, (2, 4)))
+def test_lenet_ends_where_one_worker_does(
+    pool: WorkerPool, tmp_path: Path, name: str, workers: int
+) -> None:
+    expected = alone(pool, tmp_path, LENET)
+    for own in run(pool, workers, tmp_path, strategy=name, **LENET):
+        assert distance(own.weights, expected.weights) < ROUNDING
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("name", "workers"), teams(ONE_OF_A_KIND, (3,)))
+def test_lenet_in_other_ways_ends_where_one_worker_does(
+    pool: WorkerPool, tmp_path: Path, name: str, workers: int, variant: str
+) -> None:
+    settings = {**LENET, **VARIANTS[variant]}
+    expected = alone(pool, tmp_path, settings)
+    for own in run(pool, workers, tmp_path, strategy=name, **settings):
+        assert distance(own.weights, expected.weights) < ROUNDING
+
+
+@pytest.mark.parametrize(("name", "workers"), teams(ONE_OF_A_KIND, (2,)))
+def test_batch_norm_over_all_workers_is_that_of_one(
+    pool: WorkerPool, name: str, workers: int
+) -> None:
+    """Running statistics included; a worker without a share must not count in them.
+
+    In double precision: rectifiers and small batches blow rounding errors up from step to step.
+    """
+    for own in run_team(pool, workers, train_vgg, name, Task()):
+        for key, expected in vgg_alone().items():
+            torch.testing.assert_close(own[key], expected, rtol=1e-9, atol=1e-12, msg=key)
+
+
+@cache
+def vgg_alone() -> dict[str, Tensor]:
+    def work(communicator: Communicator) -> dict[str, Tensor]:
+        return train_vgg(Seat(communicator), "single", Task())
+
+    return in_process.run(1, work)[0]
+
+
+def train_vgg(seat: Seat, name: str, task: Task) -> dict[str, Tensor]:
+    """A few steps of vgg11; the last batch has no sample for the first of two workers."""
+    model: nn.Module = build_model("vgg11", (3, 32, 32), 10, seed=1).double()
+    model = synchronise_batch_norm(model, seat.communicator)
+    strategy = create_strategy(name, {})
+    strategy.attach(build_replica(model, seat, replace(task, lr=0.01)))
+    generator = torch.Generator().manual_seed(2)
+    for samples in (5, 4, 1):
+        inputs = torch.randn(samples, 3, 32, 32, generator=generator, dtype=torch.float64)
+        labels = torch.randint(10, (samples,), generator=generator)
+        replica = strategy.replica
+        part = share(samples, [1.0] * seat.communicator.world_size, seat.communicator.rank)
+        weight = (part.stop - part.start) / samples
+        replica.take_part(weight > 0)
+        part = part if weight else slice(0, 1)
+        loss = F.cross_entropy(replica.forward(inputs[part]), labels[part])
+        strategy.backward(loss * weight)
+        strategy.step()
+    strategy.finish()
+    return {key: value.detach().clone() for key, value in model.state_dict().items()}
