@@ -57,6 +57,9 @@ STRATEGIES.register(
     "sharded", "paceline.sync.sharded:Sharded", "optimiser state split over the workers"
 )
 STRATEGIES.register(
+    "fsdp", "paceline.sync.fsdp:Fsdp", "PyTorch's own fully_shard: weights split over the workers"
+)
+STRATEGIES.register(
     "parameter_server",
     "paceline.sync.parameter_server:ParameterServer",
     "servers hold the weights, in step or not",

@@ -1,0 +1,271 @@
+"""PyTorch's own fully_shard: weights, gradients and optimiser state split over the workers.
+
+Between updates each worker has a part of every weight, 1 / workers of its rows. Block by block the
+weights are gathered for the forward pass, freed, gathered again for the backward pass, and the
+gradients are reduce-scattered; a block is a child of the model that has weights, or of a plain
+container in it. That moves half as much again as averaging gradients does, and needs the least
+memory.
+
+fully_shard lets its collectives be replaced. Here they sum where it would average, since losses are
+weighted already, and go through the run's communicator, counted and timed like any other. Where
+every worker has a GPU of its own they stay NCCL's, which runs them beside the computation: their
+bytes are then counted as a ring's, and the time they hold training up is part of forward and
+backward.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from paceline.comm.cost import Cost, Network
+from paceline.comm.torch_distributed import TorchCommunicator
+from paceline.errors import ConfigError
+from paceline.sync.fsdp_collectives import AllGather, ReduceScatter
+from paceline.sync.own_part import OwnPart, Piece, check_elementwise, optimizer_weights
+from paceline.sync.replica import Replica
+from paceline.sync.state_exchange import broadcast_model
+from paceline.sync.strategy import ModelShape, Strategy
+
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+class Fsdp(Strategy):
+    """A single worker has nothing to split and trains as if alone."""
+
+    def attach(self, replica: Replica) -> None:
+        super().attach(replica)
+        if replica.communicator.world_size == 1:
+            return
+        communicator = _check(replica)
+        broadcast_model(replica.model, communicator)
+        names = {id(weight): name for name, weight in replica.model.named_parameters()}
+        trained = [[names[id(weight)] for weight in group] for group in _groups(replica)]
+        self._ordinary = _without_weights(replica)
+        """The model as it was, but for its weights; buffers are the same."""
+        self._shard(replica.model, communicator)
+        self.holds_all_weights = False
+        self._is_last_part = True
+        self._follow(replica, trained)
+        replica.forward = self._forward
+
+    def _shard(self, model: nn.Module, communicator: TorchCommunicator) -> None:
+        for weight in model.parameters():
+            weight.data = weight.data.contiguous()
+        device = next(model.parameters()).device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # fully_shard takes the current one
+        group = communicator.process_group()
+        has_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config(group))
+        mesh = DeviceMesh.from_group(group, device.type)
+        self._modules: list[FSDPModule] = []
+        """The blocks, and last the model itself, which has the weights that no block has."""
+        # Of a weight without elements it can make no parts.
+        whole = {weight for weight in model.parameters() if not weight.numel()}
+        for module in [*_blocks(model), model]:
+            sharded = fully_shard(module, mesh=mesh, ignored_params=whole)
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
+            # Workers may use different weights, and those that one does not use are zeros to it.
+            sharded.set_reduce_scatter_unused_params(True, recurse=False)
+            gather: Any = AllGather(self.replica, has_nccl)
+            reduce: Any = ReduceScatter(self.replica, has_nccl)
+            sharded.set_custom_all_gather(gather)
+            sharded.set_custom_reduce_scatter(reduce)
+            self._modules.append(sharded)
+        self._model = model
+        self._keep_after_forward(False)
+
+    def _follow(self, replica: Replica, trained: list[list[str]]) -> None:
+        """Let the replica have the split weights in place of the whole ones, which are freed.
+
+        `trained` names the weights of each of the optimiser's groups.
+        """
+        split = dict(self._model.named_parameters())
+        for group, names in zip(replica.optimizer.param_groups, trained, strict=True):
+            group["params"] = [split[name] for name in names]
+        replica.trainable = [weight for weight in split.values() if weight.requires_grad]
+        weights = optimizer_weights(replica.optimizer)
+        rank, workers = replica.communicator.rank, replica.communicator.world_size
+        self._pieces = []
+        for number, weight in enumerate(weights):
+            values = nn.Parameter(_local(weight).view(-1))
+            if weight.requires_grad and values.numel() > 0:
+                rows = _own_rows(len(weight), workers, rank)
+                begin = rows.start * (weight.numel() // len(weight))
+                self._pieces.append(Piece(number, begin, values))
+        self.own = OwnPart(replica, weights, self._pieces)
+        self._weights = weights
+
+    def _forward(self, inputs: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and self.replica.last_part != self._is_last_part:
+            # Gathered for the first part of a batch, kept for the others, split again after the
+            # last: the same collectives on workers with few parts and with many.
+            self._is_last_part = self.replica.last_part
+            self._keep_after_forward(not self._is_last_part)
+            for module in self._modules:
+                module.set_requires_gradient_sync(self._is_last_part, recurse=False)
+                module.set_reshard_after_backward(self._is_last_part, recurse=False)
+        outputs = self._model(inputs)
+        assert isinstance(outputs, Tensor)
+        return outputs
+
+    def _keep_after_forward(self, keep: bool) -> None:
+        for module in self._modules[:-1]:
+            module.set_reshard_after_forward(not keep, recurse=False)
+        # The backward pass begins with what the forward pass ended with.
+        self._modules[-1].set_reshard_after_forward(False, recurse=False)
+
+    def step(self) -> None:
+        if self.replica.communicator.world_size == 1:
+            super().step()
+            return
+        for piece in self._pieces:
+            gradient = self._weights[piece.weight].grad
+            piece.values.grad = (
+                torch.zeros_like(piece.values) if gradient is None else _local(gradient).view(-1)
+            )
+        self.own.update()
+        self.replica.clear_gradients()
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Workers evaluate different numbers of batches, so the weights are gathered only once."""
+        if self.holds_all_weights:
+            yield
+            return
+        with self._gathered():
+            yield
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Inside, the model has all its weights on every worker. Collective."""
+        self._keep_after_forward(True)
+        for module in self._modules:
+            module.unshard()
+        try:
+            yield
+        finally:
+            for module in self._modules:
+                module.reshard()
+            self._keep_after_forward(not self._is_last_part)
+
+    def finish(self) -> None:
+        if self.holds_all_weights:
+            return
+        self._ordinary.load_state_dict(self.model_state(), assign=True)
+        # The model that others hold becomes the ordinary one.
+        self._model.__class__ = type(self._ordinary)
+        self._model.__dict__.clear()
+        self._model.__dict__.update(self._ordinary.__dict__)
+        self.replica.forward = self._model
+        self.holds_all_weights = True
+
+    def model_state(self) -> dict[str, Any]:
+        if self.holds_all_weights:
+            return super().model_state()
+        state = dict(self._ordinary.state_dict())
+        with self._gathered():
+            weights = self._model.named_parameters()
+            state.update((name, weight.detach().clone()) for name, weight in weights)
+        return state
+
+    def load_model_state(self, state: dict[str, Any]) -> None:
+        if self.holds_all_weights:
+            super().load_model_state(state)
+            return
+        places: dict[str, Tensor] = self._ordinary.state_dict()
+        if state.keys() != places.keys():
+            raise ValueError(f"other weights: {', '.join(state.keys() ^ places.keys())}")
+        rank, workers = self.replica.communicator.rank, self.replica.communicator.world_size
+        split = dict(self._model.named_parameters())
+        for name, value in state.items():
+            if value.shape != places[name].shape:
+                raise ValueError(f"{name} has shape {tuple(value.shape)}")
+            if isinstance(split.get(name), DTensor):
+                _local(split[name]).copy_(value[_own_rows(len(value), workers, rank)])
+            else:
+                places[name].copy_(value)
+
+    def optimizer_state(self) -> dict[str, Any]:
+        if self.replica.communicator.world_size == 1:
+            return super().optimizer_state()
+        return self.own.state()
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        if self.replica.communicator.world_size == 1:
+            super().load_optimizer_state(state)
+        else:
+            self.own.load_state(state)
+
+    def cost(self, shape: ModelShape, network: Network) -> Cost:
+        """Two all-gathers and a reduce-scatter of every tensor, each as a ring's half.
+
+        As if each tensor were a block of its own and had rows for all workers alike: blocks of
+        several tensors send fewer messages, padding adds a few bytes.
+        """
+        steps = 3 * (shape.workers - 1)
+        moved = steps * shape.gradient_bytes / shape.workers
+        messages = steps * len(shape.tensor_bytes)
+        return Cost(network.seconds(messages, moved, moved / 3), moved, messages)
+
+
+def _check(replica: Replica) -> TorchCommunicator:
+    """Refuse what fully_shard cannot split."""
+    communicator, model = replica.communicator, replica.model
+    if not isinstance(communicator, TorchCommunicator):
+        raise ConfigError(["--strategy fsdp: needs workers that torch.distributed connects"])
+    if replica.forward is not model:
+        raise ConfigError(["--compile: not with --strategy fsdp; leave one of them out"])
+    check_elementwise(replica.optimizer, "fsdp")
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    shared = set(names) - {name for name, _ in model.named_parameters()}
+    scalars = {name for name, weight in model.named_parameters() if weight.dim() == 0}
+    for problem, found in (("is shared by two layers", shared), ("is a single number", scalars)):
+        if found:
+            text = f"--strategy fsdp: cannot split weight {min(found)}, which {problem}"
+            raise ConfigError([text])
+    return communicator
+
+
+def _groups(replica: Replica) -> list[list[nn.Parameter]]:
+    return [group["params"] for group in replica.optimizer.param_groups]
+
+
+def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+    for child in model.children():
+        if type(child) in CONTAINERS:
+            yield from _blocks(child)
+        elif next(child.parameters(), None) is not None:
+            yield child
+
+
+def _without_weights(replica: Replica) -> nn.Module:
+    """A copy of the model whose weights take no memory, and whose buffers are the model's."""
+    kept: list[Any] = [replica, replica.communicator, *replica.model.buffers()]
+    memory: dict[int, Any] = {id(each): each for each in kept}
+    for weight in replica.model.parameters():
+        empty = torch.empty_like(weight, device="meta")
+        memory[id(weight)] = nn.Parameter(empty, requires_grad=weight.requires_grad)
+    return copy.deepcopy(replica.model, memory)
+
+
+def _own_rows(rows: int, workers: int, rank: int) -> slice:
+    """As fully_shard deals them: all parts but the last ones are of one size."""
+    size = -(-rows // workers)
+    return slice(min(rank * size, rows), min((rank + 1) * size, rows))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this worker has; all of one that is not split."""
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach()

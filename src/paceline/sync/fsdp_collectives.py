@@ -1,0 +1,68 @@
+"""The collectives that fully_shard calls, counted and timed like all others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.algorithms.chunks import chunk
+from paceline.sync.replica import Replica
+
+
+class _Collective:
+    """`beside`: let NCCL run it beside the computation, counted as one lap of a ring."""
+
+    def __init__(self, replica: Replica, beside: bool) -> None:
+        self._replica = replica
+        self._communicator = replica.communicator
+        self._beside = beside
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def _count(self, whole: Tensor, kind: str) -> None:
+        workers = self._communicator.world_size
+        moved_bytes = whole.nbytes // workers * (workers - 1)
+        self._communicator.traffic.begin(
+            kind, bytes_sent=moved_bytes, bytes_received=moved_bytes, messages=workers - 1
+        )
+        self._communicator.traffic.end(kind)
+
+
+class AllGather(_Collective):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> None:
+        """The input is this worker's chunk of the output already."""
+        if self._beside:
+            self._count(output_tensor, "parameters")
+            group._allgather_base(output_tensor, input_tensor).wait()
+            return
+        with self._replica.exchanging():
+            self._communicator.all_gather(output_tensor, "parameters").wait()
+
+
+class ReduceScatter(_Collective):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """`op` is a sum, as fully_shard was told."""
+        if self._beside:
+            self._count(input_tensor, "gradients")
+            options = dist.ReduceScatterOptions()
+            options.reduceOp = op
+            group._reduce_scatter_base(output_tensor, input_tensor, options).wait()
+            return
+        with self._replica.exchanging():
+            self._communicator.reduce_scatter(input_tensor, "gradients").wait()
+        own = chunk(input_tensor, self._communicator.world_size, self._communicator.rank)
+        output_tensor.copy_(own)
