@@ -27,6 +27,7 @@ from paceline.sync.parameter_server import ParameterServer
 from paceline.sync.single import Single
 from paceline.sync.strategy import Terms
 from server_team import with_servers
+from worker_pool import free_port
 
 SMALL: dict[str, Any] = {
     "train_samples": 64, "test_samples": 32, "batch_size": 16, "threads": 1, "sample_seconds": 0,
@@ -255,12 +256,15 @@ def test_processes_out_of_step_use_every_sample_once_and_record_staleness(tmp_pa
     assert more["samples"] == 4 * 64
 
 
-def running(out: Path, name: str, *flags: str) -> subprocess.Popen[bytes]:
-    settings = [
-        f"--{key.replace('_', '-')}={value}" for key, value in SMALL.items() if key != "tensorboard"
-    ]
-    command = [sys.executable, "-m", "paceline", "train", "--quiet", "--no-tensorboard", *settings]
-    return subprocess.Popen([*command, "--out", str(out), "--name", name, *flags])
+def flags() -> list[str]:
+    """The small settings for the command line."""
+    named = {key: value for key, value in SMALL.items() if key != "tensorboard"}
+    return ["--no-tensorboard", *(f"--{k.replace('_', '-')}={v}" for k, v in named.items())]
+
+
+def running(out: Path, name: str, *more: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "paceline", "train", "--quiet", *flags(), *more]
+    return subprocess.Popen([*command, "--out", str(out), "--name", name])
 
 
 def children(process: subprocess.Popen[bytes], role: str) -> Iterator[psutil.Process]:
@@ -300,3 +304,14 @@ def test_a_run_out_of_step_stops_when_asked_and_its_servers_end(tmp_path: Path) 
     assert result["status"] == "stopped"
     assert result["samples"] == 16 * result["iterations"]
     assert not [server for server in servers if server.is_running()]
+
+
+def test_under_torchrun_the_first_worker_of_a_node_starts_its_servers(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"]
+    command = [*torchrun, f"--master-port={free_port()}", "-m", "paceline", "train", "--quiet"]
+    command += [*flags(), "--iterations=3", "--out", str(tmp_path), "--name", "hosted"]
+    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    result = RunFolder.open(tmp_path / "hosted").read_result()
+    assert result is not None
+    assert (result["status"], result["samples"]) == ("finished", 3 * 16)
+    assert not list((tmp_path / "hosted").glob("launch-*.json"))
