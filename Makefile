@@ -24,7 +24,7 @@ format: $(READY)
 	$(BIN)/ruff format
 
 docs: $(READY)  ## the pages that are written from the code
-	$(BIN)/python -m paceline.cli.reference > docs/config.md
+	$(BIN)/python -m paceline.cli.reference > docs/config.md.new && mv docs/config.md.new docs/config.md
 
 bench: $(READY)  ## every benchmark, one after the other, each printing its table
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done

@@ -43,6 +43,13 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["-o", "speed=9"], "strategy single has no such option"),
         (["--device", "cuda"], "no CUDA device"),
         (["--modell", "lenet"], "did you mean --model?"),
+        (["--out", ""], "--out: must not be empty"),
+        (["--resume", ""], "is not a run"),
+        (["--threads", "99999999"], "--threads: must be at most 1024"),
+        (["--optimizer", "adam", "--beta1", "1"], "--beta1: must be below 1"),
+        (["--slow", "0=nan"], "--slow: must be rank=factor"),
+        (["--lr-steps", "inf:1", "--schedule", "steps"], "--lr-steps: must be"),
+        (["--warmup-epochs", "1e308"], "--warmup-epochs: must be at most"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -54,7 +61,7 @@ def test_a_bad_flag_is_one_line_and_leaves_nothing(
 
         if torch.cuda.is_available():
             pytest.skip("there is a CUDA device here, so asking for one is no mistake")
-    line = refused(capsys, "train", *SMALL, *flags, "--out", str(tmp_path / "runs"))
+    line = refused(capsys, "train", *SMALL, "--out", str(tmp_path / "runs"), *flags)
     assert told in line
     assert not list(tmp_path.glob("runs/*"))
 
@@ -137,6 +144,24 @@ def test_a_full_disk_while_checkpointing_keeps_the_previous_checkpoint(tmp_path:
         "iteration-00000001.pt"
     ]
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 20_000
+
+
+def test_a_full_disk_while_recording_still_leaves_a_result(tmp_path: Path) -> None:
+    """Files may grow to 8 kB: too little for the events of so many evaluations."""
+    limited = (
+        "import resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))\n"
+        "from paceline.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", limited, "train", *SMALL, "--iterations", "60", "--eval-every", "1",
+         "--model", "softmax", "--quiet", "--out", str(tmp_path), "--name", "run"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "cannot write" in done.stderr
 
 
 def test_train_prints_the_console_columns_and_the_account(

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,14 @@ def cut_after(
     out: Path, iteration: int, monkeypatch: pytest.MonkeyPatch, **settings: Any
 ) -> RunFolder:
     """Start the same run and pull the plug inside the iteration after `iteration`."""
+    config = from_mapping({**SMALL, "out": str(out), "name": "cut", **settings})
+    with pytest.raises(PlugPulled), pulling_the_plug(monkeypatch, iteration):
+        start.train(config, quiet=True)
+    return RunFolder.open(out / "cut")
+
+
+@contextmanager
+def pulling_the_plug(monkeypatch: pytest.MonkeyPatch, iteration: int) -> Iterator[None]:
     original = loop.TrainingLoop._iterate
 
     def iterate(self: loop.TrainingLoop, number: int) -> Any:
@@ -53,12 +63,9 @@ def cut_after(
             raise PlugPulled
         return original(self, number)
 
-    config = from_mapping({**SMALL, "out": str(out), "name": "cut", **settings})
     with monkeypatch.context() as patch:
         patch.setattr(loop.TrainingLoop, "_iterate", iterate)
-        with pytest.raises(PlugPulled):
-            start.train(config, quiet=True)
-    return RunFolder.open(out / "cut")
+        yield
 
 
 def check_resumed_equals_whole(
@@ -177,6 +184,30 @@ def test_a_resumed_run_may_go_on_for_longer(tmp_path: Path) -> None:
     assert (folder.path / "result-1.json").exists(), "the first result must be kept"
     starts = [e["iteration"] for e in read_lines(folder.events_file(0)) if e["event"] == "start"]
     assert starts == [0, 8]
+
+
+def test_a_longer_budget_outlives_a_second_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Resumed for longer, cut again, resumed without a word: it goes on to the longer budget."""
+    whole = uninterrupted(tmp_path, schedule="constant", iterations=12)
+    folder = cut_after(tmp_path, 5, monkeypatch, checkpoint_every=2, schedule="constant")
+    with pytest.raises(PlugPulled), pulling_the_plug(monkeypatch, 9):
+        start.resume(str(folder.path), {"iterations": "12"}, quiet=True)
+    _, resumed, _ = start.resume(str(folder.path), {}, quiet=True)
+    assert resumed is not None
+    assert resumed["iterations"] == 12
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+
+
+@pytest.mark.parametrize("change", [{"iterations": "8"}, {"checkpoint_keep": "1"}])
+def test_a_finished_run_keeps_its_result_when_nothing_is_left_to_do(
+    change: dict[str, str], tmp_path: Path
+) -> None:
+    before = uninterrupted(tmp_path, checkpoint_every=8)
+    with pytest.raises(CheckpointError, match="done all of its 8 iterations"):
+        start.resume(str(tmp_path / "whole"), change, quiet=True)
+    assert RunFolder.open(tmp_path / "whole").read_result() == before
 
 
 def test_a_finished_run_has_nothing_to_resume(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from paceline.errors import ConfigError
 Every = int | Literal["epoch", "never"]
 """A cadence: a number of iterations, once an epoch, or never."""
 
+LARGEST_COUNT = 2**63 - 1
+"""Of any whole number: what torch can hold."""
 DEFAULT_EPOCHS = 10
 DEFAULT_BATCH_SIZE = 64
 
@@ -48,6 +50,8 @@ class Option:
     maximum: float | None = None
     above: float | None = None
     """An exclusive lower limit."""
+    below: float | None = None
+    """An exclusive upper limit."""
     may_change: bool = False
     """Whether a resumed run may differ from the original here."""
     short: str | None = None
@@ -145,10 +149,10 @@ class RunConfig:
     nesterov: bool = _option(False, "optimiser", "Nesterov's form of momentum")
     weight_decay: float = _option(0.0, "optimiser", "weight decay; decoupled in adamw", minimum=0)
     beta1: float = _option(
-        0.9, "optimiser", "adam's and adamw's first decay rate", minimum=0, maximum=1
+        0.9, "optimiser", "adam's and adamw's first decay rate", minimum=0, below=1
     )
     beta2: float = _option(
-        0.999, "optimiser", "adam's and adamw's second decay rate", minimum=0, maximum=1
+        0.999, "optimiser", "adam's and adamw's second decay rate", minimum=0, below=1
     )
     epsilon: float = _option(1e-8, "optimiser", "adam's and adamw's epsilon", above=0)
     schedule: str = _option(
@@ -161,7 +165,11 @@ class RunConfig:
         (), "optimiser", "for steps: rate:epochs pairs, as in 1e-2:10,1e-3:10,1e-4:20"
     )
     warmup_epochs: float = _option(
-        0.0, "optimiser", "epochs over which the rate rises from zero", minimum=0
+        0.0,
+        "optimiser",
+        "epochs over which the rate rises from zero",
+        minimum=0,
+        maximum=1e6,
     )
     lr_scaling: str = _option(
         "none",
@@ -196,14 +204,17 @@ class RunConfig:
         choices=("auto", "cpu", "cuda"),
     )
     threads: int | None = _option(
-        None, "numerics", "CPU threads of each worker (default: cores / workers)", minimum=1
+        None,
+        "numerics",
+        "CPU threads of each worker (default: cores / workers)",
+        minimum=1,
+        maximum=1024,
     )
     seed: int = _option(
         0,
         "numerics",
         "seed of initial weights, order and augmentation",
         minimum=0,
-        maximum=2**63 - 1,
     )
 
     strategy: str = _option(
@@ -308,7 +319,7 @@ class RunConfig:
             problems.append("--epochs and --iterations: give one of them, not both")
         if self.batch_size is not None and self.batch_per_worker is not None:
             problems.append("--batch-size and --batch-per-worker: give one of them, not both")
-        if self.batch_size is not None and self.batch_size < self.workers:
+        elif self.global_batch_size < self.workers:
             problems.append(
                 f"--batch-size: must be at least {self.workers}, one sample for each worker"
             )
@@ -320,11 +331,14 @@ class RunConfig:
             problems.append("--nesterov: needs --optimizer sgd with a momentum above 0")
         if (self.schedule == "steps") != bool(self.lr_steps):
             problems.append("--lr-steps and --schedule steps: give both or neither")
+        problems += [
+            f"{flag_of(item.name)}: must not be empty"
+            for item in fields()
+            if getattr(self, item.name) == ""
+        ]
         problems += _check_lr_steps(self.lr_steps)
         problems += self._check_workers()
-        if self.name is not None and (
-            not self.name or "/" in self.name or self.name.startswith(".")
-        ):
+        if self.name and not _is_plain(self.name):
             problems.append(f"--name: must be a plain folder name, got {self.name!r}")
         return problems
 
@@ -341,7 +355,7 @@ class RunConfig:
         for text in self.slow:
             rank, _, factor = text.partition("=")
             number = _number_or_none(factor)
-            if not rank.isdigit() or int(rank) >= self.workers or number is None or number < 1:
+            if not rank.isdecimal() or int(rank) >= self.workers or number is None or number < 1:
                 problems.append(
                     f"--slow: must be rank=factor with a rank below {self.workers} and a factor"
                     f" of at least 1, got {text!r}"
@@ -517,7 +531,7 @@ def _convert_float(raw: Any) -> float:
         if isinstance(raw, bool):
             raise ValueError
         value = float(raw)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError("a number") from None
     if not math.isfinite(value):
         raise ValueError("a finite number")
@@ -527,8 +541,11 @@ def _convert_float(raw: Any) -> float:
 def _convert_pairs(raw: Any) -> dict[str, str]:
     if isinstance(raw, Mapping):
         return {str(key): str(value) for key, value in raw.items()}
+    texts = [raw] if isinstance(raw, str) else raw
+    if not isinstance(texts, list | tuple):
+        raise ValueError("key=value pairs")
     pairs = {}
-    for text in [raw] if isinstance(raw, str) else raw:
+    for text in texts:
         key, equals, value = str(text).partition("=")
         if not key or not equals:
             raise ValueError("key=value")
@@ -549,25 +566,30 @@ def _check_field(item: dataclasses.Field[Any], value: Any) -> list[str]:
         wanted.append(f"at least {option.minimum}")
     if option.above is not None and value <= option.above:
         wanted.append(f"above {option.above}")
-    if option.maximum is not None and value > option.maximum:
-        wanted.append(f"at most {option.maximum}")
+    if option.below is not None and value >= option.below:
+        wanted.append(f"below {option.below}")
+    most = LARGEST_COUNT if option.maximum is None and isinstance(value, int) else option.maximum
+    if most is not None and value > most:
+        wanted.append(f"at most {most}")
     return [f"{flag}: must be {' and '.join(wanted)}, got {value}"] if wanted else []
 
 
 def _check_lr_steps(steps: tuple[str, ...]) -> list[str]:
     for step in steps:
-        rate, colon, epochs = step.partition(":")
-        try:
-            fine = bool(colon) and float(rate) >= 0 and float(epochs) > 0
-        except ValueError:
-            fine = False
-        if not fine:
+        rate, _, epochs = step.partition(":")
+        height, length = _number_or_none(rate), _number_or_none(epochs)
+        if height is None or length is None or height < 0 or length <= 0:
             return [f"--lr-steps: must be rate:epochs pairs such as 1e-2:10,1e-3:10, got {step!r}"]
     return []
 
 
+def _is_plain(name: str) -> bool:
+    """Whether a text can be the name of one visible folder."""
+    return bool(name) and name.isprintable() and "/" not in name and not name.startswith(".")
+
+
 def _number_or_none(text: str) -> float | None:
     try:
-        return float(text)
+        return _convert_float(text)
     except ValueError:
         return None

@@ -14,6 +14,8 @@ class PacelineError(Exception):
     """The root of the tree; its message is meant for the user, without a traceback."""
 
     exit_code = 1
+    is_echo = False
+    """Whether it is only what was seen of another worker's ending."""
     is_told = False
     """Whether another process tells the user about it, so that this one need not."""
 
@@ -63,8 +65,19 @@ class DivergedError(RunError):
 class PeerError(RunError):
     """A peer that went away or gave no answer in time: often the echo of another one's failure."""
 
+    is_echo = True
+
 
 class StoppedError(RunError):
     """Somebody asked the run to stop (Ctrl-C or a termination signal)."""
 
     exit_code = 130
+
+
+class AgreedStopError(StoppedError):
+    """All workers stopped after the same iteration, as they agreed to."""
+
+
+def in_a_line(error: BaseException) -> str:
+    """What somebody else's exception says, short enough to stand in a message of ours."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -9,10 +9,11 @@
 Whole files are replaced atomically and JSON lines are appended, so that a reader sees the old or
 the new state and never half of one. Events are objects with an "event" key:
 
-    start       run began or was resumed: iteration, hardware, software, workers
-    iterations  a block of them: first (iteration), seconds [...], loss [...]
-    evaluation  one entry of the result's history
-    checkpoint  iteration, bytes, blocked_seconds
+    start       run began or was resumed: iteration, resumed
+    iterations  a block of them: first (iteration), seconds [...], loss [...], learning_rate;
+                out of step also batch, part, ahead and behind [...]: docs/metrics.md
+    evaluation  one entry of the result's history, with rank, wall_seconds, samples_per_second
+    checkpoint  iteration, blocked_seconds
     warning     text
     end         status, cause
 """
@@ -24,6 +25,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -31,7 +33,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from paceline.config import RunConfig, from_mapping
-from paceline.errors import ConfigError, RecordsError
+from paceline.errors import ConfigError, RecordsError, RunError
 
 SCHEMA = 1
 
@@ -50,7 +52,26 @@ PHASES = (
 
 TRAFFIC_KINDS = ("gradients", "parameters", "buffers", "metrics", "control")
 
-STATUSES = ("finished", "diverged", "failed", "stopped")
+RESULT_KEYS = (
+    "id",
+    "status",
+    "cause",
+    "config",
+    "software",
+    "hardware",
+    "wall_seconds",
+    "iterations",
+    "samples",
+    "weights_sha256",
+    "final",
+    "seconds_to_target",
+    "history",
+    "workers",
+    "nodes",
+    "checkpoints",
+    "measurement_overhead",
+)
+"""What every result has at least, besides its schema."""
 
 Result = dict[str, Any]
 """The contents of result.json; docs/metrics.md names its keys."""
@@ -133,7 +154,8 @@ class RunFolder:
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
         """The folder of a run that exists."""
-        folder = cls(Path(path))
+        # Resolved, so that "." has a name too.
+        folder = cls(Path(path).resolve()) if str(path) else cls(Path("no such run"))
         if not folder.config_file.is_file():
             raise RecordsError(f"{path} is not a run: it has no config.json")
         return folder
@@ -149,13 +171,28 @@ class RunFolder:
 
     def read_result(self) -> Result | None:
         """The result, or None where the run has not ended."""
-        return read_json(self.result_file) if self.result_file.exists() else None
+        if not self.result_file.exists():
+            return None
+        result = read_json(self.result_file)
+        missing = [key for key in RESULT_KEYS if key not in result]
+        if missing:
+            raise RecordsError(f"{self.result_file} is damaged: it has no {missing[0]}")
+        return result
+
+    def change_config(self, config: RunConfig) -> None:
+        """From now on the run has these settings; the ones before are kept beside them."""
+        if config != self.read_config():
+            shutil.copyfile(self.config_file, self._free_name("config"))
+            write_json(self.config_file, {"schema": SCHEMA, "config": config.to_dict()})
+
+    def _free_name(self, stem: str) -> Path:
+        names = (self.path / f"{stem}-{number}.json" for number in itertools.count(1))
+        return next(name for name in names if not name.exists())
 
     def set_result_aside(self) -> None:
         """Keep what an earlier part of a resumed run said about itself."""
         if self.result_file.exists():
-            names = (self.path / f"result-{number}.json" for number in itertools.count(1))
-            self.result_file.rename(next(name for name in names if not name.exists()))
+            self.result_file.rename(self._free_name("result"))
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         write_json(self.result_file, result)
@@ -185,11 +222,16 @@ class EventWriter:
 
     def write(self, event: str, **values: Any) -> None:
         line = json.dumps({"event": event, "time": time.time(), **values}, allow_nan=False)
-        self._file.write(line + "\n")
-        self._file.flush()
+        try:
+            self._file.write(line + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise RunError(f"cannot write {self._file.name}: {error.strerror}") from None
 
     def close(self) -> None:
-        self._file.close()
+        # What could not be written was told by write(); closing would try, and fail, again.
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

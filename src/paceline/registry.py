@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar, cast
 
-from paceline.errors import UnknownNameError, UserCodeError
+from paceline.errors import UnknownNameError, UserCodeError, in_a_line
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ def load_user_object(kind: str, path: str) -> object:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        cause = f"{type(error).__name__}: {error}".splitlines()[0]
+        cause = in_a_line(error)
         raise UserCodeError(f"{kind} {path!r}: {module_name} does not import: {cause}") from error
     loaded: object = getattr(module, attribute, None)
     if loaded is None:

@@ -29,7 +29,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 done, 1 a run failed, 2 something to mend."""
+    """Run one command; returns 0: done, 1: a run failed, 2: something to mend, 130: stopped."""
     try:
         arguments = _parse(list(sys.argv[1:] if argv is None else argv))
         code: int = arguments.run(arguments)

@@ -92,7 +92,7 @@ def list_sets(folder: Path) -> int:
             f"{official.download_bytes / 1e6:,.0f} MB",
             "here" if there == len(official.files) else f"{there} of {len(official.files)} here",
         )
-    Console().print(table)
+    Console(markup=False).print(table)
     return 0
 
 

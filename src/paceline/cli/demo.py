@@ -23,16 +23,20 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from paceline.config import from_mapping
+    from paceline.errors import RunError
     from paceline.launch import start
     from paceline.report.figure import draw_run
     from paceline.report.summary import print_summary
 
     flags = " ".join(f"--{name} {value}" for name, value in SETTINGS.items())
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(f"paceline train {flags}")
     outcome = start.train(from_mapping({**SETTINGS, "out": arguments.out}))
-    assert outcome.result is not None
+    if outcome.result is None:
+        return outcome.exit_code
     print_summary(outcome.folder, outcome.result)
+    if outcome.exit_code:
+        raise RunError(outcome.result["cause"])
     for path in draw_run(outcome.folder):
-        console.print(f"picture    {path}")
+        console.print(f"picture     {path}")
     return outcome.exit_code

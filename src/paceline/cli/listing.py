@@ -36,5 +36,5 @@ def run(arguments: argparse.Namespace) -> int:
     table.add_column()
     for entry in KINDS[arguments.kind]:
         table.add_row(entry.name, entry.summary)
-    Console(highlight=False).print(table)
+    Console(highlight=False, markup=False).print(table)
     return 0

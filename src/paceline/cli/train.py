@@ -27,7 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     values = given_flags(arguments)
     # Refused before torch is loaded, which takes two seconds.
-    config = None if arguments.resume else from_mapping(values)
+    config = from_mapping(values) if arguments.resume is None else None
     from paceline.launch import start
     from paceline.report.summary import print_summary
 

@@ -12,8 +12,8 @@ from torch import Tensor
 class Split:
     """Samples and labels, the first dimension counting samples.
 
-    Images are uint8 tensors of (samples, channels, height, width) and are normalised on their way to
-    the model; a float tensor of any shape is taken as it is.
+    Images are uint8 tensors of (samples, channels, height, width) and are normalised on their way
+    to the model; a float tensor of any shape is taken as it is.
     """
 
     inputs: Tensor
@@ -60,4 +60,4 @@ class DataRequest:
 
 
 Loader = Callable[[DataRequest], Dataset]
-"""The type of a registered dataset: it may return more samples than asked for, never fewer than it can."""
+"""The type of a registered dataset: it may return more samples than asked for."""

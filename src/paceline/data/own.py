@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.data.dataset import Dataset, Split
-from paceline.errors import DataError
+from paceline.errors import DataError, in_a_line
 
 _FORM = "((train_x, train_y), (test_x, test_y)), all of them tensors"
 
@@ -23,7 +23,7 @@ def load_own(name: str, function: Callable[[], object]) -> Dataset:
     try:
         returned = function()
     except Exception as error:
-        cause = f"{type(error).__name__}: {error}".splitlines()[0]
+        cause = in_a_line(error)
         raise DataError(f"{where}: the function failed: {cause}") from error
     train, test = _unpack(where, returned)
     if train.inputs.shape[1:] != test.inputs.shape[1:] or train.inputs.dtype != test.inputs.dtype:

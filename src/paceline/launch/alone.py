@@ -7,7 +7,6 @@ import os
 from paceline.comm.in_process import Hub
 from paceline.comm.place import ALONE
 from paceline.config import RunConfig
-from paceline.errors import UsageError
 from paceline.launch.outcome import Outcome
 from paceline.launch.result import write_result
 from paceline.measure.clock import PhaseClock
@@ -15,7 +14,7 @@ from paceline.measure.sampler import ResourceSampler
 from paceline.records import RunFolder
 from paceline.worker.checkpoint import CheckpointStore
 from paceline.worker.display import open_display
-from paceline.worker.run import Prepared, Team, prepare, run_worker
+from paceline.worker.run import Prepared, Team, check_work_is_left, prepare, run_worker
 
 
 def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
@@ -25,7 +24,7 @@ def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
     folder = RunFolder.create(config)
     try:
         prepared = prepare(config)
-    except (UsageError, KeyboardInterrupt):
+    except BaseException:
         # Nothing was trained: a refused run leaves no trace, and its name stays free.
         folder.discard()
         raise
@@ -42,6 +41,9 @@ def _train(
 ) -> Outcome:
     store = CheckpointStore(folder.checkpoints, config.checkpoint_keep, config.checkpoint_mode)
     checkpoint = store.newest() if resumed else None
+    if checkpoint:
+        check_work_is_left(config, prepared, checkpoint)
+        folder.change_config(config)
     folder.set_result_aside()
     sampler = ResourceSampler(
         folder.resources_file(0), [os.getpid()], node=0, interval_seconds=config.sample_seconds

@@ -40,11 +40,10 @@ def clear_reports(folder: RunFolder, workers: int) -> None:
 
 def part_in_peace(communicator: Communicator, report: WorkerReport) -> bool:
     """Where the workers ended together, leave only when all have come so far. Collective then."""
-    is_together = report.status == "finished" or (report.status == "stopped" and not report.is_echo)
-    if is_together:
+    if report.is_together:
         with contextlib.suppress(PeerError):
             communicator.barrier().wait()
-    return is_together
+    return report.is_together
 
 
 def hand_in(

@@ -22,7 +22,7 @@ from paceline.comm.place import Place
 from paceline.comm.rendezvous import Meeting
 from paceline.comm.torch_distributed import connect
 from paceline.config import RunConfig, from_mapping
-from paceline.errors import PacelineError, PeerError
+from paceline.errors import PacelineError
 from paceline.launch import environment
 from paceline.launch.agreement import agree_on_config, succeed_together
 from paceline.launch.ending import Ending, write_failure
@@ -38,7 +38,7 @@ from paceline.worker.checkpoint import Checkpoint, CheckpointStore
 from paceline.worker.device import choose_device
 from paceline.worker.display import open_display
 from paceline.worker.report import WorkerReport, explain
-from paceline.worker.run import Prepared, Team, prepare, run_worker
+from paceline.worker.run import Prepared, Team, check_work_is_left, prepare, run_worker
 
 
 def main(arguments: list[str]) -> int:
@@ -51,18 +51,19 @@ def main(arguments: list[str]) -> int:
     assert place is not None
     try:
         with (
-            Interruptions(),
+            Interruptions() as interruptions,
             connection(config, place) as communicator,
             pairs_with_servers(config, place, communicator.traffic) as servers,
         ):
             ready = _make_ready(config, folder, place, communicator, resumed)
             ready.team.servers = servers
             report = _train(config, folder, ready, quiet, clock)
+            interruptions.raises = False
             part_in_peace(communicator, report)
             return report.exit_code
     except (KeyboardInterrupt, Exception) as error:  # noqa: BLE001 - told by the launcher
         status, cause, code = explain(error, folder)
-        is_echo = isinstance(error, PeerError)
+        is_echo = isinstance(error, PacelineError) and error.is_echo
         write_failure(folder, place.rank, Ending(cause, code, status, is_echo, time.time()))
         return code
 
@@ -190,7 +191,10 @@ def _make_ready(
         communicator, lambda: _open_store(config, folder) if is_first else None
     )
     checkpoint = _share_checkpoint(store, communicator) if resumed else None
+    if checkpoint:
+        check_work_is_left(config, prepared, checkpoint)
     if is_first:
+        folder.change_config(config)
         folder.set_result_aside()
     return _Ready(Team(place, communicator, store), prepared, checkpoint)
 

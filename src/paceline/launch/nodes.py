@@ -98,7 +98,7 @@ class Nodes:
         """
         if not self._others:
             return ending
-        if ending:
+        if ending and ending.status != "stopped":
             self.alarm()
         if not self.shares_folder:
             self._hand_in(folder, files)

@@ -54,7 +54,9 @@ def assemble(
         "history": history,
         "workers": [report.worker for report in reports],
         "nodes": nodes,
-        "checkpoints": first.checkpoints if first else {"count": 0, "bytes": 0},
+        "checkpoints": first.checkpoints
+        if first
+        else {"count": 0, "bytes": 0, "blocked_seconds": 0.0},
         "measurement_overhead": measurement_overhead(reports, nodes),
         "warnings": [*dict.fromkeys(text for report in reports for text in report.warnings)],
     }

@@ -7,11 +7,18 @@ from typing import Any
 
 from paceline.config import RunConfig, fields, flag_of, from_mapping, option_of
 from paceline.data import DATASETS
-from paceline.errors import CheckpointError, ConfigError, RecordsError
+from paceline.errors import (
+    CheckpointError,
+    ConfigError,
+    RecordsError,
+    UnknownNameError,
+    UsageError,
+)
 from paceline.launch import alone, environment, member, team
 from paceline.launch.outcome import Outcome
 from paceline.models import MODELS
 from paceline.records import RunFolder
+from paceline.sync import STRATEGIES
 from paceline.sync.options import create_strategy
 from paceline.sync.strategy import Strategy
 from paceline.worker.checkpoint import iterations
@@ -39,9 +46,11 @@ def resumed_config(original: RunConfig, changes: dict[str, Any], folder: RunFold
     """The original config with the changes that a resumed run may make; others are refused."""
     # The folder may have been moved or be named from elsewhere since.
     values = {**original.to_dict(), "out": str(folder.path.parent), "name": folder.id}
-    for budget, other in (("epochs", "iterations"), ("iterations", "epochs")):
-        if budget in changes and other not in changes:
+    for one, other in (("epochs", "iterations"), ("batch_size", "batch_per_worker")):
+        if one in changes and other not in changes:
             values[other] = None
+        if other in changes and one not in changes:
+            values[one] = None
     changed = from_mapping({**values, **changes})
     problems = [
         f"{flag_of(item.name)}: a resumed run keeps its {getattr(original, item.name)!r},"
@@ -67,7 +76,11 @@ def _launch(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcom
         config = dataclasses.replace(
             config, nnodes=place.nnodes, nproc_per_node=place.local_world_size
         )
-    strategy = _check_names(config)
+    try:
+        strategy = _check_names(config)
+    except UsageError as error:
+        error.is_told = place is not None and place.rank > 0
+        raise
     if place is not None:
         return member.run(config, place, resumed, quiet)
     if config.workers == 1 and not strategy.server_nodes(config.nnodes):
@@ -76,7 +89,22 @@ def _launch(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcom
 
 
 def _check_names(config: RunConfig) -> Strategy:
-    """Refuse what no worker could be built from, before any of them starts; gives the strategy."""
+    """Refuse what no worker could be built from, before any of them starts; gives the strategy.
+
+    Misspelt names are told together; a user's own code is loaded one after the other.
+    """
+    problems = []
+    for check, name in (
+        (MODELS.check, config.model),
+        (DATASETS.check, config.data),
+        (STRATEGIES.check, config.strategy),
+    ):
+        try:
+            check(name)
+        except UnknownNameError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError(problems)
     MODELS.load(config.model)
     DATASETS.load(config.data)
     return check_strategy(config)

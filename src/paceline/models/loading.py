@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from paceline.errors import PacelineError, UserCodeError
+from paceline.errors import PacelineError, UserCodeError, in_a_line
 from paceline.models import MODELS
 
 
@@ -49,7 +49,7 @@ def _build_users_model(
     except PacelineError:
         raise
     except Exception as error:
-        cause = f"{type(error).__name__}: {error}".splitlines()[0]
+        cause = in_a_line(error)
         raise UserCodeError(f"model {name!r} could not be built: {cause}") from error
     if not isinstance(model, nn.Module):
         raise UserCodeError(

@@ -19,7 +19,7 @@ IGNORED_SETTINGS = ("out", "name")
 
 
 def print_comparison(results: Sequence[Result]) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     rest = iter(results)
     while block := list(islice(rest, RUNS_IN_A_TABLE)):
         console.print(comparison_table(block, differing_settings(results)))
@@ -71,6 +71,12 @@ def _phase_share(result: Result, phase: str) -> float:
     return spent / wall if wall else 0.0
 
 
+def _iteration(result: Result, figure: str) -> str:
+    """Of the first worker, where any could report."""
+    workers = result["workers"]
+    return units.seconds(workers[0]["iteration_seconds"][figure]) if workers else "-"
+
+
 def _node_sum(result: Result, key: str) -> float | None:
     values = [node.get(key) for node in result["nodes"]]
     return None if None in values else sum(values)
@@ -78,18 +84,14 @@ def _node_sum(result: Result, key: str) -> float | None:
 
 ROWS: dict[str, Callable[[Result], str]] = {
     "status": lambda result: str(result["status"]),
-    "test accuracy": lambda result: units.number(result["final"]["test_accuracy"]),
-    "test loss": lambda result: units.number(result["final"]["test_loss"]),
-    "training loss": lambda result: units.number(result["final"]["train_loss"]),
+    "test accuracy": lambda result: units.number(result["final"].get("test_accuracy")),
+    "test loss": lambda result: units.number(result["final"].get("test_loss")),
+    "training loss": lambda result: units.number(result["final"].get("train_loss")),
     "wall time": lambda result: units.seconds(result["wall_seconds"]),
     "time to target": lambda result: units.seconds(result["seconds_to_target"]),
     "iterations": lambda result: units.count(result["iterations"]),
-    "iteration, median": lambda result: units.seconds(
-        result["workers"][0]["iteration_seconds"]["median"]
-    ),
-    "iteration, p95": lambda result: units.seconds(
-        result["workers"][0]["iteration_seconds"]["p95"]
-    ),
+    "iteration, median": lambda result: _iteration(result, "median"),
+    "iteration, p95": lambda result: _iteration(result, "p95"),
     "CPU, mean": lambda result: units.percent(_node_sum(result, "cpu_percent_mean")),
     "memory, mean": lambda result: units.size(_node_sum(result, "rss_bytes_mean")),
     "memory, peak": lambda result: units.size(_node_sum(result, "rss_bytes_peak")),

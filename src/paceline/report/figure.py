@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.errors import RecordsError
 from paceline.measure.resources import read_resources
 from paceline.records import RunFolder, read_lines
 
@@ -43,8 +44,11 @@ def draw_run(folder: RunFolder) -> list[Path]:
     for panel in panels[1]:
         panel.set_xlabel("seconds since training began")
     paths = [folder.path / "run.svg", folder.path / "run.png"]
-    for path in paths:
-        figure.savefig(path, dpi=130)
+    try:
+        for path in paths:
+            figure.savefig(path, dpi=130)
+    except OSError as error:
+        raise RecordsError(f"cannot write {path}: {error.strerror}") from None
     return paths
 
 

@@ -14,7 +14,7 @@ WORKERS_SHOWN = 4
 
 
 def print_summary(folder: RunFolder, result: Result) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     console.print()
     if result["workers"]:
         console.print(phase_table(result))
@@ -22,7 +22,8 @@ def print_summary(folder: RunFolder, result: Result) -> None:
     facts = Table(box=None, pad_edge=False, show_header=False)
     facts.add_column(no_wrap=True)
     facts.add_column(overflow="fold")
-    for name, text in summary_rows(result):
+    rows = summary_rows(result) if result["workers"] else [("status", result["status"])]
+    for name, text in rows:
         facts.add_row(name, text)
     facts.add_row("records", str(folder.path))
     console.print(facts)
@@ -51,8 +52,6 @@ def phase_table(result: Result) -> Table:
 
 
 def summary_rows(result: Result) -> list[tuple[str, str]]:
-    if not result["workers"]:
-        return [("status", result["status"])]
     if not result["workers"]:
         return [("status", f"{result['status']} before any worker could say how far it had come")]
     worker, node, final = result["workers"][0], result["nodes"][0], result["final"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from paceline.config import convert_options
-from paceline.errors import UserCodeError
+from paceline.errors import PacelineError, UserCodeError, in_a_line
 from paceline.sync import STRATEGIES
 from paceline.sync.strategy import Strategy
 
@@ -14,6 +14,13 @@ def create_strategy(name: str, options: Mapping[str, str]) -> Strategy:
     """Build a registered or a user's own strategy, refusing options that it does not have."""
     chosen = STRATEGIES.load(name)
     if not (isinstance(chosen, type) and issubclass(chosen, Strategy)):
-        raise UserCodeError(f"strategy {name!r}: must be a subclass of paceline.sync.Strategy")
-    given = convert_options(f"strategy {name}", chosen, options)
-    return chosen(**{**STRATEGIES.preset(name), **given})
+        raise UserCodeError(
+            f"strategy {name!r}: must be a subclass of paceline.sync.strategy.Strategy"
+        )
+    try:
+        given = convert_options(f"strategy {name}", chosen, options)
+        return chosen(**{**STRATEGIES.preset(name), **given})
+    except PacelineError:
+        raise
+    except Exception as error:
+        raise UserCodeError(f"strategy {name!r} could not be built: {in_a_line(error)}") from error

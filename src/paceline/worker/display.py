@@ -81,7 +81,7 @@ class LiveDisplay:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        self._console = Console(highlight=False, width=width)
+        self._console = Console(highlight=False, markup=False, width=width)
         self._progress = Progress(
             BarColumn(bar_width=18),
             TextColumn("{task.description}"),

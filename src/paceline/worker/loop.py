@@ -16,7 +16,7 @@ from paceline.comm.objects import broadcast_json
 from paceline.config import Every, RunConfig
 from paceline.data.input import InputPath
 from paceline.data.order import own_part
-from paceline.errors import DivergedError, StoppedError
+from paceline.errors import AgreedStopError, DivergedError
 from paceline.sync.replica import Replica
 from paceline.sync.state_exchange import agree_on_buffers
 from paceline.sync.strategy import Strategy, Terms, Turn
@@ -216,7 +216,9 @@ class TrainingLoop:
         if self._checkpoint:
             self.checkpoint()
         cause = self.stop_requested or "stopped by another worker"
-        raise StoppedError(f"{cause} after iteration {self.progress.iteration}")
+        error = AgreedStopError(f"{cause} after iteration {self.progress.iteration}")
+        error.is_echo = self.stop_requested is None
+        raise error
 
     def _is_due(self, every: Every) -> bool:
         """Whether the last turn has completed a multiple of the cadence; out of lockstep it may

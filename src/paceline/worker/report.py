@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.comm.place import Place
-from paceline.errors import DivergedError, PacelineError, StoppedError
+from paceline.errors import DivergedError, PacelineError, StoppedError, in_a_line
 from paceline.records import RunFolder
 from paceline.sync.replica import Replica
 from paceline.sync.strategy import Strategy
@@ -25,6 +25,8 @@ class WorkerReport:
     """Whether the failure is only what this worker saw of another one's."""
     ended: float
     """Unix time, to find the first of several failures."""
+    is_together: bool
+    """Whether all workers ended after the same iteration."""
     iterations: int
     weights_sha256: str | None
     """None where a run ended while each worker had a part of the weights only."""
@@ -78,9 +80,10 @@ def explain(error: BaseException, folder: RunFolder) -> tuple[str, str, int]:
         error = StoppedError("interrupted")
     if isinstance(error, PacelineError):
         kinds: dict[type, str] = {DivergedError: "diverged", StoppedError: "stopped"}
-        return kinds.get(type(error), "failed"), str(error), error.exit_code
+        status = next((text for kind, text in kinds.items() if isinstance(error, kind)), "failed")
+        return status, str(error), error.exit_code
     file = folder.path / "traceback.txt"
     with contextlib.suppress(OSError):
         file.write_text("".join(traceback.format_exception(error)))
-    cause = f"{type(error).__name__}: {error}".splitlines()[0]
+    cause = in_a_line(error)
     return "failed", f"{cause} (traceback in {file})", 1

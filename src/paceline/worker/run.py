@@ -21,7 +21,13 @@ from paceline.data.dataset import Dataset
 from paceline.data.input import InputPath, evaluation_batches
 from paceline.data.loading import load_dataset
 from paceline.data.order import SampleOrder, share
-from paceline.errors import PacelineError, PeerError
+from paceline.errors import (
+    AgreedStopError,
+    CheckpointError,
+    PacelineError,
+    RunError,
+    UserCodeError,
+)
 from paceline.measure.clock import PhaseClock
 from paceline.measure.gpu_clock import clock_of
 from paceline.measure.scalars import ScalarWriter
@@ -58,7 +64,20 @@ def prepare(config: RunConfig, local_rank: int = 0) -> Prepared:
     device = choose_device(config, local_rank)
     dataset = load_dataset(config)
     model = build_model(config.model, dataset.sample_shape, dataset.classes, config.seed)
+    if not any(weight.requires_grad for weight in model.parameters()):
+        raise UserCodeError(f"model {config.model!r} has no weights to train")
     return Prepared(dataset, model, strategy, device)
+
+
+def check_work_is_left(config: RunConfig, prepared: Prepared, checkpoint: Checkpoint) -> None:
+    """Refuse to resume what has come to its end already: its result must stay as it is."""
+    order = SampleOrder(len(prepared.dataset.train), config.global_batch_size, config.seed)
+    total = config.iterations_in_total(order.batches_per_epoch)
+    if checkpoint.iteration >= total:
+        raise CheckpointError(
+            f"the run has done all of its {total} iterations:"
+            " give more --epochs or --iterations to go on"
+        )
 
 
 def run_worker(
@@ -79,10 +98,13 @@ def run_worker(
             with _stop_on_signals(worker):
                 worker.train()
             report = worker.report("finished", None, 0)
-        except (KeyboardInterrupt, Exception) as error:  # noqa: BLE001 - told in the report
+        except (KeyboardInterrupt, SystemExit, Exception) as error:  # noqa: BLE001 - told in the report
             report = worker.report(*explain(error, folder))
-            report.is_echo = isinstance(error, PeerError)
-        worker.journal.events.write("end", status=report.status, cause=report.cause)
+            report.is_echo = isinstance(error, PacelineError) and error.is_echo
+            report.is_together = isinstance(error, AgreedStopError)
+        # A disk that is full has ended the run already, and the result still wants to be written.
+        with contextlib.suppress(RunError):
+            worker.journal.events.write("end", status=report.status, cause=report.cause)
     return report
 
 
@@ -245,6 +267,7 @@ class _Worker:
             exit_code=exit_code,
             is_echo=False,
             ended=time.time(),
+            is_together=True,
             iterations=self.progress.iteration,
             weights_sha256=sha,
             train_loss=self.journal.train_loss,
