@@ -1,0 +1,257 @@
+"""What an update takes with every strategy: time, where it goes, and bytes.
+
+    python benchmarks/strategies.py [--quick] [--models lenet,mlp] [--workers 2,4]
+                                    [--strategies overlap,ddp] [--batch-per-worker 8]
+
+Worker processes are started once, one thread each. For a model and a number of workers all
+strategies are attached at the same time and take turns in short blocks of updates, so that what
+else the machine does falls on all of them alike; compare within a table, and by the ratios to `ddp`
+of blocks that ran one after the other. Times are rank 0's, the median over the blocks and their
+quartiles; phases and bytes are means over the same updates. Strategies that need servers of their
+own are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import socket
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.optim import SGD
+
+from paceline.comm.communicator import Communicator
+from paceline.comm.rendezvous import Meeting
+from paceline.comm.torch_distributed import connect
+from paceline.measure.clock import PhaseClock
+from paceline.measure.machine import hardware, software
+from paceline.models.loading import build_model
+from paceline.sync import STRATEGIES
+from paceline.sync.options import create_strategy
+from paceline.sync.replica import Replica
+from paceline.sync.strategy import Strategy
+from paceline.worker.huddle import clock_offset_seconds, settle_waits
+
+SHAPE, CLASSES = (3, 32, 32), 10
+MODELS = ("lenet", "mlp", "resnet18", "vgg11")
+REFERENCE = "ddp"
+SECONDS_PER_BLOCK = 0.5
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One table's part: a model on so many workers."""
+
+    model: str
+    strategies: tuple[str, ...]
+    batch_per_worker: int
+    rounds: int
+
+
+@dataclass
+class Measured:
+    block_seconds: list[float]
+    """An update's, the median of each block."""
+    phases: dict[str, float]
+    hidden_seconds: float
+    bytes_sent: float
+    updates: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="small models and few rounds")
+    parser.add_argument("--models", type=words)
+    parser.add_argument("--workers", type=words, default=["2", "4"])
+    parser.add_argument("--strategies", type=words)
+    parser.add_argument("--batch-per-worker", type=int, default=8)
+    given = parser.parse_args()
+    models = given.models or (MODELS[:2] if given.quick else MODELS)
+    rounds = 3 if given.quick else 9
+    worlds = [int(text) for text in given.workers]
+    print(f"{hardware()['cpu']}, {os.cpu_count()} cores, torch {software()['torch']}")
+    print(f"batch of {given.batch_per_worker} a worker, {rounds} blocks a strategy")
+    with workers(max(worlds)) as pipes:
+        for world in worlds:
+            names = chosen(given.strategies, world)
+            cells = [Cell(name, names, given.batch_per_worker, rounds) for name in models]
+            for cell, measured in zip(cells, run(pipes[:world], cells), strict=True):
+                show(cell, world, measured)
+
+
+def words(text: str) -> list[str]:
+    return text.split(",")
+
+
+def chosen(asked: list[str] | None, world: int) -> tuple[str, ...]:
+    """Those asked for, or all that can run here."""
+    if asked:
+        return tuple(asked)
+    names = []
+    for name in STRATEGIES.names():
+        most = STRATEGIES.load(name).most_workers
+        if (most is None or most >= world) and not create_strategy(name, {}).server_nodes(1):
+            names.append(name)
+    return tuple(names)
+
+
+def show(cell: Cell, world: int, measured: dict[str, Measured]) -> None:
+    print(f"\n{cell.model}, {world} workers")
+    print(f"{'':17}{'ms an update':^21}{'to':>6}{'ms, mean of':^29}{'MB':>7}")
+    print(
+        f"{'strategy':17}{'median':>8}{'quartiles':>13}{REFERENCE:>6}"
+        f"{'compute':>8}{'exch.':>7}{'wait':>7}{'hidden':>7}{'sent':>7}"
+    )
+    for name, each in measured.items():
+        low, median, high = statistics.quantiles(each.block_seconds, n=4)
+        ratio = "" if REFERENCE not in measured else f"{ratio_to(each, measured[REFERENCE]):.2f}"
+        phases = {phase: 1e3 * spent / each.updates for phase, spent in each.phases.items()}
+        print(
+            f"{name:17}{1e3 * median:>8.1f}{f'{1e3 * low:.1f}-{1e3 * high:.1f}':>13}{ratio:>6}"
+            f"{phases['forward'] + phases['backward']:>8.1f}{phases['exchange']:>7.1f}"
+            f"{phases['wait']:>7.1f}{1e3 * each.hidden_seconds / each.updates:>7.1f}"
+            f"{each.bytes_sent / each.updates / 1e6:>7.2f}"
+        )
+
+
+def ratio_to(each: Measured, reference: Measured) -> float:
+    """Of the median round: blocks of the same round ran within a few seconds of one another."""
+    pairs = zip(each.block_seconds, reference.block_seconds, strict=True)
+    return statistics.median(own / other for own, other in pairs)
+
+
+@contextmanager
+def workers(count: int) -> Iterator[list[Connection]]:
+    """Processes that carry out what `run` sends them, until their pipes end."""
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for _ in range(count):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        yield pipes
+    finally:
+        for pipe in pipes:
+            pipe.close()
+        for process in processes:
+            process.join(5.0)
+            process.kill()
+
+
+def run(pipes: Sequence[Connection], cells: Sequence[Cell]) -> Iterator[dict[str, Measured]]:
+    """What rank 0 measured in each cell; the workers form a group for them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for rank, pipe in enumerate(pipes):
+        pipe.send((Meeting(rank, len(pipes), "127.0.0.1", port), cells))
+    for _ in cells:
+        first, *_ = [pipe.recv() for pipe in pipes]
+        yield first
+
+
+def serve(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            meeting, cells = pipe.recv()
+        except EOFError:
+            return
+        with connect(meeting) as communicator:
+            for cell in cells:
+                pipe.send(measure(communicator, cell))
+            communicator.barrier().wait()
+
+
+def measure(communicator: Communicator, cell: Cell) -> dict[str, Measured]:
+    generator = torch.Generator().manual_seed(communicator.rank)
+    inputs = torch.randn(cell.batch_per_worker, *SHAPE, generator=generator)
+    labels = torch.randint(CLASSES, (cell.batch_per_worker,), generator=generator)
+    strategies = {name: attach(communicator, name, cell) for name in cell.strategies}
+    offset = clock_offset_seconds(communicator)
+    updates = {}
+    for name, strategy in strategies.items():
+        # Buckets settle in the first updates; then the number of updates in a block is agreed on.
+        seconds = [update(strategy, inputs, labels) for _ in range(4)][-1]
+        agreed = torch.tensor([seconds], dtype=torch.float64)
+        communicator.all_reduce(agreed, "control").wait()
+        updates[name] = max(2, round(SECONDS_PER_BLOCK * communicator.world_size / float(agreed)))
+        forget(strategy)
+    results = {name: Measured([], {}, 0.0, 0.0, 0) for name in cell.strategies}
+    for number in range(cell.rounds):
+        turn = number % len(cell.strategies)
+        for name in cell.strategies[turn:] + cell.strategies[:turn]:
+            communicator.barrier().wait()
+            sent = communicator.traffic.counts["gradients"].bytes_sent
+            sent += communicator.traffic.counts["parameters"].bytes_sent
+            block = [update(strategies[name], inputs, labels) for _ in range(updates[name])]
+            results[name].block_seconds.append(statistics.median(block))
+            results[name].updates += len(block)
+            results[name].bytes_sent += (
+                communicator.traffic.counts["gradients"].bytes_sent
+                + communicator.traffic.counts["parameters"].bytes_sent
+                - sent
+            )
+    for name, strategy in strategies.items():
+        replica = strategy.replica
+        settle_waits(communicator, replica.clock, replica.exposed, offset)
+        results[name].phases = dict(replica.clock.seconds)
+        results[name].hidden_seconds = replica.hidden_exchange_seconds
+        strategy.finish()
+    return results
+
+
+def attach(communicator: Communicator, name: str, cell: Cell) -> Strategy:
+    model = build_model(cell.model, SHAPE, CLASSES, seed=0)
+    replica = Replica(
+        model=model,
+        optimizer=SGD(model.parameters(), lr=1e-4, momentum=0.9, fused=True),
+        clock=PhaseClock(),
+        forward=model,
+        scaler=torch.amp.GradScaler("cpu", enabled=False),
+        communicator=communicator,
+    )
+    replica.share = 1 / communicator.world_size
+    strategy = create_strategy(name, {})
+    strategy.attach(replica)
+    return strategy
+
+
+def forget(strategy: Strategy) -> None:
+    """Start the account anew."""
+    replica = strategy.replica
+    replica.clock.enter("other")
+    replica.clock.seconds.update(dict.fromkeys(replica.clock.seconds, 0.0))
+    replica.exposed.clear()
+    replica.hidden_exchange_seconds = 0.0
+
+
+def update(strategy: Strategy, inputs: Tensor, labels: Tensor) -> float:
+    """One update; the seconds it took here."""
+    replica = strategy.replica
+    replica.clock.enter("other")
+    began = perf_counter()
+    replica.clock.enter("forward")
+    loss = F.cross_entropy(replica.forward(inputs), labels)
+    replica.clock.enter("backward")
+    strategy.backward(loss * replica.share)
+    strategy.step()
+    replica.clock.enter("other")
+    return perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()
