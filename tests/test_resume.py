@@ -76,7 +76,8 @@ def check_resumed_equals_whole(
     _, resumed, _ = start.resume(str(folder.path), {}, quiet=True)
     assert resumed["weights_sha256"] == whole["weights_sha256"]
     assert resumed["samples"] == whole["samples"]
-    assert resumed["final"]["test_loss"] == whole["final"]["test_loss"]
+    for figure in ("test_loss", "train_loss"):
+        assert resumed["final"][figure] == whole["final"][figure]
 
 
 @pytest.mark.parametrize("model", MODELS.names())

@@ -46,7 +46,7 @@ class Journal:
         """Gives what else there is to write about the iterations of a block."""
         self._scalars = scalars
         self._total = iterations_in_total
-        self._recent: deque[float] = deque(maxlen=LOSSES_IN_MEAN)
+        self.recent_losses: deque[float] = deque(maxlen=LOSSES_IN_MEAN)
         self._losses: list[Tensor] = []
         self._samples = 0
         self._rate = 0.0
@@ -70,7 +70,7 @@ class Journal:
         begin = perf_counter()
         if losses:
             seconds = self.take_iteration_seconds()
-            self._recent.extend(losses)
+            self.recent_losses.extend(losses)
             self.events.write(
                 "iterations",
                 first=self._first,
@@ -121,7 +121,11 @@ class Journal:
     @property
     def train_loss(self) -> float | None:
         """Mean over the last iterations that were written; None where that is no finite number."""
-        return _finite_or_none(sum(self._recent) / len(self._recent)) if self._recent else None
+        return (
+            _finite_or_none(sum(self.recent_losses) / len(self.recent_losses))
+            if self.recent_losses
+            else None
+        )
 
     def close(self) -> None:
         """End the files; scalars that could not be written are told, and harm nothing else."""

@@ -168,6 +168,7 @@ class _Worker:
             )
             if "traffic" in self.account_before:
                 self.team.communicator.traffic.restore(self.account_before["traffic"])
+            self.journal.recent_losses.extend(self.account_before.get("recent_losses", ()))
             self.iteration_seconds_before = read_iteration_seconds(
                 self.folder.events_file(self.team.place.rank), self.progress.steps
             )
@@ -231,7 +232,11 @@ class _Worker:
             self.loop.stop_requested = cause
 
     def _checkpoint(self) -> None:
-        account = {"phases": self._phases(), "traffic": self._traffic()}
+        account = {
+            "phases": self._phases(),
+            "traffic": self._traffic(),
+            "recent_losses": [*self.journal.recent_losses],
+        }
         saved = state.gather(self.replica, self.prepared.strategy, self.progress, account)
         store = self.team.store
         if saved is None or store is None:
