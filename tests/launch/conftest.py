@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,11 +26,8 @@ def talkative_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended
 
 
 @pytest.fixture(scope="session")
-def three_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Result]:
+def three_workers(tmp_path_factory: pytest.TempPathFactory) -> Result:
     """The result of one command with three workers."""
-    before = Path.cwd()
-    os.chdir(HERE)
-    try:
-        yield launch(tmp_path_factory.mktemp("three"), nproc_per_node=3).result or {}
-    finally:
-        os.chdir(before)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(HERE)
+        return launch(tmp_path_factory.mktemp("three"), nproc_per_node=3).result or {}

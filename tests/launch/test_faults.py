@@ -49,11 +49,15 @@ def test_a_killed_worker_ends_the_run(
     check_failed(outcome, f"rank {rank} was killed by SIGKILL")
 
 
-def test_a_worker_that_raises_ends_the_run(tmp_path: Path) -> None:
-    outcome = launch(tmp_path, **{**TWO, "model": "own_code:Breaking"})
+def test_a_worker_that_raises_ends_the_run_with_one_line(tmp_path: Path) -> None:
+    with train(tmp_path, **{**TWO, "model": "own_code:Breaking"}) as command:
+        ended = command.end()
     traceback = tmp_path / "run" / "traceback.txt"
-    check_failed(outcome, f"ValueError: the model broke (traceback in {traceback})")
+    cause = f"ValueError: the model broke (traceback in {traceback})"
+    assert (ended.code, ended.err) == (1, f"paceline: error: {cause}\n")
     assert "in forward" in traceback.read_text()
+    result = read_json(tmp_path / "run" / "result.json")
+    assert (result["status"], result["cause"]) == ("failed", cause)
 
 
 def test_a_worker_that_stalls_ends_the_run(tmp_path: Path) -> None:
@@ -61,14 +65,6 @@ def test_a_worker_that_stalls_ends_the_run(tmp_path: Path) -> None:
         outcome = launch(tmp_path, **{**TWO, "timeout_seconds": 6})
     busy = "rank 0: all_reduce with rank 1: no answer within 6 s; rank 1 was still busy"
     check_failed(outcome, busy)
-
-
-def test_the_user_sees_one_line(tmp_path: Path) -> None:
-    with train(tmp_path, **{**TWO, "model": "own_code:Breaking"}) as command:
-        ended = command.end()
-    assert ended.code == 1
-    assert ended.err.startswith("paceline: error: ValueError: the model broke (traceback in ")
-    assert ended.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("at_start", [True, False])

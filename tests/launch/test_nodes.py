@@ -1,0 +1,155 @@
+"""Several nodes, each started by a command of its own; here all of them are this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.commands import (
+    ENDLESS,
+    SLOW,
+    Command,
+    Ended,
+    are_gone,
+    free_port,
+    is_training,
+    launch,
+    names_in,
+    train,
+    wait_until,
+    workers_of,
+)
+from paceline.errors import RunError, UsageError
+from paceline.records import Result, read_json
+
+
+def node(out: Path, rank: int, port: int, variables: Any = None, **settings: Any) -> Command:
+    return train(out, variables, node_rank=rank, master_port=port, **settings)
+
+
+def run_nodes(outs: list[Path], late_seconds: float = 0.0, **settings: Any) -> list[Ended]:
+    """One command for each folder; the last one comes late."""
+    port = free_port()
+    with contextlib.ExitStack() as stack:
+        commands = []
+        for rank, out in enumerate(outs):
+            time.sleep(late_seconds if rank == len(outs) - 1 else 0)
+            one = node(out, rank, port, nnodes=len(outs), **settings)
+            commands.append(stack.enter_context(one))
+        return [command.end() for command in commands]
+
+
+RECORDS = {"config.json", "result.json", "checkpoints"} | {
+    f"{kind}-{number}.jsonl" for kind in ("events", "resources") for number in range(3)
+}
+
+
+def test_three_commands_do_what_one_command_does(tmp_path: Path, three_workers: Result) -> None:
+    ended = run_nodes([tmp_path] * 3)
+    assert [(each.code, each.err) for each in ended] == [(0, "")] * 3
+    result = read_json(tmp_path / "run" / "result.json")
+    assert result["weights_sha256"] == three_workers["weights_sha256"]
+    assert [worker["node"] for worker in result["workers"]] == [0, 1, 2]
+    assert names_in(tmp_path / "run") == RECORDS
+
+
+def test_the_first_node_gets_all_records_and_waits_for_a_late_one(
+    tmp_path: Path, three_workers: Result
+) -> None:
+    outs = [tmp_path / f"disk-{number}" for number in range(3)]
+    ended = run_nodes(outs, late_seconds=2.0)
+    assert [(each.code, each.err) for each in ended] == [(0, "")] * 3
+    assert names_in(outs[0] / "run") == RECORDS
+    assert names_in(outs[2] / "run") == {"config.json", "events-2.jsonl", "resources-2.jsonl"}
+    result = read_json(outs[0] / "run" / "result.json")
+    assert result["weights_sha256"] == three_workers["weights_sha256"]
+    assert [each["node"] for each in result["nodes"]] == [0, 1, 2]
+    assert all(each["rss_bytes_peak"] for each in result["nodes"])
+
+
+def test_a_node_with_another_setting_is_refused_everywhere(tmp_path: Path) -> None:
+    port = free_port()
+    with (
+        node(tmp_path, 0, port, nnodes=2, lr=0.1) as one,
+        node(tmp_path, 1, port, nnodes=2, lr=0.2) as other,
+    ):
+        ended = [one.end(), other.end()]
+    line = (
+        "paceline: error: --lr: node 1 was started with 0.2, node 0 with 0.1: give all the same\n"
+    )
+    assert [(each.code, each.err) for each in ended] == [(2, line)] * 2
+    assert not names_in(tmp_path)
+
+
+def test_a_failure_on_another_node_is_told_everywhere(tmp_path: Path) -> None:
+    outs = [tmp_path / "disk-0", tmp_path / "disk-1"]
+    ended = run_nodes(outs, model="own_code:Breaking", iterations=100_000)
+    cause = f"ValueError: the model broke (traceback in {outs[1]}/run/traceback.txt)"
+    assert [(each.code, each.err) for each in ended] == [(1, f"paceline: error: {cause}\n")] * 2
+    result = read_json(outs[0] / "run" / "result.json")
+    assert (result["status"], result["cause"]) == ("failed", cause)
+    assert len(result["workers"]) == 2, "the records of the node that failed must arrive"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_node_that_is_gone_ends_the_others(victim: int, tmp_path: Path) -> None:
+    outs, port = [tmp_path / "disk-0", tmp_path / "disk-1"], free_port()
+    with contextlib.ExitStack() as stack:
+        commands = [
+            stack.enter_context(node(out, rank, port, SLOW, nnodes=2, **ENDLESS))
+            for rank, out in enumerate(outs)
+        ]
+        wait_until(lambda: is_training(outs[0] / "run", [0]), "the first node trains")
+        wait_until(lambda: is_training(outs[1] / "run", [1]), "the second node trains")
+        process = commands[victim].process
+        workers = list(workers_of(process.pid).values())
+        process.kill()
+        survivor = commands[1 - victim].end()
+        wait_until(lambda: are_gone(workers), "the workers of the killed launcher are gone")
+        assert commands[victim].end().code == -signal.SIGKILL
+    assert survivor.code == 1
+    assert survivor.err.count("\n") == 1, survivor.err
+    if victim == 1:
+        assert survivor.err.startswith("paceline: error: lost contact with node 1")
+        result = read_json(outs[0] / "run" / "result.json")
+        assert result["status"] == "failed"
+        assert result["cause"] in survivor.err
+    else:
+        assert survivor.err == "paceline: error: lost contact with the first node at 127.0.0.1\n"
+
+
+def two_nodes(out: Path, **settings: Any) -> None:
+    launch(out, nnodes=2, rendezvous_seconds=0.5, **settings)
+
+
+def test_a_node_that_never_comes_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"node 1 did not come to 127\.0\.0\.1:\d+ within 0\.5 s"):
+        two_nodes(tmp_path, master_port=free_port())
+    assert not names_in(tmp_path)
+
+
+def test_a_first_node_that_does_not_answer_is_told(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"nobody answered at .*--master-addr and --master-port"):
+        two_nodes(tmp_path, node_rank=1, master_port=free_port())
+    assert not names_in(tmp_path)
+
+
+def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=f"port {port} .* in use: choose another"):
+            two_nodes(tmp_path, master_port=port)
+    assert not names_in(tmp_path)
+
+
+def test_on_one_machine_a_port_in_use_is_no_hindrance(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        outcome = launch(tmp_path, nproc_per_node=2, master_port=port, iterations=1)
+    assert outcome.exit_code == 0
