@@ -76,7 +76,9 @@ class Fsdp(Strategy):
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
             # Workers may use different weights, and those that one does not use are zeros to it.
-            sharded.set_reduce_scatter_unused_params(True, recurse=False)
+            # Before torch could do so, all workers had to use the same.
+            if hasattr(sharded, "set_reduce_scatter_unused_params"):
+                sharded.set_reduce_scatter_unused_params(True, recurse=False)
             gather: Any = AllGather(self.replica, has_nccl)
             reduce: Any = ReduceScatter(self.replica, has_nccl)
             sharded.set_custom_all_gather(gather)

@@ -14,7 +14,11 @@ from paceline.sync.replica import Replica
 
 
 class _Collective:
-    """`beside`: let NCCL run it beside the computation, counted as one lap of a ring."""
+    """`beside`: let NCCL run it beside the computation, counted as one lap of a ring.
+
+    Otherwise tensors on a GPU travel as copies in main memory, made here: fully_shard calls from
+    streams of its own, with which the communicator's thread does not keep in step.
+    """
 
     def __init__(self, replica: Replica, beside: bool) -> None:
         self._replica = replica
@@ -43,7 +47,10 @@ class AllGather(_Collective):
             group._allgather_base(output_tensor, input_tensor).wait()
             return
         with self._replica.exchanging():
-            self._communicator.all_gather(output_tensor, "parameters").wait()
+            host = output_tensor.cpu()
+            self._communicator.all_gather(host, "parameters").wait()
+            if host is not output_tensor:
+                output_tensor.copy_(host)
 
 
 class ReduceScatter(_Collective):
@@ -63,6 +70,7 @@ class ReduceScatter(_Collective):
             group._reduce_scatter_base(output_tensor, input_tensor, options).wait()
             return
         with self._replica.exchanging():
-            self._communicator.reduce_scatter(input_tensor, "gradients").wait()
-        own = chunk(input_tensor, self._communicator.world_size, self._communicator.rank)
-        output_tensor.copy_(own)
+            host = input_tensor.cpu()
+            self._communicator.reduce_scatter(host, "gradients").wait()
+            own = chunk(host, self._communicator.world_size, self._communicator.rank)
+            output_tensor.copy_(own)
