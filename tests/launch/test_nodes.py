@@ -27,6 +27,7 @@ from launch.commands import (
 )
 from paceline.errors import RunError, UsageError
 from paceline.records import Result, read_json
+from paceline.worker.checkpoint import iterations
 
 
 def node(out: Path, rank: int, port: int, variables: Any = None, **settings: Any) -> Command:
@@ -122,6 +123,24 @@ def test_a_node_that_is_gone_ends_the_others(victim: int, tmp_path: Path) -> Non
         assert result["cause"] in survivor.err
     else:
         assert survivor.err == "paceline: error: lost contact with the first node at 127.0.0.1\n"
+
+
+def test_ctrl_c_on_any_node_stops_all_with_a_checkpoint(tmp_path: Path) -> None:
+    outs, port = [tmp_path / "disk-0", tmp_path / "disk-1"], free_port()
+    settings: dict[str, Any] = {**ENDLESS, "nnodes": 2, "checkpoint_every": 100_000}
+    with (
+        node(outs[0], 0, port, SLOW, **settings) as first,
+        node(outs[1], 1, port, SLOW, **settings) as second,
+    ):
+        wait_until(lambda: is_training(outs[1] / "run", [1]), "the second node trains")
+        second.process.send_signal(signal.SIGINT)
+        ended = [first.end(), second.end()]
+    result = read_json(outs[0] / "run" / "result.json")
+    done = result["iterations"]
+    line = f"paceline: error: stopped by SIGINT after iteration {done}\n"
+    assert [(each.code, each.err) for each in ended] == [(130, line)] * 2
+    assert result["status"] == "stopped"
+    assert iterations(outs[0] / "run" / "checkpoints") == [done]
 
 
 def two_nodes(out: Path, **settings: Any) -> None:

@@ -12,7 +12,7 @@ from paceline.launch import start
 from paceline.records import Result, RunFolder
 from paceline.worker.checkpoint import iterations
 
-SETTINGS = {"model": "own_code:Slow", "iterations": 400, "nproc_per_node": 2}
+SETTINGS = {"model": "own_code:Slow", "iterations": 160, "nproc_per_node": 2}
 
 
 @pytest.fixture(scope="module")

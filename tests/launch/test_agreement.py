@@ -1,0 +1,81 @@
+"""Before they train: what is refused on one worker is refused on all; the first cause counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from paceline.comm import in_process
+from paceline.comm.communicator import Communicator
+from paceline.config import from_mapping
+from paceline.errors import DataError, RunError, StoppedError, UsageError
+from paceline.launch.agreement import OF_THIS_NODE, agree_on_config, succeed_together
+from paceline.launch.ending import Ending, earliest
+
+
+def refusals(workers: int, work: Callable[[Communicator], object]) -> list[str]:
+    """What each worker was refused with; none: nothing."""
+
+    def one(communicator: Communicator) -> str:
+        try:
+            work(communicator)
+        except UsageError as error:
+            return str(error)
+        return ""
+
+    return in_process.run(workers, one)
+
+
+def test_a_worker_with_another_setting_is_refused_on_all_by_the_settings_name() -> None:
+    def work(communicator: Communicator) -> None:
+        lr = 0.2 if communicator.rank == 2 else 0.1
+        agree_on_config(from_mapping({"lr": lr, "nproc_per_node": 3}), communicator)
+
+    line = "--lr: rank 2 was started with 0.2, rank 0 with 0.1: give all the same"
+    assert refusals(3, work) == [line] * 3
+
+
+def test_what_belongs_to_one_machine_may_differ() -> None:
+    values = {"node_rank": (0, 1), "out": ("a", "b"), "name": ("c", "d"), "data_dir": ("e", "f"),
+              "threads": (1, 2)}  # fmt: skip
+    assert set(values) == set(OF_THIS_NODE)
+
+    def work(communicator: Communicator) -> None:
+        own = {name: pair[communicator.rank] for name, pair in values.items()}
+        agree_on_config(from_mapping({**own, "nnodes": 2}), communicator)
+
+    assert refusals(2, work) == ["", ""]
+
+
+def test_a_refusal_on_one_worker_reaches_all_in_its_own_words() -> None:
+    def work(communicator: Communicator) -> None:
+        def load() -> None:
+            if communicator.rank == 1:
+                raise DataError("the disk of rank 1 is empty")
+
+        succeed_together(communicator, load)
+
+    assert refusals(3, work) == ["the disk of rank 1 is empty"] * 3
+
+
+def test_everyone_keeps_its_own_result_where_all_succeed() -> None:
+    def work(communicator: Communicator) -> int:
+        return succeed_together(communicator, lambda: communicator.rank * 10)
+
+    assert in_process.run(3, work) == [0, 10, 20]
+
+
+def test_an_echo_is_never_the_first_cause_though_it_came_first() -> None:
+    echo = Ending("the connection was closed", is_echo=True, ended=1.0)
+    late, later = Ending("out of memory", ended=2.0), Ending("killed", ended=3.0)
+    assert earliest([later, echo, late]) == late
+    assert earliest([echo]) == echo
+    assert earliest([]) is None
+
+
+@pytest.mark.parametrize(("code", "kind"), [(1, RunError), (2, UsageError), (130, StoppedError)])
+def test_an_ending_keeps_its_exit_code_as_an_error(code: int, kind: type[Exception]) -> None:
+    error = Ending("why", code).error()
+    assert isinstance(error, kind)
+    assert (str(error), error.exit_code) == ("why", code)
