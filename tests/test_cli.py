@@ -44,6 +44,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--device", "cuda"], "no CUDA device"),
         (["--modell", "lenet"], "did you mean --model?"),
         (["--out", ""], "--out: must not be empty"),
+        (["--train-samples", "999999999999"], "use fewer --train-samples"),
         (["--resume", ""], "is not a run"),
         (["--threads", "99999999"], "--threads: must be at most 1024"),
         (["--optimizer", "adam", "--beta1", "1"], "--beta1: must be below 1"),

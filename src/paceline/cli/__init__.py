@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns 0: done, 1: a run failed, 2: something to mend, 130: stopped."""
+    _show_notices()
     try:
         arguments = _parse(list(sys.argv[1:] if argv is None else argv))
         code: int = arguments.run(arguments)
@@ -87,3 +89,17 @@ def _nearest(given: str, known: Sequence[str]) -> str:
 def _complain(message: str) -> None:
     for line in message.splitlines() or [""]:
         sys.stderr.write(f"paceline: error: {line}\n")
+
+
+class _Notices(logging.Handler):
+    """What the library logs, such as that digits are being drawn, as lines for the user."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(f"paceline: {record.getMessage()}\n")
+
+
+def _show_notices() -> None:
+    logger = logging.getLogger("paceline")
+    if not logger.handlers:
+        logger.addHandler(_Notices())
+        logger.setLevel(logging.INFO)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -58,6 +60,7 @@ def mapped_split(
     """
     page = _describe(sources, samples, shape)
     if not _fits(cache, page, samples, shape):
+        _check_room(cache.parent, samples * (math.prod(shape) + 1))
         try:
             with _locked(cache.with_name(f".{cache.name}.lock")):
                 if not _fits(cache, page, samples, shape):
@@ -94,6 +97,16 @@ def _fits(cache: Path, page: bytes, samples: int, shape: tuple[int, ...]) -> boo
             )
     except OSError:
         return False
+
+
+def _check_room(folder: Path, needed_bytes: int) -> None:
+    """Refuse at once what would fill the disk after minutes."""
+    free_bytes = shutil.disk_usage(folder).free
+    if needed_bytes > free_bytes:
+        raise DataError(
+            f"{folder} has {free_bytes / 1e9:.1f} GB free and the set needs"
+            f" {needed_bytes / 1e9:.1f} GB: use fewer --train-samples or another --data-dir"
+        )
 
 
 def _write(cache: Path, page: bytes, chunks: Iterator[Chunk]) -> None:
