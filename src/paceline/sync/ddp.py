@@ -90,7 +90,7 @@ class Ddp(GradientAveraging):
                 raise RunError(
                     "--strategy ddp: some weights had no part in the loss: give -o find_unused=true"
                 ) from None
-            raise
+            raise self._explained(error) from None
         assert isinstance(outputs, Tensor)
         return outputs
 
@@ -166,14 +166,18 @@ class Ddp(GradientAveraging):
         try:
             super().backward(loss)
         except RuntimeError as error:
-            if self._communicator.world_size > 1 and self._failed:
-                peers = name_ranks(self._communicator.peers)
-                cause = str(error).splitlines()[0]
-                rank = self._communicator.rank
-                raise PeerError(f"rank {rank}: all_reduce with {peers}: {cause}") from None
-            raise
+            raise self._explained(error) from None
         if self._communicator.world_size > 1 and self.replica.last_part:
             self._account()
+
+    def _explained(self, error: RuntimeError) -> Exception:
+        """What the group raises inside DDP as a line about the peers; other errors as they are."""
+        is_peers = self._communicator.world_size > 1 and (self._failed or "gloo" in str(error))
+        if not is_peers:
+            return error
+        rank, peers = self._communicator.rank, name_ranks(self._communicator.peers)
+        cause = str(error).splitlines()[0].rpartition("] ")[2]
+        return PeerError(f"rank {rank}: all_reduce with {peers}: {cause}")
 
     def _account(self) -> None:
         """DDP waits for its sums inside the backward pass: what came after the last gradient was
