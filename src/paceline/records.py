@@ -4,6 +4,8 @@
     events-<rank>.jsonl      appended while the run goes on; readable after a crash
     resources-<node>.jsonl   samples of CPU, memory, network, disk and GPU
     result.json              the account of the run, written once, at its end
+    output-<rank>.txt        what a worker of several said besides, if anything
+    traceback.txt            of an error in code that paceline does not know
     tensorboard/ checkpoints/
 
 Whole files are replaced atomically and JSON lines are appended, so that a reader sees the old or
