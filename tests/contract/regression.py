@@ -41,6 +41,19 @@ class Fitted:
     after_each_step: list[Tensor]
 
 
+class Crosswise(nn.Module):
+    """Gradients come in another order than the reverse of the weights', as buckets must allow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first = nn.Linear(10, 3), nn.Linear(6, 24)
+        self.middle = nn.Linear(24, 10)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.last(self.middle(self.first(inputs).tanh()).tanh())
+        return outputs
+
+
 def fit(seat: Seat, name: str, course: Course) -> Fitted:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -60,8 +73,7 @@ def fit(seat: Seat, name: str, course: Course) -> Fitted:
 
 
 def _begin(seat: Seat, name: str, course: Course, seed: int) -> Strategy:
-    model = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 10), nn.Tanh())
-    model.append(nn.Linear(10, 3))
+    model = Crosswise()
     # Not torch's own seed, since workers may be threads of one process.
     generator = torch.Generator().manual_seed(seed)
     for weight in model.parameters():
