@@ -14,6 +14,9 @@ global batch: so as many samples move the weights as far as in `sync`, and weigh
 strong, with any optimiser. Clipping is then by the norm of the worker's own mean gradient; in
 `sync` by that of the sum, over all shards.
 
+An update from older weights overshoots sooner, most of all with momentum: a learning rate that is
+near the largest that works in step is too large out of step.
+
 Our own launcher starts the servers; where torchrun or srun started the workers, the first worker of
 a node does.
 """
