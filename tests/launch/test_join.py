@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -34,9 +35,14 @@ def tensors() -> tuple[Tensor, Tensor]:
     return torch.randn(SAMPLES, 4, generator=generator), torch.arange(SAMPLES) % 3
 
 
+SEEDING = Lock()
+"""The workers are threads, and the generator of random numbers is one for all of them."""
+
+
 def model() -> nn.Module:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    with SEEDING:
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def together(workers: int, work: Callable[[JoinedTeam], Any], strategy: str) -> list[Any]:
