@@ -116,11 +116,16 @@ def show(cell: Cell, world: int, measured: dict[str, Measured]) -> None:
         ratio = "" if REFERENCE not in measured else f"{ratio_to(each, measured[REFERENCE]):.2f}"
         phases = {phase: 1e3 * spent / each.updates for phase, spent in each.phases.items()}
         print(
-            f"{name:17}{1e3 * median:>8.1f}{f'{1e3 * low:.1f}-{1e3 * high:.1f}':>13}{ratio:>6}"
+            f"{name:17}{short(median):>8}{f'{short(low)}-{short(high)}':>13}{ratio:>6}"
             f"{phases['forward'] + phases['backward']:>8.1f}{phases['exchange']:>7.1f}"
             f"{phases['wait']:>7.1f}{1e3 * each.hidden_seconds / each.updates:>7.1f}"
             f"{each.bytes_sent / each.updates / 1e6:>7.2f}"
         )
+
+
+def short(seconds: float) -> str:
+    """Milliseconds in at most five characters, up to a hundred seconds."""
+    return f"{1e3 * seconds:.1f}" if seconds < 1 else f"{1e3 * seconds:.0f}"
 
 
 def ratio_to(each: Measured, reference: Measured) -> float:
