@@ -19,6 +19,7 @@ from time import perf_counter
 import torch
 from torch.nn import functional as F
 
+from paceline.comm.in_process import Hub
 from paceline.config import RunConfig, from_mapping
 from paceline.data.input import InputPath, evaluation_batches
 from paceline.data.loading import load_dataset
@@ -121,7 +122,8 @@ def paceline_block(config: RunConfig, folder: Path) -> Block:
     def block() -> float:
         clock = PhaseClock()
         scaler = torch.amp.GradScaler("cpu", enabled=False)
-        replica = Replica(model, optimizer, clock, forward=model, scaler=scaler)
+        communicator = Hub(1).communicators[0]
+        replica = Replica(model, optimizer, clock, model, scaler, communicator)
         strategy = Single()
         strategy.attach(replica)
         loop = TrainingLoop(
@@ -129,7 +131,7 @@ def paceline_block(config: RunConfig, folder: Path) -> Block:
             replica,
             strategy,
             inputs,
-            lambda: evaluation_batches(data.test.head(1), data.mean, data.std, 1),
+            lambda _: evaluation_batches(data.test.head(1), data.mean, data.std, 1),
             journal,
             nullcontext(),
             Progress(),

@@ -69,7 +69,8 @@ def test_every_needed_version_is_pinned() -> None:
         for line in (ROOT / "constraints.txt").read_text().splitlines()
         if "==" in line
     }
-    reached, waiting = set(), [("paceline", ("dev",))]
+    reached: set[str] = set()
+    waiting: list[tuple[str, tuple[str, ...]]] = [("paceline", ("dev",))]
     while waiting:
         name, extras = waiting.pop()
         try:

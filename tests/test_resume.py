@@ -17,6 +17,7 @@ import pytest
 from paceline.config import from_mapping
 from paceline.errors import CheckpointError, ConfigError, RecordsError
 from paceline.launch import start
+from paceline.launch.outcome import Outcome
 from paceline.models import MODELS
 from paceline.records import Result, RunFolder, read_lines
 from paceline.worker import loop
@@ -35,13 +36,18 @@ SMALL: dict[str, Any] = {
 }
 
 
+def result_of(outcome: Outcome) -> Result:
+    assert outcome.result is not None
+    return outcome.result
+
+
 class PlugPulled(BaseException):
     """Stands in for a power cut: nothing catches it, so nothing is written after it."""
 
 
 def uninterrupted(out: Path, **settings: Any) -> Result:
     config = from_mapping({**SMALL, "out": str(out), "name": "whole", **settings})
-    return start.train(config, quiet=True)[1]
+    return result_of(start.train(config, quiet=True))
 
 
 def cut_after(
@@ -73,7 +79,7 @@ def check_resumed_equals_whole(
 ) -> None:
     whole = uninterrupted(tmp_path, **settings)
     folder = cut_after(tmp_path, iteration, monkeypatch, checkpoint_every=2, **settings)
-    _, resumed, _ = start.resume(str(folder.path), {}, quiet=True)
+    resumed = result_of(start.resume(str(folder.path), {}, quiet=True))
     assert resumed["weights_sha256"] == whole["weights_sha256"]
     assert resumed["samples"] == whole["samples"]
     for figure in ("test_loss", "train_loss"):
@@ -133,10 +139,10 @@ def test_a_killed_process_resumes_bit_for_bit(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait(10) == -signal.SIGKILL
     assert not (tmp_path / "killed" / "result.json").exists()
-    _, resumed, _ = start.resume(str(tmp_path / "killed"), {}, quiet=True)
-    whole = start.train(
-        from_mapping({**settings, "out": str(tmp_path), "name": "whole"}), quiet=True
-    )[1]
+    resumed = result_of(start.resume(str(tmp_path / "killed"), {}, quiet=True))
+    whole = result_of(
+        start.train(from_mapping({**settings, "out": str(tmp_path), "name": "whole"}), quiet=True)
+    )
     assert resumed["weights_sha256"] == whole["weights_sha256"]
     assert resumed["iterations"] == 2000
 
@@ -173,14 +179,15 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(
     folder = cut_after(tmp_path, 7, monkeypatch, checkpoint_every=2)
     newest = max(folder.checkpoints.glob("*.pt"))
     newest.write_bytes(newest.read_bytes()[:-100])
-    _, resumed, _ = start.resume(str(folder.path), {}, quiet=True)
+    resumed = result_of(start.resume(str(folder.path), {}, quiet=True))
     assert resumed["weights_sha256"] == whole["weights_sha256"]
     assert any(newest.name in text for text in resumed["warnings"])
 
 
 def test_a_resumed_run_may_go_on_for_longer(tmp_path: Path) -> None:
     uninterrupted(tmp_path, checkpoint_every=8)
-    folder, resumed, _ = start.resume(str(tmp_path / "whole"), {"iterations": "12"}, quiet=True)
+    outcome = start.resume(str(tmp_path / "whole"), {"iterations": "12"}, quiet=True)
+    folder, resumed = outcome.folder, result_of(outcome)
     assert resumed["iterations"] == 12
     assert (folder.path / "result-1.json").exists(), "the first result must be kept"
     starts = [e["iteration"] for e in read_lines(folder.events_file(0)) if e["event"] == "start"]
@@ -195,8 +202,7 @@ def test_a_longer_budget_outlives_a_second_cut(
     folder = cut_after(tmp_path, 5, monkeypatch, checkpoint_every=2, schedule="constant")
     with pytest.raises(PlugPulled), pulling_the_plug(monkeypatch, 9):
         start.resume(str(folder.path), {"iterations": "12"}, quiet=True)
-    _, resumed, _ = start.resume(str(folder.path), {}, quiet=True)
-    assert resumed is not None
+    resumed = result_of(start.resume(str(folder.path), {}, quiet=True))
     assert resumed["iterations"] == 12
     assert resumed["weights_sha256"] == whole["weights_sha256"]
 

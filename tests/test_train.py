@@ -32,6 +32,7 @@ SMALL: dict[str, Any] = {
 def train(out: Path, **settings: Any) -> tuple[RunFolder, Result]:
     config = from_mapping({**SMALL, "out": str(out), **settings})
     folder, result, code = start.train(config, quiet=True)
+    assert result is not None
     assert (code == 0) == (result["status"] == "finished")
     return folder, result
 
