@@ -135,7 +135,9 @@ def test_versions_are_those_of_the_modules() -> None:
     import torch
 
     software = machine.software()
-    assert (software["torch"], software["numpy"]) == (torch.__version__, numpy.__version__)
+    assert software["numpy"] == numpy.__version__
+    # The build's mark, as in +cpu, is not always in the package's own name for its version.
+    assert str(software["torch"]).partition("+")[0] == torch.__version__.partition("+")[0]
     assert software["python"] == sys.version.split()[0]
 
 

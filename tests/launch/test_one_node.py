@@ -50,7 +50,9 @@ def test_only_the_first_worker_is_seen(talkative_run: Run) -> None:
     assert "hello from 1" not in ended.out
     assert ended.out.count("val loss") == 1
     assert (folder / "output-0.txt").read_text() == "a warning of 0\n"
-    assert (folder / "output-1.txt").read_text() == "hello from 1\na warning of 1\n"
+    # Which of the two streams is flushed first is Python's affair.
+    lines = (folder / "output-1.txt").read_text().splitlines()
+    assert sorted(lines) == ["a warning of 1", "hello from 1"]
 
 
 def test_the_cores_are_shared_out_among_the_workers(talkative_run: Run) -> None:
