@@ -223,7 +223,7 @@ def takes(name: str, world_size: int) -> bool:
     """Whether a strategy is for so many workers."""
     chosen = STRATEGIES.load(name)
     most = chosen.most_workers
-    return chosen.least_workers <= world_size and (most is None or world_size <= most)
+    return most is None or world_size <= most
 
 
 def teams(names: Sequence[str], world_sizes: Sequence[int]) -> list[tuple[str, int]]:

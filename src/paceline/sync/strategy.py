@@ -79,7 +79,6 @@ class Strategy:
     """Whether all workers do the same iteration at a time, so that they can meet between two."""
     equal: bool = True
     """Whether all workers hold the same weights after every step."""
-    least_workers: ClassVar[int] = 1
     most_workers: ClassVar[int | None] = None
     """The largest number of workers it can keep in step, where there is a limit."""
 
