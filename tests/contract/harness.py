@@ -17,8 +17,8 @@ from contract.exact import ExactModel, exact_batch
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.comm.in_process import Hub
+from paceline.config import RunConfig
 from paceline.data.order import share
-from paceline.errors import ConfigError
 from paceline.measure.clock import PhaseClock
 from paceline.sync import STRATEGIES
 from paceline.sync.averaging import GradientAveraging
@@ -166,20 +166,20 @@ def counted_since(
     }
 
 
-def run_team(pool: WorkerPool, world_size: int, function: Any, name: str, task: Any) -> list[Any]:
+def run_team(pool: WorkerPool, world_size: int, function: Any, name: str, task: Task) -> list[Any]:
     """Call `function(seat, name, task)` on every rank; the results, by rank.
 
     Workers that are alone or have servers are threads, the others processes. A strategy may refuse
     a task, with a line that says so.
     """
-    try:
-        if create_strategy(name, {}).server_nodes(1):
-            return _run_with_servers(world_size, function, name, task)
-        if world_size == 1:
-            return in_process.run(1, lambda communicator: function(Seat(communicator), name, task))
-        return pool.run(world_size, _sit_down, function, name, task, fresh=not _is_plain(name))
-    except ConfigError as refusal:
-        pytest.skip(str(refusal))
+    strategy = create_strategy(name, {})
+    for refusal in strategy.refusals(RunConfig(precision="fp16" if task.loss_scale else "fp32")):
+        pytest.skip(refusal)
+    if strategy.server_nodes(1):
+        return _run_with_servers(world_size, function, name, task)
+    if world_size == 1:
+        return in_process.run(1, lambda communicator: function(Seat(communicator), name, task))
+    return pool.run(world_size, _sit_down, function, name, task, fresh=not _is_plain(name))
 
 
 def _sit_down(communicator: Communicator, function: Any, name: str, task: Any) -> Any:

@@ -104,11 +104,41 @@ def test_ctrl_c_at_the_start_leaves_nothing(tmp_path: Path) -> None:
 def test_what_the_user_can_mend_is_one_line(
     words: list[str], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    fixed = ["--strategy", "allreduce", "--nproc-per-node", "2", "--out", str(tmp_path)]
+    check_refused(words, said, tmp_path, capfd)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--strategy parameter_server --precision fp16", "--precision fp16: strategy parameter_se"),
+        ("--strategy parameter_server -o mode=async --sync-bn", "--sync-bn: workers of mode=async"),
+        ("--strategy parameter_server -o mode=bounded --sync-bn", "--sync-bn: workers of mode=bou"),
+        ("--strategy local_sgd --precision fp16", "--precision fp16: strategy local_sgd cannot"),
+        ("--strategy fsdp --compile", "--compile: not with --strategy fsdp"),
+    ],
+)
+def test_what_a_strategy_cannot_do_is_refused_before_any_process_starts(
+    words: str,
+    said: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr("subprocess.Popen.__init__", start)
+    check_refused(words.split(), said, tmp_path, capfd)
+
+
+def check_refused(
+    words: list[str], said: str, out_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fixed = ["--strategy", "allreduce", "--nproc-per-node", "2", "--out", str(out_folder)]
     assert cli.main(["train", *fixed, *words]) == 2
     out, err = capfd.readouterr()
     assert out == ""
     assert err.startswith("paceline: error: ")
     assert said in err
     assert err.count("\n") == 1
-    assert not names_in(tmp_path)
+    assert not names_in(out_folder)

@@ -111,7 +111,7 @@ def _check_names(config: RunConfig) -> Strategy:
 
 
 def check_strategy(config: RunConfig) -> Strategy:
-    """The strategy, if its options are right and it can keep so many workers in step."""
+    """The strategy, if its options are right and it can keep these workers in step."""
     strategy = create_strategy(config.strategy, config.options)
     if strategy.most_workers is not None and config.workers > strategy.most_workers:
         raise ConfigError(
@@ -120,4 +120,6 @@ def check_strategy(config: RunConfig) -> Strategy:
                 f" not {config.workers}: choose another with `paceline list strategies`"
             ]
         )
+    if problems := strategy.refusals(config):
+        raise ConfigError(problems)
     return strategy

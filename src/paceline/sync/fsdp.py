@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline.comm.cost import Cost, Network
 from paceline.comm.torch_distributed import TorchCommunicator
+from paceline.config import RunConfig
 from paceline.errors import ConfigError
 from paceline.sync.fsdp_collectives import AllGather, ReduceScatter
 from paceline.sync.own_part import OwnPart, Piece, check_elementwise, optimizer_weights
@@ -41,6 +42,10 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 class Fsdp(Strategy):
     """A single worker has nothing to split and trains as if alone."""
+
+    def refusals(self, config: RunConfig) -> list[str]:
+        is_split = config.compile and config.workers > 1
+        return ["--compile: not with --strategy fsdp; leave one of them out"] if is_split else []
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)
@@ -226,8 +231,6 @@ def _check(replica: Replica) -> TorchCommunicator:
     communicator, model = replica.communicator, replica.model
     if not isinstance(communicator, TorchCommunicator):
         raise ConfigError(["--strategy fsdp: needs workers that torch.distributed connects"])
-    if replica.forward is not model:
-        raise ConfigError(["--compile: not with --strategy fsdp; leave one of them out"])
     check_elementwise(replica.optimizer, "fsdp")
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     shared = set(names) - {name for name, _ in model.named_parameters()}

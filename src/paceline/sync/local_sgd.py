@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.cost import Cost, Network
-from paceline.errors import ConfigError
+from paceline.config import RunConfig
 from paceline.sync.exchange import KIND
 from paceline.sync.flat import FlatGradients
 from paceline.sync.independent import IndependentReplicas, at_least, optimizer_tensors, spread
@@ -28,10 +28,12 @@ class LocalSgd(IndependentReplicas):
         super().__init__(algorithm)
         self._every, self._warmup = every, warmup
 
+    def refusals(self, config: RunConfig) -> list[str]:
+        # A worker that skips an update has another number of them behind it than its peers.
+        is_fp16 = config.precision == "fp16"
+        return ["--precision fp16: strategy local_sgd cannot use it; use bf16"] if is_fp16 else []
+
     def attach(self, replica: Replica) -> None:
-        if replica.scaler.is_enabled():
-            # A worker that skips an update has another number of them behind it than its peers.
-            raise ConfigError(["--precision fp16: strategy local_sgd cannot use it; use bf16"])
         super().attach(replica)
         self._gradients = FlatGradients(replica.trainable)
         replica.flat_gradients = self._gradients.tensor

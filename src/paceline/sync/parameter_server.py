@@ -32,14 +32,14 @@ from torch import Tensor, nn
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.cost import Cost, Network
+from paceline.config import RunConfig
 from paceline.errors import ConfigError
-from paceline.sync.batch_norm import SharedBatchNorm
 from paceline.sync.flat import FlatGradients
 from paceline.sync.flat_weights import FlatWeights
 from paceline.sync.independent import at_least
 from paceline.sync.replica import Replica
 from paceline.sync.server.client import Servers
-from paceline.sync.server.link import Link
+from paceline.sync.server.link import DTYPES, Link
 from paceline.sync.server.serving import Server
 from paceline.sync.server.staleness import Staleness
 from paceline.sync.state_exchange import broadcast_model
@@ -77,8 +77,16 @@ class ParameterServer(Strategy):
         staleness = self._staleness if self._mode == "bounded" else None
         Server(links, make_optimizer, staleness).serve()
 
+    def refusals(self, config: RunConfig) -> list[str]:
+        problems = []
+        if config.precision == "fp16":
+            problems.append("--precision fp16: strategy parameter_server cannot use it; use bf16")
+        if config.sync_bn and not self.lockstep:
+            problems.append(f"--sync-bn: workers of mode={self._mode} never meet; use mode=sync")
+        return problems
+
     def attach(self, replica: Replica) -> None:
-        self._refuse_what_it_cannot(replica)
+        _check(replica)
         super().attach(replica)
         rank = replica.communicator.rank
         broadcast_model(replica.model, replica.communicator)
@@ -91,21 +99,6 @@ class ParameterServer(Strategy):
         ]
         self._servers = Servers(links, self._weights.tensor, self._gradients.tensor)
         self._give_to_servers({})
-
-    def _refuse_what_it_cannot(self, replica: Replica) -> None:
-        problems = []
-        if not replica.servers:
-            problems.append("--strategy parameter_server: needs servers, and nobody started them")
-        if replica.scaler.is_enabled():
-            problems.append("--precision fp16: strategy parameter_server cannot use it; use bf16")
-        if not self.lockstep and any(
-            isinstance(layer, SharedBatchNorm) for layer in replica.model.modules()
-        ):
-            problems.append(f"--sync-bn: workers of mode={self._mode} never meet; use mode=sync")
-        if any(weight.dtype != torch.float32 for weight in replica.trainable):
-            problems.append("--strategy parameter_server: holds weights of 32-bit floats only")
-        if problems:
-            raise ConfigError(problems)
 
     def step(self) -> None:
         rate = self.replica.optimizer.param_groups[0]["lr"]
@@ -217,3 +210,15 @@ class ParameterServer(Strategy):
 
     def _views(self) -> list[Tensor]:
         return self._weights.views(self._weights.tensor)
+
+
+def _check(replica: Replica) -> None:
+    """Refuse what no server could hold."""
+    problems = []
+    if not replica.servers:
+        problems.append("--strategy parameter_server: needs servers, and nobody started them")
+    kinds = {weight.dtype for weight in replica.trainable}
+    if len(kinds) > 1 or not kinds <= set(DTYPES):
+        problems.append("--strategy parameter_server: needs all weights of one kind of float")
+    if problems:
+        raise ConfigError(problems)

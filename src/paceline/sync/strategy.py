@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.cost import Cost, Network
+from paceline.config import RunConfig
 from paceline.sync.replica import Replica
 
 
@@ -86,6 +87,13 @@ class Strategy:
     """Whether `replica.model` has all of its weights here, now; some only have a part of them."""
 
     replica: Replica
+
+    def refusals(self, config: RunConfig) -> list[str]:
+        """Which of a run's settings it cannot serve: a line for each that says what to change.
+
+        Asked before any process starts.
+        """
+        return []
 
     def attach(self, replica: Replica) -> None:
         """Called once, before training: bring all replicas to the same state, install hooks."""

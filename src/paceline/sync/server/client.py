@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.comm.algorithms.chunks import chunk
 from paceline.comm.work import Work
 from paceline.sync.server.dealer import Deal
-from paceline.sync.server.link import Link, Request
+from paceline.sync.server.link import DTYPES, Link, Request
 from paceline.sync.server.shard import TENSOR, State, described
 from paceline.sync.strategy import CALLS, Terms, Turn
 
@@ -32,7 +32,7 @@ class Servers:
     def begin(self) -> None:
         """Give the servers these weights; one worker does so, before anybody asks for them."""
         for link, weights in zip(self._links, self._weights, strict=True):
-            link.send_numbers(Request.BEGIN, weights.numel())
+            link.send_numbers(Request.BEGIN, weights.numel(), DTYPES.index(weights.dtype))
             link.send(weights, "parameters")
             link.receive_numbers()
 

@@ -22,6 +22,9 @@ from paceline.errors import PeerError
 NUMBERS = 8
 """In a request or an answer; those that are not needed are 0."""
 
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+"""What weights may be; a message names one by its place here."""
+
 SERVER, WORKER = 0, 1
 """The ranks in a pair."""
 
@@ -30,7 +33,7 @@ class Request(IntEnum):
     """The first number of what a worker sends; the others are its arguments."""
 
     BEGIN = 0
-    """(elements), the first weights -> an answer when they are there."""
+    """(elements, which of `DTYPES`), the first weights -> an answer when they are there."""
     STEP = 1
     """(learning rate, whether to clip), a gradient -> new weights, once all workers have asked.
     To clip: -> (sum of squares), then the factor to multiply by -> new weights."""

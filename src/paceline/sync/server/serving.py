@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.errors import PeerError
 from paceline.sync.server.dealer import Dealer
-from paceline.sync.server.link import Link, Request
+from paceline.sync.server.link import DTYPES, Link, Request
 from paceline.sync.server.round import Rounds
 from paceline.sync.server.shard import TENSOR, Shard, State, described
 from paceline.sync.strategy import CALLS, MakeOptimizer, Terms
@@ -80,7 +80,7 @@ class Server:
             link.close()
 
     def _begin(self, worker: int, link: Link, numbers: list[float]) -> None:
-        weights = torch.empty(int(numbers[0]))
+        weights = torch.empty(int(numbers[0]), dtype=DTYPES[int(numbers[1])])
         link.receive(weights, "parameters")
         if self._shard is None:
             self._shard = Shard(weights, self._make_optimizer)
