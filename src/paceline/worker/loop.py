@@ -149,21 +149,53 @@ class TrainingLoop:
         """One update; returns the mean loss of this worker's samples, and their number."""
         epoch, index = divmod(iteration, self._per_epoch)
         whole = self._inputs.order.batch_samples(index)
+        self._rate = self._rate_at(iteration)
+        set_learning_rate(self.replica.optimizer, self._rate)
+        if self._team.layers_meet and self._team.parts(whole) > 1:
+            loss, samples = self._in_common_parts(epoch, index, whole)
+        else:
+            loss, samples = self._in_own_parts(epoch, index, whole)
+        self.strategy.step()
+        return loss, samples
+
+    def _in_own_parts(self, epoch: int, index: int, whole: int) -> tuple[Tensor, int]:
+        """The batch is dealt to the workers, and each computes its share in parts."""
         part, samples = None, whole
         if not self._is_alone:
             part, samples = own_part(whole, self._team.shares, self._part_number)
             self.replica.take_part(samples > 0)
         self.replica.share = samples / whole
         inputs, labels = self._inputs.batch(epoch, index, part)
-        self._rate = self._rate_at(iteration)
-        set_learning_rate(self.replica.optimizer, self._rate)
-        parts = self._team.parts(whole, len(labels))
+        parts = self._team.parts(len(labels))
         if parts == 1:
-            loss = self._part(inputs, labels, samples / whole)
-        else:
-            loss = self._in_parts(inputs.tensor_split(parts), labels.tensor_split(parts), whole)
-        self.strategy.step()
+            return self._part(inputs, labels, samples / whole), samples
+        loss = self._in_parts(inputs.tensor_split(parts), labels.tensor_split(parts), whole)
         return loss, samples
+
+    def _in_common_parts(self, epoch: int, index: int, whole: int) -> tuple[Tensor, int]:
+        """The batch is cut into the parts that one worker would compute, and each is dealt to all.
+
+        So layers that communicate see the statistics of the very parts that one worker sees.
+        """
+        parts = self._team.parts(whole)
+        begin = own_samples = 0
+        total: Tensor | float = 0.0
+        for number in range(parts):
+            # Sizes as `tensor_split` has them.
+            size = whole // parts + (number < whole % parts)
+            part, samples = own_part(size, self._team.shares, self._part_number)
+            self._clock.enter("input")
+            chosen = slice(begin + part.start, begin + part.stop)
+            inputs, labels = self._inputs.batch(epoch, index, chosen)
+            self.replica.take_part(samples > 0)
+            self.replica.last_part = number == parts - 1
+            loss = self._part(inputs, labels, samples / whole)
+            total = total + loss * samples
+            own_samples += samples
+            begin += size
+        self.replica.share = own_samples / whole
+        assert isinstance(total, Tensor)
+        return total / own_samples if own_samples else loss, own_samples
 
     def _in_parts(
         self, inputs: tuple[Tensor, ...], labels: tuple[Tensor, ...], whole: int

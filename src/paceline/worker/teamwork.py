@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from paceline.config import RunConfig
-from paceline.data.order import share
 from paceline.sync.replica import Replica
 from paceline.sync.strategy import Strategy
 from paceline.worker.huddle import Notes, clock_offset_seconds, huddle, settle_waits
@@ -17,7 +16,8 @@ class Teamwork:
         self.shares = config.share_weights
         """How the next batches are dealt, by rank."""
         self._accumulate = config.accumulate
-        self._layers_meet = config.sync_bn and replica.communicator.world_size > 1
+        self.layers_meet = config.sync_bn and replica.communicator.world_size > 1
+        """Whether layers communicate, so that all workers must compute the same parts together."""
         self._follows_speed = config.shares == ("auto",)
         self._replica = replica
         self._clock = replica.clock
@@ -37,16 +37,9 @@ class Teamwork:
     def _computing_seconds(self) -> float:
         return sum(self._clock.seconds[phase] for phase in COMPUTING)
 
-    def parts(self, whole: int, own: int) -> int:
-        """In how many parts to compute `own` samples of a batch of `whole`.
-
-        Layers that communicate need as many passes of every worker as of the others.
-        """
-        if self._layers_meet:
-            ranks = range(self._communicator.world_size)
-            shares = (share(whole, self.shares, rank) for rank in ranks)
-            own = min(max(1, part.stop - part.start) for part in shares)
-        return min(self._accumulate, own)
+    def parts(self, samples: int) -> int:
+        """In how many parts to compute so many samples."""
+        return min(self._accumulate, samples)
 
     def wants_to_stop(self, seconds: float, samples: int, stop: bool) -> bool:
         """After an iteration of so many seconds and samples: whether to stop now, all of them."""
