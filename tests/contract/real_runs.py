@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -13,13 +16,15 @@ from torch import Tensor
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.comm.place import Place
-from paceline.config import from_mapping
+from paceline.comm.rendezvous import Meeting
+from paceline.config import RunConfig, from_mapping
+from paceline.launch.servers import pairs_with_servers, serve, server_ranks
 from paceline.measure.clock import PhaseClock
 from paceline.records import RunFolder
 from paceline.worker.display import open_display
 from paceline.worker.report import WorkerReport
 from paceline.worker.run import Team, prepare, run_worker
-from worker_pool import WorkerPool
+from worker_pool import WorkerPool, free_port
 
 
 @dataclass(frozen=True)
@@ -42,26 +47,55 @@ def run(pool: WorkerPool, workers: int, folder: Path, **settings: Any) -> list[R
         "out": str(folder),
         "name": f"{settings.get('strategy', 'single')}-{workers}",
     }
-    RunFolder.create(from_mapping(values))
+    config = from_mapping(values)
+    RunFolder.create(config)
     if workers == 1:
-        return in_process.run(1, lambda communicator: work(communicator, values))
-    return pool.run(workers, work, values, fresh=True)
+        return in_process.run(1, lambda communicator: work(communicator, values, 0))
+    with servers_of(config) as port:
+        return pool.run(workers, work, values, port, fresh=True)
 
 
-def work(communicator: Communicator, values: dict[str, Any]) -> Run:
+@contextmanager
+def servers_of(config: RunConfig) -> Iterator[int]:
+    """The servers that the strategy needs, in threads of this process; where to meet them."""
+    ranks, port = server_ranks(config, 0), free_port()
+    if not ranks:
+        yield port
+        return
+    store = Meeting(0, 1, "127.0.0.1", port, name="host").join()
+    place = place_of(config.workers, config.workers, port)
+    threads = [Thread(target=serve, args=(config, replace(place, rank=rank))) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    try:
+        yield port
+    finally:
+        for thread in threads:
+            thread.join(30.0)
+        del store
+
+
+def place_of(rank: int, workers: int, port: int) -> Place:
+    return Place(rank, workers, rank, workers, 0, 1, "127.0.0.1", port, store_is_served=True)
+
+
+def work(communicator: Communicator, values: dict[str, Any], port: int) -> Run:
     """One worker, as the launcher runs it."""
     config = from_mapping(values)
     folder = RunFolder.open(Path(config.out) / str(config.name))
-    rank, size = communicator.rank, communicator.world_size
-    place = Place(rank, size, rank, size, 0, 1, "127.0.0.1", 0, store_is_served=False)
-    with warnings.catch_warnings():
+    rank = communicator.rank
+    place = place_of(rank, communicator.world_size, port)
+    with (
+        warnings.catch_warnings(),
+        pairs_with_servers(config, place, communicator.traffic) as servers,
+    ):
         warnings.simplefilter("error")
         prepared = prepare(config)
         report = run_worker(
             config,
             folder,
             prepared,
-            Team(place, communicator, None),
+            Team(place, communicator, None, servers),
             None,
             open_display(quiet=True),
             PhaseClock(),

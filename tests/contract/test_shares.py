@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from contract.harness import Seat, Task, build_replica
-from contract.real_runs import run
+from contract.real_runs import distance, run
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.config import from_mapping
@@ -24,6 +24,21 @@ def test_fixed_shares_deal_samples_in_proportion(pool: WorkerPool, tmp_path: Pat
     settings = {"train_samples": 48, "batch_size": 16, "epochs": 2, "model": "softmax"}
     runs = run(pool, 3, tmp_path, strategy="allreduce", shares="2,1,1", **settings)
     assert [each.report.worker["samples"] for each in runs] == [48, 24, 24]
+
+
+def test_shares_by_speed_move_to_the_quick_worker_and_change_nothing_else(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    settings = {"model": "lenet", "train_samples": 64, "batch_size": 16, "iterations": 24}
+    [alone] = run(pool, 1, tmp_path, **settings)
+    quick, slow = run(
+        pool, 2, tmp_path, strategy="allreduce", shares="auto", slow="1=10", **settings
+    )
+    samples = [each.report.worker["samples"] for each in (quick, slow)]
+    assert sum(samples) == 24 * 16
+    assert samples[0] > samples[1] > 0
+    for own in (quick, slow):
+        assert distance(own.weights, alone.weights) < 1e-5
 
 
 def meet(communicator: Communicator, shares: str) -> list[float]:

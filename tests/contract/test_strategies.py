@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from contract.harness import Seat, Task, Trained, options_of, run_team, teams, train_exactly
-from paceline.comm import in_process
+from paceline.comm import ALGORITHMS, in_process
 from paceline.comm.communicator import Communicator
 from paceline.sync import STRATEGIES
 from paceline.sync.options import create_strategy
@@ -64,6 +64,13 @@ def test_synchronous_strategies_compute_what_one_worker_computes(
             zip(worker.after_each_step, alone.after_each_step, strict=True)
         ):
             assert torch.equal(own, expected), f"rank {rank} differs after step {step}"
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS.names())
+def test_buckets_may_travel_by_any_algorithm(pool: WorkerPool, algorithm: str) -> None:
+    task = Task(options=(("algorithm", algorithm),))
+    for rank, worker in enumerate(run_team(pool, 3, train_exactly, "overlap", task)):
+        assert torch.equal(worker.final, trained_alone(Task()).final), f"rank {rank} differs"
 
 
 @pytest.mark.parametrize(("name", "world_size"), SYNCHRONOUS)

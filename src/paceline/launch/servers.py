@@ -57,15 +57,20 @@ def main(arguments: list[str]) -> int:
     place = environment.detect()
     assert place is not None
     try:
-        with computing(config), _pairs_with_workers(config, place) as workers:
-            strategy = create_strategy(config.strategy, config.options)
-            number = place.rank - place.world_size
-            strategy.serve(number, workers, lambda weights: build_optimizer(config, [weights]))
+        serve(config, place)
     except Exception as error:  # noqa: BLE001 - told by the launcher
         status, cause, code = explain(error, folder)
         write_failure(folder, place.rank, Ending(cause, code, status, False, time.time()))
         return code
     return 0
+
+
+def serve(config: RunConfig, place: Place) -> None:
+    """Meet the workers, and serve them until all have left."""
+    with computing(config), _pairs_with_workers(config, place) as workers:
+        strategy = create_strategy(config.strategy, config.options)
+        number = place.rank - place.world_size
+        strategy.serve(number, workers, lambda weights: build_optimizer(config, [weights]))
 
 
 @contextmanager
