@@ -6,14 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from paceline.comm import in_process
+from paceline.comm import in_process, shared_memory
+from paceline.comm.communicator import Communicator
 from worker_pool import WorkerPool
 
 T = TypeVar("T")
+Connect = Callable[[Communicator], Communicator]
 
 TEAMS = [
     *(("in_process", world_size) for world_size in range(1, 9)),
     *(("torch_distributed", world_size) for world_size in range(1, 5)),
+    *(("shared_memory", world_size) for world_size in range(1, 5)),
 ]
 
 
@@ -23,9 +26,13 @@ class Team:
 
     world_size: int
     pool: WorkerPool | None
+    connect: Connect | None = None
+    """How worker processes get from their connection over gloo to the one under test."""
 
     def run(self, function: Callable[..., T], *arguments: object) -> list[T]:
         """Call `function(communicator, *arguments)` on every rank; the results, by rank."""
+        if self.pool is not None and self.connect is not None:
+            return self.pool.run(self.world_size, _over, self.connect, function, *arguments)
         if self.pool is not None:
             return self.pool.run(self.world_size, function, *arguments)
         return in_process.run(
@@ -37,6 +44,8 @@ class Team:
     ) -> list[T]:
         """The same with a group of its own, which may break."""
         if self.pool is not None:
+            if self.connect is not None:
+                function, arguments = _over, (self.connect, function, *arguments)
             return self.pool.run(
                 self.world_size, function, *arguments, fresh=True, timeout_seconds=timeout_seconds
             )
@@ -47,5 +56,21 @@ class Team:
         )
 
 
+def _over(
+    communicator: Communicator, connect: Connect, function: Callable[..., T], *arguments: object
+) -> T:
+    with connect(communicator) as other:
+        return function(other, *arguments)
+
+
+CONNECT: dict[str, Connect | None] = {
+    "torch_distributed": None,
+    "shared_memory": shared_memory.over,
+}
+"""Of the teams whose workers are processes."""
+
+
 def make_team(pool: WorkerPool, kind: str, world_size: int) -> Team:
-    return Team(world_size, pool if kind == "torch_distributed" else None)
+    if kind == "in_process":
+        return Team(world_size, None)
+    return Team(world_size, pool, CONNECT[kind])

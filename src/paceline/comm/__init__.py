@@ -1,7 +1,8 @@
 """Communicators and all-reduce algorithms. docs/communication.md is the guided tour.
 
-`communicator.py` is the contract; `in_process.py` and `torch_distributed.py` fulfil it. An entry of
-`ALGORITHMS` is an `Algorithm` class: one way to carry out an all-reduce over sends and receives.
+`communicator.py` is the contract; `in_process.py`, `torch_distributed.py` and `shared_memory.py`
+fulfil it. An entry of `ALGORITHMS` is an `Algorithm` class: one way to carry out an all-reduce over
+sends and receives.
 """
 
 from __future__ import annotations

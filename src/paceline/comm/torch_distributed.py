@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch lists neither
 
-from paceline.comm.algorithms import ring
+from paceline.comm import formulas
 from paceline.comm.algorithms.chunks import chunk
-from paceline.comm.algorithms.tree import children
 from paceline.comm.communicator import DEFAULT_TIMEOUT_SECONDS, Operation
 from paceline.comm.composed import ComposedCommunicator
 from paceline.comm.rendezvous import Meeting
@@ -39,9 +38,6 @@ from paceline.comm.work import Done, Work
 from paceline.measure.traffic import Traffic
 
 CPU = torch.device("cpu")
-
-Formula = Callable[[int, int, int, int], int]
-"""Bytes sent, from rank, world size, elements and bytes of an element."""
 
 
 def connect(
@@ -144,8 +140,6 @@ class TorchCommunicator(ComposedCommunicator):
         return work.on_success(receiving.copy_back)
 
     def broadcast(self, tensor: Tensor, root: int, kind: str) -> Work:
-        place = (self.rank - root) % self.world_size
-        copies = len(children(place, self.world_size))
         options = dist.BroadcastOptions()
         options.rootRank = root
         return self._collective(
@@ -154,9 +148,7 @@ class TorchCommunicator(ComposedCommunicator):
             kind,
             # As bytes, since gloo's broadcast does not know every dtype.
             lambda flat: self._backend(flat.device).broadcast([flat.view(torch.uint8)], options),
-            bytes_sent=copies * tensor.nbytes,
-            bytes_received=tensor.nbytes if place else 0,
-            messages=copies,
+            formulas.broadcast(tensor, self.rank, self.world_size, root),
         )
 
     def reduce_scatter(self, tensor: Tensor, kind: str) -> Work:
@@ -168,8 +160,8 @@ class TorchCommunicator(ComposedCommunicator):
             own = chunk(flat, self.world_size, self.rank)
             return self._nccl._reduce_scatter_base(own, flat)
 
-        formula, laps = ring.reduce_scatter_bytes_sent, 1
-        return self._ring_collective("reduce_scatter with", tensor, kind, start, formula, laps)
+        counts = formulas.reduce_scatter(tensor, self.rank, self.world_size)
+        return self._collective("reduce_scatter with", tensor, kind, start, counts)
 
     def all_gather(self, tensor: Tensor, kind: str) -> Work:
         if not self._is_even(tensor):
@@ -180,8 +172,8 @@ class TorchCommunicator(ComposedCommunicator):
             into, part = flat.view(torch.uint8), own.view(torch.uint8)
             return self._backend(flat.device)._allgather_base(into, part)
 
-        formula, laps = ring.all_gather_bytes_sent, 1
-        return self._ring_collective("all_gather with", tensor, kind, start, formula, laps)
+        counts = formulas.all_gather(tensor, self.rank, self.world_size)
+        return self._collective("all_gather with", tensor, kind, start, counts)
 
     def all_reduce(self, tensor: Tensor, kind: str) -> Work:
         if tensor.dtype not in SUMS:
@@ -190,8 +182,8 @@ class TorchCommunicator(ComposedCommunicator):
         def start(flat: Tensor) -> Any:
             return self._backend(flat.device).allreduce([flat])
 
-        formula, laps = ring.Ring().bytes_sent, 2
-        return self._ring_collective("all_reduce with", tensor, kind, start, formula, laps)
+        counts = formulas.all_reduce(tensor, self.rank, self.world_size)
+        return self._collective("all_reduce with", tensor, kind, start, counts)
 
     def fork(self) -> Self:
         self._forks += 1
@@ -234,35 +226,13 @@ class TorchCommunicator(ComposedCommunicator):
             break_gloo(self._gloo, self.peers)
         self._nccl = self._gloo = None
 
-    def _ring_collective(
-        self,
-        name: str,
-        tensor: Tensor,
-        kind: str,
-        start: Callable[[Tensor], Any],
-        formula: Formula,
-        laps: int,
-    ) -> Work:
-        """A collective of the library's that is counted as so many laps of a ring."""
-        left = (self.rank - 1) % self.world_size
-        size = (self.world_size, tensor.numel(), tensor.element_size())
-        return self._collective(
-            name,
-            tensor,
-            kind,
-            start,
-            bytes_sent=formula(self.rank, *size),
-            bytes_received=formula(left, *size),
-            messages=laps * (self.world_size - 1),
-        )
-
     def _collective(
         self,
         name: str,
         tensor: Tensor,
         kind: str,
         start: Callable[[Tensor], Any],
-        **counts: int,
+        counts: dict[str, int],
     ) -> Work:
         if self.world_size == 1 or tensor.numel() == 0:
             return Done()

@@ -1,0 +1,136 @@
+"""How workers that share memory wait for one another: look for a while, then sleep until called.
+
+Every worker has a bell in the shared memory. Whoever has changed something that another may wait
+for rings the other's bell: it writes a number there that was never there before, and if the other
+sleeps, it has the kernel wake it (a futex). A worker that finds nothing to do looks at its bell for
+a few microseconds, since an answer often comes at once; then it sleeps and leaves the core to
+others, which matters most where workers outnumber cores.
+
+A worker says that it sleeps before it looks for the last time, and a caller looks at that after
+having written. Both can still miss one another, within the nanoseconds that a write takes to leave
+a processor; so a sleep is short and then repeated.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import select
+import time
+from collections.abc import Callable, Sequence
+
+from paceline.comm.arena import LINE_BYTES, Arena
+from paceline.measure.machine import cores_usable
+
+NAP_SECONDS = 0.02
+LOOK_SECONDS = 100e-6
+"""A little more than the kernel takes to put a process to sleep and to wake it."""
+
+_FUTEX_NUMBERS = {"x86_64": 202}
+_WAIT, _WAKE = 0, 1
+"""Of futexes that processes share."""
+
+_STAMP, _ASLEEP, _LEFT, _PROCESS = range(4)
+"""What is on the line of a worker: its bell, and what it says about itself."""
+
+
+def is_supported() -> bool:
+    """Whether this machine keeps the order in which a processor writes, as x86 does."""
+    return platform.system() == "Linux" and platform.machine() in _FUTEX_NUMBERS
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class Bells:
+    """Those of all workers; made by each of them for itself, on `rank`'s behalf."""
+
+    def __init__(self, arena: Arena, begin_byte: int, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._lines = arena.numbers(begin_byte, world_size * LINE_BYTES, "I")
+        self._own = rank * (LINE_BYTES // 4)
+        self._peers = [
+            (peer, peer * (LINE_BYTES // 4)) for peer in range(world_size) if peer != rank
+        ]
+        self._addresses = [
+            arena.address(begin_byte + number * LINE_BYTES) for number in range(world_size)
+        ]
+        self._next_stamp = rank << 24
+        # More workers than cores: whoever looks on keeps the one it waits for from running.
+        self._looks_on = world_size <= cores_usable()
+        self._nap = ctypes.byref(_Timespec(0, int(NAP_SECONDS * 1e9)))
+        self._futex = _system_call()
+        self._number = _FUTEX_NUMBERS[platform.machine()]
+        self._deaths = select.poll()
+        self._descriptors: dict[int, int] = {}
+        self._lines[self._own + _PROCESS] = os.getpid()
+
+    @staticmethod
+    def size_bytes(world_size: int) -> int:
+        return world_size * LINE_BYTES
+
+    def watch_over_peers(self) -> None:
+        """Learn when a peer's process ends. All must have come."""
+        for peer, line in self._peers:
+            process = self._lines[line + _PROCESS]
+            if process == os.getpid():
+                continue
+            try:
+                descriptor = os.pidfd_open(process)
+            except (AttributeError, OSError):
+                continue  # then its silence has to tell
+            self._descriptors[descriptor] = peer
+            self._deaths.register(descriptor, select.POLLIN)
+
+    def ring(self) -> None:
+        """Call all peers, after something has changed in the shared memory."""
+        lines = self._lines
+        self._next_stamp = stamp = (self._rank << 24) | ((self._next_stamp + 1) & 0xFFFFFF)
+        for peer, line in self._peers:
+            lines[line + _STAMP] = stamp
+            if lines[line + _ASLEEP]:
+                self._futex(self._number, self._addresses[peer], _WAKE, 1, None)
+
+    def await_call(self, found: Callable[[], bool]) -> bool:
+        """Whether `found`, which changes only with calls: look on, then sleep for a short while."""
+        lines, own = self._lines, self._own
+        stamp = lines[own + _STAMP]
+        if found():
+            return True
+        if self._looks_on:
+            until = time.perf_counter() + LOOK_SECONDS
+            while time.perf_counter() < until:
+                if lines[own + _STAMP] != stamp:
+                    return found()
+        lines[own + _ASLEEP] = 1
+        try:
+            self._futex(self._number, self._addresses[self._rank], _WAIT, stamp, self._nap)
+        finally:
+            lines[own + _ASLEEP] = 0
+        return found()
+
+    def leave(self) -> None:
+        """Tell the peers that nothing more will come from here."""
+        self._lines[self._own + _LEFT] = 1
+        self.ring()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors.clear()
+        self._deaths = select.poll()
+
+    def gone(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Peers that have left, and peers whose processes have ended without that."""
+        left = [peer for peer, line in self._peers if self._lines[line + _LEFT]]
+        ended = [self._descriptors[each] for each, _ in self._deaths.poll(0)]
+        return left, [peer for peer in ended if peer not in left]
+
+
+def _system_call() -> Callable[..., int]:
+    call = ctypes.CDLL(None, use_errno=False).syscall
+    call.restype = ctypes.c_long
+    call.argtypes = (
+        ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p,
+    )  # fmt: skip
+    return call

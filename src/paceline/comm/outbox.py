@@ -1,0 +1,276 @@
+"""Collectives over shared memory: every worker has an outbox that all the others read.
+
+A collective goes through the outboxes in pieces, each in up to three stages:
+
+- post: copy what the others need of this worker's tensor into its outbox;
+- reduce: once all have posted, sum this worker's own chunk over all outboxes, into its own;
+- take: once all have reduced, copy their chunks from their outboxes to where they belong.
+
+So worker i reduces chunk i for everybody. Every worker has a line of counters that only it writes,
+which say how many pieces it has been through in each stage. An outbox holds a few pieces, so that
+the stages of neighbouring pieces overlap; and no more, so that what one worker posts is still in a
+cache when the others read it. Small tensors skip the middle stage: everybody posts everything and
+sums for itself. Sums go in the order of the ranks, and have the same bits everywhere.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from paceline.comm.algorithms.chunks import chunk, chunk_elements
+from paceline.comm.arena import LINE_BYTES, Arena
+
+PIECES = 2
+"""How many an outbox holds."""
+POSTED, REDUCED, TAKEN = range(3)
+COUNTERS_A_LINE = LINE_BYTES // 8
+
+
+class Outboxes:
+    """Those of all workers, as `rank` sees them."""
+
+    def __init__(
+        self, arena: Arena, begin_byte: int, rank: int, world_size: int, piece_bytes: int
+    ) -> None:
+        self.rank, self.world_size, self.piece_bytes = rank, world_size, piece_bytes
+        self.next_piece = 0
+        """Pieces are numbered over all collectives, which every worker begins in the same order."""
+        lines_bytes = world_size * LINE_BYTES
+        self._counters = arena.numbers(begin_byte, lines_bytes)
+        self._memory = arena.tensor(
+            begin_byte + lines_bytes, world_size * PIECES * piece_bytes, torch.uint8
+        )
+        self._own_line = rank * COUNTERS_A_LINE
+        self._peer_lines = [peer * COUNTERS_A_LINE for peer in range(world_size) if peer != rank]
+        self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
+
+    @staticmethod
+    def size_bytes(world_size: int, piece_bytes: int) -> int:
+        return world_size * (LINE_BYTES + PIECES * piece_bytes)
+
+    def piece(self, rank: int, number: int, dtype: torch.dtype) -> Tensor:
+        """Where a rank posts a piece."""
+        slot = rank * PIECES + number % PIECES
+        key = (rank, number % PIECES, dtype)
+        if key not in self._views:
+            begin = slot * self.piece_bytes
+            self._views[key] = self._memory[begin : begin + self.piece_bytes].view(dtype)
+        return self._views[key]
+
+    def is_next(self, stage: int, number: int) -> bool:
+        """Whether this rank has been through a stage with all pieces before this one."""
+        return self._counters[self._own_line + stage] == number
+
+    def publish(self, stage: int, number: int) -> None:
+        self._counters[self._own_line + stage] = number + 1
+
+    def is_everybody_past(self, stage: int, number: int) -> bool:
+        """Whether all others have been through a stage with a piece."""
+        counters = self._counters
+        for line in self._peer_lines:  # noqa: SIM110 - this is looked at while spinning
+            if counters[line + stage] <= number:
+                return False
+        return True
+
+
+class Collective(ABC):
+    """One operation on a flat tensor, as far as it can go without waiting."""
+
+    reduces: ClassVar[bool] = True
+    """Whether it has the stage in the middle; likewise the last."""
+    takes: ClassVar[bool] = True
+
+    def __init__(self, boxes: Outboxes, flat: Tensor) -> None:
+        self.boxes, self.flat = boxes, flat
+        self.rank, self.world_size = boxes.rank, boxes.world_size
+        self.room = self.elements_at_once()
+        self._count = max(1, -(-self.elements_in_turn() // self.room))
+        self._first = boxes.next_piece
+        boxes.next_piece += self._count
+        self._done = [0, 0, 0]
+        """Pieces through each of the stages."""
+
+    @property
+    def is_over(self) -> bool:
+        return self._done[TAKEN] == self._count
+
+    def advance(self) -> bool:
+        """Each stage with its next piece, if the others are far enough; whether any was."""
+        moved = self._advance_post()
+        if self.reduces:
+            moved |= self._advance_reduce()
+        if self.takes:
+            moved |= self._advance_take()
+        return moved
+
+    def _advance_post(self) -> bool:
+        index, boxes = self._done[POSTED], self.boxes
+        number = self._first + index
+        if (
+            index == self._count
+            or not boxes.is_next(POSTED, number)
+            # The outbox is free again once all have taken what was there before.
+            or not boxes.is_everybody_past(TAKEN, number - PIECES)
+        ):
+            return False
+        self.post(index, boxes.piece(self.rank, number, self.flat.dtype))
+        self._finish(POSTED, number)
+        if not self.reduces:
+            self._finish(REDUCED, number)
+        return True
+
+    def _advance_reduce(self) -> bool:
+        index, boxes = self._done[REDUCED], self.boxes
+        number = self._first + index
+        if index == self._done[POSTED] or not boxes.is_everybody_past(POSTED, number):
+            return False
+        self.reduce(index, self._all_boxes(number))
+        self._finish(REDUCED, number)
+        if not self.takes:
+            self._finish(TAKEN, number)
+        return True
+
+    def _advance_take(self) -> bool:
+        index, boxes = self._done[TAKEN], self.boxes
+        number = self._first + index
+        if index == self._done[REDUCED] or not boxes.is_everybody_past(REDUCED, number):
+            return False
+        self.take(index, self._all_boxes(number))
+        self._finish(TAKEN, number)
+        return True
+
+    def _all_boxes(self, number: int) -> list[Tensor]:
+        return [self.boxes.piece(rank, number, self.flat.dtype) for rank in range(self.world_size)]
+
+    def _finish(self, stage: int, number: int) -> None:
+        self._done[stage] += 1
+        self.boxes.publish(stage, number)
+
+    def elements_at_once(self) -> int:
+        """How many elements of a chunk a piece has room for."""
+        return self.boxes.piece_bytes // self.flat.element_size()
+
+    def elements_in_turn(self) -> int:
+        """The elements that go through one outbox, piece by piece."""
+        return self.flat.numel()
+
+    def part(self, index: int, of: int) -> Tensor:
+        """What of a chunk belongs to a piece."""
+        whole = chunk(self.flat, self.world_size, of)
+        return whole[index * self.room : (index + 1) * self.room]
+
+    @abstractmethod
+    def post(self, index: int, box: Tensor) -> None:
+        """Put a piece into this rank's outbox."""
+
+    def reduce(self, index: int, boxes: Sequence[Tensor]) -> None:
+        """Sum this rank's chunk of a piece into its outbox."""
+        raise NotImplementedError
+
+    def take(self, index: int, boxes: Sequence[Tensor]) -> None:
+        """Copy the others' chunks of a piece from their outboxes."""
+        raise NotImplementedError
+
+
+class ReduceScatter(Collective):
+    takes = False
+
+    def elements_at_once(self) -> int:
+        return super().elements_at_once() // self.world_size
+
+    def elements_in_turn(self) -> int:
+        return chunk_elements(self.flat.numel(), self.world_size, 0)
+
+    def post(self, index: int, box: Tensor) -> None:
+        for rank in range(self.world_size):
+            if rank != self.rank:
+                part = self.part(index, rank)
+                self._within(box, rank, part.numel()).copy_(part)
+
+    def reduce(self, index: int, boxes: Sequence[Tensor]) -> None:
+        own = self.part(index, self.rank)
+        parts = [self._within(box, self.rank, own.numel()) for box in boxes]
+        summed, parts[self.rank] = parts[self.rank], own
+        add_up(parts, summed)
+        own.copy_(summed)
+
+    def _within(self, box: Tensor, rank: int, elements: int) -> Tensor:
+        """Where the chunk of a rank lies in an outbox."""
+        return box[rank * self.room : rank * self.room + elements]
+
+
+class AllReduce(ReduceScatter):
+    takes = True
+
+    def take(self, index: int, boxes: Sequence[Tensor]) -> None:
+        for rank, box in enumerate(boxes):
+            if rank != self.rank:
+                part = self.part(index, rank)
+                part.copy_(self._within(box, rank, part.numel()))
+
+
+class DirectAllReduce(Collective):
+    """Everybody sums everything: one meeting less, and more to be read from three workers on."""
+
+    reduces = False
+
+    def post(self, index: int, box: Tensor) -> None:
+        part = self.part(index)
+        box[: part.numel()].copy_(part)
+
+    def take(self, index: int, boxes: Sequence[Tensor]) -> None:
+        part = self.part(index)
+        add_up([box[: part.numel()] for box in boxes], part)
+
+    def part(self, index: int, of: int = 0) -> Tensor:
+        return self.flat[index * self.room : (index + 1) * self.room]
+
+
+class AllGather(Collective):
+    reduces = False
+
+    def elements_in_turn(self) -> int:
+        return chunk_elements(self.flat.numel(), self.world_size, 0)
+
+    def post(self, index: int, box: Tensor) -> None:
+        part = self.part(index, self.rank)
+        box[: part.numel()].copy_(part)
+
+    def take(self, index: int, boxes: Sequence[Tensor]) -> None:
+        for rank, box in enumerate(boxes):
+            if rank != self.rank:
+                part = self.part(index, rank)
+                part.copy_(box[: part.numel()])
+
+
+class Broadcast(Collective):
+    reduces = False
+
+    def __init__(self, boxes: Outboxes, flat: Tensor, root: int) -> None:
+        super().__init__(boxes, flat)
+        self._root = root
+
+    def post(self, index: int, box: Tensor) -> None:
+        if self.rank == self._root:
+            part = self.part(index, 0)
+            box[: part.numel()].copy_(part)
+
+    def take(self, index: int, boxes: Sequence[Tensor]) -> None:
+        if self.rank != self._root:
+            part = self.part(index, 0)
+            part.copy_(boxes[self._root][: part.numel()])
+
+    def part(self, index: int, of: int) -> Tensor:
+        return self.flat[index * self.room : (index + 1) * self.room]
+
+
+def add_up(parts: Sequence[Tensor], total: Tensor) -> None:
+    """In order; the total may be the first of them, or none."""
+    torch.add(parts[0], parts[1], out=total)
+    for part in parts[2:]:
+        total.add_(part)

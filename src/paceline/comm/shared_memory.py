@@ -1,0 +1,232 @@
+"""Workers of one host, connected by memory that all of them see.
+
+Collectives go through outboxes (outbox.py), messages through slots (pair.py); both lie in one piece
+of shared memory (arena.py), and workers wait for one another by bells (bell.py).
+
+There is no thread. An operation begins when it is called, and goes on inside every later call of
+the same communicator: on one host, to communicate is work for the same cores that compute. So an
+operation larger than an outbox makes progress only while all workers are in some call.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from time import monotonic
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from paceline.comm import formulas
+from paceline.comm.arena import LINE_BYTES, Arena, lay_out
+from paceline.comm.bell import Bells, is_supported
+from paceline.comm.communicator import Communicator, Operation
+from paceline.comm.composed import ComposedCommunicator
+from paceline.comm.outbox import (
+    PIECES,
+    AllGather,
+    AllReduce,
+    Broadcast,
+    Collective,
+    DirectAllReduce,
+    Outboxes,
+    ReduceScatter,
+)
+from paceline.comm.pair import SLOTS, Pairs, Transfer
+from paceline.comm.staging import Staged
+from paceline.comm.work import Done, Work
+from paceline.errors import PeerError, UsageError
+from paceline.measure.traffic import Traffic
+
+MOST_PIECE_BYTES = 2 * 2**20
+MOST_OUTBOXES_BYTES = 64 * 2**20
+DIRECT_BYTES = 64 * 1024
+"""Up to here, summing everything everywhere costs less than meeting once more."""
+MOST_SLOT_BYTES = 256 * 1024
+MOST_SLOTS_BYTES = 32 * 2**20
+
+CPU = torch.device("cpu")
+
+
+def over(communicator: Communicator) -> SharedMemoryCommunicator:
+    """A quicker connection between workers that are all on one host. Collective.
+
+    It counts into the same traffic, and needs the communicator given no more once it is made.
+    """
+    return SharedMemoryCommunicator(
+        communicator, communicator.timeout_seconds, communicator.traffic
+    )
+
+
+class SharedMemoryCommunicator(ComposedCommunicator):
+    """Made by `over`."""
+
+    def __init__(self, others: Communicator, timeout_seconds: float, traffic: Traffic) -> None:
+        rank, world_size = others.rank, others.world_size
+        super().__init__(rank, world_size, timeout_seconds, traffic)
+        if not is_supported():
+            raise UsageError(
+                "shared memory between workers needs Linux on x86-64: take another --strategy"
+            )
+        piece_bytes = _fair_bytes(MOST_PIECE_BYTES, MOST_OUTBOXES_BYTES, world_size * PIECES)
+        slot_bytes = _fair_bytes(MOST_SLOT_BYTES, MOST_SLOTS_BYTES, world_size**2 * SLOTS)
+        (bells, boxes, pairs), size_bytes = lay_out(
+            [
+                Bells.size_bytes(world_size),
+                Outboxes.size_bytes(world_size, piece_bytes),
+                Pairs.size_bytes(world_size, slot_bytes),
+            ]
+        )
+        arena = Arena(others, size_bytes)
+        self._bells = Bells(arena, bells, rank, world_size)
+        self._boxes = Outboxes(arena, boxes, rank, world_size, piece_bytes)
+        self._pairs = Pairs(arena, pairs, rank, world_size, slot_bytes)
+        self._pending: deque[_Pending] = deque()
+        self._failure: PeerError | None = None
+        self._is_closed = False
+        others.barrier().wait()
+        self._bells.watch_over_peers()
+
+    def send(self, tensor: Tensor, to: int, kind: str) -> Work:
+        self.check_peer(to)
+        if tensor.numel() == 0:
+            return Done()
+        self.traffic.begin(kind, bytes_sent=tensor.nbytes, messages=1)
+        payload = Staged.of(tensor, CPU).flat.view(torch.uint8)
+        transfer = Transfer(self._pairs.channel(self.rank, to), payload, sends=True)
+        return self._begin(transfer, Operation(self.rank, "send to", (to,)), kind)
+
+    def recv(self, tensor: Tensor, source: int, kind: str) -> Work:
+        self.check_peer(source)
+        if tensor.numel() == 0:
+            return Done()
+        self.traffic.begin(kind, bytes_received=tensor.nbytes)
+        staged = Staged.to_fill(tensor, CPU)
+        payload = staged.flat.view(torch.uint8)
+        transfer = Transfer(self._pairs.channel(source, self.rank), payload, sends=False)
+        work = self._begin(transfer, Operation(self.rank, "recv from", (source,)), kind)
+        return work.on_success(staged.copy_back)
+
+    def broadcast(self, tensor: Tensor, root: int, kind: str) -> Work:
+        counts = formulas.broadcast(tensor, self.rank, self.world_size, root)
+        return self._collect(
+            "broadcast with", tensor, kind, lambda flat: Broadcast(self._boxes, flat, root), counts
+        )
+
+    def reduce_scatter(self, tensor: Tensor, kind: str) -> Work:
+        counts = formulas.reduce_scatter(tensor, self.rank, self.world_size)
+        return self._collect(
+            "reduce_scatter with", tensor, kind, partial(ReduceScatter, self._boxes), counts
+        )
+
+    def all_gather(self, tensor: Tensor, kind: str) -> Work:
+        counts = formulas.all_gather(tensor, self.rank, self.world_size)
+        return self._collect(
+            "all_gather with", tensor, kind, partial(AllGather, self._boxes), counts
+        )
+
+    def all_reduce(self, tensor: Tensor, kind: str) -> Work:
+        # Two workers read no more by summing everything than by summing halves and taking halves.
+        is_direct = self.world_size == 2 or tensor.nbytes <= DIRECT_BYTES
+        suitable = partial(DirectAllReduce if is_direct else AllReduce, self._boxes)
+        counts = formulas.all_reduce(tensor, self.rank, self.world_size)
+        return self._collect("all_reduce with", tensor, kind, suitable, counts)
+
+    def fork(self) -> Self:
+        return type(self)(self, self.timeout_seconds, self.traffic)
+
+    def _disconnect(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._bells.leave()
+
+    def _collect(
+        self,
+        name: str,
+        tensor: Tensor,
+        kind: str,
+        make: Callable[[Tensor], Collective],
+        counts: dict[str, int],
+    ) -> Work:
+        if self.world_size == 1 or tensor.numel() == 0:
+            return Done()
+        staged = Staged.of(tensor, CPU)
+        self.traffic.begin(kind, **counts)
+        work = self._begin(make(staged.flat), Operation(self.rank, name, self.peers), kind)
+        return work.on_success(staged.copy_back)
+
+    def _begin(self, steps: _Steps, operation: Operation, kind: str) -> Work:
+        if self._is_closed or self._failure is not None:
+            self.traffic.end(kind)
+            raise self._failure or operation.failed("the connection was closed")
+        work = _Pending(self, steps, operation)
+        self._pending.append(work)
+        self.advance()
+        return work.on_end(lambda: self.traffic.end(kind))
+
+    def advance(self) -> bool:
+        """Take every operation as far as it goes; whether any of them moved."""
+        moved = False
+        for work in self._pending:
+            moved |= work.steps.advance()
+        if moved:
+            self._bells.ring()
+            while self._pending and self._pending[0].steps.is_over:
+                self._pending.popleft()
+        return moved
+
+    def complete(self, work: _Pending) -> None:
+        """Go on until an operation is over; `PeerError` where a peer it needs is gone or silent."""
+        last_moved = monotonic()
+        while not work.steps.is_over:
+            if self._is_closed:
+                self._failure = work.operation.failed("the connection was closed")
+            if self._failure is not None:
+                raise self._failure
+            if self.advance() or self._bells.await_call(self.advance):
+                last_moved = monotonic()
+            else:
+                self._failure = self._find_failure(work.operation, monotonic() - last_moved)
+
+    def _find_failure(self, operation: Operation, silent_seconds: float) -> PeerError | None:
+        left, ended = self._bells.gone()
+        gone = [peer for peer in operation.peers if peer in left or peer in ended]
+        # What they did before they went still counts.
+        if gone and not self.advance():
+            cause = "its process has ended" if gone[0] in ended else "the connection was closed"
+            return Operation(operation.rank, operation.name, (gone[0],)).failed(cause)
+        if silent_seconds > self.timeout_seconds:
+            return operation.timed_out(self.timeout_seconds)
+        return None
+
+
+class _Steps(Protocol):
+    """An operation that never waits by itself."""
+
+    @property
+    def is_over(self) -> bool: ...
+
+    def advance(self) -> bool: ...
+
+
+class _Pending(Work):
+    def __init__(
+        self, communicator: SharedMemoryCommunicator, steps: _Steps, operation: Operation
+    ) -> None:
+        super().__init__()
+        self.steps, self.operation = steps, operation
+        self._communicator = communicator
+
+    def _block(self) -> None:
+        self._communicator.complete(self)
+
+    def _poll(self) -> bool:
+        self._communicator.advance()
+        return self.steps.is_over
+
+
+def _fair_bytes(most_bytes: int, most_bytes_of_all: int, parts: int) -> int:
+    """The size of each of so many parts: a multiple of what any dtype and vector needs."""
+    return max(LINE_BYTES * 64, min(most_bytes, most_bytes_of_all // parts) // 4096 * 4096)
