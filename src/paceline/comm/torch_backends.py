@@ -21,6 +21,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 
 from paceline.comm.communicator import Operation
 from paceline.comm.work import Work
+from paceline.errors import PeerError
 
 T = TypeVar("T")
 
@@ -79,12 +80,17 @@ def attempt(operation: Operation, seconds: float, action: Callable[[], T]) -> T:
     try:
         return action()
     except RuntimeError as error:
-        text = str(error).lower()
-        if "timed out" in text or "timeout" in text:
-            raise operation.timed_out(seconds) from None
-        if "closed" in text or "reset" in text or "broken pipe" in text:
-            raise operation.failed("the connection was closed") from None
-        raise operation.failed(str(error).splitlines()[0]) from None
+        raise explain(operation, seconds, error) from None
+
+
+def explain(operation: Operation, seconds: float, error: RuntimeError) -> PeerError:
+    """That line, for what a backend raised."""
+    text = str(error).lower()
+    if "timed out" in text or "timeout" in text:
+        return operation.timed_out(seconds)
+    if "closed" in text or "reset" in text or "broken pipe" in text:
+        return operation.failed("the connection was closed")
+    return operation.failed(str(error).splitlines()[0])
 
 
 class BackendWork(Work):

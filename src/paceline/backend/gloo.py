@@ -1,0 +1,89 @@
+"""Gloo, for what communicators have no operation for; a lost peer is one clear line here too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch lists neither
+
+from paceline.backend.work import Future
+from paceline.comm.communicator import Operation
+from paceline.comm.torch_backends import explain, make_gloo
+
+T = TypeVar("T")
+
+CONNECTIONS = "gloo/transport"
+"""Where gloo's errors say they come from if a peer is lost; others tell what a caller did wrong."""
+
+PREPOSITIONS = {"send": "to", "recv": "from"}
+
+
+class Gloo:
+    """A gloo group. The operations are those of `backend`, by name."""
+
+    def __init__(
+        self, store: Store, rank: int, world_size: int, address: str, timeout: timedelta
+    ) -> None:
+        self._rank = rank
+        self._peers = tuple(each for each in range(world_size) if each != rank)
+        self._seconds = timeout.total_seconds()
+        self.has_lost_peers = False
+        self.backend: Any = make_gloo(
+            PrefixStore("rest", store), rank, world_size, address, self._seconds
+        )
+
+    def start(self, name: str, *call: Any, **named: Any) -> GlooWork:
+        peers = (call[1],) if name in PREPOSITIONS else self._peers
+        words = f"{name.strip('_')} {PREPOSITIONS.get(name, 'with')}"
+        operation = Operation(self._rank, words, peers)
+        handle = self.attempt(operation, lambda: getattr(self.backend, name)(*call, **named))
+        return GlooWork(self, operation, handle)
+
+    def attempt(self, operation: Operation, action: Callable[[], T]) -> T:
+        try:
+            return action()
+        except RuntimeError as error:
+            if CONNECTIONS not in str(error):
+                raise
+            self.has_lost_peers = True
+            raise explain(operation, self._seconds, error) from None
+
+
+class GlooWork(dist.Work):
+    """An operation of gloo's."""
+
+    def __init__(self, gloo: Gloo, operation: Operation, handle: Any) -> None:
+        super().__init__()
+        self._gloo, self._operation, self._handle = gloo, operation, handle
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return bool(self._gloo.attempt(self._operation, lambda: self._handle.wait(timeout)))
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return bool(self._handle.is_completed())
+
+    def is_success(self) -> bool:
+        return bool(self._handle.is_success())
+
+    def exception(self) -> Any:
+        return self._handle.exception()
+
+    def result(self) -> list[Tensor]:
+        result: list[Tensor] = self._handle.result()
+        return result
+
+    def get_future(self) -> Future:
+        future: Future = self._handle.get_future()
+        return future
+
+    def source_rank(self) -> int:
+        return int(self._handle._source_rank())
+
+    _source_rank = source_rank

@@ -1,0 +1,217 @@
+"""The process group behind `init_process_group("paceline")`.
+
+One rule says what goes which way: sums and means, broadcasts, all-gathers and reduce-scatters of
+tensors in main memory, and barriers, go through a communicator of paceline's, which is shared
+memory inside a host; everything else goes through a gloo group of the same members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from time import monotonic, sleep
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # whose functions keep for good the default group that they first see
+from torch import Tensor
+from torch.distributed import (  # type: ignore[attr-defined]  # torch lists none of these
+    AllreduceOptions,
+    BroadcastOptions,
+    ReduceOp,
+    ReduceScatterOptions,
+    Store,
+)
+
+from paceline.backend.connect import address_for, connect, nodes_of
+from paceline.backend.gloo import Gloo
+from paceline.backend.work import CommunicatorWork
+from paceline.comm.algorithms.chunks import chunk
+from paceline.comm.work import Work
+from paceline.errors import PeerError
+
+KIND = "control"
+"""What traffic is counted as: a backend does not know what its tensors are for."""
+
+PARTING_SECONDS = 2.0
+"""How long one who leaves waits for the others to be ready as well."""
+
+PARTING_POLL_SECONDS = 0.001
+
+
+class PacelineGroup(dist.ProcessGroup):
+    """Made by torch.distributed's `init_process_group` and `new_group`.
+
+    Methods have the names that torch.distributed and its C++ parts call, and match the arguments
+    that those give. One thread uses a group at a time.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
+        # Only this form makes an object whose methods C++ finds; torch's types do not know it.
+        super().__init__(rank, world_size)  # type: ignore[call-arg]
+        nodes = nodes_of(store, rank, world_size)
+        address = address_for(nodes)
+        self._gloo = Gloo(store, rank, world_size, address, timeout)
+        # C++ looks for what is not overridden here by the tensor's device.
+        for device in ("cpu", "cuda"):
+            self._register_backend(
+                torch.device(device), dist.ProcessGroup.BackendType.GLOO, self._gloo.backend
+            )
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self._communicator = connect(store, rank, world_size, address, nodes, timeout)
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return "paceline"
+
+    def allreduce(self, *call: Any, **named: Any) -> dist.Work:
+        match call:
+            case [[tensor], AllreduceOptions() as options] if _can_reduce(options, tensor):
+                work = self._communicator.all_reduce(tensor, KIND)
+                return CommunicatorWork(self._averaged(work, tensor, options), [tensor])
+        return self._gloo.start("allreduce", *call, **named)
+
+    def broadcast(self, *call: Any, **named: Any) -> dist.Work:
+        match call:
+            case [[tensor], BroadcastOptions() as options] if _are_plain(tensor):
+                work = self._communicator.broadcast(tensor, options.rootRank, KIND)
+                return CommunicatorWork(work, [tensor])
+        return self._gloo.start("broadcast", *call, **named)
+
+    def allgather(self, *call: Any, **named: Any) -> dist.Work:
+        match call:
+            case [[[*parts]], [tensor], *_] if self._are_even(parts, tensor):
+                flat = tensor.new_empty(tensor.numel() * self.size())
+                return CommunicatorWork(self._gather(tensor, flat, parts), parts)
+        return self._gloo.start("allgather", *call, **named)
+
+    def all_gather_single(self, *call: Any, **named: Any) -> dist.Work:
+        match call:
+            case [whole, tensor, *_] if self._is_whole(whole, tensor) and whole.is_contiguous():
+                work = self._gather(tensor, whole.detach().view(-1), [])
+                return CommunicatorWork(work, [whole])
+        return self._gloo.start("_allgather_base", *call, **named)
+
+    def reduce_scatter(self, *call: Any, **named: Any) -> dist.Work:
+        match call:
+            case [[tensor], [[*parts]], ReduceScatterOptions() as options] if _can_reduce(
+                options, tensor
+            ) and self._are_even(parts, tensor):
+                flat = torch.cat([part.detach().reshape(-1) for part in parts])
+                return CommunicatorWork(self._scatter(flat, tensor, options), [tensor])
+        return self._gloo.start("reduce_scatter", *call, **named)
+
+    def reduce_scatter_single(self, *call: Any, **named: Any) -> dist.Work:
+        match call:
+            case [tensor, whole, ReduceScatterOptions() as options] if _can_reduce(
+                options, tensor
+            ) and self._is_whole(whole, tensor):
+                flat = whole.detach().clone(memory_format=torch.contiguous_format).view(-1)
+                return CommunicatorWork(self._scatter(flat, tensor, options), [tensor])
+        return self._gloo.start("_reduce_scatter_base", *call, **named)
+
+    # Their names before torch 2.13.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+
+    def barrier(self, *_: Any, **__: Any) -> dist.Work:
+        return CommunicatorWork(self._communicator.barrier(), [])
+
+    def reduce(self, *call: Any, **named: Any) -> dist.Work:
+        return self._gloo.start("reduce", *call, **named)
+
+    def gather(self, *call: Any, **named: Any) -> dist.Work:
+        return self._gloo.start("gather", *call, **named)
+
+    def scatter(self, *call: Any, **named: Any) -> dist.Work:
+        return self._gloo.start("scatter", *call, **named)
+
+    def alltoall(self, *call: Any, **named: Any) -> dist.Work:
+        return self._gloo.start("alltoall", *call, **named)
+
+    def all_to_all_single(self, *call: Any, **named: Any) -> dist.Work:
+        return self._gloo.start("alltoall_base", *call, **named)
+
+    alltoall_base = all_to_all_single
+
+    def send(self, *call: Any, **named: Any) -> dist.Work:
+        return self._gloo.start("send", *call, **named)
+
+    def recv(self, *call: Any, **named: Any) -> dist.Work:
+        return self._gloo.start("recv", *call, **named)
+
+    def recv_anysource(self, *call: Any, **named: Any) -> dist.Work:
+        return self._gloo.start("recv_anysource", *call, **named)
+
+    def shutdown(self) -> None:
+        """What `destroy_process_group` calls; the others may be at work still, or gone."""
+        if not self._gloo.has_lost_peers:
+            with suppress(PeerError):
+                parting = self._communicator.barrier()
+                deadline = monotonic() + PARTING_SECONDS
+                while not parting.is_done() and monotonic() < deadline:
+                    sleep(PARTING_POLL_SECONDS)
+        self._communicator.close()
+
+    def abort(self) -> None:
+        self._communicator.close()
+
+    def _gather(self, tensor: Tensor, flat: Tensor, parts: Sequence[Tensor]) -> Work:
+        """Fill a flat tensor with everybody's; then copy it to the parts, one a rank."""
+        chunk(flat, self.size(), self.rank()).copy_(tensor.detach().reshape(-1))
+
+        def deal_out() -> None:
+            for rank, part in enumerate(parts):
+                _copy(chunk(flat, self.size(), rank), part)
+
+        return self._communicator.all_gather(flat, KIND).on_success(deal_out)
+
+    def _scatter(self, flat: Tensor, tensor: Tensor, options: Any) -> Work:
+        """Sum a flat tensor over the ranks, and copy this one's chunk to its tensor."""
+        own = chunk(flat, self.size(), self.rank())
+        work = self._communicator.reduce_scatter(flat, KIND)
+        work.on_success(lambda: _copy(own, tensor))
+        return self._averaged(work, tensor, options)
+
+    def _averaged(self, work: Work, tensor: Tensor, options: Any) -> Work:
+        if options.reduceOp == ReduceOp.AVG:
+            work.on_success(lambda: _divide(tensor, self.size()))
+        return work
+
+    def _are_even(self, parts: Sequence[Tensor], tensor: Tensor) -> bool:
+        """Whether there is a part for every rank, all of one kind and size."""
+        return (
+            len(parts) == self.size()
+            and _are_plain(tensor, *parts)
+            and all(part.numel() == tensor.numel() for part in parts)
+        )
+
+    def _is_whole(self, whole: Tensor, tensor: Tensor) -> bool:
+        """Whether one is as large as all ranks' of the other."""
+        return _are_plain(whole, tensor) and whole.numel() == tensor.numel() * self.size()
+
+
+def _are_plain(*tensors: Tensor) -> bool:
+    """Whether they are in main memory, dense, and of one dtype."""
+    return all(
+        tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and tensor.dtype == tensors[0].dtype
+        for tensor in tensors
+    )
+
+
+def _can_reduce(options: Any, tensor: Tensor) -> bool:
+    """Whether communicators can do that: sums of anything, and means of what can be divided."""
+    is_sum = bool(options.reduceOp == ReduceOp.SUM)
+    is_mean = options.reduceOp == ReduceOp.AVG and tensor.is_floating_point()
+    return (is_sum or is_mean) and _are_plain(tensor)
+
+
+def _copy(source: Tensor, into: Tensor) -> None:
+    into.detach().copy_(source.view(into.shape))
+
+
+def _divide(tensor: Tensor, by: int) -> None:
+    tensor.detach().div_(by)

@@ -1,0 +1,285 @@
+"""Operations of torch.distributed that a worker carries out with two groups, to compare them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import FileStore, ReduceOp  # type: ignore[attr-defined]
+
+import paceline.backend
+from paceline.comm.communicator import Communicator
+from paceline.comm.torch_backends import gloo_on
+
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+)
+BITWISE = ("BAND", "BOR", "BXOR")
+
+
+@contextmanager
+def default_group(
+    communicator: Communicator, file: Path, name: str = paceline.backend.NAME
+) -> Iterator[dist.ProcessGroup]:
+    """torch.distributed's default group, on loopback, over the workers of a pool."""
+    store = FileStore(str(file), communicator.world_size)
+    rank, world_size = communicator.rank, communicator.world_size
+    with gloo_on("127.0.0.1"):
+        dist.init_process_group(name, store=store, rank=rank, world_size=world_size)
+        try:
+            assert dist.group.WORLD is not None
+            yield dist.group.WORLD
+        finally:
+            dist.destroy_process_group()
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Tensors to work on: small whole numbers, so that every order of summing is exact."""
+
+    group: dist.ProcessGroup
+    elements: int
+    dtype: torch.dtype
+    is_strided: bool = False
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    @property
+    def ranks(self) -> int:
+        return self.group.size()
+
+    def tensor(self, salt: int = 0, factor: int = 1) -> Tensor:
+        numbers = torch.arange(self.elements * factor) * 7 + 3 * self.rank + salt
+        return self._laid_out((numbers % 4).to(self.dtype))
+
+    def empty(self, factor: int = 1) -> Tensor:
+        return self._laid_out(torch.zeros(self.elements * factor, dtype=self.dtype))
+
+    def parts(self) -> list[Tensor]:
+        return [self.tensor(salt) for salt in range(self.ranks)]
+
+    def places(self) -> list[Tensor]:
+        return [self.empty() for _ in range(self.ranks)]
+
+    def _laid_out(self, tensor: Tensor) -> Tensor:
+        if not self.is_strided:
+            return tensor
+        wide = tensor.new_zeros(tensor.numel(), 3)
+        wide[:, 1] = tensor
+        return wide[:, 1]
+
+
+Operation = Callable[[Case], list[Tensor]]
+
+
+def all_reduce(name: str, case: Case) -> list[Tensor]:
+    tensor = case.tensor()
+    dist.all_reduce(tensor, getattr(ReduceOp, name), group=case.group)
+    return [tensor]
+
+
+def all_reduce_later(case: Case) -> list[Tensor]:
+    """Two under way at once, the later one waited for first."""
+    first, second = case.tensor(), case.tensor(1)
+    works = [dist.all_reduce(each, group=case.group, async_op=True) for each in (first, second)]
+    for work in reversed(works):
+        work.wait()
+    return [first, second]
+
+
+def broadcast(case: Case) -> list[Tensor]:
+    tensors = case.parts()
+    for root, tensor in enumerate(tensors):
+        dist.broadcast(tensor, group_src=root, group=case.group)
+    return tensors
+
+
+def all_gather(case: Case) -> list[Tensor]:
+    places = case.places()
+    dist.all_gather(places, case.tensor(), group=case.group)
+    return places
+
+
+def all_gather_into_tensor(case: Case) -> list[Tensor]:
+    whole = torch.zeros(case.elements * case.ranks, dtype=case.dtype)
+    dist.all_gather_into_tensor(whole, case.tensor(), group=case.group)
+    return [whole]
+
+
+def reduce_scatter(name: str, case: Case) -> list[Tensor]:
+    tensor = case.empty()
+    dist.reduce_scatter(tensor, case.parts(), getattr(ReduceOp, name), group=case.group)
+    return [tensor]
+
+
+def reduce_scatter_tensor(name: str, case: Case) -> list[Tensor]:
+    tensor, whole = case.empty(), case.tensor(factor=case.ranks)
+    dist.reduce_scatter_tensor(tensor, whole, getattr(ReduceOp, name), group=case.group)
+    return [tensor, whole]
+
+
+def reduce(case: Case) -> list[Tensor]:
+    tensor = case.tensor()
+    dist.reduce(tensor, group_dst=case.ranks - 1, group=case.group)
+    return [tensor] if case.rank == case.ranks - 1 else []
+
+
+def gather(case: Case) -> list[Tensor]:
+    places = case.places() if case.rank == 0 else None
+    dist.gather(case.tensor(), places, group_dst=0, group=case.group)
+    return places or []
+
+
+def scatter(case: Case) -> list[Tensor]:
+    tensor = case.empty()
+    parts = case.parts() if case.rank == 0 else None
+    dist.scatter(tensor, parts, group_src=0, group=case.group)
+    return [tensor]
+
+
+def all_to_all(case: Case) -> list[Tensor]:
+    places = case.places()
+    dist.all_to_all(places, case.parts(), group=case.group)
+    return places
+
+
+def all_to_all_single(case: Case) -> list[Tensor]:
+    whole = case.empty(case.ranks)
+    dist.all_to_all_single(whole, case.tensor(factor=case.ranks), group=case.group)
+    return [whole]
+
+
+def send_on(case: Case) -> list[Tensor]:
+    """To the next rank, blocking, the even ones first."""
+    received = case.empty()
+    if case.ranks == 1:
+        return []
+    for parity in (0, 1):
+        if case.rank % 2 == parity:
+            dist.send(case.tensor(), group_dst=(case.rank + 1) % case.ranks, group=case.group)
+        if (case.rank - 1) % case.ranks % 2 == parity:
+            dist.recv(received, group_src=(case.rank - 1) % case.ranks, group=case.group)
+    return [received]
+
+
+def send_with_tags(case: Case) -> list[Tensor]:
+    """Two messages to the last rank, received in the other order; then one from anybody."""
+    places = [case.empty(), case.empty(), case.empty()]
+    last = case.ranks - 1
+    if case.ranks == 1 or case.elements == 0:  # which gloo cannot receive from anybody
+        return []
+    if case.rank == 0:
+        works = [
+            dist.isend(case.tensor(tag), group=case.group, tag=tag, group_dst=last)
+            for tag in range(3)
+        ]
+    elif case.rank == last:
+        works = [dist.irecv(places[tag], group=case.group, tag=tag, group_src=0) for tag in (1, 0)]
+        works.append(dist.irecv(places[2], group=case.group, tag=2))
+    else:
+        return []
+    for work in works:
+        assert work is not None
+        work.wait()
+    return places
+
+
+OWN: dict[str, Operation] = {
+    "all_reduce SUM": partial(all_reduce, "SUM"),
+    "all_reduce AVG": partial(all_reduce, "AVG"),
+    "all_reduce, two at once": all_reduce_later,
+    "broadcast": broadcast,
+    "all_gather": all_gather,
+    "all_gather_into_tensor": all_gather_into_tensor,
+    "reduce_scatter SUM": partial(reduce_scatter, "SUM"),
+    "reduce_scatter AVG": partial(reduce_scatter, "AVG"),
+    "reduce_scatter_tensor SUM": partial(reduce_scatter_tensor, "SUM"),
+    "reduce_scatter_tensor AVG": partial(reduce_scatter_tensor, "AVG"),
+}
+"""Those that do not go through gloo: compared with it in every case."""
+
+OTHERS: dict[str, Operation] = {
+    **{
+        f"all_reduce {name}": partial(all_reduce, name)
+        for name in ("MIN", "MAX", "PRODUCT", *BITWISE)
+    },
+    "reduce_scatter MAX": partial(reduce_scatter, "MAX"),
+    "reduce_scatter_tensor MAX": partial(reduce_scatter_tensor, "MAX"),
+    "reduce": reduce,
+    "gather": gather,
+    "scatter": scatter,
+    "all_to_all": all_to_all,
+    "all_to_all_single": all_to_all_single,
+    "send, recv": send_on,
+    "isend, irecv with tags": send_with_tags,
+}
+
+Shape = tuple[torch.dtype, int, bool]
+"""Dtype, number of elements, and whether there are gaps between them."""
+
+ALL_SHAPES: list[Shape] = [
+    *(
+        (dtype, *rest)
+        for dtype in DTYPES
+        for rest in ((0, False), (1, False), (1009, False), (1009, True))
+    ),
+    (torch.float32, 300_007, False),
+]
+SOME_SHAPES: list[Shape] = [
+    (torch.float32, 1009, False),
+    (torch.float32, 0, False),
+    (torch.int64, 1009, False),
+    (torch.bool, 1, False),
+]
+
+
+def differences(communicator: Communicator, file: Path) -> dict[str, list[str]]:
+    """By operation, the cases in which paceline's result is not gloo's."""
+    with default_group(communicator, file) as ours:
+        theirs = dist.new_group(backend="gloo")
+
+        def differing(name: str, shapes: list[Shape]) -> list[str]:
+            found = []
+            for dtype, elements, is_strided in shapes:
+                mine = outcome(name, Case(ours, elements, dtype, is_strided))
+                reference = outcome(name, Case(theirs, elements, dtype))
+                if not same(mine, reference):
+                    found.append(f"{dtype}, {elements} elements, {is_strided=}")
+            return found
+
+        return {
+            **{name: differing(name, ALL_SHAPES) for name in OWN},
+            **{name: differing(name, SOME_SHAPES) for name in OTHERS},
+        }
+
+
+def outcome(name: str, case: Case) -> list[Tensor] | None:
+    """None where there is no such thing for the dtype, and it is refused."""
+    operation = {**OWN, **OTHERS}[name]
+    reduction = name.split()[-1]
+    if reduction not in (BITWISE if case.dtype.is_floating_point else ("AVG",)):
+        return operation(case)
+    try:
+        return operation(case)
+    except (RuntimeError, ValueError):
+        return None
+
+
+def same(ours: list[Tensor] | None, theirs: list[Tensor] | None) -> bool:
+    if ours is None or theirs is None:
+        return ours is theirs
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))

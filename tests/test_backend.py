@@ -1,0 +1,259 @@
+"""The backend `paceline` does what gloo does, under the programs that were written for it."""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import leaks
+from backend_operations import OTHERS, OWN, default_group, differences
+from backend_training import OPTIONS, lose_a_peer_in_training, train_twice
+from paceline.comm.communicator import Communicator
+from paceline.comm.torch_backends import gloo_on
+from paceline.errors import PeerError
+from worker_pool import WorkerPool, free_port
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(4) as workers:
+        yield workers
+
+
+@pytest.fixture(scope="module")
+def found(
+    pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, list[dict[str, list[str]]]]:
+    """By number of workers and by rank: differences from gloo."""
+    folder = tmp_path_factory.mktemp("stores")
+    return {
+        workers: pool.run(workers, differences, folder / str(workers)) for workers in (1, 2, 3, 4)
+    }
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", [*OWN, *OTHERS])
+def test_an_operation_gives_what_gloo_gives(
+    found: dict[int, list[dict[str, list[str]]]], name: str, workers: int
+) -> None:
+    assert [of_rank[name] for of_rank in found[workers]] == [[]] * workers
+
+
+@pytest.mark.parametrize("way", OPTIONS)
+def test_two_workers_train_as_under_gloo_bit_for_bit(
+    pool: WorkerPool, tmp_path: Path, way: str
+) -> None:
+    # A sum of two is rounded once, whichever way it is made.
+    for ours, theirs in pool.run(2, train_twice, tmp_path / "store", way):
+        assert ours == theirs
+
+
+def test_three_workers_train_as_under_gloo_up_to_rounding(pool: WorkerPool, tmp_path: Path) -> None:
+    # Three numbers are added in another order than gloo's.
+    for ours, theirs in pool.run(3, train_twice, tmp_path / "store", "plain"):
+        assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-6)
+
+
+def use_objects_and_subgroups(communicator: Communicator, file: Path) -> list[object]:
+    rank = communicator.rank
+    with default_group(communicator, file) as group:
+        everything: list[object] = [None] * 3
+        dist.all_gather_object(everything, {"rank": rank})
+        told = [f"from {rank}"]
+        dist.broadcast_object_list(told, src=2)
+        dist.barrier(device_ids=[0])
+        pair = dist.new_group([0, 2])
+        tensor = torch.tensor([rank + 1.0])
+        if rank != 1:
+            dist.all_reduce(tensor, group=pair)
+        row = init_device_mesh("cpu", (3,)).get_group()
+        dist.all_reduce(tensor, group=row)
+        return [everything, told, float(tensor), dist.get_backend(), group.name()]
+
+
+def test_objects_subgroups_and_meshes_work(pool: WorkerPool, tmp_path: Path) -> None:
+    ranks = [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+    # 1 + 3 on the first and the last, 2 between them, and then the sum of all.
+    expected = [ranks, ["from 2"], 4.0 + 2.0 + 4.0, "paceline", "paceline"]
+    assert pool.run(3, use_objects_and_subgroups, tmp_path / "store") == [expected] * 3
+
+
+def receive_before_waiting(communicator: Communicator, file: Path) -> list[float]:
+    """One rank joins a sum only after the other, which has begun it, has received a message."""
+    with default_group(communicator, file):
+        large, message = torch.ones(1_000_000), torch.zeros(1_000_000)
+        if communicator.rank == 0:
+            work = dist.all_reduce(large, async_op=True)
+            dist.recv(message, 1)
+            work.wait()
+        else:
+            dist.send(torch.ones(1_000_000), 0)
+            dist.all_reduce(large)
+        return [float(large.sum()), float(message.sum())]
+
+
+def test_an_operation_under_way_holds_up_nothing_else(pool: WorkerPool, tmp_path: Path) -> None:
+    results = pool.run(2, receive_before_waiting, tmp_path / "store")
+    assert results == [[2_000_000.0, 1_000_000.0], [2_000_000.0, 0.0]]
+
+
+def look_at_works(communicator: Communicator, file: Path) -> list[object]:
+    with default_group(communicator, file):
+        tensor = torch.ones(3)
+        work = dist.all_reduce(tensor, async_op=True)
+        future = work.get_future()
+        return [
+            future.done(),
+            future.value()[0].tolist(),
+            work.is_completed(),
+            work.is_success(),
+            work.exception(),
+            work.result()[0] is tensor,
+        ]
+
+
+def test_a_work_tells_what_became_of_it(pool: WorkerPool, tmp_path: Path) -> None:
+    expected = [True, [2.0, 2.0, 2.0], True, True, None, True]
+    assert pool.run(2, look_at_works, tmp_path / "store") == [expected] * 2
+
+
+def left_behind(communicator: Communicator, file: Path) -> list[str]:
+    """What is there after the default group was made, used, and destroyed."""
+    before, counts = leaks.take(), _open_files_and_threads()
+    with default_group(communicator, file):
+        dist.new_group([0])
+        replica = DistributedDataParallel(nn.Linear(3, 3))
+        replica(torch.ones(2, 3)).sum().backward()
+        dist.all_reduce(torch.ones(3), dist.ReduceOp.MAX)
+        del replica
+    gc.collect()
+    found = leaks.leaks_since(before)
+    if _open_files_and_threads() != counts:
+        found.append(f"{counts} open files and threads became {_open_files_and_threads()}")
+    if "/dev/shm/paceline" in Path("/proc/self/maps").read_text():
+        found.append("a map of shared memory")
+    return found
+
+
+def _open_files_and_threads() -> tuple[int, int]:
+    """Including those of C++, of which Python knows nothing."""
+    return len([*Path("/proc/self/fd").iterdir()]), len([*Path("/proc/self/task").iterdir()])
+
+
+def test_a_destroyed_group_leaves_nothing_behind(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(2, left_behind, tmp_path / "store") == [[], []]
+
+
+def lose_a_peer_of_gloos(communicator: Communicator, file: Path) -> str:
+    with default_group(communicator, file):
+        dist.all_reduce(torch.ones(3), dist.ReduceOp.MAX)
+        if communicator.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            dist.recv(torch.ones(3), 1)
+        except PeerError as error:
+            return str(error)
+        return "no error"
+
+
+@pytest.mark.parametrize(
+    ("work", "message"),
+    [
+        (lose_a_peer_in_training, "rank 0: all_reduce with rank 1: its process has ended"),
+        (lose_a_peer_of_gloos, "rank 0: recv from rank 1: the connection was closed"),
+    ],
+)
+def test_a_killed_peer_is_one_clear_line(
+    tmp_path: Path, work: Callable[[Communicator, Path], str], message: str
+) -> None:
+    # The group's time limit is torch's 30 minutes: only the loss itself can end the operations.
+    with WorkerPool(2) as mortals:
+        survivor, victim = mortals.outcomes(2, work, tmp_path / "store", fresh=True)
+    assert victim.died
+    assert survivor.value == message
+
+
+def sum_on_gpu(communicator: Communicator, file: Path) -> list[float]:
+    with default_group(communicator, file):
+        tensor = torch.full((5,), communicator.rank + 1.0, device="cuda:0")
+        dist.all_reduce(tensor)
+        return tensor.tolist()
+
+
+@pytest.mark.gpu
+def test_tensors_on_a_gpu_are_left_to_gloo(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(2, sum_on_gpu, tmp_path / "store") == [[3.0] * 5] * 2
+
+
+def test_pytorch_finds_the_backend_without_an_import_of_its_own(tmp_path: Path) -> None:
+    """As it is declared in pyproject.toml, whatever is installed at the moment."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = project["entry-points"]["torch.backends"]
+    installed = tmp_path / "declared-1.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: declared\nVersion: 1\n")
+    lines = [f"{name}2 = {value}" for name, value in declared.items()]
+    (installed / "entry_points.txt").write_text("\n".join(["[torch.backends]", *lines]))
+    program = (
+        "import sys, torch.distributed as dist;"
+        "print('paceline' in dist.Backend.backend_list, 'paceline.comm' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    # Registered, and without what only those need who make a group.
+    assert done.stdout.split() == ["True", "False"], done.stderr
+
+
+def run_example(communicator: Communicator, port: int, backend: str) -> str:
+    """What the example prints, started as torchrun starts it."""
+    place = {
+        "RANK": communicator.rank,
+        "WORLD_SIZE": communicator.world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    with (
+        mock.patch.dict(os.environ, {name: str(value) for name, value in place.items()}),
+        mock.patch.object(sys, "argv", ["own_ddp.py", backend]),
+        gloo_on("127.0.0.1"),
+        redirect_stdout(io.StringIO()) as printed,
+    ):
+        runpy.run_path(str(ROOT / "examples" / "own_ddp.py"))
+    return printed.getvalue()
+
+
+def test_the_example_learns_the_same_under_both_backends(pool: WorkerPool) -> None:
+    ours, theirs = (
+        pool.run(2, run_example, free_port(), backend)[0] for backend in ("paceline", "gloo")
+    )
+    assert ours.startswith("backend paceline, workers 2\n")
+    assert theirs.startswith("backend gloo, workers 2\n")
+    learned = re.search(r"accuracy (\S+), sum of weights \S+", ours)
+    assert learned is not None
+    assert float(learned[1]) > 0.9
+    assert learned[0] in theirs
