@@ -7,8 +7,10 @@ Worker processes are started once, one thread each. For a model and a number of 
 strategies are attached at the same time and take turns in short blocks of updates, so that what
 else the machine does falls on all of them alike; compare within a table, and by the ratios to `ddp`
 of blocks that ran one after the other. Times are rank 0's, the median over the blocks and their
-quartiles; phases and bytes are means over the same updates. Strategies that need servers of their
-own are left out.
+quartiles; phases and bytes are means over the same updates.
+
+Parameter servers, one for each mode, are threads of one more process. In `async` and `bounded` mode
+an update is one worker's, with its own samples, instead of one of all workers together.
 """
 
 from __future__ import annotations
@@ -18,33 +20,40 @@ import multiprocessing
 import os
 import socket
 import statistics
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from threading import Thread
 from time import perf_counter
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch lists neither
 from torch.nn import functional as F
 from torch.optim import SGD
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.rendezvous import Meeting
-from paceline.comm.torch_distributed import connect
+from paceline.comm.torch_distributed import TorchCommunicator, connect
 from paceline.measure.clock import PhaseClock
 from paceline.measure.machine import hardware, software
+from paceline.measure.traffic import Traffic
 from paceline.models.loading import build_model
 from paceline.sync import STRATEGIES
 from paceline.sync.options import create_strategy
 from paceline.sync.replica import Replica
-from paceline.sync.strategy import Strategy
+from paceline.sync.server.link import SERVER, WORKER
+from paceline.sync.strategy import Strategy, Terms
 from paceline.worker.huddle import clock_offset_seconds, settle_waits
 
 SHAPE, CLASSES = (3, 32, 32), 10
 MODELS = ("lenet", "mlp", "resnet18", "vgg11")
 REFERENCE = "ddp"
 SECONDS_PER_BLOCK = 0.5
+MODES = {f"server/{mode}": mode for mode in ("sync", "async", "bounded")}
+"""Of the parameter server, by the name it has in the table."""
+WITHOUT_END = Terms(first=0, total=2**31, meet_every=0, stop=False)
 
 
 @dataclass(frozen=True)
@@ -80,11 +89,11 @@ def main() -> None:
     worlds = [int(text) for text in given.workers]
     print(f"{hardware()['cpu']}, {os.cpu_count()} cores, torch {software()['torch']}")
     print(f"batch of {given.batch_per_worker} a worker, {rounds} blocks a strategy")
-    with workers(max(worlds)) as pipes:
+    with workers(max(worlds) + 1) as [server, *pipes]:
         for world in worlds:
             names = chosen(given.strategies, world)
             cells = [Cell(name, names, given.batch_per_worker, rounds) for name in models]
-            for cell, measured in zip(cells, run(pipes[:world], cells), strict=True):
+            for cell, measured in zip(cells, run(server, pipes[:world], cells), strict=True):
                 show(cell, world, measured)
 
 
@@ -93,15 +102,19 @@ def words(text: str) -> list[str]:
 
 
 def chosen(asked: list[str] | None, world: int) -> tuple[str, ...]:
-    """Those asked for, or all that can run here."""
-    if asked:
-        return tuple(asked)
-    names = []
-    for name in STRATEGIES.names():
+    """Those asked for, or all that can run here; the parameter server in each of its modes."""
+    names: list[str] = []
+    for name in asked or STRATEGIES.names():
         most = STRATEGIES.load(name).most_workers
-        if (most is None or most >= world) and not create_strategy(name, {}).server_nodes(1):
-            names.append(name)
+        if asked or most is None or most >= world:
+            names += MODES if name == "parameter_server" else [name]
     return tuple(names)
+
+
+def create(name: str) -> Strategy:
+    if name in MODES:
+        return create_strategy("parameter_server", {"mode": MODES[name]})
+    return create_strategy(name, {})
 
 
 def show(cell: Cell, world: int, measured: dict[str, Measured]) -> None:
@@ -156,36 +169,86 @@ def workers(count: int) -> Iterator[list[Connection]]:
             process.kill()
 
 
-def run(pipes: Sequence[Connection], cells: Sequence[Cell]) -> Iterator[dict[str, Measured]]:
+def run(
+    server: Connection, pipes: Sequence[Connection], cells: Sequence[Cell]
+) -> Iterator[dict[str, Measured]]:
     """What rank 0 measured in each cell; the workers form a group for them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    for rank, pipe in enumerate(pipes):
-        pipe.send((Meeting(rank, len(pipes), "127.0.0.1", port), cells))
+    for rank, pipe in enumerate((*pipes, server)):
+        pipe.send((rank, len(pipes), port, cells))
     for _ in cells:
         first, *_ = [pipe.recv() for pipe in pipes]
         yield first
+    server.recv()
 
 
 def serve(pipe: Connection) -> None:
+    """What each process does: the first ranks are workers, the last one has the servers."""
     torch.set_num_threads(1)
     while True:
         try:
-            meeting, cells = pipe.recv()
+            rank, world, port, cells = pipe.recv()
         except EOFError:
             return
-        with connect(meeting) as communicator:
+        everybody = Meeting(rank, world + 1, "127.0.0.1", port, name="everybody").join()
+        if rank == world:
             for cell in cells:
-                pipe.send(measure(communicator, cell))
+                host_servers(everybody, world, cell)
+            pipe.send(None)
+            continue
+        own = Meeting(rank, world, "127.0.0.1", port, serves_store=False, name="workers")
+        with connect(own) as communicator:
+            for cell in cells:
+                with servers_of(everybody, communicator, cell) as servers:
+                    pipe.send(measure(communicator, cell, servers))
             communicator.barrier().wait()
 
 
-def measure(communicator: Communicator, cell: Cell) -> dict[str, Measured]:
+def pair(
+    store: Store, cell: Cell, name: str, worker: int, side: int, traffic: Traffic
+) -> TorchCommunicator:
+    """A worker's connection with the server of one name; both ask for it."""
+    own = PrefixStore(f"{cell.model}/{name}/{worker}", store)
+    return TorchCommunicator(own, side, 2, address="127.0.0.1", traffic=traffic)
+
+
+def host_servers(store: Store, world: int, cell: Cell) -> None:
+    """Serve until the workers of a cell have left."""
+    threads = []
+    for name in filter(MODES.__contains__, cell.strategies):
+        ends = [pair(store, cell, name, rank, SERVER, Traffic()) for rank in range(world)]
+        arguments = (0, ends, lambda weight: optimizer_of([weight]))
+        threads.append(Thread(target=create(name).serve, args=arguments))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
+
+
+@contextmanager
+def servers_of(
+    store: Store, communicator: Communicator, cell: Cell
+) -> Iterator[dict[str, TorchCommunicator]]:
+    """This worker's connections with the servers, counted as its own traffic."""
+    rank, traffic = communicator.rank, communicator.traffic
+    with ExitStack() as stack:
+        yield {
+            name: stack.enter_context(pair(store, cell, name, rank, WORKER, traffic))
+            for name in filter(MODES.__contains__, cell.strategies)
+        }
+
+
+def measure(
+    communicator: Communicator, cell: Cell, servers: Mapping[str, Communicator]
+) -> dict[str, Measured]:
     generator = torch.Generator().manual_seed(communicator.rank)
     inputs = torch.randn(cell.batch_per_worker, *SHAPE, generator=generator)
     labels = torch.randint(CLASSES, (cell.batch_per_worker,), generator=generator)
-    strategies = {name: attach(communicator, name, cell) for name in cell.strategies}
+    strategies = {
+        name: attach(communicator, name, cell, [servers[name]] if name in servers else [])
+        for name in cell.strategies
+    }
     offset = clock_offset_seconds(communicator)
     updates = {}
     for name, strategy in strategies.items():
@@ -219,18 +282,25 @@ def measure(communicator: Communicator, cell: Cell) -> dict[str, Measured]:
     return results
 
 
-def attach(communicator: Communicator, name: str, cell: Cell) -> Strategy:
+def optimizer_of(weights: Iterable[nn.Parameter]) -> SGD:
+    return SGD(weights, lr=1e-4, momentum=0.9, fused=True)
+
+
+def attach(
+    communicator: Communicator, name: str, cell: Cell, servers: Sequence[Communicator]
+) -> Strategy:
     model = build_model(cell.model, SHAPE, CLASSES, seed=0)
     replica = Replica(
         model=model,
-        optimizer=SGD(model.parameters(), lr=1e-4, momentum=0.9, fused=True),
+        optimizer=optimizer_of(model.parameters()),
         clock=PhaseClock(),
         forward=model,
         scaler=torch.amp.GradScaler("cpu", enabled=False),
         communicator=communicator,
+        servers=servers,
     )
     replica.share = 1 / communicator.world_size
-    strategy = create_strategy(name, {})
+    strategy = create(name)
     strategy.attach(replica)
     return strategy
 
@@ -249,6 +319,8 @@ def update(strategy: Strategy, inputs: Tensor, labels: Tensor) -> float:
     replica = strategy.replica
     replica.clock.enter("other")
     began = perf_counter()
+    if not strategy.lockstep:
+        strategy.claim(WITHOUT_END)
     replica.clock.enter("forward")
     loss = F.cross_entropy(replica.forward(inputs), labels)
     replica.clock.enter("backward")
