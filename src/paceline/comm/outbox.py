@@ -177,6 +177,24 @@ class Collective(ABC):
         raise NotImplementedError
 
 
+class Meet(Collective):
+    """Nothing to be moved: everybody has come."""
+
+    reduces = False
+
+    def __init__(self, boxes: Outboxes) -> None:
+        super().__init__(boxes, _NOTHING)
+
+    def post(self, index: int, box: Tensor) -> None:
+        return
+
+    def take(self, index: int, boxes: Sequence[Tensor]) -> None:
+        return
+
+
+_NOTHING = torch.empty(0)
+
+
 class ReduceScatter(Collective):
     takes = False
 

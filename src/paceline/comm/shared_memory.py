@@ -31,6 +31,7 @@ from paceline.comm.outbox import (
     Broadcast,
     Collective,
     DirectAllReduce,
+    Meet,
     Outboxes,
     ReduceScatter,
 )
@@ -134,6 +135,10 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         counts = formulas.all_reduce(tensor, self.rank, self.world_size)
         return self._collect("all_reduce with", tensor, kind, suitable, counts)
 
+    def barrier(self) -> Work:
+        operation = Operation(self.rank, "barrier with", self.peers)
+        return Done() if self.world_size == 1 else self._begin(Meet(self._boxes), operation)
+
     def fork(self) -> Self:
         return type(self)(self, self.timeout_seconds, self.traffic)
 
@@ -157,14 +162,16 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         work = self._begin(make(staged.flat), Operation(self.rank, name, self.peers), kind)
         return work.on_success(staged.copy_back)
 
-    def _begin(self, steps: _Steps, operation: Operation, kind: str) -> Work:
+    def _begin(self, steps: _Steps, operation: Operation, kind: str | None = None) -> Work:
+        """Start what was counted before, if it has a kind."""
         if self._is_closed or self._failure is not None:
-            self.traffic.end(kind)
+            if kind is not None:
+                self.traffic.end(kind)
             raise self._failure or operation.failed("the connection was closed")
         work = _Pending(self, steps, operation)
         self._pending.append(work)
         self.advance()
-        return work.on_end(lambda: self.traffic.end(kind))
+        return work if kind is None else work.on_end(lambda: self.traffic.end(kind))
 
     def advance(self) -> bool:
         """Take every operation as far as it goes; whether any of them moved."""

@@ -8,7 +8,7 @@ directly from a store, so nothing here depends on torch.distributed's process-wi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Self
 
@@ -191,6 +191,23 @@ class TorchCommunicator(ComposedCommunicator):
             PrefixStore(f"fork/{self._forks}", self._store),
             self.rank,
             self.world_size,
+            address=self._address,
+            gpu=self._gpu,
+            timeout_seconds=self.timeout_seconds,
+            traffic=self.traffic,
+        )
+
+    def among(self, ranks: Sequence[int]) -> Self:
+        """A communicator over some of the workers, who all call this with the same ranks.
+
+        They are numbered anew, in the order given. It counts into the same traffic. Whoever makes
+        one closes it.
+        """
+        self._forks += 1
+        return type(self)(
+            PrefixStore(f"among/{self._forks}/{'-'.join(map(str, ranks))}", self._store),
+            ranks.index(self.rank),
+            len(ranks),
             address=self._address,
             gpu=self._gpu,
             timeout_seconds=self.timeout_seconds,

@@ -48,6 +48,11 @@ STRATEGIES.register(
 )
 STRATEGIES.register("ddp", "paceline.sync.ddp:Ddp", "PyTorch's own DistributedDataParallel")
 STRATEGIES.register(
+    "shared",
+    "paceline.sync.shared:Shared",
+    "one copy of the weights per host, in memory that its workers share",
+)
+STRATEGIES.register(
     "local_sgd", "paceline.sync.local_sgd:LocalSgd", "steps of one's own, then the mean of weights"
 )
 STRATEGIES.register(

@@ -12,24 +12,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 UNIT_BYTES = 64
 """A cache line, and the longest vector of today's processors."""
 
 
 class AlignedMemory:
-    """`tensor` is all of it, zeros at first; `views[i]` has the shape and strides of weight `i`."""
+    """`tensor` is all of it; `views[i]` has the shape and strides of weight `i`.
 
-    def __init__(self, weights: Sequence[nn.Parameter], workers: int) -> None:
+    The memory may be given, of `padded_bytes`; else it is new. Either way it must begin as zeros.
+    """
+
+    def __init__(
+        self, weights: Sequence[nn.Parameter], workers: int, memory: Tensor | None = None
+    ) -> None:
         first = weights[0]
         sizes = [weight.nbytes for weight in weights]
         element_bytes = first.element_size()
         self.offsets = [offset // element_bytes for offset in offsets_bytes(sizes)]
         """The first element of each weight."""
-        self.tensor = torch.zeros(
-            padded_bytes(sizes, workers) // element_bytes, dtype=first.dtype, device=first.device
-        )
+        if memory is None:
+            elements = padded_bytes(sizes, workers) // element_bytes
+            memory = torch.zeros(elements, dtype=first.dtype, device=first.device)
+        self.tensor = memory
         # Strides are kept, since fused optimisers walk weights and gradients in memory order.
         self.views = [
             self.tensor[offset:].as_strided(weight.shape, weight.stride())

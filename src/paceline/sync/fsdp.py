@@ -32,7 +32,7 @@ from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.config import RunConfig
 from paceline.errors import ConfigError
 from paceline.sync.fsdp_collectives import AllGather, ReduceScatter
-from paceline.sync.own_part import OwnPart, Piece, check_elementwise, optimizer_weights
+from paceline.sync.own_part import OwnPart, Piece, check_splittable, optimizer_weights
 from paceline.sync.replica import Replica
 from paceline.sync.state_exchange import broadcast_model
 from paceline.sync.strategy import ModelShape, Strategy
@@ -110,7 +110,7 @@ class Fsdp(Strategy):
                 rows = _own_rows(len(weight), workers, rank)
                 begin = rows.start * (weight.numel() // len(weight))
                 self._pieces.append(Piece(number, begin, values))
-        self.own = OwnPart(replica, weights, self._pieces)
+        self.own = OwnPart(replica, weights, self._pieces, replica.communicator)
         self._weights = weights
 
     def _forward(self, inputs: Tensor) -> Tensor:
@@ -231,7 +231,7 @@ def _check(replica: Replica) -> TorchCommunicator:
     communicator, model = replica.communicator, replica.model
     if not isinstance(communicator, TorchCommunicator):
         raise ConfigError(["--strategy fsdp: needs workers that torch.distributed connects"])
-    check_elementwise(replica.optimizer, "fsdp")
+    check_splittable(replica.optimizer, "fsdp")
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     shared = set(names) - {name for name, _ in model.named_parameters()}
     scalars = {name for name, weight in model.named_parameters() if weight.dim() == 0}

@@ -28,8 +28,11 @@ from torch.optim import (
     Rprop,
 )
 
+from paceline.comm.algorithms.chunks import chunk, chunk_begin
+from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError
 from paceline.sync import own_state
+from paceline.sync.aligned import AlignedMemory
 from paceline.sync.loss_scale import overflow, step_unless_overflown
 from paceline.sync.replica import Replica
 
@@ -49,9 +52,19 @@ class Piece:
 
 
 class OwnPart:
-    def __init__(self, replica: Replica, weights: Sequence[nn.Parameter], pieces: list[Piece]):
-        """`weights` are the optimiser's, in its order; `pieces`, what this worker has of them."""
+    def __init__(
+        self,
+        replica: Replica,
+        weights: Sequence[nn.Parameter],
+        pieces: list[Piece],
+        communicator: Communicator,
+    ) -> None:
+        """`weights` are the optimiser's, in its order; `pieces`, what this worker has of them.
+
+        The communicator connects the workers who have all pieces between them, each once.
+        """
         self._replica = replica
+        self._communicator = communicator
         self._weights = weights
         if not pieces:
             # A worker that got nothing still counts steps and takes part in agreements.
@@ -93,7 +106,7 @@ class OwnPart:
         )
         agreed = torch.stack([squares, overflown.to(torch.float64)])
         with self._replica.exchanging():
-            self._replica.communicator.all_reduce(agreed, "control").wait()
+            self._communicator.all_reduce(agreed, "control").wait()
         overflown.copy_(agreed[1] > 0)
         if self._replica.clip_norm is not None:
             # As torch clips, so that one worker and several agree.
@@ -110,7 +123,7 @@ class OwnPart:
             for piece in self._pieces
             if piece.values.numel()
         ]
-        whole = own_state.gather(self._replica.communicator, self._weights, tensors)
+        whole = own_state.gather(self._communicator, self._weights, tensors)
         return {"state": whole, "param_groups": settings}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -131,12 +144,35 @@ class OwnPart:
         self.optimizer.load_state_dict(own)
 
 
+def pieces_of_chunk(
+    weights: Sequence[nn.Parameter],
+    values: AlignedMemory,
+    gradients: AlignedMemory,
+    part: int,
+    parts: int,
+) -> list[Piece]:
+    """What of each weight lies in one of the chunks into which both memories are cut."""
+    start = chunk_begin(values.tensor.numel(), parts, part)
+    own_values = chunk(values.tensor, parts, part)
+    own_gradients = chunk(gradients.tensor, parts, part)
+    pieces = []
+    for number, (offset, weight) in enumerate(zip(values.offsets, weights, strict=True)):
+        begin = max(offset - start, 0)
+        end = min(offset + weight.numel() - start, own_values.numel())
+        if begin < end and weight.requires_grad:
+            piece = nn.Parameter(own_values[begin:end])
+            piece.grad = own_gradients[begin:end]
+            pieces.append(Piece(number, start + begin - offset, piece))
+    return pieces
+
+
 def optimizer_weights(optimizer: Optimizer) -> list[nn.Parameter]:
     """All that it trains, in its order."""
     return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
-def check_elementwise(optimizer: Optimizer, strategy: str) -> None:
+def check_splittable(optimizer: Optimizer, strategy: str) -> None:
+    """Refuse what cannot be cut into chunks that are updated each by itself."""
     if not isinstance(optimizer, ELEMENTWISE):
         known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise ConfigError(
@@ -145,6 +181,9 @@ def check_elementwise(optimizer: Optimizer, strategy: str) -> None:
                 f" optimisers that treat every element by itself: {known}"
             ]
         )
+    weights = optimizer_weights(optimizer)
+    if len({(weight.dtype, weight.device) for weight in weights}) != 1:
+        raise ConfigError([f"--strategy {strategy}: needs all weights of one dtype on one device"])
 
 
 def same_kind(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:

@@ -50,6 +50,8 @@ class Replica:
     """Keeps fp16 gradients in range; does nothing in the other precisions."""
     communicator: Communicator
     """This worker's end of the connections to the others; a world of one when it trains alone."""
+    node: int = 0
+    """The machine this worker is on; workers of one node share its memory."""
     clip_norm: float | None = None
     last_part: bool = True
     """Whether the backward pass at hand is the last one before the update (accumulation)."""

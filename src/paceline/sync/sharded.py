@@ -12,14 +12,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
-from paceline.comm.algorithms.chunks import chunk, chunk_begin
 from paceline.comm.algorithms.ring import Ring
 from paceline.comm.cost import Cost, Network
-from paceline.errors import ConfigError
 from paceline.sync.aligned import AlignedMemory, padded_bytes
-from paceline.sync.own_part import OwnPart, Piece, check_elementwise, optimizer_weights
+from paceline.sync.own_part import OwnPart, check_splittable, optimizer_weights, pieces_of_chunk
 from paceline.sync.replica import Replica
 from paceline.sync.state_exchange import broadcast_model
 from paceline.sync.strategy import ModelShape, Strategy
@@ -28,35 +24,18 @@ from paceline.sync.strategy import ModelShape, Strategy
 class Sharded(Strategy):
     def attach(self, replica: Replica) -> None:
         super().attach(replica)
-        check_elementwise(replica.optimizer, "sharded")
+        check_splittable(replica.optimizer, "sharded")
         weights = optimizer_weights(replica.optimizer)
-        if len({(weight.dtype, weight.device) for weight in weights}) != 1:
-            raise ConfigError(["--strategy sharded: needs all weights of one dtype on one device"])
         broadcast_model(replica.model, replica.communicator)
-        workers = replica.communicator.world_size
+        rank, workers = replica.communicator.rank, replica.communicator.world_size
         self._weights = AlignedMemory(weights, workers)
         self._gradients = AlignedMemory(weights, workers)
         for number, weight in enumerate(weights):
             weight.data = self._weights.views[number].copy_(weight.data)
             weight.grad = self._gradients.views[number] if weight.requires_grad else None
         replica.flat_gradients = self._gradients.tensor
-        self.own = OwnPart(replica, weights, self._pieces(weights))
-
-    def _pieces(self, weights: list[nn.Parameter]) -> list[Piece]:
-        """What of each weight lies in this worker's chunk."""
-        rank, workers = self.replica.communicator.rank, self.replica.communicator.world_size
-        chunk_start = chunk_begin(self._weights.tensor.numel(), workers, rank)
-        own_weights = chunk(self._weights.tensor, workers, rank)
-        own_gradients = chunk(self._gradients.tensor, workers, rank)
-        pieces = []
-        for number, (offset, weight) in enumerate(zip(self._weights.offsets, weights, strict=True)):
-            begin = max(offset - chunk_start, 0)
-            end = min(offset + weight.numel() - chunk_start, own_weights.numel())
-            if begin < end and weight.requires_grad:
-                values = nn.Parameter(own_weights[begin:end])
-                values.grad = own_gradients[begin:end]
-                pieces.append(Piece(number, chunk_start + begin - offset, values))
-        return pieces
+        pieces = pieces_of_chunk(weights, self._weights, self._gradients, rank, workers)
+        self.own = OwnPart(replica, weights, pieces, replica.communicator)
 
     def step(self) -> None:
         replica, communicator = self.replica, self.replica.communicator

@@ -84,6 +84,7 @@ class JoinedTeam:
             forward=model,
             scaler=torch.amp.GradScaler(self.device.type, enabled=False),
             communicator=self.communicator,
+            node=self._place.node,
         )
         self._strategy.attach(replica)
         self._teamwork = Teamwork(self._config, self._strategy, replica)

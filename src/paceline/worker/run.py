@@ -320,6 +320,7 @@ def _build_replica(config: RunConfig, prepared: Prepared, team: Team, clock: Pha
         forward=torch.compile(model) if config.compile else model,
         scaler=torch.amp.GradScaler(prepared.device.type, enabled=config.precision == "fp16"),
         communicator=communicator,
+        node=team.place.node,
         clip_norm=config.clip_norm,
         servers=team.servers,
     )
