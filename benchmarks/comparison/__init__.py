@@ -1,0 +1,1 @@
+"""The parts of `peers.py`: paceline beside other ways of training on the workers of one machine."""

@@ -1,0 +1,150 @@
+"""The sum over all workers by size: gloo, paceline's shared memory, MPI, and the memory's limit.
+
+A sum in place has to read and write every byte at least once in every worker. So its limit is what
+a plain copy of as many bytes takes while all workers copy at the same time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from comparison.fleet import Fleet
+from comparison.group import Group
+from comparison.progress import progress
+from comparison.requests import AllReduce, Copy
+from comparison.rounds import (
+    Blocks,
+    Length,
+    Spread,
+    milliseconds,
+    quartiles,
+    ratio_text,
+    speed_ups,
+    take_turns,
+    verdict,
+)
+
+SIZES_BYTES = [*(4096 * 4**step for step in range(7)), 37 * 2**20, 64 * 2**20, 256 * 2**20]
+GOALS = {2: 2.5, 4: 3.0}
+"""How many times as fast as gloo shared memory is to be at every size, by workers."""
+LIMIT_GOAL, LIMIT_GOAL_BYTES = 0.5, 37 * 2**20
+"""The part of the copy's speed to be reached, at the size of vgg11's gradients."""
+
+GLOO, SHARED, MPI, COPY = "ddp", "shared", "mpi4py", "copy"
+COPIER = GLOO
+"""The group whose workers copy, too: a copy has nothing of a contender's."""
+
+
+@dataclass(frozen=True)
+class Row:
+    size_bytes: int
+    gloo: Spread | None
+    shared: Spread | None
+    mpi: Spread | None
+    copy: Spread | None
+    speed_up: Spread | None
+    """Of shared memory to gloo."""
+    of_limit: Spread | None
+    """A copy's time as a part of the shared sum's."""
+
+
+def compare_collectives(fleet: Fleet, sizes_bytes: list[int], length: Length) -> dict[str, Any]:
+    """Measure all sizes, print the table line by line, give it as data."""
+    names = fleet.starting([GLOO, SHARED, MPI])
+    rows = []
+    show_head(fleet.world_size)
+    for size_bytes in sizes_bytes:
+        with progress(f"all-reduce of {size_text(size_bytes)}, {fleet.world_size} workers"):
+            blocks = measure(fleet, names, size_bytes, length)
+        rows.append(row(size_bytes, blocks))
+        show(rows[-1], GOALS.get(fleet.world_size))
+    show_goals(rows, GOALS.get(fleet.world_size))
+    return {"workers": fleet.world_size, "rows": [asdict(each) for each in rows]}
+
+
+def measure(fleet: Fleet, names: list[str], size_bytes: int, length: Length) -> Blocks:
+    def run(name: str, times: int) -> float | None:
+        request = Copy(size_bytes, times) if name == COPY else AllReduce(size_bytes, times)
+
+        def action(group: Group) -> float:
+            return group.seconds(request)
+
+        return fleet.attempt(COPIER if name == COPY else name, action)
+
+    present = fleet.starting(names)
+    present += [COPY] if COPIER in present else []
+    # The first one is slow, and says how many the next estimate may be made of.
+    first = {name: seconds for name in present if (seconds := run(name, 1)) is not None}
+    first = {
+        name: seconds
+        for name, each in first.items()
+        if (seconds := run(name, min(20, length.count(each)))) is not None
+    }
+    times = {name: length.count(seconds) for name, seconds in first.items()}
+    repeats = length.repeats(sum((times[name] + 1) * each for name, each in first.items()))
+    return take_turns(list(first), repeats, lambda name: run(name, times[name]))
+
+
+def row(size_bytes: int, blocks: Blocks) -> Row:
+    def spread(name: str) -> Spread | None:
+        return Spread.of_blocks(blocks[name]) if name in blocks else None
+
+    def ratio(own: str, reference: str) -> Spread | None:
+        if own not in blocks or reference not in blocks:
+            return None
+        return Spread.of(speed_ups(blocks[own], blocks[reference]))
+
+    return Row(
+        size_bytes=size_bytes,
+        gloo=spread(GLOO),
+        shared=spread(SHARED),
+        mpi=spread(MPI),
+        copy=spread(COPY),
+        speed_up=ratio(SHARED, GLOO),
+        of_limit=ratio(SHARED, COPY),
+    )
+
+
+def show_head(world_size: int) -> None:
+    print(f"\nall-reduce of float32, {world_size} workers; ms, medians")
+    print(f"{'':8}{'':24}{'shared memory':^21}{'times as fast':^20}{'of':>7}")
+    print(
+        f"{'size':>8}{'copy':>8}{'gloo':>8}{'mpi4py':>8}{'':>8}{'quartiles':>13}"
+        f"{'gloo':>7}{'goal':>11}{'limit':>9}"
+    )
+
+
+def show(each: Row, goal: float | None) -> None:
+    def cell(spread: Spread | None) -> str:
+        return "-" if spread is None else milliseconds(spread.median)
+
+    print(
+        f"{size_text(each.size_bytes):>8}{cell(each.copy):>8}{cell(each.gloo):>8}"
+        f"{cell(each.mpi):>8}{cell(each.shared):>8}"
+        + ("" if each.shared is None else f"{quartiles(each.shared):>15}")
+        + ("" if each.speed_up is None else f"{ratio_text(each.speed_up.median):>6}")
+        + ("" if each.speed_up is None else f"{verdict(each.speed_up.median, goal):>11}")
+        + ("" if each.of_limit is None else f"{each.of_limit.median:>8.0%}"),
+        flush=True,
+    )
+
+
+def show_goals(rows: list[Row], goal: float | None) -> None:
+    measured = [each for each in rows if each.speed_up is not None]
+    if goal is not None and measured:
+        met = [each for each in measured if each.speed_up and each.speed_up.median >= goal]
+        print(f"{goal:g} times as fast as gloo: at {len(met)} of {len(measured)} sizes")
+    for each in measured:
+        if each.size_bytes == LIMIT_GOAL_BYTES and each.of_limit is not None:
+            reached = each.of_limit.median
+            print(
+                f"of the memory's limit at {size_text(each.size_bytes)}: {reached:.0%}, "
+                f"goal {LIMIT_GOAL:.0%} {'met' if reached >= LIMIT_GOAL else 'missed'}"
+            )
+
+
+def size_text(size_bytes: int) -> str:
+    if size_bytes < 2**20:
+        return f"{size_bytes // 2**10} kiB"
+    return f"{size_bytes // 2**20} MiB"

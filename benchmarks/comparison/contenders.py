@@ -1,0 +1,205 @@
+"""The ways of training that are compared, each as its own documentation would have it, made fast.
+
+All are given the same model, batch and optimiser, and train in plain data parallelism: gradients
+are averaged over the workers at every update. Options that make a library faster without changing
+what is computed are set: gradients live in the buckets that are sent, and buffers, which the
+training pass does not read, are not sent at every pass.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+Update = Callable[[], Tensor]
+"""One update with the batch given; the loss before it."""
+
+
+class Contender(ABC):
+    """One worker's side of a way of training."""
+
+    rank: int
+    world_size: int
+
+    def connect(self) -> None:
+        """Meet the other workers, at the place that the environment names."""
+        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    @abstractmethod
+    def prepare(
+        self, model: nn.Module, optimizer: Optimizer, inputs: Tensor, labels: Tensor
+    ) -> Update:
+        """Take over a model and its optimiser."""
+
+    def release(self) -> None:  # noqa: B027 (most need nothing here)
+        """Let go of what was prepared."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor)
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class Single(Contender):
+    """The plain loop of one process."""
+
+    def prepare(
+        self, model: nn.Module, optimizer: Optimizer, inputs: Tensor, labels: Tensor
+    ) -> Update:
+        return plain_loop(model, optimizer, inputs, labels, torch.autograd.backward)
+
+
+class TorchDdp(Contender):
+    def connect(self) -> None:
+        super().connect()
+        dist.init_process_group("gloo")
+
+    def prepare(
+        self, model: nn.Module, optimizer: Optimizer, inputs: Tensor, labels: Tensor
+    ) -> Update:
+        wrapped = DistributedDataParallel(
+            model, gradient_as_bucket_view=True, forward_sync_buffers=False
+        )
+        return plain_loop(wrapped, optimizer, inputs, labels, torch.autograd.backward)
+
+
+class Fabric(Contender):
+    def connect(self) -> None:
+        from lightning_fabric import Fabric
+        from lightning_fabric.strategies import DDPStrategy
+
+        super().connect()
+        strategy = DDPStrategy(
+            process_group_backend="gloo", gradient_as_bucket_view=True, forward_sync_buffers=False
+        )
+        self._fabric: Any = Fabric(accelerator="cpu", devices=self.world_size, strategy=strategy)
+        self._fabric.launch()
+
+    def prepare(
+        self, model: nn.Module, optimizer: Optimizer, inputs: Tensor, labels: Tensor
+    ) -> Update:
+        wrapped, wrapped_optimizer = self._fabric.setup(model, optimizer)
+        return plain_loop(wrapped, wrapped_optimizer, inputs, labels, self._fabric.backward)
+
+
+class Accelerate(Contender):
+    """Its own data loader, which would deal out and pad batches, has no part: data is resident."""
+
+    def connect(self) -> None:
+        from accelerate import Accelerator, DistributedDataParallelKwargs
+
+        super().connect()
+        options = DistributedDataParallelKwargs(
+            gradient_as_bucket_view=True, broadcast_buffers=False
+        )
+        self._accelerator: Any = Accelerator(cpu=True, kwargs_handlers=[options])
+
+    def prepare(
+        self, model: nn.Module, optimizer: Optimizer, inputs: Tensor, labels: Tensor
+    ) -> Update:
+        wrapped, wrapped_optimizer = self._accelerator.prepare(model, optimizer)
+        return plain_loop(wrapped, wrapped_optimizer, inputs, labels, self._accelerator.backward)
+
+    def release(self) -> None:
+        self._accelerator.free_memory()
+
+
+class DeepSpeed(Contender):
+    """Stage 0: nothing is split over the workers, as in all others."""
+
+    _engine: Any = None
+
+    def connect(self) -> None:
+        import deepspeed
+
+        super().connect()
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+
+    def prepare(
+        self, model: nn.Module, optimizer: Optimizer, inputs: Tensor, labels: Tensor
+    ) -> Update:
+        import deepspeed
+
+        config = {
+            "train_micro_batch_size_per_gpu": len(inputs),
+            "zero_optimization": {"stage": 0},
+            "steps_per_print": 10**9,
+        }
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        self._engine = engine
+
+        def update() -> Tensor:
+            loss = F.cross_entropy(engine(inputs), labels)
+            engine.backward(loss)
+            engine.step()
+            return loss
+
+        return update
+
+    def release(self) -> None:
+        if self._engine is not None:
+            self._engine.destroy()
+        self._engine = None
+
+
+class Mpi(Contender):
+    """The loop that one writes by hand: all gradients in one tensor, summed after the backward."""
+
+    def connect(self) -> None:
+        from mpi4py import MPI
+
+        self._mpi: Any = MPI
+        self.rank, self.world_size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+    def prepare(
+        self, model: nn.Module, optimizer: Optimizer, inputs: Tensor, labels: Tensor
+    ) -> Update:
+        weights = [weight for weight in model.parameters() if weight.requires_grad]
+        gradients = torch.zeros(sum(weight.numel() for weight in weights))
+        parts = gradients.split([weight.numel() for weight in weights])
+        for weight, part in zip(weights, parts, strict=True):
+            weight.grad = part.view_as(weight)
+
+        def update() -> Tensor:
+            gradients.zero_()
+            loss = F.cross_entropy(model(inputs), labels)
+            (loss / self.world_size).backward()
+            self.all_reduce(gradients)
+            optimizer.step()
+            return loss
+
+        return update
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        self._mpi.COMM_WORLD.Allreduce(self._mpi.IN_PLACE, tensor.numpy())
+
+    def close(self) -> None:
+        self._mpi.Finalize()
+
+
+def plain_loop(
+    model: Callable[[Tensor], Tensor],
+    optimizer: Optimizer,
+    inputs: Tensor,
+    labels: Tensor,
+    backward: Callable[[Tensor], None],
+) -> Update:
+    def update() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), labels)
+        backward(loss)
+        optimizer.step()
+        return loss
+
+    return update

@@ -1,0 +1,250 @@
+"""A contender's worker processes, started once and asked for one block after another."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+from typing import Self
+
+from comparison.progress import progress
+from comparison.requests import Answer, Hello, Prepared, Refusal, Request
+from paceline.sync import STRATEGIES
+
+BENCHMARKS = Path(__file__).parent.parent
+START_LIMIT_SECONDS = 240.0
+ANSWER_LIMIT_SECONDS = 180.0
+
+TITLES = {
+    "ddp": "torch DDP",
+    "shared": "paceline shared",
+    "overlap": "paceline overlap",
+    "fabric": "Lightning Fabric",
+    "accelerate": "Accelerate",
+    "deepspeed": "DeepSpeed",
+    "mpi4py": "mpi4py",
+    "single": "one process",
+}
+CONTENDERS = ("overlap", "ddp", "shared", "fabric", "accelerate", "deepspeed", "mpi4py")
+"""In the order in which they take turns: paceline's beside what they are compared with."""
+PACKAGES = {
+    "fabric": "lightning_fabric",
+    "accelerate": "accelerate",
+    "deepspeed": "deepspeed",
+    "mpi4py": "mpi4py",
+}
+
+
+class ContenderError(Exception):
+    """Why a contender cannot take part, in one line."""
+
+
+def reason_for_absence(name: str) -> str | None:
+    """Why a contender cannot even be started; None where nothing speaks against it."""
+    package = PACKAGES.get(name)
+    if package is not None and importlib.util.find_spec(package) is None:
+        return f"{package} is not installed (see --setup)"
+    if name == "mpi4py" and mpirun() is None:
+        return "there is no mpirun"
+    if name in ("shared", "overlap") and name not in STRATEGIES.names():
+        return "this paceline has no such strategy"
+    return None
+
+
+def mpirun() -> str | None:
+    """The one beside this Python first."""
+    return shutil.which("mpirun", path=Path(sys.executable).parent) or shutil.which("mpirun")
+
+
+class Group:
+    """Workers of one contender; used as a context, which ends them."""
+
+    def __init__(self, name: str, world_size: int, threads: int = 1) -> None:
+        self.name = name
+        self.world_size = world_size
+        self._folder = tempfile.TemporaryDirectory(prefix="paceline-peers-")
+        self._log = Path(self._folder.name) / "log"
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._pipes: list[Connection] = []
+        self.pids: list[int] = []
+        """The workers', in the order of their ranks."""
+        try:
+            with progress(f"starting {world_size} x {TITLES[name]}"):
+                self._start(threads)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, threads: int) -> None:
+        address = f"{self._folder.name}/line"
+        command = [sys.executable, "-m", "comparison.worker", self.name, address]
+        environment = worker_environment(self.world_size, threads)
+        with socket.socket(socket.AF_UNIX) as listener, self._log.open("wb") as log:
+            listener.bind(address)
+            listener.listen(self.world_size)
+            listener.settimeout(0.5)
+            if self.name == "mpi4py":
+                self._launch([*mpi_launcher(self.world_size), *command], environment, log.fileno())
+            else:
+                for rank in range(self.world_size):
+                    own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                    self._launch(command, environment | own, log.fileno())
+            self._accept(listener)
+
+    def _launch(self, command: list[str], environment: dict[str, str], log: int) -> None:
+        self._processes.append(
+            subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+        )
+
+    def _accept(self, listener: socket.socket) -> None:
+        deadline = monotonic() + START_LIMIT_SECONDS
+        hellos: dict[int, tuple[Connection, int]] = {}
+        while len(hellos) < self.world_size:
+            if any(process.poll() is not None for process in self._processes):
+                raise ContenderError(f"did not start: {self._last_words()}")
+            if monotonic() > deadline:
+                raise ContenderError(f"did not start within {START_LIMIT_SECONDS:g} s")
+            try:
+                line, _ = listener.accept()
+            except TimeoutError:
+                continue
+            line.setblocking(True)
+            pipe: Connection = Connection(line.detach())
+            hello = pipe.recv()
+            assert isinstance(hello, Hello)
+            hellos[hello.rank] = pipe, hello.pid
+        for _, (pipe, pid) in sorted(hellos.items()):
+            self._pipes.append(pipe)
+            self.pids.append(pid)
+
+    def seconds(self, request: Request) -> float:
+        """The mean over the workers of what they measured."""
+        return statistics.fmean(answer for answer in self.ask(request) if isinstance(answer, float))
+
+    def prepared(self, request: Request) -> Prepared:
+        """The mean over the workers."""
+        answers = [answer for answer in self.ask(request) if isinstance(answer, Prepared)]
+        return Prepared(
+            statistics.fmean(answer.first_loss for answer in answers),
+            statistics.fmean(answer.last_loss for answer in answers),
+            statistics.fmean(answer.update_seconds for answer in answers),
+        )
+
+    def ask(self, request: Request) -> list[Answer]:
+        self.send(request)
+        return self.answers()
+
+    def send(self, request: Request) -> None:
+        try:
+            for pipe in self._pipes:
+                pipe.send(request)
+        except OSError:
+            raise ContenderError(f"a worker ended: {self._last_words()}") from None
+
+    def is_busy(self, seconds: float) -> bool:
+        """Whether some worker has not answered after that time."""
+        return len(wait(self._pipes, seconds)) < len(self._pipes)
+
+    def answers(self) -> list[Answer]:
+        deadline = monotonic() + ANSWER_LIMIT_SECONDS
+        answers: list[Answer] = []
+        for pipe in self._pipes:
+            if not pipe.poll(max(0.0, deadline - monotonic())):
+                raise ContenderError(f"no answer within {ANSWER_LIMIT_SECONDS:g} s")
+            try:
+                answer = pipe.recv()
+            except (EOFError, OSError):
+                raise ContenderError(f"a worker ended: {self._last_words()}") from None
+            if isinstance(answer, Refusal):
+                raise ContenderError(answer.reason)
+            answers.append(answer)
+        return answers
+
+    def _last_words(self) -> str:
+        return last_words(self._log.read_text(errors="replace"))
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        deadline = monotonic() + 10.0
+        for process in self._processes:
+            try:
+                process.wait(max(0.1, deadline - monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def worker_environment(world_size: int, threads: int) -> dict[str, str]:
+    """What launchers of torch programs set, and that nothing leaves the loopback device."""
+    paths = [str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    bins = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    return os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "OMP_NUM_THREADS": str(threads),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PATH": os.pathsep.join(bins),
+        "DS_ACCELERATOR": "cpu",
+        "TORCH_EXTENSIONS_DIR": extensions_folder(sys.prefix),
+        # An orderly end on Open MPI also as root, in a container; elsewhere these mean nothing.
+        "PRTE_ALLOW_RUN_AS_ROOT": "1",
+        "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+
+
+def extensions_folder(prefix: str) -> str:
+    """Where DeepSpeed keeps what it compiles for itself: with its own environment."""
+    return str(Path(prefix) / "torch-extensions")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def mpi_launcher(world_size: int) -> list[str]:
+    program = mpirun()
+    assert program is not None
+    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    options = ["-n", str(world_size)]
+    if "Open MPI" in version.stdout:
+        # More workers than cores are meant; they talk through shared memory, and never by network.
+        options += ["--oversubscribe", "--bind-to", "none", "--mca", "btl", "self,sm"]
+    return [program, *options]
+
+
+def last_words(log: str) -> str:
+    """The line of a log that says most about why a program ended."""
+    spoken = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in spoken if "Error" in line]
+    return (errors or spoken or ["no word of why"])[-1]

@@ -1,0 +1,164 @@
+"""How long an update takes with every contender."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from comparison.fleet import Fleet
+from comparison.group import CONTENDERS, TITLES
+from comparison.progress import progress
+from comparison.requests import Prepare, Prepared, Train
+from comparison.rounds import (
+    Blocks,
+    Length,
+    Spread,
+    milliseconds,
+    quartiles,
+    ratio_text,
+    speed_ups,
+    take_turns,
+    verdict,
+)
+
+REFERENCE = "ddp"
+OURS = ("shared", "overlap")
+GOALS = {
+    ("lenet", 2): 1.4,
+    ("lenet", 4): 1.8,
+    ("mlp", 2): 1.8,
+    ("mlp", 4): 2.0,
+    ("resnet18", 2): 1.0,
+    ("resnet18", 4): 1.0,
+    ("vgg11", 2): 1.0,
+    ("vgg11", 4): 1.0,
+}
+"""How many times as fast as DDP `shared` is to be, by model and workers."""
+SAME_TRAINING = 1e-3
+"""What a loss may be off by, as a part of how far the loss fell: rounding, and no more."""
+
+
+@dataclass(frozen=True)
+class Task:
+    model: str
+    batch_per_worker: int
+    checked_updates: int
+    """After so many the losses are compared."""
+
+
+TASKS = {
+    "lenet": Task("lenet", 16, 10),
+    "mlp": Task("mlp", 32, 10),
+    "resnet18": Task("resnet18", 8, 4),
+    "vgg11": Task("vgg11", 32, 4),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    contender: str
+    seconds: Spread
+    """Of an update."""
+    speed_up: Spread | None
+    """To DDP; none for DDP itself."""
+    goal: float | None
+    loss: float
+    loss_off_by: float
+    """From DDP's, as a part of how far DDP's loss fell."""
+
+
+def compare_iterations(fleet: Fleet, task: Task, length: Length) -> dict[str, Any]:
+    """Measure a model, print its table, give it as data."""
+    what = f"{task.model}, {fleet.world_size} workers, batch of {task.batch_per_worker} each"
+    prepared = prepare(fleet, fleet.starting(CONTENDERS), task, what)
+    blocks = measure(fleet, prepared, length, what)
+    goal = GOALS.get((task.model, fleet.world_size))
+    rows = [row(name, blocks, prepared, goal) for name in TITLES if name in blocks]
+    show(what, task, rows)
+    return {**asdict(task), "workers": fleet.world_size, "rows": [asdict(each) for each in rows]}
+
+
+def prepare(fleet: Fleet, names: list[str], task: Task, what: str) -> dict[str, Prepared]:
+    request = Prepare(task.model, task.batch_per_worker, task.checked_updates)
+    with progress(f"{what}: first updates"):
+        answers = {
+            name: fleet.attempt(name, lambda group: group.prepared(request)) for name in names
+        }
+    return {name: answer for name, answer in answers.items() if answer is not None}
+
+
+def measure(fleet: Fleet, prepared: dict[str, Prepared], length: Length, what: str) -> Blocks:
+    """Blocks of about the same time each; one more update in each is not timed."""
+    updates = {name: length.count(each.update_seconds) for name, each in prepared.items()}
+    repeats = length.repeats(
+        sum((updates[name] + 1) * each.update_seconds for name, each in prepared.items())
+    )
+
+    def run(name: str) -> float | None:
+        return fleet.attempt(name, lambda group: group.seconds(Train(updates[name])))
+
+    with progress(f"{what}: {repeats} rounds of {len(prepared)} contenders"):
+        return take_turns(list(prepared), repeats, run)
+
+
+def row(name: str, blocks: Blocks, prepared: dict[str, Prepared], goal: float | None) -> Row:
+    speed_up, off_by = None, 0.0
+    if name != REFERENCE and REFERENCE in blocks:
+        reference = prepared[REFERENCE]
+        fall = abs(reference.first_loss - reference.last_loss)
+        off_by = abs(prepared[name].last_loss - reference.last_loss) / fall
+        speed_up = Spread.of(speed_ups(blocks[name], blocks[REFERENCE]))
+    return Row(
+        contender=name,
+        seconds=Spread.of_blocks(blocks[name]),
+        speed_up=speed_up,
+        goal=goal if name == "shared" else None,
+        loss=prepared[name].last_loss,
+        loss_off_by=off_by,
+    )
+
+
+def show(what: str, task: Task, rows: list[Row]) -> None:
+    print(f"\n{what}")
+    print(f"{'':17}{'ms an update':^23}{'times as fast as DDP':^22}{'':10}{'loss':>7}")
+    print(
+        f"{'':17}{'median':>8}{'quartiles':>15}{'median':>8}{'quartiles':>14}{'goal':>10}{'off':>7}"
+    )
+    for each in rows:
+        print(
+            f"{TITLES[each.contender]:17}{milliseconds(each.seconds.median):>8}"
+            f"{quartiles(each.seconds):>15}" + compared(each)
+        )
+    for each in rows:
+        if each.contender == REFERENCE:
+            print(f"DDP's loss after {task.checked_updates} updates: {each.loss:.6f}")
+    strangers = [TITLES[each.contender] for each in rows if not each.loss_off_by <= SAME_TRAINING]
+    if strangers:
+        print(f"NOT THE SAME TRAINING, so not to be compared: {', '.join(strangers)}")
+    show_fastest(rows)
+
+
+def compared(each: Row) -> str:
+    if each.speed_up is None:
+        return ""
+    return (
+        f"{ratio_text(each.speed_up.median):>8}{quartiles(each.speed_up, ratio_text):>14}"
+        f"{verdict(each.speed_up.median, each.goal):>10}{loss_text(each.loss_off_by):>7}"
+    )
+
+
+def loss_text(part: float) -> str:
+    return "0" if part == 0 else f"{part:.0e}"
+
+
+def show_fastest(rows: list[Row]) -> None:
+    medians = {each.contender: each.seconds.median for each in rows}
+    peers = [name for name in medians if name not in OURS]
+    if "shared" not in medians or not peers:
+        return
+    best = min(peers, key=medians.__getitem__)
+    ratio = medians[best] / medians["shared"]
+    print(
+        f"`shared` is {ratio:.2f} times as fast as the fastest peer here, {TITLES[best]}: "
+        + ("goal met" if ratio > 1 else "goal missed")
+    )

@@ -1,0 +1,79 @@
+"""What all workers of a contender hold in memory together, shared pages counted once."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from comparison.group import TITLES, ContenderError, Group, reason_for_absence
+from comparison.iteration import Task
+from comparison.progress import progress
+from comparison.requests import Prepare, Train
+from paceline.measure.process_tree import ProcessTree, pss_bytes
+
+WORKERS = 4
+TIMED_UPDATES = 2
+SECONDS_BETWEEN_LOOKS = 0.05
+
+
+@dataclass(frozen=True)
+class Row:
+    contender: str
+    started_bytes: int
+    """Connected, with no model yet: mostly libraries."""
+    training_bytes: int
+    """The most seen while it trains."""
+
+
+def compare_memory(names: list[str], task: Task, left_out: dict[str, str]) -> list[dict[str, Any]]:
+    """One contender after the other, in new processes: nothing is left over from another's."""
+    print(
+        f"\nmemory of {WORKERS} workers on {task.model}, batch of {task.batch_per_worker} each, MB"
+    )
+    print(f"{'':17}{'before':>10}{'training':>10}{'for the training':>18}{'to DDP':>9}")
+    rows: list[Row] = []
+    for name in names:
+        try:
+            reason = reason_for_absence(name)
+            if reason is not None:
+                raise ContenderError(reason)
+            with Group(name, WORKERS) as group:
+                rows.append(measure(group, task))
+        except ContenderError as error:
+            left_out[f"{TITLES[name]}, memory"] = str(error)
+            continue
+        show(rows[-1], rows)
+    return [asdict(row) for row in rows]
+
+
+def measure(group: Group, task: Task) -> Row:
+    started = held_bytes(group)
+    with progress(f"memory of {TITLES[group.name]}"):
+        group.ask(Prepare(task.model, task.batch_per_worker, 2))
+        group.send(Train(TIMED_UPDATES))
+        most = held_bytes(group)
+        while group.is_busy(SECONDS_BETWEEN_LOOKS):
+            most = max(most, held_bytes(group))
+        group.answers()
+    return Row(group.name, started, most)
+
+
+def held_bytes(group: Group) -> int:
+    """By the workers and the processes they have started; a launcher is none of them."""
+    tree = ProcessTree(group.pids)
+    tree.usage()
+    held = pss_bytes(tree.pids)
+    if held is None:
+        raise ContenderError("its memory may not be looked at")
+    return held
+
+
+def show(row: Row, rows: list[Row]) -> None:
+    reference = [each for each in rows if each.contender == "ddp"]
+    own = row.training_bytes - row.started_bytes
+    print(
+        f"{TITLES[row.contender]:17}{row.started_bytes / 1e6:>10.0f}"
+        f"{row.training_bytes / 1e6:>10.0f}{own / 1e6:>18.0f}"
+        + (f"{row.training_bytes / reference[0].training_bytes:>9.2f}" if reference else ""),
+        flush=True,
+    )

@@ -1,0 +1,77 @@
+"""A strategy of paceline's as a contender."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from comparison.contenders import Contender, Update
+from paceline.comm.communicator import Communicator
+from paceline.comm.rendezvous import Meeting
+from paceline.comm.torch_distributed import connect
+from paceline.measure.clock import PhaseClock
+from paceline.sync.options import create_strategy
+from paceline.sync.replica import Replica
+from paceline.sync.strategy import Strategy
+
+
+class Paceline(Contender):
+    """With everything that a run has: time is accounted phase by phase."""
+
+    def __init__(self, strategy: str) -> None:
+        self._name = strategy
+        self._strategy: Strategy | None = None
+        self._shared_memory: Communicator | None = None
+
+    def connect(self) -> None:
+        super().connect()
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._communicator = connect(Meeting(self.rank, self.world_size, address, port))
+
+    def prepare(
+        self, model: nn.Module, optimizer: Optimizer, inputs: Tensor, labels: Tensor
+    ) -> Update:
+        replica = Replica(
+            model=model,
+            optimizer=optimizer,
+            clock=PhaseClock(),
+            forward=model,
+            scaler=torch.amp.GradScaler("cpu", enabled=False),
+            communicator=self._communicator,
+        )
+        replica.share = 1 / self.world_size
+        strategy = self._strategy = create_strategy(self._name, {})
+        strategy.attach(replica)
+
+        def update() -> Tensor:
+            replica.clock.enter("forward")
+            loss = F.cross_entropy(replica.forward(inputs), labels)
+            replica.clock.enter("backward")
+            strategy.backward(loss * replica.share)
+            strategy.step()
+            replica.clock.enter("other")
+            return loss
+
+        return update
+
+    def release(self) -> None:
+        if self._strategy is not None:
+            self._strategy.finish()
+        self._strategy = None
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        if self._shared_memory is None:
+            from paceline.comm import shared_memory
+
+            self._shared_memory = shared_memory.over(self._communicator)
+        self._shared_memory.all_reduce(tensor, "gradients").wait()
+
+    def close(self) -> None:
+        self._communicator.barrier().wait()
+        if self._shared_memory is not None:
+            self._shared_memory.close()
+        self._communicator.close()

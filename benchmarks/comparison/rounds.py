@@ -1,0 +1,109 @@
+"""Blocks that take turns, and what is read from them.
+
+What else a machine does comes and goes; so contenders take turns in short blocks, in an order that
+rotates from round to round, and a ratio is one of blocks that ran next to each other.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+
+@dataclass(frozen=True)
+class Block:
+    at: float
+    """The middle of the block, on a clock of this process."""
+    seconds: float
+    """What one update, or one collective, took in it."""
+
+
+MOST_IN_A_BLOCK = 2000
+"""Should the first ones have been much quicker than those to come."""
+
+Blocks = dict[str, list[Block]]
+
+
+@dataclass(frozen=True)
+class Spread:
+    low: float
+    median: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0], 1)
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(low, median, high, len(values))
+
+    @classmethod
+    def of_blocks(cls, blocks: Sequence[Block]) -> Spread:
+        return cls.of([block.seconds for block in blocks])
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long to measure."""
+
+    block_seconds: float
+    table_seconds: float
+    """What the rounds behind a table, or one of its lines, may take before they get fewer."""
+    fewest_repeats: int
+    most_repeats: int
+
+    def count(self, one_seconds: float) -> int:
+        """How many of what takes `one_seconds` make a block."""
+        return min(MOST_IN_A_BLOCK, max(1, round(self.block_seconds / one_seconds)))
+
+    def repeats(self, round_seconds: float) -> int:
+        wanted = int(self.table_seconds / round_seconds)
+        return max(self.fewest_repeats, min(self.most_repeats, wanted))
+
+
+def take_turns(names: Sequence[str], repeats: int, run: Callable[[str], float | None]) -> Blocks:
+    """`run` gives the seconds of a block, or None for a contender that is out from now on."""
+    blocks: Blocks = {name: [] for name in names}
+    for number in range(repeats):
+        turn = number % len(names)
+        for name in [*names[turn:], *names[:turn]]:
+            if name not in blocks:
+                continue
+            began = perf_counter()
+            seconds = run(name)
+            if seconds is None:
+                del blocks[name]
+            else:
+                blocks[name].append(Block((began + perf_counter()) / 2, seconds))
+    return blocks
+
+
+def speed_ups(own: Sequence[Block], reference: Sequence[Block]) -> list[float]:
+    """How many times as fast as the nearest block of the reference each block was."""
+    return [
+        min(reference, key=lambda other: abs(other.at - block.at)).seconds / block.seconds
+        for block in own
+    ]
+
+
+def milliseconds(seconds: float) -> str:
+    """Three digits or so, in at most six characters up to a hundred seconds."""
+    value = 1e3 * seconds
+    digits = 3 if value < 1 else 2 if value < 10 else 1 if value < 1000 else 0
+    return f"{value:.{digits}f}"
+
+
+def ratio_text(value: float) -> str:
+    return f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def quartiles(spread: Spread, text: Callable[[float], str] = milliseconds) -> str:
+    return f"{text(spread.low)}-{text(spread.high)}"
+
+
+def verdict(value: float, goal: float | None) -> str:
+    """The goal, and whether it is met."""
+    return "" if goal is None else f"{goal:g} {'met' if value >= goal else 'missed'}"

@@ -1,0 +1,95 @@
+"""Two workers of one thread each against one process of two threads, at the same global batch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from comparison.fleet import Fleet
+from comparison.group import ContenderError, Group
+from comparison.iteration import Task
+from comparison.progress import progress
+from comparison.requests import Prepare, Train
+from comparison.rounds import (
+    Length,
+    Spread,
+    milliseconds,
+    quartiles,
+    ratio_text,
+    speed_ups,
+    take_turns,
+)
+
+MODELS = ("mlp", "lenet")
+WORKERS = 2
+
+
+@dataclass(frozen=True)
+class Row:
+    model: str
+    global_batch: int
+    workers: Spread
+    threads: Spread
+    speed_up: Spread
+    """Of the workers to the threads."""
+
+
+def compare_threads(fleet: Fleet, tasks: list[Task], length: Length) -> list[dict[str, Any]]:
+    if not fleet.starting(["shared"]):
+        return []
+    print("\none update: 2 workers of 1 thread (`shared`) and 1 process of 2 threads; ms")
+    print(
+        f"{'':9}{'global':>6}{'2 workers':>10}{'quartiles':>14}{'2 threads':>11}{'quartiles':>14}"
+        f"{'times as fast':>15}"
+    )
+    rows = []
+    try:
+        with Group("single", 1, threads=WORKERS) as alone:
+            for task in tasks:
+                row = measure(fleet, alone, task, length)
+                if row is not None:
+                    show(row)
+                    rows.append(asdict(row))
+    except ContenderError as error:
+        fleet.left_out["one process of 2 threads"] = str(error)
+    return rows
+
+
+def measure(fleet: Fleet, alone: Group, task: Task, length: Length) -> Row | None:
+    batch = task.batch_per_worker
+    with progress(f"{task.model}, workers and threads"):
+        team = fleet.attempt(
+            "shared", lambda group: group.prepared(Prepare(task.model, batch, task.checked_updates))
+        )
+        if team is None:
+            return None
+        one = alone.prepared(Prepare(task.model, WORKERS * batch, task.checked_updates))
+        updates = {
+            "team": length.count(team.update_seconds),
+            "one": length.count(one.update_seconds),
+        }
+
+        def run(name: str) -> float | None:
+            request = Train(updates[name])
+            if name == "one":
+                return alone.seconds(request)
+            return fleet.attempt("shared", lambda group: group.seconds(request))
+
+        blocks = take_turns(["team", "one"], length.most_repeats, run)
+    if "team" not in blocks:
+        return None
+    return Row(
+        model=task.model,
+        global_batch=WORKERS * batch,
+        workers=Spread.of_blocks(blocks["team"]),
+        threads=Spread.of_blocks(blocks["one"]),
+        speed_up=Spread.of(speed_ups(blocks["team"], blocks["one"])),
+    )
+
+
+def show(row: Row) -> None:
+    print(
+        f"{row.model:9}{row.global_batch:>6}{milliseconds(row.workers.median):>10}"
+        f"{quartiles(row.workers):>14}{milliseconds(row.threads.median):>11}"
+        f"{quartiles(row.threads):>14}{ratio_text(row.speed_up.median):>15}"
+    )
