@@ -27,7 +27,7 @@ def leave_in_the_second_step(communicator: Communicator, name: str) -> None:
 @pytest.mark.parametrize("name", AVERAGING)
 def test_peers_of_a_failed_worker_end_with_one_line_about_it(pool: WorkerPool, name: str) -> None:
     first, failed = pool.outcomes(
-        2, leave_in_the_second_step, name, fresh=True, timeout_seconds=10.0
+        2, leave_in_the_second_step, name, fresh=True, timeout_seconds=5.0
     )
     assert isinstance(failed.error, RuntimeError)
     assert isinstance(first.error, PeerError), first.error

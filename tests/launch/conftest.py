@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.commands import HERE, Ended, launch, train
-from paceline.records import Result
+from launch.commands import HERE, Ended, train
 
 
 @pytest.fixture(autouse=True)
@@ -17,17 +16,12 @@ def in_folder_of_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def talkative_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
-    """Two workers started by the command line, with all that is said and written."""
+    """Two workers started by the command line, with all that is said and written.
+
+    Of its twelve iterations it keeps checkpoints after the sixth and the last.
+    """
     out = tmp_path_factory.mktemp("talkative")
     variables = {"OWN_NOTES": str(out)}
-    settings = {"model": "own_code:Talkative", "nproc_per_node": 2, "checkpoint_every": 12}
+    settings = {"model": "own_code:Talkative", "nproc_per_node": 2, "checkpoint_every": 6}
     with train(out, variables, **settings) as command:
         return out / "run", command.end()
-
-
-@pytest.fixture(scope="session")
-def three_workers(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """The result of one command with three workers."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(HERE)
-        return launch(tmp_path_factory.mktemp("three"), nproc_per_node=3).result or {}

@@ -52,7 +52,7 @@ class Talkative(Plain):
     def forward(self, inputs: Tensor) -> Tensor:
         if not self._is_told:
             self._is_told = True
-            rank = os.environ["RANK"]
+            rank = os.environ.get("RANK", "0")
             sys.stdout.write(f"hello from {rank}\n")
             sys.stderr.write(f"a warning of {rank}\n")
             note = Path(os.environ["OWN_NOTES"]) / f"threads-{rank}"

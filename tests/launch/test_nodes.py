@@ -25,8 +25,10 @@ from launch.commands import (
     wait_until,
     workers_of,
 )
+from paceline.config import from_mapping
 from paceline.errors import RunError, UsageError
-from paceline.records import Result, read_json
+from paceline.launch.nodes import Nodes
+from paceline.records import read_json
 from paceline.worker.checkpoint import iterations
 
 
@@ -46,30 +48,34 @@ def run_nodes(outs: list[Path], late_seconds: float = 0.0, **settings: Any) -> l
         return [command.end() for command in commands]
 
 
-RECORDS = {"config.json", "result.json", "checkpoints"} | {
-    f"{kind}-{number}.jsonl" for kind in ("events", "resources") for number in range(3)
-}
+def records_of(nodes: int) -> set[str]:
+    """What is left of a run of one worker on each."""
+    return {"config.json", "result.json", "checkpoints"} | {
+        f"{kind}-{number}.jsonl" for kind in ("events", "resources") for number in range(nodes)
+    }
 
 
-def test_three_commands_do_what_one_command_does(tmp_path: Path, three_workers: Result) -> None:
-    ended = run_nodes([tmp_path] * 3)
-    assert [(each.code, each.err) for each in ended] == [(0, "")] * 3
-    result = read_json(tmp_path / "run" / "result.json")
-    assert result["weights_sha256"] == three_workers["weights_sha256"]
-    assert [worker["node"] for worker in result["workers"]] == [0, 1, 2]
-    assert names_in(tmp_path / "run") == RECORDS
-
-
-def test_the_first_node_gets_all_records_and_waits_for_a_late_one(
-    tmp_path: Path, three_workers: Result
+def test_two_commands_do_what_one_command_does(
+    tmp_path: Path, talkative_run: tuple[Path, Ended]
 ) -> None:
+    """Both write to the same folder."""
+    ended = run_nodes([tmp_path] * 2)
+    assert [(each.code, each.err) for each in ended] == [(0, "")] * 2
+    result = read_json(tmp_path / "run" / "result.json")
+    one_command = read_json(talkative_run[0] / "result.json")
+    assert result["weights_sha256"] == one_command["weights_sha256"]
+    assert [worker["node"] for worker in result["workers"]] == [0, 1]
+    assert names_in(tmp_path / "run") == records_of(2)
+
+
+def test_the_first_of_three_nodes_gets_all_records_and_waits_for_a_late_one(tmp_path: Path) -> None:
     outs = [tmp_path / f"disk-{number}" for number in range(3)]
-    ended = run_nodes(outs, late_seconds=2.0)
+    ended = run_nodes(outs, late_seconds=1.0)
     assert [(each.code, each.err) for each in ended] == [(0, "")] * 3
-    assert names_in(outs[0] / "run") == RECORDS
+    assert names_in(outs[0] / "run") == records_of(3)
     assert names_in(outs[2] / "run") == {"config.json", "events-2.jsonl", "resources-2.jsonl"}
     result = read_json(outs[0] / "run" / "result.json")
-    assert result["weights_sha256"] == three_workers["weights_sha256"]
+    assert [worker["node"] for worker in result["workers"]] == [0, 1, 2]
     assert [each["node"] for each in result["nodes"]] == [0, 1, 2]
     assert all(each["rss_bytes_peak"] for each in result["nodes"])
 
@@ -167,8 +173,9 @@ def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
     assert not names_in(tmp_path)
 
 
-def test_on_one_machine_a_port_in_use_is_no_hindrance(tmp_path: Path) -> None:
+def test_on_one_machine_a_port_in_use_is_no_hindrance() -> None:
+    """The launcher meets its workers at another one."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        outcome = launch(tmp_path, nproc_per_node=2, master_port=port, iterations=1)
-    assert outcome.exit_code == 0
+        nodes = Nodes(from_mapping({"nproc_per_node": 2, "master_port": port}))
+    assert nodes.port != port

@@ -1,16 +1,23 @@
-"""Two workers that are stopped or killed, and resumed, end where undisturbed ones end."""
+"""Workers that are stopped or killed, and resumed, end where undisturbed ones end.
+
+Also where others than before go on.
+"""
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from launch.commands import SLOW, is_training, launch, train, wait_until, workers_of
+from launch.commands import SLOW, Ended, is_training, launch, train, wait_until, workers_of
 from paceline.launch import start
 from paceline.records import Result, RunFolder
-from paceline.worker.checkpoint import iterations
+from paceline.worker.checkpoint import iterations, newest_checkpoint
 
 SETTINGS = {"model": "own_code:Slow", "iterations": 160, "nproc_per_node": 2}
 
@@ -22,8 +29,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
         return launch(tmp_path_factory.mktemp("undisturbed"), **SETTINGS).result or {}
 
 
-def check_resumed_equals(undisturbed: Result, folder: Path) -> None:
-    result = start.resume(str(folder), {}, quiet=True).result
+def check_resumed_equals(undisturbed: Result, folder: Path, **changes: Any) -> None:
+    result = start.resume(str(folder), changes, quiet=True).result
     assert result is not None
     assert result["status"] == "finished"
     assert len(result["workers"]) == 2
@@ -58,4 +65,38 @@ def test_a_run_that_was_killed_altogether_can_be_resumed(
         for worker in workers_of(command.process.pid).values():
             worker.kill()
         command.process.kill()
-    check_resumed_equals(undisturbed, tmp_path / "run")
+    check_resumed_equals(undisturbed, tmp_path / "run", checkpoint_every=50)
+
+
+def weights_after(folder: Path) -> Tensor:
+    """At the newest checkpoint, one after the other."""
+    checkpoint = newest_checkpoint(folder / "checkpoints")
+    assert checkpoint is not None
+    return torch.cat([weight.flatten() for weight in checkpoint.state["model"].values()])
+
+
+@pytest.mark.parametrize("workers", [3, 1])
+def test_another_number_of_workers_goes_on_with_the_same_samples(
+    workers: int,
+    talkative_run: tuple[Path, Ended],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two workers did the first half of twelve batches of twelve samples; an epoch has eight."""
+    monkeypatch.setenv("OWN_NOTES", str(tmp_path))
+    whole, cut = talkative_run[0], tmp_path / "run"
+    shutil.copytree(whole, cut)
+    (cut / "result.json").unlink()
+    for file in (cut / "checkpoints").glob("*12.*"):
+        file.unlink()
+    halfway, expected = weights_after(cut), weights_after(whole)
+    result = start.resume(str(cut), {"nproc_per_node": workers}, quiet=True).result
+    assert result is not None
+    assert result["iterations"] == 12
+    assert [worker["samples"] for worker in result["workers"]] == [6 * 12 // workers] * workers
+    assert distance(halfway, expected) > 1e-3, "the second half changes too little to tell"
+    assert distance(weights_after(cut), expected) < 1e-5
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm())
