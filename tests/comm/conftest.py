@@ -22,7 +22,7 @@ def team(request: pytest.FixtureRequest, pool: WorkerPool) -> Team:
     return make_team(pool, *request.param)
 
 
-@pytest.fixture(params=["in_process", "torch_distributed", "shared_memory"])
+@pytest.fixture(params=["in_process", "torch_distributed", "shared_memory", "hierarchical"])
 def team_of_three(request: pytest.FixtureRequest, pool: WorkerPool) -> Team:
     """Three: neither a pair nor a power of two."""
     return make_team(pool, request.param, 3)

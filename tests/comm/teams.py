@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from paceline.comm import in_process, shared_memory
+from paceline.comm import hierarchical, in_process, shared_memory
 from paceline.comm.communicator import Communicator
 from worker_pool import WorkerPool
 
@@ -17,6 +17,8 @@ TEAMS = [
     *(("in_process", world_size) for world_size in range(1, 9)),
     *(("torch_distributed", world_size) for world_size in range(1, 5)),
     *(("shared_memory", world_size) for world_size in range(1, 5)),
+    *(("hierarchical", world_size) for world_size in range(1, 5)),
+    ("uneven_hosts", 4),
 ]
 
 
@@ -63,9 +65,20 @@ def _over(
         return function(other, *arguments)
 
 
+def over_pairs(communicator: Communicator) -> Communicator:
+    """Two workers on each host; one on the last, if they are odd."""
+    return hierarchical.over(communicator, communicator.rank // 2)
+
+
+def over_three_and_one(communicator: Communicator) -> Communicator:
+    return hierarchical.over(communicator, communicator.rank // 3)
+
+
 CONNECT: dict[str, Connect | None] = {
     "torch_distributed": None,
     "shared_memory": shared_memory.over,
+    "hierarchical": over_pairs,
+    "uneven_hosts": over_three_and_one,
 }
 """Of the teams whose workers are processes."""
 

@@ -12,9 +12,10 @@ What holds for all operations:
   same collectives in the same order. A thread of its own needs a communicator of its own: `fork`.
 - Every transfer is counted in `traffic` under the `kind` given, one of `records.TRAFFIC_KINDS`.
   What is composed of sends and receives is counted message by message; a library's own collective
-  cannot be looked into and is counted by formula: all_reduce, reduce_scatter and all_gather as a
-  ring (see algorithms/ring.py), broadcast as a binomial tree (algorithms/tree.py). Empty tensors
-  are not sent.
+  cannot be looked into, and one through shared memory has no messages: these are counted by
+  formula, so that all count alike: all_reduce, reduce_scatter and all_gather as a ring (see
+  algorithms/ring.py), broadcast as a binomial tree (algorithms/tree.py). Empty tensors are not
+  sent.
 - A peer that is silent for `timeout_seconds`, or gone, ends an operation, at its start or in its
   `wait()`, with a `PeerError` of one line that names the operation and the peers it may be. After
   an error a communicator can only be closed.
@@ -46,7 +47,12 @@ class Communicator(ABC):
     """One worker's end of the connections between `world_size` workers."""
 
     def __init__(
-        self, rank: int, world_size: int, timeout_seconds: float, traffic: Traffic | None
+        self,
+        rank: int,
+        world_size: int,
+        timeout_seconds: float,
+        traffic: Traffic | None,
+        known_as: Sequence[int] | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not one of 0 to {world_size - 1}")
@@ -54,6 +60,8 @@ class Communicator(ABC):
         self.world_size = world_size
         self.timeout_seconds = timeout_seconds
         self.traffic = traffic or Traffic()
+        self.known_as = known_as or range(world_size)
+        """The ranks' numbers among all workers, by which messages name them."""
 
     @abstractmethod
     def send(self, tensor: Tensor, to: int, kind: str) -> Work:
@@ -124,6 +132,11 @@ class Communicator(ABC):
     @property
     def peers(self) -> tuple[int, ...]:
         return tuple(rank for rank in range(self.world_size) if rank != self.rank)
+
+    def operation(self, name: str, peers: Sequence[int]) -> Operation:
+        return Operation(
+            self.known_as[self.rank], name, tuple(self.known_as[peer] for peer in peers)
+        )
 
     def check_peer(self, peer: int) -> None:
         if peer == self.rank or not 0 <= peer < self.world_size:

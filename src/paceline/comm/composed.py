@@ -23,9 +23,14 @@ class ComposedCommunicator(Communicator):
     """What is left to write is `send`, `recv`, `fork` and `_disconnect`."""
 
     def __init__(
-        self, rank: int, world_size: int, timeout_seconds: float, traffic: Traffic | None
+        self,
+        rank: int,
+        world_size: int,
+        timeout_seconds: float,
+        traffic: Traffic | None,
+        known_as: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(rank, world_size, timeout_seconds, traffic)
+        super().__init__(rank, world_size, timeout_seconds, traffic, known_as)
         self._background: Background | None = None
 
     def broadcast(self, tensor: Tensor, root: int, kind: str) -> Work:

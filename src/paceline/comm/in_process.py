@@ -164,7 +164,7 @@ class _Receive(Work):
         number: int,
     ) -> None:
         super().__init__()
-        self._operation = Operation(communicator.rank, "recv from", (source,))
+        self._operation = communicator.operation("recv from", (source,))
         self._seconds = communicator.timeout_seconds
         self._hub, self._tensor, self._number = hub, tensor.detach(), number
         self._route = (channel, source, communicator.rank)

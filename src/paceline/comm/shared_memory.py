@@ -66,7 +66,7 @@ class SharedMemoryCommunicator(ComposedCommunicator):
 
     def __init__(self, others: Communicator, timeout_seconds: float, traffic: Traffic) -> None:
         rank, world_size = others.rank, others.world_size
-        super().__init__(rank, world_size, timeout_seconds, traffic)
+        super().__init__(rank, world_size, timeout_seconds, traffic, others.known_as)
         if not is_supported():
             raise UsageError(
                 "shared memory between workers needs Linux on x86-64: take another --strategy"
@@ -97,7 +97,7 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         self.traffic.begin(kind, bytes_sent=tensor.nbytes, messages=1)
         payload = Staged.of(tensor, CPU).flat.view(torch.uint8)
         transfer = Transfer(self._pairs.channel(self.rank, to), payload, sends=True)
-        return self._begin(transfer, Operation(self.rank, "send to", (to,)), kind)
+        return self._begin(transfer, self.operation("send to", (to,)), kind)
 
     def recv(self, tensor: Tensor, source: int, kind: str) -> Work:
         self.check_peer(source)
@@ -107,7 +107,7 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         staged = Staged.to_fill(tensor, CPU)
         payload = staged.flat.view(torch.uint8)
         transfer = Transfer(self._pairs.channel(source, self.rank), payload, sends=False)
-        work = self._begin(transfer, Operation(self.rank, "recv from", (source,)), kind)
+        work = self._begin(transfer, self.operation("recv from", (source,)), kind)
         return work.on_success(staged.copy_back)
 
     def broadcast(self, tensor: Tensor, root: int, kind: str) -> Work:
@@ -136,7 +136,7 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         return self._collect("all_reduce with", tensor, kind, suitable, counts)
 
     def barrier(self) -> Work:
-        operation = Operation(self.rank, "barrier with", self.peers)
+        operation = self.operation("barrier with", self.peers)
         return Done() if self.world_size == 1 else self._begin(Meet(self._boxes), operation)
 
     def fork(self) -> Self:
@@ -159,7 +159,7 @@ class SharedMemoryCommunicator(ComposedCommunicator):
             return Done()
         staged = Staged.of(tensor, CPU)
         self.traffic.begin(kind, **counts)
-        work = self._begin(make(staged.flat), Operation(self.rank, name, self.peers), kind)
+        work = self._begin(make(staged.flat), self.operation(name, self.peers), kind)
         return work.on_success(staged.copy_back)
 
     def _begin(self, steps: _Steps, operation: Operation, kind: str | None = None) -> Work:
@@ -172,6 +172,11 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         self._pending.append(work)
         self.advance()
         return work if kind is None else work.on_end(lambda: self.traffic.end(kind))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an operation is under way that may need this worker to go on."""
+        return bool(self._pending)
 
     def advance(self) -> bool:
         """Take every operation as far as it goes; whether any of them moved."""
@@ -198,7 +203,7 @@ class SharedMemoryCommunicator(ComposedCommunicator):
                 self._failure = self._find_failure(work.operation, monotonic() - last_moved)
 
     def _find_failure(self, operation: Operation, silent_seconds: float) -> PeerError | None:
-        left, ended = self._bells.gone()
+        left, ended = ([self.known_as[peer] for peer in peers] for peers in self._bells.gone())
         gone = [peer for peer in operation.peers if peer in left or peer in ended]
         # What they did before they went still counts.
         if gone and not self.advance():

@@ -72,12 +72,13 @@ class TorchCommunicator(ComposedCommunicator):
         gpu: torch.device | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         traffic: Traffic | None = None,
+        known_as: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(rank, world_size, timeout_seconds, traffic)
+        super().__init__(rank, world_size, timeout_seconds, traffic, known_as)
         self._store, self._address, self._gpu = store, address, gpu
         self._forks = 0
         self._made_default_group = False
-        connecting = Operation(rank, "connect to", self.peers)
+        connecting = self.operation("connect to", self.peers)
         self._gloo: Any = attempt(
             connecting,
             timeout_seconds,
@@ -98,7 +99,7 @@ class TorchCommunicator(ComposedCommunicator):
         flat = Staged.of(tensor, self._device(tensor)).flat
         self.traffic.begin(kind, bytes_sent=tensor.nbytes, messages=1)
         return self._start(
-            Operation(self.rank, "send to", (to,)),
+            self.operation("send to", (to,)),
             kind,
             flat.device,
             lambda: self._backend(flat.device).send([flat], to, 0),
@@ -112,7 +113,7 @@ class TorchCommunicator(ComposedCommunicator):
         staged = Staged.to_fill(tensor, self._device(tensor))
         self.traffic.begin(kind, bytes_received=tensor.nbytes)
         work = self._start(
-            Operation(self.rank, "recv from", (source,)),
+            self.operation("recv from", (source,)),
             kind,
             staged.flat.device,
             lambda: self._backend(staged.flat.device).recv([staged.flat], source, 0),
@@ -135,7 +136,7 @@ class TorchCommunicator(ComposedCommunicator):
             self._nccl.send([sending.flat], to, 0)
             return self._nccl._end_coalescing(self._gpu)
 
-        operation = Operation(self.rank, "exchange with", tuple(sorted({to, source})))
+        operation = self.operation("exchange with", sorted({to, source}))
         work = self._start(operation, kind, sending.flat.device, start)
         return work.on_success(receiving.copy_back)
 
@@ -195,6 +196,7 @@ class TorchCommunicator(ComposedCommunicator):
             gpu=self._gpu,
             timeout_seconds=self.timeout_seconds,
             traffic=self.traffic,
+            known_as=self.known_as,
         )
 
     def among(self, ranks: Sequence[int]) -> Self:
@@ -212,6 +214,7 @@ class TorchCommunicator(ComposedCommunicator):
             gpu=self._gpu,
             timeout_seconds=self.timeout_seconds,
             traffic=self.traffic,
+            known_as=[self.known_as[rank] for rank in ranks],
         )
 
     def process_group(self) -> dist.ProcessGroup:
@@ -255,7 +258,7 @@ class TorchCommunicator(ComposedCommunicator):
             return Done()
         staged = Staged.of(tensor, self._device(tensor))
         self.traffic.begin(kind, **counts)
-        operation = Operation(self.rank, name, self.peers)
+        operation = self.operation(name, self.peers)
         work = self._start(operation, kind, staged.flat.device, lambda: start(staged.flat))
         return work.on_success(staged.copy_back)
 

@@ -1,0 +1,172 @@
+"""What is particular to workers on several hosts: here two hosts of two workers each."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.comm import hierarchical
+from paceline.comm.algorithms.chunks import chunk
+from paceline.comm.communicator import Communicator
+from paceline.comm.hierarchical import HierarchicalCommunicator
+from paceline.comm.levels import split
+from paceline.comm.shared_memory import SharedMemoryCommunicator
+from paceline.comm.torch_distributed import TorchCommunicator
+from paceline.errors import PeerError
+from worker_pool import WorkerPool
+
+LAYOUTS = ([0, 0, 1, 1], [1, 0, 1, 0])
+"""By rank, its node: neighbours, and every second one."""
+TENSORS = ((1, torch.bool), (3, torch.int16), (8, torch.float32), (1009, torch.bfloat16))
+
+
+def connect(communicator: Communicator, nodes: list[int]) -> Communicator:
+    return hierarchical.over(communicator, nodes[communicator.rank])
+
+
+def values(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+    return ((torch.arange(size) * 3 + rank) % 5).to(dtype)
+
+
+def collectives_that_are_wrong(communicator: Communicator) -> list[str]:
+    wrong = []
+    for nodes in LAYOUTS:
+        with connect(communicator, nodes) as team:
+            for size, dtype in TENSORS:
+                wrong += [f"{nodes} {size} {dtype}: {name}" for name in check(team, size, dtype)]
+    return wrong
+
+
+def check(team: Communicator, size: int, dtype: torch.dtype) -> list[str]:
+    """Against what each of them means."""
+    rank, wrong = team.rank, []
+    everybody = [values(each, size, dtype) for each in range(4)]
+    total = torch.stack(everybody).any(0) if dtype == torch.bool else sum(everybody)
+    assert isinstance(total, Tensor)
+
+    scattered = everybody[rank].clone()
+    team.reduce_scatter(scattered, "gradients").wait()
+    if not torch.equal(chunk(scattered, 4, rank), chunk(total, 4, rank)):
+        wrong.append("reduce_scatter")
+
+    gathered = torch.zeros(size, dtype=dtype)
+    chunk(gathered, 4, rank).copy_(chunk(total, 4, rank))
+    team.all_gather(gathered, "gradients").wait()
+    if not torch.equal(gathered, total):
+        wrong.append("all_gather")
+
+    for root in range(4):
+        given = everybody[rank].clone()
+        team.broadcast(given, root, "gradients").wait()
+        if not torch.equal(given, everybody[root]):
+            wrong.append(f"broadcast from {root}")
+    return wrong
+
+
+def test_collectives_on_two_levels_do_what_they_should(pool: WorkerPool) -> None:
+    assert pool.run(4, collectives_that_are_wrong) == [[]] * 4
+
+
+def bytes_on_each_level(communicator: Communicator) -> dict[str, list[int]]:
+    """Of 1000 elements, by collective: across hosts, and inside."""
+    counted = {}
+    with connect(communicator, [0, 0, 1, 1]) as team:
+        assert isinstance(team, HierarchicalCommunicator)
+        assert team.host is not None
+        tensor = torch.zeros(1000)
+        for name, collective in (
+            ("all_reduce", team.all_reduce),
+            ("reduce_scatter", team.reduce_scatter),
+            ("all_gather", team.all_gather),
+        ):
+            levels = (team.network.traffic, team.host.traffic)
+            before = [level.counts["gradients"].bytes_sent for level in levels]
+            collective(tensor, "gradients").wait()
+            after = [level.counts["gradients"].bytes_sent for level in levels]
+            counted[name] = [now - then for now, then in zip(after, before, strict=True)]
+    return counted
+
+
+def test_all_workers_carry_equal_parts_across_and_each_byte_once(pool: WorkerPool) -> None:
+    # Each worker has half of its host's 4000 bytes; a ring of two hosts sends half of that a lap.
+    expected = {"all_reduce": [2000, 4000], "reduce_scatter": [1000, 2000]}
+    expected["all_gather"] = expected["reduce_scatter"]
+    assert pool.run(4, bytes_on_each_level) == [expected] * 4
+
+
+def kinds_of_connection(communicator: Communicator) -> list[str]:
+    kinds = []
+    for nodes in ([7, 7], [0, 1]):
+        with connect(communicator, nodes) as team:
+            kinds.append(type(team).__name__)
+    return kinds
+
+
+def test_one_host_is_shared_memory_itself_and_lone_workers_the_network(pool: WorkerPool) -> None:
+    expected = [SharedMemoryCommunicator.__name__, TorchCommunicator.__name__]
+    assert pool.run(2, kinds_of_connection) == [expected] * 2
+
+
+LARGE = 2**18
+"""Elements: more than the slots between two workers of a host hold."""
+
+
+def help_a_neighbour(communicator: Communicator) -> float:
+    """Rank 0 has not waited for what it sends to rank 1 when it waits for others.
+
+    They answer only once rank 1 has all of it.
+    """
+    with connect(communicator, [0, 0, 1, 1]) as team:
+        tensor, word = torch.full((LARGE,), float(team.rank)), torch.zeros(1)
+        if team.rank == 0:
+            sending = team.send(tensor, 1, "control")
+            team.recv(word, 2, "control").wait()
+            team.all_reduce(word, "control").wait()
+            sending.wait()
+            return float(word)
+        if team.rank == 1:
+            team.recv(tensor, 0, "control").wait()
+            team.send(tensor[:1] + 5, 2, "control").wait()
+        if team.rank == 2:
+            team.recv(word, 1, "control").wait()
+            team.send(word, 0, "control").wait()
+        team.all_reduce(word, "control").wait()
+        return float(word)
+
+
+def test_a_message_in_a_host_goes_on_while_its_sender_waits_for_another_host(
+    pool: WorkerPool,
+) -> None:
+    assert pool.run(4, help_a_neighbour) == [10.0] * 4
+
+
+def names_in_errors(communicator: Communicator) -> list[str]:
+    """Of the second host, whose workers are numbers 0 and 1 there. All others leave."""
+    said = []
+    levels = split(communicator, communicator.rank // 2)
+    with connect(communicator, [0, 0, 1, 1]) as team:
+        communicator.barrier().wait()
+        if communicator.rank < 3:
+            levels.close()
+            team.close()
+        else:
+            for wait in (
+                lambda: levels.host.barrier().wait(),
+                lambda: levels.across.recv(torch.zeros(1), 0, "control").wait(),
+                lambda: team.recv(torch.zeros(1), 2, "control").wait(),
+            ):
+                try:
+                    wait()
+                except PeerError as error:
+                    said.append(str(error))
+        communicator.barrier().wait()
+    return said
+
+
+def test_errors_name_workers_by_their_ranks_in_the_run(pool: WorkerPool) -> None:
+    outcome = pool.run(4, names_in_errors, fresh=True)
+    assert outcome[3] == [
+        "rank 3: barrier with rank 2: the connection was closed",
+        "rank 3: recv from rank 1: the connection was closed",
+        "rank 3: recv from rank 2: the connection was closed",
+    ]
