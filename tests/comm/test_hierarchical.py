@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from paceline.comm.hierarchical import HierarchicalCommunicator
 from paceline.comm.levels import split
 from paceline.comm.shared_memory import SharedMemoryCommunicator
 from paceline.comm.torch_distributed import TorchCommunicator
+from paceline.comm.work import Work
 from paceline.errors import PeerError
 from worker_pool import WorkerPool
 
@@ -150,13 +153,14 @@ def names_in_errors(communicator: Communicator) -> list[str]:
             levels.close()
             team.close()
         else:
-            for wait in (
-                lambda: levels.host.barrier().wait(),
-                lambda: levels.across.recv(torch.zeros(1), 0, "control").wait(),
-                lambda: team.recv(torch.zeros(1), 2, "control").wait(),
-            ):
+            starts: list[Callable[[], Work]] = [
+                lambda: levels.host.barrier(),
+                lambda: levels.across.recv(torch.zeros(1), 0, "control"),
+                lambda: team.recv(torch.zeros(1), 2, "control"),
+            ]
+            for start in starts:
                 try:
-                    wait()
+                    start().wait()
                 except PeerError as error:
                     said.append(str(error))
         communicator.barrier().wait()

@@ -1,8 +1,8 @@
 """Communicators and all-reduce algorithms. docs/communication.md is the guided tour.
 
 `communicator.py` is the contract; `in_process.py`, `torch_distributed.py`, `shared_memory.py` and
-`hierarchical.py` fulfil it. An entry of `ALGORITHMS` is an `Algorithm` class: one way to carry out an all-reduce over
-sends and receives.
+`hierarchical.py` fulfil it. An entry of `ALGORITHMS` is an `Algorithm` class: one way to carry out
+an all-reduce over sends and receives.
 """
 
 from __future__ import annotations
