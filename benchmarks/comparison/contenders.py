@@ -116,7 +116,10 @@ class Accelerate(Contender):
 
 
 class DeepSpeed(Contender):
-    """Stage 0: nothing is split over the workers, as in all others."""
+    """Stage 0: nothing is split over the workers, as in all others.
+
+    Unless told otherwise it clips gradients to a norm of 1, which nobody else does.
+    """
 
     _engine: Any = None
 
@@ -134,6 +137,7 @@ class DeepSpeed(Contender):
         config = {
             "train_micro_batch_size_per_gpu": len(inputs),
             "zero_optimization": {"stage": 0},
+            "gradient_clipping": 0.0,
             "steps_per_print": 10**9,
         }
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)

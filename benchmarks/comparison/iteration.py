@@ -120,14 +120,14 @@ def row(name: str, blocks: Blocks, prepared: dict[str, Prepared], goal: float | 
 
 def show(what: str, task: Task, rows: list[Row]) -> None:
     print(f"\n{what}")
-    print(f"{'':17}{'ms an update':^23}{'times as fast as DDP':^22}{'':10}{'loss':>7}")
+    print(f"{'':17}{'ms an update':^22}{'times as fast as DDP':^20}{'':12}{'loss':>8}")
     print(
-        f"{'':17}{'median':>8}{'quartiles':>15}{'median':>8}{'quartiles':>14}{'goal':>10}{'off':>7}"
+        f"{'':17}{'median':>8}{'quartiles':>14}{'median':>8}{'quartiles':>12}{'goal':>12}{'off':>8}"
     )
     for each in rows:
         print(
             f"{TITLES[each.contender]:17}{milliseconds(each.seconds.median):>8}"
-            f"{quartiles(each.seconds):>15}" + compared(each)
+            f"{quartiles(each.seconds):>14}" + compared(each)
         )
     for each in rows:
         if each.contender == REFERENCE:
@@ -142,8 +142,8 @@ def compared(each: Row) -> str:
     if each.speed_up is None:
         return ""
     return (
-        f"{ratio_text(each.speed_up.median):>8}{quartiles(each.speed_up, ratio_text):>14}"
-        f"{verdict(each.speed_up.median, each.goal):>10}{loss_text(each.loss_off_by):>7}"
+        f"{ratio_text(each.speed_up.median):>8}{quartiles(each.speed_up, ratio_text):>12}"
+        f"{verdict(each.speed_up.median, each.goal):>12}{loss_text(each.loss_off_by):>8}"
     )
 
 
