@@ -224,6 +224,13 @@ class RunConfig:
         {}, "strategy", "a strategy's option, as key=value; repeatable", short="-o"
     )
 
+    communicator: str = _option(
+        "torch",
+        "strategy",
+        "how workers talk: torch.distributed, or shared memory inside a machine and that across",
+        choices=("torch", "hierarchical"),
+        may_change=True,
+    )
     buffers: str = _option(
         "rank0",
         "strategy",

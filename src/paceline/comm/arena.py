@@ -25,6 +25,8 @@ from paceline.errors import UsageError
 
 FOLDER = Path("/dev/shm")
 PREFIX = "paceline"
+OTHERWISE = "take another --strategy or --communicator"
+"""What is left to those who cannot share memory."""
 LINE_BYTES = 64
 """A cache line. What different workers write lies on different ones."""
 
@@ -73,7 +75,24 @@ def _share(communicator: Communicator, size_bytes: int) -> mmap.mmap:
             path = _make(size_bytes)
         except OSError as error:
             problem = _explain(error, size_bytes)
-    name, problem = broadcast_json(communicator, [str(path), problem])
+    try:
+        mapped = _map_everywhere(communicator, str(path), problem, size_bytes)
+    finally:
+        if path is not None:
+            path.unlink()
+    if mapped is None:
+        raise UsageError(
+            "the workers do not share memory: are they in containers or on machines of their own?"
+            f" Start each of them with a --node-rank of its own, or {OTHERWISE}"
+        )
+    return mapped
+
+
+def _map_everywhere(
+    communicator: Communicator, name: str, problem: str | None, size_bytes: int
+) -> mmap.mmap | None:
+    """The first rank's file; None where a rank does not see it."""
+    name, problem = broadcast_json(communicator, [name, problem])
     if problem is not None:
         raise UsageError(problem)
     try:
@@ -82,14 +101,7 @@ def _share(communicator: Communicator, size_bytes: int) -> mmap.mmap:
         mapped = None
     missing = torch.tensor([float(mapped is None)])
     communicator.all_reduce(missing, "control").wait()
-    if path is not None:
-        path.unlink()
-    if mapped is None or float(missing):
-        raise UsageError(
-            "the workers do not share memory: are they in containers or on machines of their own?"
-            " Start each of them with a --node-rank of its own, or take another --strategy"
-        )
-    return mapped
+    return None if float(missing) else mapped
 
 
 def _make(size_bytes: int) -> Path:
@@ -122,9 +134,9 @@ def _explain(error: OSError, size_bytes: int) -> str:
         free = space.f_bavail * space.f_frsize / 2**20
         return (
             f"{needed}, but {FOLDER} has {free:,.0f} MiB left: make it larger"
-            " (docker: --shm-size), or take another --strategy"
+            f" (docker: --shm-size), or {OTHERWISE}"
         )
-    return f"{needed}, but {FOLDER} cannot be used ({error.strerror}): take another --strategy"
+    return f"{needed}, but {FOLDER} cannot be used ({error.strerror}): {OTHERWISE}"
 
 
 def remove_left_behind() -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm import formulas
-from paceline.comm.arena import LINE_BYTES, Arena, lay_out
+from paceline.comm.arena import LINE_BYTES, OTHERWISE, Arena, lay_out
 from paceline.comm.bell import Bells, is_supported
 from paceline.comm.communicator import Communicator, Operation
 from paceline.comm.composed import ComposedCommunicator
@@ -68,9 +68,7 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         rank, world_size = others.rank, others.world_size
         super().__init__(rank, world_size, timeout_seconds, traffic, others.known_as)
         if not is_supported():
-            raise UsageError(
-                "shared memory between workers needs Linux on x86-64: take another --strategy"
-            )
+            raise UsageError(f"shared memory between workers needs Linux on x86-64: {OTHERWISE}")
         piece_bytes = _fair_bytes(MOST_PIECE_BYTES, MOST_OUTBOXES_BYTES, world_size * PIECES)
         slot_bytes = _fair_bytes(MOST_SLOT_BYTES, MOST_SLOTS_BYTES, world_size**2 * SLOTS)
         (bells, boxes, pairs), size_bytes = lay_out(

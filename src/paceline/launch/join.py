@@ -13,7 +13,6 @@ from paceline.comm.place import ALONE, Place
 from paceline.config import RunConfig, from_mapping
 from paceline.errors import UsageError
 from paceline.launch import environment
-from paceline.launch.agreement import agree_on_config
 from paceline.launch.member import connection
 from paceline.launch.start import check_strategy
 from paceline.worker.device import choose_device
@@ -27,6 +26,7 @@ _JOINS = itertools.count()
 def join(
     strategy: str = "overlap",
     *,
+    communicator: str = "torch",
     rendezvous_seconds: float = 60.0,
     timeout_seconds: float = 300.0,
     **options: Any,
@@ -40,6 +40,7 @@ def join(
         {
             "strategy": strategy,
             "options": options,
+            "communicator": communicator,
             "rendezvous_seconds": rendezvous_seconds,
             "timeout_seconds": timeout_seconds,
             "nnodes": place.nnodes,
@@ -53,16 +54,15 @@ def join(
             " choose another, or train with `paceline train`"
         )
     device = choose_device(config, place.local_rank)
-    with _connection(config, place) as communicator:
-        agree_on_config(config, communicator)
-        team = JoinedTeam(config, place, communicator, chosen, device)
+    with _connection(config, place) as connected:
+        team = JoinedTeam(config, place, connected, chosen, device)
         yield team
         # Not after an exception: the others learn of it because the connections are closed.
         team.finish()
-        communicator.barrier().wait()
+        connected.barrier().wait()
 
 
 def _connection(config: RunConfig, place: Place) -> AbstractContextManager[Communicator]:
     if place.world_size == 1:
         return nullcontext(Hub(1).communicators[0])
-    return connection(config, place, name=f"join-{next(_JOINS)}")
+    return connection(config, place, name=f"join-{next(_JOINS)}", is_agreed=False)

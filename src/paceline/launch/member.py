@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from paceline.comm import hierarchical
 from paceline.comm.communicator import Communicator
 from paceline.comm.objects import broadcast_json
 from paceline.comm.place import Place
@@ -73,8 +74,7 @@ def run(config: RunConfig, place: Place, resumed: RunFolder | None, quiet: bool)
     clock = PhaseClock()
     with Interruptions() as interruptions:
         try:
-            with connection(config, place) as communicator:
-                agree_on_config(config, communicator)
+            with connection(config, place, is_agreed=False) as communicator:
                 folder = _agree_on_folder(config, resumed, communicator)
                 ready = _make_ready_or_discard(config, folder, place, communicator, resumed)
                 # Whoever watches over the workers ends all when one fails; the result comes first.
@@ -138,8 +138,13 @@ def _sampler(config: RunConfig, folder: RunFolder, place: Place) -> ResourceSamp
 
 
 @contextlib.contextmanager
-def connection(config: RunConfig, place: Place, name: str = "workers") -> Iterator[Communicator]:
-    """To the other workers, for as long as the block lasts. Collective."""
+def connection(
+    config: RunConfig, place: Place, name: str = "workers", *, is_agreed: bool = True
+) -> Iterator[Communicator]:
+    """To the other workers, for as long as the block lasts. Collective.
+
+    `is_agreed`: whether all are known to have the same config; others are compared first.
+    """
     device = choose_device(config, place.local_rank)
     meeting = Meeting(
         place.rank,
@@ -152,8 +157,14 @@ def connection(config: RunConfig, place: Place, name: str = "workers") -> Iterat
         name=f"{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
     )
     gpu = device if _has_own_gpu(place) and device.type == "cuda" else None
-    with connect(meeting, gpu=gpu, timeout_seconds=config.timeout_seconds) as communicator:
-        yield communicator
+    with connect(meeting, gpu=gpu, timeout_seconds=config.timeout_seconds) as network:
+        if not is_agreed:
+            agree_on_config(config, network)
+        if config.communicator == "torch":
+            yield network
+            return
+        with hierarchical.over(network, place.node) as communicator:
+            yield communicator
 
 
 def _has_own_gpu(place: Place) -> bool:

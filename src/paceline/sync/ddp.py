@@ -19,11 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.comm.background import Background
 from paceline.comm.communicator import Communicator, name_ranks
 from paceline.comm.torch_distributed import TorchCommunicator
+from paceline.config import RunConfig
 from paceline.errors import ConfigError, PeerError, RunError
 from paceline.sync.averaging import GradientAveraging
 from paceline.sync.exchange import KIND, Underway
 from paceline.sync.replica import Replica
 from paceline.sync.state_exchange import broadcast_model
+from paceline.sync.strategy import needs_torch
 
 
 class Ddp(GradientAveraging):
@@ -43,6 +45,9 @@ class Ddp(GradientAveraging):
         super().__init__(flat=True, codec=codec, chunk=chunk, ratio=ratio, rank=rank)
         self._bucket_mib = bucket_mib
         self._find_unused = find_unused
+
+    def refusals(self, config: RunConfig) -> list[str]:
+        return needs_torch(config)
 
     def attach(self, replica: Replica) -> None:
         self.replica = replica

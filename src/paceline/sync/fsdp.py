@@ -35,7 +35,7 @@ from paceline.sync.fsdp_collectives import AllGather, ReduceScatter
 from paceline.sync.own_part import OwnPart, Piece, check_splittable, optimizer_weights
 from paceline.sync.replica import Replica
 from paceline.sync.state_exchange import broadcast_model
-from paceline.sync.strategy import ModelShape, Strategy
+from paceline.sync.strategy import ModelShape, Strategy, needs_torch
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -45,7 +45,10 @@ class Fsdp(Strategy):
 
     def refusals(self, config: RunConfig) -> list[str]:
         is_split = config.compile and config.workers > 1
-        return ["--compile: not with --strategy fsdp; leave one of them out"] if is_split else []
+        problems = (
+            ["--compile: not with --strategy fsdp; leave one of them out"] if is_split else []
+        )
+        return problems + needs_torch(config)
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)

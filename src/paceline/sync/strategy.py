@@ -21,6 +21,16 @@ from paceline.config import RunConfig
 from paceline.sync.replica import Replica
 
 
+def needs_torch(config: RunConfig) -> list[str]:
+    """The refusal of strategies that use torch.distributed's own process group."""
+    if config.communicator == "torch":
+        return []
+    return [
+        f"--communicator {config.communicator}: strategy {config.strategy} can only use torch:"
+        " take that, or another --strategy"
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """What the cost of a strategy depends on besides the network."""
