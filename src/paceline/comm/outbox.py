@@ -84,6 +84,7 @@ class Collective(ABC):
     reduces: ClassVar[bool] = True
     """Whether it has the stage in the middle; likewise the last."""
     takes: ClassVar[bool] = True
+    needs_room: ClassVar[bool] = True
 
     def __init__(self, boxes: Outboxes, flat: Tensor) -> None:
         self.boxes, self.flat = boxes, flat
@@ -115,7 +116,7 @@ class Collective(ABC):
             index == self._count
             or not boxes.is_next(POSTED, number)
             # The outbox is free again once all have taken what was there before.
-            or not boxes.is_everybody_past(TAKEN, number - PIECES)
+            or (self.needs_room and not boxes.is_everybody_past(TAKEN, number - PIECES))
         ):
             return False
         self.post(index, boxes.piece(self.rank, number, self.flat.dtype))
@@ -178,9 +179,10 @@ class Collective(ABC):
 
 
 class Meet(Collective):
-    """Nothing to be moved: everybody has come."""
+    """Nothing to be moved: everybody has come. So who comes is seen at once, and need not wait."""
 
     reduces = False
+    needs_room = False
 
     def __init__(self, boxes: Outboxes) -> None:
         super().__init__(boxes, _NOTHING)

@@ -65,6 +65,7 @@ class OwnPart:
         """
         self._replica = replica
         self._communicator = communicator
+        self._has_pieces = bool(pieces)
         self._weights = weights
         if not pieces:
             # A worker that got nothing still counts steps and takes part in agreements.
@@ -92,6 +93,8 @@ class OwnPart:
             scaler.unscale_(self.optimizer)
         if scaler.is_enabled() or replica.clip_norm is not None:
             self._agree()
+        if not self._has_pieces and not scaler.is_enabled():
+            return
         step_unless_overflown(scaler, self.optimizer)
         scaler.update()
 

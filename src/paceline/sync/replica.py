@@ -120,7 +120,8 @@ class Replica:
 
     def clear_gradients(self) -> None:
         if self.flat_gradients is None:
-            self.optimizer.zero_grad(set_to_none=True)
+            for weight in self.trainable:
+                weight.grad = None
         else:
             # The gradients are views of one tensor and must stay that.
             self.flat_gradients.zero_()

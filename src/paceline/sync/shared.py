@@ -1,11 +1,14 @@
 """One copy of the weights per host, in memory that its workers share.
 
-Every worker's model reads the same weights, and every worker adds its gradients up in a buffer that
-the others can read. In a step, worker i sums chunk i of all buffers and applies the optimiser to
-chunk i of the weights; its state of that chunk is the only one on the host. Nothing is copied in or
-out, the update is done once instead of once a worker, and weights and state take one worker's
-memory instead of everybody's. Two meetings keep this right: gradients are summed when all are
-there, and weights are read when all chunks are updated.
+Every worker's model reads the same weights. After the backward pass each worker deposits its
+gradients where the others can read them. Worker i sums chunk i of all of them and applies the
+optimiser to chunk i of the weights; its state of that chunk is the only one on the host. So the
+update is done once instead of once a worker, weights and state take one worker's memory instead of
+everybody's, and a gradient is copied once at most: what a worker sums it reads where it lies.
+Small models have fewer chunks than workers, since a chunk must be worth waking a worker for.
+
+Two meetings keep this right: a chunk is summed when all have deposited theirs, and weights are read
+when all chunks are updated.
 
 Across hosts, worker i exchanges the sum of chunk i with the workers i of the other hosts, so that
 all links carry equal parts; then every host updates its own copy.
@@ -23,10 +26,19 @@ from paceline.comm.cost import Cost, Network
 from paceline.comm.levels import Levels, split
 from paceline.errors import ConfigError
 from paceline.sync.aligned import AlignedMemory, padded_bytes
-from paceline.sync.own_part import OwnPart, check_splittable, optimizer_weights, pieces_of_chunk
+from paceline.sync.deposits import Deposits
+from paceline.sync.own_part import (
+    OwnPart,
+    Piece,
+    check_splittable,
+    optimizer_weights,
+    pieces_of_chunk,
+)
 from paceline.sync.replica import Replica
 from paceline.sync.state_exchange import broadcast_model
 from paceline.sync.strategy import ModelShape, Strategy
+
+LEAST_CHUNK_BYTES = 512 * 1024
 
 
 class Shared(Strategy):
@@ -41,61 +53,64 @@ class Shared(Strategy):
         broadcast_model(replica.model, replica.communicator)
         self._levels = split(replica.communicator, replica.node)
         self._share_memory(self._levels)
+        self._levels.host.barrier().wait()
 
     def _share_memory(self, levels: Levels) -> None:
         replica, weights = self.replica, self._trained
         place, workers = levels.host.rank, levels.host.world_size
-        size_bytes = padded_bytes([weight.nbytes for weight in weights], workers)
+        sizes = [weight.nbytes for weight in weights]
+        chunks = min(workers, max(1, sum(sizes) // LEAST_CHUNK_BYTES))
+        size_bytes = padded_bytes(sizes, chunks)
         arena = Arena(levels.host, (1 + workers) * size_bytes)
-        element = weights[0]
+        first = weights[0]
         blocks = [
-            arena.tensor(number * size_bytes, size_bytes // element.element_size(), element.dtype)
+            arena.tensor(number * size_bytes, size_bytes // first.element_size(), first.dtype)
             for number in range(1 + workers)
         ]
-        values, *gradients = (AlignedMemory(weights, workers, block) for block in blocks)
+        values, *deposits = (AlignedMemory(weights, chunks, block) for block in blocks)
         for number, weight in enumerate(weights):
-            # All workers of a host write the same, and none updates before all have come.
+            # All workers of a host write the same; nobody changes it before all have.
             weight.data = values.views[number].copy_(weight.data)
-            weight.grad = gradients[place].views[number] if weight.requires_grad else None
-        replica.flat_gradients = gradients[place].tensor
-        self._sum = chunk(gradients[place].tensor, workers, place)
-        """In this worker's own buffer, whose chunk no other reads."""
-        self._addends = [
-            chunk(gradient.tensor, workers, place)
-            for number, gradient in enumerate(gradients)
-            if number != place
-        ]
-        pieces = pieces_of_chunk(weights, values, gradients[place], place, workers)
+        pieces: list[Piece] = []
+        if place < chunks:
+            pieces = pieces_of_chunk(weights, values, deposits[place], place, chunks)
+        self._deposits = Deposits(weights, pieces, deposits, place)
         self._own = OwnPart(replica, weights, pieces, levels.host)
+        self._chunk = chunk(deposits[place].tensor, chunks, place) if pieces else torch.empty(0)
+        """Where the sums of this worker's pieces lie together, to be exchanged across hosts."""
+        self._awaits_others = chunks > 1 or place > 0
+        """Who alone updates everything can go on: nobody else changes what it reads, and a barrier
+        of shared memory counts as soon as it is begun."""
 
     def step(self) -> None:
-        replica, levels = self.replica, self._levels
+        replica, host = self.replica, self._levels.host
+        replica.fill_missing_gradients()
         with replica.exchanging():
-            levels.host.barrier().wait()
-            self._sum_own_chunk()
-            levels.across.all_reduce(self._sum, "gradients").wait()
+            self._sum_chunk()
         self._own.update()
+        self._deposits.forget()
         with replica.exchanging():
-            levels.host.barrier().wait()
+            updated = host.barrier()
+            if self._awaits_others:
+                updated.wait()
         replica.clock.enter("update")
         replica.clear_gradients()
 
-    def _sum_own_chunk(self) -> None:
-        moved = len(self._addends) * self._sum.nbytes
-        traffic = self.replica.communicator.traffic
-        traffic.begin(
-            "gradients", bytes_sent=moved, bytes_received=moved, messages=len(self._addends)
-        )
-        for addend in self._addends:
-            self._sum.add_(addend)
+    def _sum_chunk(self) -> None:
+        traffic, across = self.replica.communicator.traffic, self._levels.across
+        traffic.begin("gradients", **self._deposits.counts)
+        self._deposits.give()
+        given = self._levels.host.barrier()
+        if self._chunk.numel():
+            given.wait()
+            self._deposits.sum_up(together=across.world_size > 1)
         traffic.end("gradients")
+        across.all_reduce(self._chunk, "gradients").wait()
 
     def finish(self) -> None:
         """Every worker leaves with weights of its own."""
         for weight in self._trained:
             weight.data = weight.data.clone(memory_format=torch.preserve_format)
-            weight.grad = None
-        self.replica.flat_gradients = None
         # Not before all have copied: what one does with its model then is its own affair.
         self._levels.host.barrier().wait()
         self._levels.close()
@@ -107,6 +122,12 @@ class Shared(Strategy):
         moved = peers * size_bytes / shape.workers
         messages = 2 if peers else 0
         return Cost(network.seconds(messages, moved, moved), bytes_sent=moved, messages=peers)
+
+    def load_model_state(self, state: dict[str, Any]) -> None:
+        """All write the same; not while one still reads what was there before."""
+        self._levels.host.barrier().wait()
+        super().load_model_state(state)
+        self._levels.host.barrier().wait()
 
     def optimizer_state(self) -> dict[str, Any]:
         return self._own.state()
