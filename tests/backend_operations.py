@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore, ReduceOp  # type: ignore[attr-defined]
 
-import paceline.backend
+import paceline.backend  # noqa: F401 - registers it
+from paceline.backend import group
+from paceline.backend.connect import Seat
 from paceline.comm.communicator import Communicator
 from paceline.comm.torch_backends import gloo_on
 
@@ -29,15 +32,27 @@ DTYPES = (
 BITWISE = ("BAND", "BOR", "BXOR")
 
 
+WAYS = ("memory", "thread", "hosts")
+"""How the members of a group may reach one another: by shared memory inside calls, the same on a
+thread, and as if every other one were on a host of its own."""
+
+
 @contextmanager
 def default_group(
-    communicator: Communicator, file: Path, name: str = paceline.backend.NAME
+    communicator: Communicator, file: Path, way: str = "memory"
 ) -> Iterator[dist.ProcessGroup]:
     """torch.distributed's default group, on loopback, over the workers of a pool."""
-    store = FileStore(str(file), communicator.world_size)
     rank, world_size = communicator.rank, communicator.world_size
-    with gloo_on("127.0.0.1"):
-        dist.init_process_group(name, store=store, rank=rank, world_size=world_size)
+    seat = replace(Seat.own(), cores=world_size + 1 if way == "thread" else 1, threads=1)
+    if way == "hosts":
+        seat = replace(seat, host=f"host {rank % 2}")
+    with (
+        gloo_on("127.0.0.1"),
+        mock.patch.object(Seat, "own", return_value=seat),
+        mock.patch.object(group, "BACKGROUND_BYTES", 1),
+    ):
+        store = FileStore(str(file), world_size)
+        dist.init_process_group("paceline", store=store, rank=rank, world_size=world_size)
         try:
             assert dist.group.WORLD is not None
             yield dist.group.WORLD
@@ -231,25 +246,19 @@ OTHERS: dict[str, Operation] = {
 Shape = tuple[torch.dtype, int, bool]
 """Dtype, number of elements, and whether there are gaps between them."""
 
-ALL_SHAPES: list[Shape] = [
-    *(
-        (dtype, *rest)
-        for dtype in DTYPES
-        for rest in ((0, False), (1, False), (1009, False), (1009, True))
-    ),
-    (torch.float32, 300_007, False),
-]
+FEW_SHAPES: list[Shape] = [(torch.float32, 1009, False), (torch.int64, 0, False)]
 SOME_SHAPES: list[Shape] = [
-    (torch.float32, 1009, False),
-    (torch.float32, 0, False),
-    (torch.int64, 1009, False),
-    (torch.bool, 1, False),
+    *((dtype, 1, False) for dtype in (torch.float32, torch.bool)),
+    *((dtype, 1009, True) for dtype in (torch.float32, torch.bfloat16)),
+    (torch.float32, 300_007, False),
+    *FEW_SHAPES,
 ]
+ALL_SHAPES: list[Shape] = [*((dtype, 1009, False) for dtype in DTYPES), *SOME_SHAPES]
 
 
-def differences(communicator: Communicator, file: Path) -> dict[str, list[str]]:
+def differences(communicator: Communicator, file: Path, way: str) -> dict[str, list[str]]:
     """By operation, the cases in which paceline's result is not gloo's."""
-    with default_group(communicator, file) as ours:
+    with default_group(communicator, file, way) as ours:
         theirs = dist.new_group(backend="gloo")
 
         def differing(name: str, shapes: list[Shape]) -> list[str]:
@@ -262,8 +271,11 @@ def differences(communicator: Communicator, file: Path) -> dict[str, list[str]]:
             return found
 
         return {
-            **{name: differing(name, ALL_SHAPES) for name in OWN},
-            **{name: differing(name, SOME_SHAPES) for name in OTHERS},
+            **{
+                name: differing(name, ALL_SHAPES if way == "memory" else SOME_SHAPES)
+                for name in OWN
+            },
+            **{name: differing(name, FEW_SHAPES) for name in OTHERS if way == "memory"},
         }
 
 

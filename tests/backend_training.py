@@ -47,49 +47,49 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "half precision hook": {},
     "uneven inputs": {},
 }
-"""By way of training, what DistributedDataParallel is told."""
+"""By kind of training, what DistributedDataParallel is told."""
 
 
-def train(way: str, group: dist.ProcessGroup) -> list[float]:
+def train(kind: str, group: dist.ProcessGroup) -> list[float]:
     """The losses, then the sums of weights and buffers."""
     torch.manual_seed(group.rank())  # the first worker's weights are those of all
     model = TwoHeads()
     replica = DistributedDataParallel(
-        model, process_group=group, bucket_cap_mb=SMALL_BUCKETS_MB, **OPTIONS[way]
+        model, process_group=group, bucket_cap_mb=SMALL_BUCKETS_MB, **OPTIONS[kind]
     )
-    if way == "half precision hook":
+    if kind == "half precision hook":
         replica.register_comm_hook(group, fp16_compress_hook)
     optimizer = torch.optim.SGD(replica.parameters(), lr=0.1, momentum=0.9)
     losses = []
     with ExitStack() as stack:
         steps = STEPS
-        if way == "uneven inputs":
+        if kind == "uneven inputs":
             stack.enter_context(replica.join())
             steps += group.rank()
         for step in range(steps):
-            head = (step + group.rank()) % 2 if way == "unused parameters" else None
+            head = (step + group.rank()) % 2 if kind == "unused parameters" else None
             with ExitStack() as part:
-                if way == "accumulating without sync" and step % 3 != 2:
+                if kind == "accumulating without sync" and step % 3 != 2:
                     part.enter_context(replica.no_sync())
                 loss = replica(torch.randn(8, 12), head).square().mean()
                 loss.backward()
             losses.append(float(loss.detach()))
-            if way != "accumulating without sync" or step % 3 == 2:
+            if kind != "accumulating without sync" or step % 3 == 2:
                 optimizer.step()
                 optimizer.zero_grad()
     state = [float(each.double().sum()) for each in model.state_dict().values()]
     return [*losses, *state]
 
 
-def train_twice(communicator: Communicator, file: Path, way: str) -> list[list[float]]:
+def train_twice(communicator: Communicator, file: Path, way: str, kind: str) -> list[list[float]]:
     """With paceline and with gloo."""
-    with default_group(communicator, file) as ours:
-        return [train(way, ours), train(way, dist.new_group(backend="gloo"))]
+    with default_group(communicator, file, way) as ours:
+        return [train(kind, ours), train(kind, dist.new_group(backend="gloo"))]
 
 
-def lose_a_peer_in_training(communicator: Communicator, file: Path) -> str:
+def lose_a_peer_in_training(communicator: Communicator, file: Path, way: str) -> str:
     """What the first rank is told when the other is killed before its third step."""
-    with default_group(communicator, file):
+    with default_group(communicator, file, way):
         replica = DistributedDataParallel(nn.Linear(100, 100), bucket_cap_mb=SMALL_BUCKETS_MB)
         try:
             for step in range(5):

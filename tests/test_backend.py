@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import leaks
-from backend_operations import OTHERS, OWN, default_group, differences
+from backend_operations import OTHERS, OWN, WAYS, default_group, differences
 from backend_training import OPTIONS, lose_a_peer_in_training, train_twice
 from paceline.comm.communicator import Communicator
 from paceline.comm.torch_backends import gloo_on
@@ -40,37 +40,55 @@ def pool() -> Iterator[WorkerPool]:
         yield workers
 
 
+Found = dict[tuple[str, int], list[dict[str, list[str]]]]
+"""By way and number of workers, what each rank found."""
+
+SETTINGS = [("memory", 1), ("memory", 2), ("memory", 3), ("memory", 4)]
+MORE_SETTINGS = [("thread", 3), ("hosts", 3), ("hosts", 4)]
+
+
 @pytest.fixture(scope="module")
-def found(
-    pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory
-) -> dict[int, list[dict[str, list[str]]]]:
-    """By number of workers and by rank: differences from gloo."""
+def found(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """Differences from gloo."""
     folder = tmp_path_factory.mktemp("stores")
     return {
-        workers: pool.run(workers, differences, folder / str(workers)) for workers in (1, 2, 3, 4)
+        (way, workers): pool.run(workers, differences, folder / f"{way}-{workers}", way)
+        for way, workers in [*SETTINGS, *MORE_SETTINGS]
     }
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", [*OWN, *OTHERS])
-def test_an_operation_gives_what_gloo_gives(
-    found: dict[int, list[dict[str, list[str]]]], name: str, workers: int
+@pytest.mark.parametrize(("way", "workers"), [*SETTINGS, *MORE_SETTINGS])
+@pytest.mark.parametrize("name", OWN)
+def test_an_own_operation_gives_what_gloo_gives(
+    found: Found, way: str, workers: int, name: str
 ) -> None:
-    assert [of_rank[name] for of_rank in found[workers]] == [[]] * workers
+    assert [of_rank[name] for of_rank in found[way, workers]] == [[]] * workers
 
 
-@pytest.mark.parametrize("way", OPTIONS)
+@pytest.mark.parametrize(("way", "workers"), SETTINGS)
+@pytest.mark.parametrize("name", OTHERS)
+def test_any_other_operation_gives_what_gloo_gives(
+    found: Found, way: str, workers: int, name: str
+) -> None:
+    assert [of_rank[name] for of_rank in found[way, workers]] == [[]] * workers
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", OPTIONS)
 def test_two_workers_train_as_under_gloo_bit_for_bit(
-    pool: WorkerPool, tmp_path: Path, way: str
+    pool: WorkerPool, tmp_path: Path, way: str, kind: str
 ) -> None:
     # A sum of two is rounded once, whichever way it is made.
-    for ours, theirs in pool.run(2, train_twice, tmp_path / "store", way):
+    for ours, theirs in pool.run(2, train_twice, tmp_path / "store", way, kind):
         assert ours == theirs
 
 
-def test_three_workers_train_as_under_gloo_up_to_rounding(pool: WorkerPool, tmp_path: Path) -> None:
-    # Three numbers are added in another order than gloo's.
-    for ours, theirs in pool.run(3, train_twice, tmp_path / "store", "plain"):
+@pytest.mark.parametrize(("way", "workers"), [("memory", 3), ("thread", 3), ("hosts", 4)])
+def test_more_workers_train_as_under_gloo_up_to_rounding(
+    pool: WorkerPool, tmp_path: Path, way: str, workers: int
+) -> None:
+    # More than two numbers are added in another order than gloo's.
+    for ours, theirs in pool.run(workers, train_twice, tmp_path / "store", way, "plain"):
         assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-6)
 
 
@@ -98,9 +116,9 @@ def test_objects_subgroups_and_meshes_work(pool: WorkerPool, tmp_path: Path) -> 
     assert pool.run(3, use_objects_and_subgroups, tmp_path / "store") == [expected] * 3
 
 
-def receive_before_waiting(communicator: Communicator, file: Path) -> list[float]:
+def receive_before_waiting(communicator: Communicator, file: Path, way: str) -> list[float]:
     """One rank joins a sum only after the other, which has begun it, has received a message."""
-    with default_group(communicator, file):
+    with default_group(communicator, file, way):
         large, message = torch.ones(1_000_000), torch.zeros(1_000_000)
         if communicator.rank == 0:
             work = dist.all_reduce(large, async_op=True)
@@ -112,19 +130,22 @@ def receive_before_waiting(communicator: Communicator, file: Path) -> list[float
         return [float(large.sum()), float(message.sum())]
 
 
-def test_an_operation_under_way_holds_up_nothing_else(pool: WorkerPool, tmp_path: Path) -> None:
-    results = pool.run(2, receive_before_waiting, tmp_path / "store")
+@pytest.mark.parametrize("way", WAYS)
+def test_an_operation_under_way_holds_up_nothing_else(
+    pool: WorkerPool, tmp_path: Path, way: str
+) -> None:
+    results = pool.run(2, receive_before_waiting, tmp_path / "store", way)
     assert results == [[2_000_000.0, 1_000_000.0], [2_000_000.0, 0.0]]
 
 
-def look_at_works(communicator: Communicator, file: Path) -> list[object]:
-    with default_group(communicator, file):
+def look_at_works(communicator: Communicator, file: Path, way: str) -> list[object]:
+    with default_group(communicator, file, way):
         tensor = torch.ones(3)
         work = dist.all_reduce(tensor, async_op=True)
         future = work.get_future()
         return [
+            future.wait()[0].tolist(),
             future.done(),
-            future.value()[0].tolist(),
             work.is_completed(),
             work.is_success(),
             work.exception(),
@@ -132,15 +153,17 @@ def look_at_works(communicator: Communicator, file: Path) -> list[object]:
         ]
 
 
-def test_a_work_tells_what_became_of_it(pool: WorkerPool, tmp_path: Path) -> None:
-    expected = [True, [2.0, 2.0, 2.0], True, True, None, True]
-    assert pool.run(2, look_at_works, tmp_path / "store") == [expected] * 2
+@pytest.mark.parametrize("way", WAYS)
+def test_a_work_tells_what_became_of_it(pool: WorkerPool, tmp_path: Path, way: str) -> None:
+    expected = [[2.0, 2.0, 2.0], True, True, True, None, True]
+    assert pool.run(2, look_at_works, tmp_path / "store", way) == [expected] * 2
 
 
-def left_behind(communicator: Communicator, file: Path) -> list[str]:
+def left_behind(communicator: Communicator, file: Path, way: str) -> list[str]:
     """What is there after the default group was made, used, and destroyed."""
+    gc.collect()
     before, counts = leaks.take(), _open_files_and_threads()
-    with default_group(communicator, file):
+    with default_group(communicator, file, way):
         dist.new_group([0])
         replica = DistributedDataParallel(nn.Linear(3, 3))
         replica(torch.ones(2, 3)).sum().backward()
@@ -160,12 +183,15 @@ def _open_files_and_threads() -> tuple[int, int]:
     return len([*Path("/proc/self/fd").iterdir()]), len([*Path("/proc/self/task").iterdir()])
 
 
-def test_a_destroyed_group_leaves_nothing_behind(pool: WorkerPool, tmp_path: Path) -> None:
-    assert pool.run(2, left_behind, tmp_path / "store") == [[], []]
+@pytest.mark.parametrize("way", WAYS)
+def test_a_destroyed_group_leaves_nothing_behind(
+    pool: WorkerPool, tmp_path: Path, way: str
+) -> None:
+    assert pool.run(2, left_behind, tmp_path / "store", way) == [[], []]
 
 
-def lose_a_peer_of_gloos(communicator: Communicator, file: Path) -> str:
-    with default_group(communicator, file):
+def lose_a_peer_of_gloos(communicator: Communicator, file: Path, way: str) -> str:
+    with default_group(communicator, file, way):
         dist.all_reduce(torch.ones(3), dist.ReduceOp.MAX)
         if communicator.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -177,20 +203,22 @@ def lose_a_peer_of_gloos(communicator: Communicator, file: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("work", "message"),
+    ("work", "way", "message"),
     [
-        (lose_a_peer_in_training, "rank 0: all_reduce with rank 1: its process has ended"),
-        (lose_a_peer_of_gloos, "rank 0: recv from rank 1: the connection was closed"),
+        (lose_a_peer_in_training, "memory", "all_reduce with rank 1: its process has ended"),
+        (lose_a_peer_in_training, "thread", "all_reduce with rank 1: its process has ended"),
+        (lose_a_peer_in_training, "hosts", "all_reduce with rank 1: the connection was closed"),
+        (lose_a_peer_of_gloos, "memory", "recv from rank 1: the connection was closed"),
     ],
 )
 def test_a_killed_peer_is_one_clear_line(
-    tmp_path: Path, work: Callable[[Communicator, Path], str], message: str
+    tmp_path: Path, work: Callable[[Communicator, Path, str], str], way: str, message: str
 ) -> None:
     # The group's time limit is torch's 30 minutes: only the loss itself can end the operations.
     with WorkerPool(2) as mortals:
-        survivor, victim = mortals.outcomes(2, work, tmp_path / "store", fresh=True)
+        survivor, victim = mortals.outcomes(2, work, tmp_path / "store", way, fresh=True)
     assert victim.died
-    assert survivor.value == message
+    assert survivor.value == f"rank 0: {message}"
 
 
 def sum_on_gpu(communicator: Communicator, file: Path) -> list[float]:

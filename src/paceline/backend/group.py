@@ -3,6 +3,10 @@
 One rule says what goes which way: sums and means, broadcasts, all-gathers and reduce-scatters of
 tensors in main memory, and barriers, go through a communicator of paceline's, which is shared
 memory inside a host; everything else goes through a gloo group of the same members.
+
+Large sums go on a thread where that gains anything: over a network, or where there are more cores
+than the members of the group compute with. Everything else of the communicator's makes progress
+when the group is called.
 """
 
 from __future__ import annotations
@@ -25,15 +29,20 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch lists non
     Store,
 )
 
-from paceline.backend.connect import address_for, connect, nodes_of
+from paceline.backend.connect import address_for, connect, exchange_seats, gains_from_thread
 from paceline.backend.gloo import Gloo
-from paceline.backend.work import CommunicatorWork
+from paceline.backend.work import BackgroundWork, CommunicatorWork
 from paceline.comm.algorithms.chunks import chunk
+from paceline.comm.background import Background
+from paceline.comm.communicator import Communicator
 from paceline.comm.work import Work
 from paceline.errors import PeerError
 
 KIND = "control"
 """What traffic is counted as: a backend does not know what its tensors are for."""
+
+BACKGROUND_BYTES = 512 * 1024
+"""Sums that are smaller take less time than handing them to a thread."""
 
 PARTING_SECONDS = 2.0
 """How long one who leaves waits for the others to be ready as well."""
@@ -51,8 +60,8 @@ class PacelineGroup(dist.ProcessGroup):
     def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
         # Only this form makes an object whose methods C++ finds; torch's types do not know it.
         super().__init__(rank, world_size)  # type: ignore[call-arg]
-        nodes = nodes_of(store, rank, world_size)
-        address = address_for(nodes)
+        seats = exchange_seats(store, rank, world_size)
+        address = address_for(seats)
         self._gloo = Gloo(store, rank, world_size, address, timeout)
         # C++ looks for what is not overridden here by the tensor's device.
         for device in ("cpu", "cuda"):
@@ -60,7 +69,10 @@ class PacelineGroup(dist.ProcessGroup):
                 torch.device(device), dist.ProcessGroup.BackendType.GLOO, self._gloo.backend
             )
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        self._communicator = connect(store, rank, world_size, address, nodes, timeout)
+        self._communicator = connect(store, rank, seats, address, timeout)
+        self._background: Background | None = None
+        if world_size > 1 and gains_from_thread(seats):
+            self._background = Background(self._communicator)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "paceline"
@@ -68,8 +80,7 @@ class PacelineGroup(dist.ProcessGroup):
     def allreduce(self, *call: Any, **named: Any) -> dist.Work:
         match call:
             case [[tensor], AllreduceOptions() as options] if _can_reduce(options, tensor):
-                work = self._communicator.all_reduce(tensor, KIND)
-                return CommunicatorWork(self._averaged(work, tensor, options), [tensor])
+                return self._all_reduce(tensor, options)
         return self._gloo.start("allreduce", *call, **named)
 
     def broadcast(self, *call: Any, **named: Any) -> dist.Work:
@@ -152,10 +163,25 @@ class PacelineGroup(dist.ProcessGroup):
                 deadline = monotonic() + PARTING_SECONDS
                 while not parting.is_done() and monotonic() < deadline:
                     sleep(PARTING_POLL_SECONDS)
-        self._communicator.close()
+        self._close()
 
     def abort(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._background is not None:
+            self._background.close()
         self._communicator.close()
+
+    def _all_reduce(self, tensor: Tensor, options: Any) -> dist.Work:
+        if self._background is None or tensor.nbytes < BACKGROUND_BYTES:
+            work = self._communicator.all_reduce(tensor, KIND)
+            return CommunicatorWork(self._averaged(work, tensor, options), [tensor])
+
+        def run(communicator: Communicator) -> None:
+            self._averaged(communicator.all_reduce(tensor, KIND), tensor, options).wait()
+
+        return BackgroundWork(self._background, run, [tensor])
 
     def _gather(self, tensor: Tensor, flat: Tensor, parts: Sequence[Tensor]) -> Work:
         """Fill a flat tensor with everybody's; then copy it to the parts, one a rank."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Variable
 
+from paceline.comm.background import Background
+from paceline.comm.communicator import Communicator
 from paceline.comm.work import Work
 
 Future = torch.futures.Future[Any]
@@ -58,3 +62,46 @@ class CommunicatorWork(dist.Work):
         future: Future = torch.futures.Future()
         future.set_result(self._tensors)
         return future
+
+
+class BackgroundWork(CommunicatorWork):
+    """An operation that a thread carries out, and whose future it completes."""
+
+    def __init__(
+        self,
+        background: Background,
+        operation: Callable[[Communicator], None],
+        tensors: list[Tensor],
+    ) -> None:
+        ending = _Ending()
+        super().__init__(background.submit(lambda fork: ending.follow(operation, fork)), tensors)
+        self._ending = ending
+
+    def get_future(self) -> Future:
+        ended: Future = torch.futures.Future()
+        result = ended.then(self._outcome)
+        self._work.when_complete(lambda: ended.set_result(None))
+        if torch._C._current_graph_task_id() != -1:
+            # DistributedDataParallel waits at the end of the backward pass, for the future and in
+            # C++, where an error would become many lines; this comes before and raises it as it is.
+            Variable._execution_engine.queue_callback(self._work.wait)
+        return result
+
+    def _outcome(self, _: object) -> list[Tensor]:
+        if self._ending.error is not None:
+            raise RuntimeError(self._ending.error)
+        return self._tensors
+
+
+class _Ending:
+    """How an operation ended on its thread, for others than the one who waits for it."""
+
+    error: str | None = "not carried out, since one before it failed"
+
+    def follow(self, operation: Callable[[Communicator], None], communicator: Communicator) -> None:
+        try:
+            operation(communicator)
+        except Exception as error:
+            self.error = str(error)
+            raise
+        self.error = None
