@@ -115,15 +115,16 @@ class Bells:
         """Tell the peers that nothing more will come from here."""
         self._lines[self._own + _LEFT] = 1
         self.ring()
-        for descriptor in self._descriptors:
+        # Whoever waits on another thread sees all of them or none.
+        descriptors, self._descriptors, self._deaths = self._descriptors, {}, select.poll()
+        for descriptor in descriptors:
             os.close(descriptor)
-        self._descriptors.clear()
-        self._deaths = select.poll()
 
     def gone(self) -> tuple[Sequence[int], Sequence[int]]:
         """Peers that have left, and peers whose processes have ended without that."""
         left = [peer for peer, line in self._peers if self._lines[line + _LEFT]]
-        ended = [self._descriptors[each] for each, _ in self._deaths.poll(0)]
+        peers, deaths = self._descriptors, self._deaths
+        ended = [peers[each] for each, _ in deaths.poll(0) if each in peers]
         return left, [peer for peer in ended if peer not in left]
 
 

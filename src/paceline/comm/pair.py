@@ -14,56 +14,54 @@ from torch import Tensor
 from paceline.comm.arena import LINE_BYTES, Arena
 
 SLOTS = 2
+NUMBERS_A_LINE = LINE_BYTES // 8
 
 
 class Channel:
     """From one worker to another, as one of the two sees it."""
 
-    def __init__(self, pairs: Pairs, number: int) -> None:
+    def __init__(self, counters: memoryview, number: int, memory: Tensor) -> None:
+        """`memory`: its slots."""
         self.queue: deque[Transfer] = deque()
         """What has been begun here and is not over, in order."""
-        self._filled = number * 2
-        self._emptied = number * 2 + 1
-        self._pairs = pairs
-        begin = number * SLOTS * pairs.slot_bytes
-        memory = pairs.memory[begin : begin + SLOTS * pairs.slot_bytes]
-        self._slots: list[Tensor] = list(memory.split(pairs.slot_bytes))
+        self._counters = counters
+        # Only one worker writes to a line.
+        self._filled = number * 2 * NUMBERS_A_LINE
+        self._emptied = (number * 2 + 1) * NUMBERS_A_LINE
+        self._slots = memory.tensor_split(SLOTS)
 
     def room(self) -> Tensor | None:
         """The next slot to be filled, if it is empty."""
-        filled = self._pairs.count(self._filled)
-        if filled - self._pairs.count(self._emptied) == SLOTS:
+        filled = self._counters[self._filled]
+        if filled - self._counters[self._emptied] == SLOTS:
             return None
         return self._slots[filled % SLOTS]
 
     def letter(self) -> Tensor | None:
         """The next slot to be emptied, if it is filled."""
-        emptied = self._pairs.count(self._emptied)
-        if self._pairs.count(self._filled) == emptied:
+        emptied = self._counters[self._emptied]
+        if self._counters[self._filled] == emptied:
             return None
         return self._slots[emptied % SLOTS]
 
     def has_filled(self) -> None:
-        self._pairs.add_one(self._filled)
+        self._counters[self._filled] += 1
 
     def has_emptied(self) -> None:
-        self._pairs.add_one(self._emptied)
+        self._counters[self._emptied] += 1
 
 
 class Pairs:
     """All channels of one worker."""
 
-    def __init__(
-        self, arena: Arena, begin_byte: int, rank: int, world_size: int, slot_bytes: int
-    ) -> None:
-        self.slot_bytes = slot_bytes
-        self._rank, self._world_size = rank, world_size
+    def __init__(self, arena: Arena, begin_byte: int, world_size: int, slot_bytes: int) -> None:
+        self._world_size = world_size
         pairs = world_size * world_size
         lines_bytes = pairs * 2 * LINE_BYTES
         self._counters = arena.numbers(begin_byte, lines_bytes)
-        self.memory = arena.tensor(
-            begin_byte + lines_bytes, pairs * SLOTS * slot_bytes, torch.uint8
-        )
+        size_bytes = pairs * SLOTS * slot_bytes
+        memory = arena.tensor(begin_byte + lines_bytes, size_bytes, torch.uint8)
+        self._memory = memory.tensor_split(pairs)
         self._channels: dict[int, Channel] = {}
 
     @staticmethod
@@ -73,15 +71,8 @@ class Pairs:
     def channel(self, sender: int, receiver: int) -> Channel:
         number = sender * self._world_size + receiver
         if number not in self._channels:
-            self._channels[number] = Channel(self, number)
+            self._channels[number] = Channel(self._counters, number, self._memory[number])
         return self._channels[number]
-
-    def count(self, line: int) -> int:
-        return self._counters[line * (LINE_BYTES // 8)]
-
-    def add_one(self, line: int) -> None:
-        """Only one worker writes to a line."""
-        self._counters[line * (LINE_BYTES // 8)] += 1
 
 
 class Transfer:

@@ -81,7 +81,7 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         arena = Arena(others, size_bytes)
         self._bells = Bells(arena, bells, rank, world_size)
         self._boxes = Outboxes(arena, boxes, rank, world_size, piece_bytes)
-        self._pairs = Pairs(arena, pairs, rank, world_size, slot_bytes)
+        self._pairs = Pairs(arena, pairs, world_size, slot_bytes)
         self._pending: deque[_Pending] = deque()
         self._failure: PeerError | None = None
         self._is_closed = False

@@ -1,0 +1,253 @@
+"""What is particular to workers that share memory: what they leave, and what becomes of faults."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from stat import S_IMODE
+
+import pytest
+import torch
+
+from paceline.comm import arena, shared_memory
+from paceline.comm.communicator import Communicator
+from paceline.comm.work import Work
+from paceline.errors import PeerError, UsageError
+from worker_pool import WorkerPool
+
+
+@contextmanager
+def files_in(folder: Path, on_map: Callable[[Path], None]) -> Iterator[None]:
+    """Let this process make its shared memory elsewhere, and look at each file before it maps it.
+
+    Many programs share /dev/shm.
+    """
+    make_map = arena._map
+
+    def look_and_map(path: Path, size_bytes: int) -> object:
+        on_map(path)
+        return make_map(path, size_bytes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arena, "FOLDER", folder)
+        patch.setattr(arena, "_map", look_and_map)
+        yield
+
+
+def names_and_modes(communicator: Communicator, folder: Path) -> list[object]:
+    """While the memory is shared, and when all are connected."""
+    seen: list[object] = []
+    with (
+        files_in(folder, lambda path: seen.append(oct(S_IMODE(path.stat().st_mode)))),
+        shared_memory.over(communicator) as team,
+    ):
+        team.all_reduce(torch.ones(3), "control").wait()
+        seen.append(list(folder.iterdir()))
+    return seen
+
+
+def test_memory_is_the_users_alone_and_has_no_name_once_all_are_connected(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    assert pool.run(3, names_and_modes, tmp_path) == [["0o600", []]] * 3
+
+
+def stay_away(communicator: Communicator, folder: Path) -> None:
+    with files_in(folder, lambda _: None):
+        if communicator.rank == 1:
+            raise RuntimeError("out of memory, say")
+        shared_memory.over(communicator)
+
+
+def test_a_peer_that_does_not_come_leaves_no_name(pool: WorkerPool, tmp_path: Path) -> None:
+    first, _ = pool.outcomes(2, stay_away, tmp_path, fresh=True)
+    assert isinstance(first.error, PeerError)
+    assert not list(tmp_path.iterdir())
+
+
+def die_while_connecting(communicator: Communicator, folder: Path) -> None:
+    with files_in(folder, lambda _: os.kill(os.getpid(), signal.SIGKILL)):
+        shared_memory.over(communicator)
+
+
+def test_what_is_left_where_all_were_killed_while_connecting_the_next_removes(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    with WorkerPool(2) as mortals:
+        assert all(each.died for each in mortals.outcomes(2, die_while_connecting, tmp_path))
+    assert len(list(tmp_path.iterdir())) == 1, "they were to be killed before they removed the name"
+    assert pool.run(2, names_and_modes, tmp_path) == [["0o600", []]] * 2
+
+
+@contextmanager
+def process_of_another() -> Iterator[int]:
+    with subprocess.Popen(["sleep", "60"]) as other:
+        try:
+            yield other.pid
+        finally:
+            other.kill()
+
+
+def test_only_names_of_ended_processes_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena, "FOLDER", tmp_path)
+    space, own = arena._space_of_numbers(), os.getpid()
+    with process_of_another() as ended:
+        left = {f"paceline-{arena._owner(ended)}-aa", f"paceline-{space}-{own}-1-number-used-anew"}
+    with process_of_another() as living:
+        stays = {
+            f"paceline-{arena._owner(living)}-bb",
+            f"paceline-{space + 1}-{ended}-1-of-another-container",
+            f"paceline-{space}-none",
+            f"paceline-{space}-x-y-z",
+            f"another-{arena._owner(ended)}-cc",
+        }
+        for name in left | stays:
+            (tmp_path / name).touch()
+        arena.remove_left_behind()
+        assert {path.name for path in tmp_path.iterdir()} == stays
+
+
+@pytest.mark.root
+def test_names_of_other_users_are_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena, "FOLDER", tmp_path)
+    theirs = tmp_path / f"paceline-{arena._space_of_numbers()}-{os.getpid()}-1-aa"
+    theirs.touch()
+    os.chown(theirs, 65534, 65534)
+    arena.remove_left_behind()
+    assert theirs.exists()
+
+
+def connect_in(communicator: Communicator, folder: Path) -> str:
+    with files_in(folder, lambda _: None):
+        try:
+            shared_memory.over(communicator).close()
+        except UsageError as error:
+            return str(error)
+    return "no error"
+
+
+@pytest.mark.root
+def test_too_little_memory_is_one_line_on_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
+    small = ["mount", "-t", "tmpfs", "-o", "size=1m", "small", str(tmp_path)]
+    subprocess.run(small, check=True)
+    try:
+        first, second = pool.run(2, connect_in, tmp_path)
+        assert not list(tmp_path.iterdir())
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+    assert first == second
+    assert " MiB of shared memory are needed" in first
+    assert f"{tmp_path} has 1 MiB left" in first
+    assert "\n" not in first
+
+
+def kinds_of_waiting(team: Communicator, absent: int) -> list[Callable[[], Work]]:
+    return [
+        lambda: team.recv(torch.zeros(3), absent, "control"),
+        lambda: team.all_reduce(torch.zeros(1000), "gradients"),
+        team.barrier,
+    ]
+
+
+def lose_rank_three(communicator: Communicator) -> tuple[str, float]:
+    """Each of the others waits for it in another way; what is said, and after how long."""
+    with shared_memory.over(communicator) as team:
+        team.barrier().wait()
+        if team.rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        try:
+            kinds_of_waiting(team, 3)[team.rank]().wait()
+        except PeerError as error:
+            said = str(error)
+        seconds = time.monotonic() - began
+        # Not to be mistaken for the one who was killed.
+        communicator.close()
+        time.sleep(0.2)
+        return said, seconds
+
+
+def test_a_killed_peer_is_named_long_before_the_time_is_up() -> None:
+    with WorkerPool(4) as mortals:
+        *others, lost = mortals.outcomes(4, lose_rank_three, fresh=True, timeout_seconds=1000.0)
+    assert lost.died
+    values = [each.value for each in others if each.value is not None]
+    assert [said for said, _ in values] == [
+        "rank 0: recv from rank 3: its process has ended",
+        "rank 1: all_reduce with rank 3: its process has ended",
+        "rank 2: barrier with rank 3: its process has ended",
+    ]
+    assert max(seconds for _, seconds in values) < 5.0
+
+
+def stall(communicator: Communicator) -> str:
+    """Rank 1 is stopped, until rank 0 has given it up."""
+    processes = torch.zeros(2, dtype=torch.int64)
+    processes[communicator.rank] = os.getpid()
+    communicator.all_reduce(processes, "control").wait()
+    with shared_memory.over(communicator) as team:
+        team.barrier().wait()
+        if team.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return ""
+        try:
+            team.all_reduce(torch.zeros(1000), "gradients").wait()
+        except PeerError as error:
+            return str(error)
+        finally:
+            os.kill(int(processes[1]), signal.SIGCONT)
+    return "no error"
+
+
+def test_a_peer_that_stalls_is_given_up_after_the_time_limit(pool: WorkerPool) -> None:
+    said = pool.run(2, stall, fresh=True, timeout_seconds=1.0)[0]
+    assert said == "rank 0: all_reduce with rank 1: no answer within 1 s"
+
+
+def seconds_of_computing(communicator: Communicator) -> float:
+    """While rank 0 sleeps and all others wait for it."""
+    with shared_memory.over(communicator) as team:
+        team.barrier().wait()
+        if team.rank == 0:
+            time.sleep(1.0)
+        before = time.process_time()
+        team.all_reduce(torch.zeros(1000), "gradients").wait()
+        spent = time.process_time() - before
+        team.barrier().wait()
+    return spent
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_those_who_wait_leave_the_cores_to_others(pool: WorkerPool, workers: int) -> None:
+    assert max(pool.run(workers, seconds_of_computing)) < 0.2
+
+
+def held_after_closing(communicator: Communicator) -> tuple[int, int]:
+    """Descriptors, and pieces of shared memory, beyond those before."""
+    before = _held()
+    for _ in range(3):
+        with shared_memory.over(communicator) as team, team.fork() as fork:
+            team.all_reduce(torch.ones(3), "control").wait()
+            [peer] = fork.peers
+            fork.exchange(torch.ones(3), peer, torch.ones(3), peer, "control").wait()
+        del team, fork
+    after = _held()
+    return after[0] - before[0], after[1] - before[1]
+
+
+def _held() -> tuple[int, int]:
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return len(list(Path("/proc/self/fd").iterdir())), sum("/paceline-" in line for line in maps)
+
+
+def test_closing_gives_everything_back(pool: WorkerPool) -> None:
+    assert pool.run(2, held_after_closing) == [(0, 0)] * 2
