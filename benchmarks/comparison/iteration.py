@@ -42,15 +42,22 @@ SAME_TRAINING = 1e-3
 class Task:
     model: str
     batch_per_worker: int
+    learning_rate: float
+    """High enough for a loss that visibly falls."""
     checked_updates: int
     """After so many the losses are compared."""
 
+    def request(self, workers_in_one: int = 1) -> Prepare:
+        """For a process that does the part of so many workers."""
+        batch = self.batch_per_worker * workers_in_one
+        return Prepare(self.model, batch, self.learning_rate, self.checked_updates)
+
 
 TASKS = {
-    "lenet": Task("lenet", 16, 10),
-    "mlp": Task("mlp", 32, 10),
-    "resnet18": Task("resnet18", 8, 4),
-    "vgg11": Task("vgg11", 32, 4),
+    "lenet": Task("lenet", 16, 0.1, 10),
+    "mlp": Task("mlp", 32, 0.1, 10),
+    "resnet18": Task("resnet18", 8, 0.01, 4),
+    "vgg11": Task("vgg11", 32, 0.01, 4),
 }
 
 
@@ -62,7 +69,8 @@ class Row:
     speed_up: Spread | None
     """To DDP; none for DDP itself."""
     goal: float | None
-    loss: float
+    first_loss: float
+    last_loss: float
     loss_off_by: float
     """From DDP's, as a part of how far DDP's loss fell."""
 
@@ -79,10 +87,10 @@ def compare_iterations(fleet: Fleet, task: Task, length: Length) -> dict[str, An
 
 
 def prepare(fleet: Fleet, names: list[str], task: Task, what: str) -> dict[str, Prepared]:
-    request = Prepare(task.model, task.batch_per_worker, task.checked_updates)
     with progress(f"{what}: first updates"):
         answers = {
-            name: fleet.attempt(name, lambda group: group.prepared(request)) for name in names
+            name: fleet.attempt(name, lambda group: group.prepared(task.request()))
+            for name in names
         }
     return {name: answer for name, answer in answers.items() if answer is not None}
 
@@ -113,7 +121,8 @@ def row(name: str, blocks: Blocks, prepared: dict[str, Prepared], goal: float | 
         seconds=Spread.of_blocks(blocks[name]),
         speed_up=speed_up,
         goal=goal if name == "shared" else None,
-        loss=prepared[name].last_loss,
+        first_loss=prepared[name].first_loss,
+        last_loss=prepared[name].last_loss,
         loss_off_by=off_by,
     )
 
@@ -131,7 +140,10 @@ def show(what: str, task: Task, rows: list[Row]) -> None:
         )
     for each in rows:
         if each.contender == REFERENCE:
-            print(f"DDP's loss after {task.checked_updates} updates: {each.loss:.6f}")
+            print(
+                f"DDP's loss fell from {each.first_loss:.6f} to {each.last_loss:.6f} "
+                f"in {task.checked_updates} updates"
+            )
     strangers = [TITLES[each.contender] for each in rows if not each.loss_off_by <= SAME_TRAINING]
     if strangers:
         print(f"NOT THE SAME TRAINING, so not to be compared: {', '.join(strangers)}")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from comparison.group import TITLES, ContenderError, Group, reason_for_absence
 from comparison.iteration import Task
 from comparison.progress import progress
-from comparison.requests import Prepare, Train
+from comparison.requests import Train
 from paceline.measure.process_tree import ProcessTree, pss_bytes
 
 WORKERS = 4
@@ -49,7 +49,7 @@ def compare_memory(names: list[str], task: Task, left_out: dict[str, str]) -> li
 def measure(group: Group, task: Task) -> Row:
     started = held_bytes(group)
     with progress(f"memory of {TITLES[group.name]}"):
-        group.ask(Prepare(task.model, task.batch_per_worker, 2))
+        group.ask(replace(task, checked_updates=2).request())
         group.send(Train(TIMED_UPDATES))
         most = held_bytes(group)
         while group.is_busy(SECONDS_BETWEEN_LOOKS):

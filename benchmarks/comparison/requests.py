@@ -19,6 +19,7 @@ class Prepare:
 
     model: str
     batch_per_worker: int
+    learning_rate: float
     updates: int
 
 

@@ -9,7 +9,7 @@ from comparison.fleet import Fleet
 from comparison.group import ContenderError, Group
 from comparison.iteration import Task
 from comparison.progress import progress
-from comparison.requests import Prepare, Train
+from comparison.requests import Train
 from comparison.rounds import (
     Length,
     Spread,
@@ -56,14 +56,11 @@ def compare_threads(fleet: Fleet, tasks: list[Task], length: Length) -> list[dic
 
 
 def measure(fleet: Fleet, alone: Group, task: Task, length: Length) -> Row | None:
-    batch = task.batch_per_worker
     with progress(f"{task.model}, workers and threads"):
-        team = fleet.attempt(
-            "shared", lambda group: group.prepared(Prepare(task.model, batch, task.checked_updates))
-        )
+        team = fleet.attempt("shared", lambda group: group.prepared(task.request()))
         if team is None:
             return None
-        one = alone.prepared(Prepare(task.model, WORKERS * batch, task.checked_updates))
+        one = alone.prepared(task.request(workers_in_one=WORKERS))
         updates = {
             "team": length.count(team.update_seconds),
             "one": length.count(one.update_seconds),
@@ -80,7 +77,7 @@ def measure(fleet: Fleet, alone: Group, task: Task, length: Length) -> Row | Non
         return None
     return Row(
         model=task.model,
-        global_batch=WORKERS * batch,
+        global_batch=WORKERS * task.batch_per_worker,
         workers=Spread.of_blocks(blocks["team"]),
         threads=Spread.of_blocks(blocks["one"]),
         speed_up=Spread.of(speed_ups(blocks["team"], blocks["one"])),

@@ -41,7 +41,6 @@ from comparison.requests import (
 from paceline.models.loading import build_model
 
 SHAPE, CLASSES = (3, 32, 32), 10
-LEARNING_RATE = 1e-2
 TIMED_LEARNING_RATE = 1e-5
 """Blocks differ in their number of updates, so their updates leave the weights almost alone."""
 
@@ -107,7 +106,7 @@ class Worker:
         torch.manual_seed(1000 + self._contender.rank)
         inputs = torch.randn(request.batch_per_worker, *SHAPE)
         labels = torch.randint(CLASSES, (request.batch_per_worker,))
-        optimizer = SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9, fused=True)
+        optimizer = SGD(model.parameters(), lr=request.learning_rate, momentum=0.9, fused=True)
         update = self._update = self._contender.prepare(model, optimizer, inputs, labels)
         torch.manual_seed(2000 + self._contender.rank)  # For dropout.
         losses, seconds = [], []
