@@ -210,6 +210,9 @@ class RunConfig:
         minimum=1,
         maximum=1024,
     )
+    pin: bool = _option(
+        False, "numerics", "keep each worker on cores of its own, a part of those of its machine"
+    )
     seed: int = _option(
         0,
         "numerics",

@@ -30,7 +30,9 @@ def run(arguments: argparse.Namespace) -> int:
     config = from_mapping(values) if arguments.resume is None else None
     from paceline.launch import start
     from paceline.report.summary import print_summary
+    from paceline.worker.process import keep_freed_memory
 
+    keep_freed_memory()
     if config is None:
         outcome = start.resume(arguments.resume, values, arguments.quiet)
     else:

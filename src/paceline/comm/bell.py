@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from paceline.comm.arena import LINE_BYTES, Arena
-from paceline.measure.machine import cores_usable
 
 NAP_SECONDS = 0.02
 LOOK_SECONDS = 100e-6
@@ -47,7 +46,10 @@ class _Timespec(ctypes.Structure):
 class Bells:
     """Those of all workers; made by each of them for itself, on `rank`'s behalf."""
 
-    def __init__(self, arena: Arena, begin_byte: int, rank: int, world_size: int) -> None:
+    def __init__(
+        self, arena: Arena, begin_byte: int, rank: int, world_size: int, cores: int
+    ) -> None:
+        """`cores` is how many all of them have between them."""
         self._rank = rank
         self._lines = arena.numbers(begin_byte, world_size * LINE_BYTES, "I")
         self._own = rank * (LINE_BYTES // 4)
@@ -57,9 +59,10 @@ class Bells:
         self._addresses = [
             arena.address(begin_byte + number * LINE_BYTES) for number in range(world_size)
         ]
-        self._next_stamp = rank << 24
+        self._stamps = (rank & 0xFF) << 24
+        self._rings = 0
         # More workers than cores: whoever looks on keeps the one it waits for from running.
-        self._looks_on = world_size <= cores_usable()
+        self._looks_on = world_size <= cores
         self._nap = ctypes.byref(_Timespec(0, int(NAP_SECONDS * 1e9)))
         self._futex = _system_call()
         self._number = _FUTEX_NUMBERS[platform.machine()]
@@ -87,7 +90,8 @@ class Bells:
     def ring(self) -> None:
         """Call all peers, after something has changed in the shared memory."""
         lines = self._lines
-        self._next_stamp = stamp = (self._rank << 24) | ((self._next_stamp + 1) & 0xFFFFFF)
+        self._rings = (self._rings + 1) & 0xFFFFFF
+        stamp = self._stamps | self._rings
         for peer, line in self._peers:
             lines[line + _STAMP] = stamp
             if lines[line + _ASLEEP]:

@@ -10,6 +10,8 @@ operation larger than an outbox makes progress only while all workers are in som
 
 from __future__ import annotations
 
+import math
+import os
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -39,6 +41,7 @@ from paceline.comm.pair import SLOTS, Pairs, Transfer
 from paceline.comm.staging import Staged
 from paceline.comm.work import Done, Work
 from paceline.errors import PeerError, UsageError
+from paceline.measure.machine import cpu_quota
 from paceline.measure.traffic import Traffic
 
 MOST_PIECE_BYTES = 2 * 2**20
@@ -47,6 +50,8 @@ DIRECT_BYTES = 64 * 1024
 """Up to here, summing everything everywhere costs less than meeting once more."""
 MOST_SLOT_BYTES = 256 * 1024
 MOST_SLOTS_BYTES = 32 * 2**20
+
+MOST_CORES = 4096
 
 CPU = torch.device("cpu")
 
@@ -79,7 +84,7 @@ class SharedMemoryCommunicator(ComposedCommunicator):
             ]
         )
         arena = Arena(others, size_bytes)
-        self._bells = Bells(arena, bells, rank, world_size)
+        self._bells = Bells(arena, bells, rank, world_size, _cores_of_all(others))
         self._boxes = Outboxes(arena, boxes, rank, world_size, piece_bytes)
         self._pairs = Pairs(arena, pairs, world_size, slot_bytes)
         self._pending: deque[_Pending] = deque()
@@ -235,6 +240,16 @@ class _Pending(Work):
     def _poll(self) -> bool:
         self._communicator.advance()
         return self.steps.is_over
+
+
+def _cores_of_all(others: Communicator) -> int:
+    """How many cores the workers have between them; each may be kept on some of them."""
+    own = os.sched_getaffinity(0)
+    cores = torch.zeros(MOST_CORES, dtype=torch.bool)
+    cores[[core for core in own if core < MOST_CORES]] = True
+    others.all_reduce(cores, "control").wait()
+    quota = cpu_quota()
+    return min(int(cores.sum()), math.floor(quota) if quota else MOST_CORES)
 
 
 def _fair_bytes(most_bytes: int, most_bytes_of_all: int, parts: int) -> int:

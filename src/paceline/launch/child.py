@@ -14,12 +14,14 @@ import sys
 from typing import NoReturn
 
 from paceline.launch.lifeline import tie_to
+from paceline.worker.process import keep_freed_memory
 
 
 def main(arguments: list[str]) -> NoReturn:
     # Until training begins there is nothing to finish, and no traceback to be shown.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     tie_to(int(arguments[0]))
+    keep_freed_memory()
     if arguments[1] == "server":
         from paceline.launch import servers as program
     else:

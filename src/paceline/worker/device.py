@@ -11,6 +11,7 @@ import torch
 from paceline.config import RunConfig
 from paceline.errors import ConfigError
 from paceline.measure.machine import cores_usable
+from paceline.worker.process import pinned
 
 
 def choose_device(config: RunConfig, local_rank: int = 0) -> torch.device:
@@ -33,13 +34,15 @@ def autocast(config: RunConfig, device: torch.device) -> AbstractContextManager[
 
 
 @contextmanager
-def computing(config: RunConfig) -> Iterator[None]:
-    """Threads and determinism as the config says, given back afterwards."""
+def computing(config: RunConfig, local_rank: int | None = None) -> Iterator[None]:
+    """Threads, determinism and a worker's cores as the config says, given back afterwards."""
     threads, deterministic = torch.get_num_threads(), torch.backends.cudnn.deterministic
     torch.set_num_threads(threads_of(config))
     torch.backends.cudnn.deterministic = True
+    is_pinned = config.pin and local_rank is not None
     try:
-        yield
+        with pinned(local_rank or 0, config.nproc_per_node) if is_pinned else nullcontext():
+            yield
     finally:
         torch.set_num_threads(threads)
         torch.backends.cudnn.deterministic = deterministic

@@ -92,7 +92,7 @@ def run_worker(
     """Train, from a checkpoint if one is given; whatever ends the run is told in the report."""
     clock = clock_of(prepared.device, clock)
     worker = _Worker(config, folder, prepared, team, checkpoint, display, clock)
-    with computing(config), contextlib.closing(worker.journal):
+    with computing(config, team.place.local_rank), contextlib.closing(worker.journal):
         try:
             worker.begin(checkpoint)
             with _stop_on_signals(worker):
