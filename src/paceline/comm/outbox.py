@@ -10,7 +10,7 @@ So worker i reduces chunk i for everybody. Every worker has a line of counters t
 which say how many pieces it has been through in each stage. An outbox holds a few pieces, so that
 the stages of neighbouring pieces overlap; and no more, so that what one worker posts is still in a
 cache when the others read it. Small tensors skip the middle stage: everybody posts everything and
-sums for itself. Sums go in the order of the ranks, and have the same bits everywhere.
+sums for itself, in the order of the ranks, so that all get the same bits.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from paceline.comm.algorithms.chunks import chunk, chunk_elements
 from paceline.comm.arena import LINE_BYTES, Arena
+from paceline.comm.staging import copy_flat
 
 PIECES = 2
 """How many an outbox holds."""
@@ -210,14 +211,15 @@ class ReduceScatter(Collective):
         for rank in range(self.world_size):
             if rank != self.rank:
                 part = self.part(index, rank)
-                self._within(box, rank, part.numel()).copy_(part)
+                copy_flat(self._within(box, rank, part.numel()), part)
 
     def reduce(self, index: int, boxes: Sequence[Tensor]) -> None:
         own = self.part(index, self.rank)
-        parts = [self._within(box, self.rank, own.numel()) for box in boxes]
-        summed, parts[self.rank] = parts[self.rank], own
-        add_up(parts, summed)
-        own.copy_(summed)
+        for rank, box in enumerate(boxes):
+            if rank != self.rank:
+                own.add_(self._within(box, self.rank, own.numel()))
+        if self.takes:
+            copy_flat(self._within(boxes[self.rank], self.rank, own.numel()), own)
 
     def _within(self, box: Tensor, rank: int, elements: int) -> Tensor:
         """Where the chunk of a rank lies in an outbox."""
@@ -231,7 +233,7 @@ class AllReduce(ReduceScatter):
         for rank, box in enumerate(boxes):
             if rank != self.rank:
                 part = self.part(index, rank)
-                part.copy_(self._within(box, rank, part.numel()))
+                copy_flat(part, self._within(box, rank, part.numel()))
 
 
 class DirectAllReduce(Collective):
@@ -241,11 +243,14 @@ class DirectAllReduce(Collective):
 
     def post(self, index: int, box: Tensor) -> None:
         part = self.part(index)
-        box[: part.numel()].copy_(part)
+        copy_flat(box, part)
 
     def take(self, index: int, boxes: Sequence[Tensor]) -> None:
         part = self.part(index)
-        add_up([box[: part.numel()] for box in boxes], part)
+        if self.world_size == 2:
+            part.add_(boxes[1 - self.rank][: part.numel()])
+        else:
+            add_up([box[: part.numel()] for box in boxes], part)
 
     def part(self, index: int, of: int = 0) -> Tensor:
         return self.flat[index * self.room : (index + 1) * self.room]
@@ -258,14 +263,12 @@ class AllGather(Collective):
         return chunk_elements(self.flat.numel(), self.world_size, 0)
 
     def post(self, index: int, box: Tensor) -> None:
-        part = self.part(index, self.rank)
-        box[: part.numel()].copy_(part)
+        copy_flat(box, self.part(index, self.rank))
 
     def take(self, index: int, boxes: Sequence[Tensor]) -> None:
         for rank, box in enumerate(boxes):
             if rank != self.rank:
-                part = self.part(index, rank)
-                part.copy_(box[: part.numel()])
+                copy_flat(self.part(index, rank), box)
 
 
 class Broadcast(Collective):
@@ -277,13 +280,11 @@ class Broadcast(Collective):
 
     def post(self, index: int, box: Tensor) -> None:
         if self.rank == self._root:
-            part = self.part(index, 0)
-            box[: part.numel()].copy_(part)
+            copy_flat(box, self.part(index, 0))
 
     def take(self, index: int, boxes: Sequence[Tensor]) -> None:
         if self.rank != self._root:
-            part = self.part(index, 0)
-            part.copy_(boxes[self._root][: part.numel()])
+            copy_flat(self.part(index, 0), boxes[self._root])
 
     def part(self, index: int, of: int) -> Tensor:
         return self.flat[index * self.room : (index + 1) * self.room]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.arena import LINE_BYTES, Arena
+from paceline.comm.staging import copy_flat
 
 SLOTS = 2
 NUMBERS_A_LINE = LINE_BYTES // 8
@@ -103,10 +104,10 @@ class Transfer:
     def _move(self, slot: Tensor) -> None:
         part = self._payload[self._position : self._position + slot.numel()]
         if self._sends:
-            slot[: part.numel()].copy_(part)
+            copy_flat(slot, part)
             self._channel.has_filled()
         else:
-            part.copy_(slot[: part.numel()])
+            copy_flat(part, slot)
             self._channel.has_emptied()
         self._position += part.numel()
         if self.is_over:

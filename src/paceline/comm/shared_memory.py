@@ -44,7 +44,7 @@ from paceline.errors import PeerError, UsageError
 from paceline.measure.machine import cpu_quota
 from paceline.measure.traffic import Traffic
 
-MOST_PIECE_BYTES = 2 * 2**20
+MOST_PIECE_BYTES = 2**20
 MOST_OUTBOXES_BYTES = 64 * 2**20
 DIRECT_BYTES = 64 * 1024
 """Up to here, summing everything everywhere costs less than meeting once more."""
@@ -61,9 +61,12 @@ def over(communicator: Communicator) -> SharedMemoryCommunicator:
 
     It counts into the same traffic, and needs the communicator given no more once it is made.
     """
-    return SharedMemoryCommunicator(
+    connected = SharedMemoryCommunicator(
         communicator, communicator.timeout_seconds, communicator.traffic
     )
+    # Whoever comes here has left the last operation on the communicator given, which may now close.
+    connected.barrier().wait()
+    return connected
 
 
 class SharedMemoryCommunicator(ComposedCommunicator):

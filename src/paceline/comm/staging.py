@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import torch
@@ -36,3 +37,11 @@ class Staged:
         """Write the result to where the caller wants it."""
         if self.is_copy:
             self.original.copy_(self.flat.view(self.original.shape))
+
+
+def copy_flat(target: Tensor, source: Tensor) -> None:
+    """Copy between contiguous tensors in main memory, as many bytes as both have.
+
+    The C library does that in a third to a half less time than `Tensor.copy_` (docs/log.md).
+    """
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), min(target.nbytes, source.nbytes))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.staging import copy_flat
 from paceline.sync.aligned import AlignedMemory
 from paceline.sync.own_part import Piece
 
@@ -50,9 +51,8 @@ class Deposits:
 
     def give(self) -> None:
         """Put this worker's gradients where the others sum them."""
-        if self._given:
-            places = [given.place for given in self._given]
-            torch._foreach_copy_(places, [given.gradient() for given in self._given])
+        for given in self._given:
+            copy_flat(given.place, _in_memory_order(given.weight)[given.elements])
 
     def sum_up(self, together: bool) -> None:
         """Sum this worker's pieces, once all others have given theirs, and give each its `grad`.
@@ -88,20 +88,12 @@ class _Given:
     """Elements of a gradient that another worker sums."""
 
     weight: nn.Parameter
-    elements: slice | None
-    """None: all of them."""
+    elements: slice
     place: Tensor
-
-    def gradient(self) -> Tensor:
-        if self.elements is None:
-            return _gradient(self.weight)
-        return _in_memory_order(self.weight)[self.elements]
 
 
 def _outside(number: int, weight: nn.Parameter, own: AlignedMemory, mine: slice) -> list[_Given]:
     """What of a weight's gradient lies before and after this worker's piece of it."""
-    if mine.start == mine.stop:
-        return [_Given(weight, None, own.views[number])]
     parts = (slice(0, mine.start), slice(mine.stop, weight.numel()))
     return [
         _Given(weight, part, _flat(own, number, part)) for part in parts if part.start < part.stop
