@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import paceline.backend  # noqa: F401 - makes the name known; not needed where paceline is installed
 
+torch.set_num_threads(1)  # so small a model gains nothing from more
 backend = sys.argv[1] if len(sys.argv) > 1 else "paceline"
 dist.init_process_group(backend)  # * instead of "gloo"; everything else is as it was
 
-torch.set_num_threads(1)  # so small a model gains nothing from more
 torch.manual_seed(0)
 labels = torch.arange(600) % 3
 radius = torch.rand(600)

@@ -86,7 +86,7 @@ def address_for(seats: Sequence[Seat]) -> str:
     Across hosts, gloo's own rule: the interface that GLOO_SOCKET_IFNAME names, or what this host's
     name stands for.
     """
-    if _is_one_host(seats):
+    if are_on_one_host(seats):
         return LOOPBACK
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     for each in psutil.net_if_addrs().get(interface, []):
@@ -95,15 +95,10 @@ def address_for(seats: Sequence[Seat]) -> str:
     return socket.gethostname()
 
 
-def gains_from_thread(seats: Sequence[Seat]) -> bool:
-    """Whether communication can go on beside computation: over a network, or on a spare core.
-
-    The same on all ranks.
-    """
-    if not _is_one_host(seats):
-        return True
-    return min(seat.cores for seat in seats) > sum(seat.threads for seat in seats)
-
-
-def _is_one_host(seats: Sequence[Seat]) -> bool:
+def are_on_one_host(seats: Sequence[Seat]) -> bool:
     return len({seat.host for seat in seats}) == 1
+
+
+def have_spare_cores(seats: Sequence[Seat]) -> bool:
+    """Whether there are more cores than members on one host compute with."""
+    return min(seat.cores for seat in seats) > sum(seat.threads for seat in seats)

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch lists neither
 
-from paceline.backend.work import Future
+from paceline.backend.work import Future, wait_in_backward
 from paceline.comm.communicator import Operation
+from paceline.comm.staging import Staged
 from paceline.comm.torch_backends import explain, make_gloo
 
 T = TypeVar("T")
@@ -42,6 +43,15 @@ class Gloo:
         operation = Operation(self._rank, words, peers)
         handle = self.attempt(operation, lambda: getattr(self.backend, name)(*call, **named))
         return GlooWork(self, operation, handle)
+
+    def all_reduce(self, tensor: Tensor, options: Any) -> GlooWork:
+        """Of a tensor with any strides, which gloo's own would get wrong."""
+        staged = Staged.of(tensor)
+        work = self.start("allreduce", [staged.flat], options)
+        if staged.is_copy:
+            work.wait()
+            staged.copy_back()
+        return work
 
     def attempt(self, operation: Operation, action: Callable[[], T]) -> T:
         try:
@@ -76,11 +86,13 @@ class GlooWork(dist.Work):
         return self._handle.exception()
 
     def result(self) -> list[Tensor]:
+        self.wait()
         result: list[Tensor] = self._handle.result()
         return result
 
     def get_future(self) -> Future:
         future: Future = self._handle.get_future()
+        wait_in_backward(self)
         return future
 
     def source_rank(self) -> int:

@@ -4,9 +4,9 @@ One rule says what goes which way: sums and means, broadcasts, all-gathers and r
 tensors in main memory, and barriers, go through a communicator of paceline's, which is shared
 memory inside a host; everything else goes through a gloo group of the same members.
 
-Large sums go on a thread where that gains anything: over a network, or where there are more cores
-than the members of the group compute with. Everything else of the communicator's makes progress
-when the group is called.
+Large sums are exchanged where they cost the caller least. Where members compute on all cores, that
+is inside the call. With cores to spare, it is left to gloo, whose threads hide it; and across hosts
+it is done by a thread of this group's.
 """
 
 from __future__ import annotations
@@ -29,20 +29,25 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch lists non
     Store,
 )
 
-from paceline.backend.connect import address_for, connect, exchange_seats, gains_from_thread
+from paceline.backend.connect import (
+    address_for,
+    are_on_one_host,
+    connect,
+    exchange_seats,
+    have_spare_cores,
+)
 from paceline.backend.gloo import Gloo
 from paceline.backend.work import BackgroundWork, CommunicatorWork
 from paceline.comm.algorithms.chunks import chunk
 from paceline.comm.background import Background
-from paceline.comm.communicator import Communicator
 from paceline.comm.work import Work
 from paceline.errors import PeerError
 
 KIND = "control"
 """What traffic is counted as: a backend does not know what its tensors are for."""
 
-BACKGROUND_BYTES = 512 * 1024
-"""Sums that are smaller take less time than handing them to a thread."""
+LARGE_BYTES = 512 * 1024
+"""Smaller sums take less time than handing them to a thread."""
 
 PARTING_SECONDS = 2.0
 """How long one who leaves waits for the others to be ready as well."""
@@ -71,7 +76,10 @@ class PacelineGroup(dist.ProcessGroup):
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._communicator = connect(store, rank, seats, address, timeout)
         self._background: Background | None = None
-        if world_size > 1 and gains_from_thread(seats):
+        self._has_spare_cores = False
+        if are_on_one_host(seats):
+            self._has_spare_cores = have_spare_cores(seats)
+        else:
             self._background = Background(self._communicator)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
@@ -79,7 +87,7 @@ class PacelineGroup(dist.ProcessGroup):
 
     def allreduce(self, *call: Any, **named: Any) -> dist.Work:
         match call:
-            case [[tensor], AllreduceOptions() as options] if _can_reduce(options, tensor):
+            case [[tensor], AllreduceOptions() as options] if _are_plain(tensor):
                 return self._all_reduce(tensor, options)
         return self._gloo.start("allreduce", *call, **named)
 
@@ -174,14 +182,17 @@ class PacelineGroup(dist.ProcessGroup):
         self._communicator.close()
 
     def _all_reduce(self, tensor: Tensor, options: Any) -> dist.Work:
-        if self._background is None or tensor.nbytes < BACKGROUND_BYTES:
-            work = self._communicator.all_reduce(tensor, KIND)
-            return CommunicatorWork(self._averaged(work, tensor, options), [tensor])
-
-        def run(communicator: Communicator) -> None:
-            self._averaged(communicator.all_reduce(tensor, KIND), tensor, options).wait()
-
-        return BackgroundWork(self._background, run, [tensor])
+        is_large = tensor.nbytes >= LARGE_BYTES
+        if (is_large and self._has_spare_cores) or not _can_reduce(options, tensor):
+            return self._gloo.all_reduce(tensor, options)
+        if is_large and self._background is not None:
+            return BackgroundWork(
+                self._background,
+                lambda fork: self._averaged(fork.all_reduce(tensor, KIND), tensor, options).wait(),
+                [tensor],
+            )
+        work = self._communicator.all_reduce(tensor, KIND)
+        return CommunicatorWork(self._averaged(work, tensor, options), [tensor])
 
     def _gather(self, tensor: Tensor, flat: Tensor, parts: Sequence[Tensor]) -> Work:
         """Fill a flat tensor with everybody's; then copy it to the parts, one a rank."""

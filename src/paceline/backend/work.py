@@ -18,6 +18,16 @@ from paceline.comm.work import Work
 Future = torch.futures.Future[Any]
 
 
+def wait_in_backward(work: dist.Work) -> None:
+    """Wait at the end of the backward pass, if this is one.
+
+    DistributedDataParallel waits there too, for the future and in C++, where an error would become
+    many lines; this comes before and raises it as it is.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        Variable._execution_engine.queue_callback(work.synchronize)
+
+
 class CommunicatorWork(dist.Work):
     """An operation of a communicator's, completed by `wait` or by asking for its future.
 
@@ -81,10 +91,7 @@ class BackgroundWork(CommunicatorWork):
         ended: Future = torch.futures.Future()
         result = ended.then(self._outcome)
         self._work.when_complete(lambda: ended.set_result(None))
-        if torch._C._current_graph_task_id() != -1:
-            # DistributedDataParallel waits at the end of the backward pass, for the future and in
-            # C++, where an error would become many lines; this comes before and raises it as it is.
-            Variable._execution_engine.queue_callback(self._work.wait)
+        wait_in_backward(self)
         return result
 
     def _outcome(self, _: object) -> list[Tensor]:
