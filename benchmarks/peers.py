@@ -24,6 +24,7 @@ from comparison.environment import set_up, versions
 from comparison.fleet import Fleet
 from comparison.group import CONTENDERS
 from comparison.iteration import TASKS, Task, compare_iterations
+from comparison.left_out import LeftOut
 from comparison.memory import compare_memory
 from comparison.rounds import Length
 from comparison.threads import MODELS as THREADS_MODELS
@@ -43,11 +44,12 @@ def main() -> None:
         set_up(given.setup)
         return
     began = monotonic()
-    left_out: dict[str, str] = {}
+    left_out = LeftOut()
     tasks = chosen_tasks(given.models, given.quick)
     machine = hardware()
     print(f"{machine['cpu']}, {machine['cores']} cores, load {os.getloadavg()[0]:.1f} before")
-    print(textwrap.fill(", ".join(f"{name} {version}" for name, version in versions().items()), 79))
+    installed = [f"{name} {version}" for name, version in versions().items() if version]
+    print(textwrap.fill(", ".join(installed), 79))
     print("One thread a worker, SGD with momentum, data resident; contenders take turns in")
     print("short blocks: medians and quartiles over the blocks, ratios of neighbouring ones.")
     results: dict[str, Any] = {"machine": machine, "versions": versions()}
@@ -60,7 +62,7 @@ def main() -> None:
         repeats = 2 if given.quick else 5
         results["scripts"] = compare_scripts(min(given.workers), repeats, left_out)
     show_foot(left_out, monotonic() - began)
-    results["left_out"], results["seconds"] = left_out, monotonic() - began
+    results["left_out"], results["seconds"] = left_out.lines(), monotonic() - began
     if given.json is not None:
         given.json.write_text(json.dumps(results, indent=1) + "\n")
 
@@ -105,11 +107,11 @@ def chosen_tasks(models: list[str], quick: bool) -> list[Task]:
 
 
 def measure_teams(
-    given: argparse.Namespace, tasks: list[Task], left_out: dict[str, str], results: dict[str, Any]
+    given: argparse.Namespace, tasks: list[Task], left_out: LeftOut, results: dict[str, Any]
 ) -> None:
     """The parts in which long-lived workers take turns, for each number of workers."""
     fewest, most = (3, given.repeats or 3) if given.quick else (5, given.repeats or 9)
-    training = Length(0.2 if given.quick else 0.4, 10.0 if given.quick else 40.0, fewest, most)
+    training = Length(0.2 if given.quick else 0.4, 10.0 if given.quick else 30.0, fewest, most)
     summing = Length(0.05, 2.0 if given.quick else 8.0, fewest, most)
     sizes = QUICK_SIZES_BYTES if given.quick else SIZES_BYTES
     for world_size in given.workers:
@@ -128,12 +130,10 @@ def measure_teams(
                 results["threads"] = compare_threads(fleet, small, training)
 
 
-def show_foot(left_out: dict[str, str], seconds: float) -> None:
+def show_foot(left_out: LeftOut, seconds: float) -> None:
     print(f"\nmeasured in {seconds / 60:.1f} minutes")
-    if left_out:
-        print("Left out:")
-    for title, reason in left_out.items():
-        print(textwrap.fill(f"{title}: {reason}", 79, initial_indent="- ", subsequent_indent="  "))
+    for line in left_out.lines():
+        print(textwrap.fill(f"left out: {line}", 79, subsequent_indent="  "))
 
 
 if __name__ == "__main__":

@@ -108,10 +108,10 @@ def row(size_bytes: int, blocks: Blocks) -> Row:
 
 def show_head(world_size: int) -> None:
     print(f"\nall-reduce of float32, {world_size} workers; ms, medians")
-    print(f"{'':8}{'':24}{'shared memory':^21}{'times as fast':^20}{'of':>7}")
+    print(f"{'':32}{'shared':>8}{'times as fast as gloo':>23}{'':10}{'of':>6}")
     print(
-        f"{'size':>8}{'copy':>8}{'gloo':>8}{'mpi4py':>8}{'':>8}{'quartiles':>13}"
-        f"{'gloo':>7}{'goal':>11}{'limit':>9}"
+        f"{'size':>8}{'copy':>8}{'gloo':>8}{'mpi4py':>8}{'memory':>8}{'median':>10}{'quartiles':>13}"
+        f"{'goal':>11}{'limit':>7}"
     )
 
 
@@ -122,11 +122,16 @@ def show(each: Row, goal: float | None) -> None:
     print(
         f"{size_text(each.size_bytes):>8}{cell(each.copy):>8}{cell(each.gloo):>8}"
         f"{cell(each.mpi):>8}{cell(each.shared):>8}"
-        + ("" if each.shared is None else f"{quartiles(each.shared):>15}")
-        + ("" if each.speed_up is None else f"{ratio_text(each.speed_up.median):>6}")
-        + ("" if each.speed_up is None else f"{verdict(each.speed_up.median, goal):>11}")
-        + ("" if each.of_limit is None else f"{each.of_limit.median:>8.0%}"),
+        + ("" if each.speed_up is None else compared(each.speed_up, goal))
+        + ("" if each.of_limit is None else f"{each.of_limit.median:>6.0%}"),
         flush=True,
+    )
+
+
+def compared(speed_up: Spread, goal: float | None) -> str:
+    return (
+        f"{ratio_text(speed_up.median):>10}{quartiles(speed_up, ratio_text):>13}"
+        f"{verdict(speed_up.median, goal):>12}"
     )
 
 

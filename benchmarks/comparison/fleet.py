@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from comparison.group import TITLES, ContenderError, Group, reason_for_absence
+from comparison.left_out import LeftOut
 
 Result = TypeVar("Result")
 
@@ -14,24 +15,23 @@ Result = TypeVar("Result")
 class Fleet:
     """Groups of the same size, started when first needed; those that fail are left out."""
 
-    def __init__(self, world_size: int, left_out: dict[str, str]) -> None:
+    def __init__(self, world_size: int, left_out: LeftOut) -> None:
         self.world_size = world_size
         self.left_out = left_out
-        """The reasons, by title; filled here."""
         self._groups: dict[str, Group] = {}
+        self._out: set[str] = set()
 
     def starting(self, names: Sequence[str]) -> list[str]:
         """Those of them that can run; they do, from now on."""
         for name in names:
-            title = f"{TITLES[name]}, {self.world_size} workers"
-            if name not in self._groups and title not in self.left_out:
+            if name not in self._groups and name not in self._out:
                 reason = reason_for_absence(name)
                 try:
                     if reason is not None:
                         raise ContenderError(reason)
                     self._groups[name] = Group(name, self.world_size)
                 except ContenderError as error:
-                    self.left_out[title] = str(error)
+                    self._leave_out(name, error)
         return [name for name in names if name in self._groups]
 
     def attempt(self, name: str, action: Callable[[Group], Result]) -> Result | None:
@@ -39,9 +39,13 @@ class Fleet:
         try:
             return action(self._groups[name])
         except ContenderError as error:
-            self.left_out[f"{TITLES[name]}, {self.world_size} workers"] = str(error)
+            self._leave_out(name, error)
             self._groups.pop(name).close()
             return None
+
+    def _leave_out(self, name: str, error: ContenderError) -> None:
+        self._out.add(name)
+        self.left_out.add(TITLES[name], f"{self.world_size} workers", str(error))
 
     def close(self) -> None:
         for group in self._groups.values():

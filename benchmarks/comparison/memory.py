@@ -7,6 +7,7 @@ from typing import Any
 
 from comparison.group import TITLES, ContenderError, Group, reason_for_absence
 from comparison.iteration import Task
+from comparison.left_out import LeftOut
 from comparison.progress import progress
 from comparison.requests import Train
 from paceline.measure.process_tree import ProcessTree, pss_bytes
@@ -25,7 +26,7 @@ class Row:
     """The most seen while it trains."""
 
 
-def compare_memory(names: list[str], task: Task, left_out: dict[str, str]) -> list[dict[str, Any]]:
+def compare_memory(names: list[str], task: Task, left_out: LeftOut) -> list[dict[str, Any]]:
     """One contender after the other, in new processes: nothing is left over from another's."""
     print(
         f"\nmemory of {WORKERS} workers on {task.model}, batch of {task.batch_per_worker} each, MB"
@@ -40,7 +41,7 @@ def compare_memory(names: list[str], task: Task, left_out: dict[str, str]) -> li
             with Group(name, WORKERS) as group:
                 rows.append(measure(group, task))
         except ContenderError as error:
-            left_out[f"{TITLES[name]}, memory"] = str(error)
+            left_out.add(TITLES[name], "memory", str(error))
             continue
         show(rows[-1], rows)
     return [asdict(row) for row in rows]

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from comparison.fleet import Fleet
-from comparison.group import ContenderError, Group
+from comparison.group import TITLES, ContenderError, Group
 from comparison.iteration import Task
 from comparison.progress import progress
 from comparison.requests import Train
@@ -39,8 +39,8 @@ def compare_threads(fleet: Fleet, tasks: list[Task], length: Length) -> list[dic
         return []
     print("\none update: 2 workers of 1 thread (`shared`) and 1 process of 2 threads; ms")
     print(
-        f"{'':9}{'global':>6}{'2 workers':>10}{'quartiles':>14}{'2 threads':>11}{'quartiles':>14}"
-        f"{'times as fast':>15}"
+        f"{'':7}{'batch':>6}{'2 workers':>11}{'quartiles':>12}{'2 threads':>11}{'quartiles':>12}"
+        f"{'times as fast':^20}"
     )
     rows = []
     try:
@@ -51,7 +51,7 @@ def compare_threads(fleet: Fleet, tasks: list[Task], length: Length) -> list[dic
                     show(row)
                     rows.append(asdict(row))
     except ContenderError as error:
-        fleet.left_out["one process of 2 threads"] = str(error)
+        fleet.left_out.add(TITLES["single"], f"{WORKERS} threads", str(error))
     return rows
 
 
@@ -86,7 +86,9 @@ def measure(fleet: Fleet, alone: Group, task: Task, length: Length) -> Row | Non
 
 def show(row: Row) -> None:
     print(
-        f"{row.model:9}{row.global_batch:>6}{milliseconds(row.workers.median):>10}"
-        f"{quartiles(row.workers):>14}{milliseconds(row.threads.median):>11}"
-        f"{quartiles(row.threads):>14}{ratio_text(row.speed_up.median):>15}"
+        f"{row.model:7}{row.global_batch:>6}{milliseconds(row.workers.median):>11}"
+        f"{quartiles(row.workers):>12}{milliseconds(row.threads.median):>11}"
+        f"{quartiles(row.threads):>12}{ratio_text(row.speed_up.median):>8}"
+        f"{quartiles(row.speed_up, ratio_text):>12}",
+        flush=True,
     )

@@ -14,6 +14,7 @@ from typing import Any
 
 from comparison.group import PACKAGES, TITLES, ContenderError, last_words, worker_environment
 from comparison.iteration import loss_text
+from comparison.left_out import LeftOut
 from comparison.progress import progress
 from comparison.rounds import (
     Spread,
@@ -42,11 +43,9 @@ class Row:
     """The most that any step's loss differs, as a part of the first loss."""
 
 
-def compare_scripts(
-    world_size: int, repeats: int, left_out: dict[str, str]
-) -> list[dict[str, Any]]:
+def compare_scripts(world_size: int, repeats: int, left_out: LeftOut) -> list[dict[str, Any]]:
     print(f"\nunchanged scripts, {world_size} workers, backend gloo and backend paceline")
-    print(f"{'':17}{'ms a step, gloo':^22}{'paceline':^22}{'times':>8}{'losses':>9}")
+    print(f"{'':17}{'gloo, ms a step':^19}{'paceline':^19}{'times as fast':^17}{'losses':>8}")
     rows = []
     for name in NAMES:
         try:
@@ -54,7 +53,7 @@ def compare_scripts(
             with progress(f"{TITLES[name]}'s script, {repeats} times with each backend"):
                 rows.append(measure(name, world_size, repeats))
         except ContenderError as error:
-            left_out[f"{TITLES[name]}'s script"] = str(error)
+            left_out.add(TITLES[name], "script", str(error))
         else:
             show(rows[-1])
     return [asdict(row) for row in rows]
@@ -122,8 +121,9 @@ def run_script(script: Path, backend: str, world_size: int) -> dict[str, Any]:
 
 def show(row: Row) -> None:
     print(
-        f"{TITLES[row.script]:17}{milliseconds(row.gloo.median):>8}{quartiles(row.gloo):>14}"
-        f"{milliseconds(row.paceline.median):>8}{quartiles(row.paceline):>14}"
-        f"{ratio_text(row.speed_up.median):>8}{loss_text(row.losses_off_by):>9}",
+        f"{TITLES[row.script]:17}{milliseconds(row.gloo.median):>7}{quartiles(row.gloo):>12}"
+        f"{milliseconds(row.paceline.median):>7}{quartiles(row.paceline):>12}"
+        f"{ratio_text(row.speed_up.median):>6}{quartiles(row.speed_up, ratio_text):>11}"
+        f"{loss_text(row.losses_off_by):>8}",
         flush=True,
     )
