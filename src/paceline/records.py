@@ -131,10 +131,12 @@ class RunFolder:
         return folder
 
     def discard(self) -> None:
-        """Remove a folder in which nothing but its config was written."""
+        """Remove a folder in which nobody trained; what others have put there stays."""
+        shutil.rmtree(self.tensorboard, ignore_errors=True)
         self.config_file.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            self.path.rmdir()
+        for folder in (self.checkpoints, self.path):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
     @classmethod
     def beside(cls, config: RunConfig, name: str) -> RunFolder:

@@ -92,6 +92,22 @@ def train(out: Path, variables: Mapping[str, str] | None = None, **settings: Any
     return Command(["-m", "paceline", "train", *words], variables)
 
 
+def node(out: Path, rank: int, port: int, variables: Any = None, **settings: Any) -> Command:
+    return train(out, variables, node_rank=rank, master_port=port, **settings)
+
+
+def run_nodes(outs: list[Path], late_seconds: float = 0.0, **settings: Any) -> list[Ended]:
+    """One command for each folder; the last one comes late."""
+    port = free_port()
+    with contextlib.ExitStack() as stack:
+        commands = []
+        for rank, out in enumerate(outs):
+            time.sleep(late_seconds if rank == len(outs) - 1 else 0)
+            one = node(out, rank, port, nnodes=len(outs), **settings)
+            commands.append(stack.enter_context(one))
+        return [command.end() for command in commands]
+
+
 def launch(out: Path, **settings: Any) -> Outcome:
     """A run whose launcher is this very process, which saves loading torch once more."""
     values = {**TINY, "out": str(out), "name": "run", **settings}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,14 @@ import pytest
 from launch.commands import (
     ENDLESS,
     SLOW,
-    Command,
     Ended,
     are_gone,
     free_port,
     is_training,
     launch,
     names_in,
-    train,
+    node,
+    run_nodes,
     wait_until,
     workers_of,
 )
@@ -30,22 +29,6 @@ from paceline.errors import RunError, UsageError
 from paceline.launch.nodes import Nodes
 from paceline.records import read_json
 from paceline.worker.checkpoint import iterations
-
-
-def node(out: Path, rank: int, port: int, variables: Any = None, **settings: Any) -> Command:
-    return train(out, variables, node_rank=rank, master_port=port, **settings)
-
-
-def run_nodes(outs: list[Path], late_seconds: float = 0.0, **settings: Any) -> list[Ended]:
-    """One command for each folder; the last one comes late."""
-    port = free_port()
-    with contextlib.ExitStack() as stack:
-        commands = []
-        for rank, out in enumerate(outs):
-            time.sleep(late_seconds if rank == len(outs) - 1 else 0)
-            one = node(out, rank, port, nnodes=len(outs), **settings)
-            commands.append(stack.enter_context(one))
-        return [command.end() for command in commands]
 
 
 def records_of(nodes: int) -> set[str]:

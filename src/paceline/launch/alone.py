@@ -7,6 +7,7 @@ import os
 from paceline.comm.in_process import Hub
 from paceline.comm.place import ALONE
 from paceline.config import RunConfig
+from paceline.errors import UsageError
 from paceline.launch.outcome import Outcome
 from paceline.launch.result import write_result
 from paceline.measure.clock import PhaseClock
@@ -56,6 +57,12 @@ def _train(
     finally:
         trouble = sampler.stop()
         hub.close()
+    if report.exit_code == UsageError.exit_code and not resumed and not report.iterations:
+        # The strategy refused what it saw of the model.
+        for file in (folder.events_file(0), folder.resources_file(0)):
+            file.unlink(missing_ok=True)
+        folder.discard()
+        raise UsageError(report.cause)
     if trouble:
         report.warnings.append(trouble)
     result = write_result(config, folder, [report])

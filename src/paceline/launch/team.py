@@ -7,7 +7,7 @@ of them when one fails; launch/nodes.py brings it together with the launchers of
 from __future__ import annotations
 
 from paceline.config import RunConfig
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, RunError, UsageError
 from paceline.launch.crew import Crew
 from paceline.launch.ending import Ending
 from paceline.launch.interruptions import Interruptions
@@ -15,6 +15,7 @@ from paceline.launch.nodes import Nodes
 from paceline.launch.outcome import Outcome
 from paceline.launch.result import write_result
 from paceline.records import RunFolder
+from paceline.worker.report import WorkerReport
 
 
 def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
@@ -46,13 +47,20 @@ def _agree_on_folder(nodes: Nodes, folder: RunFolder | None) -> RunFolder:
         raise
 
 
+def _is_refusal(ending: Ending, reports: list[WorkerReport], is_new: bool) -> bool:
+    """Whether nobody had begun to train; a strategy may refuse only when it sees the model."""
+    if reports and is_new and ending.exit_code == UsageError.exit_code:
+        return not any(report.iterations for report in reports)
+    return not reports and ending.exit_code != RunError.exit_code
+
+
 def _conclude(
     config: RunConfig, crew: Crew, ending: Ending | None, shares_folder: bool, is_new: bool
 ) -> Outcome:
     is_first = config.node_rank == 0
     reports = crew.reports()
     crew.clear_traces(reports=is_first or not shares_folder)
-    if ending and not reports and ending.exit_code != 1:
+    if ending and _is_refusal(ending, reports, is_new):
         # Nobody trained: a refused run leaves no trace, and its name stays free.
         if is_new:
             crew.discard_records()

@@ -162,8 +162,10 @@ class Overlap(GradientAveraging):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._seen = None
-        self._lay_out(state["order"])
+        # Another strategy's checkpoint says nothing of an order: then the first step tells it.
+        if "order" in state:
+            self._seen = None
+            self._lay_out(state["order"])
 
 
 def cut(

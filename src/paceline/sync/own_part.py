@@ -129,6 +129,10 @@ class OwnPart:
         whole = own_state.gather(self._communicator, self._weights, tensors)
         return {"state": whole, "param_groups": settings}
 
+    def gather_over(self, communicator: Communicator) -> None:
+        """Let `state` use another one; pieces that several of its workers have are equal."""
+        self._communicator = communicator
+
     def load_state(self, state: dict[str, Any]) -> None:
         """Take this worker's part of the state of an optimiser of all weights."""
         self._replica.optimizer.load_state_dict({**state, "state": {}})

@@ -114,6 +114,8 @@ class Shared(Strategy):
         # Not before all have copied: what one does with its model then is its own affair.
         self._levels.host.barrier().wait()
         self._levels.close()
+        # A last checkpoint may follow.
+        self._own.gather_over(self.replica.communicator)
 
     def cost(self, shape: ModelShape, network: Network) -> Cost:
         """On one host: two meetings, and each worker reads one chunk of all other buffers."""
