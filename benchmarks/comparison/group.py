@@ -182,8 +182,7 @@ class Group:
             try:
                 process.wait(max(0.1, deadline - monotonic()))
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                end(process)
         self._folder.cleanup()
 
     def __enter__(self) -> Self:
@@ -196,6 +195,16 @@ class Group:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kindly first: a launcher then ends those it has started."""
+    process.terminate()
+    try:
+        process.wait(5.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def worker_environment(world_size: int, threads: int) -> dict[str, str]:

@@ -171,6 +171,6 @@ def show_fastest(rows: list[Row]) -> None:
     best = min(peers, key=medians.__getitem__)
     ratio = medians[best] / medians["shared"]
     print(
-        f"`shared` is {ratio:.2f} times as fast as the fastest peer here, {TITLES[best]}: "
+        f"fastest of {len(peers)} peers: {TITLES[best]}, `shared` {ratio:.2f} times as fast: "
         + ("goal met" if ratio > 1 else "goal missed")
     )
