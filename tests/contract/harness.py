@@ -59,6 +59,7 @@ class Seat:
 
     communicator: Communicator
     servers: Sequence[Communicator] = ()
+    node: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ def build_replica(model: nn.Module, seat: Seat, task: Task) -> Replica:
         forward=model,
         scaler=scaler,
         communicator=seat.communicator,
+        node=seat.node,
         clip_norm=task.clip_norm,
         servers=seat.servers,
     )
