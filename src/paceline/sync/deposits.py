@@ -5,7 +5,7 @@ What only this worker sums is never copied: it is read where the backward pass l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from paceline.comm.staging import copy_flat
 from paceline.sync.aligned import AlignedMemory
+from paceline.sync.factors import Factored
 from paceline.sync.own_part import Piece
 
 
@@ -23,36 +24,52 @@ class Deposits:
         pieces: Sequence[Piece],
         memories: Sequence[AlignedMemory],
         place: int,
+        factored: Mapping[int, Factored],
     ) -> None:
-        """`memories` are all workers', this one's at `place`; `pieces`, what this one sums."""
+        """`memories` are all workers', this one's at `place`; `pieces`, what this one sums.
+
+        The weights that are `factored`, by their numbers, mostly have no gradient of their own.
+        """
         own = memories[place]
-        others = [memory for number, memory in enumerate(memories) if number != place]
+        self._others = [number for number in range(len(memories)) if number != place]
+        self._factored = list(factored.values())
         self._kept = [
             _Kept(
                 piece,
                 weights[piece.weight],
                 _flat(own, piece.weight, _elements(piece)),
-                [_flat(memory, piece.weight, _elements(piece)) for memory in others],
+                {
+                    other: _flat(memories[other], piece.weight, _elements(piece))
+                    for other in self._others
+                },
+                factored.get(piece.weight),
             )
             for piece in pieces
         ]
         mine = {piece.weight: _elements(piece) for piece in pieces}
         self._given: list[_Given] = []
         for number, weight in enumerate(weights):
-            if weight.requires_grad and others:
-                self._given += _outside(number, weight, own, mine.get(number, slice(0, 0)))
-        given_bytes = sum(given.place.nbytes for given in self._given)
-        self.counts = {
-            "bytes_sent": given_bytes,
-            "bytes_received": len(others) * sum(kept.place.nbytes for kept in self._kept),
-            "messages": len(others) if given_bytes else 0,
-        }
-        """What an update moves: the others read what this worker does not sum itself."""
+            if weight.requires_grad and self._others:
+                nothing = slice(0, 0)
+                for part in _outside(weight, mine.get(number, nothing)):
+                    to = _flat(own, number, part)
+                    self._given.append(_Given(weight, part, to, number in factored))
 
-    def give(self) -> None:
-        """Put this worker's gradients where the others sum them."""
+    def give(self) -> int:
+        """Put this worker's gradients where the others sum them; how many bytes that were."""
+        given_bytes = 0
         for given in self._given:
-            copy_flat(given.place, _in_memory_order(given.weight)[given.elements])
+            if given.weight.grad is not None:
+                copy_flat(given.place, _in_memory_order(given.weight)[given.elements])
+            elif given.is_factored:
+                continue
+            else:
+                given.place.zero_()
+            given_bytes += given.place.nbytes
+        for factored in self._factored:
+            factored.publish()
+            given_bytes += factored.bytes_deposited
+        return given_bytes
 
     def sum_up(self, together: bool) -> None:
         """Sum this worker's pieces, once all others have given theirs, and give each its `grad`.
@@ -60,15 +77,18 @@ class Deposits:
         The sums lie where this worker's own gradients were; or `together`, in its memory.
         """
         for kept in self._kept:
-            total = _in_memory_order(kept.weight)[_elements(kept.piece)]
-            for other in kept.others:
-                total.add_(other)
+            total = kept.sum_up()
             kept.piece.values.grad = kept.place.copy_(total) if together else total
 
     def forget(self) -> None:
         """Let go of the sums."""
         for kept in self._kept:
             kept.piece.values.grad = None
+
+    def clear(self) -> None:
+        """Make room for the next factors, once nobody reads these any more."""
+        for factored in self._factored:
+            factored.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +99,23 @@ class _Kept:
     weight: nn.Parameter
     place: Tensor
     """Its own in the shared memory, which no other worker reads."""
-    others: list[Tensor]
-    """The same elements of the others' gradients."""
+    others: dict[int, Tensor]
+    """The same elements of the others' gradients, by their places."""
+    factored: Factored | None
+
+    def sum_up(self) -> Tensor:
+        elements = _elements(self.piece)
+        own = None if self.weight.grad is None else _in_memory_order(self.weight)[elements]
+        if self.factored is None:
+            total = self.place.zero_() if own is None else own
+        else:
+            total = self.factored.multiply(elements)
+            if own is not None:
+                total.add_(own)
+        for place, other in self.others.items():
+            if self.factored is None or self.factored.has_ordinary(place):
+                total.add_(other)
+        return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,25 +125,19 @@ class _Given:
     weight: nn.Parameter
     elements: slice
     place: Tensor
+    is_factored: bool
 
 
-def _outside(number: int, weight: nn.Parameter, own: AlignedMemory, mine: slice) -> list[_Given]:
-    """What of a weight's gradient lies before and after this worker's piece of it."""
+def _outside(weight: nn.Parameter, mine: slice) -> list[slice]:
+    """What of a weight lies before and after this worker's piece of it."""
     parts = (slice(0, mine.start), slice(mine.stop, weight.numel()))
-    return [
-        _Given(weight, part, _flat(own, number, part)) for part in parts if part.start < part.stop
-    ]
-
-
-def _gradient(weight: nn.Parameter) -> Tensor:
-    if weight.grad is None:
-        raise RuntimeError("a weight has no gradient: nobody filled it in")
-    return weight.grad
+    return [part for part in parts if part.start < part.stop]
 
 
 def _in_memory_order(weight: nn.Parameter) -> Tensor:
     """The gradient's elements in the order of the weight's; a copy only where they differ."""
-    gradient = _gradient(weight)
+    gradient = weight.grad
+    assert gradient is not None
     if gradient.stride() != weight.stride():
         gradient = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype).copy_(
             gradient

@@ -19,14 +19,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from paceline.comm.algorithms.chunks import chunk
-from paceline.comm.arena import Arena
+from paceline.comm.arena import Arena, lay_out
 from paceline.comm.cost import Cost, Network
 from paceline.comm.levels import Levels, split
 from paceline.errors import ConfigError
 from paceline.sync.aligned import AlignedMemory, padded_bytes
 from paceline.sync.deposits import Deposits
+from paceline.sync.factors import Factored, layers_to_factor, memory_bytes
 from paceline.sync.own_part import (
     OwnPart,
     Piece,
@@ -61,11 +63,15 @@ class Shared(Strategy):
         sizes = [weight.nbytes for weight in weights]
         chunks = min(workers, max(1, sum(sizes) // LEAST_CHUNK_BYTES))
         size_bytes = padded_bytes(sizes, chunks)
-        arena = Arena(levels.host, (1 + workers) * size_bytes)
+        layers = self._layers_to_factor()
+        begins, arena_bytes = lay_out(
+            [*([size_bytes] * (1 + workers)), *(workers * memory_bytes(layer) for layer in layers)]
+        )
+        arena = Arena(levels.host, arena_bytes)
         first = weights[0]
         blocks = [
-            arena.tensor(number * size_bytes, size_bytes // first.element_size(), first.dtype)
-            for number in range(1 + workers)
+            arena.tensor(begin, size_bytes // first.element_size(), first.dtype)
+            for begin in begins[: 1 + workers]
         ]
         values, *deposits = (AlignedMemory(weights, chunks, block) for block in blocks)
         for number, weight in enumerate(weights):
@@ -74,7 +80,12 @@ class Shared(Strategy):
         pieces: list[Piece] = []
         if place < chunks:
             pieces = pieces_of_chunk(weights, values, deposits[place], place, chunks)
-        self._deposits = Deposits(weights, pieces, deposits, place)
+        numbers = {id(weight): number for number, weight in enumerate(weights)}
+        self._factored = {
+            numbers[id(layer.weight)]: Factored(layer, arena, begin, place, workers)
+            for layer, begin in zip(layers, begins[1 + workers :], strict=True)
+        }
+        self._deposits = Deposits(weights, pieces, deposits, place, self._factored)
         self._own = OwnPart(replica, weights, pieces, levels.host)
         self._chunk = chunk(deposits[place].tensor, chunks, place) if pieces else torch.empty(0)
         """Where the sums of this worker's pieces lie together, to be exchanged across hosts."""
@@ -82,9 +93,15 @@ class Shared(Strategy):
         """Who alone updates everything can go on: nobody else changes what it reads, and a barrier
         of shared memory counts as soon as it is begun."""
 
+    def _layers_to_factor(self) -> list[nn.Linear]:
+        """None where a compiler has taken the forward pass, or where one worker is alone."""
+        replica = self.replica
+        if replica.forward is not replica.model or self._levels.host.world_size == 1:
+            return []
+        return layers_to_factor(replica.model, self._trained)
+
     def step(self) -> None:
         replica, host = self.replica, self._levels.host
-        replica.fill_missing_gradients()
         with replica.exchanging():
             self._sum_chunk()
         self._own.update()
@@ -94,23 +111,26 @@ class Shared(Strategy):
             if self._awaits_others:
                 updated.wait()
         replica.clock.enter("update")
+        self._deposits.clear()
         replica.clear_gradients()
 
     def _sum_chunk(self) -> None:
-        traffic, across = self.replica.communicator.traffic, self._levels.across
-        traffic.begin("gradients", **self._deposits.counts)
-        self._deposits.give()
-        given = self._levels.host.barrier()
+        levels, traffic = self._levels, self.replica.communicator.traffic
+        given_bytes = self._deposits.give()
+        traffic.begin("gradients", bytes_sent=given_bytes, messages=bool(given_bytes))
+        given = levels.host.barrier()
         if self._chunk.numel():
             given.wait()
-            self._deposits.sum_up(together=across.world_size > 1)
+            self._deposits.sum_up(together=levels.across.world_size > 1)
         traffic.end("gradients")
-        across.all_reduce(self._chunk, "gradients").wait()
+        levels.across.all_reduce(self._chunk, "gradients").wait()
 
     def finish(self) -> None:
         """Every worker leaves with weights of its own."""
         for weight in self._trained:
             weight.data = weight.data.clone(memory_format=torch.preserve_format)
+        for factored in self._factored.values():
+            factored.release()
         # Not before all have copied: what one does with its model then is its own affair.
         self._levels.host.barrier().wait()
         self._levels.close()

@@ -1,0 +1,106 @@
+"""Linear layers whose gradients travel as factors train as they do in one worker."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from contract.harness import Seat, Task, build_replica, run_team
+from paceline.comm import in_process
+from paceline.comm.communicator import Communicator
+from paceline.data.order import share
+from paceline.sync import factors
+from paceline.sync.factors import layers_to_factor
+from paceline.sync.options import create_strategy
+from worker_pool import WorkerPool
+
+
+class Layers(nn.Module):
+    """Over sequences; the first has room for 8 rows of factors, the second for 5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(20, 80, bias=False)
+        self.second = nn.Linear(80, 12)
+        self.seldom = nn.Linear(12, 12)
+        self.skips = False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden: Tensor = self.second(self.first(inputs).relu())
+        return hidden if self.skips else hidden + self.seldom(hidden)
+
+
+PLAIN = Task(batches=(4, 4, 4, 1), lr=0.1, weight_decay=0.0)
+"""Batches are of sequences of two."""
+LESSONS = {
+    "all fit": PLAIN,
+    "too many": replace(PLAIN, batches=(40, 40, 3)),
+    "some fit": replace(PLAIN, batches=(24, 24, 6), accumulate=3),
+    "unequal": replace(PLAIN, batches=(9, 9, 9), shares=(3.0, 1.0, 2.0, 1.0)),
+}
+
+
+def train(seat: Seat, name: str, lesson: Task) -> dict[str, Tensor]:
+    torch.manual_seed(seat.communicator.rank)
+    model = Layers().double()
+    factors.LEAST_WEIGHT_BYTES = 0
+    strategy = create_strategy(name, {})
+    strategy.attach(build_replica(model, seat, lesson))
+    generator = torch.Generator().manual_seed(7)
+    world_size, rank = seat.communicator.world_size, seat.communicator.rank
+    for step, samples in enumerate(lesson.batches):
+        inputs = torch.randn(samples, 2, 20, generator=generator, dtype=torch.float64)
+        part = share(samples, (lesson.shares or (1.0,) * 4)[:world_size], rank)
+        model.skips = step == 1
+        own = inputs[part]
+        chunks = own.tensor_split(lesson.accumulate) if len(own) else [inputs[:1]]
+        for number, chunk in enumerate(chunks, 1):
+            strategy.replica.last_part = number == len(chunks)
+            weight = 1.0 / samples if len(own) else 0.0
+            strategy.backward(strategy.replica.forward(chunk).square().sum() * weight)
+        strategy.step()
+    strategy.finish()
+    assert "forward" not in vars(model.first), "the layer's own forward pass is not back"
+    return {key: value.detach().clone() for key, value in model.state_dict().items()}
+
+
+@cache
+def alone(lesson: Task) -> dict[str, Tensor]:
+    def work(communicator: Communicator) -> dict[str, Tensor]:
+        return train(Seat(communicator), "single", lesson)
+
+    return in_process.run(1, work)[0]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("label", LESSONS)
+def test_shared_layers_learn_what_one_worker_learns(
+    pool: WorkerPool, label: str, world_size: int
+) -> None:
+    expected = alone(replace(LESSONS[label], shares=()))
+    for rank, own in enumerate(run_team(pool, world_size, train, "shared", LESSONS[label])):
+        for key, value in expected.items():
+            torch.testing.assert_close(
+                own[key], value, rtol=1e-11, atol=1e-13, msg=f"{key} on rank {rank}"
+            )
+
+
+def test_only_plain_layers_of_their_own_weight_are_factored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(factors, "LEAST_WEIGHT_BYTES", 64)
+    plain, small, tied = nn.Linear(8, 8), nn.Linear(2, 2), nn.Linear(8, 8)
+    also_tied, frozen = nn.Linear(8, 8), nn.Linear(8, 8)
+    also_tied.weight = tied.weight
+    frozen.weight.requires_grad_(False)
+
+    class Special(nn.Linear):
+        pass
+
+    model = nn.Sequential(plain, small, tied, also_tied, frozen, Special(8, 8))
+    assert layers_to_factor(model, list(model.parameters())) == [plain]
+    assert layers_to_factor(model, list(tied.parameters())) == []
