@@ -12,12 +12,13 @@ from pathlib import Path
 
 import torch
 
-from paceline.comm import ALGORITHMS
+from paceline.comm import ALGORITHMS, hierarchical
 from paceline.comm.communicator import Communicator
+from paceline.comm.hierarchical import HierarchicalCommunicator
 from paceline.comm.work import Work
+from paceline.measure.traffic import Traffic
 from worker_pool import WorkerPool
 
-WORLD_SIZE = 3
 ELEMENTS = 600_000
 
 
@@ -41,22 +42,38 @@ def transfer(communicator: Communicator, name: str) -> None:
 
 
 def counted_and_seen(communicator: Communicator, name: str) -> tuple[int, int]:
-    transfer(communicator, name)  # connections that are made when first used are made now
-    communicator.barrier().wait()
-    count = communicator.traffic.counts["gradients"]
+    return measure(communicator, communicator, communicator.traffic, name)
+
+
+def counted_across_and_seen(communicator: Communicator, name: str) -> tuple[int, int]:
+    """Of two hosts with two workers each: what shared memory carries, the kernel does not see."""
+    with hierarchical.over(communicator, communicator.rank // 2) as team:
+        assert isinstance(team, HierarchicalCommunicator)
+        return measure(communicator, team, team.network.traffic, name)
+
+
+def measure(
+    all_workers: Communicator, team: Communicator, traffic: Traffic, name: str
+) -> tuple[int, int]:
+    transfer(team, name)  # connections that are made when first used are made now
+    all_workers.barrier().wait()
+    count = traffic.counts["gradients"]
     counted, seen = count.bytes_sent, loopback_bytes_sent()
-    communicator.barrier().wait()
-    transfer(communicator, name)
-    communicator.barrier().wait()
+    all_workers.barrier().wait()
+    transfer(team, name)
+    all_workers.barrier().wait()
     return count.bytes_sent - counted, loopback_bytes_sent() - seen
 
 
 def main() -> None:
     account = {}
-    with WorkerPool(WORLD_SIZE) as pool:
-        for name in (*ALGORITHMS.names(), "broadcast", "reduce_scatter", "all_gather"):
-            results = pool.run(WORLD_SIZE, counted_and_seen, name)
-            account[name] = {
+    collectives = ("broadcast", "reduce_scatter", "all_gather")
+    cases = [(3, counted_and_seen, name) for name in (*ALGORITHMS.names(), *collectives)]
+    cases += [(4, counted_across_and_seen, name) for name in ("library", *collectives)]
+    with WorkerPool(4) as pool:
+        for world_size, function, name in cases:
+            results = pool.run(world_size, function, name)
+            account[f"{function.__name__} {name}"] = {
                 "counted": sum(counted for counted, _ in results),
                 "seen": max(seen for _, seen in results),
             }
