@@ -51,7 +51,7 @@ def main() -> None:
     installed = [f"{name} {version}" for name, version in versions().items() if version]
     print(textwrap.fill(", ".join(installed), 79))
     print("One thread a worker, SGD with momentum, data resident; contenders take turns in")
-    print("short blocks: medians and quartiles over the blocks, ratios of neighbouring ones.")
+    print("short blocks: medians and quartiles over the blocks, ratios of neighbours.")
     results: dict[str, Any] = {"machine": machine, "versions": versions()}
     measure_teams(given, tasks, left_out, results)
     if "memory" in given.only:

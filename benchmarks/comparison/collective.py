@@ -108,9 +108,9 @@ def row(size_bytes: int, blocks: Blocks) -> Row:
 
 def show_head(world_size: int) -> None:
     print(f"\nall-reduce of float32, {world_size} workers; ms, medians")
-    print(f"{'':32}{'shared':>8}{'times as fast as gloo':>23}{'':10}{'of':>6}")
+    print(f"{'':32}{'shared':>8}{'times as fast as gloo':>22}{'':10}{'of':>6}")
     print(
-        f"{'size':>8}{'copy':>8}{'gloo':>8}{'mpi4py':>8}{'memory':>8}{'median':>10}{'quartiles':>13}"
+        f"{'size':>8}{'copy':>8}{'gloo':>8}{'mpi4py':>8}{'memory':>8}{'median':>9}{'quartiles':>13}"
         f"{'goal':>11}{'limit':>7}"
     )
 
@@ -123,14 +123,13 @@ def show(each: Row, goal: float | None) -> None:
         f"{size_text(each.size_bytes):>8}{cell(each.copy):>8}{cell(each.gloo):>8}"
         f"{cell(each.mpi):>8}{cell(each.shared):>8}"
         + ("" if each.speed_up is None else compared(each.speed_up, goal))
-        + ("" if each.of_limit is None else f"{each.of_limit.median:>6.0%}"),
-        flush=True,
+        + ("" if each.of_limit is None else f"{each.of_limit.median:>6.0%}")
     )
 
 
 def compared(speed_up: Spread, goal: float | None) -> str:
     return (
-        f"{ratio_text(speed_up.median):>10}{quartiles(speed_up, ratio_text):>13}"
+        f"{ratio_text(speed_up.median):>9}{quartiles(speed_up, ratio_text):>13}"
         f"{verdict(speed_up.median, goal):>12}"
     )
 

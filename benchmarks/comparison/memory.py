@@ -75,6 +75,5 @@ def show(row: Row, rows: list[Row]) -> None:
     print(
         f"{TITLES[row.contender]:17}{row.started_bytes / 1e6:>10.0f}"
         f"{row.training_bytes / 1e6:>10.0f}{own / 1e6:>18.0f}"
-        + (f"{row.training_bytes / reference[0].training_bytes:>9.2f}" if reference else ""),
-        flush=True,
+        + (f"{row.training_bytes / reference[0].training_bytes:>9.2f}" if reference else "")
     )

@@ -11,6 +11,7 @@ from time import monotonic
 @contextmanager
 def progress(what: str) -> Iterator[None]:
     began = monotonic()
+    sys.stdout.flush()  # What was found before stands before.
     print(f"  ... {what}", end="", file=sys.stderr, flush=True)
     try:
         yield

@@ -89,6 +89,5 @@ def show(row: Row) -> None:
         f"{row.model:7}{row.global_batch:>6}{milliseconds(row.workers.median):>11}"
         f"{quartiles(row.workers):>12}{milliseconds(row.threads.median):>11}"
         f"{quartiles(row.threads):>12}{ratio_text(row.speed_up.median):>8}"
-        f"{quartiles(row.speed_up, ratio_text):>12}",
-        flush=True,
+        f"{quartiles(row.speed_up, ratio_text):>12}"
     )

@@ -124,6 +124,5 @@ def show(row: Row) -> None:
         f"{TITLES[row.script]:17}{milliseconds(row.gloo.median):>7}{quartiles(row.gloo):>12}"
         f"{milliseconds(row.paceline.median):>7}{quartiles(row.paceline):>12}"
         f"{ratio_text(row.speed_up.median):>6}{quartiles(row.speed_up, ratio_text):>11}"
-        f"{loss_text(row.losses_off_by):>8}",
-        flush=True,
+        f"{loss_text(row.losses_off_by):>8}"
     )
