@@ -81,6 +81,12 @@ class Codec(ABC):
     def wire_bytes(self, elements: int, element_bytes: int, shapes: Shapes = ()) -> WireBytes:
         """Exactly what `exchange` asks to have moved for a gradient of this size."""
 
+    def rescale(self, factor: float) -> None:  # noqa: B027 - most codecs remember nothing
+        """From now on gradients come multiplied by this; so is what is remembered of earlier ones.
+
+        fp16's loss scaling changes their size from time to time.
+        """
+
     def state_dict(self) -> State:
         """Copies of what this worker remembers from step to step; each worker has its own."""
         return {}

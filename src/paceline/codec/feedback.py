@@ -40,6 +40,11 @@ class ErrorFeedback:
         self._pending[key] = pending
         return pending
 
+    def rescale(self, factor: float) -> None:
+        """Multiply all that is pending."""
+        for pending in self._pending.values():
+            pending.mul_(factor)
+
     def state(self) -> dict[str, Tensor]:
         return copied(self._pending)
 

@@ -70,6 +70,9 @@ class Int8(Codec):
     def wire_bytes(self, elements: int, element_bytes: int, shapes: Shapes = ()) -> WireBytes:
         return WireBytes(gathers=(self._chunk_count(elements) * element_bytes + elements,))
 
+    def rescale(self, factor: float) -> None:
+        self._feedback.rescale(factor)
+
     def state_dict(self) -> State:
         return {"pending": self._feedback.state()}
 

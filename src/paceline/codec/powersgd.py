@@ -110,6 +110,9 @@ class PowerSGD(Codec):
         second = self.rank * sum(columns for _, columns in matrices)
         return WireBytes(sums=(first * element_bytes, second * element_bytes))
 
+    def rescale(self, factor: float) -> None:
+        self._feedback.rescale(factor)
+
     def state_dict(self) -> State:
         return {"pending": self._feedback.state(), "starts": copied(self._starts)}
 

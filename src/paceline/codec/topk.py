@@ -48,6 +48,9 @@ class TopK(Codec):
     def wire_bytes(self, elements: int, element_bytes: int, shapes: Shapes = ()) -> WireBytes:
         return WireBytes(gathers=(self.kept(elements) * (INDEX_TYPE.itemsize + element_bytes),))
 
+    def rescale(self, factor: float) -> None:
+        self._feedback.rescale(factor)
+
     def state_dict(self) -> State:
         return {"pending": self._feedback.state()}
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from paceline.codec import option_names
 from paceline.comm.cost import Cost, Network
 from paceline.errors import ConfigError
@@ -35,6 +37,8 @@ class GradientAveraging(Strategy):
     ) -> None:
         """`chunk`, `ratio` and `rank` are options of the codecs int8, topk and powersgd."""
         self.flat = flat
+        self._loss_scale: float | None = None
+        """By which the gradients of the last pass were multiplied; None: there was none yet."""
         given = {"chunk": chunk, "ratio": ratio, "rank": rank}
         self.exchange = GradientExchange(algorithm, codec, codec_options(codec, given))
 
@@ -43,6 +47,10 @@ class GradientAveraging(Strategy):
         broadcast_model(replica.model, replica.communicator)
         self._gradients = FlatGradients(replica.trainable)
         replica.flat_gradients = self._gradients.tensor
+
+    def backward(self, loss: Tensor) -> None:
+        self._follow_loss_scale()
+        super().backward(loss)
 
     def step(self) -> None:
         with self.replica.exchanging():
@@ -63,6 +71,16 @@ class GradientAveraging(Strategy):
         for work in under_way:
             work.wait()
 
+    def _follow_loss_scale(self) -> None:
+        """What a codec holds back must grow and shrink with the gradients that it is added to."""
+        codec = self.exchange.codec
+        if codec is None:
+            return
+        scale = self.replica.scaler.get_scale()
+        if self._loss_scale is not None and scale != self._loss_scale:
+            codec.rescale(scale / self._loss_scale)
+        self._loss_scale = scale
+
     def cost(self, shape: ModelShape, network: Network) -> Cost:
         sizes = (shape.gradient_bytes,) if self.flat else shape.tensor_bytes
         costs = [self.exchange.algorithm.cost(shape.workers, size, network) for size in sizes]
@@ -73,12 +91,14 @@ class GradientAveraging(Strategy):
         )
 
     def state_dict(self) -> dict[str, Any]:
+        self._follow_loss_scale()
         codec = self.exchange.codec
         return {"codec": codec.state_dict()} if codec else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.exchange.codec:
             self.exchange.codec.load_state_dict(state["codec"])
+            self._loss_scale = None
 
 
 def codec_options(codec: str, given: dict[str, str | None]) -> dict[str, str]:
