@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from paceline.config import convert_options
 from paceline.errors import PacelineError, UserCodeError, in_a_line
 from paceline.sync import STRATEGIES
 from paceline.sync.strategy import Strategy
+from paceline.values import convert_options
 
 
 def create_strategy(name: str, options: Mapping[str, str]) -> Strategy:
