@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
+import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -137,4 +139,9 @@ def show_foot(left_out: LeftOut, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # Workers are ended on the way out, also when a time limit sends this signal.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

@@ -49,6 +49,8 @@ class Fleet:
 
     def close(self) -> None:
         for group in self._groups.values():
+            group.hang_up()
+        for group in self._groups.values():
             group.close()
         self._groups.clear()
 

@@ -174,9 +174,13 @@ class Group:
     def _last_words(self) -> str:
         return last_words(self._log.read_text(errors="replace"))
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
+        """Let the workers end, without waiting for it."""
         for pipe in self._pipes:
             pipe.close()
+
+    def close(self) -> None:
+        self.hang_up()
         deadline = monotonic() + 10.0
         for process in self._processes:
             try:
