@@ -19,18 +19,31 @@ from paceline.comm.communicator import Communicator
 
 def synchronise_batch_norm(model: nn.Module, communicator: Communicator) -> nn.Module:
     """Let every batch-norm layer of a model normalise over all workers; weights are kept."""
-    for name, child in model.named_children():
-        setattr(model, name, synchronise_batch_norm(child, communicator))
-    if not isinstance(model, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
-        return model
-    layer = SharedBatchNorm(
-        model.num_features, model.eps, model.momentum, model.affine, model.track_running_stats
+    made: dict[nn.Module, SharedBatchNorm] = {}
+    # A layer may be used in several places, and is then one layer in all of them still.
+    for name, layer in list(model.named_modules(remove_duplicate=False)):
+        if not isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+            continue
+        if layer not in made:
+            made[layer] = _shared(layer, communicator)
+        if layer is model:
+            return made[layer]
+        parent, _, own_name = name.rpartition(".")
+        setattr(model.get_submodule(parent), own_name, made[layer])
+    return model
+
+
+def _shared(
+    layer: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d, communicator: Communicator
+) -> SharedBatchNorm:
+    shared = SharedBatchNorm(
+        layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats
     )
-    layer.communicator = communicator
-    layer.weight, layer.bias = model.weight, model.bias
-    layer.running_mean, layer.running_var = model.running_mean, model.running_var
-    layer.num_batches_tracked = model.num_batches_tracked
-    return layer
+    shared.communicator = communicator
+    shared.weight, shared.bias = layer.weight, layer.bias
+    shared.running_mean, shared.running_var = layer.running_mean, layer.running_var
+    shared.num_batches_tracked = layer.num_batches_tracked
+    return shared
 
 
 class SharedBatchNorm(nn.modules.batchnorm._BatchNorm):

@@ -1,0 +1,50 @@
+"""Batch norm over all workers, where a model uses its layers in unusual ways."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm import in_process
+from paceline.comm.communicator import Communicator
+from paceline.sync.batch_norm import synchronise_batch_norm
+
+
+class UsedTwice(nn.Module):
+    """One layer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = self.after = nn.BatchNorm1d(3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.after(self.before(inputs).exp())
+        return outputs
+
+
+def test_a_layer_that_is_used_twice_normalises_over_all_workers_in_both_places() -> None:
+    inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    alone = UsedTwice()
+    expected = alone(inputs)
+
+    def work(communicator: Communicator) -> tuple[Tensor, dict[str, Tensor]]:
+        model = synchronise_batch_norm(UsedTwice(), communicator)
+        own = model(inputs.chunk(2)[communicator.rank])
+        return own.detach(), model.state_dict()
+
+    results = in_process.run(2, work)
+    torch.testing.assert_close(torch.cat([own for own, _ in results]), expected.detach())
+    for _, state in results:
+        torch.testing.assert_close(state, alone.state_dict())
+
+
+def test_a_model_may_be_nothing_but_the_layer() -> None:
+    inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+
+    def work(communicator: Communicator) -> Tensor:
+        model = synchronise_batch_norm(nn.BatchNorm1d(3), communicator)
+        output: Tensor = model(inputs.chunk(2)[communicator.rank])
+        return output.detach()
+
+    whole = torch.cat(in_process.run(2, work))
+    torch.testing.assert_close(whole, nn.BatchNorm1d(3)(inputs).detach())
