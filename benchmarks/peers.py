@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import textwrap
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -117,7 +118,7 @@ def measure_teams(
     summing = Length(0.05, 2.0 if given.quick else 8.0, fewest, most)
     sizes = QUICK_SIZES_BYTES if given.quick else SIZES_BYTES
     for world_size in given.workers:
-        with Fleet(world_size, left_out) as fleet:
+        with closing(Fleet(world_size, left_out)) as fleet:
             if "iteration" in given.only:
                 for task in tasks:
                     results.setdefault("iteration", []).append(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from comparison.group import TITLES, ContenderError, Group, reason_for_absence
 from comparison.left_out import LeftOut
@@ -53,14 +52,3 @@ class Fleet:
         for group in self._groups.values():
             group.close()
         self._groups.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

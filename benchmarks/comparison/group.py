@@ -13,8 +13,6 @@ import tempfile
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import monotonic
-from types import TracebackType
-from typing import Self
 
 from comparison.progress import progress
 from comparison.requests import Answer, Hello, Prepared, Refusal, Request
@@ -66,7 +64,7 @@ def mpirun() -> str | None:
 
 
 class Group:
-    """Workers of one contender; used as a context, which ends them."""
+    """Workers of one contender, until `close` ends them."""
 
     def __init__(self, name: str, world_size: int, threads: int = 1) -> None:
         self.name = name
@@ -188,17 +186,6 @@ class Group:
             except subprocess.TimeoutExpired:
                 end(process)
         self._folder.cleanup()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

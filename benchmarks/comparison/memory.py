@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -38,7 +39,7 @@ def compare_memory(names: list[str], task: Task, left_out: LeftOut) -> list[dict
             reason = reason_for_absence(name)
             if reason is not None:
                 raise ContenderError(reason)
-            with Group(name, WORKERS) as group:
+            with closing(Group(name, WORKERS)) as group:
                 rows.append(measure(group, task))
         except ContenderError as error:
             left_out.add(TITLES[name], "memory", str(error))

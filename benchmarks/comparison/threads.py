@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -40,11 +41,11 @@ def compare_threads(fleet: Fleet, tasks: list[Task], length: Length) -> list[dic
     print("\none update: 2 workers of 1 thread (`shared`) and 1 process of 2 threads; ms")
     print(
         f"{'':7}{'batch':>6}{'2 workers':>11}{'quartiles':>12}{'2 threads':>11}{'quartiles':>12}"
-        f"{'times as fast':^20}"
+        f"{'times as fast':>17}"
     )
     rows = []
     try:
-        with Group("single", 1, threads=WORKERS) as alone:
+        with closing(Group("single", 1, threads=WORKERS)) as alone:
             for task in tasks:
                 row = measure(fleet, alone, task, length)
                 if row is not None:
