@@ -30,16 +30,18 @@ def gather(
     model = strategy.model_state()
     optimizer = strategy.optimizer_state()
     strategies = gather_bytes(communicator, _pack(strategy.state_dict()), "control")
+    owns = gather_bytes(communicator, _pack(_own_state(replica)), "control")
     workers = gather_json(
         communicator, {"account": account, "progress": dataclasses.asdict(progress)}
     )
-    if strategies is None or workers is None:
+    if strategies is None or owns is None or workers is None:
         return None
     return {
         "model": model,
         "optimizer": optimizer,
         "scaler": replica.scaler.state_dict(),
         "strategies": [_unpack(packed) for packed in strategies],
+        "owns": [_unpack(packed) for packed in owns],
         "random": _random_state(),
         "workers": workers,
     }
@@ -56,6 +58,7 @@ def restore(
         replica.scaler.load_state_dict(state["scaler"])
         _restore_strategy(state["strategies"], strategy, communicator)
         _restore_random_state(state["random"])
+        _restore_own_state(state.get("owns", []), replica)
         return _own_part(state["workers"], communicator)
     except (KeyError, ValueError, RuntimeError, TypeError) as error:
         cause = str(error).splitlines()[0]
@@ -78,6 +81,23 @@ def _own_part(
         return Progress(**mine["progress"]), mine["account"]
     # A resized run: iteration and history are everybody's, samples and times start anew.
     return Progress(**{**workers[0]["progress"], "samples": 0}), {}
+
+
+def _own_state(replica: Replica) -> dict[str, Any]:
+    """What differs between workers even where their weights do not: the batch-norm statistics of
+    their own samples, and how many random numbers their layers have drawn."""
+    buffers = {name: buffer.cpu() for name, buffer in replica.model.named_buffers()}
+    return {"buffers": buffers, "random": _random_state()}
+
+
+def _restore_own_state(owns: list[dict[str, Any]], replica: Replica) -> None:
+    communicator = replica.communicator
+    # Without one for each of these workers, all go on with the first one's.
+    if len(owns) == communicator.world_size:
+        own = owns[communicator.rank]
+        for name, buffer in replica.model.named_buffers():
+            buffer.copy_(own["buffers"][name])
+        _restore_random_state(own["random"])
 
 
 def _random_state() -> dict[str, Any]:
