@@ -8,6 +8,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from paceline.errors import UsageError
+
 
 class FlatGradients:
     """Owns the memory of the gradients of some weights; `weight.grad` is a view of it.
@@ -18,6 +20,7 @@ class FlatGradients:
 
     def __init__(self, weights: Sequence[nn.Parameter]) -> None:
         self.weights = list(weights)
+        check_alike(self.weights)
         self.shapes = [tuple(weight.shape) for weight in self.weights]
         sizes = [weight.numel() for weight in self.weights]
         self._offsets = [0, *accumulate(sizes)]
@@ -32,3 +35,13 @@ class FlatGradients:
     def part(self, begin: int, end: int) -> Tensor:
         """Where the gradients of weights `begin` to `end` lie."""
         return self.tensor[self._offsets[begin] : self._offsets[end]]
+
+
+def check_alike(weights: Sequence[nn.Parameter]) -> None:
+    """Refuse weights that cannot lie in one tensor."""
+    kinds = {f"{weight.dtype} on {weight.device}" for weight in weights}
+    if len(kinds) > 1:
+        raise UsageError(
+            f"the model's weights are {' and '.join(sorted(kinds))}, and this strategy needs all of"
+            " one kind: change the model, or choose --strategy ddp"
+        )

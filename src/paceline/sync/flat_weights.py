@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from paceline.sync.flat import check_alike
+
 
 class FlatWeights:
     """Owns the memory of some weights; each of them is a view of it.
@@ -16,6 +18,7 @@ class FlatWeights:
 
     def __init__(self, weights: Sequence[nn.Parameter]) -> None:
         self._weights = list(weights)
+        check_alike(self._weights)
         self._sizes = [weight.numel() for weight in self._weights]
         first = self._weights[0] if self._weights else torch.empty(0)
         self.tensor = torch.empty(sum(self._sizes), dtype=first.dtype, device=first.device)

@@ -68,6 +68,10 @@ class Replica:
     _shared_norms: list[SharedBatchNorm] = field(init=False)
 
     def __post_init__(self) -> None:
+        for weight in self.model.parameters():
+            # Strategies lay weights out one after the other, so a view with gaps has to close them.
+            if torch.empty_like(weight, device="meta").stride() != weight.stride():
+                weight.data = weight.data.contiguous()
         self.trainable = [weight for weight in self.model.parameters() if weight.requires_grad]
         self._shared_norms = [
             layer for layer in self.model.modules() if isinstance(layer, SharedBatchNorm)
