@@ -44,7 +44,7 @@ def default_group(
     """torch.distributed's default group, on loopback, over the workers of a pool."""
     rank, world_size = communicator.rank, communicator.world_size
     cores = world_size + 1 if way == "spare cores" else world_size
-    seat = replace(Seat.own(), cores=cores, threads=1)
+    seat = replace(Seat.own(), cores=cores)
     if way == "hosts":
         seat = replace(seat, host=f"host {rank % 2}")
     with (

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -143,6 +144,7 @@ def look_at_works(communicator: Communicator, file: Path, way: str) -> list[obje
         tensor = torch.ones(3)
         work = dist.all_reduce(tensor, async_op=True)
         future = work.get_future()
+        work.wait()
         return [
             future.wait()[0].tolist(),
             future.done(),
@@ -188,6 +190,24 @@ def test_a_destroyed_group_leaves_nothing_behind(
     pool: WorkerPool, tmp_path: Path, way: str
 ) -> None:
     assert pool.run(2, left_behind, tmp_path / "store", way) == [[], []]
+
+
+def sum_without_shared_memory(communicator: Communicator, file: Path) -> list[object]:
+    with (
+        mock.patch("paceline.comm.shared_memory.is_supported", return_value=False),
+        warnings.catch_warnings(record=True) as said,
+    ):
+        warnings.simplefilter("always")
+        with default_group(communicator, file):
+            tensor = torch.ones(1)
+            dist.all_reduce(tensor)
+    return [float(tensor), *(str(each.message) for each in said)]
+
+
+def test_gloo_takes_over_where_memory_cannot_be_shared(pool: WorkerPool, tmp_path: Path) -> None:
+    cause = "shared memory between workers needs Linux on x86-64"
+    expected = [2.0, f"paceline: gloo instead of shared memory: {cause}"]
+    assert pool.run(2, sum_without_shared_memory, tmp_path / "store") == [expected] * 2
 
 
 def lose_a_peer_of_gloos(communicator: Communicator, file: Path, way: str) -> str:

@@ -31,15 +31,13 @@ class Seat:
     host: str
     """What processes have in common that share memory and a network: machine, or container."""
     cores: int
-    threads: int
-    """That it computes with."""
 
     @classmethod
     def own(cls) -> Seat:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         memory = arena.FOLDER.stat().st_dev
         network = Path("/proc/self/ns/net").stat().st_ino
-        return cls(f"{machine} {memory} {network}", cores_usable(), torch.get_num_threads())
+        return cls(f"{machine} {memory} {network}", cores_usable())
 
 
 def exchange_seats(store: Store, rank: int, world_size: int) -> list[Seat]:
@@ -66,11 +64,12 @@ def connect(
     try:
         quicker = hierarchical.over(network, hosts.index(seats[rank].host))
     except UsageError as error:
-        warnings.warn(f"paceline: gloo instead of shared memory: {error}", stacklevel=2)
+        cause = str(error).removesuffix(arena.OTHERWISE).removesuffix(" or ").rstrip(" ,:")
+        warnings.warn(f"paceline: gloo instead of shared memory: {cause}", stacklevel=2)
     except BaseException:
         network.close()
         raise
-    failures = torch.tensor([quicker is None])
+    failures = torch.tensor([int(quicker is None)])
     network.all_reduce(failures, "control").wait()
     if quicker is None or failures:
         if quicker is not None:
@@ -100,5 +99,5 @@ def are_on_one_host(seats: Sequence[Seat]) -> bool:
 
 
 def have_spare_cores(seats: Sequence[Seat]) -> bool:
-    """Whether there are more cores than members on one host compute with."""
-    return min(seat.cores for seat in seats) > sum(seat.threads for seat in seats)
+    """Whether cores of the one host would idle while all members exchange something in a call."""
+    return min(seat.cores for seat in seats) > len(seats)

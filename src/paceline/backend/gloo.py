@@ -23,6 +23,9 @@ CONNECTIONS = "gloo/transport"
 PREPOSITIONS = {"send": "to", "recv": "from"}
 
 
+_ABANDONED: list[Any] = []
+
+
 class Gloo:
     """A gloo group. The operations are those of `backend`, by name."""
 
@@ -52,6 +55,14 @@ class Gloo:
             work.wait()
             staged.copy_back()
         return work
+
+    def abandon(self) -> None:
+        """Keep the group until the process ends, where operations may still be failing.
+
+        Whoever frees it waits for its threads, and holds Python's lock; and a thread may need the
+        lock to give up a tensor.
+        """
+        _ABANDONED.append(self.backend)
 
     def attempt(self, operation: Operation, action: Callable[[], T]) -> T:
         try:

@@ -4,15 +4,14 @@ One rule says what goes which way: sums and means, broadcasts, all-gathers and r
 tensors in main memory, and barriers, go through a communicator of paceline's, which is shared
 memory inside a host; everything else goes through a gloo group of the same members.
 
-Large sums are exchanged where they cost the caller least. Where members compute on all cores, that
-is inside the call. With cores to spare, it is left to gloo, whose threads hide it; and across hosts
-it is done by a thread of this group's.
+Large sums are exchanged where they cost the caller least. Where there is a core for each member,
+that is inside the call. Where there are more, they would idle meanwhile, so it is left to gloo,
+whose threads hide it; and across hosts it is done by a thread of this group's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
 from time import monotonic, sleep
 from typing import Any
@@ -166,15 +165,24 @@ class PacelineGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """What `destroy_process_group` calls; the others may be at work still, or gone."""
         if not self._gloo.has_lost_peers:
-            with suppress(PeerError):
-                parting = self._communicator.barrier()
-                deadline = monotonic() + PARTING_SECONDS
-                while not parting.is_done() and monotonic() < deadline:
-                    sleep(PARTING_POLL_SECONDS)
+            try:
+                self._wait_for_others()
+            except PeerError:
+                self._gloo.has_lost_peers = True
+        if self._gloo.has_lost_peers:
+            self._gloo.abandon()
         self._close()
 
     def abort(self) -> None:
+        self._gloo.abandon()
         self._close()
+
+    def _wait_for_others(self) -> None:
+        """Until all are about to leave, within a limit."""
+        parting = self._communicator.barrier()
+        deadline = monotonic() + PARTING_SECONDS
+        while not parting.is_done() and monotonic() < deadline:
+            sleep(PARTING_POLL_SECONDS)
 
     def _close(self) -> None:
         if self._background is not None:
