@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from contract.harness import Seat, Task, build_replica, run_team
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.data.order import share
-from paceline.sync import factors
+from paceline.sync import deposits, factors
 from paceline.sync.factors import layers_to_factor
 from paceline.sync.options import create_strategy
 from worker_pool import WorkerPool
@@ -45,9 +46,17 @@ LESSONS = {
 
 
 def train(seat: Seat, name: str, lesson: Task) -> dict[str, Tensor]:
+    """With every layer factored, and every other gradient given early."""
+    with (
+        patch.object(factors, "LEAST_WEIGHT_BYTES", 0),
+        patch.object(deposits, "EARLY_BYTES", 0),
+    ):
+        return _train(seat, name, lesson)
+
+
+def _train(seat: Seat, name: str, lesson: Task) -> dict[str, Tensor]:
     torch.manual_seed(seat.communicator.rank)
     model = Layers().double()
-    factors.LEAST_WEIGHT_BYTES = 0
     strategy = create_strategy(name, {})
     strategy.attach(build_replica(model, seat, lesson))
     generator = torch.Generator().manual_seed(7)

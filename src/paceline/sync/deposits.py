@@ -7,14 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.staging import copy_flat
 from paceline.sync.aligned import AlignedMemory
 from paceline.sync.factors import Factored
 from paceline.sync.own_part import Piece
+from paceline.sync.replica import Replica
+
+EARLY_BYTES = 2**20
 
 
 class Deposits:
@@ -49,27 +54,41 @@ class Deposits:
         mine = {piece.weight: _elements(piece) for piece in pieces}
         self._given: list[_Given] = []
         for number, weight in enumerate(weights):
-            if weight.requires_grad and self._others:
-                nothing = slice(0, 0)
-                for part in _outside(weight, mine.get(number, nothing)):
-                    to = _flat(own, number, part)
-                    self._given.append(_Given(weight, part, to, number in factored))
+            parts = _outside(weight, mine.get(number, slice(0, 0)))
+            if weight.requires_grad and self._others and parts:
+                places = [(part, _flat(own, number, part)) for part in parts]
+                self._given.append(_Given(weight, places, number in mine, number in factored))
+        self._hooks: list[RemovableHandle] = []
+
+    def give_early(self, replica: Replica) -> None:
+        """From now on, give large gradients as soon as the backward pass has them.
+
+        Those that this worker sums no part of need not be kept, and so seldom exist all at once.
+        """
+        for given in self._given:
+            if given.weight.nbytes >= EARLY_BYTES:
+                hook = partial(_give_early, replica, given)
+                self._hooks.append(given.weight.register_post_accumulate_grad_hook(hook))
 
     def give(self) -> int:
         """Put this worker's gradients where the others sum them; how many bytes that were."""
         given_bytes = 0
         for given in self._given:
-            if given.weight.grad is not None:
-                copy_flat(given.place, _in_memory_order(given.weight)[given.elements])
-            elif given.is_factored:
-                continue
-            else:
-                given.place.zero_()
-            given_bytes += given.place.nbytes
+            if not given.is_done:
+                given.copy()
+            given.is_done = False
+            given_bytes += given.copied_bytes
         for factored in self._factored:
             factored.publish()
             given_bytes += factored.bytes_deposited
         return given_bytes
+
+    def release(self) -> None:
+        """Leave the layers and weights as they were."""
+        for hook in self._hooks:
+            hook.remove()
+        for factored in self._factored:
+            factored.release()
 
     def sum_up(self, together: bool) -> None:
         """Sum this worker's pieces, once all others have given theirs, and give each its `grad`.
@@ -118,14 +137,38 @@ class _Kept:
         return total
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Given:
-    """Elements of a gradient that another worker sums."""
+    """A gradient of which other workers sum the whole or parts."""
 
     weight: nn.Parameter
-    elements: slice
-    place: Tensor
+    places: list[tuple[slice, Tensor]]
+    """Which elements, and where the others find them."""
+    is_kept: bool
+    """Whether this worker sums another part of it."""
     is_factored: bool
+    is_done: bool = False
+    copied_bytes: int = 0
+
+    def copy(self) -> None:
+        self.copied_bytes = 0
+        if self.weight.grad is None and self.is_factored:
+            return
+        gradient = None if self.weight.grad is None else _in_memory_order(self.weight)
+        for elements, place in self.places:
+            if gradient is None:
+                place.zero_()
+            else:
+                copy_flat(place, gradient[elements])
+            self.copied_bytes += place.nbytes
+
+
+def _give_early(replica: Replica, given: _Given, weight: Tensor) -> None:
+    if replica.last_part:
+        given.copy()
+        given.is_done = True
+        if not given.is_kept and not given.is_factored:
+            weight.grad = None
 
 
 def _outside(weight: nn.Parameter, mine: slice) -> list[slice]:

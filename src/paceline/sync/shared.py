@@ -81,11 +81,12 @@ class Shared(Strategy):
         if place < chunks:
             pieces = pieces_of_chunk(weights, values, deposits[place], place, chunks)
         numbers = {id(weight): number for number, weight in enumerate(weights)}
-        self._factored = {
+        factored = {
             numbers[id(layer.weight)]: Factored(layer, arena, begin, place, workers)
             for layer, begin in zip(layers, begins[1 + workers :], strict=True)
         }
-        self._deposits = Deposits(weights, pieces, deposits, place, self._factored)
+        self._deposits = Deposits(weights, pieces, deposits, place, factored)
+        self._deposits.give_early(replica)
         self._own = OwnPart(replica, weights, pieces, levels.host)
         self._chunk = chunk(deposits[place].tensor, chunks, place) if pieces else torch.empty(0)
         """Where the sums of this worker's pieces lie together, to be exchanged across hosts."""
@@ -129,8 +130,7 @@ class Shared(Strategy):
         """Every worker leaves with weights of its own."""
         for weight in self._trained:
             weight.data = weight.data.clone(memory_format=torch.preserve_format)
-        for factored in self._factored.values():
-            factored.release()
+        self._deposits.release()
         # Not before all have copied: what one does with its model then is its own affair.
         self._levels.host.barrier().wait()
         self._levels.close()
