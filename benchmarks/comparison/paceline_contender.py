@@ -17,6 +17,7 @@ from paceline.measure.clock import PhaseClock
 from paceline.sync.options import create_strategy
 from paceline.sync.replica import Replica
 from paceline.sync.strategy import Strategy
+from paceline.worker.process import keep_freed_memory
 
 
 class Paceline(Contender):
@@ -29,6 +30,7 @@ class Paceline(Contender):
 
     def connect(self) -> None:
         super().connect()
+        keep_freed_memory()
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self._communicator = connect(Meeting(self.rank, self.world_size, address, port))
 
