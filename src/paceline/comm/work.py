@@ -15,7 +15,7 @@ class Work(ABC):
 
     def __init__(self) -> None:
         self._ended = False
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._on_end: list[Callable[[], None]] = []
         self._on_success: list[Callable[[], None]] = []
 
@@ -27,7 +27,7 @@ class Work(ABC):
                 self._block()
                 for action in self._on_success:
                     action()
-            except Exception as error:
+            except BaseException as error:
                 self._error = error
                 raise
             finally:
