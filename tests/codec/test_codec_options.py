@@ -44,6 +44,15 @@ def test_a_bad_option_is_refused_in_one_line(
     assert caught.value.problems == (expected,)
 
 
+def test_a_chunk_larger_than_memory_is_one_chunk_of_what_there_is() -> None:
+    codec, whole = create("int8", {"chunk": str(2**50)}), create("int8", {"chunk": "10"})
+    gradient = torch.linspace(-1, 1, 10)
+    results = [
+        exchange_in_lockstep([each], "b", [gradient.clone()]).results[0] for each in (codec, whole)
+    ]
+    assert torch.equal(results[0], results[1])
+
+
 def test_all_bad_options_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         create("topk", {"ratio": "much", "rank": "2"})

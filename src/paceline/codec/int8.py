@@ -49,7 +49,7 @@ class Int8(Codec):
 
     def _sum(self, payloads: list[Tensor], total: Tensor) -> Tensor:
         """Decode into `total`, adding in rank order so that all workers round alike."""
-        chunks = total.new_zeros(self._chunk_count(len(total)), self.chunk)
+        chunks = total.new_zeros(self._chunk_count(len(total)), self._width(len(total)))
         decoded = chunks.view(-1)[: len(total)]
         total.zero_()
         for payload in payloads:
@@ -61,8 +61,13 @@ class Int8(Codec):
 
     def _in_chunks(self, values: Tensor) -> Tensor:
         """One chunk a row; the last is filled up with zeros, which are never sent."""
-        missing = -len(values) % self.chunk
-        return (pad(values, (0, missing)) if missing else values).view(-1, self.chunk)
+        width = self._width(len(values))
+        missing = -len(values) % width
+        return (pad(values, (0, missing)) if missing else values).view(-1, width)
+
+    def _width(self, elements: int) -> int:
+        """Of a chunk in memory; a short gradient is not filled up to a long chunk."""
+        return min(self.chunk, max(elements, 1))
 
     def _chunk_count(self, elements: int) -> int:
         return -(-elements // self.chunk)
