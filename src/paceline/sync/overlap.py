@@ -22,6 +22,7 @@ from paceline.comm.work import Work
 from paceline.sync.averaging import GradientAveraging
 from paceline.sync.exchange import Underway
 from paceline.sync.flat import FlatGradients
+from paceline.sync.independent import at_least
 from paceline.sync.replica import Replica
 from paceline.sync.state_exchange import broadcast_model
 
@@ -49,6 +50,8 @@ class Overlap(GradientAveraging):
         ratio: str | None = None,
         rank: str | None = None,
     ) -> None:
+        at_least("bucket_mib", bucket_mib, 0)
+        at_least("first_bucket_mib", first_bucket_mib, 0)
         super().__init__(algorithm=algorithm, codec=codec, chunk=chunk, ratio=ratio, rank=rank)
         self._limits = (first_bucket_mib * 2**20, bucket_mib * 2**20)
 
