@@ -1,10 +1,17 @@
-"""How large the buckets of gradients may be."""
+"""Buckets of gradients: how large they may be, and what may come into them."""
 
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from paceline.errors import ConfigError
+import odd_weights as odd
+import toy_replicas as toy
+from paceline.comm import in_process
+from paceline.comm.communicator import Communicator
+from paceline.errors import ConfigError, RunError
 from paceline.sync.options import create_strategy
 
 
@@ -15,3 +22,30 @@ from paceline.sync.options import create_strategy
 def test_a_bucket_of_less_than_nothing_is_refused(strategy: str, option: str) -> None:
     with pytest.raises(ConfigError, match=f"-o {option}: must be at least 0, got -1"):
         create_strategy(strategy, {option: "-1"})
+
+
+class UsedTwice(nn.Module):
+    """Each of the two passes through the layer has a backward pass of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = inputs
+        for _ in range(2):
+            outputs = checkpoint(self.layer, outputs, use_reentrant=True)
+        return outputs
+
+
+def test_a_gradient_that_comes_in_two_pieces_is_refused() -> None:
+    """The first piece may have been summed already when the second is added to it."""
+
+    def work(communicator: Communicator) -> None:
+        replica = odd.build(communicator, toy.sgd(), UsedTwice())
+        strategy = odd.attached(create_strategy("overlap", {}), replica)
+        with pytest.raises(RunError, match="second gradient before the update"):
+            strategy.backward(replica.forward(torch.ones(2, 4, requires_grad=True)).sum())
+        strategy.finish()
+
+    in_process.run(1, work)

@@ -10,7 +10,7 @@ first bucket is small, so that communication starts early.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from paceline.comm.background import Background
 from paceline.comm.communicator import Communicator
 from paceline.comm.objects import broadcast_json
 from paceline.comm.work import Work
+from paceline.errors import RunError
 from paceline.sync.averaging import GradientAveraging
 from paceline.sync.exchange import Underway
 from paceline.sync.flat import FlatGradients
@@ -34,8 +35,10 @@ class Bucket:
     key: str
     gradient: Tensor
     shapes: Sequence[tuple[int, ...]]
-    missing: int = 0
-    """Gradients of this step that are not there yet."""
+    weights: frozenset[int]
+    """The numbers of the weights whose gradients these are."""
+    missing: set[int] = field(default_factory=set)
+    """Those whose gradient of this step is not there yet."""
 
 
 class Overlap(GradientAveraging):
@@ -79,15 +82,16 @@ class Overlap(GradientAveraging):
         self._bucket_of: dict[int, Bucket] = {}
         for begin, end in cut(weights, *self._limits):
             part = gradients.part(begin, end)
-            bucket = Bucket(str(len(self._buckets)), part, gradients.shapes[begin:end])
+            key, members = str(len(self._buckets)), frozenset(order[begin:end])
+            bucket = Bucket(key, part, gradients.shapes[begin:end], members)
             self._buckets.append(bucket)
-            self._bucket_of.update(dict.fromkeys(order[begin:end], bucket))
+            self._bucket_of.update(dict.fromkeys(members, bucket))
         self._begin_step()
 
     def _begin_step(self) -> None:
         self._under_way: list[Work] = []
         for bucket in self._buckets:
-            bucket.missing = len(bucket.shapes)
+            bucket.missing = set(bucket.weights)
 
     def _hook(self, number: int) -> Callable[[Tensor], None]:
         """What torch calls with the weight of this number, once its gradient is there."""
@@ -102,7 +106,14 @@ class Overlap(GradientAveraging):
         if self._seen is not None:
             self._seen.append(number)
         bucket = self._bucket_of[number]
-        bucket.missing -= 1
+        if number not in bucket.missing:
+            # It may be under way, and what is added to it now would be this worker's alone.
+            raise RunError(
+                "--strategy overlap: a weight got a second gradient before the update, by another"
+                " backward pass or by reentrant checkpointing of a layer that is used twice:"
+                " choose --strategy allreduce"
+            )
+        bucket.missing.remove(number)
         if bucket.missing:
             return
         # In the buckets' order on every worker, whatever order the gradients came in here.
