@@ -41,6 +41,16 @@ def test_a_ring_sends_all_but_one_part_twice(pool: WorkerPool, name: str, world_
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_shared_weights_need_each_gradient_once(pool: WorkerPool, world_size: int) -> None:
+    """The first worker updates so small a model: the others give it all, and get nothing."""
+    first, *others = (each["gradients"] for each in traffic(pool, "shared", world_size))
+    own = STEPS * GRADIENT_BYTES
+    assert (first["bytes_sent"], first["bytes_received"]) == (0, own * (world_size - 1))
+    for each in others:
+        assert (each["bytes_sent"], each["bytes_received"]) == (own, 0)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_the_root_receives_and_sends_everything(pool: WorkerPool, world_size: int) -> None:
     first, *others = (each["gradients"] for each in traffic(pool, "gather_scatter", world_size))
     own = STEPS * GRADIENT_BYTES

@@ -90,14 +90,16 @@ class Deposits:
         for factored in self._factored:
             factored.release()
 
-    def sum_up(self, together: bool) -> None:
+    def sum_up(self, together: bool) -> int:
         """Sum this worker's pieces, once all others have given theirs, and give each its `grad`.
 
-        The sums lie where this worker's own gradients were; or `together`, in its memory.
+        The sums lie where this worker's own gradients were; or `together`, in its memory. The
+        number of bytes that were read from the others.
         """
         for kept in self._kept:
             total = kept.sum_up()
             kept.piece.values.grad = kept.place.copy_(total) if together else total
+        return sum(kept.read_bytes() for kept in self._kept)
 
     def forget(self) -> None:
         """Let go of the sums."""
@@ -131,10 +133,23 @@ class _Kept:
             total = self.factored.multiply(elements)
             if own is not None:
                 total.add_(own)
-        for place, other in self.others.items():
-            if self.factored is None or self.factored.has_ordinary(place):
-                total.add_(other)
+        for other in self._ordinary():
+            total.add_(other)
         return total
+
+    def read_bytes(self) -> int:
+        read_bytes = sum(other.nbytes for other in self._ordinary())
+        if self.factored is not None:
+            read_bytes += self.factored.read_bytes(_elements(self.piece), self.others)
+        return read_bytes
+
+    def _ordinary(self) -> list[Tensor]:
+        """What the others have given of it, factors apart."""
+        return [
+            other
+            for place, other in self.others.items()
+            if self.factored is None or self.factored.has_ordinary(place)
+        ]
 
 
 @dataclass(slots=True)

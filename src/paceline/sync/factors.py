@@ -10,7 +10,7 @@ all than when each multiplies its own, and no gradient that is written, copied a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -65,8 +65,7 @@ class Factored:
 
     def multiply(self, elements: slice) -> Tensor:
         """Neighbouring elements of the product, in the order of memory, over all workers."""
-        width = self.weight.shape[1]
-        first, last = elements.start // width, -(-elements.stop // width)
+        width, (first, last) = self.weight.shape[1], self._rows_of(elements)
         if self._product is None:
             self._product = self.weight.new_empty(last - first, width)
         product, beta = self._product, 0
@@ -79,6 +78,17 @@ class Factored:
         if not beta:
             product.zero_()
         return product.view(-1)[elements.start - first * width : elements.stop - first * width]
+
+    def read_bytes(self, elements: slice, places: Iterable[int]) -> int:
+        """How much of the factors of some workers `multiply` reads."""
+        first, last = self._rows_of(elements)
+        rows = sum(self._memories[place].header[0] for place in places)
+        return rows * (self.weight.shape[1] + last - first) * self.weight.element_size()
+
+    def _rows_of(self, elements: slice) -> tuple[int, int]:
+        """The first row of the weight that has some of them, and the one after the last."""
+        width = self.weight.shape[1]
+        return elements.start // width, -(-elements.stop // width)
 
     def clear(self) -> None:
         """Forget this worker's factors, once nobody reads them any more."""

@@ -5,7 +5,8 @@ gradients where the others can read them. Worker i sums chunk i of all of them a
 optimiser to chunk i of the weights; its state of that chunk is the only one on the host. So the
 update is done once instead of once a worker, weights and state take one worker's memory instead of
 everybody's, and a gradient is copied once at most: what a worker sums it reads where it lies.
-Small models have fewer chunks than workers, since a chunk must be worth waking a worker for.
+Large linear layers get by with less (factors.py). Small models have fewer chunks than workers,
+since a chunk must be worth waking a worker for.
 
 Two meetings keep this right: a chunk is summed when all have deposited theirs, and weights are read
 when all chunks are updated.
@@ -122,7 +123,9 @@ class Shared(Strategy):
         given = levels.host.barrier()
         if self._chunk.numel():
             given.wait()
-            self._deposits.sum_up(together=levels.across.world_size > 1)
+            read_bytes = self._deposits.sum_up(together=levels.across.world_size > 1)
+            traffic.begin("gradients", bytes_received=read_bytes)
+            traffic.end("gradients")
         traffic.end("gradients")
         levels.across.all_reduce(self._chunk, "gradients").wait()
 
