@@ -7,7 +7,8 @@ A collective goes through the outboxes in pieces, each in up to three stages:
 - take: once all have reduced, copy their chunks from their outboxes to where they belong.
 
 So worker i reduces chunk i for everybody. Every worker has a line of counters that only it writes,
-which say how many pieces it has been through in each stage. An outbox holds a few pieces, so that
+which say how many pieces it has been through in each stage; so it goes through each stage in their
+order, even where several collectives are under way. An outbox holds a few pieces, so that
 the stages of neighbouring pieces overlap; and no more, so that what one worker posts is still in a
 cache when the others read it. Small tensors skip the middle stage: everybody posts everything and
 sums for itself, in the order of the ranks, so that all get the same bits.
@@ -47,7 +48,7 @@ class Outboxes:
             begin_byte + lines_bytes, world_size * PIECES * piece_bytes, torch.uint8
         )
         self._own_line = rank * COUNTERS_A_LINE
-        self._peer_lines = [peer * COUNTERS_A_LINE for peer in range(world_size) if peer != rank]
+        self._lines = [each * COUNTERS_A_LINE for each in range(world_size)]
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     @staticmethod
@@ -71,9 +72,9 @@ class Outboxes:
         self._counters[self._own_line + stage] = number + 1
 
     def is_everybody_past(self, stage: int, number: int) -> bool:
-        """Whether all others have been through a stage with a piece."""
+        """Whether all have been through a stage with a piece, this rank included."""
         counters = self._counters
-        for line in self._peer_lines:  # noqa: SIM110 - this is looked at while spinning
+        for line in self._lines:  # noqa: SIM110 - this is looked at while spinning
             if counters[line + stage] <= number:
                 return False
         return True
@@ -122,14 +123,17 @@ class Collective(ABC):
             return False
         self.post(index, boxes.piece(self.rank, number, self.flat.dtype))
         self._finish(POSTED, number)
-        if not self.reduces:
-            self._finish(REDUCED, number)
         return True
 
     def _advance_reduce(self) -> bool:
         index, boxes = self._done[REDUCED], self.boxes
         number = self._first + index
-        if index == self._done[POSTED] or not boxes.is_everybody_past(POSTED, number):
+        if (
+            index == self._done[POSTED]
+            or not boxes.is_next(REDUCED, number)
+            or (not self.takes and not boxes.is_next(TAKEN, number))
+            or not boxes.is_everybody_past(POSTED, number)
+        ):
             return False
         self.reduce(index, self._all_boxes(number))
         self._finish(REDUCED, number)
@@ -140,9 +144,16 @@ class Collective(ABC):
     def _advance_take(self) -> bool:
         index, boxes = self._done[TAKEN], self.boxes
         number = self._first + index
-        if index == self._done[REDUCED] or not boxes.is_everybody_past(REDUCED, number):
+        ready = REDUCED if self.reduces else POSTED
+        if (
+            index == self._done[ready]
+            or not boxes.is_next(TAKEN, number)
+            or not boxes.is_everybody_past(ready, number)
+        ):
             return False
         self.take(index, self._all_boxes(number))
+        if not self.reduces:
+            self._finish(REDUCED, number)
         self._finish(TAKEN, number)
         return True
 
