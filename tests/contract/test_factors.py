@@ -14,6 +14,7 @@ from contract.harness import Seat, Task, build_replica, run_team
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.data.order import share
+from paceline.errors import RunError
 from paceline.sync import deposits, factors
 from paceline.sync.factors import layers_to_factor
 from paceline.sync.options import create_strategy
@@ -113,3 +114,28 @@ def test_only_plain_layers_of_their_own_weight_are_factored(
     model = nn.Sequential(plain, small, tied, also_tied, frozen, Special(8, 8))
     assert layers_to_factor(model, list(model.parameters())) == [plain]
     assert layers_to_factor(model, list(tied.parameters())) == []
+
+
+def second_gradient(seat: Seat, name: str, lesson: Task) -> str:
+    """What one is told who calls backward twice for one batch."""
+    model = Layers().double()
+    with patch.object(deposits, "EARLY_BYTES", 0):
+        strategy = create_strategy(name, {})
+        strategy.attach(build_replica(model, seat, lesson))
+        loss = strategy.replica.forward(torch.ones(1, 2, 20, dtype=torch.float64)).sum()
+        try:
+            for _ in range(2):
+                strategy.replica.model.zero_grad()
+                loss.backward(retain_graph=True)
+        except RunError as error:
+            return str(error)
+        finally:
+            strategy.finish()
+    return "nothing"
+
+
+def test_a_gradient_that_comes_too_late_is_refused(pool: WorkerPool) -> None:
+    said = run_team(pool, 2, second_gradient, "shared", PLAIN)
+    # The first worker updates so small a model, and gives nothing away.
+    assert said[0] == "nothing"
+    assert said[1].startswith("--strategy shared: a weight got a second gradient")

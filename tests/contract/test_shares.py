@@ -16,7 +16,7 @@ from paceline.config import from_mapping
 from paceline.data.order import share
 from paceline.sync.state_exchange import agree_on_buffers
 from paceline.sync.strategy import Strategy
-from paceline.worker.teamwork import Teamwork
+from paceline.worker.teamwork import Teamwork, follow
 from worker_pool import WorkerPool
 
 
@@ -39,6 +39,11 @@ def test_shares_by_speed_move_to_the_quick_worker_and_change_nothing_else(
     assert samples[0] > samples[1] > 0
     for own in (quick, slow):
         assert distance(own.weights, alone.weights) < 1e-5
+
+
+def test_a_worker_without_samples_keeps_its_part_while_the_others_follow_their_speed() -> None:
+    assert follow([2.0, 2.0, 0.04], [30.0, 10.0, 0.0]) == [30.0, 10.0, pytest.approx(0.4)]
+    assert follow([1.0, 1.0], [0.0, 0.0]) == [1.0, 1.0]
 
 
 def meet(communicator: Communicator, shares: str) -> list[float]:

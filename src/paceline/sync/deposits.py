@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.staging import copy_flat
+from paceline.errors import RunError
 from paceline.sync.aligned import AlignedMemory
 from paceline.sync.factors import Factored
 from paceline.sync.own_part import Piece
@@ -180,6 +181,12 @@ class _Given:
 
 def _give_early(replica: Replica, given: _Given, weight: Tensor) -> None:
     if replica.last_part:
+        if given.is_done:
+            raise RunError(
+                "--strategy shared: a weight got a second gradient before the update, by another"
+                " backward pass or by reentrant checkpointing of a layer that is used twice:"
+                " choose --strategy allreduce"
+            )
         given.copy()
         given.is_done = True
         if not given.is_kept and not given.is_factored:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from paceline.config import RunConfig
 from paceline.sync.replica import Replica
 from paceline.sync.strategy import Strategy
@@ -65,8 +67,8 @@ class Teamwork:
             agreement = huddle(self._communicator, notes)
             self.settle()
         self._iterations_left = agreement.iterations_to_next
-        if self._follows_speed and min(agreement.speeds) > 0:
-            self.shares = agreement.speeds
+        if self._follows_speed:
+            self.shares = follow(self.shares, agreement.speeds)
         self._begin_notes()
         return agreement.stop
 
@@ -76,3 +78,12 @@ class Teamwork:
             settle_waits(
                 self._communicator, self._clock, self._replica.exposed, self._offset_seconds
             )
+
+
+def follow(shares: Sequence[float], speeds: Sequence[float]) -> list[float]:
+    """Shares by speed; who has none, having got no sample, keeps its part beside the others."""
+    measured = [number for number, speed in enumerate(speeds) if speed > 0]
+    if not measured:
+        return list(shares)
+    scale = sum(speeds[number] for number in measured) / sum(shares[number] for number in measured)
+    return [speed or share * scale for share, speed in zip(shares, speeds, strict=True)]
