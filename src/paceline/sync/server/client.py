@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.comm.algorithms.chunks import chunk
 from paceline.comm.work import Work
 from paceline.sync.server.dealer import Deal
-from paceline.sync.server.link import DTYPES, Link, Request
+from paceline.sync.server.link import DTYPES, NUMBERS, Link, Request
 from paceline.sync.server.shard import TENSOR, State, described
 from paceline.sync.strategy import CALLS, Terms, Turn
 
@@ -40,8 +40,7 @@ class Servers:
         """Update with the sum of all workers' gradients; they all ask for it."""
         started = self._send_gradients(Request.STEP, rate, clip_norm is not None)
         if clip_norm is not None:
-            self._wait(started)
-            squares = sum(link.receive_numbers()[0] for link in self._links)
+            squares = sum(self._answers(started))
             factor = min(1.0, clip_norm / (math.sqrt(squares) + CLIP_EPSILON))
             started = [[link.start_numbers(factor)] for link in self._links]
         for link, works, weights in zip(self._links, started, self._weights, strict=True):
@@ -51,8 +50,7 @@ class Servers:
     def push(self, rate: float) -> int:
         """Update with this worker's gradient; how many updates came since it pulled."""
         is_only = len(self._links) == 1
-        self._wait(self._send_gradients(Request.PUSH, rate, is_only))
-        first, *_ = [link.receive_numbers()[0] for link in self._links]
+        first, *_ = self._answers(self._send_gradients(Request.PUSH, rate, is_only))
         if not is_only:
             self.done()
         return int(first)
@@ -121,6 +119,14 @@ class Servers:
             [link.start_numbers(*request), link.start_send(gradient, "gradients")]
             for link, gradient in zip(self._links, self._gradients, strict=True)
         ]
+
+    def _answers(self, started: Sequence[list[Work]]) -> list[float]:
+        """The first number that each server answers to what was started."""
+        answers = torch.empty(len(self._links), NUMBERS, dtype=torch.float64)
+        for link, works, answer in zip(self._links, started, answers, strict=True):
+            works.append(link.start_receive(answer, "control"))
+        self._wait(started)
+        return [float(answer[0]) for answer in answers]
 
     def _wait(self, started: Sequence[Sequence[Work]]) -> None:
         for link, works in zip(self._links, started, strict=True):

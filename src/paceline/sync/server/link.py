@@ -96,8 +96,10 @@ class Link:
             raise self._named(error) from None
 
     def wait(self, works: Sequence[Work]) -> None:
+        """The last first, which should be an answer: a peer that is gone is noticed at once by who
+        waits to receive, and may not be by who waits to send."""
         try:
-            for work in works:
+            for work in reversed(works):
                 work.wait()
         except PeerError as error:
             raise self._named(error) from None
