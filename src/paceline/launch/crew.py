@@ -126,9 +126,18 @@ class Crew:
         """Give the others time to write down their part, then end them; who had ended, and how."""
         deadline = monotonic() + grace_seconds
         workers = [self._processes[rank] for rank in self._ranks]
+        servers = {
+            rank: process for rank, process in self._processes.items() if rank not in self._ranks
+        }
+        codes: dict[int, int | None] = {}
         while monotonic() < deadline and any(worker.poll() is None for worker in workers):
+            if servers and not codes and monotonic() > deadline - grace_seconds / 2:
+                # A server may wait for the one that was lost, and the workers for the server.
+                codes = {rank: server.poll() for rank, server in servers.items()}
+                for server in servers.values():
+                    server.kill()
             sleep(POLL_SECONDS)
-        codes = {rank: process.poll() for rank, process in self._processes.items()}
+        codes = {**{rank: each.poll() for rank, each in self._processes.items()}, **codes}
         self._kill_all()
         return codes
 
