@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from contract.harness import Seat, Task, build_replica, run_team
 from paceline.comm import in_process
+from paceline.comm.arena import Arena
 from paceline.comm.communicator import Communicator
 from paceline.data.order import share
 from paceline.errors import RunError
 from paceline.sync import deposits, factors
-from paceline.sync.factors import layers_to_factor
+from paceline.sync.factors import Factored, layers_to_factor, memory_bytes
 from paceline.sync.options import create_strategy
 from worker_pool import WorkerPool
 
@@ -114,6 +115,21 @@ def test_only_plain_layers_of_their_own_weight_are_factored(
     model = nn.Sequential(plain, small, tied, also_tied, frozen, Special(8, 8))
     assert layers_to_factor(model, list(model.parameters())) == [plain]
     assert layers_to_factor(model, list(tied.parameters())) == []
+
+
+def test_only_passes_that_train_leave_factors() -> None:
+    layer, inputs = nn.Linear(20, 80), torch.randn(2, 20, requires_grad=True)
+    expected = torch.autograd.grad(layer(inputs).sum(), [inputs, layer.weight])
+    arena = Arena(in_process.Hub(1).communicators[0], memory_bytes(layer))
+    factored = Factored(layer, arena, 0, 0, 1)
+    torch.autograd.grad(layer(inputs).sum(), inputs)
+    asked_for = torch.autograd.grad(layer(inputs).sum(), [inputs, layer.weight])
+    torch.testing.assert_close(asked_for, expected)
+    assert factored.bytes_deposited == 0
+    layer(inputs).sum().backward()
+    factored.publish()
+    product = factored.multiply(slice(0, layer.weight.numel()))
+    torch.testing.assert_close(product.view_as(layer.weight), expected[1])
 
 
 def second_gradient(seat: Seat, name: str, lesson: Task) -> str:

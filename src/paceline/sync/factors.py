@@ -172,7 +172,18 @@ class _Linear(torch.autograd.Function):
         to_inputs = gradient.matmul(weight) if ctx.needs_input_grad[0] else None
         gradients = gradient.reshape(-1, gradient.shape[-1])
         rows = inputs.reshape(-1, inputs.shape[-1])
-        has_room = ctx.factored.keep(rows, gradients)
-        to_weight = None if has_room else gradients.t().mm(rows)
+        is_kept = _accumulates(ctx.next_functions[1][0]) and ctx.factored.keep(rows, gradients)
+        to_weight = None if is_kept else gradients.t().mm(rows)
         to_bias = gradients.sum(0) if ctx.needs_input_grad[2] else None
         return to_inputs, to_weight, to_bias, None
+
+
+def _accumulates(weight: Any) -> bool:
+    """Whether the pass under way adds to the gradient of a weight, given as a node of the graph.
+
+    One by `torch.autograd.grad` adds to none, and often asks for the inputs' alone.
+    """
+    try:
+        return weight is not None and bool(torch._C._will_engine_execute_node(weight))
+    except RuntimeError:  # the weight's is what it asks for
+        return False
