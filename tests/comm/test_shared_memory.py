@@ -98,7 +98,7 @@ def test_only_names_of_ended_processes_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arena, "FOLDER", tmp_path)
-    space, own = arena._space_of_numbers(), os.getpid()
+    space, own = arena.space_of_numbers(), os.getpid()
     with process_of_another() as ended:
         left = {f"paceline-{arena._owner(ended)}-aa", f"paceline-{space}-{own}-1-number-used-anew"}
     with process_of_another() as living:
@@ -120,7 +120,7 @@ def test_names_of_other_users_are_not_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arena, "FOLDER", tmp_path)
-    theirs = tmp_path / f"paceline-{arena._space_of_numbers()}-{os.getpid()}-1-aa"
+    theirs = tmp_path / f"paceline-{arena.space_of_numbers()}-{os.getpid()}-1-aa"
     theirs.touch()
     os.chown(theirs, 65534, 65534)
     arena.remove_left_behind()

@@ -141,7 +141,7 @@ def _explain(error: OSError, size_bytes: int) -> str:
 
 def remove_left_behind() -> None:
     """Names left by processes that were killed while they made an arena; nobody else's."""
-    for path in FOLDER.glob(f"{PREFIX}-{_space_of_numbers()}-*"):
+    for path in FOLDER.glob(f"{PREFIX}-{space_of_numbers()}-*"):
         try:
             owner = "-".join(path.name.split("-")[1:4])
             process = int(path.name.split("-")[2])
@@ -158,9 +158,9 @@ def _owner(process: int) -> str:
         started = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         started = "gone"
-    return f"{_space_of_numbers()}-{process}-{started}"
+    return f"{space_of_numbers()}-{process}-{started}"
 
 
-def _space_of_numbers() -> int:
+def space_of_numbers() -> int:
     """Containers may share memory, yet each number its processes by itself."""
     return Path("/proc/self/ns/pid").stat().st_ino

@@ -20,7 +20,7 @@ import select
 import time
 from collections.abc import Callable, Sequence
 
-from paceline.comm.arena import LINE_BYTES, Arena
+from paceline.comm.arena import LINE_BYTES, Arena, space_of_numbers
 
 NAP_SECONDS = 0.02
 LOOK_SECONDS = 100e-6
@@ -30,7 +30,7 @@ _FUTEX_NUMBERS = {"x86_64": 202}
 _WAIT, _WAKE = 0, 1
 """Of futexes that processes share."""
 
-_STAMP, _ASLEEP, _LEFT, _PROCESS = range(4)
+_STAMP, _ASLEEP, _LEFT, _PROCESS, _SPACE = range(5)
 """What is on the line of a worker: its bell, and what it says about itself."""
 
 
@@ -69,6 +69,7 @@ class Bells:
         self._deaths = select.poll()
         self._descriptors: dict[int, int] = {}
         self._lines[self._own + _PROCESS] = os.getpid()
+        self._lines[self._own + _SPACE] = space_of_numbers() & 0xFFFFFFFF
 
     @staticmethod
     def size_bytes(world_size: int) -> int:
@@ -78,7 +79,9 @@ class Bells:
         """Learn when a peer's process ends. All must have come."""
         for peer, line in self._peers:
             process = self._lines[line + _PROCESS]
-            if process == os.getpid():
+            # In another container its number may be that of somebody else here.
+            is_known_here = self._lines[line + _SPACE] == self._lines[self._own + _SPACE]
+            if process == os.getpid() or not is_known_here:
                 continue
             try:
                 descriptor = os.pidfd_open(process)
@@ -128,7 +131,10 @@ class Bells:
         """Peers that have left, and peers whose processes have ended without that."""
         left = [peer for peer, line in self._peers if self._lines[line + _LEFT]]
         peers, deaths = self._descriptors, self._deaths
-        ended = [peers[each] for each, _ in deaths.poll(0) if each in peers]
+        # Another thread may just have closed them, which is no news of a peer.
+        ended = [
+            peers[each] for each, event in deaths.poll(0) if event & select.POLLIN and each in peers
+        ]
         return left, [peer for peer in ended if peer not in left]
 
 

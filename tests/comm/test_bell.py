@@ -1,0 +1,53 @@
+"""What workers that share memory learn of one another's end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from paceline.comm import bell, in_process
+from paceline.comm.arena import LINE_BYTES, Arena
+from paceline.comm.bell import Bells
+
+
+@contextmanager
+def bells_and_peer(spaces_apart: int = 0) -> Iterator[tuple[Bells, subprocess.Popen[bytes]]]:
+    """The first of two workers, and a process with the number that the second has given."""
+    arena = Arena(in_process.Hub(1).communicators[0], Bells.size_bytes(2))
+    own = Bells(arena, 0, rank=0, world_size=2, cores=2)
+    lines = arena.numbers(0, 2 * LINE_BYTES, "I")
+    second = LINE_BYTES // 4
+    with subprocess.Popen(["sleep", "60"]) as process:
+        lines[second + bell._PROCESS] = process.pid
+        lines[second + bell._SPACE] = lines[bell._SPACE] ^ spaces_apart
+        own.watch_over_peers()
+        try:
+            yield own, process
+        finally:
+            process.kill()
+    own.leave()
+
+
+def test_a_peer_whose_process_ends_is_gone() -> None:
+    with bells_and_peer() as (bells, process):
+        assert bells.gone() == ([], [])
+        process.kill()
+        process.wait()
+        assert bells.gone() == ([], [1])
+
+
+def test_a_number_of_another_container_says_nothing_of_a_process_here() -> None:
+    with bells_and_peer(spaces_apart=1) as (bells, process):
+        process.kill()
+        process.wait()
+        assert bells.gone() == ([], [])
+
+
+def test_leaving_on_another_thread_is_not_the_end_of_a_peer() -> None:
+    with bells_and_peer() as (bells, _):
+        for descriptor in bells._descriptors:
+            os.close(descriptor)
+        assert bells.gone() == ([], [])
+        bells._descriptors.clear()
