@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import replace
 from functools import cache
 from unittest.mock import patch
@@ -118,10 +120,10 @@ def test_only_plain_layers_of_their_own_weight_are_factored(
 
 
 def test_only_passes_that_train_leave_factors() -> None:
-    layer, inputs = nn.Linear(20, 80), torch.randn(2, 20, requires_grad=True)
-    expected = torch.autograd.grad(layer(inputs).sum(), [inputs, layer.weight])
-    arena = Arena(in_process.Hub(1).communicators[0], memory_bytes(layer))
-    factored = Factored(layer, arena, 0, 0, 1)
+    layer, factored = factored_layer()
+    inputs = torch.randn(2, 20, requires_grad=True)
+    plain = copy.deepcopy(layer)
+    expected = torch.autograd.grad(plain(inputs).sum(), [inputs, plain.weight])
     torch.autograd.grad(layer(inputs).sum(), inputs)
     asked_for = torch.autograd.grad(layer(inputs).sum(), [inputs, layer.weight])
     torch.testing.assert_close(asked_for, expected)
@@ -130,6 +132,36 @@ def test_only_passes_that_train_leave_factors() -> None:
     factored.publish()
     product = factored.multiply(slice(0, layer.weight.numel()))
     torch.testing.assert_close(product.view_as(layer.weight), expected[1])
+
+
+def factored_layer() -> tuple[nn.Linear, Factored]:
+    layer = nn.Linear(20, 80)
+    arena = Arena(in_process.Hub(1).communicators[0], memory_bytes(layer))
+    return layer, Factored(layer, arena, 0, 0, 1)
+
+
+def test_gradients_of_gradients_are_those_of_a_plain_layer() -> None:
+    layer, factored = factored_layer()
+    inputs = torch.randn(2, 20, requires_grad=True)
+    [slope] = torch.autograd.grad(layer(inputs).square().sum(), inputs, create_graph=True)
+    slope.square().sum().backward()
+    factored.publish()
+    product = factored.multiply(slice(0, layer.weight.numel())).view_as(layer.weight)
+    assert layer.weight.grad is not None
+    total = product + layer.weight.grad
+    layer.weight.grad = None
+    factored.release()
+    [slope] = torch.autograd.grad(layer(inputs).square().sum(), inputs, create_graph=True)
+    slope.square().sum().backward()
+    torch.testing.assert_close(total, layer.weight.grad)
+
+
+def test_a_copy_of_a_model_is_plain() -> None:
+    layer, factored = factored_layer()
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        copied(torch.ones(1, 20)).sum().backward()
+        assert copied.weight.grad is not None
+    assert factored.bytes_deposited == 0
 
 
 def second_gradient(seat: Seat, name: str, lesson: Task) -> str:

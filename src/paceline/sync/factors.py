@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from paceline.comm.arena import LINE_BYTES, Arena, lay_out
@@ -98,6 +97,9 @@ class Factored:
         """Give the layer its own forward pass back."""
         del self._layer.forward
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()
+
     @property
     def bytes_deposited(self) -> int:
         return self._rows * (sum(self.weight.shape)) * self.weight.element_size()
@@ -146,8 +148,12 @@ def _most_rows(layer: nn.Linear) -> int:
     return layer.weight.numel() // (2 * (layer.in_features + layer.out_features))
 
 
-def _forward(layer: nn.Linear, factored: Factored, inputs: Tensor) -> Tensor:
-    if torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu"):
+def _nothing() -> None:
+    """What becomes of factors when a model is copied or written: its layers are plain then."""
+
+
+def _forward(layer: nn.Linear, factored: Factored | None, inputs: Tensor) -> Tensor:
+    if factored and torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu"):
         apply: Any = _Linear.apply
         output: Tensor = apply(inputs, layer.weight, layer.bias, factored)
         return output
@@ -166,13 +172,14 @@ class _Linear(torch.autograd.Function):
         return F.linear(inputs, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
         to_inputs = gradient.matmul(weight) if ctx.needs_input_grad[0] else None
         gradients = gradient.reshape(-1, gradient.shape[-1])
         rows = inputs.reshape(-1, inputs.shape[-1])
-        is_kept = _accumulates(ctx.next_functions[1][0]) and ctx.factored.keep(rows, gradients)
+        # Where this pass is to be differentiated itself, the gradient must be part of the graph.
+        is_ordinary = torch.is_grad_enabled() or not _accumulates(ctx.next_functions[1][0])
+        is_kept = not is_ordinary and ctx.factored.keep(rows, gradients)
         to_weight = None if is_kept else gradients.t().mm(rows)
         to_bias = gradients.sum(0) if ctx.needs_input_grad[2] else None
         return to_inputs, to_weight, to_bias, None
