@@ -281,6 +281,11 @@ def test_pytorch_finds_the_backend_without_an_import_of_its_own(tmp_path: Path) 
     assert done.stdout.split() == ["True", "False"], done.stderr
 
 
+KEPT: list[object] = []
+"""Programs end with their processes; a gloo group that is freed before, while its threads still
+end, may wait for them for ever."""
+
+
 def run_example(communicator: Communicator, port: int, backend: str) -> str:
     """What the example prints, started as torchrun starts it."""
     place = {
@@ -295,7 +300,7 @@ def run_example(communicator: Communicator, port: int, backend: str) -> str:
         gloo_on("127.0.0.1"),
         redirect_stdout(io.StringIO()) as printed,
     ):
-        runpy.run_path(str(ROOT / "examples" / "own_ddp.py"))
+        KEPT.append(runpy.run_path(str(ROOT / "examples" / "own_ddp.py")))
     return printed.getvalue()
 
 
