@@ -25,5 +25,6 @@ def test_what_is_counted_is_what_goes_over_the_wire() -> None:
         timeout=100,
     )
     for name, account in json.loads(done.stdout).items():
-        # Framing and acknowledgements take a little; so does the barrier.
-        assert 1.0 <= account["seen"] / account["counted"] <= 1.02, (name, account)
+        # Framing and acknowledgements take a little, more where a busy machine sends small
+        # segments; so does the barrier. A transfer counted wrongly is off by a tenth at least.
+        assert 1.0 <= account["seen"] / account["counted"] <= 1.05, (name, account)

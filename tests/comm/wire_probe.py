@@ -19,7 +19,7 @@ from paceline.comm.work import Work
 from paceline.measure.traffic import Traffic
 from worker_pool import WorkerPool
 
-ELEMENTS = 600_000
+ELEMENTS = 2_400_000
 
 
 def loopback_bytes_sent() -> int:
