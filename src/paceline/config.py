@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from paceline import cluster_spec
 from paceline.errors import ConfigError
 from paceline.values import convert
 
@@ -269,6 +270,34 @@ class RunConfig:
         may_change=True,
     )
 
+    hosts: tuple[str, ...] = _option(
+        (),
+        "processes",
+        "machines to start over ssh, comma-separated, instead of the flags above on each",
+        may_change=True,
+    )
+    cluster: str | None = _option(
+        None,
+        "processes",
+        "emulate these machines, as nodes=4,cpus=0.5,bandwidth=1gbit,latency=200us,slow=3:0.25",
+        may_change=True,
+    )
+    launcher: str = _option(
+        "local",
+        "processes",
+        "who starts the workers: this command, or a Ray cluster",
+        choices=("local", "ray"),
+        may_change=True,
+    )
+    elastic: str | None = _option(
+        None,
+        "processes",
+        "fewest:most machines; losing or gaining one costs a restart from the last checkpoint",
+        may_change=True,
+    )
+    max_restarts: int = _option(
+        3, "processes", "restarts after failures, with --elastic or Ray", minimum=0, may_change=True
+    )
     rendezvous_seconds: float = _option(
         60.0, "processes", "how long workers wait for one another to come", above=0, may_change=True
     )
@@ -309,6 +338,13 @@ class RunConfig:
         minimum=0,
         may_change=True,
     )
+    trace: int = _option(
+        0,
+        "records",
+        "write down every phase and transfer of so many iterations, for a timeline",
+        minimum=0,
+        maximum=1000,
+    )
     tensorboard: bool = _option(True, "records", "write scalars for TensorBoard", may_change=True)
 
     def __post_init__(self) -> None:
@@ -346,6 +382,7 @@ class RunConfig:
         ]
         problems += _check_lr_steps(self.lr_steps)
         problems += self._check_workers()
+        problems += self._check_machines()
         if self.name and not _is_plain(self.name):
             problems.append(f"--name: must be a plain folder name, got {self.name!r}")
         return problems
@@ -369,6 +406,26 @@ class RunConfig:
                     f" of at least 1, got {text!r}"
                 )
         return problems
+
+    def _check_machines(self) -> list[str]:
+        """Machines that are started by us are counted by us."""
+        if self.hosts and self.cluster:
+            return ["--hosts and --cluster: give one of them, not both"]
+        problems = []
+        for flag, count in (("--hosts", len(self.hosts)), ("--cluster", _nodes_in(self.cluster))):
+            if count and self.nnodes != count:
+                problems.append(f"--nnodes: {flag} has {count} machines, got {self.nnodes}")
+        if self.elastic is not None and self.elastic_limits is None:
+            problems.append(f"--elastic: must be fewest:most such as 2:4, got {self.elastic!r}")
+        return problems
+
+    @property
+    def elastic_limits(self) -> tuple[int, int] | None:
+        """The fewest and the most machines of an elastic run."""
+        fewest, _, most = (self.elastic or "").partition(":")
+        if not fewest.isdecimal() or not most.isdecimal() or not 1 <= int(fewest) <= int(most):
+            return None
+        return int(fewest), int(most)
 
     @property
     def share_weights(self) -> list[float]:
@@ -444,9 +501,22 @@ def from_mapping(values: Mapping[str, Any]) -> RunConfig:
                 problems.append(f"{flag_of(name)}: must be {error}, got {raw!r}")
     for name, value in converted.items():
         problems += _check_field(known[name], value)
+    if converted.get("cluster"):
+        try:
+            cluster_spec.parse(converted["cluster"])
+        except ValueError as error:
+            problems.append(f"--cluster: must be {error}")
     if problems:
         raise ConfigError(problems)
+    if "nnodes" not in values:
+        # Machines that are named or described need not be counted as well.
+        machines = len(converted.get("hosts", ())) or _nodes_in(converted.get("cluster"))
+        converted |= {"nnodes": machines} if machines else {}
     return RunConfig(**converted)
+
+
+def _nodes_in(cluster: str | None) -> int:
+    return cluster_spec.parse(cluster).nodes if cluster else 0
 
 
 def _check_field(item: dataclasses.Field[Any], value: Any) -> list[str]:

@@ -1,0 +1,123 @@
+"""What an emulated cluster should be like, as `--cluster` and study files say it.
+
+As in `nodes=4,cpus=0.5,bandwidth=1gbit,latency=200us,slow=3:0.25`. A value that is not the same for
+all nodes names those that differ after a slash: `bandwidth=1gbit/3:100mbit`, `slow=2:0.5/3:0.25`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+MOST_NODES = 250
+"""Each needs an address of its own in one small network."""
+
+_BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_PER_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    nodes: int
+    cpus: float | None = None
+    """Cores' worth of CPU time that a node may use; None: as much as there is."""
+    bandwidth_bits_per_second: float | None = None
+    """Of a node's link, in each direction; None: not limited."""
+    bandwidth_of: dict[int, float] = field(default_factory=dict)
+    """Nodes with a link of their own."""
+    latency_seconds: float = 0.0
+    """Round trip between two nodes, beyond what the machine itself takes."""
+    slow: dict[int, float] = field(default_factory=dict)
+    """Nodes with only this part of `cpus`, or of the machine's cores where that is not given."""
+
+    def bandwidth(self, node: int) -> float | None:
+        return self.bandwidth_of.get(node, self.bandwidth_bits_per_second)
+
+    def cpus_of(self, node: int, cores: int) -> float | None:
+        """The CPU quota of a node on a machine of so many cores; None: no limit."""
+        if node in self.slow:
+            return self.slow[node] * (self.cpus or cores)
+        return self.cpus
+
+
+def parse(text: str) -> ClusterSpec:
+    """The cluster that a text describes; ValueError says what would do."""
+    values = dict(_pair(part) for part in text.split(",") if part.strip())
+    unknown = [
+        key for key in values if key not in ("nodes", "cpus", "bandwidth", "latency", "slow")
+    ]
+    if unknown:
+        raise ValueError(f"made of nodes, cpus, bandwidth, latency and slow, not {unknown[0]!r}")
+    if not values.get("nodes", "").isdecimal() or not 1 <= int(values["nodes"]) <= MOST_NODES:
+        raise ValueError(f"given nodes=1 to nodes={MOST_NODES}")
+    nodes = int(values["nodes"])
+    rate, rate_of = _by_node(values.get("bandwidth", ""), nodes, "bandwidth", bits_per_second)
+    latency = values.get("latency")
+    return ClusterSpec(
+        nodes=nodes,
+        cpus=_positive(values["cpus"], "cpus") if "cpus" in values else None,
+        bandwidth_bits_per_second=rate,
+        bandwidth_of=rate_of,
+        latency_seconds=seconds(latency) if latency else 0.0,
+        slow=_by_node(values.get("slow", ""), nodes, "slow", _fraction, needs_node=True)[1],
+    )
+
+
+def bits_per_second(text: str) -> float:
+    """A rate such as 1gbit, 100mbit or 2.5gbit."""
+    number, unit = _with_unit(text, _BITS, "a rate such as 1gbit or 100mbit")
+    return number * _BITS[unit]
+
+
+def seconds(text: str) -> float:
+    """A time such as 200us or 2ms."""
+    number, unit = _with_unit(text, _PER_SECOND, "a time such as 200us or 2ms")
+    return number / _PER_SECOND[unit]
+
+
+def _pair(part: str) -> tuple[str, str]:
+    key, equals, value = part.strip().partition("=")
+    if not equals or not value.strip():
+        raise ValueError(f"key=value pairs, not {part.strip()!r}")
+    return key.strip(), value.strip()
+
+
+def _by_node(
+    text: str, nodes: int, key: str, read: Callable[[str], float], *, needs_node: bool = False
+) -> tuple[float | None, dict[int, float]]:
+    """`VALUE/NODE:VALUE/...`: the value of all, and those of nodes that differ."""
+    common, differing = None, {}
+    for part in filter(None, text.split("/")):
+        node, colon, value = part.rpartition(":")
+        if not colon and not needs_node and common is None:
+            common = read(part)
+        elif node.isdecimal() and int(node) < nodes:
+            differing[int(node)] = read(value)
+        else:
+            raise ValueError(f"given {key} of nodes below {nodes} as node:value, not {part!r}")
+    return common, differing
+
+
+def _with_unit(text: str, units: dict[str, float], wanted: str) -> tuple[float, str]:
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]+)", text.strip().lower())
+    if match is None or match[2] not in units or float(match[1]) <= 0:
+        raise ValueError(f"given {wanted}, not {text!r}")
+    return float(match[1]), match[2]
+
+
+def _positive(text: str, key: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1e6:
+        raise ValueError(f"given {key} above 0, not {text!r}")
+    return number
+
+
+def _fraction(text: str) -> float:
+    number = _positive(text, "slow")
+    if number > 1:
+        raise ValueError(f"given slow as node:part with a part of at most 1, not {text!r}")
+    return number
