@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -27,8 +29,26 @@ USERS_DATA = pytest.StashKey[str | None]()
 UNMET: dict[str, tuple[Callable[[], bool], str]] = {
     "root": (lambda: os.geteuid() != 0, "needs to be run as root"),
     "gpu": (lambda: not torch.cuda.is_available(), "needs a CUDA device"),
+    "iproute": (lambda: lacks("ip", "tc"), "needs ip and tc (Debian: iproute2)"),
+    "iperf": (lambda: lacks("iperf3"), "needs iperf3"),
+    "ssh": (lambda: lacks("sshd", "ssh"), "needs sshd and ssh (Debian: openssh-server)"),
+    "slurm": (
+        lambda: lacks("slurmctld", "slurmd", "munged"),
+        "needs SLURM (Debian: slurm-wlm and munge)",
+    ),
+    "ray": (lambda: find_spec("ray") is None, "needs Ray (pip install paceline[ray])"),
+    "browser": (
+        lambda: lacks("chromium", "chromedriver"),
+        "needs a browser (Debian: chromium and chromium-driver)",
+    ),
 }
 """By marker: whether a test cannot run here, and why."""
+
+
+def lacks(*programs: str) -> bool:
+    # Servers lie where only root's search path leads.
+    path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+    return any(shutil.which(program, path=path) is None for program in programs)
 
 
 def pytest_configure(config: pytest.Config) -> None:
