@@ -1,0 +1,180 @@
+"""The folder of a study: what the runner writes and reports read.
+
+    study.json     the study as it was planned: its parts, its cells in the order of the file
+    cells/<run>/   ordinary folders of runs (records.py), for `tensorboard --logdir` too
+    logs/<id>.txt  what a cell's command printed
+    aside/         runs that were replaced, because their settings changed or they broke early
+    .lock          held by the process that runs the study
+
+study.json holds the fields of `Study`, `Part` and `Cell` below by name, and a schema number. Two
+cells with the same settings, in different parts, are one run: the later one's `run` is the id of
+the earlier one. `trouble` tells why there is no run, or why it failed; how a run went is in its own
+result.json.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import RecordsError
+from paceline.records import SCHEMA, Result, RunFolder, read_json, write_json
+
+STUDY_FILE = "study.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Why a cell has no finished run."""
+
+    status: str
+    """skipped (this machine cannot run it) or failed."""
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run of a study."""
+
+    id: str
+    """Stable and readable, as in `nodes-2.strategy-ddp.r1`."""
+    part: str
+    """Name of the part it belongs to."""
+    group: str
+    """The id without the repeat: cells of one group differ only in their repeat (and seed)."""
+    label: str
+    """For tables and legends, as in `DDP, nodes 2`; the same for all repeats."""
+    repeat: int
+    """From 1 on."""
+    axes: dict[str, str]
+    """The cell's place in its grid: axis name -> label of the value."""
+    settings: dict[str, Any]
+    """What `config.from_mapping` takes, without out and name; defaults are left out."""
+    run: str
+    """Name of its folder below cells/; another cell's id where the settings are the same."""
+    elapsed_seconds: float | None = None
+    """What the whole command took, process start included; None: not finished by a runner."""
+    trouble: Trouble | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A grid of its own, with sections of its own in the report."""
+
+    name: str
+    title: str
+    about: str
+    """The question that this part answers; may be empty."""
+    context: str
+    """What others measured, for the reader; may be empty."""
+    report: tuple[str, ...]
+    """Names of the sections it wants."""
+    axes: dict[str, tuple[str, ...]]
+    """Axis name -> labels of its values, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    name: str
+    scale: str
+    title: str
+    about: str
+    report: tuple[str, ...]
+    """Sections about all parts together; a study of one part has them there."""
+    parts: tuple[Part, ...]
+    cells: tuple[Cell, ...] = field(repr=False)
+
+    def cells_of(self, part: str) -> list[Cell]:
+        return [cell for cell in self.cells if cell.part == part]
+
+
+@dataclass(frozen=True, slots=True)
+class StudyFolder:
+    """The files of one study."""
+
+    path: Path
+
+    @property
+    def study_file(self) -> Path:
+        return self.path / STUDY_FILE
+
+    @property
+    def cells(self) -> Path:
+        return self.path / "cells"
+
+    @property
+    def aside(self) -> Path:
+        return self.path / "aside"
+
+    @property
+    def lock_file(self) -> Path:
+        return self.path / ".lock"
+
+    def log_file(self, cell: Cell) -> Path:
+        return self.path / "logs" / f"{cell.run}.txt"
+
+    def run_folder(self, cell: Cell) -> RunFolder:
+        """The records of a cell; whether it exists is another matter."""
+        return RunFolder(self.cells / cell.run)
+
+    def result(self, cell: Cell) -> Result | None:
+        """How a cell's run ended; None where it did not, or never began."""
+        folder = self.run_folder(cell)
+        return folder.read_result() if folder.config_file.is_file() else None
+
+    def status(self, cell: Cell) -> str:
+        """finished, diverged, failed, stopped, skipped, unfinished (running or killed), waiting."""
+        if cell.trouble is not None:
+            return cell.trouble.status
+        result = self.result(cell)
+        if result is not None:
+            return str(result["status"])
+        return "unfinished" if self.run_folder(cell).config_file.is_file() else "waiting"
+
+    @classmethod
+    def is_one(cls, path: Path | str) -> bool:
+        return (Path(path) / STUDY_FILE).is_file()
+
+    def read(self) -> Study:
+        """The study that this folder holds; RecordsError where it holds none."""
+        if not self.study_file.is_file():
+            raise RecordsError(f"{self.path} is not a study: it has no {STUDY_FILE}")
+        values = read_json(self.study_file)
+        try:
+            return _study(values)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise RecordsError(f"{self.study_file} is damaged: it is not a study") from None
+
+    def write(self, study: Study) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_json(self.study_file, {"schema": SCHEMA, **dataclasses.asdict(study)})
+        except OSError as error:
+            raise RecordsError(f"cannot write to {self.path}: {error.strerror}") from None
+
+
+def _study(values: dict[str, Any]) -> Study:
+    texts = {key: str(values[key]) for key in ("name", "scale", "title", "about")}
+    return Study(
+        **texts,
+        report=_names(values["report"]),
+        parts=tuple(_part(part) for part in values["parts"]),
+        cells=tuple(_cell(cell) for cell in values["cells"]),
+    )
+
+
+def _part(values: dict[str, Any]) -> Part:
+    axes = {str(name): _names(labels) for name, labels in values["axes"].items()}
+    return Part(**{**values, "report": _names(values["report"]), "axes": axes})
+
+
+def _cell(values: dict[str, Any]) -> Cell:
+    trouble = values["trouble"]
+    return Cell(**{**values, "trouble": Trouble(**trouble) if trouble else None})
+
+
+def _names(values: Sequence[object]) -> tuple[str, ...]:
+    return tuple(map(str, values))
