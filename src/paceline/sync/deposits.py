@@ -26,17 +26,23 @@ EARLY_BYTES = 2**20
 class Deposits:
     def __init__(
         self,
+        replica: Replica,
         weights: Sequence[nn.Parameter],
         pieces: Sequence[Piece],
         memories: Sequence[AlignedMemory],
         place: int,
         factored: Mapping[int, Factored],
+        *,
+        sums_lie_together: bool,
     ) -> None:
         """`memories` are all workers', this one's at `place`; `pieces`, what this one sums.
 
-        The weights that are `factored`, by their numbers, mostly have no gradient of their own.
+        The weights that are `factored`, by their numbers, mostly have no gradient of their own. The
+        sums lie where this worker's own gradients were, or all together in its memory.
         """
         own = memories[place]
+        self._replica = replica
+        self._sums_lie_together = sums_lie_together
         self._others = [number for number in range(len(memories)) if number != place]
         self._factored = list(factored.values())
         self._kept = [
@@ -59,17 +65,13 @@ class Deposits:
             if weight.requires_grad and self._others and parts:
                 places = [(part, _flat(own, number, part)) for part in parts]
                 self._given.append(_Given(weight, places, number in mine, number in factored))
-        self._hooks: list[RemovableHandle] = []
-
-    def give_early(self, replica: Replica) -> None:
-        """From now on, give large gradients as soon as the backward pass has them.
-
-        Those that this worker sums no part of need not be kept, and so seldom exist all at once.
-        """
-        for given in self._given:
-            if given.weight.nbytes >= EARLY_BYTES:
-                hook = partial(_give_early, replica, given)
-                self._hooks.append(given.weight.register_post_accumulate_grad_hook(hook))
+        # Large gradients are given as soon as the backward pass has them. Those that this worker
+        # sums no part of need not be kept, and so seldom exist all at once.
+        self._hooks: list[RemovableHandle] = [
+            given.weight.register_post_accumulate_grad_hook(partial(_give_early, replica, given))
+            for given in self._given
+            if given.weight.nbytes >= EARLY_BYTES
+        ]
 
     def give(self) -> int:
         """Put this worker's gradients where the others sum them; how many bytes that were."""
@@ -91,15 +93,14 @@ class Deposits:
         for factored in self._factored:
             factored.release()
 
-    def sum_up(self, together: bool) -> int:
+    def sum_up(self) -> int:
         """Sum this worker's pieces, once all others have given theirs, and give each its `grad`.
 
-        The sums lie where this worker's own gradients were; or `together`, in its memory. The
-        number of bytes that were read from the others.
+        The number of bytes that were read from the others.
         """
         for kept in self._kept:
             total = kept.sum_up()
-            kept.piece.values.grad = kept.place.copy_(total) if together else total
+            kept.piece.values.grad = kept.place.copy_(total) if self._sums_lie_together else total
         return sum(kept.read_bytes() for kept in self._kept)
 
     def forget(self) -> None:
@@ -108,9 +109,10 @@ class Deposits:
             kept.piece.values.grad = None
 
     def clear(self) -> None:
-        """Make room for the next factors, once nobody reads these any more."""
+        """Make room for the next gradients, once nobody reads these any more."""
         for factored in self._factored:
             factored.clear()
+        self._replica.clear_gradients()
 
 
 @dataclass(frozen=True, slots=True)

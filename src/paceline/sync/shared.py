@@ -6,7 +6,8 @@ optimiser to chunk i of the weights; its state of that chunk is the only one on 
 update is done once instead of once a worker, weights and state take one worker's memory instead of
 everybody's, and a gradient is copied once at most: what a worker sums it reads where it lies.
 Large linear layers get by with less (factors.py). Small models have fewer chunks than workers,
-since a chunk must be worth waking a worker for.
+since a chunk must be worth waking a worker for; where one worker updates everything, the backward
+passes of all add up their gradients where it reads them (accumulated.py).
 
 Two meetings keep this right: a chunk is summed when all have deposited theirs, and weights are read
 when all chunks are updated.
@@ -27,6 +28,7 @@ from paceline.comm.arena import Arena, lay_out
 from paceline.comm.cost import Cost, Network
 from paceline.comm.levels import Levels, split
 from paceline.errors import ConfigError
+from paceline.sync.accumulated import AccumulatedGradients
 from paceline.sync.aligned import AlignedMemory, padded_bytes
 from paceline.sync.deposits import Deposits
 from paceline.sync.factors import Factored, layers_to_factor, memory_bytes
@@ -64,7 +66,8 @@ class Shared(Strategy):
         sizes = [weight.nbytes for weight in weights]
         chunks = min(workers, max(1, sum(sizes) // LEAST_CHUNK_BYTES))
         size_bytes = padded_bytes(sizes, chunks)
-        layers = self._layers_to_factor()
+        is_small = chunks == 1 and workers > 1
+        layers = [] if is_small else self._layers_to_factor()
         begins, arena_bytes = lay_out(
             [*([size_bytes] * (1 + workers)), *(workers * memory_bytes(layer) for layer in layers)]
         )
@@ -86,8 +89,19 @@ class Shared(Strategy):
             numbers[id(layer.weight)]: Factored(layer, arena, begin, place, workers)
             for layer, begin in zip(layers, begins[1 + workers :], strict=True)
         }
-        self._deposits = Deposits(weights, pieces, deposits, place, factored)
-        self._deposits.give_early(replica)
+        self._deposits: Deposits | AccumulatedGradients
+        if is_small:
+            self._deposits = AccumulatedGradients(replica, weights, deposits, place)
+        else:
+            self._deposits = Deposits(
+                replica,
+                weights,
+                pieces,
+                deposits,
+                place,
+                factored,
+                sums_lie_together=levels.across.world_size > 1,
+            )
         self._own = OwnPart(replica, weights, pieces, levels.host)
         self._chunk = chunk(deposits[place].tensor, chunks, place) if pieces else torch.empty(0)
         """Where the sums of this worker's pieces lie together, to be exchanged across hosts."""
@@ -114,19 +128,17 @@ class Shared(Strategy):
                 updated.wait()
         replica.clock.enter("update")
         self._deposits.clear()
-        replica.clear_gradients()
 
     def _sum_chunk(self) -> None:
         levels, traffic = self._levels, self.replica.communicator.traffic
         given_bytes = self._deposits.give()
-        traffic.begin("gradients", bytes_sent=given_bytes, messages=bool(given_bytes))
+        giving = traffic.begin("gradients", bytes_sent=given_bytes, messages=bool(given_bytes))
         given = levels.host.barrier()
         if self._chunk.numel():
             given.wait()
-            read_bytes = self._deposits.sum_up(together=levels.across.world_size > 1)
-            traffic.begin("gradients", bytes_received=read_bytes)
-            traffic.end("gradients")
-        traffic.end("gradients")
+            read_bytes = self._deposits.sum_up()
+            traffic.end(traffic.begin("gradients", bytes_received=read_bytes))
+        traffic.end(giving)
         levels.across.all_reduce(self._chunk, "gradients").wait()
 
     def finish(self) -> None:
