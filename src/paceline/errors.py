@@ -54,6 +54,10 @@ class CheckpointError(UsageError):
     """No checkpoint that could be continued from."""
 
 
+class ClusterError(UsageError):
+    """An emulated cluster that cannot be made, found or used as asked."""
+
+
 class RunError(PacelineError):
     """A run that had started and could not go on."""
 

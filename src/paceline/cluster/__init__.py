@@ -1,0 +1,1 @@
+"""An emulated cluster: network namespaces on shaped links, each with a share of the CPU."""

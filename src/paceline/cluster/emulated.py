@@ -1,0 +1,192 @@
+"""A cluster of emulated machines: made, found by name, used and removed."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from paceline.cluster import groups, latency, links, measuring, namespaces, subnet
+from paceline.cluster.calibration import Calibration
+from paceline.cluster.processes import ProcessId
+from paceline.cluster.removal import pids_of, remove, sweep
+from paceline.cluster.state import VARIABLE, State, load, path_of
+from paceline.cluster_spec import ClusterSpec
+from paceline.errors import ClusterError
+
+JOIN_GROUP = 'echo $$ > "$1" && shift && exec "$@"'
+"""A shell script: enter the group of the first argument and become the others."""
+
+_counter = itertools.count()
+
+
+class EmulatedCluster:
+    """Nodes with a network of their own, held to the rates and shares of a spec.
+
+    As a context manager it is taken down at the end, whatever happened. One that this process made
+    and could not take down is swept by the next `up`, `status` or `down` of the same user.
+    """
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.name: str = state.name
+        self.spec: ClusterSpec = state.spec
+        self.addresses: list[str] = state.addresses[: state.spec.nodes]
+
+    @property
+    def calibration(self) -> Calibration | None:
+        return self.state.calibration
+
+    @classmethod
+    def up(
+        cls,
+        spec: ClusterSpec,
+        name: str | None = None,
+        calibrate: bool = True,
+        *,
+        is_kept: bool = False,
+    ) -> EmulatedCluster:
+        """Make a cluster; ClusterError, with nothing left behind, where that cannot be done.
+
+        It ends with this process unless `is_kept`.
+        """
+        name = f"run-{os.getpid()}-{next(_counter)}" if name is None else name
+        _check(spec, name)
+        sweep()
+        state = State(path_of(name), spec, owner=ProcessId.of(os.getpid()))
+        state.create()
+        try:
+            _build(state)
+            if calibrate:
+                state.calibration = measuring.calibrate(state)
+            if is_kept:
+                state.owner = None
+            state.save()
+        except BaseException:
+            remove(state)
+            raise
+        return cls(state)
+
+    @classmethod
+    def open(cls, name: str) -> EmulatedCluster:
+        return cls(load(path_of(name)))
+
+    def command(self, node: int, words: Sequence[str]) -> list[str]:
+        """The words that run a command inside a node: its network, its share of the CPU.
+
+        They become the command itself, so its process id, exit code and streams are the command's.
+        """
+        if not 0 <= node < self.spec.nodes:
+            raise ClusterError(
+                f"cluster {self.name} has nodes 0 to {self.spec.nodes - 1}, not {node}"
+            )
+        inside = self.state.nodes[node]
+        if not inside.is_held():
+            raise ClusterError(
+                f"node {node} of cluster {self.name} is gone: `paceline cluster down {self.name}`"
+            )
+        entered = inside.words(["env", f"{VARIABLE}={self.state.path}", *words])
+        if cores := self.state.cores.get(node):
+            entered = [namespaces.program("taskset"), "-c", ",".join(map(str, cores)), *entered]
+        group = self.state.groups.get(node)
+        if group is None:
+            return entered
+        return ["sh", "-c", JOIN_GROUP, "sh", str(group / groups.JOIN_FILE), *entered]
+
+    def processes(self, node: int) -> list[int]:
+        """Ids of the processes inside a node."""
+        return pids_of(self.state, node)
+
+    def down(self) -> None:
+        """End everything inside and remove the cluster; a second time does nothing."""
+        if self.state.path.exists():
+            remove(self.state)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.down()
+
+
+def _check(spec: ClusterSpec, name: str) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
+        raise ClusterError(f"a cluster's name is letters, digits, '-', '_' and '.', not {name!r}")
+    cores = len(os.sched_getaffinity(0))
+    shares = [spec.cpus_of(node, cores) for node in range(spec.nodes)]
+    if any(share is not None and share < groups.LEAST_CPUS for share in shares):
+        raise ClusterError(f"a node needs at least {groups.LEAST_CPUS:g} cpus")
+
+
+def _build(state: State) -> None:
+    """Each thing is in the state file as soon as it exists, so that a crash leaves no orphan."""
+    as_root = _chosen_way()
+    environment = state.environment()
+    state.addresses = subnet.addresses(state.name, state.spec.nodes + 1)
+    state.switch = namespaces.hold(environment, None, as_root=as_root)
+    state.save()
+    for _ in range(state.spec.nodes):
+        state.nodes.append(namespaces.hold(environment, state.switch, as_root=as_root))
+        state.save()
+    _limit_cpus(state)
+    state.save()
+    links.connect(state.switch, state.nodes, state.addresses)
+    rates = [state.spec.bandwidth(node) for node in range(state.spec.nodes)]
+    links.shape(state.switch, state.nodes, rates)
+    latency.join_ports(state)
+    state.save()
+
+
+def _chosen_way() -> bool:
+    """Whether namespaces are made as root; else in a namespace of the user's own."""
+    for name in ("ip", "tc", "nsenter"):
+        namespaces.program(name)
+    for as_root in (True, False):
+        if (as_root is False or os.geteuid() == 0) and namespaces.can_make(as_root=as_root):
+            return as_root
+    raise ClusterError(
+        "cannot make network namespaces here: run as root, or let users have user namespaces "
+        "(sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns)"
+    )
+
+
+def _limit_cpus(state: State) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    shares = {node: state.spec.cpus_of(node, len(cores)) for node in range(state.spec.nodes)}
+    limited = {node: share for node, share in shares.items() if share is not None}
+    if not limited:
+        return
+    total = sum(limited.values())
+    if total > len(cores):
+        state.notes.append(
+            f"the nodes' {total:g} cpus are more than the machine's {len(cores)}: "
+            "nodes that are busy at once get less"
+        )
+    made = groups.make_groups(_group_name(state.path), limited)
+    if made is not None:
+        state.groups = made
+        return
+    turns = itertools.cycle(cores)
+    state.cores = {
+        node: sorted({next(turns) for _ in range(max(1, round(share)))})
+        for node, share in limited.items()
+    }
+    state.notes.append(
+        "no CPU quotas: no control group can be written (ask for a delegated one, "
+        "or run as root); nodes are only held to cores of their own"
+    )
+
+
+def _group_name(path: Path) -> str:
+    digest = hashlib.sha256(f"{path}{os.getpid()}".encode()).hexdigest()[:8]
+    return f"paceline-{path.stem}-{digest}"

@@ -1,0 +1,92 @@
+"""Links of nodes to their switch: a veth pair each, shaped by a token bucket at both ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.cluster.namespaces import Namespace, program
+
+SWITCH = "switch"
+"""The bridge that joins the ports, where no latency is asked for."""
+PROBE_PORT = "pprobe"
+PROBE = "probe"
+"""A link that is not shaped, from the switch's own namespace: what calibration measures from."""
+
+FRAME_BYTES, PAYLOAD_BYTES = 1514, 1448
+"""Of a full frame, and what TCP carries in it: tbf counts frames, users count what arrives."""
+
+QUEUE_SECONDS = 0.05
+
+
+def port(node: int) -> str:
+    return f"port{node}"
+
+
+def mac(node: int) -> str:
+    """Ends in the node's number, so that a forwarder need not learn who is where."""
+    return f"02:70:63:6c:{node >> 8:02x}:{node & 255:02x}"
+
+
+def connect(switch: Namespace, nodes: Sequence[Namespace], addresses: Sequence[str]) -> None:
+    """Give every node an interface `eth0` with its address and a port in the switch's namespace."""
+    lines = ["link set lo up"]
+    for number, node in enumerate(nodes):
+        lines.append(
+            f"link add {port(number)} type veth peer name eth0 "
+            f"address {mac(number)} netns {node.holder.pid}"
+        )
+    probe = len(nodes)
+    lines.append(f"link add {PROBE_PORT} type veth peer name {PROBE} address {mac(probe)}")
+    ports = [*map(port, range(len(nodes))), PROBE_PORT]
+    # Without an address of their own, ports answer nothing and add no traffic.
+    lines += [f"link set {name} addrgenmode none" for name in ports]
+    lines += [f"link set {name} up" for name in ports]
+    lines += _address(PROBE, addresses[probe])
+    _batch(switch, "ip", lines)
+    for node, address in zip(nodes, addresses, strict=False):
+        _batch(node, "ip", ["link set lo up", *_address("eth0", address)])
+
+
+def bridge(switch: Namespace, count: int) -> None:
+    """Join the ports of so many nodes, and the probe's."""
+    lines = [f"link add {SWITCH} type bridge", f"link set {SWITCH} addrgenmode none up"]
+    names = [*map(port, range(count)), PROBE_PORT]
+    _batch(switch, "ip", lines + [f"link set {name} master {SWITCH}" for name in names])
+
+
+def shape(
+    switch: Namespace, nodes: Sequence[Namespace], bits_per_second: Sequence[float | None]
+) -> None:
+    """Hold every node's link to its rate in both directions; None leaves one as it is."""
+    at_switch = []
+    for number, (node, rate) in enumerate(zip(nodes, bits_per_second, strict=True)):
+        if rate is not None:
+            _batch(node, "tc", [f"qdisc add dev eth0 root {token_bucket(rate)}"])
+            at_switch.append(f"qdisc add dev {port(number)} root {token_bucket(rate)}")
+    if at_switch:
+        _batch(switch, "tc", at_switch)
+
+
+def token_bucket(bits_per_second: float) -> str:
+    """The words for tc that let TCP carry so much, framing not counted."""
+    rate = bits_per_second * FRAME_BYTES / PAYLOAD_BYTES
+    burst = burst_bytes(bits_per_second)
+    limit = burst + int(rate / 8 * QUEUE_SECONDS)
+    return f"tbf rate {round(rate)}bit burst {burst} limit {max(limit, 2 * 65536)}"
+
+
+def burst_bytes(bits_per_second: float) -> int:
+    """What may pass at once after a pause: enough for the timer's lateness, and no more."""
+    return int(min(max(bits_per_second / 8 * 0.002, 65536), 4 << 20))
+
+
+def _address(interface: str, address: str) -> list[str]:
+    return [
+        f"link set {interface} addrgenmode none",
+        f"address add {address}/24 dev {interface}",
+        f"link set {interface} up",
+    ]
+
+
+def _batch(namespace: Namespace, tool: str, lines: list[str]) -> None:
+    namespace.run([program(tool), "-batch", "-"], "\n".join(lines) + "\n")

@@ -1,0 +1,54 @@
+"""Removing a cluster, and what clusters whose owner died have left behind."""
+
+from __future__ import annotations
+
+import contextlib
+
+from paceline.cluster import groups, processes
+from paceline.cluster.state import VARIABLE, State, all_paths, load
+from paceline.errors import ClusterError
+
+
+def remove(state: State) -> None:
+    """End every process in the cluster, by its id; the namespaces go with them. Then its groups."""
+    if state.boot == processes.boot_id():
+        stubborn = processes.end_all(lambda: pids_of(state))
+        if stubborn:
+            raise ClusterError(
+                f"cluster {state.name}: process {', '.join(map(str, stubborn))} cannot be ended; "
+                f"end it and try `paceline cluster down {state.name}` again"
+            )
+        groups.remove_groups(state.groups.values())
+    state.path.unlink(missing_ok=True)
+
+
+def pids_of(state: State, node: int | None = None) -> list[int]:
+    """Processes of a cluster or one of its nodes, its holders left out when a node is named.
+
+    A namespace's number may be another's once its holder is gone, so it counts only while held;
+    what is left then still carries the cluster's variable in its environment.
+    """
+    chosen = state.nodes if node is None else [state.nodes[node]]
+    if node is None and state.switch is not None:
+        chosen = [*chosen, state.switch]
+    held = [namespace.number for namespace in chosen if namespace.is_held()]
+    found = set(processes.in_namespaces(held))
+    if node is not None:
+        return sorted(found - {state.nodes[node].holder.pid})
+    found.update(groups.pids_in(state.groups.values()))
+    found.update(processes.with_variable(VARIABLE, str(state.path)))
+    return sorted(found)
+
+
+def sweep() -> list[str]:
+    """Remove clusters that were to end with a process which is gone; returns their names."""
+    swept = []
+    for path in all_paths():
+        # One that is unreadable or stubborn is told when it is asked for by name.
+        with contextlib.suppress(ClusterError):
+            state = load(path)
+            is_of_past_boot = state.boot != processes.boot_id()
+            if is_of_past_boot or (state.owner is not None and not state.owner.is_alive()):
+                remove(state)
+                swept.append(state.name)
+    return swept

@@ -1,0 +1,157 @@
+"""State files: what was made for each cluster, so that it can be found, used and removed."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster.calibration import Calibration
+from paceline.cluster.namespaces import Namespace
+from paceline.cluster.processes import ProcessId, boot_id
+from paceline.cluster_spec import ClusterSpec
+from paceline.errors import ClusterError
+
+SCHEMA = 1
+VARIABLE = "PACELINE_CLUSTER"
+"""In the environment of everything inside a cluster: the path of its state file."""
+
+
+@dataclass(slots=True)
+class State:
+    path: Path
+    spec: ClusterSpec
+    addresses: list[str] = field(default_factory=list)
+    owner: ProcessId | None = None
+    """Whose end ends the cluster; None: it stays until `down`."""
+    switch: Namespace | None = None
+    nodes: list[Namespace] = field(default_factory=list)
+    groups: dict[int, Path] = field(default_factory=dict)
+    """CPU groups by node."""
+    cores: dict[int, list[int]] = field(default_factory=dict)
+    """Cores that a node is held to where no quota could be set."""
+    delay: str = "none"
+    """What makes the latency: none, netem or forwarder."""
+    notes: list[str] = field(default_factory=list)
+    """What is not as asked, a line each."""
+    calibration: Calibration | None = None
+    boot: str = field(default_factory=boot_id)
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, VARIABLE: str(self.path)}
+
+    def create(self) -> None:
+        """Write the file; ClusterError where there is one of this name."""
+        try:
+            with self.path.open("x", encoding="utf-8") as file:
+                file.write(self._json())
+        except FileExistsError:
+            raise ClusterError(
+                f"a cluster named {self.name} is up already: take it down with "
+                f"`paceline cluster down {self.name}`, or choose another --name"
+            ) from None
+
+    def save(self) -> None:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=self.path.parent, prefix=".", delete=False
+        ) as file:
+            file.write(self._json())
+        Path(file.name).replace(self.path)
+
+    def _json(self) -> str:
+        values = {**asdict(self), "schema": SCHEMA, "name": self.name}
+        return json.dumps(values, indent=1, default=str) + "\n"
+
+
+def load(path: Path) -> State:
+    """The state that a file tells; ClusterError where there is none or it cannot be read."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return _from_json(path, values)
+    except FileNotFoundError:
+        raise ClusterError(f"no cluster named {path.stem}{_offer(path.parent)}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ClusterError(
+            f"cannot read the cluster's state in {path} ({type(error).__name__}): remove that file"
+        ) from None
+
+
+def path_of(name: str) -> Path:
+    return runtime_folder() / f"{name}.json"
+
+
+def all_paths() -> Iterator[Path]:
+    return iter(sorted(runtime_folder().glob("[!.]*.json")))
+
+
+def runtime_folder() -> Path:
+    """Where this user's state files are; made where it is missing."""
+    folder = _runtime_root() / "paceline" / "clusters"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if folder.stat().st_uid != os.geteuid():
+            raise PermissionError(13, "belongs to another user")
+    except OSError as error:
+        raise ClusterError(f"cannot use {folder} for state files: {error.strerror}") from None
+    return folder
+
+
+def _runtime_root() -> Path:
+    if os.geteuid() == 0:
+        return Path("/run")
+    own = os.environ.get("XDG_RUNTIME_DIR")
+    if own and os.access(own, os.W_OK):
+        return Path(own)
+    root = Path(tempfile.gettempdir()) / f"paceline-{os.geteuid()}"
+    root.mkdir(mode=0o700, exist_ok=True)
+    if root.stat().st_uid != os.geteuid():
+        raise ClusterError(f"{root} belongs to another user: set XDG_RUNTIME_DIR to your own")
+    return root
+
+
+def _from_json(path: Path, values: dict[str, Any]) -> State:
+    if values["schema"] != SCHEMA:
+        raise ValueError("schema")
+    spec, calibration = values["spec"], values["calibration"]
+    return State(
+        path=path,
+        spec=ClusterSpec(
+            **{
+                **spec,
+                "bandwidth_of": _by_number(spec["bandwidth_of"]),
+                "slow": _by_number(spec["slow"]),
+            }
+        ),
+        addresses=values["addresses"],
+        owner=None if values["owner"] is None else ProcessId(*values["owner"]),
+        switch=None if values["switch"] is None else _namespace(values["switch"]),
+        nodes=[_namespace(node) for node in values["nodes"]],
+        groups={node: Path(group) for node, group in _by_number(values["groups"]).items()},
+        cores=_by_number(values["cores"]),
+        delay=values["delay"],
+        notes=values["notes"],
+        calibration=None if calibration is None else Calibration.from_json(calibration),
+        boot=values["boot"],
+    )
+
+
+def _namespace(values: dict[str, Any]) -> Namespace:
+    return Namespace(ProcessId(*values["holder"]), values["number"], values["is_of_user"])
+
+
+def _by_number(values: dict[str, Any]) -> dict[int, Any]:
+    """JSON knows only text as keys."""
+    return {int(key): value for key, value in values.items()}
+
+
+def _offer(folder: Path) -> str:
+    names = [path.stem for path in sorted(folder.glob("[!.]*.json"))]
+    return f"; there is {', '.join(names)}" if names else ": make one with `paceline cluster up`"
