@@ -20,6 +20,7 @@ from paceline.errors import PacelineError, UsageError
 COMMANDS = {
     "demo": "demo",
     "train": "train",
+    "slurm": "slurm",
     "compare": "compare",
     "data": "data",
     # A submodule named list would hide Python's own in this package.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from paceline.config import GROUPS, fields, flag_of, option_of, type_of
@@ -29,10 +30,34 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
         groups[option.group].add_argument(*names, help=describe(item), **keywords)
 
 
+def add_control_flags(parser: argparse.ArgumentParser) -> None:
+    """What a command that trains takes besides the settings of a run."""
+    control = parser.add_argument_group("Control")
+    control.add_argument(
+        "--resume",
+        metavar="RUN",
+        help="go on with the run in this folder from its newest checkpoint",
+    )
+    control.add_argument("--quiet", action="store_true", help="show no progress, only the account")
+
+
 def given_flags(arguments: argparse.Namespace) -> dict[str, Any]:
     """The fields that were given on the command line, as text."""
     names = {item.name for item in fields()}
     return {name: value for name, value in vars(arguments).items() if name in names}
+
+
+def words_of(values: Mapping[str, Any]) -> list[str]:
+    """The flags that give these fields, as `given_flags` has them."""
+    words = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            words.append(flag_of(name if value else f"no_{name}"))
+        elif isinstance(value, list):
+            words += [word for each in value for word in (flag_of(name), each)]
+        else:
+            words += [flag_of(name), str(value)]
+    return words
 
 
 def metavar(item: dataclasses.Field[Any]) -> str:

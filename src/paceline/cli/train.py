@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from paceline.cli.flags import add_config_flags, given_flags
+from paceline.cli.flags import add_config_flags, add_control_flags, given_flags
 from paceline.config import from_mapping
 
 SUMMARY = "train one model and write down what it took"
@@ -15,13 +15,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     # The list of all flags would fill a screen before the first one is explained.
     parser.usage = "paceline train [flags]"
     add_config_flags(parser)
-    control = parser.add_argument_group("Control")
-    control.add_argument(
-        "--resume",
-        metavar="RUN",
-        help="go on with the run in this folder from its newest checkpoint",
-    )
-    control.add_argument("--quiet", action="store_true", help="show no progress, only the account")
+    add_control_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from paceline.errors import (
     UnknownNameError,
     UsageError,
 )
-from paceline.launch import alone, environment, member, team
+from paceline.launch import alone, away, environment, member, team
 from paceline.launch.outcome import Outcome
 from paceline.models import MODELS
 from paceline.records import RunFolder
@@ -31,6 +31,12 @@ def train(config: RunConfig, quiet: bool = False) -> Outcome:
 
 def resume(path: str, changes: dict[str, Any], quiet: bool = False) -> Outcome:
     """Go on with a run from its newest checkpoint; `changes` are flags given with --resume."""
+    folder, config = resumable(path, changes)
+    return _launch(config, folder, quiet)
+
+
+def resumable(path: str, changes: dict[str, Any]) -> tuple[RunFolder, RunConfig]:
+    """The folder of a run that can be gone on with, and its settings from then on."""
     folder = RunFolder.open(path)
     config = resumed_config(folder.read_config(), changes, folder)
     before = folder.read_result()
@@ -39,7 +45,7 @@ def resume(path: str, changes: dict[str, Any], quiet: bool = False) -> Outcome:
     # The other nodes get the checkpoint from the first one.
     if config.node_rank == 0 and not iterations(folder.checkpoints):
         raise CheckpointError(f"{path} has no checkpoint: it was run without --checkpoint-every")
-    return _launch(config, folder, quiet)
+    return folder, config
 
 
 def resumed_config(original: RunConfig, changes: dict[str, Any], folder: RunFolder) -> RunConfig:
@@ -51,6 +57,7 @@ def resumed_config(original: RunConfig, changes: dict[str, Any], folder: RunFold
             values[other] = None
         if other in changes and one not in changes:
             values[one] = None
+    _forget_machines(values, changes)
     changed = from_mapping({**values, **changes})
     problems = [
         f"{flag_of(item.name)}: a resumed run keeps its {getattr(original, item.name)!r},"
@@ -70,14 +77,39 @@ def resumed_config(original: RunConfig, changes: dict[str, Any], folder: RunFold
     return changed
 
 
+def _forget_machines(values: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Where a resumed run gets other machines, those before have no say any more."""
+    if "hosts" in changes or "cluster" in changes:
+        gone = {"hosts", "cluster", "nnodes", "master_addr"}
+    elif "nnodes" in changes:
+        gone = {"hosts", "cluster"}
+    else:
+        gone = set()
+    for name in gone - set(changes):
+        values.pop(name, None)
+
+
 def _launch(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
+    if not (config.hosts or config.cluster) or environment.detect() is not None:
+        return launch_here(config, resumed, quiet)
+    check_names(config)
+    return away.run(config, resumed, quiet)
+
+
+def launch_here(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
+    """Start the workers of this machine, or be one of them where somebody else has started it."""
     place = environment.detect()
     if place is not None:
+        # Whoever has started this one has chosen the machines as well.
         config = dataclasses.replace(
-            config, nnodes=place.nnodes, nproc_per_node=place.local_world_size
+            config,
+            nnodes=place.nnodes,
+            nproc_per_node=place.local_world_size,
+            hosts=(),
+            cluster=None,
         )
     try:
-        strategy = _check_names(config)
+        strategy = check_names(config)
     except UsageError as error:
         error.is_told = place is not None and place.rank > 0
         raise
@@ -88,7 +120,7 @@ def _launch(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcom
     return team.run(config, resumed, quiet)
 
 
-def _check_names(config: RunConfig) -> Strategy:
+def check_names(config: RunConfig) -> Strategy:
     """Refuse what no worker could be built from, before any of them starts; gives the strategy.
 
     Misspelt names are told together; a user's own code is loaded one after the other.
