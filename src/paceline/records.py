@@ -4,6 +4,7 @@
     events-<rank>.jsonl      appended while the run goes on; readable after a crash
     resources-<node>.jsonl   samples of CPU, memory, network, disk and GPU
     result.json              the account of the run, written once, at its end
+    trace-<rank>.json        phases and transfers of some iterations, where --trace asks for them
     output-<rank>.txt        what a worker of several said besides, if anything
     traceback.txt            of an error in code that paceline does not know
     tensorboard/ checkpoints/
@@ -111,6 +112,9 @@ class RunFolder:
     def report_file(self, rank: int) -> Path:
         """What one worker told at its end, until it is part of the result."""
         return self.path / f"report-{rank}.json"
+
+    def trace_file(self, rank: int) -> Path:
+        return self.path / f"trace-{rank}.json"
 
     def resources_file(self, node: int) -> Path:
         return self.path / f"resources-{node}.jsonl"

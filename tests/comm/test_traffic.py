@@ -22,11 +22,9 @@ def test_an_unknown_kind_is_refused() -> None:
 
 def test_a_restored_counter_goes_on_from_where_it_was() -> None:
     traffic, resumed = Traffic(), Traffic()
-    traffic.begin("buffers", bytes_sent=5, bytes_received=7, messages=1)
-    traffic.end("buffers")
+    traffic.end(traffic.begin("buffers", bytes_sent=5, bytes_received=7, messages=1))
     resumed.restore(traffic.to_dict())
-    resumed.begin("buffers", bytes_sent=1)
-    resumed.end("buffers")
+    resumed.end(resumed.begin("buffers", bytes_sent=1))
     before, after = traffic.counts["buffers"], resumed.counts["buffers"]
     assert (after.bytes_sent, after.bytes_received, after.messages) == (6, 7, 1)
     assert after.seconds >= before.seconds > 0
@@ -35,11 +33,10 @@ def test_a_restored_counter_goes_on_from_where_it_was() -> None:
 def test_seconds_in_which_transfers_overlap_are_counted_once() -> None:
     traffic = Traffic()
     begin = time.perf_counter()
-    for _ in range(3):
-        traffic.begin("gradients")
+    transfers = [traffic.begin("gradients") for _ in range(3)]
     time.sleep(0.02)
-    for _ in range(3):
-        traffic.end("gradients")
+    for transfer in transfers:
+        traffic.end(transfer)
     assert 0.02 <= traffic.counts["gradients"].seconds <= time.perf_counter() - begin
 
 
@@ -48,8 +45,7 @@ def test_threads_lose_no_count() -> None:
 
     def count() -> None:
         for _ in range(2000):
-            traffic.begin("gradients", bytes_sent=3, messages=1)
-            traffic.end("gradients")
+            traffic.end(traffic.begin("gradients", bytes_sent=3, messages=1))
 
     threads = [Thread(target=count) for _ in range(4)]
     for thread in threads:

@@ -53,10 +53,12 @@ def test_two_commands_do_what_one_command_does(
 
 def test_the_first_of_three_nodes_gets_all_records_and_waits_for_a_late_one(tmp_path: Path) -> None:
     outs = [tmp_path / f"disk-{number}" for number in range(3)]
-    ended = run_nodes(outs, late_seconds=1.0)
+    ended = run_nodes(outs, late_seconds=1.0, trace=2)
     assert [(each.code, each.err) for each in ended] == [(0, "")] * 3
-    assert names_in(outs[0] / "run") == records_of(3)
-    assert names_in(outs[2] / "run") == {"config.json", "events-2.jsonl", "resources-2.jsonl"}
+    traces = {f"trace-{rank}.json" for rank in range(3)}
+    assert names_in(outs[0] / "run") == records_of(3) | traces
+    own = {"config.json", "events-2.jsonl", "resources-2.jsonl", "trace-2.json"}
+    assert names_in(outs[2] / "run") == own
     result = read_json(outs[0] / "run" / "result.json")
     assert [worker["node"] for worker in result["workers"]] == [0, 1, 2]
     assert [each["node"] for each in result["nodes"]] == [0, 1, 2]

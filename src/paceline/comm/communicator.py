@@ -38,7 +38,7 @@ from torch import Tensor
 
 from paceline.comm.work import AllOf, Work
 from paceline.errors import PeerError
-from paceline.measure.traffic import Traffic
+from paceline.measure.traffic import CountedTransfer, Traffic
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
 
@@ -132,6 +132,12 @@ class Communicator(ABC):
     @property
     def peers(self) -> tuple[int, ...]:
         return tuple(rank for rank in range(self.world_size) if rank != self.rank)
+
+    def counted(self, work: Work, transfer: CountedTransfer) -> Work:
+        """Let a transfer end with the work that carries it out."""
+        if transfer.is_logged:
+            work.when_complete(transfer.complete)
+        return work.on_end(lambda: self.traffic.end(transfer))
 
     def operation(self, name: str, peers: Sequence[int]) -> Operation:
         return Operation(

@@ -178,13 +178,13 @@ class HierarchicalCommunicator(ComposedCommunicator):
     ) -> Work:
         if tensor.numel() == 0:
             return Done()
-        self.traffic.begin(kind, **counts)
+        transfer = self.traffic.begin(kind, **counts)
         try:
             work = start()
         except BaseException:
-            self.traffic.end(kind)
+            self.traffic.end(transfer)
             raise
-        return work.on_end(lambda: self.traffic.end(kind))
+        return self.counted(work, transfer)
 
     def _beside_host(self, work: Work) -> Work:
         return work if self.host is None else _BesideHost(self.host, work)

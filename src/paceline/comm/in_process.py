@@ -123,20 +123,20 @@ class InProcessCommunicator(ComposedCommunicator):
         self.check_peer(to)
         if tensor.numel() == 0:
             return Done()
-        self.traffic.begin(kind, bytes_sent=tensor.nbytes, messages=1)
+        transfer = self.traffic.begin(kind, bytes_sent=tensor.nbytes, messages=1)
         letter = Staged.of(tensor).flat.clone()
         self._hub.put((self._channel, self.rank, to), self._sent[to], letter)
         self._sent[to] += 1
-        return Done().on_end(lambda: self.traffic.end(kind))
+        return self.counted(Done(), transfer)
 
     def recv(self, tensor: Tensor, source: int, kind: str) -> Work:
         self.check_peer(source)
         if tensor.numel() == 0:
             return Done()
-        self.traffic.begin(kind, bytes_received=tensor.nbytes)
+        transfer = self.traffic.begin(kind, bytes_received=tensor.nbytes)
         work = _Receive(self, self._hub, self._channel, tensor, source, self._awaited[source])
         self._awaited[source] += 1
-        return work.on_end(lambda: self.traffic.end(kind))
+        return self.counted(work, transfer)
 
     def fork(self) -> Self:
         self._forks += 1

@@ -17,6 +17,8 @@ class Place:
     master_port: int
     store_is_served: bool
     """Whether somebody other than rank 0 serves the store that the workers meet at."""
+    attempt: int = 0
+    """How often the workers were started before; a store that is kept knows those as well."""
 
     def to_environment(self) -> dict[str, str]:
         """The same words that torchrun uses."""
@@ -30,6 +32,7 @@ class Place:
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": str(self.master_port),
             "TORCHELASTIC_USE_AGENT_STORE": str(self.store_is_served),
+            "TORCHELASTIC_RESTART_COUNT": str(self.attempt),
         }
 
 

@@ -68,6 +68,24 @@ class Meeting:
             raise RunError(f"{self._who}: the meeting at {self.place} broke: {cause}") from None
         return store
 
+    def reach(self, may_serve: bool) -> tuple[Store, bool]:
+        """The store, whoever else has come; and whether it is served here.
+
+        Of those who may, and whose machine has the address, the first serves it.
+        """
+        deadline = monotonic() + self.timeout_seconds
+        try:
+            if may_serve:
+                return self._store(serves=True, listener=self._listen()), True
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+                raise self._explain_bind(error) from None
+        try:
+            return self._connect(deadline), False
+        except DistError as error:
+            cause = str(error).splitlines()[0]
+            raise RunError(f"cannot join the run at {self.place}: {cause}") from None
+
     def local_address(self) -> str:
         """This machine's address on the network on which the meeting is."""
         family, _, _, _, target = self._resolve()
@@ -76,16 +94,22 @@ class Meeting:
             return str(probe.getsockname()[0])
 
     def _serve(self) -> Store:
+        try:
+            return self._store(serves=True, listener=self._listen())
+        except OSError as error:
+            raise self._explain_bind(error) from None
+
+    def _listen(self) -> int:
+        """The file descriptor of a socket that listens at the address, and at no other.
+
+        The store's own server would listen on all addresses, so it is given this one instead.
+        """
         family, kind, protocol, _, target = self._resolve()
-        # The store's own server would listen on all addresses, so it is given a socket instead.
         with socket.socket(family, kind, protocol) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind(target)
-                listener.listen(4096)
-            except OSError as error:
-                raise self._explain_bind(error) from None
-            return self._store(serves=True, listener=listener.detach())
+            listener.bind(target)
+            listener.listen(4096)
+            return listener.detach()
 
     def _connect(self, deadline: float) -> Store:
         # The store's own client would retry noisily, and beyond its limit.

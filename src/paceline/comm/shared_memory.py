@@ -42,7 +42,7 @@ from paceline.comm.staging import Staged
 from paceline.comm.work import Done, Work
 from paceline.errors import PeerError, UsageError
 from paceline.measure.machine import cpu_quota
-from paceline.measure.traffic import Traffic
+from paceline.measure.traffic import CountedTransfer, Traffic
 
 MOST_PIECE_BYTES = 2**20
 MOST_OUTBOXES_BYTES = 64 * 2**20
@@ -100,20 +100,20 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         self.check_peer(to)
         if tensor.numel() == 0:
             return Done()
-        self.traffic.begin(kind, bytes_sent=tensor.nbytes, messages=1)
+        counted = self.traffic.begin(kind, bytes_sent=tensor.nbytes, messages=1)
         payload = Staged.of(tensor, CPU).flat.view(torch.uint8)
         transfer = Transfer(self._pairs.channel(self.rank, to), payload, sends=True)
-        return self._begin(transfer, self.operation("send to", (to,)), kind)
+        return self._begin(transfer, self.operation("send to", (to,)), counted)
 
     def recv(self, tensor: Tensor, source: int, kind: str) -> Work:
         self.check_peer(source)
         if tensor.numel() == 0:
             return Done()
-        self.traffic.begin(kind, bytes_received=tensor.nbytes)
+        counted = self.traffic.begin(kind, bytes_received=tensor.nbytes)
         staged = Staged.to_fill(tensor, CPU)
         payload = staged.flat.view(torch.uint8)
         transfer = Transfer(self._pairs.channel(source, self.rank), payload, sends=False)
-        work = self._begin(transfer, self.operation("recv from", (source,)), kind)
+        work = self._begin(transfer, self.operation("recv from", (source,)), counted)
         return work.on_success(staged.copy_back)
 
     def broadcast(self, tensor: Tensor, root: int, kind: str) -> Work:
@@ -164,20 +164,22 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         if self.world_size == 1 or tensor.numel() == 0:
             return Done()
         staged = Staged.of(tensor, CPU)
-        self.traffic.begin(kind, **counts)
-        work = self._begin(make(staged.flat), self.operation(name, self.peers), kind)
+        counted = self.traffic.begin(kind, **counts)
+        work = self._begin(make(staged.flat), self.operation(name, self.peers), counted)
         return work.on_success(staged.copy_back)
 
-    def _begin(self, steps: _Steps, operation: Operation, kind: str | None = None) -> Work:
-        """Start what was counted before, if it has a kind."""
+    def _begin(
+        self, steps: _Steps, operation: Operation, counted: CountedTransfer | None = None
+    ) -> Work:
+        """Start what was counted before, if it was."""
         if self._is_closed or self._failure is not None:
-            if kind is not None:
-                self.traffic.end(kind)
+            if counted is not None:
+                self.traffic.end(counted)
             raise self._failure or operation.failed("the connection was closed")
         work = _Pending(self, steps, operation)
         self._pending.append(work)
         self.advance()
-        return work if kind is None else work.on_end(lambda: self.traffic.end(kind))
+        return work if counted is None else self.counted(work, counted)
 
     @property
     def is_busy(self) -> bool:

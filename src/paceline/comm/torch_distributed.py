@@ -35,7 +35,7 @@ from paceline.comm.torch_backends import (
     make_nccl,
 )
 from paceline.comm.work import Done, Work
-from paceline.measure.traffic import Traffic
+from paceline.measure.traffic import CountedTransfer, Traffic
 
 CPU = torch.device("cpu")
 
@@ -97,10 +97,10 @@ class TorchCommunicator(ComposedCommunicator):
         if tensor.numel() == 0:
             return Done()
         flat = Staged.of(tensor, self._device(tensor)).flat
-        self.traffic.begin(kind, bytes_sent=tensor.nbytes, messages=1)
+        transfer = self.traffic.begin(kind, bytes_sent=tensor.nbytes, messages=1)
         return self._start(
             self.operation("send to", (to,)),
-            kind,
+            transfer,
             flat.device,
             lambda: self._backend(flat.device).send([flat], to, 0),
             GlooTransfer,
@@ -111,10 +111,10 @@ class TorchCommunicator(ComposedCommunicator):
         if tensor.numel() == 0:
             return Done()
         staged = Staged.to_fill(tensor, self._device(tensor))
-        self.traffic.begin(kind, bytes_received=tensor.nbytes)
+        transfer = self.traffic.begin(kind, bytes_received=tensor.nbytes)
         work = self._start(
             self.operation("recv from", (source,)),
-            kind,
+            transfer,
             staged.flat.device,
             lambda: self._backend(staged.flat.device).recv([staged.flat], source, 0),
             GlooTransfer,
@@ -125,7 +125,7 @@ class TorchCommunicator(ComposedCommunicator):
         if self._device(outgoing) == CPU or 0 in (outgoing.numel(), incoming.numel()):
             return super().exchange(outgoing, to, incoming, source, kind)
         sending, receiving = Staged.of(outgoing), Staged.to_fill(incoming)
-        self.traffic.begin(
+        transfer = self.traffic.begin(
             kind, bytes_sent=outgoing.nbytes, bytes_received=incoming.nbytes, messages=1
         )
 
@@ -137,7 +137,7 @@ class TorchCommunicator(ComposedCommunicator):
             return self._nccl._end_coalescing(self._gpu)
 
         operation = self.operation("exchange with", sorted({to, source}))
-        work = self._start(operation, kind, sending.flat.device, start)
+        work = self._start(operation, transfer, sending.flat.device, start)
         return work.on_success(receiving.copy_back)
 
     def broadcast(self, tensor: Tensor, root: int, kind: str) -> Work:
@@ -257,15 +257,15 @@ class TorchCommunicator(ComposedCommunicator):
         if self.world_size == 1 or tensor.numel() == 0:
             return Done()
         staged = Staged.of(tensor, self._device(tensor))
-        self.traffic.begin(kind, **counts)
+        transfer = self.traffic.begin(kind, **counts)
         operation = self.operation(name, self.peers)
-        work = self._start(operation, kind, staged.flat.device, lambda: start(staged.flat))
+        work = self._start(operation, transfer, staged.flat.device, lambda: start(staged.flat))
         return work.on_success(staged.copy_back)
 
     def _start(
         self,
         operation: Operation,
-        kind: str,
+        transfer: CountedTransfer,
         device: torch.device,
         action: Callable[[], Any],
         gloo_work: type[GlooTransfer] | type[GlooWork] = GlooWork,
@@ -280,11 +280,11 @@ class TorchCommunicator(ComposedCommunicator):
                 raise operation.failed("this communicator is closed")
             handle = attempt(operation, self.timeout_seconds, action)
         except BaseException:
-            self.traffic.end(kind)
+            self.traffic.end(transfer)
             raise
         work_class = gloo_work if device == CPU else NcclWork
         work = work_class(handle, operation, self.timeout_seconds)
-        return work.on_end(lambda: self.traffic.end(kind))
+        return self.counted(work, transfer)
 
     def _backend(self, device: torch.device) -> Any:
         return self._gloo if device == CPU else self._nccl

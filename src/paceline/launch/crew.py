@@ -31,13 +31,21 @@ GRACE_SECONDS = 3.0
 
 class Crew:
     def __init__(
-        self, config: RunConfig, folder: RunFolder, port: int, resumed: bool, quiet: bool
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        port: int,
+        resumed: bool,
+        quiet: bool,
+        attempt: int = 0,
     ) -> None:
+        """`attempt`: of several, where the workers of each meet at the same store."""
         self.folder = folder
         self.trouble: str | None = None
         """What kept the resources from being sampled."""
         self._config = config
         self._port = port
+        self._attempt = attempt
         self._arguments = ["resumed" if resumed else "new", "quiet" if quiet else "shown"]
         self._launch_file = folder.path / f"launch-{config.node_rank}.json"
         first_rank = config.node_rank * config.nproc_per_node
@@ -85,6 +93,7 @@ class Crew:
             master_addr=config.master_addr,
             master_port=self._port,
             store_is_served=True,
+            attempt=self._attempt,
         )
         # The first worker shows how it goes; what else is said would only be mixed up.
         return spawn(
@@ -101,28 +110,36 @@ class Crew:
         The first Ctrl-C lets the workers agree on a last iteration; the second ends them.
         """
         while True:
-            codes = {rank: process.poll() for rank, process in self._processes.items()}
+            codes = self.codes()
             if all(code is not None for code in codes.values()):
-                return self._explain(codes, interruptions)
+                return self.explain(codes, interruptions)
             # One that was asked to stop may be done while another still writes a checkpoint.
             failed = any(code not in (None, 0, StoppedError.exit_code) for code in codes.values())
             if failed:
                 nodes.alarm()
             if failed or nodes.hears_alarm():
-                return self._explain(self._wind_down(), interruptions)
+                return self.explain(self.wind_down(), interruptions)
             self._forward(interruptions)
             if len(interruptions.received) > 1:
-                return self._explain(self._wind_down(0.0), interruptions)
+                return self.explain(self.wind_down(0.0), interruptions)
             sleep(POLL_SECONDS)
 
     def _forward(self, interruptions: Interruptions) -> None:
         if interruptions.received and not self._forwarded:
             self._forwarded = interruptions.received[0]
-            for process in self._processes.values():
-                if process.poll() is None:
-                    process.send_signal(self._forwarded)
+            self.signal(self._forwarded)
 
-    def _wind_down(self, grace_seconds: float = GRACE_SECONDS) -> dict[int, int | None]:
+    def signal(self, number: Signals) -> None:
+        """To all who still run."""
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def codes(self) -> dict[int, int | None]:
+        """How each process has ended, by rank; None while it runs."""
+        return {rank: process.poll() for rank, process in self._processes.items()}
+
+    def wind_down(self, grace_seconds: float = GRACE_SECONDS) -> dict[int, int | None]:
         """Give the others time to write down their part, then end them; who had ended, and how."""
         deadline = monotonic() + grace_seconds
         workers = [self._processes[rank] for rank in self._ranks]
@@ -137,11 +154,11 @@ class Crew:
                 for server in servers.values():
                     server.kill()
             sleep(POLL_SECONDS)
-        codes = {**{rank: each.poll() for rank, each in self._processes.items()}, **codes}
+        codes = {**self.codes(), **codes}
         self._kill_all()
         return codes
 
-    def _explain(self, codes: dict[int, int | None], interruptions: Interruptions) -> Ending | None:
+    def explain(self, codes: dict[int, int | None], interruptions: Interruptions) -> Ending | None:
         """Why the workers did not finish, as far as is known on this node."""
         told = [Ending.of_report(each) for each in self.reports() if each.status != "finished"]
         told += filter(None, (read_failure(self.folder, rank) for rank in self._members))
@@ -190,6 +207,7 @@ class Crew:
         files = [
             *(self.folder.events_file(rank) for rank in self._ranks),
             *(self.folder.report_file(rank) for rank in self._ranks),
+            *(self.folder.trace_file(rank) for rank in self._ranks),
             self.folder.resources_file(self._config.node_rank),
         ]
         return [file.name for file in files if file.exists()]

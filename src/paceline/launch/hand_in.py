@@ -68,7 +68,8 @@ def hand_in(
 
 def _hand_in_files(folder: RunFolder, place: Place, communicator: Communicator) -> None:
     is_shared = broadcast_json(communicator, folder.identity()) == folder.identity()
-    for file in (folder.events_file(place.rank), folder.resources_file(place.node)):
+    rank, node = place.rank, place.node
+    for file in (folder.events_file(rank), folder.trace_file(rank), folder.resources_file(node)):
         wanted = not is_shared and file.exists()
         contents = file.read_bytes() if wanted else b""
         payload = torch.frombuffer(bytearray(contents or b"\0"), dtype=torch.uint8)

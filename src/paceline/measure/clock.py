@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
 
+from paceline.measure.phase_log import PhaseLog, Span
 from paceline.records import PHASES
 
 
@@ -25,6 +26,9 @@ class PhaseClock:
         self._laps = array("d")
         self._laps_taken = 0
         self._lap_began = self.started
+        self.log: PhaseLog | None = None
+        """What was noted while somebody watched; what is found out later is noted there too."""
+        self._watcher: PhaseLog | None = None
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -42,6 +46,8 @@ class PhaseClock:
         """End the current phase, begin `phase`; returns the moment."""
         now = perf_counter()
         self._seconds[self._phase] += now - self._since
+        if self._watcher is not None:
+            self._watcher.phases.append(Span(self._phase, self._since, now))
         self._phase, self._since = phase, now
         self.switches += 1
         return now
@@ -69,6 +75,8 @@ class PhaseClock:
         """Enter `phase`, and end the lap there."""
         now = self.enter(phase)
         self._laps.append(now - self._lap_began)
+        if self._watcher is not None:
+            self._watcher.laps.append(Span("lap", self._lap_began, now))
         return now
 
     def take_laps(self) -> list[float]:
@@ -81,6 +89,19 @@ class PhaseClock:
         """Count seconds under another phase, once it is known what they were spent on."""
         self._seconds[source] -= seconds
         self._seconds[target] += seconds
+
+    def watch(self) -> PhaseLog:
+        """From here on, until `unwatch`, note when phases and laps begin and end."""
+        self.enter(self._phase)
+        self._settle()
+        self.log = self._watcher = PhaseLog()
+        return self.log
+
+    def unwatch(self) -> None:
+        if self._watcher is not None:
+            self.enter(self._phase)
+            self._settle()
+            self._watcher = None
 
     @property
     def wall_seconds(self) -> float:

@@ -17,6 +17,7 @@ from typing import Literal, Protocol, Self
 import torch
 
 from paceline.measure.clock import PhaseClock
+from paceline.measure.phase_log import Span
 
 MARKS_AT_MOST = 4096
 """That wait to be asked; the journal asks a few times a second, long before."""
@@ -46,7 +47,7 @@ class GpuPhaseClock(PhaseClock):
         """The phase that a mark ends, the mark, and whether a lap begins or ends there."""
         self._last = put_mark(None)
         self._last.synchronize()
-        self._since = before.enter("other")
+        self._since = self._origin = before.enter("other")
         self._seconds = dict(before.seconds)
         self._now = 0.0
         """When the GPU got to the last mark that was settled, in seconds since the first."""
@@ -86,11 +87,18 @@ class GpuPhaseClock(PhaseClock):
         for phase, mark, lap in self._waiting:
             seconds = self._last.elapsed_time(mark) / 1000
             self._seconds[phase] += seconds
+            if self._watcher is not None:
+                self._watcher.phases.append(
+                    Span(phase, self._origin + self._now, self._origin + self._now + seconds)
+                )
             self._now += seconds
             if lap == "begin":
                 self._lap_began = self._now
             elif lap == "end":
                 self._laps.append(self._now - self._lap_began)
+                if self._watcher is not None:
+                    began, ended = self._origin + self._lap_began, self._origin + self._now
+                    self._watcher.laps.append(Span("lap", began, ended))
             self._free.append(self._last)
             self._last = mark
         self._waiting.clear()

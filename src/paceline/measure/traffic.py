@@ -2,7 +2,8 @@
 
 `messages` are those sent, so that the sum over the workers is what went over the wire. `seconds` is
 the time during which at least one transfer of the kind was under way: transfers that overlap are
-not counted twice. A transfer begins when it is started and ends when somebody has waited for it.
+not counted twice. A transfer begins when it is started and ends when somebody has waited for it;
+one that is logged also notes when it was complete, where that can be seen.
 """
 
 from __future__ import annotations
@@ -24,6 +25,24 @@ class Count:
 
 
 @dataclass(slots=True)
+class CountedTransfer:
+    """One of those that are counted."""
+
+    kind: str
+    bytes_sent: int
+    bytes_received: int
+    messages: int
+    began: float
+    is_logged: bool
+    completed: float | None = None
+
+    def complete(self) -> None:
+        """Note the moment, if none was noted before."""
+        if self.completed is None:
+            self.completed = perf_counter()
+
+
+@dataclass(slots=True)
 class _Underway:
     transfers: int = 0
     since: float = 0.0
@@ -36,6 +55,8 @@ class Traffic:
     counts: dict[str, Count] = field(
         default_factory=lambda: {kind: Count() for kind in TRAFFIC_KINDS}
     )
+    log: list[CountedTransfer] | None = None
+    """Where transfers are noted one by one, while somebody wants them."""
     _underway: dict[str, _Underway] = field(
         default_factory=lambda: {kind: _Underway() for kind in TRAFFIC_KINDS}
     )
@@ -43,7 +64,7 @@ class Traffic:
 
     def begin(
         self, kind: str, *, bytes_sent: int = 0, bytes_received: int = 0, messages: int = 0
-    ) -> None:
+    ) -> CountedTransfer:
         """Count a transfer that starts now; `end` must follow, once."""
         if kind not in self.counts:
             raise ValueError(f"unknown kind of traffic {kind!r}: use {', '.join(TRAFFIC_KINDS)}")
@@ -52,16 +73,23 @@ class Traffic:
             count.bytes_sent += bytes_sent
             count.bytes_received += bytes_received
             count.messages += messages
+            now = perf_counter()
             if underway.transfers == 0:
-                underway.since = perf_counter()
+                underway.since = now
             underway.transfers += 1
+            is_logged = self.log is not None
+            transfer = CountedTransfer(kind, bytes_sent, bytes_received, messages, now, is_logged)
+            if self.log is not None:
+                self.log.append(transfer)
+        return transfer
 
-    def end(self, kind: str) -> None:
+    def end(self, transfer: CountedTransfer) -> None:
+        transfer.complete()
         with self._lock:
-            underway = self._underway[kind]
+            underway = self._underway[transfer.kind]
             underway.transfers -= 1
             if underway.transfers == 0:
-                self.counts[kind].seconds += perf_counter() - underway.since
+                self.counts[transfer.kind].seconds += perf_counter() - underway.since
 
     def to_dict(self) -> dict[str, dict[str, int | float]]:
         """The "traffic" of a worker in result.json; `restore` takes it back."""

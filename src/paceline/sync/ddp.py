@@ -130,7 +130,7 @@ class Ddp(GradientAveraging):
         traffic, algorithm = self._communicator.traffic, self.exchange.algorithm
         rank, world = self._communicator.rank, self._communicator.world_size
         size = (world, gradient.numel(), gradient.element_size())
-        traffic.begin(
+        transfer = traffic.begin(
             KIND,
             bytes_sent=algorithm.bytes_sent(rank, *size),
             bytes_received=algorithm.bytes_received(rank, *size),
@@ -138,7 +138,7 @@ class Ddp(GradientAveraging):
         )
 
         def arrived(future: Future[list[Tensor]]) -> Tensor:
-            traffic.end(KIND)
+            traffic.end(transfer)
             self._underway.end()
             try:
                 return future.value()[0]
@@ -189,10 +189,13 @@ class Ddp(GradientAveraging):
     def _account(self) -> None:
         """DDP waits for its sums inside the backward pass: what came after the last gradient was
         ready is communication that nothing hid."""
-        self.replica.clock.enter("other")
+        clock = self.replica.clock
+        clock.enter("other")
         ready = self._handed_over
         ended = max(ready, self._underway.ended)
-        self.replica.clock.move("backward", "exchange", ended - ready)
+        clock.move("backward", "exchange", ended - ready)
+        if clock.log is not None:
+            clock.log.relabel("backward", "exchange", ready, ended)
         self.replica.exposed.note(ready, ended)
         busy = self._underway.take_seconds()
         self.replica.hidden_exchange_seconds += max(0.0, busy - (ended - ready))

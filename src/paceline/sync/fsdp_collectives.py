@@ -31,10 +31,11 @@ class _Collective:
     def _count(self, whole: Tensor, kind: str) -> None:
         workers = self._communicator.world_size
         moved_bytes = whole.nbytes // workers * (workers - 1)
-        self._communicator.traffic.begin(
+        traffic = self._communicator.traffic
+        transfer = traffic.begin(
             kind, bytes_sent=moved_bytes, bytes_received=moved_bytes, messages=workers - 1
         )
-        self._communicator.traffic.end(kind)
+        traffic.end(transfer)
 
 
 class AllGather(_Collective):

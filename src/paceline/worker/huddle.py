@@ -73,7 +73,11 @@ def settle_waits(
     communicator.all_reduce(arrivals, "control").wait()
     late = arrivals.amax(0) - arrivals[communicator.rank]
     lengths = torch.frombuffer(exposed.ended, dtype=torch.float64) - own if exposed.began else own
-    clock.move("exchange", "wait", float(torch.minimum(late, lengths).sum()))
+    waited = torch.minimum(late, lengths)
+    clock.move("exchange", "wait", float(waited.sum()))
+    if clock.log is not None:
+        for began, seconds in zip(exposed.began, waited.tolist(), strict=True):
+            clock.log.relabel("exchange", "wait", began, began + seconds)
     exposed.clear()
 
 

@@ -17,6 +17,7 @@ from paceline.config import Every, RunConfig
 from paceline.data.input import InputPath
 from paceline.data.order import own_part
 from paceline.errors import AgreedStopError, DivergedError
+from paceline.measure.trace import Tracer
 from paceline.sync.replica import Replica
 from paceline.sync.state_exchange import agree_on_buffers
 from paceline.sync.strategy import Strategy, Terms, Turn
@@ -56,6 +57,7 @@ class TrainingLoop:
         autocast: AbstractContextManager[Any],
         progress: Progress,
         checkpoint: Callable[[], None] | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """`test_batches(alone)` gives this worker's part of the test set, or all of it."""
         self.config = config
@@ -69,6 +71,7 @@ class TrainingLoop:
         self._journal = journal
         self._autocast = autocast
         self._checkpoint = checkpoint
+        self._tracer = tracer
         self._clock = replica.clock
         self._per_epoch = inputs.order.batches_per_epoch
         self._rate_at = learning_rate(config, self._per_epoch)
@@ -91,6 +94,8 @@ class TrainingLoop:
         self._evaluated_before = clock.seconds["evaluate"]
         self.replica.model.train()
         while True:
+            if self._tracer is not None:
+                self._tracer.before_iteration(progress.steps)
             begin = clock.begin_lap("input")
             turn = self._next_turn()
             if turn is None:
@@ -109,6 +114,11 @@ class TrainingLoop:
             if progress.iteration < self._total:
                 self._between_iterations(end - begin, samples)
         self._finish()
+
+    @property
+    def clock_offset_seconds(self) -> float:
+        """What to add to this worker's clock to get the first worker's."""
+        return self._team.offset_seconds
 
     def _next_turn(self) -> Turn | None:
         """None: there is nothing left to do."""

@@ -31,6 +31,7 @@ from paceline.errors import (
 from paceline.measure.clock import PhaseClock
 from paceline.measure.gpu_clock import clock_of
 from paceline.measure.scalars import ScalarWriter
+from paceline.measure.trace import Tracer
 from paceline.models.loading import build_model
 from paceline.records import EventWriter, RunFolder, read_iteration_seconds
 from paceline.sync.batch_norm import synchronise_batch_norm
@@ -180,13 +181,36 @@ class _Worker:
             self.journal.warn(text)
 
     def train(self) -> None:
-        self.loop = self._build_loop()
+        tracer = self._tracer() if self.config.trace else None
+        self.loop = self._build_loop(tracer)
         self.loop.stop_requested = self.stop_requested
-        self.loop.run()
+        try:
+            self.loop.run()
+        finally:
+            if tracer:
+                self._write_trace(tracer, self.loop.clock_offset_seconds)
         if self.team.store:
             self.team.store.close()
 
-    def _build_loop(self) -> TrainingLoop:
+    def _tracer(self) -> Tracer:
+        done = self.progress.steps
+        total = self.config.iterations_in_total(self.order.batches_per_epoch)
+        return Tracer(
+            self.clock,
+            self.team.communicator.traffic,
+            iterations=self.config.trace,
+            done=done,
+            left=total - done,
+        )
+
+    def _write_trace(self, tracer: Tracer, offset_seconds: float) -> None:
+        place = self.team.place
+        try:
+            tracer.write(self.folder.trace_file(place.rank), place.rank, place.node, offset_seconds)
+        except OSError as error:
+            self.warnings.append(f"the trace of rank {place.rank} is missing: {error.strerror}")
+
+    def _build_loop(self, tracer: Tracer | None) -> TrainingLoop:
         config, data, device = self.config, self.prepared.dataset, self.prepared.device
         place = self.team.place
         inputs = InputPath(
@@ -222,6 +246,7 @@ class _Worker:
             autocast(config, device),
             self.progress,
             self._checkpoint if config.checkpoint_every != "never" else None,
+            tracer,
         )
 
     def request_stop(self, cause: str) -> None:

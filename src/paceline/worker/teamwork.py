@@ -26,7 +26,8 @@ class Teamwork:
         self._communicator = replica.communicator
         self._is_alone = replica.communicator.world_size == 1
         self._meets = strategy.lockstep and not self._is_alone
-        self._offset_seconds = clock_offset_seconds(replica.communicator) if self._meets else 0.0
+        self.offset_seconds = clock_offset_seconds(replica.communicator) if self._meets else 0.0
+        """What to add to this worker's clock to get the first worker's; 0 where none was asked."""
         self._begin_notes()
         self._iterations_left = 1
 
@@ -76,7 +77,7 @@ class Teamwork:
         """Tell waiting from communicating in the exchanges since the last time. Collective."""
         if self._meets:
             settle_waits(
-                self._communicator, self._clock, self._replica.exposed, self._offset_seconds
+                self._communicator, self._clock, self._replica.exposed, self.offset_seconds
             )
 
 

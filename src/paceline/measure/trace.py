@@ -1,0 +1,153 @@
+"""A timeline of some iterations: when each phase and each transfer began and ended.
+
+The file is in the Trace Event Format, which Perfetto and chrome://tracing open: one process for
+the worker; thread 0 holds the phases, thread 1 the transfers, and where several were under way at
+once, threads 2 and up the others, since the events of a thread must not overlap. Times count in
+microseconds from the beginning of the first traced iteration. Beside the events stand, for readers
+that lay several workers beside one another:
+
+    began_seconds          that beginning, by the first worker's clock
+    clock_offset_seconds   what was added to this worker's clock for that; an estimate
+    iterations             number, ts and dur of each
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from paceline.measure.clock import PhaseClock
+from paceline.measure.phase_log import PhaseLog, Span
+from paceline.measure.traffic import CountedTransfer, Traffic
+from paceline.records import SCHEMA, write_json
+
+WARM_UP_ITERATIONS = 10
+"""Passed over where the run has enough of them: the first ones pay for warming up."""
+
+PHASES_THREAD, FIRST_TRANSFERS_THREAD = 0, 1
+
+
+class Tracer:
+    """Watches a worker's clock and traffic for `iterations` of those that are `left` to do."""
+
+    def __init__(
+        self, clock: PhaseClock, traffic: Traffic, *, iterations: int, done: int, left: int
+    ) -> None:
+        self._clock, self._traffic = clock, traffic
+        self._first = done + max(0, min(WARM_UP_ITERATIONS, left - iterations))
+        self._last = self._first + iterations - 1
+        self._log: PhaseLog | None = None
+        self._transfers: list[CountedTransfer] = []
+
+    def before_iteration(self, number: int) -> None:
+        if number == self._first:
+            self._log = self._clock.watch()
+            self._traffic.log = self._transfers
+        elif number == self._last + 1:
+            self._stop()
+
+    def _stop(self) -> None:
+        self._clock.unwatch()
+        self._traffic.log = None
+
+    def write(self, path: Path, rank: int, node: int, offset_seconds: float) -> None:
+        """Once waiting has been told from communicating; nothing where no iteration was traced."""
+        self._stop()
+        if self._log is None or not self._log.laps:
+            return
+        laps = self._log.laps
+        timeline = _Timeline(laps, self._first, rank)
+        events = timeline.phases(self._log.phases) + timeline.transfers(self._transfers)
+        write_json(
+            path,
+            {
+                "schema": SCHEMA,
+                "rank": rank,
+                "node": node,
+                "began_seconds": laps[0].began + offset_seconds,
+                "clock_offset_seconds": offset_seconds,
+                "iterations": [
+                    {"iteration": number, **timeline.when(lap.began, lap.ended)}
+                    for number, lap in enumerate(laps, self._first)
+                ],
+                "displayTimeUnit": "ms",
+                "traceEvents": timeline.names(events) + events,
+            },
+        )
+
+
+class _Timeline:
+    def __init__(self, laps: list[Span], first: int, rank: int) -> None:
+        self._laps, self._first, self._rank = laps, first, rank
+
+    def when(self, began: float, ended: float) -> dict[str, float]:
+        zero = self._laps[0].began
+        # To the nanosecond, which is what the clock can tell.
+        return {
+            "ts": round((began - zero) * 1e6, 3),
+            "dur": round((ended - began) * 1e6, 3),
+        }
+
+    def _covers(self, moment: float) -> bool:
+        return self._laps[0].began <= moment < self._laps[-1].ended
+
+    def phases(self, spans: Iterable[Span]) -> list[dict[str, Any]]:
+        return [
+            self._event("phase", span, PHASES_THREAD, {})
+            for span in spans
+            if self._covers(span.began)
+        ]
+
+    def transfers(self, transfers: Iterable[CountedTransfer]) -> list[dict[str, Any]]:
+        """Each on the first thread that is free."""
+        events = []
+        busy_until: list[float] = []
+        for transfer in sorted(transfers, key=attrgetter("began")):
+            if transfer.completed is None or not self._covers(transfer.began):
+                continue
+            free = (n for n, until in enumerate(busy_until) if until <= transfer.began)
+            lane = next(free, len(busy_until))
+            busy_until[lane : lane + 1] = [transfer.completed]
+            details = {
+                "kind": transfer.kind,
+                "bytes": transfer.bytes_sent + transfer.bytes_received,
+                "bytes_sent": transfer.bytes_sent,
+                "bytes_received": transfer.bytes_received,
+                "messages": transfer.messages,
+            }
+            span = Span(transfer.kind, transfer.began, transfer.completed)
+            events.append(self._event("transfer", span, FIRST_TRANSFERS_THREAD + lane, details))
+        return events
+
+    def _event(
+        self, category: str, span: Span, thread: int, details: dict[str, Any]
+    ) -> dict[str, Any]:
+        return {
+            "name": span.name,
+            "cat": category,
+            "ph": "X",
+            "pid": self._rank,
+            "tid": thread,
+            **self.when(span.began, span.ended),
+            "args": {**details, "iteration": self._iteration_at(span.began)},
+        }
+
+    def _iteration_at(self, moment: float) -> int | None:
+        """None between two of them."""
+        index = bisect_right(self._laps, moment, key=attrgetter("began")) - 1
+        is_within = index >= 0 and moment < self._laps[index].ended
+        return self._first + index if is_within else None
+
+    def names(self, events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What a viewer calls the worker and its threads."""
+        named = [("process_name", PHASES_THREAD, f"rank {self._rank}")]
+        for thread in sorted({event["tid"] for event in events}):
+            name = "phases" if thread == PHASES_THREAD else "transfers"
+            named.append(("thread_name", thread, name))
+        return [
+            {"name": what, "ph": "M", "pid": self._rank, "tid": thread, "args": {"name": name}}
+            for what, thread, name in named
+        ]
