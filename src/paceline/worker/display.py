@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from dataclasses import dataclass
 from typing import Any, Protocol, TextIO
 
+COLUMNS_VARIABLE = "PACELINE_COLUMNS"
+"""How wide a terminal is that another process shows this one's output on."""
 COLUMNS = "   epoch  rank  val loss  val acc         lr    wall s  samples/s"
 
 
@@ -81,7 +84,10 @@ class LiveDisplay:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        self._console = Console(highlight=False, markup=False, width=width)
+        is_terminal = True if COLUMNS_VARIABLE in os.environ else None
+        self._console = Console(
+            highlight=False, markup=False, width=width, force_terminal=is_terminal
+        )
         self._progress = Progress(
             BarColumn(bar_width=18),
             TextColumn("{task.description}"),
@@ -119,6 +125,8 @@ class LiveDisplay:
 def open_display(quiet: bool = False) -> Display:
     if quiet:
         return SilentDisplay()
+    if columns := os.environ.get(COLUMNS_VARIABLE):
+        return LiveDisplay(int(columns))
     return LiveDisplay() if sys.stdout.isatty() else PlainDisplay()
 
 

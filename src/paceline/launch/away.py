@@ -1,0 +1,194 @@
+"""A run on machines that this command starts: over ssh (`--hosts`) or emulated (`--cluster`).
+
+A node process on each of them does what a command given there by hand would do. This one shows what
+they say, ends them together, and has all records at the end, as if the run had been here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from paceline import __version__, cluster_spec
+from paceline.config import RunConfig
+from paceline.errors import PacelineError, RecordsError, RunError, StoppedError, UsageError
+from paceline.launch.ending import Ending
+from paceline.launch.fleet import Fleet, Watch, error_of, first_failure
+from paceline.launch.hand_in import clear_reports, read_reports
+from paceline.launch.interruptions import Interruptions
+from paceline.launch.node import Task
+from paceline.launch.node_process import NodeEnd
+from paceline.launch.outcome import Outcome
+from paceline.launch.parcel import PASSING
+from paceline.launch.result import write_result
+from paceline.launch.ssh import SshFleet
+from paceline.launch.transport import deliver, fetch
+from paceline.records import Result, RunFolder, default_name
+
+LOOPBACK = "127.0.0.1"
+
+
+def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
+    with Interruptions() as interruptions, _fleet(config) as fleet:
+        try:
+            return run_on(fleet, config, resumed, quiet, interruptions)
+        finally:
+            # The machines are taken down in peace.
+            interruptions.raises = False
+
+
+@contextlib.contextmanager
+def _fleet(config: RunConfig) -> Iterator[Fleet]:
+    if config.hosts:
+        yield SshFleet(config.hosts)
+        return
+    # Only here, since it is of no use to those who have machines.
+    from paceline.cluster.emulated import EmulatedCluster
+    from paceline.launch.emulated import EmulatedFleet
+
+    with EmulatedCluster.up(cluster_spec.parse(config.cluster or "")) as cluster:
+        yield EmulatedFleet(cluster)
+
+
+def run_on(
+    fleet: Fleet,
+    config: RunConfig,
+    resumed: RunFolder | None,
+    quiet: bool,
+    interruptions: Interruptions,
+) -> Outcome:
+    folder = resumed or _reserve(config)
+    config = _settle(config, fleet, folder)
+    before = folder.read_result() if resumed else None
+    if resumed:
+        deliver(fleet, 0, _path(config), folder)
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    words = [fleet.python, "-m", "paceline.launch.node"]
+
+    def task(node: int) -> bytes:
+        own = replace(config, node_rank=node).to_dict()
+        return Task(__version__, own, resumed is not None, quiet, columns).to_bytes()
+
+    with Watch(fleet, interruptions) as watch:
+        ends = watch.run(lambda _: words, task)
+    failure = first_failure(ends)
+    error = error_of(fleet, failure, ends) if failure else None
+    try:
+        interruptions.raises = True
+        _bring_home(fleet, config, folder, ends[0], error)
+    except StoppedError:
+        raise StoppedError(
+            f"stopped before all records had come from {fleet.addresses[0]}"
+        ) from None
+    if error is None:
+        result = _new_result(folder, before)
+        if result is None:
+            raise RunError(f"the run ended without a result in {folder.path}")
+        return Outcome(folder, result, 0)
+    has_trained = not isinstance(error, UsageError) and _has_trained(config, folder)
+    if has_trained:
+        is_told = bool(failure and failure.complaint)
+        result = _result_of_failure(config, folder, before, error, is_told)
+    _clear_passing(config, folder)
+    if not has_trained:
+        if resumed is None:
+            folder.discard()
+        raise error
+    return Outcome(folder, result, error.exit_code)
+
+
+def _reserve(config: RunConfig) -> RunFolder:
+    """The folder that the records will be in, which the first node makes where it shares it."""
+    folder = RunFolder(Path(config.out) / (config.name or default_name(config)))
+    if folder.path.exists():
+        raise RecordsError(
+            f"{folder.path} exists already: choose another --name, or continue it with --resume"
+        )
+    return folder
+
+
+def _settle(config: RunConfig, fleet: Fleet, folder: RunFolder) -> RunConfig:
+    """What all nodes have in common, where the run is and where they meet included."""
+    address = fleet.addresses[0]
+    if config.hosts and config.master_addr != LOOPBACK:
+        # Hosts may know one another by other names than ssh does.
+        address = config.master_addr
+    out = folder.path.parent
+    # The hosts may have the current folder elsewhere.
+    with contextlib.suppress(ValueError):
+        out = out.absolute().relative_to(Path.cwd())
+    return replace(
+        config,
+        nnodes=len(fleet.addresses),
+        node_rank=0,
+        master_addr=address,
+        out=str(out),
+        name=folder.id,
+    )
+
+
+def _path(config: RunConfig) -> str:
+    return str(Path(config.out) / (config.name or ""))
+
+
+def _bring_home(
+    fleet: Fleet, config: RunConfig, folder: RunFolder, first: NodeEnd, error: PacelineError | None
+) -> None:
+    """Get the records from the first node, which has those of all; without it, from the others."""
+    is_here = folder.config_file.is_file() and first.news.get("identity") == folder.identity()
+    if is_here or isinstance(error, UsageError):
+        return
+    try:
+        fetch(fleet, 0, _path(config), folder)
+    except StoppedError:
+        raise
+    except PacelineError as trouble:
+        if error is None:
+            where = f"{fleet.addresses[0]}:{_path(config)}"
+            raise RunError(f"the run is finished, its records are in {where}: {trouble}") from None
+    if error is None or folder.result_file.is_file():
+        return
+    for node in range(1, len(fleet.addresses)):
+        with contextlib.suppress(RunError, RecordsError):
+            fetch(fleet, node, _path(config), folder, replace=False)
+
+
+def _new_result(folder: RunFolder, before: Result | None) -> Result | None:
+    """`before`: what a resumed run said of itself until now."""
+    result = folder.read_result() if folder.config_file.is_file() else None
+    return None if result == before else result
+
+
+def _has_trained(config: RunConfig, folder: RunFolder) -> bool:
+    return any(folder.events_file(rank).exists() for rank in range(config.workers))
+
+
+def _result_of_failure(
+    config: RunConfig, folder: RunFolder, before: Result | None, error: PacelineError, is_told: bool
+) -> Result:
+    """`is_told`: by the nodes, so that they have written it down where they could."""
+    result = _new_result(folder, before)
+    if result is None:
+        folder.set_result_aside()
+        status = "stopped" if isinstance(error, StoppedError) else "failed"
+        reports = read_reports(folder, config.workers)
+        result = write_result(config, folder, reports, Ending(str(error), error.exit_code, status))
+    elif not is_told:
+        # The nodes have seen only what came of it.
+        result |= {"status": "failed", "cause": str(error)}
+        folder.write_result(result)
+    return result
+
+
+def _clear_passing(config: RunConfig, folder: RunFolder) -> None:
+    """What a node that was killed could not remove."""
+    clear_reports(folder, config.workers)
+    for file in folder.path.glob("*"):
+        if file.name.startswith(PASSING) or (
+            file.name.startswith("output-") and not file.stat().st_size
+        ):
+            file.unlink(missing_ok=True)

@@ -1,0 +1,31 @@
+"""Machines that are emulated on this one (`--cluster`)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.cluster.emulated import EmulatedCluster
+from paceline.errors import PacelineError, RunError
+from paceline.launch.fleet import describe_end
+from paceline.launch.node_process import NodeEnd, open_node
+
+
+class EmulatedFleet:
+    def __init__(self, cluster: EmulatedCluster) -> None:
+        self._cluster = cluster
+        self.addresses = cluster.addresses
+        self.python = sys.executable
+
+    def start(self, node: int, words: Sequence[str], given: bytes) -> subprocess.Popen[bytes]:
+        # The package may have been found through a folder where the new process does not look.
+        sources, inherited = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")
+        path = os.pathsep.join(filter(None, (sources, inherited)))
+        environment = {**os.environ, "PYTHONPATH": path}
+        return open_node(self._cluster.command(node, words), given, environment)
+
+    def explain(self, end: NodeEnd) -> PacelineError:
+        return RunError(describe_end(end, self.addresses[end.node]))

@@ -1,0 +1,173 @@
+"""Machines that processes can be started on, and a command that runs on all of them.
+
+A fleet starts a process on one of its nodes; launch/ssh.py does so on real machines and
+launch/emulated.py on emulated ones. `Watch` starts one on each, shows what they say and sees that
+they end together; `run_on_all` is that, with one line for what went wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from time import monotonic
+from types import TracebackType
+from typing import Protocol, Self
+
+from paceline.errors import PacelineError, RunError, StoppedError, UsageError
+from paceline.launch.interruptions import Interruptions
+from paceline.launch.node_process import NodeEnd, NodeProcess
+from paceline.launch.starter import BEAT_SECONDS
+
+POLL_SECONDS = 0.1
+PATIENCE_SECONDS = 10.0
+"""What the others get, after a failure, to notice it themselves and to hand in their records."""
+ENDING_SECONDS = 12.0
+"""How long a node may take to end when it is told that the starter is gone; then it is killed."""
+
+
+class Fleet(Protocol):
+    @property
+    def addresses(self) -> Sequence[str]:
+        """One for each node, by which the nodes reach one another and messages name them."""
+
+    @property
+    def python(self) -> str:
+        """The Python that has paceline on these machines."""
+
+    def start(self, node: int, words: Sequence[str], given: bytes) -> subprocess.Popen[bytes]:
+        """Start a command on a node, with pipes for its input, output and errors.
+
+        `given` is written to its input, which stays open: its end tells that the starter is gone.
+        """
+
+    def explain(self, end: NodeEnd) -> PacelineError:
+        """Why a command failed that did not say so itself."""
+
+
+def run_on_all(
+    fleet: Fleet, words_of: Callable[[int], list[str]], given_of: Callable[[int], bytes]
+) -> list[int]:
+    """Run a command on each node, with its `given`; returns the exit codes, which are all 0.
+
+    The first node's output is shown plainly, that of the others behind their names. The first
+    failure, or Ctrl-C, stops all and is raised.
+    """
+    with Interruptions() as interruptions, Watch(fleet, interruptions) as watch:
+        ends = watch.run(words_of, given_of)
+    if failure := first_failure(ends):
+        raise error_of(fleet, failure, ends)
+    return [end.code or 0 for end in ends]
+
+
+def first_failure(ends: Sequence[NodeEnd]) -> NodeEnd | None:
+    failed = (end for end in ends if end.code)
+    return min(failed, key=lambda end: end.ended, default=None)
+
+
+def error_of(fleet: Fleet, failure: NodeEnd, ends: Sequence[NodeEnd]) -> PacelineError:
+    """A failure by the words of its node where it had any."""
+    if not failure.complaint:
+        return fleet.explain(failure)
+    kinds: dict[int, type[PacelineError]] = {2: UsageError, 130: StoppedError}
+    # What several tell is about the whole run, and not about one of them.
+    others = (end for end in ends if end is not failure)
+    is_shared = any(end.complaint == failure.complaint for end in others)
+    where = "" if is_shared else f"{fleet.addresses[failure.node]}: "
+    return kinds.get(failure.code or 1, RunError)(where + failure.complaint)
+
+
+def describe_end(end: NodeEnd, address: str) -> str:
+    """A failure without words."""
+    who = f"node {end.node} ({address})"
+    if end.signal:
+        return f"{who} was killed by {end.signal.name}"
+    last = f": {end.last_line}" if end.last_line else ", and said nothing"
+    return f"{who} ended with exit code {end.code}{last}"
+
+
+class Watch:
+    """Over one process on each node, from their start to their end; none outlives the block."""
+
+    def __init__(self, fleet: Fleet, interruptions: Interruptions) -> None:
+        self._fleet = fleet
+        self._interruptions = interruptions
+        self._nodes: list[NodeProcess] = []
+        self._selector = selectors.DefaultSelector()
+        self._let_go_at: float | None = None
+        """When those that still run are told to end."""
+        self._passed_on = 0
+        """How many signals the nodes have been told of."""
+        self._beaten = monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for node in self._nodes:
+            node.close()
+        self._selector.close()
+
+    def run(
+        self, words_of: Callable[[int], list[str]], given_of: Callable[[int], bytes]
+    ) -> list[NodeEnd]:
+        """Start all, and come back when all have ended; signals are passed on meanwhile."""
+        for number, address in enumerate(self._fleet.addresses):
+            process = self._fleet.start(number, words_of(number), given_of(number))
+            prefix = f"[{address}] " if number else ""
+            self._nodes.append(NodeProcess(number, process, prefix))
+            self._nodes[-1].register(self._selector)
+        self._interruptions.raises = False
+        while any(node.is_running for node in self._nodes):
+            for key, _ in self._selector.select(POLL_SECONDS):
+                key.data(self._selector)
+            for node in self._nodes:
+                node.look(self._selector)
+            self._pass_signals_on()
+            self._give_sign_of_life()
+            self._end_together()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return [node.end for node in self._nodes]
+
+    def _pass_signals_on(self) -> None:
+        received = self._interruptions.received
+        for number in received[self._passed_on :]:
+            for node in self._nodes:
+                node.send(f"{number.name}\n".encode())
+        if len(received) > max(2, self._passed_on):
+            for node in self._nodes:
+                node.kill()
+        elif len(received) == 2 and self._passed_on < 2:
+            self._let_go_at = monotonic()
+        self._passed_on = len(received)
+
+    def _give_sign_of_life(self) -> None:
+        if monotonic() - self._beaten > BEAT_SECONDS:
+            self._beaten = monotonic()
+            for node in self._nodes:
+                node.send(b"\n")
+
+    def _end_together(self) -> None:
+        """After the first failure, see to it that the others end as well, one way or another."""
+        now = monotonic()
+        failed = [node.end for node in self._nodes if node.end.code]
+        if failed and self._let_go_at is None:
+            first = min(failed, key=lambda end: end.ended)
+            # The others wait for one that was never there, or that refused to begin.
+            is_refusal = not first.has_begun or first.code == UsageError.exit_code
+            self._let_go_at = now + (0.0 if is_refusal else PATIENCE_SECONDS)
+        if self._let_go_at is None or now < self._let_go_at:
+            return
+        for node in self._nodes:
+            with contextlib.suppress(OSError):
+                node.let_go()
+            if now > self._let_go_at + ENDING_SECONDS:
+                node.kill()

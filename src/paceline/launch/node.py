@@ -1,0 +1,84 @@
+"""What is started on each machine of a run: `python -m paceline.launch.node`.
+
+The first line of its input is a `Task`; launch/starter.py tells how it hangs on its starter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline import __version__
+from paceline.config import RunConfig, from_mapping
+from paceline.errors import UsageError
+from paceline.launch.ending import Ending
+from paceline.launch.interruptions import Interruptions
+from paceline.launch.starter import end_with_starter, read_given, tell, telling_errors
+from paceline.records import RunFolder
+from paceline.worker.display import COLUMNS_VARIABLE
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    version: str
+    """Of the starter's paceline."""
+    config: dict[str, Any]
+    """The run's, as this node has it."""
+    is_resumed: bool
+    quiet: bool
+    terminal_columns: int | None
+    """Of the terminal that shows the first node's output; None where there is none."""
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(dataclasses.asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def read(cls) -> Task:
+        given = read_given()
+        theirs = given.get("version")
+        if theirs != __version__:
+            raise UsageError(
+                f"has paceline {__version__}, and the command that starts it {theirs}: install the"
+                " same version on all machines"
+            )
+        return cls(**given)
+
+
+def main() -> None:
+    # Before torch is loaded, which takes seconds: an early Ctrl-C is to end in good order as well.
+    with Interruptions():
+        task = Task.read()
+        tell(version=__version__)
+        end_with_starter()
+        if task.terminal_columns:
+            os.environ[COLUMNS_VARIABLE] = str(task.terminal_columns)
+        _run(task)
+
+
+def _run(task: Task) -> None:
+    from paceline.launch import start
+    from paceline.worker.process import keep_freed_memory
+
+    keep_freed_memory()
+    config = from_mapping(task.config)
+    outcome = start.launch_here(config, _resumed(config) if task.is_resumed else None, task.quiet)
+    tell(identity=outcome.folder.identity())
+    if outcome.exit_code and outcome.result is not None:
+        raise Ending(outcome.result["cause"], outcome.exit_code).error()
+
+
+def _resumed(config: RunConfig) -> RunFolder:
+    assert config.name is not None
+    # The other nodes get the checkpoint from the first one.
+    if config.node_rank:
+        return RunFolder.beside(config, config.name)
+    return RunFolder.open(Path(config.out) / config.name)
+
+
+if __name__ == "__main__":
+    sys.exit(telling_errors(main))

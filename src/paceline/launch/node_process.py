@@ -1,0 +1,194 @@
+"""One node's process, as its starter sees it: what it says, and how it ends."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from signal import Signals
+from time import monotonic
+from typing import IO, Any
+
+from paceline.launch.starter import COMPLAINT, NEWS_MARK
+
+DRAIN_SECONDS = 1.0
+"""How long to wait for the last words of a process that has ended, whose pipes others may hold."""
+READ_BYTES = 1 << 16
+
+
+@dataclass(slots=True)
+class NodeEnd:
+    """How a node's process ended, as far as it has."""
+
+    node: int
+    code: int | None = None
+    complaint: str = ""
+    """The error that it told."""
+    last_line: str = ""
+    """Of what else it said on standard error."""
+    has_begun: bool = False
+    """Whether it gave a sign of being there."""
+    news: dict[str, Any] = field(default_factory=dict)
+    """What it told its starter (launch/starter.py)."""
+    ended: float = 0.0
+
+    @property
+    def signal(self) -> Signals | None:
+        """What killed it, if anything did."""
+        return Signals(-self.code) if self.code is not None and self.code < 0 else None
+
+
+def open_node(
+    words: Sequence[str], given: bytes, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """A process as fleets start it: pipes on all sides, `given` on its way, the input left open."""
+    process = subprocess.Popen(
+        words,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        # Ctrl-C reaches the whole foreground group; whoever watches over the nodes passes it on.
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    # One that ended at once says why in another way.
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(given)
+        process.stdin.flush()
+    return process
+
+
+class NodeProcess:
+    """Shows what a process says, all but its complaints, which it keeps."""
+
+    def __init__(self, node: int, process: subprocess.Popen[bytes], prefix: str) -> None:
+        self.end = NodeEnd(node)
+        self._process = process
+        self._prefix = prefix
+        """Before each of its lines; without one its output goes through as it comes."""
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._out, self._err = b"", b""
+        """Lines that have begun."""
+        self._held: list[str] = []
+        """What came on standard error before any sign of the process: how it was not reached."""
+        self._open: set[int] = set()
+        self._exited: float | None = None
+        assert process.stdin is not None
+        os.set_blocking(process.stdin.fileno(), False)
+
+    @property
+    def is_running(self) -> bool:
+        return self.end.code is None
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        for pipe, take in (
+            (self._process.stdout, self._take_out),
+            (self._process.stderr, self._take_err),
+        ):
+            assert pipe is not None
+            self._open.add(pipe.fileno())
+            selector.register(pipe, selectors.EVENT_READ, self._reader(pipe, take))
+
+    def _reader(
+        self, pipe: IO[bytes], take: Callable[[bytes], None]
+    ) -> Callable[[selectors.BaseSelector], None]:
+        def read(selector: selectors.BaseSelector) -> None:
+            received = os.read(pipe.fileno(), READ_BYTES)
+            take(received)
+            if not received:
+                selector.unregister(pipe)
+                self._open.discard(pipe.fileno())
+
+        return read
+
+    def look(self, selector: selectors.BaseSelector) -> None:
+        """Note the end, once the last words have come."""
+        code = self._process.poll()
+        if code is None or not self.is_running:
+            return
+        self._exited = self._exited or monotonic()
+        if self._open and monotonic() - self._exited < DRAIN_SECONDS:
+            return
+        for pipe in (self._process.stdout, self._process.stderr):
+            if pipe is not None and pipe.fileno() in self._open:
+                selector.unregister(pipe)
+        self._take_out(b"\n" if self._out else b"")
+        self._take_err(b"\n" if self._err else b"")
+        self.end.code, self.end.ended = code, self._exited
+        if code == 0:
+            self._begin()
+        self.close()
+
+    def send(self, words: bytes) -> None:
+        """To its input; what does not get through, a later sign of life may."""
+        stdin = self._process.stdin
+        if stdin is not None and not stdin.closed:
+            with contextlib.suppress(OSError):
+                os.write(stdin.fileno(), words)
+
+    def let_go(self) -> None:
+        """Tell the process that it is to end, by ending its input."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+
+    def close(self) -> None:
+        """Be done with it, whatever it is doing."""
+        self.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            with contextlib.suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+
+    def _take_out(self, received: bytes) -> None:
+        if received:
+            self._begin()
+        if not self._prefix:
+            sys.stdout.write(self._decode(received))
+            sys.stdout.flush()
+            return
+        *lines, self._out = (self._out + received).split(b"\n")
+        for line in lines:
+            self._show(line.decode(errors="replace"), sys.stdout.write)
+
+    def _take_err(self, received: bytes) -> None:
+        *lines, self._err = (self._err + received).split(b"\n")
+        for line in lines:
+            self._hear(line.decode(errors="replace").rstrip("\r"))
+
+    def _hear(self, line: str) -> None:
+        if line.startswith(NEWS_MARK):
+            self._begin()
+            with contextlib.suppress(ValueError):
+                self.end.news |= json.loads(line.removeprefix(NEWS_MARK))
+        elif line.startswith(COMPLAINT):
+            told = line.removeprefix(COMPLAINT)
+            self.end.complaint = "\n".join(filter(None, (self.end.complaint, told)))
+        else:
+            self.end.last_line = line.strip() or self.end.last_line
+            if self.end.has_begun:
+                self._show(line, sys.stderr.write)
+            else:
+                self._held.append(line)
+
+    def _begin(self) -> None:
+        self.end.has_begun = True
+        for line in self._held:
+            self._show(line, sys.stderr.write)
+        self._held.clear()
+
+    def _show(self, line: str, write: Callable[[str], Any]) -> None:
+        # The first node may have a live line there, which it draws anew.
+        clear = "\r\x1b[2K" if self._prefix and sys.stdout.isatty() else ""
+        write(f"{clear}{self._prefix}{line}\n")
