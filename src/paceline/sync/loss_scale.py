@@ -8,16 +8,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from paceline.sync.quick_step import QuickStep
 
-def step_unless_overflown(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
+
+def step_unless_overflown(scaler: torch.amp.GradScaler, step: QuickStep) -> None:
     """Let the scaler step, or pass the step over where a gradient left fp16's range.
 
     An optimiser without any state must have been unscaled before: when torch's fused SGD passes its
     first step over, it takes memory that nobody has filled for its momentum.
     """
-    if scaler.is_enabled() and not optimizer.state and float(overflow(scaler, optimizer)):
-        return
-    scaler.step(optimizer)
+    optimizer = step.optimizer
+    if not scaler.is_enabled():
+        step()
+    elif optimizer.state or not float(overflow(scaler, optimizer)):
+        scaler.step(optimizer)
 
 
 def overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> Tensor:

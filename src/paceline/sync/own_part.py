@@ -34,6 +34,7 @@ from paceline.errors import ConfigError
 from paceline.sync import own_state
 from paceline.sync.aligned import AlignedMemory
 from paceline.sync.loss_scale import overflow, step_unless_overflown
+from paceline.sync.quick_step import QuickStep
 from paceline.sync.replica import Replica
 
 ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop)
@@ -80,6 +81,7 @@ class OwnPart:
             own = [piece.values for piece in pieces if piece.weight in members]
             groups.append({**group, "params": own})
         self.optimizer = same_kind(replica.optimizer, groups)
+        self._step = QuickStep(self.optimizer)
 
     def update(self) -> None:
         """Clip by the norm of the whole gradient and apply the optimiser. Collective."""
@@ -95,7 +97,7 @@ class OwnPart:
             self._agree()
         if not self._has_pieces and not scaler.is_enabled():
             return
-        step_unless_overflown(scaler, self.optimizer)
+        step_unless_overflown(scaler, self._step)
         scaler.update()
 
     def _agree(self) -> None:

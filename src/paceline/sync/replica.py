@@ -16,6 +16,7 @@ from paceline.comm.communicator import Communicator
 from paceline.measure.clock import PhaseClock
 from paceline.sync.batch_norm import SharedBatchNorm
 from paceline.sync.loss_scale import step_unless_overflown
+from paceline.sync.quick_step import QuickStep
 
 
 class Exposed:
@@ -66,8 +67,10 @@ class Replica:
     """Communication that went on behind the backward pass."""
     trainable: list[nn.Parameter] = field(init=False)
     _shared_norms: list[SharedBatchNorm] = field(init=False)
+    _step: QuickStep = field(init=False)
 
     def __post_init__(self) -> None:
+        self._step = QuickStep(self.optimizer)
         for weight in self.model.parameters():
             # Strategies lay weights out one after the other, so a view with gaps has to close them.
             if torch.empty_like(weight, device="meta").stride() != weight.stride():
@@ -118,7 +121,7 @@ class Replica:
             self.scaler.unscale_(self.optimizer)
         if self.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.trainable, self.clip_norm)
-        step_unless_overflown(self.scaler, self.optimizer)
+        step_unless_overflown(self.scaler, self._step)
         self.scaler.update()
         self.clear_gradients()
 
