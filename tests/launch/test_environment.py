@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from paceline import cli
 from paceline.comm.place import Place
 from paceline.errors import UsageError
 from paceline.launch.environment import detect
@@ -132,3 +133,12 @@ def test_what_is_no_number_is_refused_by_its_name(variables: dict[str, str], nam
 def test_unequal_numbers_of_tasks_are_refused() -> None:
     with pytest.raises(UsageError, match="--ntasks-per-node"):
         detect({**SRUN, "SLURM_STEP_NUM_TASKS": "5"})
+
+
+def test_settings_are_checked_against_the_workers_that_srun_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in SRUN.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["train", "--shares", "2,1"]) == 2
+    assert "--shares: must be auto or 6 numbers above 0" in capsys.readouterr().err

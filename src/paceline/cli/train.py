@@ -7,6 +7,7 @@ import sys
 
 from paceline.cli.flags import add_config_flags, add_control_flags, given_flags
 from paceline.config import from_mapping
+from paceline.launch import environment
 
 SUMMARY = "train one model and write down what it took"
 
@@ -21,7 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     values = given_flags(arguments)
     # Refused before torch is loaded, which takes two seconds.
-    config = from_mapping(values) if arguments.resume is None else None
+    config = from_mapping({**_counts(), **values}) if arguments.resume is None else None
     from paceline.launch import start
     from paceline.report.summary import print_summary
     from paceline.worker.process import keep_freed_memory
@@ -36,3 +37,11 @@ def run(arguments: argparse.Namespace) -> int:
         if outcome.exit_code:
             sys.stderr.write(f"paceline: error: {outcome.result['cause']}\n")
     return outcome.exit_code
+
+
+def _counts() -> dict[str, int]:
+    """Where torchrun or srun started the workers: how many they are, which flags need not say."""
+    place = environment.detect()
+    if place is None:
+        return {}
+    return {"nnodes": place.nnodes, "nproc_per_node": place.local_world_size}
