@@ -1,0 +1,114 @@
+"""Runs as batch jobs of a real SLURM with three machines."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.commands import (
+    ENDLESS,
+    TINY,
+    flags,
+    is_training,
+    launch,
+    names_in,
+    wait_until,
+)
+from launch.slurm_cluster import slurm_cluster
+from paceline import cli
+from paceline.launch import slurm
+from paceline.records import RunFolder, read_json
+
+pytestmark = [pytest.mark.slurm, pytest.mark.root]
+
+ONE_THREAD = {"threads": 1}
+"""The sums of a layer depend on the number of threads, which follows from workers on a machine."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Path]:
+    with slurm_cluster() as conf:
+        yield conf
+
+
+@pytest.fixture(autouse=True)
+def in_cluster(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_CONF", str(cluster))
+    monkeypatch.setattr(slurm, "POLL_SECONDS", 0.2)
+
+
+def submit(out: Path, *words: str, **settings: Any) -> int:
+    run = flags({**TINY, **ONE_THREAD, "out": out, "name": "run", **settings})
+    return cli.main(["slurm", "--nodes", "3", "--time", "5:00", *words, *run])
+
+
+def job_of(out: Path, said: str) -> slurm.Job:
+    found = re.match(r"job (\d+): ", said)
+    assert found is not None
+    return slurm.Job(found[1], out / f"run.slurm-{found[1]}.txt")
+
+
+def test_a_job_trains_what_a_local_run_trains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit(tmp_path / "job", "--wait") == 0
+    here = launch(tmp_path / "here", **ONE_THREAD, nproc_per_node=3).result
+    assert here is not None
+    there = read_json(tmp_path / "job" / "run" / "result.json")
+    assert there["status"] == "finished"
+    assert there["weights_sha256"] == here["weights_sha256"]
+    assert (there["config"]["nnodes"], there["config"]["nproc_per_node"]) == (3, 1)
+    assert [worker["node"] for worker in there["workers"]] == [0, 1, 2]
+    assert all(node["rss_bytes_peak"] for node in there["nodes"])
+    records = {f"{kind}-{number}.jsonl" for kind in ("events", "resources") for number in range(3)}
+    assert records <= names_in(tmp_path / "job" / "run")
+    said = capsys.readouterr().out
+    job = job_of(tmp_path / "job", said)
+    assert names_in(tmp_path / "job") == {"run", "run.sbatch", job.output.name}
+    assert job.output.read_text() in said
+    assert "status      finished" in said
+
+
+def test_a_failing_worker_fails_the_job_with_the_first_cause(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit(tmp_path, "--wait", model="own_code:Breaking") == 1
+    said = capsys.readouterr()
+    cause = f"ValueError: the model broke (traceback in {tmp_path / 'run' / 'traceback.txt'})"
+    assert said.err == f"paceline: error: {cause}\n"
+    assert read_json(tmp_path / "run" / "result.json")["cause"] == cause
+    assert slurm.job_state(job_of(tmp_path, said.out)) == "FAILED"
+
+
+def test_a_cancelled_job_stops_workers_and_servers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OWN_SLEEP_SECONDS", "0.02")
+    settings = {**ENDLESS, "strategy": "parameter_server"}
+    assert submit(tmp_path, **settings) == 0
+    job = job_of(tmp_path, capsys.readouterr().out)
+    wait_until(lambda: is_training(tmp_path / "run", range(3)), "all workers train")
+    subprocess.run(["scancel", job.id], check=True)
+    assert slurm.follow(job) == "CANCELLED"
+    result = RunFolder(tmp_path / "run").read_result()
+    assert result is not None
+    assert result["status"] == "stopped"
+    assert result["cause"] == f"stopped by SIGTERM after iteration {result['iterations']}"
+    passing = ("launch-", "report-", "failure-", "output-")
+    assert not [name for name in names_in(tmp_path / "run") if name.startswith(passing)]
+
+
+def test_what_slurm_refuses_is_told_in_a_line_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit(tmp_path, "--partition", "absent") == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("paceline: error: sbatch refused the job: ")
+    assert said.err.count("\n") == 1
+    assert not names_in(tmp_path)
