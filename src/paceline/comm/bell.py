@@ -3,8 +3,8 @@
 Every worker has a bell in the shared memory. Whoever has changed something that another may wait
 for rings the other's bell: it writes a number there that was never there before, and if the other
 sleeps, it has the kernel wake it (a futex). A worker that finds nothing to do looks at its bell for
-a few microseconds, since an answer often comes at once; then it sleeps and leaves the core to
-others, which matters most where workers outnumber cores.
+a moment, since an answer often comes at once; then it sleeps and leaves the core to others. Where
+workers outnumber cores it sleeps without looking.
 
 A worker says that it sleeps before it looks for the last time, and a caller looks at that after
 having written. Both can still miss one another, within the nanoseconds that a write takes to leave
@@ -23,8 +23,9 @@ from collections.abc import Callable, Sequence
 from paceline.comm.arena import LINE_BYTES, Arena, space_of_numbers
 
 NAP_SECONDS = 0.02
-LOOK_SECONDS = 100e-6
-"""A little more than the kernel takes to put a process to sleep and to wake it."""
+LOOK_SECONDS = 1e-3
+"""Long enough for the small differences between workers that compute the same: waking one that
+sleeps holds up the one who calls it, by 50 to 100 us on a virtual machine."""
 
 _FUTEX_NUMBERS = {"x86_64": 202}
 _WAIT, _WAKE = 0, 1
