@@ -22,6 +22,7 @@ COMMANDS = {
     "train": "train",
     "slurm": "slurm",
     "compare": "compare",
+    "cluster": "cluster",
     "data": "data",
     # A submodule named list would hide Python's own in this package.
     "list": "listing",

@@ -15,12 +15,9 @@ from paceline.cluster import groups, latency, links, measuring, namespaces, subn
 from paceline.cluster.calibration import Calibration
 from paceline.cluster.processes import ProcessId
 from paceline.cluster.removal import pids_of, remove, sweep
-from paceline.cluster.state import VARIABLE, State, load, path_of
+from paceline.cluster.state import VARIABLE, State, all_paths, load, path_of
 from paceline.cluster_spec import ClusterSpec
 from paceline.errors import ClusterError
-
-JOIN_GROUP = 'echo $$ > "$1" && shift && exec "$@"'
-"""A shell script: enter the group of the first argument and become the others."""
 
 _counter = itertools.count()
 
@@ -96,7 +93,7 @@ class EmulatedCluster:
         group = self.state.groups.get(node)
         if group is None:
             return entered
-        return ["sh", "-c", JOIN_GROUP, "sh", str(group / groups.JOIN_FILE), *entered]
+        return [*groups.join_words(group), *entered]
 
     def processes(self, node: int) -> list[int]:
         """Ids of the processes inside a node."""
@@ -117,6 +114,17 @@ class EmulatedCluster:
         trace: TracebackType | None,
     ) -> None:
         self.down()
+
+
+def check_possible() -> None:
+    """ClusterError where no cluster can be made on this machine."""
+    _chosen_way()
+
+
+def names_of_all() -> list[str]:
+    """Of this user's clusters, those of dead owners removed first."""
+    sweep()
+    return [path.stem for path in all_paths()]
 
 
 def _check(spec: ClusterSpec, name: str) -> None:
@@ -143,7 +151,7 @@ def _build(state: State) -> None:
     links.connect(state.switch, state.nodes, state.addresses)
     rates = [state.spec.bandwidth(node) for node in range(state.spec.nodes)]
     links.shape(state.switch, state.nodes, rates)
-    latency.join_ports(state)
+    latency.join_ports(state, state.switch)
     state.save()
 
 

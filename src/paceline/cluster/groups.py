@@ -19,6 +19,7 @@ LONGEST_PERIOD_SECONDS = 1.0
 LEAST_CPUS = LEAST_QUOTA_SECONDS / LONGEST_PERIOD_SECONDS
 
 JOIN_FILE = "cgroup.procs"
+JOIN_SCRIPT = 'echo $$ > "$1" && shift && exec "$@"'
 
 
 def make_groups(
@@ -52,6 +53,11 @@ def set_quota(group: Path, cpus: float) -> None:
     else:
         _write(group / "cpu.cfs_period_us", str(period))
         _write(group / "cpu.cfs_quota_us", str(quota))
+
+
+def join_words(group: Path) -> list[str]:
+    """Before a command's own words: it runs in the group."""
+    return ["sh", "-c", JOIN_SCRIPT, "sh", str(group / JOIN_FILE)]
 
 
 def pids_in(groups: Iterable[Path]) -> list[int]:
@@ -93,8 +99,7 @@ def _offer_cpu_to_children(parent: Path) -> None:
 
 def _can_join(group: Path) -> bool:
     """A group may be ours to make and yet not ours to move processes into."""
-    words = ["sh", "-c", 'echo $$ > "$1"', "sh", str(group / JOIN_FILE)]
-    return not subprocess.run(words, capture_output=True).returncode
+    return not subprocess.run([*join_words(group), "true"], capture_output=True).returncode
 
 
 def _write(path: Path, text: str) -> None:

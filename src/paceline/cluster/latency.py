@@ -1,13 +1,93 @@
-"""What joins the ports of a cluster: a bridge, or something that delays every frame."""
+"""What joins the ports of a cluster: a bridge, or what delays every frame by half a round trip."""
 
 from __future__ import annotations
 
-from paceline.cluster import links
+import os
+import time
+from pathlib import Path
+
+from paceline.cluster import compile, links, measuring
+from paceline.cluster.namespaces import Namespace, program, spawn
+from paceline.cluster.processes import ProcessId, end_all
 from paceline.cluster.state import State
 from paceline.errors import ClusterError
 
+NETEM_PACKETS = 100_000
+"""netem's own limit of 1,000 would lose packets on a fast link."""
 
-def join_ports(state: State) -> None:
-    if state.switch is None:
-        raise ClusterError(f"cluster {state.name} has no switch")
-    links.bridge(state.switch, state.spec.nodes)
+START_SECONDS = 10.0
+CORRECTIONS = 3
+NEAR_ENOUGH = 0.03
+"""Part of the asked round trip by which it may be off without another correction."""
+
+
+def join_ports(state: State, switch: Namespace) -> None:
+    """Let the nodes reach each other, with the latency of the spec.
+
+    The machine's own share of a round trip is measured and taken off the delay.
+    """
+    asked = state.spec.latency_seconds
+    if not asked:
+        links.bridge(switch, state.spec.nodes)
+        return
+    if has_netem(switch):
+        links.bridge(switch, state.spec.nodes)
+        delay, state.delay = _netem, "netem"
+    else:
+        delay, state.delay = _forward, "forwarder"
+    seconds = asked / 2
+    delay(state, switch, seconds)
+    for _ in range(CORRECTIONS if state.spec.nodes > 1 else 0):
+        excess = measuring.round_trip_seconds(state) - asked
+        if abs(excess) < NEAR_ENOUGH * asked:
+            break
+        # Slower than half of what is asked: the machine was busy with something else just then.
+        seconds = min(max(seconds - excess / 2, asked / 4), asked / 2)
+        delay(state, switch, seconds)
+
+
+def has_netem(namespace: Namespace) -> bool:
+    tc = program("tc")
+    try:
+        namespace.run([tc, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1us"])
+        namespace.run([tc, "qdisc", "del", "dev", "lo", "root"])
+    except ClusterError:
+        return False
+    return True
+
+
+def _netem(state: State, switch: Namespace, seconds: float) -> None:
+    """At the switch's end of each link, with the link's token bucket behind the delay."""
+    for node in range(state.spec.nodes):
+        device = ["dev", links.port(node)]
+        words = ["netem", "delay", f"{seconds * 1e6:.1f}us", "limit", str(NETEM_PACKETS)]
+        switch.run([program("tc"), "qdisc", "replace", *device, "root", "handle", "1:", *words])
+        rate = state.spec.bandwidth(node)
+        if rate is not None:
+            bucket = links.token_bucket(rate).split()
+            child = [*device, "parent", "1:1", "handle", "10:", *bucket]
+            switch.run([program("tc"), "qdisc", "replace", *child])
+
+
+def _forward(state: State, switch: Namespace, seconds: float) -> None:
+    """By a process of ours in place of a bridge; it lives in the switch's namespace."""
+    if (before := state.forwarder) is not None:
+        end_all(lambda: [before.pid] if before.is_alive() else [])
+    ports = [*map(links.port, range(state.spec.nodes)), links.PROBE_PORT]
+    words = [str(compile.forwarder()), str(round(seconds * 1e9)), *ports]
+    pid = spawn(switch.words(words), state.environment())
+    deadline = time.monotonic() + START_SECONDS
+    while _sockets_of_packets(pid) < len(ports):
+        if time.monotonic() > deadline or os.waitpid(pid, os.WNOHANG) != (0, 0):
+            raise ClusterError("cannot make latency: the forwarder ended at its start")
+        time.sleep(0.002)
+    state.forwarder = ProcessId.of(pid)
+    state.save()
+
+
+def _sockets_of_packets(pid: int) -> int:
+    """In the namespace of a process: those by which the forwarder reads its ports."""
+    try:
+        return len(Path(f"/proc/{pid}/net/packet").read_text(encoding="ascii").splitlines()) - 1
+    except OSError:
+        return 0

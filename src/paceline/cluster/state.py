@@ -36,6 +36,8 @@ class State:
     """Cores that a node is held to where no quota could be set."""
     delay: str = "none"
     """What makes the latency: none, netem or forwarder."""
+    forwarder: ProcessId | None = None
+    """The process that makes the latency, where one of ours does."""
     notes: list[str] = field(default_factory=list)
     """What is not as asked, a line each."""
     calibration: Calibration | None = None
@@ -44,6 +46,12 @@ class State:
     @property
     def name(self) -> str:
         return self.path.stem
+
+    def is_whole(self) -> bool:
+        """Whether all that was made is still there."""
+        made = [*self.nodes, *([] if self.switch is None else [self.switch])]
+        forwards = self.forwarder is None or self.forwarder.is_alive()
+        return forwards and all(namespace.is_held() for namespace in made)
 
     def environment(self) -> dict[str, str]:
         return {**os.environ, VARIABLE: str(self.path)}
@@ -137,6 +145,7 @@ def _from_json(path: Path, values: dict[str, Any]) -> State:
         groups={node: Path(group) for node, group in _by_number(values["groups"]).items()},
         cores=_by_number(values["cores"]),
         delay=values["delay"],
+        forwarder=None if values["forwarder"] is None else ProcessId(*values["forwarder"]),
         notes=values["notes"],
         calibration=None if calibration is None else Calibration.from_json(calibration),
         boot=values["boot"],

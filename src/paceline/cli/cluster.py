@@ -1,0 +1,203 @@
+"""`paceline cluster`: emulated machines on this one: made, looked at, used and removed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from paceline.errors import ClusterError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from paceline.cluster.calibration import Measured
+    from paceline.cluster.emulated import EmulatedCluster
+
+SUMMARY = "make and use an emulated cluster: nodes with shaped links and shares of the CPU"
+
+DEFAULT_NAME = "default"
+SPEC_KEYS = ("nodes", "cpus", "bandwidth", "latency", "slow")
+BUSY_CORES = 0.25
+"""Kept busy by others, from which on measured figures are called doubtful."""
+MOST_PROCESSES_SHOWN = 3
+PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    summary = "make a cluster, measure it, and leave it up"
+    up = actions.add_parser("up", help=summary, description=summary)
+    up.add_argument("--nodes", required=True, help="how many machines")
+    up.add_argument("--cpus", help="cores' worth of CPU time of a node, such as 0.5")
+    up.add_argument("--bandwidth", help="of each link, both ways: 1gbit, or 1gbit/3:100mbit")
+    up.add_argument("--latency", help="round trip between two nodes, such as 200us or 2ms")
+    up.add_argument("--slow", help="nodes with a part of the cpus: 3:0.25, or 2:0.5/3:0.25")
+    up.add_argument("--name", default=DEFAULT_NAME, help=f"of the cluster ({DEFAULT_NAME})")
+    up.add_argument("--no-calibrate", action="store_true", help="do not measure it")
+    summary = "show the clusters that are up, and what runs in them"
+    actions.add_parser("status", help=summary, description=summary)
+    summary = "run a command in a node: exec NODE -- COMMAND ..."
+    execute = actions.add_parser("exec", help=summary, description=summary)
+    execute.add_argument("--name", help="of the cluster, where several are up")
+    execute.add_argument("node", type=int, help="number of the node, from 0")
+    execute.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND")
+    summary = "end what runs in a cluster and remove it"
+    down = actions.add_parser("down", help=summary, description=summary)
+    down.add_argument("name", nargs="?", help="of the cluster, where several are up")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    actions = {"up": _up, "status": _status, "exec": _exec, "down": _down}
+    return actions[arguments.action](arguments)
+
+
+def _up(arguments: argparse.Namespace) -> int:
+    from paceline.cluster.emulated import EmulatedCluster
+    from paceline.cluster_spec import parse
+
+    given = {key: getattr(arguments, key) for key in SPEC_KEYS}
+    try:
+        spec = parse(",".join(f"{key}={value}" for key, value in given.items() if value))
+    except ValueError as error:
+        raise ClusterError(f"a cluster must be {error}") from None
+    calibrate = not arguments.no_calibrate
+    cluster = EmulatedCluster.up(spec, arguments.name, calibrate, is_kept=True)
+    console = _console()
+    _show_nodes(console, cluster)
+    _show_calibration(console, cluster)
+    return 0
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from paceline.cluster.emulated import EmulatedCluster, names_of_all
+
+    console = _console()
+    names = names_of_all()
+    for name in names:
+        _show_nodes(console, EmulatedCluster.open(name))
+    if not names:
+        console.print("No cluster is up. Make one with: paceline cluster up --nodes 4")
+    return 0
+
+
+def _exec(arguments: argparse.Namespace) -> int:
+    words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
+    if not words:
+        raise UsageError("say what to run: paceline cluster exec NODE -- COMMAND ...")
+    command = _chosen(arguments.name).command(arguments.node, words)
+    sys.stdout.flush()
+    os.execvp(command[0], command)
+
+
+def _down(arguments: argparse.Namespace) -> int:
+    cluster = _chosen(arguments.name)
+    cluster.down()
+    _console().print(f"Cluster {cluster.name} is down.")
+    return 0
+
+
+def _chosen(name: str | None) -> EmulatedCluster:
+    """The one of that name, or the only one."""
+    from paceline.cluster.emulated import EmulatedCluster, names_of_all
+
+    names = names_of_all()
+    if name is None and len(names) > 1:
+        raise ClusterError(f"several clusters are up, name one: {', '.join(names)}")
+    return EmulatedCluster.open(name or (names[0] if names else DEFAULT_NAME))
+
+
+def _show_nodes(console: Console, cluster: EmulatedCluster) -> None:
+    from rich.table import Table
+
+    state, spec = cluster.state, cluster.spec
+    until = (
+        f"until `paceline cluster down {cluster.name}`"
+        if state.owner is None
+        else f"as long as process {state.owner.pid}"
+    )
+    console.print(f"Cluster {cluster.name}, up {until}")
+    if spec.latency_seconds:
+        made_by = "" if state.is_whole() else ", which is gone: take it down"
+        latency = _amount(spec.latency_seconds, "s")
+        console.print(f"round trip {latency}, by the {state.delay}{made_by}")
+    table = Table(box=None, pad_edge=False)
+    for heading in ("node", "address", "link each way", "cpus", "processes"):
+        table.add_column(heading, overflow="fold")
+    cores = len(os.sched_getaffinity(0))
+    for node, address in enumerate(cluster.addresses):
+        bandwidth, cpus = spec.bandwidth(node), spec.cpus_of(node, cores)
+        table.add_row(
+            str(node),
+            address,
+            "not limited" if bandwidth is None else _amount(bandwidth, "bit/s"),
+            "not limited" if cpus is None else f"{cpus:g}",
+            _processes(cluster.processes(node)),
+        )
+    console.print(table)
+    for note in state.notes:
+        console.print(f"note: {note}")
+    console.print()
+
+
+def _show_calibration(console: Console, cluster: EmulatedCluster) -> None:
+    from rich.table import Table
+
+    calibration = cluster.calibration
+    if calibration is None:
+        return
+    table = Table(box=None, pad_edge=False)
+    for heading in ("measured", "node", "asked", "got", "off by", ""):
+        table.add_column(heading, justify="left" if heading in ("measured", "") else "right")
+    for item in calibration.measured:
+        table.add_row(*_row(item))
+    console.print(table)
+    if calibration.busy_cores > BUSY_CORES:
+        console.print(
+            f"note: other programs kept {calibration.busy_cores:.1f} cores busy: "
+            "the measured figures are doubtful"
+        )
+
+
+def _row(item: Measured) -> tuple[str, ...]:
+    return (
+        item.what,
+        "all" if item.node is None else str(item.node),
+        "-" if item.asked is None else _amount(item.asked, item.unit),
+        _amount(item.got, item.unit),
+        "-" if item.asked is None else f"{100 * item.deviation:+.1f} %",
+        "over 10 %" if item.is_off else "",
+    )
+
+
+def _amount(value: float, unit: str) -> str:
+    from paceline.report.units import seconds
+
+    if unit == "s":
+        return seconds(value)
+    if unit == "bit/s":
+        scale, prefix = next((pair for pair in PREFIXES if value >= pair[0]), PREFIXES[-1])
+        return f"{value / scale:.4g} {prefix}bit/s"
+    return f"{value:.3g} {unit}"
+
+
+def _processes(pids: list[int]) -> str:
+    import psutil
+
+    shown = []
+    for pid in pids[:MOST_PROCESSES_SHOWN]:
+        try:
+            shown.append(f"{psutil.Process(pid).name()} ({pid})")
+        except psutil.Error:
+            continue
+    more = len(pids) - len(shown)
+    return ", ".join([*shown, *([f"{more} more"] if more > 0 else [])]) or "-"
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    console.width = min(console.width, 80)
+    return console
