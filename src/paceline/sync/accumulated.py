@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from torch import nn
 
 from paceline.sync.aligned import AlignedMemory
-from paceline.sync.replica import Replica
 
 
 class AccumulatedGradients:
@@ -20,13 +19,11 @@ class AccumulatedGradients:
 
     def __init__(
         self,
-        replica: Replica,
         weights: Sequence[nn.Parameter],
         memories: Sequence[AlignedMemory],
         place: int,
     ) -> None:
         """`memories` are all workers', this one's at `place`."""
-        self._replica = replica
         self._is_read = place > 0
         self._own = memories[place].tensor
         self._others = [memory.tensor for number, memory in enumerate(memories) if number != place]
@@ -68,4 +65,5 @@ class AccumulatedGradients:
 
     def release(self) -> None:
         """Leave the weights without gradients, as they were."""
-        self._replica.clear_gradients()
+        for weight, _ in self._views:
+            weight.grad = None

@@ -91,7 +91,7 @@ class Shared(Strategy):
         }
         self._deposits: Deposits | AccumulatedGradients
         if is_small:
-            self._deposits = AccumulatedGradients(replica, weights, deposits, place)
+            self._deposits = AccumulatedGradients(weights, deposits, place)
         else:
             self._deposits = Deposits(
                 replica,
