@@ -172,6 +172,27 @@ def test_ctrl_c_stops_cleanly_and_leaves_a_checkpoint(tmp_path: Path) -> None:
     assert len(list(folder.checkpoints.glob("*.pt"))) == 1
 
 
+@pytest.mark.parametrize(
+    ("number", "checkpoints"), [(signal.SIGTERM, 1), (signal.SIGINT, 0)], ids=["SIGTERM", "SIGINT"]
+)
+def test_only_a_second_ctrl_c_forgoes_the_last_checkpoint(
+    number: signal.Signals, checkpoints: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM sends SIGTERM twice at a job's time limit, and gives time to write one."""
+    original = loop.TrainingLoop._iterate
+
+    def iterate(self: loop.TrainingLoop, iteration: int) -> Any:
+        if iteration == 3:
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)
+        return original(self, iteration)
+
+    monkeypatch.setattr(loop.TrainingLoop, "_iterate", iterate)
+    stopped = uninterrupted(tmp_path, checkpoint_every=100)
+    assert stopped["status"] == "stopped"
+    assert len(list((tmp_path / "whole" / "checkpoints").glob("*.pt"))) == checkpoints
+
+
 def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -353,14 +353,18 @@ def _build_replica(config: RunConfig, prepared: Prepared, team: Team, clock: Pha
 
 @contextlib.contextmanager
 def _stop_on_signals(worker: _Worker) -> Iterator[None]:
-    """Let Ctrl-C or a termination signal end the loop between iterations; a second one, at once."""
+    """Let Ctrl-C or a termination signal end the loop between iterations; another Ctrl-C, at once.
+
+    Termination may be asked for again without haste: SLURM does so at a job's time limit.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     signals = (signal.SIGINT, signal.SIGTERM)
 
     def request(number: int, frame: FrameType | None) -> None:
-        worker.request_stop(f"stopped by {signal.Signals(number).name}")
+        if not worker.stop_requested or number == signal.SIGINT:
+            worker.request_stop(f"stopped by {signal.Signals(number).name}")
 
     before = [signal.signal(number, request) for number in signals]
     try:
