@@ -64,6 +64,7 @@ def examine(out: Path, data_dir: str | None) -> list[Finding]:
         _loopback(),
         _output_folder(out),
         _measuring(),
+        _emulated_cluster(),
         *_datasets(data_dir),
         *(_tool(name, purpose, remedy) for name, (purpose, remedy) in TOOLS.items()),
     ]
@@ -188,6 +189,22 @@ def _measuring() -> Finding:
     if Path("/proc/self/smaps_rollup").exists():
         return Finding("measuring", "ok", "CPU, memory, disk and network of the workers")
     return Finding("measuring", "absent", "memory with shared pages counted once: needs Linux 4.14")
+
+
+def _emulated_cluster() -> Finding:
+    from paceline.cluster.abilities import examine as examine_cluster
+    from paceline.errors import ClusterError
+
+    try:
+        can = examine_cluster()
+    except ClusterError as error:
+        return Finding("cluster", "absent", "no emulated machines", str(error))
+    who = "as root" if can.as_root else "in a user namespace"
+    latency = f"latency by {can.latency}" if can.latency else "no latency: needs netem or gcc"
+    if not can.has_quotas:
+        advice = "run as root, or ask for a delegated control group"
+        return Finding("cluster", "ok", f"{who}, {latency}, without CPU quotas", advice)
+    return Finding("cluster", "ok", f"{who}, {latency}, with CPU quotas")
 
 
 def _datasets(data_dir: str | None) -> Iterator[Finding]:

@@ -118,7 +118,7 @@ class EmulatedCluster:
 
 def check_possible() -> None:
     """ClusterError where no cluster can be made on this machine."""
-    _chosen_way()
+    namespaces.can_be_root()
 
 
 def names_of_all() -> list[str]:
@@ -138,7 +138,7 @@ def _check(spec: ClusterSpec, name: str) -> None:
 
 def _build(state: State) -> None:
     """Each thing is in the state file as soon as it exists, so that a crash leaves no orphan."""
-    as_root = _chosen_way()
+    as_root = namespaces.can_be_root()
     environment = state.environment()
     state.addresses = subnet.addresses(state.name, state.spec.nodes + 1)
     state.switch = namespaces.hold(environment, None, as_root=as_root)
@@ -153,19 +153,6 @@ def _build(state: State) -> None:
     links.shape(state.switch, state.nodes, rates)
     latency.join_ports(state, state.switch)
     state.save()
-
-
-def _chosen_way() -> bool:
-    """Whether namespaces are made as root; else in a namespace of the user's own."""
-    for name in ("ip", "tc", "nsenter"):
-        namespaces.program(name)
-    for as_root in (True, False):
-        if (as_root is False or os.geteuid() == 0) and namespaces.can_make(as_root=as_root):
-            return as_root
-    raise ClusterError(
-        "cannot make network namespaces here: run as root, or let users have user namespaces "
-        "(sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns)"
-    )
 
 
 def _limit_cpus(state: State) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from pathlib import Path
 
 from paceline.cluster import compile, links, measuring
-from paceline.cluster.namespaces import Namespace, program, spawn
-from paceline.cluster.processes import ProcessId, end_all
+from paceline.cluster.namespaces import Namespace, inside_new, program, spawn
+from paceline.cluster.processes import ProcessId, end_all, reap
 from paceline.cluster.state import State
 from paceline.errors import ClusterError
 
@@ -30,7 +31,7 @@ def join_ports(state: State, switch: Namespace) -> None:
     if not asked:
         links.bridge(switch, state.spec.nodes)
         return
-    if has_netem(switch):
+    if has_netem(as_root=not switch.is_of_user):
         links.bridge(switch, state.spec.nodes)
         delay, state.delay = _netem, "netem"
     else:
@@ -46,14 +47,9 @@ def join_ports(state: State, switch: Namespace) -> None:
         delay(state, switch, seconds)
 
 
-def has_netem(namespace: Namespace) -> bool:
-    tc = program("tc")
-    try:
-        namespace.run([tc, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1us"])
-        namespace.run([tc, "qdisc", "del", "dev", "lo", "root"])
-    except ClusterError:
-        return False
-    return True
+def has_netem(*, as_root: bool) -> bool:
+    words = [program("tc"), "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1us"]
+    return not subprocess.run(inside_new(words, as_root), capture_output=True).returncode
 
 
 def _netem(state: State, switch: Namespace, seconds: float) -> None:
@@ -73,6 +69,7 @@ def _forward(state: State, switch: Namespace, seconds: float) -> None:
     """By a process of ours in place of a bridge; it lives in the switch's namespace."""
     if (before := state.forwarder) is not None:
         end_all(lambda: [before.pid] if before.is_alive() else [])
+        reap([before])
     ports = [*map(links.port, range(state.spec.nodes)), links.PROBE_PORT]
     words = [str(compile.forwarder()), str(round(seconds * 1e9)), *ports]
     pid = spawn(switch.words(words), state.environment())

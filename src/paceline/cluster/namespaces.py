@@ -48,15 +48,13 @@ class Namespace:
 
 def hold(environment: Mapping[str, str], inside: Namespace | None, *, as_root: bool) -> Namespace:
     """A new namespace; `inside` says whose user namespace it shares."""
-    if as_root:
-        words = [program("unshare"), "-n", "--", *HOLDER]
-    elif inside is None:
-        words = [program("unshare"), "-U", "-r", "-n", "--", *HOLDER]
+    if as_root or inside is None:
+        words = inside_new(HOLDER, as_root)
     else:
-        words = inside.words([program("unshare"), "-n", "--", *HOLDER])
-    started_from = inside.number if inside is not None and not as_root else None
+        words = inside.words(inside_new(HOLDER, as_root=True))
     pid = spawn(words, environment)
-    return _wait_until_inside(pid, {network_namespace(os.getpid()), started_from}, not as_root)
+    outside = {network_namespace(os.getpid()), inside.number if inside is not None else None}
+    return _wait_until_inside(pid, outside, is_of_user=not as_root)
 
 
 def spawn(words: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -86,11 +84,22 @@ def run(words: Sequence[str], given: str = "") -> str:
     return done.stdout
 
 
-def can_make(*, as_root: bool) -> bool:
-    """Whether a namespace can be made here; UsageError where unshare is missing."""
-    user = [] if as_root else ["-U", "-r"]
-    words = [program("unshare"), *user, "-n", "true"]
-    return not subprocess.run(words, capture_output=True).returncode
+def can_be_root() -> bool:
+    """Whether namespaces are to be made as root, else in the user's own; ClusterError: neither."""
+    for name in ("ip", "tc", "nsenter"):
+        program(name)
+    for as_root in (True, False) if os.geteuid() == 0 else (False,):
+        if not subprocess.run(inside_new(["true"], as_root), capture_output=True).returncode:
+            return as_root
+    raise ClusterError(
+        "cannot make network namespaces here: run as root, or let users have user namespaces "
+        "(sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns)"
+    )
+
+
+def inside_new(words: Sequence[str], as_root: bool) -> list[str]:
+    """The command that runs `words` in a network namespace of its own, which goes with it."""
+    return [program("unshare"), *([] if as_root else ["-U", "-r"]), "-n", "--", *words]
 
 
 def _wait_until_inside(pid: int, outside: set[int | None], is_of_user: bool) -> Namespace:

@@ -66,25 +66,34 @@ def end_all(find: Callable[[], Iterable[int]], grace_seconds: float = 1.0) -> li
     """
     patience = time.monotonic() + grace_seconds
     deadline = patience + 3
-    asked: set[int] = set()
-    while remaining := {pid for pid in find() if pid != os.getpid() and _is_running(pid)}:
+    asked: set[ProcessId] = set()
+    while remaining := _living(find()) | {process for process in asked if process.is_alive()}:
         is_late = time.monotonic() >= patience
-        for pid in remaining if is_late else remaining - asked:
+        for process in remaining if is_late else remaining - asked:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL if is_late else signal.SIGTERM)
+                os.kill(process.pid, signal.SIGKILL if is_late else signal.SIGTERM)
         asked |= remaining
         if time.monotonic() >= deadline:
-            return sorted(remaining)
-        time.sleep(0.01)
-    reap(asked)
+            return sorted(process.pid for process in remaining)
+        time.sleep(0.005)
     return []
 
 
-def reap(pids: Iterable[int]) -> None:
-    """Collect those that were children of this process, so that no zombies stay."""
-    for pid in pids:
+def reap(processes: Iterable[ProcessId]) -> None:
+    """Collect ended processes, should they be children of this one: no zombies stay."""
+    for process in processes:
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, os.WNOHANG)
+            os.waitpid(process.pid, os.WNOHANG)
+
+
+def _living(pids: Iterable[int]) -> set[ProcessId]:
+    """Never this process itself, wherever it is."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            if pid != os.getpid():
+                found.add(ProcessId.of(pid))
+    return found
 
 
 def all_pids() -> Iterator[int]:
@@ -96,10 +105,6 @@ def _environment(pid: int) -> list[bytes]:
         return (PROC / str(pid) / "environ").read_bytes().split(b"\0")
     except OSError:
         return []
-
-
-def _is_running(pid: int) -> bool:
-    return _born_ticks(pid) is not None
 
 
 def _born_ticks(pid: int) -> int | None:

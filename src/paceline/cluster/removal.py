@@ -12,7 +12,12 @@ from paceline.errors import ClusterError
 def remove(state: State) -> None:
     """End every process in the cluster, by its id; the namespaces go with them. Then its groups."""
     if state.boot == processes.boot_id():
-        stubborn = processes.end_all(lambda: pids_of(state))
+        # Holders go last: as long as they live, what is in their namespaces can be told for sure.
+        holders = [namespace.holder for namespace in state.namespaces()]
+        held = {holder.pid for holder in holders if holder.is_alive()}
+        stubborn = processes.end_all(lambda: set(pids_of(state)) - held)
+        stubborn += processes.end_all(lambda: pids_of(state))
+        processes.reap([*holders, *([] if state.forwarder is None else [state.forwarder])])
         if stubborn:
             raise ClusterError(
                 f"cluster {state.name}: process {', '.join(map(str, stubborn))} cannot be ended; "
@@ -28,9 +33,7 @@ def pids_of(state: State, node: int | None = None) -> list[int]:
     A namespace's number may be another's once its holder is gone, so it counts only while held;
     what is left then still carries the cluster's variable in its environment.
     """
-    chosen = state.nodes if node is None else [state.nodes[node]]
-    if node is None and state.switch is not None:
-        chosen = [*chosen, state.switch]
+    chosen = state.namespaces() if node is None else [state.nodes[node]]
     held = [namespace.number for namespace in chosen if namespace.is_held()]
     found = set(processes.in_namespaces(held))
     if node is not None:

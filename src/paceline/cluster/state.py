@@ -49,9 +49,11 @@ class State:
 
     def is_whole(self) -> bool:
         """Whether all that was made is still there."""
-        made = [*self.nodes, *([] if self.switch is None else [self.switch])]
         forwards = self.forwarder is None or self.forwarder.is_alive()
-        return forwards and all(namespace.is_held() for namespace in made)
+        return forwards and all(namespace.is_held() for namespace in self.namespaces())
+
+    def namespaces(self) -> list[Namespace]:
+        return self.nodes if self.switch is None else [*self.nodes, self.switch]
 
     def environment(self) -> dict[str, str]:
         return {**os.environ, VARIABLE: str(self.path)}
