@@ -21,6 +21,7 @@ COMMANDS = {
     "demo": "demo",
     "train": "train",
     "slurm": "slurm",
+    "study": "study",
     "compare": "compare",
     "cluster": "cluster",
     "data": "data",

@@ -209,19 +209,16 @@ def _emulated_cluster() -> Finding:
 
 def _datasets(data_dir: str | None) -> Iterator[Finding]:
     from paceline.data import DATASETS
-    from paceline.data.catalogue import OFFICIAL_SETS, OfficialFile, data_folder
+    from paceline.data.catalogue import OFFICIAL_SETS, data_folder
 
     folder = data_folder(data_dir)
-
-    def there(file: OfficialFile) -> bool:
-        return any((folder / path).is_file() for path in (file.path, file.path.removesuffix(".gz")))
 
     yield Finding("data folder", "ok" if folder.is_dir() else "absent", str(folder))
     for entry in DATASETS:
         official = OFFICIAL_SETS.get(entry.name)
         if official is None:
             yield Finding(f"data {entry.name}", "ok", "needs no files")
-        elif all(there(file) for file in official.files):
+        elif official.is_in(folder):
             yield Finding(f"data {entry.name}", "ok", "files present")
         else:
             size = f"{official.download_bytes / 1e6:.0f} MB to download"

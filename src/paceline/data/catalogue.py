@@ -55,6 +55,13 @@ class OfficialSet:
         files = (self.archive,) if self.archive else self.files
         return sum(file.size_bytes for file in files)
 
+    def is_in(self, folder: Path) -> bool:
+        """Whether all files are below the data folder, compressed as they came or unpacked."""
+        return all(
+            any((folder / path).is_file() for path in (file.path, file.path.removesuffix(".gz")))
+            for file in self.files
+        )
+
 
 def data_folder(folder: str | None = None) -> Path:
     """The folder asked for, else $PACELINE_DATA, else ~/.cache/paceline."""

@@ -1,0 +1,210 @@
+"""`paceline study`: run a grid of runs, list the studies that come with paceline, show one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from paceline.study.folder import Study, StudyFolder
+    from paceline.study.plan import Plan
+    from paceline.study.runner import Outcome
+
+SUMMARY = "run a grid of runs from a file, what is missing of it, and report"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    run_summary = "run the cells that have no result yet, then write the report"
+    runs = actions.add_parser("run", help=run_summary, description=run_summary)
+    _add_study(runs)
+    runs.add_argument(
+        "--out", metavar="DIR", help="folder of the study (default: studies/NAME, or NAME-quick)"
+    )
+    runs.add_argument("--only", metavar="PATTERN", help="only cells whose names match, as in *ddp*")
+    runs.add_argument("--repeats", metavar="N", help="instead of the file's own number")
+    runs.add_argument(
+        "--dry-run", action="store_true", help="show the cells and how long they will take"
+    )
+    actions.add_parser("list", help="the studies that come with paceline")
+    show_summary = "print a study's file and its cells"
+    _add_study(actions.add_parser("show", help=show_summary, description=show_summary))
+
+
+def _add_study(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("study", metavar="FILE|NAME", help="a .yaml file, or a study of the list")
+    parser.add_argument("--scale", choices=("quick", "full"), help="default: quick where there is")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.action == "list":
+        return list_studies()
+    if arguments.action == "show":
+        return show_study(arguments.study, arguments.scale)
+    return run_study(
+        arguments.study,
+        scale=arguments.scale,
+        out=arguments.out,
+        only=arguments.only,
+        repeats=_repeats(arguments.repeats),
+        is_dry=arguments.dry_run,
+    )
+
+
+def _repeats(text: str | None) -> int | None:
+    from paceline.errors import UsageError
+
+    if text is not None and not (text.isdecimal() and 1 <= int(text) <= 1000):
+        raise UsageError(f"--repeats: must be 1 to 1000, got {text!r}")
+    return None if text is None else int(text)
+
+
+def run_study(
+    given: str,
+    *,
+    scale: str | None = None,
+    out: str | None = None,
+    only: str | None = None,
+    repeats: int | None = None,
+    is_dry: bool = False,
+) -> int:
+    """Run what is missing of a study and report; the exit code."""
+    from rich.console import Console
+
+    from paceline.study import lock, machine, named, progress
+    from paceline.study.folder import StudyFolder
+    from paceline.study.plan import load
+
+    # Refused before torch is loaded, which takes two seconds.
+    plan = load(named.find(given), scale, repeats)
+    from paceline.study.runner import Runner
+    from paceline.study.strategies import check_strategies
+
+    check_strategies(plan)
+    suffix = "" if plan.study.scale == "full" else f"-{plan.study.scale}"
+    folder = StudyFolder(Path(out or f"studies/{plan.study.name}{suffix}"))
+    console = Console(highlight=False, markup=False)
+    if is_dry:
+        _print_dry_run(console, plan, folder, only)
+        return 0
+    machine.check_data(plan.configs.values())
+    with lock.held(folder):
+        outcome = Runner(plan, folder, progress.choose(console)).run(only)
+        _print_cells(console, folder, outcome.study)
+        _print_troubles(console, outcome)
+        if not outcome.is_stopped:
+            _report(folder, console)
+    if outcome.is_stopped:
+        sys.stderr.write("paceline: stopped; the same command goes on from here\n")
+    return outcome.exit_code
+
+
+def list_studies() -> int:
+    from rich.console import Console
+
+    from paceline.study import named
+    from paceline.study.plan import load
+
+    table = _table("name", "title", "cells, quick", "cells, full", right=("cells, ",))
+    for name in named.names():
+        counts = []
+        for scale in ("quick", "full"):
+            plan = load(named.find(name), scale)
+            counts.append(str(len(plan.in_running_order())))
+        table.add_row(name, plan.study.title, *counts)
+    Console(highlight=False, markup=False).print(table)
+    return 0
+
+
+def show_study(given: str, scale: str | None) -> int:
+    from rich.console import Console
+
+    from paceline.study import named
+    from paceline.study.plan import load
+
+    path = named.find(given)
+    plan = load(path, scale)
+    sys.stdout.write(path.read_text(encoding="utf-8"))
+    cells = plan.in_running_order()
+    sys.stdout.write(f"\n# {len(cells)} runs at scale {plan.study.scale}, in this order:\n")
+    table = _table("cell", "what")
+    for cell in cells:
+        table.add_row(cell.id, cell.label)
+    Console(highlight=False, markup=False).print(table)
+    return 0
+
+
+def _report(folder: StudyFolder, console: Console) -> None:
+    pass
+
+
+def _print_dry_run(console: Console, plan: Plan, folder: StudyFolder, only: str | None) -> None:
+    from paceline.study import estimate, machine
+    from paceline.study.runner import State, chosen_cells, state_of, with_what_is_known
+
+    known = with_what_is_known(plan, folder).cells
+    table = _table("cell", "what", "state", "estimate", right=("estimate",))
+    to_run = []
+    for cell in chosen_cells(plan, only):
+        config = plan.configs[cell.id]
+        state = state_of(folder, cell, config)
+        reason = machine.unable(config) if state is not State.DONE else None
+        words = {
+            State.DONE: "done",
+            State.NEW: "to run",
+            State.RESUME: "to go on with",
+            State.AGAIN: "to run again",
+        }
+        seconds = None
+        if state is not State.DONE and reason is None:
+            to_run.append(cell)
+            seconds = estimate.seconds_of(cell, known)
+        clock = estimate.as_clock(seconds) if cell in to_run else ""
+        table.add_row(cell.id, cell.label, f"skipped: {reason}" if reason else words[state], clock)
+    console.print(table)
+    total = estimate.as_clock(estimate.seconds_of_all(to_run, known))
+    console.print(f"\n{len(to_run)} cells to run in {folder.path}; estimated time: {total}")
+
+
+def _print_cells(console: Console, folder: StudyFolder, study: Study) -> None:
+    from paceline.study.summary import middle_and_spread, rows
+
+    table = _table("cell", "status", "accuracy", "s per iteration", right=("accuracy", "s per"))
+    part = ""
+    for row in rows(folder, study):
+        if row.part != part and len(study.parts) > 1:
+            table.add_row(f"{row.part}:")
+        part = row.part
+        table.add_row(
+            row.label,
+            row.status,
+            middle_and_spread(row.accuracies, 4),
+            middle_and_spread(row.iteration_seconds, 4),
+        )
+    console.print()
+    console.print(table)
+
+
+def _print_troubles(console: Console, outcome: Outcome) -> None:
+    for heading, cells in (("skipped", outcome.skipped), ("failed", outcome.failed)):
+        if cells:
+            table = _table(f"{heading} cell", "why")
+            for cell in cells:
+                table.add_row(cell.id, cell.trouble.cause if cell.trouble else "")
+            console.print()
+            console.print(table)
+
+
+def _table(*headings: str, right: tuple[str, ...] = ()) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for heading in headings:
+        is_number = heading.startswith(right) if right else False
+        table.add_column(heading, justify="right" if is_number else "left", overflow="fold")
+    return table

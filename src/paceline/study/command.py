@@ -1,0 +1,100 @@
+"""A cell as a command of its own: its words, and a process that can be stopped.
+
+A process for each cell, so that one that crashes, hangs or leaks takes nothing with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from paceline.config import RunConfig, fields, flag_of
+
+STOP_SECONDS = 60.0
+"""What a run gets to write its last checkpoint and its account when it is asked to stop."""
+POLL_SECONDS = 0.2
+
+
+def train_words(config: RunConfig) -> list[str]:
+    """`paceline train` with the flags of everything in which a config is not the default one."""
+    plain = RunConfig()
+    words = ["train", "--quiet"]
+    for item in fields():
+        value = getattr(config, item.name)
+        if value != getattr(plain, item.name):
+            words += _flags(item.name, value)
+    return words
+
+
+def resume_words(folder: Path) -> list[str]:
+    return ["train", "--quiet", "--resume", str(folder)]
+
+
+def _flags(name: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [flag_of(name if value else f"no_{name}")]
+    if isinstance(value, dict):
+        return [f"{flag_of(name)}={key}={text}" for key, text in value.items()]
+    text = ",".join(value) if isinstance(value, tuple) else str(value)
+    # In one word, since a value may begin with a dash.
+    return [f"{flag_of(name)}={text}"]
+
+
+class CellProcess:
+    """A paceline command whose output goes to a file; it does not outlive this process."""
+
+    def __init__(self, words: list[str], log: Path) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        tied = [sys.executable, "-m", "paceline.study.tied", str(os.getpid())]
+        with log.open("wb") as output:
+            # In a group of its own: Ctrl-C reaches this process alone, which passes it on once.
+            self._process = subprocess.Popen(
+                [*tied, "-m", "paceline", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait(self, limit_seconds: float, tick: Callable[[float], None]) -> int | None:
+        """The exit code, or None where the limit passed; `tick` is told the seconds so far."""
+        begin = time.monotonic()
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self._process.wait(POLL_SECONDS)
+            spent = time.monotonic() - begin
+            if spent > limit_seconds:
+                return None
+            tick(spent)
+
+    def stop(self) -> None:
+        """Ask the run to stop, and end it where it does not; nothing of it is left."""
+        try:
+            if self._process.poll() is None:
+                self._process.send_signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(STOP_SECONDS)
+        finally:
+            # The whole group: a second Ctrl-C comes through here as well.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def last_words(log: Path) -> str:
+    """What a command's output gives as the reason of its failure, in a line; may be empty."""
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError:
+        return ""
+    mark = "paceline: error: "
+    told = [line.removeprefix(mark) for line in lines if line.startswith(mark)]
+    said = told or [line.strip() for line in lines if line.strip()][-1:]
+    return said[0][:300] if said else ""

@@ -1,0 +1,105 @@
+"""A study file's keys, and what a scale lays over them.
+
+Base settings are layers, one over the other; of grids the axes are replaced one by one; any other
+key is replaced whole, and null takes it, an axis or a part away.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from paceline.errors import UsageError
+from paceline.study.located import Node, Problems, nearest
+
+SCALES = ("quick", "full")
+_GRID_KEYS = ("base", "grid", "include", "exclude", "report")
+_TEXT_KEYS = ("title", "about", "context")
+_STUDY_KEYS = ("repeats", "order", "time_limit_minutes", "parts")
+KEYS = (*_TEXT_KEYS, *_GRID_KEYS, *_STUDY_KEYS, "scales")
+PART_KEYS = (*_TEXT_KEYS, *_GRID_KEYS)
+SCALE_KEYS = (*_TEXT_KEYS, *_GRID_KEYS, *_STUDY_KEYS)
+
+
+class Document:
+    """The parts of a file with a scale's overrides laid over them."""
+
+    def __init__(self, root: Node, scale: str | None, problems: Problems) -> None:
+        self.root, self.problems = root, problems
+        self._check_shape(root)
+        scales = root.get("scales")
+        given = [name for name in SCALES if scales is not None and scales.get(name)]
+        self.scale = scale or ("quick" if "quick" in given else "full")
+        if self.scale not in (*given, "full"):
+            raise UsageError(f"{root.file} has no scale {self.scale!r}: leave --scale out")
+        chosen = scales.get(self.scale) if scales else None
+        self._layers = [root] if chosen is None else [root, chosen]
+
+    def _check_shape(self, root: Node) -> None:
+        self._check_keys(root, KEYS)
+        for part in self._parts_in(root):
+            self._check_keys(part, PART_KEYS)
+        scales = root.get("scales")
+        for name, scale in scales.items() if scales else ():
+            if name not in SCALES:
+                self.problems.add(scale, f"no such scale {name!r}: {nearest(name, SCALES)}")
+            if scale.content is not None:
+                self._check_keys(scale, SCALE_KEYS)
+                for part in self._parts_in(scale):
+                    self._check_keys(part, PART_KEYS)
+
+    def _parts_in(self, layer: Node) -> Iterator[Node]:
+        parts = layer.get("parts")
+        if parts is not None and not parts.is_mapping:
+            self.problems.add(parts, "must be grids by name")
+        yield from (part for _, part in parts.items() if part.content is not None) if parts else ()
+
+    def _check_keys(self, node: Node, known: tuple[str, ...]) -> None:
+        if not node.is_mapping:
+            self.problems.add(node, f"must be settings by name, such as {known[0]}")
+        for key, value in node.items():
+            if key not in known:
+                place = Node(None, value.file, value.line, node.path)
+                self.problems.add(place, f"no such key {key!r}: {nearest(key, known)}")
+
+    def find(self, key: str, part: str | None = None) -> Node | None:
+        """The value of the topmost layer that has the key; null there takes it away."""
+        for layer in reversed(self._layers_of(part)):
+            if layer.is_mapping and key in layer.content:
+                return layer.get(key)
+        return None
+
+    def bases(self, part: str | None) -> list[Node]:
+        layers = self._layers_of(None) + (self._layers_of(part) if part else [])
+        return [base for layer in layers if (base := layer.get("base"))]
+
+    def grid(self, part: str | None) -> Node | None:
+        """Axis by axis, the topmost layer's."""
+        grids = [grid for layer in self._layers_of(part) if (grid := layer.get("grid"))]
+        if not all(grid.is_mapping for grid in grids):
+            return next(grid for grid in grids if not grid.is_mapping)
+        axes: dict[str, Node] = {}
+        for grid in grids:
+            axes |= dict(grid.items())
+        return dataclasses.replace(grids[0], content=axes) if grids else None
+
+    def part_names(self) -> list[str]:
+        names: dict[str, bool] = {}
+        for layer in self._layers:
+            parts = layer.get("parts")
+            for name, part in parts.items() if parts else ():
+                names[name] = part.content is not None
+        return [name for name, is_there in names.items() if is_there]
+
+    def place(self, part: str | None) -> Node:
+        layers = self._layers_of(part)
+        return layers[-1] if part and layers else self.root
+
+    def _layers_of(self, part: str | None) -> list[Node]:
+        if part is None:
+            return self._layers
+        return [
+            found
+            for layer in self._layers
+            if (parts := layer.get("parts")) and (found := parts.get(part))
+        ]

@@ -1,0 +1,204 @@
+"""A grid as points: axes multiply, `include` adds, `exclude` takes away.
+
+An axis is a setting with a list of values, or a name with a list of mappings, each with a label and
+the settings it stands for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.study.located import Node, Problems, nearest
+from paceline.study.settings import FIELDS, as_text, check_key, is_setting
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One value of an axis."""
+
+    label: str
+    says: str
+    """How it reads in the label of a cell; unlike the label it names the axis where that helps."""
+    layer: dict[str, Node]
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    name: str
+    values: tuple[Value, ...]
+
+    @property
+    def short_name(self) -> str:
+        return self.name.rpartition(".")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A cell before its repeats: where in the grid it lies, and what it lays over the base."""
+
+    name: str
+    label: str
+    axes: dict[str, str]
+    layers: tuple[dict[str, Node], ...]
+    place: Node
+    """Where problems of this point are told if no setting of its own is to blame."""
+
+
+def read_axes(grid: Node | None, problems: Problems) -> tuple[Axis, ...]:
+    """The axes of a grid; one that is null was taken away by a scale."""
+    if grid is None:
+        return ()
+    if not grid.is_mapping:
+        problems.add(grid, "must be axes, each with a list of values")
+        return ()
+    axes = []
+    for name, node in grid.items():
+        if node.content is None:
+            continue
+        if not isinstance(node.content, list) or not node.content:
+            problems.add(node, "must be a list of values")
+            continue
+        values = [_read_value(name, item, problems) for item in node.content]
+        axis = Axis(name, tuple(value for value in values if value is not None))
+        labels = [value.label for value in axis.values]
+        twice = {label for label in labels if labels.count(label) > 1}
+        if twice:
+            problems.add(node, f"two values are called {sorted(twice)[0]!r}")
+        axes.append(axis)
+    return tuple(axes)
+
+
+def _read_value(axis: str, node: Node, problems: Problems) -> Value | None:
+    if node.is_mapping:
+        labelled = _labelled(node, problems)
+        return None if labelled is None else Value(labelled[0], labelled[0], labelled[1])
+    if not is_setting(axis):
+        if "." in axis or nearest(axis, FIELDS).startswith("did"):
+            check_key(axis, node, problems)
+        else:
+            problems.add(
+                node, "this axis is no setting: each of its values must be settings with a label"
+            )
+        return None
+    short = axis.rpartition(".")[2].replace("_", " ")
+    return Value(_label_of(node), f"{short} {_label_of(node)}", {axis: node})
+
+
+def _labelled(node: Node, problems: Problems) -> tuple[str, dict[str, Node]] | None:
+    """The label and the settings of a mapping; None, and told, where it is not usable."""
+    label = node.get("label")
+    if label is None or not str(label.plain()).strip():
+        problems.add(node, "needs a label")
+        return None
+    pairs = [(key, value) for key, value in node.items() if key != "label"]
+    # All keys are looked at, so that all problems are told at once.
+    known = [check_key(key, Node(None, value.file, value.line, node.path), problems)
+             for key, value in pairs]  # fmt: skip
+    return (as_text(label.plain()), dict(pairs)) if all(known) else None
+
+
+def expand(
+    prefix: str,
+    title: str,
+    axes: Sequence[Axis],
+    include: Node | None,
+    exclude: Node | None,
+    place: Node,
+    problems: Problems,
+) -> list[Point]:
+    """The points of one grid, in the order of the file; the last axis varies fastest."""
+    excluded = _read_excluded(axes, exclude, problems)
+    hits = [0] * len(excluded)
+    points = []
+    has_grid = bool(axes) or include is None
+    for values in itertools.product(*(axis.values for axis in axes)) if has_grid else ():
+        labels = {axis.name: value.label for axis, value in zip(axes, values, strict=True)}
+        matches = [_matches(rule, labels) for rule in excluded]
+        hits = [count + match for count, match in zip(hits, matches, strict=True)]
+        if any(matches):
+            continue
+        names = [f"{axis.short_name}-{slug(labels[axis.name])}" for axis in axes]
+        points.append(
+            Point(
+                name=".".join([*([prefix] if prefix else []), *names]) or "run",
+                label=", ".join(value.says for value in values) or title,
+                axes=labels,
+                layers=tuple(value.layer for value in values),
+                place=place,
+            )
+        )
+    for rule, count in zip(excluded, hits, strict=True):
+        if not count and rule.is_clear:
+            problems.add(rule.place, "excludes no cell of the grid")
+    return points + _included(prefix, axes, include, problems)
+
+
+def _included(
+    prefix: str, axes: Sequence[Axis], include: Node | None, problems: Problems
+) -> list[Point]:
+    points = []
+    for entry in include.listed() if include else []:
+        labelled = _labelled(entry, problems) if entry.is_mapping else None
+        if labelled is None:
+            if not entry.is_mapping:
+                problems.add(entry, "must be a list of settings, each with a label")
+            continue
+        label, layer = labelled
+        places = {
+            axis.name: as_text(layer[axis.name].plain()) for axis in axes if axis.name in layer
+        }
+        name = f"{prefix}.{slug(label)}" if prefix else slug(label)
+        points.append(Point(name, label, places, (layer,), entry))
+    return points
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    wanted: dict[str, set[str]]
+    """Labels by axis."""
+    place: Node
+    is_clear: bool
+    """Whether all its words were understood."""
+
+
+def _matches(rule: _Rule, labels: dict[str, str]) -> bool:
+    return all(labels[axis] in wanted for axis, wanted in rule.wanted.items())
+
+
+def _read_excluded(axes: Sequence[Axis], exclude: Node | None, problems: Problems) -> list[_Rule]:
+    known = {axis.name: [value.label for value in axis.values] for axis in axes}
+    rules = []
+    for entry in exclude.listed() if exclude else []:
+        if not entry.is_mapping or not entry.content:
+            problems.add(entry, "must be a list of rules such as {nodes: 1, strategy: DDP}")
+            continue
+        unclear = [name for name, _ in entry.items() if name not in known]
+        for name in unclear:
+            problems.add(entry, f"no axis {name!r} in this grid: {nearest(name, known)}")
+        wanted = {
+            name: {_label_of(item) for item in node.listed()}
+            for name, node in entry.items()
+            if name in known
+        }
+        for name, labels in wanted.items():
+            for label in sorted(labels - set(known[name])):
+                hint = nearest(label, known[name])
+                problems.add(entry, f"no value {label!r} on axis {name}: {hint}")
+                unclear.append(label)
+        rules.append(_Rule(wanted, entry, not unclear))
+    return rules
+
+
+def _label_of(node: Node) -> str:
+    value = node.plain()
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return as_text(value) if value not in (None, [], "") else "none"
+
+
+def slug(label: str) -> str:
+    """A label as part of a folder's name."""
+    return re.sub(r"[^a-z0-9_.]+", "-", label.lower()).strip("-.") or "x"

@@ -1,0 +1,217 @@
+"""A study file at one scale, checked and expanded into cells, before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.config import RunConfig
+from paceline.study.document import Document
+from paceline.study.folder import Cell, Part, Study
+from paceline.study.grid import Point, expand, read_axes, slug
+from paceline.study.located import Node, Problems, read
+from paceline.study.settings import Settings, check_key
+
+ORDERS = ("interleaved", "sequential")
+MOST_REPEATS = 1000
+MOST_CELLS = 10_000
+LONGEST_ID = 150
+"""Folders' names end at 255 bytes on the usual file systems, and a run kept aside gets a suffix."""
+DEFAULT_LIMIT_MINUTES = 12 * 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A study, and how it is to be run."""
+
+    study: Study
+    order: str
+    time_limit_seconds: float
+    configs: dict[str, RunConfig]
+    """By the id of the cell."""
+    _given: dict[str, tuple[Settings, Node]] = field(repr=False)
+
+    def in_running_order(self) -> list[Cell]:
+        """Interleaved: the first repeat of all, then the second; what drifts then hits all alike.
+
+        Of cells that are one run, the first only.
+        """
+        cells = [cell for cell in self.study.cells if cell.run == cell.id]
+        if self.order == "interleaved":
+            return sorted(cells, key=lambda cell: cell.repeat)
+        return cells
+
+    def tell(self, cell: Cell, texts: tuple[str, ...], problems: Problems) -> None:
+        """Problems of a cell that somebody else found, at the lines to blame."""
+        settings, place = self._given[cell.id]
+        for text in texts:
+            settings.tell(text, place, cell.group, problems)
+
+
+def load(path: Path, scale: str | None = None, repeats: int | None = None) -> Plan:
+    """Read and check a study file; ConfigError tells every problem with its line.
+
+    `repeats` replaces the file's own number.
+    """
+    problems = Problems()
+    root = read(path, problems)
+    document = Document(root, scale, problems)
+    problems.raise_if_any()
+    plan = _Planner(document, path.stem, repeats, problems).plan()
+    problems.raise_if_any()
+    return plan
+
+
+class _Planner:
+    def __init__(
+        self, document: Document, name: str, repeats: int | None, problems: Problems
+    ) -> None:
+        self._document, self._name, self._problems = document, name, problems
+        self._repeats = repeats or int(self._number("repeats", 1, 1, MOST_REPEATS))
+        self._configs: dict[str, RunConfig] = {}
+        self._given: dict[str, tuple[Settings, Node]] = {}
+        self._runs: dict[str, str] = {}
+
+    def plan(self) -> Plan:
+        document = self._document
+        names: list[str | None] = list(document.part_names())
+        if names and document.grid(None):
+            place = document.find("grid") or document.root
+            self._problems.add(place, "a study with parts has its grids there: move it into one")
+        parts, cells = [], []
+        for name in names or [None]:
+            part, its_cells = self._part(name)
+            parts.append(part)
+            cells += its_cells
+        self._check_ids(cells)
+        return Plan(
+            study=Study(
+                name=self._name,
+                scale=document.scale,
+                title=self._text("title") or self._name,
+                about=self._text("about"),
+                report=self._names("report") if names else (),
+                parts=tuple(parts),
+                cells=tuple(cells),
+            ),
+            order=self._order(),
+            time_limit_seconds=60
+            * self._number("time_limit_minutes", DEFAULT_LIMIT_MINUTES, 0.01, 1e6),
+            configs=self._configs,
+            _given=self._given,
+        )
+
+    def _part(self, name: str | None) -> tuple[Part, list[Cell]]:
+        document, problems = self._document, self._problems
+        base = Settings()
+        for layer in document.bases(name):
+            base.lay(self._checked_layer(layer))
+        axes = read_axes(document.grid(name), problems)
+        title = self._text("title", name) or name or self._text("title") or self._name
+        part = Part(
+            name=name or self._name,
+            title=title,
+            about=self._text("about", name),
+            context=self._text("context", name),
+            report=self._names("report", name),
+            axes={axis.name: tuple(value.label for value in axis.values) for axis in axes},
+        )
+        points = expand(
+            slug(name) if name else "",
+            title,
+            axes,
+            document.find("include", name),
+            document.find("exclude", name),
+            document.place(name),
+            problems,
+        )
+        if len(points) * self._repeats > MOST_CELLS:
+            problems.add(document.place(name), f"more than {MOST_CELLS:,} cells")
+            return part, []
+        return part, [cell for point in points for cell in self._cells(point, part, base)]
+
+    def _checked_layer(self, layer: Node) -> dict[str, Node]:
+        if not layer.is_mapping:
+            self._problems.add(layer, "must be settings by name")
+            return {}
+        return {
+            key: node
+            for key, node in layer.items()
+            if check_key(key, Node(None, node.file, node.line, layer.path), self._problems)
+        }
+
+    def _cells(self, point: Point, part: Part, base: Settings) -> Iterator[Cell]:
+        settings = base.copy()
+        for layer in point.layers:
+            settings.lay(layer)
+        config = settings.check(point.place, point.name, self._problems)
+        if config is None:
+            return
+        for repeat in range(1, self._repeats + 1):
+            values = settings.mapping()
+            if repeat > 1:
+                # Each repeat draws its own weights and order, so that its spread means something.
+                values["seed"] = config.seed + repeat - 1
+            own = dataclasses.replace(config, seed=config.seed + repeat - 1)
+            cell_id = f"{point.name}.r{repeat}"
+            self._configs[cell_id] = own
+            self._given[cell_id] = settings, point.place
+            yield Cell(
+                id=cell_id,
+                part=part.name,
+                group=point.name,
+                label=point.label,
+                repeat=repeat,
+                axes=point.axes,
+                settings=values,
+                run=self._runs.setdefault(_identity(own), cell_id),
+            )
+
+    def _check_ids(self, cells: list[Cell]) -> None:
+        counts = Counter(cell.id for cell in cells)
+        for cell_id, count in counts.items():
+            _, place = self._given[cell_id]
+            if count > 1:
+                self._problems.add(place, f"{count} cells would be called {cell_id}")
+            if len(cell_id) > LONGEST_ID:
+                self._problems.add(place, f"too long a name for a folder: {cell_id}")
+        if not cells and not self._problems:
+            self._problems.add(self._document.root, "no cells: give a base or a grid")
+
+    def _text(self, key: str, part: str | None = None) -> str:
+        node = self._document.find(key, part)
+        return " ".join(str(node.plain()).split()) if node else ""
+
+    def _names(self, key: str, part: str | None = None) -> tuple[str, ...]:
+        node = self._document.find(key, part)
+        return tuple(str(item.plain()) for item in node.listed()) if node else ()
+
+    def _order(self) -> str:
+        node = self._document.find("order")
+        if node is None:
+            return ORDERS[0]
+        if node.plain() not in ORDERS:
+            self._problems.add(node, f"must be {' or '.join(ORDERS)}, got {node.plain()!r}")
+        return str(node.plain())
+
+    def _number(self, key: str, default: float, least: float, most: float) -> float:
+        node = self._document.find(key)
+        if node is None:
+            return default
+        value = node.plain()
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not least <= value <= most or (key == "repeats" and value % 1):
+            self._problems.add(node, f"must be a number of {least:g} to {most:g}, got {value!r}")
+            return default
+        return float(value)
+
+
+def _identity(config: RunConfig) -> str:
+    """The same for configs that are one run."""
+    values: dict[str, Any] = config.to_dict()
+    return json.dumps(values, sort_keys=True)

@@ -1,0 +1,250 @@
+"""Run the cells of a study that have no result yet, each as a process of its own.
+
+A cell is done when its folder holds the result of a run with just these settings. One that was
+interrupted goes on from its newest checkpoint; one whose settings changed, or that broke before its
+first checkpoint, is run anew, and what was there is kept aside. One that fails stops nobody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from fnmatch import fnmatchcase
+from itertools import count
+from pathlib import Path
+
+from paceline.config import RunConfig
+from paceline.errors import RecordsError, UsageError
+from paceline.study import estimate, machine
+from paceline.study.command import CellProcess, last_words, resume_words, train_words
+from paceline.study.folder import Cell, Study, StudyFolder, Trouble
+from paceline.study.plan import Plan
+from paceline.study.progress import Display
+from paceline.worker.checkpoint import iterations as checkpointed_iterations
+
+DONE = ("finished", "diverged")
+"""How a run may have ended that need not be run again: it would end the same way."""
+
+WHERE_NOT_WHAT = ("out", "name", "data_dir", "node_rank", "master_addr", "master_port")
+"""Settings that say where a run happens and are no reason to run it again."""
+
+
+class State(Enum):
+    """What is to be done about a cell."""
+
+    DONE = "done"
+    NEW = "new"
+    RESUME = "resume"
+    AGAIN = "again"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a study went this time."""
+
+    study: Study
+    ran: int = 0
+    failed: list[Cell] = field(default_factory=list)
+    skipped: list[Cell] = field(default_factory=list)
+    is_stopped: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        if self.is_stopped:
+            return 130
+        return 1 if self.failed else 0
+
+
+def chosen_cells(plan: Plan, only: str | None) -> list[Cell]:
+    """The runs to make, in order: all, or those of the cells that a pattern means."""
+    cells = plan.in_running_order()
+    if only is None:
+        return cells
+    pattern = only if any(mark in only for mark in "*?[") else f"*{only}*"
+    wanted = {cell.run for cell in plan.study.cells if fnmatchcase(cell.id, pattern)}
+    if not wanted:
+        raise UsageError(f"--only {only}: no cell is called so; --dry-run shows their names")
+    return [cell for cell in cells if cell.run in wanted]
+
+
+def state_of(folder: StudyFolder, cell: Cell, config: RunConfig) -> State:
+    """What the folder holds of a cell."""
+    run = folder.run_folder(cell)
+    if not run.path.exists():
+        return State.NEW
+    try:
+        if not same_run(run.read_config(), config):
+            return State.AGAIN
+        result = run.read_result()
+    except RecordsError:
+        return State.AGAIN
+    if result is not None and result["status"] in DONE:
+        return State.DONE
+    return State.RESUME if checkpointed_iterations(run.checkpoints) else State.AGAIN
+
+
+def same_run(one: RunConfig, other: RunConfig) -> bool:
+    first, second = one.to_dict(), other.to_dict()
+    return all(first[key] == second[key] for key in first if key not in WHERE_NOT_WHAT)
+
+
+def with_what_is_known(plan: Plan, folder: StudyFolder) -> Study:
+    """The planned study with what earlier runners wrote down about cells that did not change."""
+    if not StudyFolder.is_one(folder.path):
+        return plan.study
+    before = folder.read()
+    if (before.name, before.scale) != (plan.study.name, plan.study.scale):
+        raise UsageError(
+            f"{folder.path} holds study {before.name} at scale {before.scale}: give another --out"
+        )
+    known = {cell.id: cell for cell in before.cells}
+    cells = []
+    for cell in plan.study.cells:
+        old = known.get(cell.id)
+        if old is not None and old.settings == cell.settings:
+            cell = dataclasses.replace(
+                cell, elapsed_seconds=old.elapsed_seconds, trouble=old.trouble
+            )
+        cells.append(cell)
+    return dataclasses.replace(plan.study, cells=tuple(cells))
+
+
+class Runner:
+    """Runs cells one after the other; the folder's lock must be held."""
+
+    def __init__(self, plan: Plan, folder: StudyFolder, display: Display) -> None:
+        self._plan, self._folder, self._display = plan, folder, display
+        self._outcome = Outcome(with_what_is_known(plan, folder))
+
+    def run(self, only: str | None = None) -> Outcome:
+        cells = chosen_cells(self._plan, only)
+        self._folder.write(self._outcome.study)
+        waiting = [cell for cell in cells if not self._is_settled(cell)]
+        try:
+            with self._display, _termination_as_interrupt():
+                for number, cell in enumerate(waiting):
+                    self._run_cell(cell, number + 1, waiting)
+        except KeyboardInterrupt:
+            self._outcome.is_stopped = True
+        self._outcome.failed = self._troubled(cells, "failed")
+        self._outcome.skipped = self._troubled(cells, "skipped")
+        return self._outcome
+
+    def _troubled(self, chosen: list[Cell], status: str) -> list[Cell]:
+        runs = {cell.run for cell in chosen}
+        return [
+            cell
+            for cell in self._outcome.study.cells
+            if cell.id in runs and cell.trouble is not None and cell.trouble.status == status
+        ]
+
+    def _is_settled(self, cell: Cell) -> bool:
+        """Whether a cell needs no process: it is done, or this machine cannot run it."""
+        config = self._plan.configs[cell.id]
+        if state_of(self._folder, cell, config) is State.DONE:
+            self._note(cell, trouble=None)
+            return True
+        reason = machine.unable(config)
+        if reason is not None:
+            self._note(cell, trouble=Trouble("skipped", reason))
+        return reason is not None
+
+    def _run_cell(self, cell: Cell, number: int, waiting: list[Cell]) -> None:
+        known = self._outcome.study.cells
+        own = estimate.seconds_of(cell, known)
+        others = estimate.seconds_of_all(waiting[number:], known)
+
+        def left(spent: float) -> float | None:
+            return None if others is None or own is None else others + max(0.0, own - spent)
+
+        self._display.begin(cell.id, number, len(waiting), left(0.0))
+        begin = time.monotonic()
+        is_whole = state_of(self._folder, cell, self._plan.configs[cell.id]) is not State.RESUME
+        trouble = self._attempt(cell, lambda spent: self._display.tick(spent, left(spent)))
+        spent = time.monotonic() - begin
+        self._outcome.ran += 1
+        self._note(
+            cell, trouble=trouble, elapsed_seconds=spent if is_whole and not trouble else None
+        )
+        status = trouble.status if trouble else self._folder.status(cell)
+        self._display.end(cell.id, status, spent, trouble.cause if trouble else "")
+
+    def _attempt(self, cell: Cell, tick: Callable[[float], None]) -> Trouble | None:
+        """Run a cell to its end; tells what went wrong, if anything did."""
+        folder = self._folder.run_folder(cell)
+        config = dataclasses.replace(
+            self._plan.configs[cell.id], out=str(self._folder.cells), name=cell.run
+        )
+        state = state_of(self._folder, cell, self._plan.configs[cell.id])
+        if state is State.RESUME:
+            trouble, code = self._run_command(cell, resume_words(folder.path), tick)
+            if code != UsageError.exit_code:
+                return trouble
+            # No checkpoint of it could be read: all that is left is to begin again.
+            state = State.AGAIN
+        if state is State.AGAIN:
+            _set_aside(folder.path, self._folder.aside)
+        return self._run_command(cell, train_words(config), tick)[0]
+
+    def _run_command(
+        self, cell: Cell, words: list[str], tick: Callable[[float], None]
+    ) -> tuple[Trouble | None, int | None]:
+        limit = self._plan.time_limit_seconds
+        log = self._folder.log_file(cell)
+        process = CellProcess(words, log)
+        try:
+            code = process.wait(limit, tick)
+        finally:
+            process.stop()
+        if code is None:
+            clock = estimate.as_clock(limit)
+            return Trouble("failed", f"stopped after its time limit of {clock}"), code
+        return self._trouble(cell, code, log), code
+
+    def _trouble(self, cell: Cell, code: int, log: Path) -> Trouble | None:
+        try:
+            result = self._folder.result(cell)
+        except RecordsError as error:
+            return Trouble("failed", str(error))
+        if result is not None and result["status"] in DONE:
+            return None
+        cause = str(result["cause"] or "") if result is not None else ""
+        return Trouble("failed", cause or last_words(log) or f"ended with exit code {code}")
+
+    def _note(
+        self, cell: Cell, *, trouble: Trouble | None, elapsed_seconds: float | None = None
+    ) -> None:
+        """Write down what is known of a run, for all cells that are this run."""
+        study = self._outcome.study
+        cells = tuple(
+            other
+            if other.run != cell.run
+            else dataclasses.replace(
+                other, trouble=trouble, elapsed_seconds=elapsed_seconds or other.elapsed_seconds
+            )
+            for other in study.cells
+        )
+        if cells != study.cells:
+            self._outcome.study = dataclasses.replace(study, cells=cells)
+            self._folder.write(self._outcome.study)
+
+
+def _set_aside(path: Path, aside: Path) -> None:
+    aside.mkdir(parents=True, exist_ok=True)
+    names = (aside / f"{path.name}~{number}" for number in count(1))
+    path.rename(next(name for name in names if not name.exists()))
+
+
+@contextlib.contextmanager
+def _termination_as_interrupt() -> Iterator[None]:
+    """Have a termination signal stop the study as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

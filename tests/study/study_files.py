@@ -1,0 +1,51 @@
+"""Study files for tests: written to a folder, planned, and folders of runs that never ran."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from paceline.config import RunConfig
+from paceline.records import RESULT_KEYS, SCHEMA, RunFolder, write_json
+from paceline.study.folder import StudyFolder
+from paceline.study.plan import Plan, load
+
+TINY_BASE = """
+    base:
+      model: softmax
+      train_samples: 32
+      test_samples: 16
+      batch_size: 16
+      iterations: 2
+      threads: 1
+      device: cpu
+      tensorboard: false
+      sample_seconds: 0
+"""
+
+
+def write_study(folder: Path, text: str, name: str = "mine") -> Path:
+    path = folder / f"{name}.yaml"
+    path.write_text(textwrap.dedent(text).lstrip("\n"))
+    return path
+
+
+def planned(folder: Path, text: str, **options: Any) -> Plan:
+    return load(write_study(folder, text), **options)
+
+
+def pretend_run(
+    study: StudyFolder, name: str, config: RunConfig, status: str | None = "finished"
+) -> RunFolder:
+    """The records of a run that ended so; None: it never ended."""
+    folder = RunFolder(study.cells / name)
+    folder.path.mkdir(parents=True)
+    write_json(folder.config_file, {"schema": SCHEMA, "config": config.to_dict()})
+    if status is not None:
+        result: dict[str, Any] = dict.fromkeys(RESULT_KEYS)
+        result |= {"schema": SCHEMA, "status": status, "final": {"test_accuracy": 0.5}}
+        result |= {"workers": [{"iteration_seconds": {"median": 0.25}}], "config": config.to_dict()}
+        folder.result_file.write_text(json.dumps(result))
+    return folder

@@ -1,0 +1,94 @@
+"""Every study that comes with paceline can be planned at both scales."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.study import named
+from paceline.study.plan import Plan, load
+from paceline.study.strategies import check_strategies
+
+REFERENCES = (
+    "first-look",
+    "four-ways",
+    "gpu-scaling",
+    "parameter-server",
+    "street-numbers",
+    "street-race",
+)
+
+
+def plan_of(name: str, scale: str) -> Plan:
+    return load(named.find(name), scale)
+
+
+def test_there_is_a_study_for_each_reference_experiment() -> None:
+    assert tuple(named.names()) == REFERENCES
+
+
+@pytest.mark.parametrize("scale", ["quick", "full"])
+@pytest.mark.parametrize("name", REFERENCES)
+def test_every_cell_is_one_that_a_run_would_accept(name: str, scale: str) -> None:
+    check_strategies(plan_of(name, scale))
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_the_quick_scale_needs_no_files(name: str) -> None:
+    assert {config.data for config in plan_of(name, "quick").configs.values()} == {"digits"}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_each_part_asks_a_question_and_wants_sections(name: str) -> None:
+    study = plan_of(name, "full").study
+    assert study.about
+    for part in study.parts:
+        assert part.report
+        assert part.about or len(study.parts) == 1
+
+
+def test_the_first_look_has_six_strategies_on_two_workers() -> None:
+    configs = plan_of("first-look", "quick").configs.values()
+    assert len({config.strategy for config in configs}) == 6
+    assert {config.workers for config in configs} == {2}
+
+
+def test_street_numbers_has_the_reference_sizes() -> None:
+    plan = plan_of("street-numbers", "full")
+    baseline = plan.configs["baseline.r1"]
+    assert (baseline.model, baseline.data, baseline.epochs) == ("mlp", "svhn_extra", 40)
+    assert baseline.lr_by_epochs() == [(1e-2, 10), (1e-3, 10), (1e-4, 20)]
+    batches = [plan.configs[cell.id].batch_size for cell in plan.study.cells_of("batch-size")]
+    assert batches == [32, 64, 256]
+    nodes = [plan.configs[cell.id].nnodes for cell in plan.study.cells_of("nodes")]
+    assert nodes == [1, 2, 3]
+
+
+def test_four_ways_has_the_reference_sizes() -> None:
+    plan = plan_of("four-ways", "full")
+    configs = [plan.configs[cell.id] for cell in plan.study.cells_of("ways")]
+    assert {config.nnodes for config in configs if config.strategy != "single"} == {4}
+    assert {(config.global_batch_size, config.iterations) for config in configs} == {(256, 40)}
+
+
+def test_parameter_server_has_the_reference_batches() -> None:
+    plan = plan_of("parameter-server", "full")
+    for part in ("softmax-batch", "cnn-batch"):
+        sizes = {plan.configs[cell.id].batch_size for cell in plan.study.cells_of(part)}
+        assert sizes == {128, 256, 512, 1024, 4096}
+
+
+def test_street_race_has_the_reference_recipe() -> None:
+    config = plan_of("street-race", "full").configs["entrant-reference-recipe-peer-to-peer.r1"]
+    assert (config.workers, config.global_batch_size, config.iterations) == (3, 3 * 16, 14_500)
+    assert (config.lr, config.schedule, config.momentum) == (1e-2, "cosine", 0.9)
+    assert config.target_accuracy == 0.9
+
+
+def test_gpu_scaling_has_the_reference_devices_and_batches() -> None:
+    plan = plan_of("gpu-scaling", "full")
+    cells = [plan.configs[cell.id] for cell in plan.study.cells_of("weak")]
+    assert {(config.batch_per_worker, config.workers) for config in cells} == {
+        (batch, workers) for batch in (32, 128, 512) for workers in (1, 2, 4)
+    }
+    shuffled = {plan.configs[cell.id].reshuffle for cell in plan.study.cells_of("order")}
+    assert shuffled == {True, False}

@@ -1,0 +1,154 @@
+"""What is wrong with a study file is told with its line, all of it at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import ConfigError, UsageError
+from paceline.study import named
+from paceline.study.plan import load
+from paceline.study.strategies import check_strategies
+from study.study_files import planned, write_study
+
+
+def problems(folder: Path, text: str) -> list[str]:
+    """The messages without the folder before the file's name."""
+    with pytest.raises(ConfigError) as caught:
+        check_strategies(planned(folder, text))
+    return [problem.removeprefix(f"{folder}/") for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "grid:\n  strategy:\n    - {label: x, stratgy: ddp}\n",
+            "mine.yaml:3: grid.strategy: no such setting 'stratgy': did you mean strategy?",
+        ),
+        (
+            "base:\n  lr: 1\n  batchsize: 3\n",
+            "mine.yaml:3: base: no such setting 'batchsize': did you mean batch_size?",
+        ),
+        (
+            "base:\n  out: here\n",
+            "mine.yaml:2: base: 'out' is the study's to choose: leave it out",
+        ),
+        (
+            "base: {lr: 1}\ngird: {}\n",
+            "mine.yaml:2: no such key 'gird': did you mean grid?",
+        ),
+        ("base:\n  lr: -1\n", "mine.yaml:2: base.lr: must be above 0, got -1.0"),
+        (
+            "grid:\n  batch_size: [8, many]\n",
+            "mine.yaml:2: grid.batch_size: must be a whole number, got 'many'",
+        ),
+        (
+            "base:\n  seed: 1\n  epochs: 1\n  iterations: 1\n",
+            "mine.yaml:3: base.epochs: epochs and iterations: give one of them, not both",
+        ),
+        (
+            "base:\n  cluster: nodes=2,speed=3\n",
+            "mine.yaml:2: base.cluster: must be made of nodes, cpus, bandwidth, latency and slow,"
+            " not 'speed'",
+        ),
+        (
+            "grid:\n  cluster.node: [1]\n",
+            "mine.yaml:2: grid.cluster.node: no such setting 'cluster.node':"
+            " did you mean cluster.nodes?",
+        ),
+        (
+            "base:\n  model: softmx\n",
+            "mine.yaml:2: base.model: unknown model 'softmx': did you mean softmax?",
+        ),
+        (
+            "base:\n  strategy: easgd\n  options:\n    tua: 3\n",
+            "mine.yaml:3: base.options: options.tua: strategy easgd has no such option;"
+            " it has tau, alpha, algorithm",
+        ),
+        (
+            "grid:\n  nproc_per_node: [1, 2, 3]\n  strategy: [ddp, single]\nexclude:\n"
+            "  - {nproc_per_node: 3, strategy: single}\n",
+            "mine.yaml:3: grid.strategy: strategy single: trains 1 worker, not 2:"
+            " choose another with `paceline list strategies`",
+        ),
+        (
+            "grid:\n  nproc_per_node: [2]\n",
+            "mine.yaml:1: strategy single: trains 1 worker, not 2: choose another with"
+            " `paceline list strategies` (as in nproc_per_node-2)",
+        ),
+        ("grid:\n  way: [a]\n", "mine.yaml:2: grid.way: this axis is no setting: each of its values"
+         " must be settings with a label"),
+        ("grid:\n  way:\n    - {seed: 1}\n", "mine.yaml:3: grid.way: needs a label"),
+        ("grid:\n  seed: 3\n", "mine.yaml:2: grid.seed: must be a list of values"),
+        (
+            "grid: {seed: [1]}\nexclude:\n  - {sead: 1}\n",
+            "mine.yaml:3: exclude: no axis 'sead' in this grid: did you mean seed?",
+        ),
+        (
+            "grid: {seed: [1]}\nexclude:\n  - {seed: 2}\n",
+            "mine.yaml:3: exclude: no value '2' on axis seed: choose from 1",
+        ),
+        ("base: {seed: 1}\nrepeats: 0\n",
+         "mine.yaml:2: repeats: must be a number of 1 to 1000, got 0"),
+        ("base: {seed: 1}\norder: random\n",
+         "mine.yaml:2: order: must be interleaved or sequential, got 'random'"),
+        ("base:\n  seed: 1\n  seed: 2\n", "mine.yaml:3: base: 'seed' is given twice"),
+        (
+            "scales:\n  quick:\n    base:\n      sead: 1\n",
+            "mine.yaml:4: scales.quick.base: no such setting 'sead': did you mean seed?",
+        ),
+        ("base: {seed: 1}\nscales:\n  big: {}\n",
+         "mine.yaml:3: scales.big: no such scale 'big': choose from quick, full"),
+    ],
+)  # fmt: skip
+def test_a_problem_is_one_line_with_its_place(text: str, message: str, tmp_path: Path) -> None:
+    assert problems(tmp_path, text) == [message]
+
+
+def test_all_problems_are_told_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
+    text = """
+        base:
+          lr: fast
+        grid:
+          seed: [-1, 2]
+          strategy: [dpp]
+        repeats: many
+    """
+    assert [problem.split(": ")[0] for problem in problems(tmp_path, text)] == [
+        "mine.yaml:2",
+        "mine.yaml:4",
+        "mine.yaml:6",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("base: {seed: 1\n", "mine.yaml:2: not YAML"),
+        ("", "is empty"),
+        ("base: !!python/object/apply:os.system [ls]\n", "mine.yaml:1"),
+        ("a: &a [1, 1]\nb: &b [*a, *a]\nc: &c " + "[*b, *b]\n", "no such key 'a'"),
+    ],
+)
+def test_a_file_that_is_no_plain_yaml_is_refused(text: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=told):
+        planned(tmp_path, text)
+
+
+def test_aliases_cannot_make_a_small_file_large(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [1, 1]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
+    with pytest.raises(UsageError, match="more than 20,000 values"):
+        load(write_study(tmp_path, "\n".join(lines)))
+
+
+def test_an_unknown_study_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(UsageError, match="unknown study 'four-wys': did you mean four-ways"):
+        named.find("four-wys")
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot read .*none\.yaml: No such file"):
+        load(tmp_path / "none.yaml")
