@@ -86,7 +86,6 @@ class Collective(ABC):
     reduces: ClassVar[bool] = True
     """Whether it has the stage in the middle; likewise the last."""
     takes: ClassVar[bool] = True
-    needs_room: ClassVar[bool] = True
 
     def __init__(self, boxes: Outboxes, flat: Tensor) -> None:
         self.boxes, self.flat = boxes, flat
@@ -118,7 +117,7 @@ class Collective(ABC):
             index == self._count
             or not boxes.is_next(POSTED, number)
             # The outbox is free again once all have taken what was there before.
-            or (self.needs_room and not boxes.is_everybody_past(TAKEN, number - PIECES))
+            or not boxes.is_everybody_past(TAKEN, number - PIECES)
         ):
             return False
         self.post(index, boxes.piece(self.rank, number, self.flat.dtype))
@@ -190,23 +189,32 @@ class Collective(ABC):
         raise NotImplementedError
 
 
-class Meet(Collective):
-    """Nothing to be moved: everybody has come. So who comes is seen at once, and need not wait."""
+class Meet:
+    """Nothing to be moved: everybody has come. So who comes is seen at once, and need not wait.
 
-    reduces = False
-    needs_room = False
+    It takes its turn among the collectives, as a piece of which nothing is posted or taken.
+    """
 
     def __init__(self, boxes: Outboxes) -> None:
-        super().__init__(boxes, _NOTHING)
+        self._boxes, self._number = boxes, boxes.next_piece
+        boxes.next_piece += 1
+        self._has_come = self.is_over = False
 
-    def post(self, index: int, box: Tensor) -> None:
-        return
-
-    def take(self, index: int, boxes: Sequence[Tensor]) -> None:
-        return
-
-
-_NOTHING = torch.empty(0)
+    def advance(self) -> bool:
+        boxes, number, moved = self._boxes, self._number, False
+        if not self._has_come and boxes.is_next(POSTED, number):
+            boxes.publish(POSTED, number)
+            self._has_come = moved = True
+        if (
+            self._has_come
+            and not self.is_over
+            and boxes.is_next(TAKEN, number)
+            and boxes.is_everybody_past(POSTED, number)
+        ):
+            boxes.publish(REDUCED, number)
+            boxes.publish(TAKEN, number)
+            self.is_over = moved = True
+        return moved
 
 
 class ReduceScatter(Collective):
