@@ -1,26 +1,27 @@
-"""`paceline compare`: results of several runs side by side."""
+"""`paceline compare`: results of several runs or studies side by side."""
 
 from __future__ import annotations
 
 import argparse
 
-SUMMARY = "put the results of several runs side by side"
+SUMMARY = "put the results of several runs or studies side by side"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run")
+    parser.add_argument(
+        "paths", metavar="PATH", nargs="+", help="a run, a folder of runs, or a study's folder"
+    )
+    parser.add_argument("--html", metavar="FILE", help="write a page too")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from paceline.errors import RecordsError
-    from paceline.records import RunFolder
-    from paceline.report.comparison import print_comparison
+    from pathlib import Path
 
-    results = []
-    for path in arguments.runs:
-        result = RunFolder.open(path).read_result()
-        if result is None:
-            raise RecordsError(f"{path} has no result yet: it is still running, or was killed")
-        results.append(result)
-    print_comparison(results)
+    from paceline.report.comparison import cells_to_compare
+    from paceline.report.comparison_output import print_comparison, write_comparison
+
+    cells = cells_to_compare(arguments.paths)
+    print_comparison(cells)
+    if arguments.html is not None:
+        write_comparison(cells, Path(arguments.html))
     return 0

@@ -1,100 +1,194 @@
-"""Several runs side by side: first what was asked differently, then what came out."""
+"""Cells side by side: what was asked differently, what came out, and whether that is significant.
+
+The same rows go to the terminal and to the page.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import islice
-from typing import Any
+from dataclasses import dataclass
 
-from rich.console import Console
-from rich.table import Table
-
-from paceline.records import PHASES, Result
+from paceline.records import PHASES
 from paceline.report import units
-
-RUNS_IN_A_TABLE = 4
-"""As many as fit 80 columns beside the names of the rows."""
-
-IGNORED_SETTINGS = ("out", "name")
-
-
-def print_comparison(results: Sequence[Result]) -> None:
-    console = Console(highlight=False, markup=False)
-    rest = iter(results)
-    while block := list(islice(rest, RUNS_IN_A_TABLE)):
-        console.print(comparison_table(block, differing_settings(results)))
-        console.print()
+from paceline.report.cells import Cell, differing, places, value_text
+from paceline.report.collection import collect
+from paceline.report.phases import whole_of_cell
+from paceline.report.run import Run
+from paceline.report.section.outline import known
+from paceline.report.section.traffic import run_traffic
+from paceline.report.statistics import Difference, difference
 
 
-def differing_settings(results: Sequence[Result]) -> list[str]:
-    """The settings that are not the same in all runs."""
-    names = dict.fromkeys(name for result in results for name in result["config"])
-    return [
-        name
-        for name in names
-        if name not in IGNORED_SETTINGS
-        and any(result["config"].get(name) != results[0]["config"].get(name) for result in results)
-    ]
+@dataclass(frozen=True, slots=True)
+class Row:
+    name: str
+    cells: list[str]
 
 
-def comparison_table(results: Sequence[Result], settings: Sequence[str]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column()
-    for result in results:
-        table.add_column(result["id"], justify="right", overflow="fold")
-    for name in settings:
-        table.add_row(name, *(_setting(result["config"].get(name)) for result in results))
-    if settings:
-        table.add_section()
-    for name, cell in ROWS.items():
-        cells = [cell(result) for result in results]
-        if any(text != "-" for text in cells):
-            table.add_row(name, *cells)
+@dataclass(frozen=True, slots=True)
+class Significance:
+    """Of one figure, the first cell against another."""
+
+    name: str
+    other: str
+    difference: Difference
+    """How much more the first has than the other."""
+
+    def words(self) -> str:
+        share = f"{100 * self.difference.share:+.1f} %"
+        if not self.difference.known:
+            return f"{share}; one repeat, so there is no telling"
+        span = f"95 % CI {100 * self.difference.low:+.1f} to {100 * self.difference.high:+.1f} %"
+        sure = "significant" if self.difference.is_significant else "within noise"
+        source = "" if self.difference.over_repeats else ", over iterations of one repeat"
+        return f"{share} ({span}{source}): {sure}"
+
+
+def cells_to_compare(paths: Sequence[str]) -> list[Cell]:
+    """A run is a cell of its own; of a folder or a study it is each cell. No two labels are equal.
+
+    RecordsError where a path holds nothing that can be read.
+    """
+    cells: list[Cell] = []
+    for path in paths:
+        collection = collect(path)
+        if collection.kind == "run":
+            cells.append(Cell(collection.title, collection.runs))
+            continue
+        prefix = f"{collection.path.name}: " if len(paths) > 1 else ""
+        cells += [
+            Cell(f"{prefix}{cell.label}", cell.runs) for cell in collection.cells if cell.runs
+        ]
+    seen: dict[str, int] = {}
+    for index, cell in enumerate(cells):
+        seen[cell.label] = seen.get(cell.label, 0) + 1
+        if seen[cell.label] > 1:
+            cells[index] = Cell(f"{cell.label} ({seen[cell.label]})", cell.runs)
+    return cells
+
+
+def setting_rows(cells: Sequence[Cell]) -> list[Row]:
+    """What is the same in all cells is left out."""
+    rows = []
+    for name in differing([cell.config for cell in cells]):
+        texts = [value_text(getattr(cell.config, name)) for cell in cells]
+        # A default of one kind of batch or budget is the other one's value: `none` says nothing.
+        rows.append(Row(name.replace("_", " "), ["-" if one == "none" else one for one in texts]))
+    if len({cell.workers for cell in cells}) > 1 and all(cell.config.nnodes > 1 for cell in cells):
+        rows.append(Row("workers", [places(cell.config) for cell in cells]))
+    return rows
+
+
+def result_rows(cells: Sequence[Cell]) -> list[Row]:
+    """What no cell has is left out."""
+    rows = [Row(name, [figure(cell) for cell in cells]) for name, figure in FIGURES.items()]
+    splits = [whole_of_cell(cell) for cell in cells]
     for phase in PHASES:
-        shares = [_phase_share(result, phase) for result in results]
-        if any(shares):
-            table.add_row(phase, *(units.share(value) for value in shares))
-    return table
+        shares = [split.share(phase) if split else None for split in splits]
+        if any(share and share >= 0.0005 for share in shares):
+            rows.append(Row(f"phase {phase}", [units.share(share) for share in shares]))
+    return [row for row in rows if any(text != "-" for text in row.cells)]
 
 
-def _setting(value: Any) -> str:
-    if isinstance(value, dict):
-        return " ".join(f"{key}={item}" for key, item in value.items()) or "-"
-    if isinstance(value, list):
-        return ",".join(map(str, value)) or "-"
-    return "-" if value is None else str(value)
+def significance(cells: Sequence[Cell]) -> list[Significance]:
+    """The first cell against each other one: pace, wall time, loss and accuracy."""
+    found = []
+    for other in cells[1:]:
+        for name, values in MEASURES.items():
+            first, second = values(cells[0]), values(other)
+            if first and second and sum(second):
+                by_iteration = name == "time per iteration"
+                blocks = [_blocks(cell) if by_iteration else [] for cell in (cells[0], other)]
+                found.append(Significance(name, other.label, _more(first, second, blocks)))
+    return found
 
 
-def _phase_share(result: Result, phase: str) -> float:
-    wall = sum(worker["wall_seconds"] for worker in result["workers"])
-    spent: float = sum(worker["phases"][phase] for worker in result["workers"])
-    return spent / wall if wall else 0.0
+def _more(
+    first: Sequence[float], second: Sequence[float], blocks: Sequence[Sequence[float]]
+) -> Difference:
+    gap = difference(first, second, *blocks)
+    return Difference(-gap.seconds, -gap.share, -gap.high, -gap.low, gap.over_repeats, gap.known)
 
 
-def _iteration(result: Result, figure: str) -> str:
-    """Of the first worker, where any could report."""
-    workers = result["workers"]
-    return units.seconds(workers[0]["iteration_seconds"][figure]) if workers else "-"
+def _blocks(cell: Cell) -> list[float]:
+    timing = cell.timed[0].timing if cell.timed else None
+    return timing.blocks if timing else []
 
 
-def _node_sum(result: Result, key: str) -> float | None:
-    values = [node.get(key) for node in result["nodes"]]
-    return None if None in values else sum(values)
+def _each(cell: Cell, value: Callable[[Run], float | None]) -> list[float]:
+    return known(value(run) for run in cell.finished or cell.runs)
 
 
-ROWS: dict[str, Callable[[Result], str]] = {
-    "status": lambda result: str(result["status"]),
-    "test accuracy": lambda result: units.number(result["final"].get("test_accuracy")),
-    "test loss": lambda result: units.number(result["final"].get("test_loss")),
-    "training loss": lambda result: units.number(result["final"].get("train_loss")),
-    "wall time": lambda result: units.seconds(result["wall_seconds"]),
-    "time to target": lambda result: units.seconds(result["seconds_to_target"]),
-    "iterations": lambda result: units.count(result["iterations"]),
-    "iteration, median": lambda result: _iteration(result, "median"),
-    "iteration, p95": lambda result: _iteration(result, "p95"),
-    "CPU, mean": lambda result: units.percent(_node_sum(result, "cpu_percent_mean")),
-    "memory, mean": lambda result: units.size(_node_sum(result, "rss_bytes_mean")),
-    "memory, peak": lambda result: units.size(_node_sum(result, "rss_bytes_peak")),
-    "checkpoints": lambda result: units.count(result["checkpoints"].get("count")),
-    "weights": lambda result: (result["weights_sha256"] or "-")[:12],
+def _wall(cell: Cell) -> list[float]:
+    return _each(cell, lambda run: run.result["wall_seconds"] if run.result else None)
+
+
+def _final(key: str) -> Callable[[Cell], list[float]]:
+    return lambda cell: _each(cell, lambda run: run.final(key))
+
+
+def _nodes(key: str, text: Callable[[float | None], str]) -> Callable[[Cell], str]:
+    return lambda cell: _mean(_each(cell, lambda run: run.node_sum(key)), text)
+
+
+def _mean(values: Sequence[float], text: Callable[[float | None], str]) -> str:
+    return text(sum(values) / len(values) if values else None)
+
+
+def _ranks(cell: Cell, figure: str) -> str:
+    """Over workers and runs."""
+    timings = [run.timing for run in cell.finished or cell.runs if run.timing is not None]
+    values = [getattr(rank, figure) for timing in timings for rank in timing.ranks]
+    return _mean(values, units.seconds)
+
+
+def _sent(cell: Cell) -> str:
+    """By all workers, in all."""
+    values = [
+        sum(one.bytes_sent for one in run_traffic(run).values())
+        for run in cell.finished or cell.runs
+        if len(run.workers) > 1
+    ]
+    return _mean(values, units.size)
+
+
+def _checkpoints(cell: Cell) -> str:
+    values = _each(cell, lambda run: run.result["checkpoints"].get("count") if run.result else None)
+    return _mean(values, units.count) if any(values) else "-"
+
+
+def _target(run: Run) -> float | None:
+    return run.result["seconds_to_target"] if run.result else None
+
+
+def _weights(cell: Cell) -> str:
+    hashes = {str(run.result["weights_sha256"] or "-")[:8] for run in cell.runs if run.result}
+    return hashes.pop() if len(hashes) == 1 else ("differ" if hashes else "-")
+
+
+MEASURES: dict[str, Callable[[Cell], list[float]]] = {
+    "time per iteration": lambda cell: cell.iteration_means,
+    "wall time": _wall,
+    "test loss": _final("test_loss"),
+    "test accuracy": _final("test_accuracy"),
+}
+
+FIGURES: dict[str, Callable[[Cell], str]] = {
+    "status": lambda cell: cell.status,
+    "repeats": lambda cell: "-" if len(cell.runs) < 2 else units.count(len(cell.runs)),
+    "test accuracy": lambda cell: _mean(_final("test_accuracy")(cell), units.number),
+    "test loss": lambda cell: _mean(_final("test_loss")(cell), units.number),
+    "training loss": lambda cell: _mean(_final("train_loss")(cell), units.number),
+    "wall time": lambda cell: _mean(_wall(cell), units.seconds),
+    "time to target": lambda cell: _mean(_each(cell, _target), units.seconds),
+    "updates done": lambda cell: _mean(_each(cell, lambda run: run.iterations), units.count),
+    "iteration, mean": lambda cell: _ranks(cell, "mean"),
+    "iteration, median": lambda cell: _ranks(cell, "median"),
+    "iteration, p95": lambda cell: _ranks(cell, "p95"),
+    "traffic sent": _sent,
+    "CPU, mean": _nodes("cpu_percent_mean", units.percent),
+    "memory, mean": _nodes("rss_bytes_mean", units.size),
+    "memory, peak": _nodes("rss_bytes_peak", units.size),
+    "checkpoints": _checkpoints,
+    "weights": _weights,
 }

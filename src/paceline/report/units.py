@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 
 def seconds(value: float | None) -> str:
     if value is None:
         return "-"
+    if value < 0:
+        return f"-{seconds(-value)}"
     if value < 0.001:
         return f"{value * 1e6:.0f} us"
     if value < 1:
@@ -17,10 +21,14 @@ def size(value: float | None) -> str:
     if value is None:
         return "-"
     for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000 or unit == "GB":
+        if abs(value) < 1000 or unit == "GB":
             return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1000
     raise AssertionError("unreachable")
+
+
+def rate(bytes_per_second: float | None) -> str:
+    return "-" if bytes_per_second is None else f"{size(bytes_per_second)}/s"
 
 
 def percent(value: float | None) -> str:
@@ -39,3 +47,17 @@ def number(value: float | None, digits: int = 4) -> str:
 
 def count(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"
+
+
+def spread(values: Sequence[float], text: Callable[[float], str]) -> str:
+    """The mean, and from the least to the greatest where there are several."""
+    if not values:
+        return "-"
+    mean = text(sum(values) / len(values))
+    if len(values) == 1:
+        return mean
+    low, high = text(min(values)), text(max(values))
+    unit = mean.rpartition(" ")[2] if " " in mean else ""
+    if unit and low.endswith(f" {unit}") and high.endswith(f" {unit}"):
+        low, high = (one.removesuffix(f" {unit}") for one in (low, high))
+    return f"{mean} ({low} to {high})"

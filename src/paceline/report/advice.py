@@ -1,0 +1,160 @@
+"""What to try next: a few rules, each with its reason from the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from paceline.report import units
+from paceline.report.bound import Bound, bound_of
+from paceline.report.cells import Cell
+from paceline.report.pace import Pace, Paced
+from paceline.report.phases import Split, of_cell, whole_of_cell
+from paceline.report.statistics import repeats_to_tell
+from paceline.report.straggler import Straggler
+
+MOST_STEPS = 5
+COSTLY = 0.05
+"""A share of the wall time from which on something beside training is worth a word."""
+
+
+def advise(
+    pace: Pace | None,
+    cells: Sequence[Cell],
+    ties: Sequence[Paced],
+    stragglers: Sequence[Straggler],
+) -> list[str]:
+    """The most telling first; none where nothing stands out."""
+    steps = [*_of_doubt(pace, ties), *_of_stragglers(stragglers)]
+    fastest = pace.ranking[0].cell if pace and pace.ranking else None
+    if fastest is not None:
+        for rule in RULES:
+            steps += rule(fastest, cells)
+    steps += _of_failures(cells)
+    return list(dict.fromkeys(steps))[:MOST_STEPS]
+
+
+def _of_doubt(pace: Pace | None, ties: Sequence[Paced]) -> Iterator[str]:
+    if pace is None or len(pace.ranking) < 2:
+        return
+    if min(len(paced.values) for paced in pace.ranking) < 2:
+        yield (
+            "Repeat each cell (three times or more, with different seeds): one repeat says nothing"
+            " about the spread between runs."
+        )
+    elif ties:
+        first = pace.ranking[0]
+        needed = repeats_to_tell(first.values, ties[0].values)
+        if needed is not None and needed > len(first.values):
+            yield (
+                f"Run {needed} repeats of {first.cell.label} and {ties[0].cell.label}: with their"
+                " spread so many would tell a difference of this size."
+            )
+        else:
+            yield (
+                f"Choose between {first.cell.label} and {ties[0].cell.label} by something else"
+                " than speed: repeats will hardly tell them apart."
+            )
+
+
+def _of_stragglers(stragglers: Sequence[Straggler]) -> Iterator[str]:
+    if stragglers:
+        one = stragglers[0]
+        yield (
+            f"Try --shares auto with {one.label}: worker {one.rank} needs"
+            f" {one.computing_seconds / one.others_seconds:.1f} times as long for its share, and"
+            f" the others wait {units.share(one.wait_share)} of their time."
+        )
+
+
+def _of_network(fastest: Cell, cells: Sequence[Cell]) -> Iterator[str]:
+    bound = bound_of(fastest)
+    if bound is None or bound.shares["communication"] < 0.25:
+        return
+    exposed = units.share(bound.shares["communication"])
+    tried = {cell.config.strategy for cell in cells}
+    if not tried & {"overlap", "ddp"}:
+        yield (
+            f"Try --strategy overlap: {exposed} of an iteration is exposed communication, and"
+            f" {_hideable(bound)} of it could hide behind the backward pass at best."
+        )
+    if not any("codec" in cell.config.options for cell in cells):
+        yield (
+            f"Try a codec (-o codec=fp16 halves the bytes): {exposed} of an iteration goes to"
+            " the wire."
+        )
+    if "local_sgd" not in tried:
+        yield (
+            "Try a larger --batch-size or --strategy local_sgd: fewer exchanges for the same"
+            f" samples, of which each now takes {exposed} of its iteration."
+        )
+
+
+def _hideable(bound: Bound) -> str:
+    most = min(1.0, bound.shares["computing"] / 2 / bound.shares["communication"])
+    return units.share(most)
+
+
+def _of_computing(fastest: Cell, cells: Sequence[Cell]) -> Iterator[str]:
+    bound = bound_of(fastest)
+    if bound is None or bound.kind != "compute-bound":
+        return
+    more = 2 * fastest.workers
+    if more <= max(cell.workers for cell in cells):
+        return
+    if fastest.workers == 1:
+        yield (
+            f"Try 2 workers: {units.share(bound.shares['computing'])} of an iteration is"
+            " computing, which is shared out; communication comes on top."
+        )
+        return
+    serial = 1 - bound.shares["computing"]
+    yield (
+        f"Try {more} workers: {units.share(bound.shares['computing'])} of an iteration is"
+        f" computing, so at best {1 / (serial + (1 - serial) / 2):.2f} times the pace."
+    )
+
+
+def _of_input(fastest: Cell, cells: Sequence[Cell]) -> Iterator[str]:
+    split = of_cell(fastest)
+    if split is not None and split.share("input") > 0.2:
+        yield (
+            f"Make the input cheaper (less --augment, more --threads): it takes"
+            f" {units.share(split.share('input'))} of an iteration of {fastest.label}."
+        )
+
+
+def _beside_training(fastest: Cell, cells: Sequence[Cell]) -> Iterator[str]:
+    whole = whole_of_cell(fastest)
+    if whole is None:
+        return
+    if whole.share("checkpoint") > COSTLY:
+        yield (
+            "Try --checkpoint-mode background: checkpoints hold training up for"
+            f" {_of_wall(whole, 'checkpoint')} of {fastest.label}."
+        )
+    if whole.share("evaluate") > 0.2:
+        yield (
+            f"Evaluate less often (--eval-every): it takes {_of_wall(whole, 'evaluate')} of"
+            f" {fastest.label}."
+        )
+
+
+def _of_wall(whole: Split, phase: str) -> str:
+    return f"{units.share(whole.share(phase))} of the wall time"
+
+
+def _of_failures(cells: Sequence[Cell]) -> Iterator[str]:
+    diverged = [cell.label for cell in cells if any(run.status == "diverged" for run in cell.runs)]
+    if diverged:
+        yield (
+            f"Lower --lr, or add --warmup-epochs or --clip-norm, for {', '.join(diverged[:3])}:"
+            " the loss left the finite numbers."
+        )
+
+
+RULES: tuple[Callable[[Cell, Sequence[Cell]], Iterator[str]], ...] = (
+    _of_network,
+    _of_computing,
+    _of_input,
+    _beside_training,
+)

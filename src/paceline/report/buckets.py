@@ -1,0 +1,82 @@
+"""Long curves made short enough to draw, without losing what stands out.
+
+A curve of any length becomes at most BUCKETS stretches of equal length, each with its middle, its
+least and its greatest value: a single slow iteration in a million still shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+BUCKETS = 300
+"""More than a chart has room for."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """`x` is where a stretch ends; with at most BUCKETS values every stretch is one value."""
+
+    x: Floats
+    middle: Floats
+    low: Floats
+    high: Floats
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    @property
+    def is_exact(self) -> bool:
+        return bool(np.array_equal(self.low, self.high))
+
+
+def edges(count: int, buckets: int = BUCKETS) -> NDArray[np.int64]:
+    """Where the stretches of `count` values begin, and after them `count`."""
+    stretches = min(count, buckets)
+    if stretches == 0:
+        return np.zeros(0, dtype=np.int64)
+    return np.linspace(0, count, stretches + 1).astype(np.int64)
+
+
+def shorten(x: Floats, y: Floats, *, use_mean: bool = False, buckets: int = BUCKETS) -> Curve:
+    """Stretches of `y` with their medians (or means); values that are no numbers are left out."""
+    known = np.isfinite(y)
+    if not known.all():
+        x, y = x[known], y[known]
+    bounds = edges(len(y), buckets)
+    if len(bounds) == 0:
+        empty = np.zeros(0)
+        return Curve(empty, empty, empty, empty)
+    if len(bounds) - 1 == len(y):
+        return Curve(x, y, y, y)
+    starts = bounds[:-1]
+    low, high = np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts)
+    if use_mean:
+        middle = np.add.reduceat(y, starts) / np.diff(bounds)
+    else:
+        pairs = zip(starts, bounds[1:], strict=True)
+        middle = np.array([np.median(y[begin:end]) for begin, end in pairs])
+    return Curve(x[bounds[1:] - 1], middle, low, high)
+
+
+def together(curves: Sequence[Curve]) -> tuple[Curve, int]:
+    """Curves of repeats as one, from the least to the greatest of all, and how many are in it.
+
+    Curves that do not have the same points cannot be laid over one another: then it is the first.
+    """
+    first = curves[0]
+    same = [curve for curve in curves if np.array_equal(curve.x, first.x)]
+    return (
+        Curve(
+            first.x,
+            np.mean([curve.middle for curve in same], axis=0),
+            np.min([curve.low for curve in same], axis=0),
+            np.max([curve.high for curve in same], axis=0),
+        ),
+        len(same),
+    )

@@ -1,0 +1,132 @@
+"""A report from records to files: report.html, report.md and the figures of the latter."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.errors import RecordsError
+from paceline.report.cells import Cell
+from paceline.report.chart.svg import standalone
+from paceline.report.collection import Chapter, Collection, collect
+from paceline.report.document import ChapterPage, Document, Items, Section, Text, slug
+from paceline.report.html import FIGURES, to_html
+from paceline.report.markdown import to_markdown
+from paceline.report.section.outline import outline
+from paceline.report.sections import build_sections, unknown
+from paceline.report.verdict import Verdict, judge
+
+
+def write_report(path: Path | str, out: Path | None = None) -> tuple[Path, Collection]:
+    """Build the report of whatever is at `path`; into that folder unless `out` names another."""
+    collection = collect(path)
+    folder = out or collection.path
+    document = to_document(collection)
+    page = folder / "report.html"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        page.write_text(to_html(document), encoding="utf-8")
+        (folder / "report.md").write_text(to_markdown(document), encoding="utf-8")
+        _write_figures(document, folder / FIGURES)
+    except OSError as error:
+        raise RecordsError(f"cannot write the report to {folder}: {error.strerror}") from None
+    return page, collection
+
+
+def _write_figures(document: Document, folder: Path) -> None:
+    """Those of an earlier report go: they might show what is no longer there."""
+    if folder.is_dir():
+        for old in folder.glob("*.svg"):
+            old.unlink()
+    figures = list(document.figures())
+    if not figures:
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    folder.mkdir(exist_ok=True)
+    for figure in figures:
+        (folder / f"{figure.name}.svg").write_text(standalone(figure.svg), encoding="utf-8")
+
+
+def to_document(collection: Collection) -> Document:
+    verdicts = [judge(chapter.cells) for chapter in collection.chapters]
+    chapters = [
+        _page(chapter, verdict, collection.comm, is_alone=len(verdicts) == 1)
+        for chapter, verdict in zip(collection.chapters, verdicts, strict=True)
+    ]
+    if len(verdicts) > 1 and collection.sections:
+        name = slug("all parts")
+        sections = build_sections(
+            outline(name, collection.cells, collection.comm), collection.sections
+        )
+        chapters.append(ChapterPage(name, "All parts together", "", "", sections))
+    document = Document(
+        title=collection.title,
+        subtitle=_subtitle(collection),
+        about=collection.about,
+        headline=verdicts[0].headline if verdicts else "Nothing was run yet.",
+        points=[],
+        next_steps=[],
+        chapters=chapters,
+        left_out=[(one.name, one.why) for one in collection.left_out],
+    )
+    if len(verdicts) == 1:
+        document.points = _points(verdicts[0])
+        document.next_steps = verdicts[0].next_steps
+    else:
+        _sum_up(document, collection, verdicts)
+    return document
+
+
+def _sum_up(document: Document, collection: Collection, verdicts: Sequence[Verdict]) -> None:
+    """Of several parts: the answer of each, and what went wrong anywhere."""
+    troubled = [cell.label for cell in collection.cells if len(cell.finished) < len(cell.runs)]
+    count = len(collection.cells)
+    document.headline = f"{count} cells in {len(verdicts)} parts, each with its own answer" + (
+        f"; {len(troubled)} did not finish." if troubled else "; all that ran finished."
+    )
+    document.points = [
+        (chapter.title, verdict.headline)
+        for chapter, verdict in zip(collection.chapters, verdicts, strict=True)
+    ]
+
+
+def _page(
+    chapter: Chapter, verdict: Verdict, comm: Sequence[Path], *, is_alone: bool
+) -> ChapterPage:
+    name = slug(chapter.title)
+    about_cells = outline("" if is_alone else name, chapter.cells, comm)
+    sections = build_sections(about_cells, chapter.sections)
+    if not is_alone:
+        sections.insert(0, _verdict_section(verdict))
+    strange = unknown(chapter.sections)
+    about = chapter.about
+    if strange:
+        about = f"{about} (No such section: {', '.join(strange)}.)".strip()
+    return ChapterPage(name, chapter.title, about, chapter.context, sections)
+
+
+def _verdict_section(verdict: Verdict) -> Section:
+    items = [(f"{subject}:", text) for subject, text in _points(verdict)]
+    items += [("Try next:", step) for step in verdict.next_steps]
+    return Section("verdict", "Verdict", [Text(verdict.headline), Items(items)])
+
+
+def _points(verdict: Verdict) -> list[tuple[str, str]]:
+    return [(point.subject, point.text) for point in verdict.points]
+
+
+def _subtitle(collection: Collection) -> str:
+    runs = collection.runs
+    words = [f"{len(runs):,} run{'s' * (len(runs) != 1)} in {_count(collection.cells)}"]
+    for name in ("model", "data"):
+        values = sorted({str(getattr(run.config, name)) for run in runs})
+        if 0 < len(values) <= 4:
+            words.append(f"{name} {', '.join(values)}")
+    machines = {str(run.result["hardware"].get("cpu", "?")) for run in runs if run.result}
+    words += sorted(machines) if len(machines) <= 2 else [f"{len(machines)} kinds of machine"]
+    return " · ".join(words)
+
+
+def _count(cells: Sequence[Cell]) -> str:
+    return f"{len(cells):,} cell{'s' * (len(cells) != 1)}"

@@ -1,0 +1,171 @@
+"""Runs that repeat one another as one cell, and names that tell cells apart."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from paceline.config import RunConfig
+from paceline.report.run import Run
+from paceline.report.statistics import Interval, interval
+
+BESIDE_THE_POINT = frozenset(
+    (
+        "seed", "name", "out", "data_dir", "node_rank", "master_addr", "master_port", "trace",
+        "tensorboard", "sample_seconds", "rendezvous_seconds", "timeout_seconds", "max_restarts",
+        "resident_limit_mib", "checkpoint_keep",
+    )
+)  # fmt: skip
+"""Settings in which repeats of a run may differ."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Runs with the same settings; `label` is for tables and legends."""
+
+    label: str
+    runs: list[Run]
+    trouble: str = ""
+    """Why there is no run, of a study's cell that has none."""
+
+    @cached_property
+    def finished(self) -> list[Run]:
+        return [run for run in self.runs if run.is_finished]
+
+    @cached_property
+    def timed(self) -> list[Run]:
+        """Finished runs of which iterations were timed: what a ranking is made of."""
+        return [run for run in self.finished if run.timing is not None]
+
+    @property
+    def config(self) -> RunConfig:
+        return self.runs[0].config
+
+    @property
+    def workers(self) -> int:
+        return self.config.workers
+
+    @property
+    def status(self) -> str:
+        """One word, or each with its count where the repeats ended differently."""
+        counts: dict[str, int] = {}
+        for run in self.runs:
+            counts[run.status] = counts.get(run.status, 0) + 1
+        if not counts:
+            return "not run"
+        if len(counts) == 1:
+            return next(iter(counts))
+        return ", ".join(f"{count} {status}" for status, count in counts.items())
+
+    @property
+    def cause(self) -> str:
+        """The first thing that went wrong; empty where nothing did."""
+        causes = (run.cause for run in self.runs if not run.is_finished)
+        return self.trouble or next(filter(None, causes), "")
+
+    @cached_property
+    def iteration_means(self) -> list[float]:
+        """Seconds per iteration of each finished run, the first iteration left out."""
+        return [run.timing.mean for run in self.timed if run.timing is not None]
+
+    @cached_property
+    def iteration_seconds(self) -> Interval | None:
+        return interval(self.iteration_means) if self.timed else None
+
+    @cached_property
+    def samples_in_iteration(self) -> float:
+        """On average over the run: a last, smaller batch of an epoch counts as it is."""
+        for run in self.timed:
+            if run.iterations and run.result is not None and run.result["samples"]:
+                return float(run.result["samples"]) / run.iterations
+        return float(self.config.global_batch_size)
+
+    def mean_of(self, key: str) -> Interval | None:
+        """Of a final figure such as test_accuracy, over the finished runs."""
+        values = [value for run in self.finished if (value := run.final(key)) is not None]
+        return interval(values) if values else None
+
+
+def group(runs: Iterable[Run]) -> list[Cell]:
+    """Runs by their settings, in the order in which these first come."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(_key(run.config), []).append(run)
+    together = list(groups.values())
+    names = label_all([runs[0].config for runs in together])
+    return [Cell(label, runs) for label, runs in zip(names, together, strict=True)]
+
+
+def differing(configs: Sequence[RunConfig]) -> list[str]:
+    """The settings that are not the same in all of them, apart from those beside the point."""
+    if not configs:
+        return []
+    first = configs[0]
+    return [
+        item.name
+        for item in dataclasses.fields(RunConfig)
+        if item.name not in BESIDE_THE_POINT
+        and any(getattr(config, item.name) != getattr(first, item.name) for config in configs)
+    ]
+
+
+def label_all(configs: Sequence[RunConfig]) -> list[str]:
+    """A name for each, made of what tells them apart; the same name only for the same settings."""
+    names = differing(configs)
+    if not names:
+        return [f"{config.model} on {config.data}, {config.strategy}" for config in configs]
+    return [label(config, names) for config in configs]
+
+
+def label(config: RunConfig, names: Sequence[str]) -> str:
+    order = ("strategy", "options", *(one for one in names if one not in _SPOKEN))
+    words = [setting_text(name, getattr(config, name)) for name in order if name in names]
+    if "nnodes" in names or "nproc_per_node" in names:
+        words.insert(min(1, len(words)), places(config))
+    if "batch_size" in names or "batch_per_worker" in names:
+        words.append(f"batch {config.global_batch_size}")
+    return ", ".join(filter(None, words)) or config.strategy
+
+
+_SPOKEN = ("strategy", "options", "nnodes", "nproc_per_node", "batch_size", "batch_per_worker")
+
+
+def places(config: RunConfig) -> str:
+    """How many workers, and over how many nodes where these are several."""
+    workers = f"{config.workers} worker{'s' * (config.workers > 1)}"
+    return workers if config.nnodes == 1 else f"{workers} on {config.nnodes} nodes"
+
+
+def setting_text(name: str, value: Any) -> str:
+    """A setting in as few words as are clear in a legend."""
+    if name in ("strategy", "model", "data", "optimizer", "precision", "schedule"):
+        return str(value)
+    if name == "options":
+        return " ".join(f"{key}={item}" for key, item in value.items())
+    if name == "checkpoint_every":
+        return "no checkpoints" if value == "never" else f"checkpoint every {value}"
+    plain = name.replace("_", "-")
+    if isinstance(value, bool):
+        return plain if value else f"no {plain}"
+    return f"{plain} {value_text(value)}"
+
+
+def value_text(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{key}={item}" for key, item in value.items()) or "none"
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)
+
+
+def _key(config: RunConfig) -> str:
+    return repr(
+        [
+            getattr(config, item.name)
+            for item in dataclasses.fields(RunConfig)
+            if item.name not in BESIDE_THE_POINT
+        ]
+    )

@@ -1,0 +1,105 @@
+"""What charts with axes share: the room that each part has, grid, ticks and legend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.report.chart import svg
+from paceline.report.chart.scale import Scale, Unit, nice_ticks, tick_texts
+
+WIDTH = 480.0
+"""Of a chart; two stand side by side on a screen, one on a phone at three quarters of it."""
+LEGEND_ROW = 20.0
+LETTER = 7.4
+"""Width of a letter of the legend on a phone, where letters are drawn larger."""
+LONGEST_LABEL = 44
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The place of the plot inside a chart."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+
+    @property
+    def right(self) -> float:
+        return self.left + self.width
+
+    @property
+    def bottom(self) -> float:
+        return self.top + self.height
+
+
+def clip(label: str, longest: int = LONGEST_LABEL) -> str:
+    return label if len(label) <= longest else f"{label[: longest - 1].rstrip()}…"
+
+
+def tone(place: int) -> str:
+    """Class of the series at a place: its colour, and a dash once all colours are taken."""
+    colours = len(svg.PALETTE)
+    return f"s{place % colours}" + (f" d{min(place // colours, 2)}" if place >= colours else "")
+
+
+def colour(place: int) -> str:
+    return svg.PALETTE[place % len(svg.PALETTE)]
+
+
+def horizontal_grid(box: Box, scale: Scale, unit: Unit) -> str:
+    """Lines and figures for the y axis."""
+    ticks = [scale.low] if scale.high <= scale.low else nice_ticks(scale.low, scale.high)
+    parts = []
+    for tick, text in zip(ticks, tick_texts(ticks, unit), strict=True):
+        y = scale(tick)
+        parts.append(svg.element("line", x1=box.left, x2=box.right, y1=y, y2=y, class_="grid"))
+        parts.append(svg.text(text, box.left - 7, y + 4, class_="tick", text_anchor="end"))
+    return svg.element("g", *parts, class_="y-axis")
+
+
+def vertical_ticks(
+    box: Box, scale: Scale, unit: Unit, ticks: Sequence[float] | None = None, most: int = 5
+) -> str:
+    """Marks and figures for the x axis."""
+    ticks = list(ticks) if ticks is not None else nice_ticks(scale.low, scale.high, most)
+    parts = [
+        svg.element("line", x1=box.left, x2=box.right, y1=box.bottom, y2=box.bottom, class_="axis")
+    ]
+    for tick, text in zip(ticks, tick_texts(ticks, unit), strict=True):
+        x = scale(tick)
+        parts.append(
+            svg.element("line", x1=x, x2=x, y1=box.bottom, y2=box.bottom + 4, class_="axis")
+        )
+        parts.append(svg.text(text, x, box.bottom + 18, class_="tick", text_anchor="middle"))
+    return svg.element("g", *parts, class_="x-axis")
+
+
+def legend(
+    entries: Sequence[tuple[str, str, str]], left: float, top: float, width: float
+) -> tuple[str, float]:
+    """Keys for (label, class, colour) in rows that fit; returns them and their height."""
+    parts: list[str] = []
+    x, row = left, 0
+    for index, (label, kind, paint) in enumerate(entries):
+        shown = clip(label)
+        room = 20 + LETTER * len(shown) + 12
+        if x > left and x + room > left + width:
+            x, row = left, row + 1
+        y = top + row * LEGEND_ROW
+        parts.append(
+            svg.element(
+                "g",
+                svg.title(label),
+                svg.element(
+                    "rect", x=x, y=y - 9, width=13, height=9, rx=2, class_=kind, fill=paint
+                ),
+                svg.text(shown, x + 19, y),
+                class_="key",
+                data_series=index,
+                tabindex="0",
+            )
+        )
+        x += room
+    return svg.element("g", *parts, class_="legend"), (row + 1) * LEGEND_ROW if entries else 0.0

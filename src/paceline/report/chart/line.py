@@ -1,0 +1,134 @@
+"""Curves over a common axis, with their spread, as SVG.
+
+Each series carries its numbers in data attributes: what is shown when the pointer rests on it, and
+what the page redraws from when a reader looks closer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline.report.chart import svg
+from paceline.report.chart.frame import (
+    WIDTH,
+    Box,
+    colour,
+    horizontal_grid,
+    legend,
+    tone,
+    vertical_ticks,
+)
+from paceline.report.chart.scale import Scale, limits, unit_for
+
+PLOT_HEIGHT = 216.0
+LEFT, TOP, RIGHT = 58.0, 26.0, 14.0
+DOTS_UP_TO = 30
+"""A curve of so few points shows each of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    """The spread at each point; none where it is not known."""
+    place: int = 0
+    """Decides the colour: the same cell has the same place in all figures of a report."""
+    is_guide: bool = False
+    """A line to hold others against, such as the ideal."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineChart:
+    label: str
+    """What is seen, for those who do not see it."""
+    x_label: str
+    y_label: str
+    series: Sequence[Series] = field(default_factory=tuple)
+    x_quantity: str = ""
+    y_quantity: str = ""
+    from_zero: bool = False
+    x_ticks: Sequence[float] | None = None
+    y_top: float | None = None
+    """Where the axis ends, if not at the greatest value; what is above is cut off."""
+
+
+def draw_lines(chart: LineChart) -> str:
+    shown = [series for series in chart.series if len(series.x)]
+    x_low, x_high = limits(value for series in shown for value in series.x)
+    y_low, y_high = limits(
+        (value for series in shown for values in (series.y, series.low, series.high)
+         for value in values), from_zero=chart.from_zero,
+    )  # fmt: skip
+    y_high = min(y_high, chart.y_top) if chart.y_top is not None else y_high
+    keys = [
+        (series.label, f"swatch {tone(series.place)}" if not series.is_guide else "swatch guide",
+         colour(series.place) if not series.is_guide else "#888") for series in shown
+    ]  # fmt: skip
+    box = Box(LEFT, TOP, WIDTH - LEFT - RIGHT, PLOT_HEIGHT)
+    legend_text, legend_height = legend(keys, 8, box.bottom + 60, WIDTH - 16)
+    x_scale = Scale(x_low, x_high, box.left, box.right)
+    y_scale = Scale(y_low, y_high, box.bottom, box.top)
+    x_unit = unit_for(chart.x_quantity, x_high)
+    y_unit = unit_for(chart.y_quantity, y_high)
+    frame = f"{svg.data((box.left, box.top, box.width, box.height))}"
+    inside = [
+        svg.text(y_unit.label(chart.y_label), 8, 14, class_="axis-label"),
+        svg.text(x_unit.label(chart.x_label), box.right, box.bottom + 36, class_="axis-label",
+                 text_anchor="end"),
+        horizontal_grid(box, y_scale, y_unit),
+        vertical_ticks(box, x_scale, x_unit, chart.x_ticks),
+        svg.element(
+            "svg",
+            *(_draw(index, series, x_scale, y_scale) for index, series in enumerate(shown)),
+            x=box.left, y=box.top, width=box.width, height=box.height, class_="plot",
+            viewBox=f"{svg.number(box.left)} {svg.number(box.top)}"
+                    f" {svg.number(box.width)} {svg.number(box.height)}",
+        ),
+        legend_text,
+    ]  # fmt: skip
+    return svg.drawing(
+        "lines", WIDTH, box.bottom + 46 + legend_height, chart.label, inside,
+        data_box=frame, data_x_limits=svg.data((x_low, x_high)),
+        data_y_limits=svg.data((y_low, y_high)),
+        data_x_unit=x_unit.name, data_x_factor=svg.datum(x_unit.factor),
+        data_y_unit=y_unit.name, data_y_factor=svg.datum(y_unit.factor),
+        data_x_label=chart.x_label,
+    )  # fmt: skip
+
+
+def _draw(index: int, series: Series, x_scale: Scale, y_scale: Scale) -> str:
+    paint = colour(series.place)
+    places = [(x_scale(x), y_scale(y)) for x, y in zip(series.x, series.y, strict=True)]
+    has_spread = len(series.low) == len(series.x) and list(series.low) != list(series.high)
+    marks = []
+    if has_spread:
+        upper = [(x_scale(x), y_scale(y)) for x, y in zip(series.x, series.high, strict=True)]
+        lower = [(x_scale(x), y_scale(y)) for x, y in zip(series.x, series.low, strict=True)]
+        if len(places) <= DOTS_UP_TO:
+            marks += [
+                svg.element("line", x1=top[0], x2=top[0], y1=top[1], y2=bottom[1],
+                            class_="whisker", stroke=paint)
+                for top, bottom in zip(upper, lower, strict=True)
+            ]  # fmt: skip
+        else:
+            marks.append(
+                svg.element("polygon", points=svg.points(upper + lower[::-1]), class_="band",
+                            fill=paint, fill_opacity="0.18")
+            )  # fmt: skip
+    marks.append(
+        svg.element("polyline", points=svg.points(places), class_="line", stroke=paint, fill="none")
+    )
+    if len(places) <= DOTS_UP_TO and not series.is_guide:
+        marks += [
+            svg.element("circle", cx=x, cy=y, r=3, class_="dot", fill=paint) for x, y in places
+        ]
+    return svg.element(
+        "g", *marks, class_="series guide" if series.is_guide else f"series {tone(series.place)}",
+        data_series=index, data_label=series.label, data_x=svg.data(series.x),
+        data_y=svg.data(series.y), data_low=svg.data(series.low) if has_spread else None,
+        data_high=svg.data(series.high) if has_spread else None,
+    )  # fmt: skip

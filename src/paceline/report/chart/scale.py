@@ -1,0 +1,105 @@
+"""From values to places: round ticks, and units that keep numbers short."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    name: str
+    factor: float
+    """Of the base unit: a value is shown divided by it."""
+
+    def label(self, what: str) -> str:
+        return f"{what} ({self.name})" if self.name else what
+
+
+_UNITS: dict[str, Sequence[Unit]] = {
+    "seconds": (Unit("us", 1e-6), Unit("ms", 1e-3), Unit("s", 1.0)),
+    "bytes": (Unit("B", 1.0), Unit("kB", 1e3), Unit("MB", 1e6), Unit("GB", 1e9)),
+    "bytes_per_second": (
+        Unit("B/s", 1.0),
+        Unit("kB/s", 1e3),
+        Unit("MB/s", 1e6),
+        Unit("GB/s", 1e9),
+    ),
+    "percent": (Unit("%", 1.0),),
+    "share": (Unit("%", 0.01),),
+    "": (Unit("", 1.0),),
+}
+
+
+def unit_for(quantity: str, largest: float) -> Unit:
+    """The unit in which the largest value of an axis is easy to read."""
+    units = _UNITS[quantity]
+    return next((unit for unit in reversed(units) if abs(largest) >= unit.factor), units[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Values from `low` to `high` laid out from `begin` to `end`."""
+
+    low: float
+    high: float
+    begin: float
+    end: float
+    is_log: bool = False
+
+    def __call__(self, value: float) -> float:
+        low, high, value = (map(math.log, (self.low, self.high, max(value, 1e-300)))
+                            if self.is_log else (self.low, self.high, value))  # fmt: skip
+        share = (value - low) / (high - low) if high != low else 0.5
+        return self.begin + share * (self.end - self.begin)
+
+
+def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Round numbers within the limits: at most `most` of them."""
+    if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
+        return [low]
+    step = _nice_step((high - low) / most)
+    while (high - low) / step > most - 1 + 1e-9 and _count(low, high, step) > most:
+        step = _nice_step(step * 1.01)
+    first = math.ceil(low / step - 1e-9)
+    return [(first + index) * step for index in range(_count(low, high, step))]
+
+
+def _count(low: float, high: float, step: float) -> int:
+    return math.floor(high / step + 1e-9) - math.ceil(low / step - 1e-9) + 1
+
+
+def _nice_step(least: float) -> float:
+    power = 10.0 ** math.floor(math.log10(least))
+    for factor in (1, 2, 2.5, 5, 10):
+        if factor * power >= least * (1 - 1e-9):
+            return factor * power
+    return 10 * power
+
+
+def tick_texts(ticks: Sequence[float], unit: Unit) -> list[str]:
+    """With as many decimals as tell the ticks apart, and the same for all."""
+    shown = [tick / unit.factor for tick in ticks]
+    step = min((b - a for a, b in pairwise(shown)), default=abs(shown[0]) or 1)
+    decimals = 0
+    while decimals < 6 and abs(round(step, decimals) - step) > 1e-6 * abs(step):
+        decimals += 1
+    return [f"{value + 0.0:,.{decimals}f}".replace("-0", "0") if abs(value) < 1e-12
+            else f"{value:,.{decimals}f}" for value in shown]  # fmt: skip
+
+
+def limits(values: Iterable[float], *, from_zero: bool = False) -> tuple[float, float]:
+    """Of an axis that shows all values, with a little air; of none at all, from 0 to 1."""
+    known = [value for value in values if math.isfinite(value)]
+    if not known:
+        return 0.0, 1.0
+    low, high = min(known), max(known)
+    if from_zero:
+        low = min(low, 0.0)
+    if high == low:
+        air = abs(high) * 0.1 or 1.0
+        return (low if from_zero and low == 0 else low - air), high + air
+    air = 0.04 * (high - low)
+    return (low if from_zero and low == 0 else low - air), high + air

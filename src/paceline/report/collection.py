@@ -1,0 +1,170 @@
+"""What a report is about: a run, a folder of runs or a study, read from its folder.
+
+What cannot be read is named and left out: one damaged file must not cost the report of the others.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.errors import RecordsError
+from paceline.report.cells import Cell, group
+from paceline.report.run import Run, open_run
+from paceline.study.folder import Part, Study, StudyFolder
+
+DEPTH = 3
+"""Runs are looked for so many folders deep."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    name: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chapter:
+    """Cells that belong together, and what is asked about them."""
+
+    title: str
+    cells: list[Cell]
+    about: str = ""
+    context: str = ""
+    sections: tuple[str, ...] = ()
+    """Names, in order; empty: all that there is data for."""
+
+
+@dataclass(slots=True)
+class Collection:
+    title: str
+    kind: str
+    """run, runs or study."""
+    path: Path
+    chapters: list[Chapter]
+    about: str = ""
+    left_out: list[LeftOut] = field(default_factory=list)
+    sections: tuple[str, ...] = ()
+    """About all cells together, where there are several chapters."""
+    comm: list[Path] = field(default_factory=list)
+    """Measurements of the network that lie beside the runs, as `paceline comm --json` writes."""
+
+    @property
+    def cells(self) -> list[Cell]:
+        """Each once, also where two chapters show it."""
+        seen: dict[int, Cell] = {}
+        for chapter in self.chapters:
+            for cell in chapter.cells:
+                seen.setdefault(id(cell.runs[0]) if cell.runs else id(cell), cell)
+        return list(seen.values())
+
+    @property
+    def runs(self) -> list[Run]:
+        return [run for cell in self.cells for run in cell.runs]
+
+
+def collect(path: Path | str) -> Collection:
+    """Whatever records `path` holds; RecordsError where it holds none at all."""
+    collection = _collect(path)
+    collection.comm = sorted(collection.path.glob("comm*.json"))
+    return collection
+
+
+def _collect(path: Path | str) -> Collection:
+    place = Path(path).resolve()
+    if not place.is_dir():
+        raise RecordsError(f"{path} is no folder: give a run, a folder of runs or a study")
+    if StudyFolder.is_one(place):
+        return _study(StudyFolder(place))
+    if _is_run(place):
+        run = open_run(place)
+        return Collection(run.id, "run", place, [Chapter(run.id, group([run]))])
+    left_out: list[LeftOut] = []
+    runs = _open_all(_runs_below(place, DEPTH), place, left_out)
+    if not runs and not left_out:
+        raise RecordsError(f"{path} holds no runs: a run's folder has a config.json")
+    if not runs:
+        raise RecordsError(f"{path} holds no run that can be read: {left_out[0].why}")
+    title = "one run" if len(runs) == 1 else f"{len(runs):,} runs"
+    chapter = Chapter(f"{place.name}: {title}", group(runs))
+    return Collection(place.name, "runs", place, [chapter], left_out=left_out)
+
+
+def _is_run(place: Path) -> bool:
+    return (place / "config.json").is_file() or (place / "result.json").is_file()
+
+
+def _runs_below(place: Path, depth: int) -> Iterator[Path]:
+    with os.scandir(place) as entries:
+        folders = sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
+    for folder in map(Path, folders):
+        if _is_run(folder):
+            yield folder
+        elif depth > 1 and not folder.name.startswith("."):
+            yield from _runs_below(folder, depth - 1)
+
+
+def _open_all(folders: Iterator[Path], root: Path, left_out: list[LeftOut]) -> list[Run]:
+    runs = []
+    for folder in folders:
+        run = _open_or_name(folder, root, left_out)
+        if run is not None:
+            runs.append(run)
+    return runs
+
+
+def _open_or_name(folder: Path, root: Path, left_out: list[LeftOut]) -> Run | None:
+    try:
+        return open_run(folder)
+    except RecordsError as error:
+        # The path is named once, relative to what the report is about.
+        why = str(error).replace(f"{folder}{os.sep}", "")
+        left_out.append(LeftOut(str(folder.relative_to(root)), why))
+        return None
+
+
+def _study(folder: StudyFolder) -> Collection:
+    study = folder.read()
+    left_out: list[LeftOut] = []
+    opened: dict[str, Run | None] = {}
+    chapters = [_chapter(folder, study, part, opened, left_out) for part in study.parts]
+    return Collection(
+        title=study.title or study.name,
+        kind="study",
+        path=folder.path,
+        chapters=chapters,
+        about=study.about,
+        left_out=left_out,
+        sections=study.report,
+    )
+
+
+def _chapter(
+    folder: StudyFolder,
+    study: Study,
+    part: Part,
+    opened: dict[str, Run | None],
+    left_out: list[LeftOut],
+) -> Chapter:
+    runs: dict[str, list[Run]] = {}
+    labels: dict[str, str] = {}
+    troubles: dict[str, str] = {}
+    for cell in study.cells_of(part.name):
+        runs.setdefault(cell.group, [])
+        labels[cell.group] = cell.label
+        place = folder.run_folder(cell).path
+        if cell.run not in opened:
+            opened[cell.run] = (
+                _open_or_name(place, folder.path, left_out) if _is_run(place) else None
+            )
+        run = opened[cell.run]
+        if run is not None:
+            runs[cell.group].append(run)
+        elif cell.trouble is not None:
+            troubles.setdefault(cell.group, f"{cell.trouble.status}: {cell.trouble.cause}")
+        else:
+            troubles.setdefault(cell.group, "not run yet")
+    cells = [Cell(labels[name], runs[name], troubles.get(name, "")) for name in runs]
+    return Chapter(part.title or part.name, cells, part.about, part.context, part.report)

@@ -1,0 +1,112 @@
+"""What a report is made of, whatever it is written as: sections of texts, tables and figures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    text: str
+    """Plain; `backticks` mark what is to be typed."""
+    kind: str = ""
+    """"" or note: what a reader may skip."""
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """A list; each item has a leading word, which may be empty."""
+
+    items: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: int = 1
+    """Columns at the left that hold words; the others hold figures."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    name: str
+    """Of its file, without folder and ending."""
+    title: str
+    svg: str
+    note: str = ""
+    is_wide: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tabs:
+    """Figures of one subject, of which a screen shows one at a time."""
+
+    name: str
+    figures: Sequence[tuple[str, Figure]]
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """What is opened only by those who want it."""
+
+    title: str
+    blocks: Sequence[Block]
+
+
+Block = Text | Items | Table | Figure | Tabs | Code | Fold
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    name: str
+    title: str
+    blocks: Sequence[Block]
+
+
+@dataclass(frozen=True, slots=True)
+class ChapterPage:
+    name: str
+    title: str
+    about: str
+    context: str
+    sections: Sequence[Section]
+
+
+@dataclass(slots=True)
+class Document:
+    title: str
+    subtitle: str
+    about: str
+    headline: str
+    points: list[tuple[str, str]]
+    next_steps: list[str]
+    chapters: list[ChapterPage]
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+
+    def figures(self) -> Iterator[Figure]:
+        for chapter in self.chapters:
+            for section in chapter.sections:
+                yield from _figures(section.blocks)
+
+
+def _figures(blocks: Sequence[Block]) -> Iterator[Figure]:
+    for block in blocks:
+        if isinstance(block, Figure):
+            yield block
+        elif isinstance(block, Tabs):
+            yield from (figure for _, figure in block.figures)
+        elif isinstance(block, Fold):
+            yield from _figures(block.blocks)
+
+
+def slug(text: str) -> str:
+    """A name that can stand in a file's name and in a link."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:48] or "part"

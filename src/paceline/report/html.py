@@ -1,0 +1,202 @@
+"""A document as one HTML file that needs nothing else: no network, no other file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from html import escape
+from importlib import resources
+from itertools import groupby
+from typing import Any
+
+from paceline.report.document import (
+    Block,
+    ChapterPage,
+    Code,
+    Document,
+    Figure,
+    Fold,
+    Items,
+    Section,
+    Table,
+    Tabs,
+    Text,
+)
+
+FIGURES = "report-figures"
+"""Folder beside the page; a figure's link leads there where scripts are off."""
+
+
+def to_html(document: Document) -> str:
+    body = [_head(document)]
+    single = len(document.chapters) == 1
+    body.append(_contents(document, single))
+    body += [_chapter(chapter, single) for chapter in document.chapters]
+    body.append(_left_out(document))
+    style = _page_file("report.css") + _page_file("chart.css")
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{escape(document.title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
+        f"<main>\n{''.join(body)}</main>\n<script>\n{_page_file('report.js')}</script>\n"
+        "</body>\n</html>\n"
+    )
+
+
+def _page_file(name: str) -> str:
+    return (resources.files("paceline.report") / "page" / name).read_text("utf-8")
+
+
+def _inline(text: str) -> str:
+    """A figure and its unit stay on one line."""
+    whole = re.sub(r"(?<=\d) (?=(%|us|ms|s|B|kB|MB|GB)\b|%)", "\u00a0", escape(text, quote=False))
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", whole)
+
+
+def _head(document: Document) -> str:
+    points = "".join(
+        f"<div><dt>{escape(subject)}</dt><dd>{_inline(text)}</dd></div>\n"
+        for subject, text in document.points
+    )
+    steps = "".join(f"<li>{_inline(step)}</li>\n" for step in document.next_steps)
+    about = f'<p class="about">{_inline(document.about)}</p>\n' if document.about else ""
+    return (
+        f"<header>\n<h1>{escape(document.title)}</h1>\n"
+        f'<p class="subtitle">{escape(document.subtitle)}</p>\n{about}</header>\n'
+        f'<section class="verdict" id="verdict">\n<h2>Verdict</h2>\n'
+        f'<p class="headline">{_inline(document.headline)}</p>\n'
+        + (f"<dl>\n{points}</dl>\n" if points else "")
+        + (f"<h3>What to try next</h3>\n<ul>\n{steps}</ul>\n" if steps else "")
+        + "</section>\n"
+    )
+
+
+def _contents(document: Document, single: bool) -> str:
+    links = [
+        (anchor, title)
+        for chapter in document.chapters
+        for anchor, title in (
+            [(_anchor(chapter, section), section.title) for section in chapter.sections]
+            if single
+            else [(chapter.name, chapter.title)]
+        )
+    ]
+    items = "".join(f'<a href="#{anchor}">{escape(title)}</a>\n' for anchor, title in links)
+    return f'<nav aria-label="Contents">\n{items}</nav>\n' if len(links) > 1 else ""
+
+
+def _anchor(chapter: ChapterPage, section: Section) -> str:
+    return f"{chapter.name}-{section.name}"
+
+
+def _chapter(chapter: ChapterPage, single: bool) -> str:
+    sections = "".join(
+        f'<section id="{_anchor(chapter, section)}">\n'
+        f"<h{2 if single else 3}>{escape(section.title)}</h{2 if single else 3}>\n"
+        f"{_blocks(section.blocks)}</section>\n"
+        for section in chapter.sections
+    )
+    if single:
+        return sections
+    about = f'<p class="about">{_inline(chapter.about)}</p>\n' if chapter.about else ""
+    context = f'<p class="context">{_inline(chapter.context)}</p>\n' if chapter.context else ""
+    return (
+        f'<article id="{chapter.name}">\n<h2 class="chapter">{escape(chapter.title)}</h2>\n'
+        f"{about}{context}{sections}</article>\n"
+    )
+
+
+def _blocks(blocks: Sequence[Block]) -> str:
+    """Figures that follow one another stand side by side where there is room."""
+    parts = []
+    for together, group in groupby(blocks, key=_is_in_grid):
+        texts = [_WRITERS[type(block)](block) for block in group]
+        parts.append(
+            f'<div class="grid">\n{"".join(texts)}</div>\n' if together else "".join(texts)
+        )
+    return "".join(parts)
+
+
+def _is_in_grid(block: Block) -> bool:
+    return isinstance(block, Tabs) or (isinstance(block, Figure) and not block.is_wide)
+
+
+def _text(block: Text) -> str:
+    kind = f' class="{block.kind}"' if block.kind else ""
+    return f"<p{kind}>{_inline(block.text)}</p>\n"
+
+
+def _items(block: Items) -> str:
+    items = "".join(
+        f"<li>{f'<b>{escape(lead)}</b> ' if lead else ''}{_inline(text)}</li>\n"
+        for lead, text in block.items
+    )
+    return f"<ul>\n{items}</ul>\n"
+
+
+def _table(block: Table) -> str:
+    def row(cells: Sequence[str], tag: str) -> str:
+        return "".join(
+            f"<{tag}{'' if index < block.words else ' class=n'}>{_inline(cell)}</{tag}>"
+            for index, cell in enumerate(cells)
+        )
+
+    rows = "".join(f"<tr>{row(cells, 'td')}</tr>\n" for cells in block.rows)
+    return (
+        f'<div class="table" tabindex="0"><table>\n<thead><tr>{row(block.columns, "th")}</tr>'
+        f"</thead>\n<tbody>\n{rows}</tbody>\n</table></div>\n"
+    )
+
+
+def _figure(block: Figure) -> str:
+    note = f" <span>{_inline(block.note)}</span>" if block.note else ""
+    wide = " wide" if block.is_wide else ""
+    return (
+        f'<figure class="figure{wide}" id="{block.name}">\n<figcaption><b>{escape(block.title)}</b>'
+        f'{note}<a class="download" href="{FIGURES}/{block.name}.svg"'
+        f' download="{block.name}.svg">SVG</a></figcaption>\n'
+        f'<div class="canvas">{block.svg}</div>\n</figure>\n'
+    )
+
+
+def _tabs(block: Tabs) -> str:
+    parts = []
+    for index, (label, figure) in enumerate(block.figures):
+        name = f"{block.name}-{index}"
+        checked = " checked" if index == 0 else ""
+        parts.append(
+            f'<input type="radio" name="{block.name}" id="{name}"{checked}>'
+            f'<label for="{name}">{escape(label)}</label>\n{_figure(figure)}'
+        )
+    return f'<div class="tabs">\n{"".join(parts)}</div>\n'
+
+
+def _code(block: Code) -> str:
+    return f"<pre><code>{escape(block.text, quote=False)}</code></pre>\n"
+
+
+def _fold(block: Fold) -> str:
+    return (
+        f"<details>\n<summary>{escape(block.title)}</summary>\n{_blocks(block.blocks)}</details>\n"
+    )
+
+
+_WRITERS: dict[type, Callable[[Any], str]] = {
+    Text: _text,
+    Items: _items,
+    Table: _table,
+    Figure: _figure,
+    Tabs: _tabs,
+    Code: _code,
+    Fold: _fold,
+}
+
+
+def _left_out(document: Document) -> str:
+    if not document.left_out:
+        return ""
+    rows = "".join(
+        f"<li><code>{escape(name)}</code> {escape(why)}</li>\n" for name, why in document.left_out
+    )
+    return f'<section id="left-out">\n<h2>Left out</h2>\n<ul>\n{rows}</ul>\n</section>\n'

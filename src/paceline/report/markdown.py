@@ -1,0 +1,101 @@
+"""A document as Markdown, with its figures as files beside it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from paceline.report.document import (
+    Block,
+    Code,
+    Document,
+    Figure,
+    Fold,
+    Items,
+    Section,
+    Table,
+    Tabs,
+    Text,
+)
+from paceline.report.html import FIGURES
+
+
+def to_markdown(document: Document) -> str:
+    parts = [f"# {_plain(document.title)}", _plain(document.subtitle)]
+    if document.about:
+        parts.append(_plain(document.about))
+    parts += ["## Verdict", f"**{_plain(document.headline)}**"]
+    if document.points:
+        parts.append(
+            "\n".join(f"- **{subject}**: {_plain(text)}" for subject, text in document.points)
+        )
+    if document.next_steps:
+        parts.append("What to try next:")
+        parts.append("\n".join(f"- {_plain(step)}" for step in document.next_steps))
+    single = len(document.chapters) == 1
+    for chapter in document.chapters:
+        if not single:
+            parts.append(f"## {_plain(chapter.title)}")
+            parts += [_plain(text) for text in (chapter.about, chapter.context) if text]
+        for section in chapter.sections:
+            parts += _section(section, 2 if single else 3)
+    if document.left_out:
+        parts.append("## Left out")
+        parts.append("\n".join(f"- `{name}`: {_plain(why)}" for name, why in document.left_out))
+    return "\n\n".join(parts) + "\n"
+
+
+def _section(section: Section, level: int) -> list[str]:
+    return [f"{'#' * level} {_plain(section.title)}", *map(_block, section.blocks)]
+
+
+def _plain(text: str) -> str:
+    """Names of runs may hold what Markdown would take for its own."""
+    pieces = " ".join(text.split()).split("`")
+    # Between backticks everything stands for itself.
+    return "`".join(
+        piece if index % 2 else re.sub(r"([\\*_\[\]<>|])", r"\\\1", piece)
+        for index, piece in enumerate(pieces)
+    )
+
+
+def _table(block: Table) -> str:
+    rule = ["---" if index < block.words else "---:" for index in range(len(block.columns))]
+    head = [_plain(name) or " " for name in block.columns]
+    rows = [[_plain(cell) for cell in row] for row in block.rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))
+
+
+def _figure(block: Figure) -> str:
+    note = f"\n\n{_plain(block.note)}" if block.note else ""
+    return f"![{_plain(block.title)}]({FIGURES}/{block.name}.svg){note}"
+
+
+def _items(block: Items) -> str:
+    return "\n".join(
+        f"- {f'**{_plain(lead)}** ' if lead else ''}{_plain(text)}" for lead, text in block.items
+    )
+
+
+def _fold(block: Fold) -> str:
+    return "\n\n".join([f"**{_plain(block.title)}**", *map(_block, block.blocks)])
+
+
+def _tabs(block: Tabs) -> str:
+    return "\n\n".join(_figure(figure) for _, figure in block.figures)
+
+
+def _block(block: Block) -> str:
+    return _WRITERS[type(block)](block)
+
+
+_WRITERS: dict[type, Callable[[Any], str]] = {
+    Text: lambda block: _plain(block.text),
+    Items: _items,
+    Table: _table,
+    Figure: _figure,
+    Tabs: _tabs,
+    Code: lambda block: f"```\n{block.text}\n```",
+    Fold: _fold,
+}

@@ -1,0 +1,82 @@
+"""What "faster" means for a set of cells: the measure that is fair to all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.report.cells import Cell
+from paceline.report.statistics import Difference, difference
+
+
+@dataclass(frozen=True, slots=True)
+class Paced:
+    """A cell's values of the measure, in seconds: less is faster."""
+
+    cell: Cell
+    values: list[float]
+    """One for each finished run."""
+    blocks: list[float]
+    """Of stretches of the first run, where the measure is made of iterations."""
+
+    @property
+    def mean(self) -> float:
+        return sum(self.values) / len(self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    name: str
+    """As in `12 ms per iteration`."""
+    ranking: list[Paced]
+    """The fastest first; cells without a finished run are not in it."""
+
+    def between(self, first: Paced, second: Paced) -> Difference:
+        return difference(first.values, second.values, first.blocks, second.blocks)
+
+
+def choose_pace(cells: Sequence[Cell]) -> Pace:
+    """Time to the target where one was set and reached, else time per iteration.
+
+    Iterations of different batches are not the same work: then it is the time for 1,000 samples.
+    """
+    reached = [_to_target(cell) for cell in cells]
+    to_target = [paced for paced in reached if paced is not None]
+    if to_target:
+        return Pace("to the target", _ranked(to_target))
+    timed = [cell for cell in cells if cell.timed]
+    return iteration_pace(timed)
+
+
+def iteration_pace(cells: Sequence[Cell]) -> Pace:
+    timed = [cell for cell in cells if cell.timed]
+    if len({cell.config.global_batch_size for cell in timed}) <= 1:
+        return Pace("per iteration", _ranked([_scaled(cell, 1.0) for cell in timed]))
+    scaled = [_scaled(cell, 1000 / cell.samples_in_iteration) for cell in timed]
+    return Pace("per 1,000 samples", _ranked(scaled))
+
+
+def _ranked(paced: Sequence[Paced]) -> list[Paced]:
+    return sorted(paced, key=lambda one: one.mean)
+
+
+def _scaled(cell: Cell, factor: float) -> Paced:
+    timing = cell.timed[0].timing
+    blocks = timing.blocks if timing is not None else []
+    return Paced(
+        cell,
+        [seconds * factor for seconds in cell.iteration_means],
+        [seconds * factor for seconds in blocks],
+    )
+
+
+def _to_target(cell: Cell) -> Paced | None:
+    """None unless every run of the cell was to reach a target, and did."""
+    seconds = [
+        run.result["seconds_to_target"]
+        for run in cell.finished
+        if run.result is not None and run.result["seconds_to_target"] is not None
+    ]
+    if not seconds or len(seconds) < len(cell.runs):
+        return None
+    return Paced(cell, seconds, [])

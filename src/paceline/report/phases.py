@@ -1,0 +1,129 @@
+"""Where the time of an iteration goes, and which phase makes one cell slower than another.
+
+The phases of a result are sums over the whole run. Those of an iteration are the ones below, each
+over the number of iterations the worker did; its first one is in them, so the time that they are
+held against has it too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.records import PHASES
+from paceline.report.cells import Cell
+from paceline.report.run import Run
+
+IN_ITERATION = ("input", "forward", "backward", "update", "exchange", "wait")
+"""Computing first, then what comes of being several."""
+COMPUTING = ("input", "forward", "backward", "update")
+OUTSIDE = tuple(phase for phase in PHASES if phase not in IN_ITERATION)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Seconds by phase, of a worker or on average over several."""
+
+    seconds: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return math.fsum(self.seconds.values())
+
+    def share(self, phase: str) -> float:
+        return self.seconds[phase] / self.total if self.total else 0.0
+
+    def of(self, phases: Sequence[str]) -> float:
+        return math.fsum(self.seconds[phase] for phase in phases)
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """How much longer an iteration of `slower` takes than one of `faster`, by phase."""
+
+    faster: str
+    slower: str
+    seconds: float
+    """The difference as the iterations were timed."""
+    by_phase: dict[str, float]
+
+    @property
+    def explained(self) -> float:
+        return math.fsum(self.by_phase.values())
+
+    @property
+    def largest(self) -> str:
+        """The phase that differs most in the direction of the difference."""
+        sign = 1 if self.seconds >= 0 else -1
+        return max(self.by_phase, key=lambda phase: sign * self.by_phase[phase])
+
+
+def of_worker(worker: dict[str, Any]) -> Split:
+    """A worker's whole wall time."""
+    return Split({phase: float(worker["phases"][phase]) for phase in PHASES})
+
+
+def of_iteration(run: Run) -> Split | None:
+    """One iteration, on average over the run's workers; None where that is not known."""
+    splits = by_rank(run)
+    return _average(list(splits.values())) if splits else None
+
+
+def by_rank(run: Run) -> dict[int, Split]:
+    """One iteration of each worker."""
+    counts = {rank.rank: rank.count for rank in run.timing.ranks} if run.timing else {}
+    splits = {}
+    for worker in run.workers:
+        count = counts.get(worker["rank"]) or run.iterations
+        if count:
+            seconds = {phase: worker["phases"][phase] / count for phase in IN_ITERATION}
+            splits[int(worker["rank"])] = Split(seconds)
+    return splits
+
+
+def of_cell(cell: Cell) -> Split | None:
+    """One iteration, on average over the finished runs."""
+    splits = [split for run in cell.finished if (split := of_iteration(run)) is not None]
+    return _average(splits) if splits else None
+
+
+def whole_of_cell(cell: Cell) -> Split | None:
+    """All the wall time of the workers, on average over them and the finished runs."""
+    splits = [of_worker(worker) for run in cell.finished for worker in run.workers]
+    return _average(splits) if splits else None
+
+
+def explain(faster: Cell, slower: Cell) -> Explanation | None:
+    """The difference of two cells' iterations by phase; None where one has no phases."""
+    splits = of_cell(faster), of_cell(slower)
+    seconds = _iteration_seconds(faster), _iteration_seconds(slower)
+    if splits[0] is None or splits[1] is None or seconds[0] is None or seconds[1] is None:
+        return None
+    first, second = splits[0].seconds, splits[1].seconds
+    return Explanation(
+        faster.label,
+        slower.label,
+        seconds[1] - seconds[0],
+        {phase: second[phase] - first[phase] for phase in IN_ITERATION},
+    )
+
+
+def _iteration_seconds(cell: Cell) -> float | None:
+    """Mean over runs and workers, the first iteration included, as it is in the phases."""
+    means = [
+        math.fsum(rank.total / rank.count for rank in run.timing.ranks) / len(run.timing.ranks)
+        for run in cell.timed
+        if run.timing is not None and all(rank.count for rank in run.timing.ranks)
+    ]
+    return math.fsum(means) / len(means) if means else None
+
+
+def _average(splits: Sequence[Split]) -> Split:
+    return Split(
+        {
+            phase: math.fsum(split.seconds[phase] for split in splits) / len(splits)
+            for phase in splits[0].seconds
+        }
+    )

@@ -1,0 +1,194 @@
+"""How fast gradients were summed: from the traffic of the runs, by three formulas.
+
+    reference bandwidth    bytes log2(P) / T, from T = (bytes / bandwidth) log2(P)
+    reference utilisation  2 (P - 1) bytes / T / bandwidth
+    algorithm bandwidth    bytes / T
+    bus bandwidth          algorithm bandwidth x 2 (P - 1) / P
+
+P is the number of workers, T the time of one exchange, bytes the size of what is summed. Whatever
+the algorithm, P workers that sum as much send 2 (P - 1) times that together: so the traffic tells.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import RecordsError
+from paceline.records import read_json
+from paceline.report import units
+from paceline.report.cells import Cell
+from paceline.report.document import Block, Table, Text
+from paceline.report.run import Run
+from paceline.report.section.outline import Outline
+from paceline.report.shape import is_number
+
+TITLE = "Bandwidth"
+
+MOST_MEASURED = 200
+
+SUMMING = frozenset(
+    ("gather_scatter", "allreduce", "ring", "tree", "halving_doubling", "overlap", "ddp")
+)
+"""Strategies in which all workers have the sum of all gradients after each iteration."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeRate:
+    label: str
+    workers: int
+    bytes: float
+    """Summed in one iteration."""
+    seconds: float
+    """With transfers of gradients under way, in one iteration, of the worker that waited least."""
+    link_bytes_per_second: float | None
+    """As measured, where the run was in an emulated cluster."""
+
+    @property
+    def algorithm_bandwidth(self) -> float:
+        return self.bytes / self.seconds
+
+    @property
+    def bus_bandwidth(self) -> float:
+        return self.algorithm_bandwidth * 2 * (self.workers - 1) / self.workers
+
+    @property
+    def reference_bandwidth(self) -> float:
+        return self.algorithm_bandwidth * math.log2(self.workers)
+
+    @property
+    def reference_utilisation(self) -> float:
+        return 2 * (self.workers - 1) * self.bytes / self.seconds / self.reference_bandwidth
+
+    @property
+    def link_share(self) -> float | None:
+        link = self.link_bytes_per_second
+        return self.bus_bandwidth / link if link else None
+
+
+def exchange_rate(cell: Cell) -> ExchangeRate | None:
+    """Of the first finished run; None where no gradients were summed, or nothing was timed."""
+    if not cell.finished or cell.config.strategy not in SUMMING:
+        return None
+    run, workers = cell.finished[0], cell.workers
+    counts = [worker.get("traffic", {}).get("gradients", {}) for worker in run.workers]
+    sent = sum(count.get("bytes_sent") or 0 for count in counts)
+    seconds = [count.get("seconds") or 0.0 for count in counts]
+    if workers < 2 or not sent or not run.iterations or min(seconds) <= 0:
+        return None
+    return ExchangeRate(
+        cell.label,
+        workers,
+        sent / (2 * (workers - 1)) / run.iterations,
+        min(seconds) / run.iterations,
+        link_bytes_per_second(run),
+    )
+
+
+def link_bytes_per_second(run: Run) -> float | None:
+    """The slowest measured link of the emulated cluster that the run was in."""
+    cluster = (run.result or {}).get("cluster")
+    found = cluster.get("got") if isinstance(cluster, dict) else None
+    rates = [rate for item in found or () if (rate := _link_rate(item)) is not None]
+    return min(rates, default=None)
+
+
+def _link_rate(item: Any) -> float | None:
+    if not isinstance(item, dict) or not str(item.get("what", "")).startswith("bandwidth"):
+        return None
+    got = item.get("got")
+    return got / 8 if is_number(got) and item.get("unit") == "bit/s" else None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One line of a measurement of the network; docs/metrics.md defines the figures."""
+
+    workers: int
+    way: str
+    bytes: int
+    seconds: float
+    """The median."""
+    algorithm_bandwidth: float
+    bus_bandwidth: float
+    limit_share: float | None
+
+
+def read_comm(path: Path) -> list[Measured]:
+    """The measurements of a file; none where it is something else or damaged."""
+    try:
+        record = read_json(path)
+        return [_measured(record["workers"], one) for one in record["measurements"]]
+    except (RecordsError, KeyError, TypeError, AttributeError):
+        return []
+
+
+def _measured(workers: int, one: dict[str, Any]) -> Measured:
+    names = (one.get(key) for key in ("operation", "communicator", "algorithm"))
+    share = one.get("share_of_limit")
+    return Measured(
+        int(workers),
+        ", ".join(str(name) for name in names if name),
+        int(one["bytes"]),
+        float(one["seconds"]["median"]),
+        float(one["algorithm_bytes_per_second"]),
+        float(one["bus_bytes_per_second"]),
+        share if is_number(share) else None,
+    )
+
+
+def build(outline: Outline) -> list[Block]:
+    rates = [rate for cell in outline.cells if (rate := exchange_rate(cell)) is not None]
+    blocks: list[Block] = _of_runs(rates) if rates else []
+    measured = [one for path in outline.comm for one in read_comm(path)]
+    if measured:
+        columns = ("measured alone", "workers", "size", "time, median", "algorithm bandwidth",
+                   "bus bandwidth", "of the limit")  # fmt: skip
+        rows = [
+            (
+                one.way,
+                units.count(one.workers),
+                units.size(one.bytes),
+                units.seconds(one.seconds),
+                units.rate(one.algorithm_bandwidth),
+                units.rate(one.bus_bandwidth),
+                units.share(one.limit_share),
+            )
+            for one in measured[:MOST_MEASURED]
+        ]
+        names = ", ".join(f"`{path.name}`" for path in outline.comm)
+        blocks += [Table(columns, rows), Text(f"By `paceline comm`: {names}.", "note")]
+    return blocks
+
+
+def _of_runs(rates: Sequence[ExchangeRate]) -> list[Block]:
+    columns = ("cell", "workers", "summed", "time T", "algorithm bandwidth", "bus bandwidth",
+               "reference bandwidth", "reference utilisation", "bus, of the link")  # fmt: skip
+    rows = [
+        (
+            rate.label,
+            units.count(rate.workers),
+            units.size(rate.bytes),
+            units.seconds(rate.seconds),
+            units.rate(rate.algorithm_bandwidth),
+            units.rate(rate.bus_bandwidth),
+            units.rate(rate.reference_bandwidth),
+            f"{rate.reference_utilisation:.2f}",
+            units.share(rate.link_share),
+        )
+        for rate in rates
+    ]
+    return [
+        Table(columns, rows),
+        Text(
+            "Per iteration: gradients summed, and T, the time with their transfers under way at the"
+            " worker that waited least. Algorithm bandwidth is bytes / T; bus bandwidth is that"
+            " times 2 (P - 1) / P; the reference's is bytes log2 P / T, with utilisation"
+            " 2 (P - 1) bytes / T over it. What overlaps computing takes longer without holding"
+            " anything up. The link is as measured, where the cluster was emulated.",
+            "note",
+        ),
+    ]

@@ -1,0 +1,103 @@
+"""What the batch size costs and brings: time, loss, accuracy, memory, CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from paceline.report import units
+from paceline.report.cells import Cell
+from paceline.report.chart.bars import Bar, BarChart, Part, draw_bars
+from paceline.report.document import Block, Figure, Table
+from paceline.report.run import Run
+from paceline.report.section.outline import Outline, known
+
+TITLE = "Batch size"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """Values of each finished run of a cell."""
+
+    label: str
+    batch: int
+    wall_seconds: list[float]
+    iteration_seconds: list[float]
+    test_loss: list[float]
+    test_accuracy: list[float]
+    peak_memory_bytes: list[float]
+    cpu_percent: list[float]
+
+
+def batch_rows(cells: Sequence[Cell]) -> list[BatchRow]:
+    """By batch size; none unless there are at least two sizes."""
+    rows = [_row(cell) for cell in cells if cell.finished]
+    if len({row.batch for row in rows}) < 2:
+        return []
+    return sorted(rows, key=lambda row: row.batch)
+
+
+def _row(cell: Cell) -> BatchRow:
+    def each(value: Callable[[Run], float | None]) -> list[float]:
+        return known(value(run) for run in cell.finished)
+
+    return BatchRow(
+        cell.label,
+        cell.config.global_batch_size,
+        each(lambda run: run.result["wall_seconds"] if run.result else None),
+        cell.iteration_means,
+        each(lambda run: run.final("test_loss")),
+        each(lambda run: run.final("test_accuracy")),
+        each(lambda run: run.node_sum("rss_bytes_peak")),
+        each(lambda run: run.node_sum("cpu_percent_mean")),
+    )
+
+
+def build(outline: Outline) -> list[Block]:
+    rows = batch_rows(outline.cells)
+    if not rows:
+        return []
+    columns = ("cell", "batch", "time", "time per iteration", "test loss", "test accuracy",
+               "peak memory", "CPU, mean")  # fmt: skip
+    shown = [
+        (
+            row.label,
+            units.count(row.batch),
+            units.spread(row.wall_seconds, units.seconds),
+            units.spread(row.iteration_seconds, units.seconds),
+            units.spread(row.test_loss, units.number),
+            units.spread(row.test_accuracy, units.number),
+            units.spread(row.peak_memory_bytes, units.size),
+            units.spread(row.cpu_percent, units.percent),
+        )
+        for row in rows
+    ]
+    return [*_figures(outline, rows), Table(columns, shown)]
+
+
+def _figures(outline: Outline, rows: Sequence[BatchRow]) -> list[Block]:
+    drawn = [row for row in rows if row.label in {cell.label for cell in outline.drawn}]
+    places = {cell.label: outline.place(cell) for cell in outline.drawn}
+    figures: list[Block] = []
+    for name, title, quantity, values, text in (
+        ("time", "Wall time by batch size", "seconds",
+         [row.wall_seconds for row in drawn], units.seconds),
+        ("accuracy", "Test accuracy by batch size", "",
+         [row.test_accuracy for row in drawn], units.number),
+    ):  # fmt: skip
+        bars = [
+            Bar(
+                f"batch {row.batch:,}: {row.label}",
+                [Part("mean", mean := sum(own) / len(own), text(mean))],
+                text(mean),
+                min(own),
+                max(own),
+                places[row.label],
+            )
+            for row, own in zip(drawn, values, strict=True)
+            if own
+        ]
+        if bars:
+            chart = BarChart(title, title.partition(" by")[0].lower(), bars, quantity)
+            figures.append(Figure(outline.figure("batch-size", name), title, draw_bars(chart)))
+    return figures

@@ -1,0 +1,125 @@
+"""What checkpoints cost: in time, and in memory beside the same run without them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.config import RunConfig
+from paceline.report import units
+from paceline.report.cells import BESIDE_THE_POINT, Cell
+from paceline.report.document import Block, Table, Text
+from paceline.report.section.outline import Outline, known
+from paceline.report.statistics import Difference, difference
+
+TITLE = "What checkpoints cost"
+
+_OF_CHECKPOINTS = BESIDE_THE_POINT | {"checkpoint_every", "checkpoint_keep", "checkpoint_mode"}
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointCost:
+    label: str
+    counts: list[float]
+    sizes_bytes: list[float]
+    blocked_seconds: list[float]
+    """Training held up, in each run."""
+    wall_seconds: list[float]
+    memory_bytes: list[float]
+    """Mean over the run, of all nodes."""
+    without: str | None = None
+    """Label of the cell that differs only in having none."""
+    longer: Difference | None = None
+    """Than that one."""
+    more_memory_bytes: float | None = None
+
+
+def checkpoint_costs(cells: Sequence[Cell]) -> list[CheckpointCost]:
+    plain = {
+        _key(cell.config): cell for cell in cells if cell.finished and not _counts(cell, "count")
+    }
+    return [
+        _cost(cell, plain.get(_key(cell.config)))
+        for cell in cells
+        if cell.finished and _counts(cell, "count")
+    ]
+
+
+def _cost(cell: Cell, without: Cell | None) -> CheckpointCost:
+    walls, memory = _walls(cell), _memory(cell)
+    cost = CheckpointCost(
+        cell.label,
+        _counts(cell, "count"),
+        _counts(cell, "bytes"),
+        _counts(cell, "blocked_seconds"),
+        walls,
+        memory,
+    )
+    if without is None:
+        return cost
+    before = _memory(without)
+    more = sum(memory) / len(memory) - sum(before) / len(before) if memory and before else None
+    # `difference` tells how much longer its second takes, as a share of the second.
+    longer = difference(walls, _walls(without))
+    share = {key: -getattr(longer, key) for key in ("seconds", "share")}
+    turned = dataclasses.replace(longer, **share, low=-longer.high, high=-longer.low)
+    return dataclasses.replace(cost, without=without.label, longer=turned, more_memory_bytes=more)
+
+
+def _counts(cell: Cell, key: str) -> list[float]:
+    values = known(run.result["checkpoints"].get(key) for run in cell.finished if run.result)
+    return values if any(values) else []
+
+
+def _walls(cell: Cell) -> list[float]:
+    return [run.result["wall_seconds"] for run in cell.finished if run.result]
+
+
+def _memory(cell: Cell) -> list[float]:
+    return known(run.node_sum("rss_bytes_mean") for run in cell.finished)
+
+
+def _key(config: RunConfig) -> str:
+    names = (item.name for item in dataclasses.fields(RunConfig))
+    return repr([getattr(config, name) for name in names if name not in _OF_CHECKPOINTS])
+
+
+def build(outline: Outline) -> list[Block]:
+    costs = checkpoint_costs(outline.cells)
+    if not costs:
+        return []
+    columns = ("cell", "checkpoints", "bytes", "training held up", "wall time", "memory, mean",
+               "time against none", "memory against none")  # fmt: skip
+    rows = [
+        (
+            cost.label,
+            units.spread(cost.counts, units.count),
+            units.spread(cost.sizes_bytes, units.size),
+            units.spread(cost.blocked_seconds or [0.0], units.seconds),
+            units.spread(cost.wall_seconds, units.seconds),
+            units.spread(cost.memory_bytes, units.size),
+            _longer(cost.longer),
+            "-" if cost.more_memory_bytes is None else _signed_size(cost.more_memory_bytes),
+        )
+        for cost in costs
+    ]
+    pairs = [f"{cost.label} against {cost.without}" for cost in costs if cost.without]
+    note = f"Compared: {'; '.join(pairs)}." if pairs else (
+        "There is no run that differs only in having no checkpoints to compare with."
+    )  # fmt: skip
+    return [Table(columns, rows), Text(note, "note")]
+
+
+def _longer(longer: Difference | None) -> str:
+    if longer is None:
+        return "-"
+    text = f"{units.seconds(longer.seconds)} ({100 * longer.share:+.1f} %)"
+    if not longer.known:
+        return f"{text}, spread unknown"
+    doubt = "" if longer.is_significant else ", within noise"
+    return f"{text}, 95 % CI {100 * longer.low:+.1f} to {100 * longer.high:+.1f} %{doubt}"
+
+
+def _signed_size(value: float) -> str:
+    return f"+{units.size(value)}" if value >= 0 else units.size(value)

@@ -1,0 +1,192 @@
+"""Time per iteration: against the iteration, and as one figure for each cell and each worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.report import units
+from paceline.report.buckets import Curve, together
+from paceline.report.cells import Cell
+from paceline.report.chart.bars import Bar, BarChart, Part, draw_bars
+from paceline.report.chart.line import LineChart, draw_lines
+from paceline.report.document import Block, Figure, Table, Text
+from paceline.report.section.outline import Outline, series
+
+TITLE = "Time per iteration"
+RANKS_TITLE = "Time per iteration by worker"
+
+
+@dataclass(frozen=True, slots=True)
+class CellTime:
+    """Seconds per iteration of a cell; all but `firsts` leave the first iteration out."""
+
+    label: str
+    means: list[float]
+    """Of each finished run, over its workers."""
+    medians: list[float]
+    p95s: list[float]
+    """Of the slowest worker of each run."""
+    firsts: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """Mean seconds per iteration of the workers of a cell, over its finished runs."""
+
+    label: str
+    by_rank: dict[int, list[float]]
+
+    @property
+    def rank_0(self) -> list[float]:
+        return self.by_rank.get(0, [])
+
+    @property
+    def others(self) -> list[float]:
+        return [mean for rank, means in self.by_rank.items() if rank for mean in means]
+
+
+def cell_time(cell: Cell) -> CellTime | None:
+    timings = [run.timing for run in cell.timed if run.timing is not None]
+    if not timings:
+        return None
+    return CellTime(
+        cell.label,
+        [timing.mean for timing in timings],
+        [timing.median for timing in timings],
+        [max(rank.p95 for rank in timing.ranks) for timing in timings],
+        [max(rank.first for rank in timing.ranks) for timing in timings],
+    )
+
+
+def rank_times(cell: Cell) -> RankTimes:
+    by_rank: dict[int, list[float]] = {}
+    for run in cell.timed:
+        for rank in run.timing.ranks if run.timing is not None else ():
+            by_rank.setdefault(rank.rank, []).append(rank.mean)
+    return RankTimes(cell.label, by_rank)
+
+
+def curve_of(cell: Cell) -> Curve | None:
+    """Seconds against the iteration, over the repeats; the first iteration is left out."""
+    curves = [run.timing.seconds for run in cell.runs if run.timing is not None]
+    curves = [_without_first(curve) for curve in curves if len(curve) > 1]
+    return together(curves)[0] if curves else None
+
+
+def _without_first(curve: Curve) -> Curve:
+    return Curve(*(values[1:] for values in (curve.x, curve.middle, curve.low, curve.high)))
+
+
+def build(outline: Outline) -> list[Block]:
+    curves = [(cell, curve_of(cell)) for cell in outline.drawn]
+    drawn = [
+        series(cell.label, curve, outline.place(cell))
+        for cell, curve in curves
+        if curve is not None
+    ]
+    times = [(cell, time) for cell in outline.cells if (time := cell_time(cell)) is not None]
+    if not drawn and not times:
+        return []
+    chart = LineChart(
+        label="Time per iteration against iteration",
+        x_label="iteration",
+        y_label="time per iteration",
+        series=drawn,
+        y_quantity="seconds",
+        from_zero=True,
+        y_top=_cut(curves),
+    )
+    blocks: list[Block] = []
+    if drawn:
+        name = outline.figure("iteration-time", "curve")
+        blocks.append(Figure(name, chart.label, draw_lines(chart)))
+    shown = [(cell, time) for cell, time in times if id(cell) in outline.places]
+    if shown:
+        blocks.append(_bars(outline, shown))
+    blocks += outline.drawn_note()
+    if times:
+        blocks.append(_table([time for _, time in times]))
+        blocks.append(
+            Text(
+                "Means over workers and iterations, the first iteration left out: it pays for"
+                " warming up. In brackets and as whiskers: from the least to the greatest repeat.",
+                "note",
+            )
+        )
+    return blocks
+
+
+def _cut(curves: list[tuple[Cell, Curve | None]]) -> float | None:
+    """An axis that shows nearly all points: a few slow iterations must not flatten the rest."""
+    values = [curve.high for _, curve in curves if curve is not None and len(curve)]
+    if not values:
+        return None
+    every = np.concatenate(values)
+    usual, most = float(np.quantile(every, 0.98)), float(every.max())
+    return usual * 1.6 if most > 4 * usual else None
+
+
+def _bars(outline: Outline, times: list[tuple[Cell, CellTime]]) -> Figure:
+    bars = []
+    for cell, time in times:
+        mean = sum(time.means) / len(time.means)
+        bars.append(
+            Bar(
+                time.label,
+                [Part("mean", mean, units.seconds(mean))],
+                units.seconds(mean),
+                min(time.means),
+                max(time.means),
+                outline.place(cell),
+            )
+        )
+    chart = BarChart("Mean time per iteration of each cell", "time per iteration", bars, "seconds")
+    return Figure(outline.figure("iteration-time", "means"), "Mean time per iteration",
+                  draw_bars(chart))  # fmt: skip
+
+
+def _table(times: list[CellTime]) -> Table:
+    rows = [
+        (
+            time.label,
+            units.count(len(time.means)),
+            units.spread(time.means, units.seconds),
+            units.spread(time.medians, units.seconds),
+            units.spread(time.p95s, units.seconds),
+            units.spread(time.firsts, units.seconds),
+        )
+        for time in times
+    ]
+    return Table(("cell", "runs", "mean", "median", "95th percentile", "first"), rows)
+
+
+def build_ranks(outline: Outline) -> list[Block]:
+    """As rank 0 and the others, and each worker."""
+    times = [rank_times(cell) for cell in outline.finished]
+    several = [time for time in times if len(time.by_rank) > 1]
+    if not several:
+        return []
+    rows = [
+        (
+            time.label,
+            units.spread(time.rank_0, units.seconds),
+            units.spread(time.others, units.seconds),
+            _each(time),
+        )
+        for time in times
+        if time.by_rank
+    ]
+    columns = ("cell", "rank 0", "other ranks", "each worker")
+    return [
+        Table(columns, rows),
+        Text("Mean time per iteration of each worker, the first left out.", "note"),
+    ]
+
+
+def _each(time: RankTimes) -> str:
+    shown = [
+        units.seconds(sum(means) / len(means)) for _, means in sorted(time.by_rank.items())[:8]
+    ]
+    return ", ".join(shown) + (" ..." if len(time.by_rank) > 8 else "")

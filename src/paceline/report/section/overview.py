@@ -1,0 +1,61 @@
+"""Every cell in a line: how it ended and what it came to."""
+
+from __future__ import annotations
+
+from paceline.report import units
+from paceline.report.cells import Cell
+from paceline.report.document import Block, Items, Table
+from paceline.report.section.outline import Outline, known
+
+TITLE = "All cells"
+
+
+def build(outline: Outline) -> list[Block]:
+    columns = ("cell", "status", "runs", "iterations", "wall time", "time per iteration",
+               "test accuracy", "test loss", "training loss")  # fmt: skip
+    blocks: list[Block] = [Table(columns, [_row(cell) for cell in outline.cells], words=2)]
+    troubled = [
+        (f"{run.id}: {run.status}.", run.cause)
+        for cell in outline.cells
+        for run in cell.runs
+        if not run.is_finished
+    ]
+    troubled += [
+        (f"{cell.label}.", cell.trouble) for cell in outline.cells if cell.trouble and not cell.runs
+    ]
+    if troubled:
+        blocks.append(Items(troubled[:50]))
+    warnings = dict.fromkeys(
+        (run.id, str(text))
+        for cell in outline.cells
+        for run in cell.runs
+        for text in (run.result or {}).get("warnings") or ()
+    )
+    if warnings:
+        blocks.append(Items([(f"Warning of {name}.", text) for name, text in list(warnings)[:20]]))
+    return blocks
+
+
+def _row(cell: Cell) -> tuple[str, ...]:
+    runs = cell.finished or cell.runs
+    walls = [run.result["wall_seconds"] for run in runs if run.result]
+    finals = {
+        key: known(run.final(key) for run in runs)
+        for key in ("test_accuracy", "test_loss", "train_loss")
+    }
+    means = [run.timing.mean for run in runs if run.timing is not None]
+    return (
+        cell.label,
+        cell.status if cell.runs else cell.trouble.partition(":")[0] or "not run",
+        units.count(len(cell.runs)),
+        units.spread([run.iterations for run in runs], units.count) if _differs(cell)
+        else units.count(runs[0].iterations if runs else None),
+        units.spread(walls, units.seconds),
+        units.spread(means, units.seconds),
+        *(units.spread(finals[key], units.number)
+          for key in ("test_accuracy", "test_loss", "train_loss")),
+    )  # fmt: skip
+
+
+def _differs(cell: Cell) -> bool:
+    return len({run.iterations for run in cell.finished or cell.runs}) > 1

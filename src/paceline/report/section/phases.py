@@ -1,0 +1,168 @@
+"""Where the time goes: phases of an iteration and of the whole run, by cell and by worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.report import units
+from paceline.report.cells import Cell
+from paceline.report.chart.bars import Bar, BarChart, Part, draw_bars
+from paceline.report.document import Block, Figure, Table, Text
+from paceline.report.pace import iteration_pace
+from paceline.report.phases import (
+    IN_ITERATION,
+    OUTSIDE,
+    Explanation,
+    Split,
+    by_rank,
+    explain,
+    of_cell,
+    whole_of_cell,
+)
+from paceline.report.section.outline import Outline
+
+TITLE = "Where the time goes"
+MOST_WORKERS = 16
+"""Bars in the figure of workers."""
+MOST_EXPLAINED = 8
+
+
+def build(outline: Outline) -> list[Block]:
+    splits = [(cell, split) for cell in outline.finished if (split := of_cell(cell)) is not None]
+    if not splits:
+        return []
+    shown = [(cell, split) for cell, split in splits if id(cell) in outline.places]
+    blocks: list[Block] = [
+        _figure(outline, "step", "One iteration by phase", shown, IN_ITERATION, is_share=False),
+        _figure(outline, "share", "One iteration by phase, as shares", shown, IN_ITERATION),
+        *_workers(outline),
+        *_wholes(outline),
+        *outline.drawn_note(),
+        _table(splits),
+        *_explanations(outline),
+    ]
+    hidden = [
+        (cell.label, units.seconds(seconds)) for cell, _ in splits if (seconds := _hidden(cell))
+    ]
+    if hidden:
+        blocks.append(Text("Hidden behind the backward pass, beside the phases and not in them:"))
+        blocks.append(Table(("cell", "hidden communication per iteration"), hidden))
+    return blocks
+
+
+def _hidden(cell: Cell) -> float:
+    """Communication behind computing, per iteration, on average over runs and workers."""
+    values = [
+        worker.get("hidden_exchange_seconds", 0.0) / run.iterations
+        for run in cell.finished
+        for worker in run.workers
+        if run.iterations
+    ]
+    return sum(values) / len(values) if values else 0.0
+
+
+def _figure(
+    outline: Outline,
+    part: str,
+    title: str,
+    splits: Sequence[tuple[Cell, Split]],
+    phases: Sequence[str],
+    *,
+    is_share: bool = True,
+) -> Figure:
+    bars = [bar(cell.label, split, phases, is_share=is_share) for cell, split in splits]
+    return _drawn(outline, part, title, bars, is_share=is_share)
+
+
+def _drawn(
+    outline: Outline, part: str, title: str, bars: Sequence[Bar], *, is_share: bool = True
+) -> Figure:
+    used = {part.kind for bar in bars for part in bar.parts if part.value > 0}
+    kinds = [phase for phase in (*IN_ITERATION, *OUTSIDE) if phase in used]
+    chart = BarChart(
+        title,
+        "share of the time" if is_share else "time per iteration",
+        bars,
+        "share" if is_share else "seconds",
+        kinds,
+        1.0 if is_share else None,
+    )
+    return Figure(outline.figure("phases", part), title, draw_bars(chart))
+
+
+def bar(label: str, split: Split, phases: Sequence[str], *, is_share: bool = True) -> Bar:
+    """A bar whose parts are the phases; as shares they sum to one."""
+    parts = []
+    for phase in phases:
+        seconds = split.seconds[phase]
+        text = f"{units.seconds(seconds)}, {units.share(split.share(phase))}"
+        parts.append(Part(phase, split.share(phase) if is_share else seconds, text))
+    return Bar(label, parts, units.seconds(split.total))
+
+
+def _workers(outline: Outline) -> list[Block]:
+    """Each worker of the first finished run of a cell."""
+    bars = []
+    for cell in outline.drawn:
+        if not cell.finished:
+            continue
+        splits = by_rank(cell.finished[0])
+        if len(splits) > 1:
+            bars += [
+                bar(f"{cell.label}: rank {rank}", split, IN_ITERATION, is_share=False)
+                for rank, split in sorted(splits.items())
+            ]
+    if not bars:
+        return []
+    title = "One iteration of each worker"
+    return [_drawn(outline, "workers", title, bars[:MOST_WORKERS], is_share=False)]
+
+
+def _wholes(outline: Outline) -> list[Block]:
+    """The whole run, with what is beside training."""
+    wholes = [(cell, split) for cell in outline.drawn if (split := whole_of_cell(cell)) is not None]
+    order = (*IN_ITERATION, *OUTSIDE)
+    return [_figure(outline, "whole", "The whole run by phase, as shares", wholes, order)]
+
+
+def _table(splits: Sequence[tuple[Cell, Split]]) -> Table:
+    rows = [
+        (
+            cell.label,
+            *(
+                f"{units.seconds(split.seconds[phase])} ({units.share(split.share(phase))})"
+                for phase in IN_ITERATION
+            ),
+            units.seconds(split.total),
+        )
+        for cell, split in splits
+    ]
+    return Table(("cell, per iteration", *IN_ITERATION, "all"), rows)
+
+
+def _explanations(outline: Outline) -> list[Block]:
+    """What each phase adds to the time of the fastest, cell by cell."""
+    ranking = [paced.cell for paced in iteration_pace(outline.finished).ranking]
+    if len(ranking) < 2:
+        return []
+    found = [explain(ranking[0], other) for other in ranking[1 : MOST_EXPLAINED + 1]]
+    rows = [_row(one) for one in found if one is not None]
+    if not rows:
+        return []
+    return [
+        Text(
+            f"How much longer an iteration takes than one of {ranking[0].label}, phase by phase"
+            " (the first iteration is in these means, as it is in the phases):"
+        ),
+        Table(("cell", "longer by", *IN_ITERATION, "explained"), rows),
+    ]
+
+
+def _row(one: Explanation) -> tuple[str, ...]:
+    explained = one.explained / one.seconds if one.seconds else None
+    return (
+        one.slower,
+        units.seconds(one.seconds),
+        *(units.seconds(one.by_phase[phase]) for phase in IN_ITERATION),
+        units.share(explained),
+    )

@@ -1,0 +1,193 @@
+"""Speedup and efficiency against the number of workers, strong and weak scaling apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.config import RunConfig
+from paceline.report import units
+from paceline.report.cells import BESIDE_THE_POINT, Cell, setting_text
+from paceline.report.chart.line import LineChart, Series, draw_lines
+from paceline.report.document import Block, Figure, Table, Text
+from paceline.report.section.outline import Outline
+
+TITLE = "Scaling"
+
+_OF_SCALE = BESIDE_THE_POINT | {
+    "nnodes", "nproc_per_node", "hosts", "cluster", "batch_size", "batch_per_worker", "strategy",
+    "options", "threads", "shares", "slow", "epochs", "iterations", "launcher", "elastic",
+    "communicator",
+}  # fmt: skip
+"""Settings that may differ within a family, or are looked at one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalePoint:
+    workers: int
+    label: str
+    throughputs: list[float]
+    """Samples a second of each finished run."""
+    speedups: list[float]
+    """Of each run, over the mean of the base."""
+
+    @property
+    def speedup(self) -> float:
+        return sum(self.speedups) / len(self.speedups)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Cells that differ only in the number of workers, and the one they are held against."""
+
+    name: str
+    kind: str
+    """strong: the same global batch; weak: the same batch for each worker."""
+    base_workers: int
+    points: list[ScalePoint]
+    """The base first, then by workers."""
+
+    def efficiency(self, point: ScalePoint) -> float:
+        return point.speedup * self.base_workers / point.workers
+
+
+def throughputs(cell: Cell) -> list[float]:
+    return [cell.samples_in_iteration / seconds for seconds in cell.iteration_means if seconds]
+
+
+def families(cells: Sequence[Cell]) -> list[Family]:
+    """Every set of cells that tells how something scales; one cell can be in several."""
+    timed = [cell for cell in cells if cell.timed and throughputs(cell)]
+    found: dict[tuple[str, str], Family] = {}
+    groups: dict[str, list[Cell]] = {}
+    for cell in timed:
+        groups.setdefault(_surroundings(cell.config), []).append(cell)
+    for together in groups.values():
+        names = dict.fromkeys(_way(cell.config) for cell in together if cell.workers > 1)
+        for way in names:
+            for kind in ("strong", "weak"):
+                for family in _of_kind(together, way, kind):
+                    found.setdefault((family.name, kind), family)
+    return list(found.values())
+
+
+def _of_kind(cells: Sequence[Cell], way: str, kind: str) -> list[Family]:
+    """One worker has nothing to keep in step: whatever it is called, it is the base of all."""
+    own = [cell for cell in cells if _way(cell.config) == way or cell.workers == 1]
+    groups: dict[float, list[Cell]] = {}
+    for cell in own:
+        batch = cell.config.global_batch_size
+        size = batch if kind == "strong" else round(batch / cell.workers)
+        groups.setdefault(size, []).append(cell)
+    return [
+        family
+        for size, group in groups.items()
+        if (family := _family(group, way, kind, f"{way}, {kind}, batch {size:g}")) is not None
+    ]
+
+
+def _family(cells: Sequence[Cell], way: str, kind: str, name: str) -> Family | None:
+    by_workers: dict[int, Cell] = {}
+    for cell in cells:
+        # Of two with one worker, the one that is named alike comes first.
+        if cell.workers not in by_workers or _way(cell.config) == way:
+            by_workers[cell.workers] = cell
+    if len(by_workers) < 2:
+        return None
+    ordered = [by_workers[count] for count in sorted(by_workers)]
+    base = throughputs(ordered[0])
+    mean = sum(base) / len(base)
+    unit = "a worker" if kind == "weak" else "in all"
+    points = [
+        ScalePoint(
+            cell.workers,
+            cell.label,
+            throughputs(cell),
+            [throughput / mean for throughput in throughputs(cell)],
+        )
+        for cell in ordered
+    ]
+    return Family(f"{name} {unit}", kind, ordered[0].workers, points)
+
+
+def _way(config: RunConfig) -> str:
+    options = setting_text("options", config.options)
+    return f"{config.strategy} {options}".strip()
+
+
+def _surroundings(config: RunConfig) -> str:
+    cluster = re.sub(r"nodes=\d+,?", "", config.cluster or "")
+    values = [
+        getattr(config, item.name)
+        for item in dataclasses.fields(RunConfig)
+        if item.name not in _OF_SCALE
+    ]
+    return repr([*values, cluster])
+
+
+def build(outline: Outline) -> list[Block]:
+    blocks: list[Block] = []
+    found = families(outline.cells)
+    for kind, about in (
+        ("strong", "Strong scaling: the global batch stays the same, each worker gets less of it."),
+        ("weak", "Weak scaling: each worker's batch stays the same, the global batch grows."),
+    ):
+        own = [family for family in found if family.kind == kind]
+        if own:
+            blocks += [Text(about), *_figures(outline, kind, own), _table(own)]
+    if blocks:
+        blocks.append(
+            Text(
+                "Speedup: samples a second over those of the fewest workers. Efficiency: speedup"
+                " over the ideal. Whiskers: from the least to the greatest repeat.",
+                "note",
+            )
+        )
+    return blocks
+
+
+def _figures(outline: Outline, kind: str, found: Sequence[Family]) -> list[Block]:
+    counts = sorted({point.workers for family in found for point in family.points})
+    base = min(family.base_workers for family in found)
+    ideal = Series("ideal", counts, [count / base for count in counts], is_guide=True)
+    whole = Series("ideal", counts, [1.0] * len(counts), is_guide=True)
+    speedups, efficiencies = [ideal], [whole]
+    for place, family in enumerate(found[:8]):
+        workers = [point.workers for point in family.points]
+        lows = [min(point.speedups) for point in family.points]
+        highs = [max(point.speedups) for point in family.points]
+        ideals = [count / family.base_workers for count in workers]
+        means = [point.speedup for point in family.points]
+        speedups.append(Series(family.name, workers, means, lows, highs, place))
+        share, low, high = (
+            [value / full for value, full in zip(values, ideals, strict=True)]
+            for values in (means, lows, highs)
+        )
+        efficiencies.append(Series(family.name, workers, share, low, high, place))
+    charts = (
+        LineChart(f"Speedup against workers, {kind} scaling", "workers", "speedup", speedups,
+                  from_zero=True, x_ticks=counts),
+        LineChart(f"Efficiency against workers, {kind} scaling", "workers", "efficiency",
+                  efficiencies, y_quantity="share", from_zero=True, x_ticks=counts),
+    )  # fmt: skip
+    return [
+        Figure(outline.figure("scaling", f"{kind}-{chart.y_label}"), chart.label, draw_lines(chart))
+        for chart in charts
+    ]
+
+
+def _table(found: Sequence[Family]) -> Table:
+    rows = [
+        (
+            family.name,
+            str(point.workers),
+            units.spread(point.throughputs, lambda value: f"{value:,.0f}"),
+            units.spread(point.speedups, lambda value: f"{value:.2f}"),
+            units.share(family.efficiency(point)),
+        )
+        for family in found
+        for point in family.points
+    ]
+    return Table(("strategy", "workers", "samples a second", "speedup", "efficiency"), rows)

@@ -1,0 +1,78 @@
+"""Time to the target accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.report import units
+from paceline.report.cells import Cell
+from paceline.report.chart.bars import Bar, BarChart, Part, draw_bars
+from paceline.report.document import Block, Figure, Table
+from paceline.report.section.outline import Outline
+
+TITLE = "Time to the target"
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRow:
+    label: str
+    target: float
+    seconds: list[float]
+    """Of the runs that reached it."""
+    runs: int
+    best_accuracy: float | None
+
+
+def target_rows(cells: Sequence[Cell]) -> list[TargetRow]:
+    """Of the cells that had a target."""
+    rows = []
+    for cell in cells:
+        if not cell.runs or cell.config.target_accuracy is None:
+            continue
+        seconds = [
+            run.result["seconds_to_target"]
+            for run in cell.runs
+            if run.result and run.result["seconds_to_target"] is not None
+        ]
+        accuracies = [
+            entry["test_accuracy"]
+            for run in cell.runs
+            for entry in run.history
+            if entry.get("test_accuracy") is not None
+        ]
+        best = max(accuracies, default=None)
+        rows.append(
+            TargetRow(cell.label, cell.config.target_accuracy, seconds, len(cell.runs), best)
+        )
+    return rows
+
+
+def build(outline: Outline) -> list[Block]:
+    rows = target_rows(outline.cells)
+    if not rows:
+        return []
+    places = {cell.label: outline.place(cell) for cell in outline.drawn}
+    bars = [
+        Bar(row.label, [Part("mean", mean, units.seconds(mean))], units.seconds(mean),
+            min(row.seconds), max(row.seconds), places[row.label])
+        for row in rows
+        if row.seconds and row.label in places and (mean := sum(row.seconds) / len(row.seconds))
+    ]  # fmt: skip
+    title = "Training time to the target accuracy"
+    blocks: list[Block] = []
+    if bars:
+        chart = BarChart(title, "training time", bars, "seconds")
+        blocks.append(Figure(outline.figure("target"), title, draw_bars(chart)))
+    columns = ("cell", "target", "time to it", "reached by", "best accuracy")
+    shown = [
+        (
+            row.label,
+            f"{row.target:g}",
+            units.spread(row.seconds, units.seconds) if row.seconds else "not reached",
+            f"{len(row.seconds)} of {row.runs}",
+            units.number(row.best_accuracy),
+        )
+        for row in rows
+    ]
+    return [*blocks, Table(columns, shown)]

@@ -1,0 +1,155 @@
+"""One step of each cell from its trace: what was computed, what was sent, and what overlaps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import RecordsError
+from paceline.records import read_json
+from paceline.report import units
+from paceline.report.cells import Cell
+from paceline.report.chart.bars import COLOURS
+from paceline.report.chart.timeline import Lane, Span, Step, draw_timeline
+from paceline.report.document import Block, Figure, Text
+from paceline.report.phases import COMPUTING
+from paceline.report.section.outline import Outline
+from paceline.report.shape import is_number
+
+TITLE = "One step on the clock"
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    """One iteration of one worker, in seconds since it began."""
+
+    rank: int
+    iteration: int
+    seconds: float
+    phases: list[Span]
+    transfers: list[Span]
+
+    @property
+    def sending_seconds(self) -> float:
+        """With at least one transfer under way."""
+        return _length(_union(self.transfers))
+
+    @property
+    def hidden_seconds(self) -> float:
+        """Of these, beside computing."""
+        computing = _union(span for span in self.phases if span.kind in COMPUTING)
+        return sum(
+            max(0.0, min(end, last) - max(begin, first))
+            for begin, end in _union(self.transfers)
+            for first, last in computing
+        )
+
+
+def read_step(path: Path) -> TracedStep | None:
+    """The traced iteration of median length; None where the file holds none that can be read."""
+    try:
+        trace = read_json(path)
+    except RecordsError:
+        return None
+    laps = [lap for lap in _objects(trace.get("iterations")) if _is_timed(lap)]
+    if not laps:
+        return None
+    lap = sorted(laps, key=lambda one: float(one["dur"]))[(len(laps) - 1) // 2]
+    begin, end = lap["ts"] / 1e6, (lap["ts"] + lap["dur"]) / 1e6
+    events = [event for event in _objects(trace.get("traceEvents")) if _is_timed(event)]
+    return TracedStep(
+        int(trace.get("rank", 0)),
+        int(lap.get("iteration", 0)),
+        end - begin,
+        list(_spans(events, "phase", begin, end)),
+        list(_spans(events, "transfer", begin, end)),
+    )
+
+
+def _objects(values: Any) -> list[dict[str, Any]]:
+    return [one for one in values if isinstance(one, dict)] if isinstance(values, list) else []
+
+
+def _is_timed(event: dict[str, Any]) -> bool:
+    return is_number(event.get("ts")) and is_number(event.get("dur")) and event["dur"] >= 0
+
+
+def _spans(
+    events: Iterable[dict[str, Any]], category: str, begin: float, end: float
+) -> Iterable[Span]:
+    """Those of a category that lie in the step, cut off at its ends."""
+    for event in events:
+        if event.get("cat") != category:
+            continue
+        first, last = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+        first, last = max(first, begin) - begin, min(last, end) - begin
+        kind = str(event.get("name", ""))
+        if last <= first or kind not in COLOURS:
+            continue
+        details = event.get("args")
+        size = details.get("bytes") if isinstance(details, dict) else None
+        yield Span(kind, first, last, units.size(size) if is_number(size) else "")
+
+
+def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    """The times covered, each once."""
+    covered: list[tuple[float, float]] = []
+    for span in sorted(spans, key=lambda one: one.begin_seconds):
+        if covered and span.begin_seconds <= covered[-1][1]:
+            covered[-1] = covered[-1][0], max(covered[-1][1], span.end_seconds)
+        else:
+            covered.append((span.begin_seconds, span.end_seconds))
+    return covered
+
+
+def _length(covered: Sequence[tuple[float, float]]) -> float:
+    return sum(end - begin for begin, end in covered)
+
+
+def steps_of(cell: Cell) -> list[TracedStep]:
+    """Of the first and the last worker of the first run that was traced."""
+    for run in cell.runs:
+        files = sorted(
+            (path for path in run.folder.path.glob("trace-*.json") if path.stem[6:].isdecimal()),
+            key=lambda path: int(path.stem[6:]),
+        )
+        chosen = files[:1] + files[1:][-1:]
+        steps = [step for path in chosen if (step := read_step(path)) is not None]
+        if steps:
+            return steps
+    return []
+
+
+def build(outline: Outline) -> list[Block]:
+    steps = []
+    for cell in outline.drawn:
+        for traced in steps_of(cell):
+            lanes = [Lane("phases", traced.phases)]
+            if traced.transfers:
+                lanes.append(Lane("transfers", traced.transfers))
+            label = f"{cell.label}: rank {traced.rank}, iteration {traced.iteration}"
+            steps.append(Step(label, _summary(traced), lanes))
+    if not steps:
+        return []
+    title = "One step: phases, and below them transfers"
+    return [
+        Figure(outline.figure("timeline"), title, draw_timeline(title, steps), is_wide=True),
+        Text(
+            "The traced step of median length, of the first and the last worker. A transfer below"
+            " backward is hidden behind computing; one below exchange is what training waited for.",
+            "note",
+        ),
+    ]
+
+
+def _summary(traced: TracedStep) -> str:
+    text = units.seconds(traced.seconds)
+    if not traced.transfers:
+        return text
+    hidden = traced.hidden_seconds / traced.sending_seconds if traced.sending_seconds else 0.0
+    return (
+        f"{text}, transfers under way {units.seconds(traced.sending_seconds)},"
+        f" {100 * hidden:.0f} % of that beside computing"
+    )

@@ -1,0 +1,96 @@
+"""What was sent, by kind, in bytes and messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.records import TRAFFIC_KINDS
+from paceline.report import units
+from paceline.report.cells import Cell
+from paceline.report.chart.bars import Bar, BarChart, Part, draw_bars
+from paceline.report.document import Block, Figure, Table, Text
+from paceline.report.run import Run
+from paceline.report.section.outline import Outline
+
+TITLE = "Traffic by kind"
+
+
+@dataclass(frozen=True, slots=True)
+class KindTraffic:
+    """Of all workers of a run together."""
+
+    bytes_sent: int
+    messages: int
+    seconds: float
+    """Of the worker that had transfers of the kind under way for longest."""
+
+
+def run_traffic(run: Run) -> dict[str, KindTraffic]:
+    """By kind; kinds of which nothing was sent are left out."""
+    found = {}
+    for kind in TRAFFIC_KINDS:
+        counts = [worker.get("traffic", {}).get(kind, {}) for worker in run.workers]
+        sent = sum(int(count.get("bytes_sent") or 0) for count in counts)
+        messages = sum(int(count.get("messages") or 0) for count in counts)
+        if sent or messages:
+            seconds = max(float(count.get("seconds") or 0.0) for count in counts)
+            found[kind] = KindTraffic(sent, messages, seconds)
+    return found
+
+
+def build(outline: Outline) -> list[Block]:
+    found = [
+        (cell, cell.finished[0], traffic)
+        for cell in outline.finished
+        if (traffic := run_traffic(cell.finished[0]))
+    ]
+    if not found:
+        return []
+    return [
+        *_figure(outline, found),
+        Table(
+            ("cell", "kind", "bytes per iteration", "bytes in all", "messages", "under way"),
+            [
+                (
+                    cell.label,
+                    kind,
+                    units.size(one.bytes_sent / run.iterations if run.iterations else None),
+                    units.size(one.bytes_sent),
+                    units.count(one.messages),
+                    units.seconds(one.seconds),
+                )
+                for cell, run, traffic in found
+                for kind, one in traffic.items()
+            ],
+            words=2,
+        ),
+        Text(
+            "Sent by all workers together, payload only, in the first finished run of a cell."
+            " Under way: how long the worker that was longest at it had such a transfer open.",
+            "note",
+        ),
+    ]
+
+
+def _figure(
+    outline: Outline, found: Sequence[tuple[Cell, Run, dict[str, KindTraffic]]]
+) -> list[Block]:
+    bars = [
+        Bar(
+            cell.label,
+            [
+                Part(kind, size := one.bytes_sent / run.iterations, units.size(size))
+                for kind, one in traffic.items()
+            ],
+            units.size(sum(one.bytes_sent for one in traffic.values()) / run.iterations),
+        )
+        for cell, run, traffic in found
+        if run.iterations and id(cell) in outline.places
+    ]  # fmt: skip
+    if not bars:
+        return []
+    title = "Bytes sent per iteration by all workers"
+    kinds = [kind for kind in TRAFFIC_KINDS if any(kind in traffic for *_, traffic in found)]
+    chart = BarChart(title, "sent per iteration", bars, "bytes", kinds)
+    return [Figure(outline.figure("traffic"), title, draw_bars(chart))]

@@ -1,0 +1,72 @@
+"""The sections of a report by name, in their usual order.
+
+A study's `report:` list names those it wants, in its own order. A section without data is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from paceline.report.document import Block, Section
+from paceline.report.section import (
+    bandwidth,
+    batch_size,
+    checkpoint,
+    configuration,
+    curves,
+    iteration_time,
+    overview,
+    phases,
+    resources,
+    scaling,
+    target,
+    timeline,
+    traffic,
+)
+from paceline.report.section.outline import Outline
+
+VERDICT = "verdict"
+"""Always first; in a report of several parts also at the head of each that names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    title: str
+    build: Callable[[Outline], list[Block]]
+
+
+SECTIONS = {
+    "overview": Kind(overview.TITLE, overview.build),
+    "target": Kind(target.TITLE, target.build),
+    "curves": Kind(curves.TITLE, curves.build),
+    "iteration_time": Kind(iteration_time.TITLE, iteration_time.build),
+    "ranks": Kind(iteration_time.RANKS_TITLE, iteration_time.build_ranks),
+    "phases": Kind(phases.TITLE, phases.build),
+    "timeline": Kind(timeline.TITLE, timeline.build),
+    "scaling": Kind(scaling.TITLE, scaling.build),
+    "batch_size": Kind(batch_size.TITLE, batch_size.build),
+    "checkpoint": Kind(checkpoint.TITLE, checkpoint.build),
+    "traffic": Kind(traffic.TITLE, traffic.build),
+    "bandwidth": Kind(bandwidth.TITLE, bandwidth.build),
+    "resources": Kind(resources.TITLE, resources.build),
+    "configuration": Kind(configuration.TITLE, configuration.build),
+}
+
+
+def wanted(names: Sequence[str]) -> list[str]:
+    """The sections to build, in order: those asked for, or all."""
+    asked = [name for name in dict.fromkeys(names) if name in SECTIONS]
+    if not asked:
+        return list(SECTIONS)
+    return [*(["overview"] if "overview" not in asked else []), *asked,
+            *(["configuration"] if "configuration" not in asked else [])]  # fmt: skip
+
+
+def unknown(names: Sequence[str]) -> list[str]:
+    return [name for name in names if name not in SECTIONS and name != VERDICT]
+
+
+def build_sections(outline: Outline, names: Sequence[str]) -> list[Section]:
+    built = ((name, SECTIONS[name].build(outline)) for name in wanted(names))
+    return [Section(name, SECTIONS[name].title, blocks) for name, blocks in built if blocks]

@@ -1,0 +1,83 @@
+"""Whether a result has the shape that a report relies on.
+
+A file can be whole JSON with the right keys and still hold what no run writes. Everything above
+this file may take what it reads for granted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+from paceline.errors import RecordsError
+from paceline.records import PHASES, Result
+
+STATUSES = ("finished", "diverged", "failed", "stopped")
+
+
+def check_result(result: Result, name: str) -> None:
+    """Raises RecordsError, naming the first thing that is not as it should be."""
+    wrong = _first_wrong(result)
+    if wrong:
+        raise RecordsError(f"{name} is damaged: {wrong}")
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """A finite number; what JSON calls true is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _first_wrong(result: Result) -> str | None:
+    for key in ("config", "software", "hardware", "final", "checkpoints", "measurement_overhead"):
+        if not isinstance(result[key], dict):
+            return f"{key} is no object"
+    if result["status"] not in STATUSES:
+        return f"status is {result['status']!r}"
+    for key in ("wall_seconds", "iterations", "samples"):
+        if not is_number(result[key]) or result[key] < 0:
+            return f"{key} is no number"
+    for key in ("history", "workers", "nodes"):
+        rows = result[key]
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            return f"{key} is no list of objects"
+    problems = [_wrong_worker(worker) for worker in result["workers"]]
+    problems += [_wrong_entry(entry) for entry in result["history"]]
+    problems += [_not_numbers(result[key], key) for key in ("final", "checkpoints")]
+    problems += [_not_numbers({"seconds_to_target": result["seconds_to_target"]}, "result")]
+    return next(filter(None, problems), None)
+
+
+def _wrong_entry(entry: Mapping[str, Any]) -> str | None:
+    for key in ("iteration", "epoch", "seconds"):
+        if not is_number(entry.get(key)):
+            return f"an entry of history has no {key}"
+    return _not_numbers(
+        {key: entry.get(key) for key in ("test_loss", "test_accuracy")}, "an entry of history"
+    )
+
+
+def _wrong_worker(worker: Mapping[str, Any]) -> str | None:
+    for key in ("rank", "node", "samples", "wall_seconds"):
+        if not is_number(worker.get(key)):
+            return f"a worker has no {key}"
+    phases, timing = worker.get("phases"), worker.get("iteration_seconds")
+    if not isinstance(phases, dict) or not all(is_number(phases.get(name)) for name in PHASES):
+        return "a worker's phases are not all numbers"
+    if not isinstance(timing, dict):
+        return "a worker has no iteration_seconds"
+    traffic = worker.get("traffic", {})
+    if not isinstance(traffic, dict) or not all(isinstance(one, dict) for one in traffic.values()):
+        return "a worker's traffic is no object of objects"
+    problems = [_not_numbers(timing, "iteration_seconds")]
+    problems += [_not_numbers(count, f"traffic of {kind}") for kind, count in traffic.items()]
+    return next(filter(None, problems), None)
+
+
+def _not_numbers(values: Mapping[str, Any], where: str) -> str | None:
+    for key, value in values.items():
+        if value is not None and not isinstance(value, str | bool) and not is_number(value):
+            return f"{key} of {where} is no number"
+        if isinstance(value, str) and key not in ("mode",):
+            return f"{key} of {where} is no number"
+    return None

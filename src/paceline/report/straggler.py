@@ -1,0 +1,69 @@
+"""A worker that the others wait for."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+
+from paceline.report.cells import Cell
+from paceline.report.phases import COMPUTING, by_rank
+from paceline.report.run import Run
+
+WAIT_SHARE = 0.05
+"""Others waiting for less of an iteration than this is no matter."""
+SLOWER = 1.1
+"""A straggler computes so much longer than the others at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    label: str
+    """Of the cell."""
+    rank: int
+    node: int
+    computing_seconds: float
+    """Of the straggler, in an iteration."""
+    others_seconds: float
+    """Median of the others' computing."""
+    wait_seconds: float
+    """That the others wait in an iteration, on average."""
+    wait_share: float
+    """Of the others' iteration."""
+    is_asked_for: bool
+    """Whether the run was told to slow this worker down."""
+
+
+def find_straggler(cell: Cell) -> Straggler | None:
+    """The worker that computes longest while the others wait; None where nobody holds others up."""
+    found = [one for run in cell.finished if (one := _in_run(cell.label, run)) is not None]
+    # In most repeats, and the same worker: otherwise it is chance.
+    if not found or len(found) * 2 <= len(cell.finished):
+        return None
+    return found[0] if all(one.rank == found[0].rank for one in found) else None
+
+
+def _in_run(label: str, run: Run) -> Straggler | None:
+    splits = by_rank(run)
+    if len(splits) < 2:
+        return None
+    computing = {rank: split.of(COMPUTING) for rank, split in splits.items()}
+    slowest = max(computing, key=lambda rank: computing[rank])
+    others = [rank for rank in splits if rank != slowest]
+    wait = math.fsum(splits[rank].seconds["wait"] for rank in others) / len(others)
+    total = math.fsum(splits[rank].total for rank in others) / len(others)
+    usual = statistics.median(computing[rank] for rank in others)
+    extra_wait = wait - splits[slowest].seconds["wait"]
+    if not total or extra_wait < WAIT_SHARE * total or computing[slowest] < SLOWER * usual:
+        return None
+    node = next(worker["node"] for worker in run.workers if worker["rank"] == slowest)
+    return Straggler(
+        label,
+        slowest,
+        int(node),
+        computing[slowest],
+        usual,
+        wait,
+        wait / total,
+        is_asked_for=run.config.slowness(slowest) > 1,
+    )

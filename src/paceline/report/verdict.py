@@ -1,0 +1,245 @@
+"""What the numbers say, in words: first the answer, then why, then what to try.
+
+Every sentence is computed from the records. A difference that lies within the noise is called that,
+and a single repeat is told as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline.report import units
+from paceline.report.advice import advise
+from paceline.report.bound import Bound, bound_of
+from paceline.report.cells import Cell
+from paceline.report.pace import Pace, Paced, choose_pace
+from paceline.report.phases import Explanation, explain
+from paceline.report.statistics import Difference
+from paceline.report.straggler import Straggler, find_straggler
+
+WORSE_BY = 0.01
+"""Accuracy that a faster cell may lose before it is said."""
+NAMED = 4
+"""Failed cells that are named one by one; more are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One finding: a word or two for its subject, and a sentence."""
+
+    subject: str
+    text: str
+
+
+@dataclass(slots=True)
+class Verdict:
+    headline: str
+    points: list[Point] = field(default_factory=list)
+    next_steps: list[str] = field(default_factory=list)
+    pace: Pace | None = None
+    lead: Difference | None = None
+    """How much longer the second takes than the first."""
+    ties: list[Paced] = field(default_factory=list)
+    """Cells that the fastest cannot be told from."""
+    stragglers: list[Straggler] = field(default_factory=list)
+    bounds: list[Bound] = field(default_factory=list)
+    explanation: Explanation | None = None
+
+
+def judge(cells: Sequence[Cell]) -> Verdict:
+    pace = choose_pace(cells)
+    ranking = pace.ranking
+    verdict = Verdict("", pace=pace)
+    verdict.stragglers = [one for cell in cells if (one := find_straggler(cell)) is not None]
+    verdict.bounds = [bound for cell in cells if (bound := bound_of(cell)) is not None]
+    if not ranking:
+        verdict.headline = _nothing_finished(cells)
+    elif len(ranking) == 1:
+        verdict.headline = _alone(pace, ranking[0])
+    else:
+        _rank(verdict, pace)
+    verdict.points += _bound_points(verdict.bounds)
+    verdict.points += [_straggler_point(one) for one in verdict.stragglers[:NAMED]]
+    verdict.points += _learning_points(ranking)
+    verdict.points += _trouble_points(cells)
+    verdict.next_steps = advise(verdict.pace, cells, verdict.ties, verdict.stragglers)
+    return verdict
+
+
+def _nothing_finished(cells: Sequence[Cell]) -> str:
+    count = sum(len(cell.runs) for cell in cells)
+    if not count:
+        return "Nothing was run yet."
+    return "The run did not finish." if count == 1 else f"None of the {count} runs finished."
+
+
+def _alone(pace: Pace, only: Paced) -> str:
+    text = f"{only.cell.label}: {units.seconds(only.mean)} {pace.name}"
+    accuracy = only.cell.mean_of("test_accuracy")
+    if accuracy is not None:
+        text += f", test accuracy {accuracy.mean:.4f}"
+    return f"{text}."
+
+
+def _rank(verdict: Verdict, pace: Pace) -> None:
+    """Who is fastest, by how much and how surely; the second and the last are told."""
+    first, second, last = pace.ranking[0], pace.ranking[1], pace.ranking[-1]
+    lead = verdict.lead = pace.between(first, second)
+    # A difference without an interval cannot be told from noise, but neither is it a tie.
+    verdict.ties = [
+        other
+        for other in pace.ranking[1:]
+        if (found := pace.between(first, other)).known and not found.is_significant
+    ]
+    verdict.headline = _headline(pace, first, second, lead)
+    if len(verdict.ties) > 1:
+        names = ", ".join(tie.cell.label for tie in verdict.ties[1 : NAMED + 1])
+        more = f" and {len(verdict.ties) - NAMED - 1} more" if len(verdict.ties) > NAMED + 1 else ""
+        verdict.points.append(Point("Also within noise", f"of the fastest: {names}{more}."))
+    clear = [other for other in pace.ranking[1:] if pace.between(first, other).is_significant]
+    if verdict.ties and clear:
+        gap = pace.between(first, clear[0])
+        verdict.points.append(
+            Point(
+                "Beyond noise",
+                f"{clear[0].cell.label} takes {units.seconds(clear[0].mean)} {pace.name};"
+                f" {first.cell.label} takes {_less(gap)}.",
+            )
+        )
+    if last is not second and not (clear and last is clear[0]):
+        verdict.points.append(
+            Point(
+                "Slowest",
+                f"{last.cell.label}: {units.seconds(last.mean)} {pace.name},"
+                f" {last.mean / first.mean:.2f} times the fastest.",
+            )
+        )
+    verdict.points.append(_confidence(pace, lead))
+    against = (clear[0] if verdict.ties and clear else second).cell
+    if lead.is_significant or clear or not lead.known:
+        verdict.explanation = explain(first.cell, against)
+        if verdict.explanation is not None and verdict.explanation.seconds > 0:
+            verdict.points.append(_why(verdict.explanation))
+
+
+def _headline(pace: Pace, first: Paced, second: Paced, lead: Difference) -> str:
+    time = f"{units.seconds(first.mean)} {pace.name}"
+    if lead.is_significant:
+        return f"{first.cell.label} is fastest: {time}, {_less(lead)} than {second.cell.label}."
+    if not lead.known:
+        return (
+            f"{first.cell.label} was fastest: {time}, {units.share(lead.share)} less than"
+            f" {second.cell.label}; with one repeat there is no telling how surely."
+        )
+    return (
+        f"No clear winner: {first.cell.label} took {time}, {units.share(lead.share)} less than"
+        f" {second.cell.label}, which is within noise (95 % CI {_span(lead)})."
+    )
+
+
+def _less(gap: Difference) -> str:
+    return f"{units.share(gap.share)} less (95 % CI {_span(gap)})"
+
+
+def _span(gap: Difference) -> str:
+    return f"{100 * gap.low:.1f} to {100 * gap.high:.1f} %"
+
+
+def _confidence(pace: Pace, lead: Difference) -> Point:
+    repeats = sorted({len(paced.values) for paced in pace.ranking})
+    if lead.known and lead.over_repeats:
+        span = f"{repeats[0]}" if len(repeats) == 1 else f"{repeats[0]} to {repeats[-1]}"
+        return Point("Confidence", f"intervals are over {span} repeats of each cell (Welch's t).")
+    if lead.known:
+        return Point(
+            "Confidence",
+            "one repeat of a cell: the spread between runs is unknown, and the interval is over"
+            " stretches of the runs' iterations, so it is too narrow rather than too wide.",
+        )
+    return Point("Confidence", "one repeat of a cell: the spread between runs is unknown.")
+
+
+def _why(why: Explanation) -> Point:
+    part, phase = why.by_phase[why.largest], why.largest
+    text = (
+        f"an iteration of {why.slower} takes {units.seconds(why.seconds)} longer than one of"
+        f" {why.faster}; most of it is {phase}: {units.seconds(part)} more"
+    )
+    against = [
+        f"{name} {units.seconds(-value)} less"
+        for name, value in sorted(why.by_phase.items(), key=lambda item: item[1])
+        if value < -0.1 * why.seconds
+    ]
+    return Point("Why", f"{text}{'; ' + ', '.join(against[:2]) if against else ''}.")
+
+
+def _bound_points(bounds: Sequence[Bound]) -> list[Point]:
+    """One point for each kind of limit, naming the cells that it holds for."""
+    kinds: dict[str, list[Bound]] = {}
+    for bound in bounds:
+        kinds.setdefault(bound.kind, []).append(bound)
+    return [Point(kind.capitalize(), _bound_text(found)) for kind, found in kinds.items()]
+
+
+def _bound_text(found: Sequence[Bound]) -> str:
+    one = found[0]
+    if len(found) == 1:
+        return f"{one.label}: {one.reason()}."
+    names = ", ".join(bound.label for bound in found[:NAMED])
+    more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+    key = one.telling
+    shares = [bound.shares[key] for bound in found]
+    return (
+        f"{names}{more}: {key} is {units.share(min(shares))} to {units.share(max(shares))} of"
+        f" an iteration."
+    )
+
+
+def _straggler_point(one: Straggler) -> Point:
+    asked = " (slowed down on purpose)" if one.is_asked_for else ""
+    return Point(
+        "Straggler",
+        f"{one.label}: worker {one.rank} on node {one.node}{asked} computes"
+        f" {units.seconds(one.computing_seconds)} an iteration, the others"
+        f" {units.seconds(one.others_seconds)}; they wait {units.seconds(one.wait_seconds)} for it,"
+        f" {units.share(one.wait_share)} of their time.",
+    )
+
+
+def _learning_points(ranking: Sequence[Paced]) -> list[Point]:
+    """Whether being fast cost accuracy."""
+    known = [
+        (paced, found.mean)
+        for paced in ranking
+        if (found := paced.cell.mean_of("test_accuracy")) is not None
+    ]
+    if len(known) < 2:
+        return []
+    best, accuracy = max(known, key=lambda item: item[1])
+    of_fastest = {id(paced): value for paced, value in known}.get(id(ranking[0]))
+    if of_fastest is None or accuracy - of_fastest <= WORSE_BY:
+        return []
+    return [
+        Point(
+            "Accuracy",
+            f"the fastest ends at {of_fastest:.4f}, {best.cell.label} at {accuracy:.4f}.",
+        )
+    ]
+
+
+def _trouble_points(cells: Sequence[Cell]) -> list[Point]:
+    troubled = [cell for cell in cells if len(cell.finished) < max(1, len(cell.runs))]
+    points = [
+        Point(
+            "Not finished", f"{cell.label}: {cell.status}" + (f": {cell.cause}" * bool(cell.cause))
+        )
+        for cell in troubled[:NAMED]
+    ]
+    if len(troubled) > NAMED:
+        names = ", ".join(cell.label for cell in troubled[NAMED : NAMED + 10])
+        points.append(
+            Point("Not finished", f"{len(troubled) - NAMED} more cells: {names}"
+                  + (" ..." if len(troubled) > NAMED + 10 else ""))
+        )  # fmt: skip
+    return points
