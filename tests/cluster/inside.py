@@ -1,0 +1,67 @@
+"""Running commands inside the nodes of a cluster, for its tests."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from paceline.cluster.emulated import EmulatedCluster
+from paceline.cluster_spec import parse
+
+
+def small_cluster(text: str, name: str | None = None) -> EmulatedCluster:
+    """One that is not measured, since that takes seconds."""
+    return EmulatedCluster.up(parse(text), name, calibrate=False)
+
+
+def run_inside(
+    cluster: EmulatedCluster, node: int, *words: str, given: str = ""
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        cluster.command(node, words), input=given, capture_output=True, text=True, timeout=60
+    )
+
+
+def python_inside(cluster: EmulatedCluster, node: int, program: str, *words: str) -> str:
+    done = run_inside(cluster, node, sys.executable, "-I", "-S", "-c", program, *words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+ECHO = """
+import socket, sys
+with socket.create_server((sys.argv[1], 0)) as listener:
+    listener.settimeout(60)
+    print(listener.getsockname()[1], flush=True)
+    peer, _ = listener.accept()
+with peer:
+    while received := peer.recv(1 << 20):
+        peer.sendall(received)
+"""
+"""Sends back what one connection brings."""
+
+THERE_AND_BACK = """
+import hashlib, socket, sys, threading
+address, port, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+content = bytes(number * 7 % 251 for number in range(1 << 16)) * (count >> 16)
+with socket.create_connection((address, port), 60) as peer:
+    sender = threading.Thread(target=lambda: (peer.sendall(content), peer.shutdown(socket.SHUT_WR)))
+    sender.start()
+    back = hashlib.sha256()
+    while received := peer.recv(1 << 20):
+        back.update(received)
+    sender.join()
+print(back.hexdigest() == hashlib.sha256(content).hexdigest())
+"""
+"""Whether so many bytes come back from an echo as they were sent."""
+
+
+def comes_back_whole(cluster: EmulatedCluster, source: int, echo: int, count_bytes: int) -> bool:
+    """Whether bytes go from one node to another and back unchanged."""
+    address = cluster.addresses[echo]
+    words = [sys.executable, "-I", "-S", "-c", ECHO, address]
+    with subprocess.Popen(cluster.command(echo, words), stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        port = process.stdout.readline().decode().strip()
+        said = python_inside(cluster, source, THERE_AND_BACK, address, port, str(count_bytes))
+    return said == "True"

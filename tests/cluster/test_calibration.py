@@ -1,0 +1,68 @@
+"""Calibration: what is told, and what a real measurement finds."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.inside import small_cluster
+from paceline.cluster import links, measuring, subnet
+from paceline.cluster.calibration import Calibration, Measured
+from paceline.cluster.state import load
+from paceline.errors import ClusterError
+
+
+def test_only_what_is_over_ten_percent_off_is_told() -> None:
+    near = Measured("cpus", 0, 0.5, 0.46, "cores")
+    off = Measured("round trip", None, 0.001, 0.0012, "s")
+    (warning,) = Calibration([near, off]).warnings()
+    assert "round trip is 0.0012 s, +20 % from the 0.001 s asked for" in warning
+
+
+def test_what_nobody_asked_for_is_never_off() -> None:
+    assert not Measured("round trip", None, None, 0.5, "s").is_off
+
+
+def test_measuring_again_stops_at_the_first_that_is_near() -> None:
+    tries = iter([Measured("cpus", 0, 1.0, got, "cores") for got in (0.2, 0.95, 1.0)])
+    assert measuring._nearest(tries).got == 0.95
+    assert next(tries).got == 1.0
+
+
+@pytest.mark.root
+@pytest.mark.iproute
+def test_a_cluster_is_measured_link_by_link_and_node_by_node() -> None:
+    with small_cluster("nodes=2,cpus=0.5,bandwidth=50mbit/1:10mbit,slow=1:0.5") as cluster:
+        found = measuring.calibrate(cluster.state)
+        cluster.state.calibration = found
+        cluster.state.save()
+        assert load(cluster.state.path).calibration == found
+    asked = {(item.what, item.node): item.asked for item in found.measured}
+    assert asked == {
+        ("bandwidth out", 0): 50e6,
+        ("bandwidth in", 0): 50e6,
+        ("bandwidth out", 1): 10e6,
+        ("bandwidth in", 1): 10e6,
+        ("round trip", None): None,
+        ("cpus", 0): 0.5,
+        ("cpus", 1): 0.25,
+    }
+    assert all(item.got > 0 for item in found.measured)
+    # Shaped: without that, links carry gigabits and a busy loop takes a whole core.
+    assert all(item.got < 2 * item.asked for item in found.measured if item.asked)
+
+
+def test_a_token_bucket_leaves_the_asked_rate_to_what_tcp_carries() -> None:
+    words = links.token_bucket(1e9).split()
+    rate = int(words[words.index("rate") + 1].removesuffix("bit"))
+    assert rate * 1448 / 1514 == pytest.approx(1e9)
+
+
+def test_addresses_pass_over_networks_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subnet, "_taken", list)
+    first = subnet.addresses("name", 3)
+    assert len(set(first)) == 3
+    monkeypatch.setattr(subnet, "_taken", lambda: [first[0].rsplit(".", 1)[0] + ".0/24"])
+    assert not set(subnet.addresses("name", 3)) & set(first)
+    monkeypatch.setattr(subnet, "_taken", lambda: ["10.0.0.0/8"])
+    with pytest.raises(ClusterError, match="no free network"):
+        subnet.addresses("name", 3)

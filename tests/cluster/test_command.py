@@ -1,0 +1,83 @@
+"""`paceline cluster`: up, status, exec and down as a user types them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from paceline.cli import main
+from paceline.cluster.emulated import EmulatedCluster
+
+NAME = f"command-{os.getpid()}"
+
+
+@pytest.fixture(scope="module")
+def name() -> Iterator[str]:
+    """A cluster that another process made and left up."""
+    flags = ["--nodes", "2", "--bandwidth", "1gbit", "--no-calibrate", "--name"]
+    words = [sys.executable, "-m", "paceline", "cluster", "up", *flags, NAME]
+    subprocess.run(words, check=True, capture_output=True)
+    cluster = EmulatedCluster.open(NAME)
+    yield NAME
+    cluster.down()
+
+
+@pytest.mark.root
+@pytest.mark.iproute
+def test_a_kept_cluster_outlives_the_command_that_made_it(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cluster", "status"]) == 0
+    out = capsys.readouterr().out
+    assert f"Cluster {name}, up until `paceline cluster down {name}`" in out
+    assert EmulatedCluster.open(name).addresses[1] in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.root
+@pytest.mark.iproute
+def test_exec_passes_on_input_output_and_exit_code(name: str) -> None:
+    script = "cat; ip -brief -4 address show eth0; exit 5"
+    words = ["cluster", "exec", "--name", name, "1", "--", "sh", "-c", script]
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", *words], input="hello\n", text=True, capture_output=True
+    )
+    assert done.stdout.startswith("hello\n")
+    assert EmulatedCluster.open(name).addresses[1] in done.stdout
+    assert done.returncode == 5
+
+
+@pytest.mark.root
+@pytest.mark.iproute
+def test_up_measures_and_shows_it_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    other = f"{NAME}-measured"
+    assert main(["cluster", "up", "--nodes", "2", "--name", other]) == 0
+    out = capsys.readouterr().out
+    assert main(["cluster", "down", other]) == 0
+    assert "round trip" in out
+    assert "asked" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["up", "--nodes", "0"], "a cluster must be given nodes=1 to nodes=250"),
+        (["up", "--nodes", "2", "--latency", "5"], "given a time such as 200us or 2ms, not '5'"),
+        (["up", "--nodes", "2", "--name", "a/b"], "a cluster's name is letters, digits"),
+        (["up", "--nodes", "2", "--cpus", "0.0001"], "a node needs at least 0.001 cpus"),
+        (["down", "nowhere"], "no cluster named nowhere"),
+        (["exec", "0"], "say what to run"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(
+    words: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cluster", *words]) == 2
+    err = capsys.readouterr().err
+    assert line in err
+    assert len(err.splitlines()) == 1
