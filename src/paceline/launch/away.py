@@ -16,6 +16,7 @@ from pathlib import Path
 from paceline import __version__, cluster_spec
 from paceline.config import RunConfig
 from paceline.errors import PacelineError, RecordsError, RunError, StoppedError, UsageError
+from paceline.launch.cluster_account import cluster_account
 from paceline.launch.ending import Ending
 from paceline.launch.fleet import Fleet, Watch, error_of, first_failure
 from paceline.launch.hand_in import clear_reports, read_reports
@@ -33,7 +34,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
-    with Interruptions() as interruptions, _fleet(config) as fleet:
+    with Interruptions() as interruptions, fleet_of(config) as fleet:
         try:
             return run_on(fleet, config, resumed, quiet, interruptions)
         finally:
@@ -42,7 +43,8 @@ def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
 
 
 @contextlib.contextmanager
-def _fleet(config: RunConfig) -> Iterator[Fleet]:
+def fleet_of(config: RunConfig) -> Iterator[Fleet]:
+    """The machines that a config names or describes, for as long as the block lasts."""
     if config.hosts:
         yield SshFleet(config.hosts)
         return
@@ -73,9 +75,11 @@ def run_on(
         own = replace(config, node_rank=node).to_dict()
         return Task(__version__, own, resumed is not None, quiet, columns).to_bytes()
 
-    with Watch(fleet, interruptions) as watch:
+    limits = config.elastic_limits
+    with Watch(fleet, interruptions, fewest=limits[0] if limits else None) as watch:
         ends = watch.run(lambda _: words, task)
-    failure = first_failure(ends)
+    # An elastic run that ended well has got over what others suffered.
+    failure = first_failure(ends if ends[0].code or not limits else [])
     error = error_of(fleet, failure, ends) if failure else None
     try:
         interruptions.raises = True
@@ -92,11 +96,10 @@ def run_on(
     has_trained = not isinstance(error, UsageError) and _has_trained(config, folder)
     if has_trained:
         is_told = bool(failure and failure.complaint)
-        result = _result_of_failure(config, folder, before, error, is_told)
-    _clear_passing(config, folder)
+        result = _result_of_failure(config, folder, before, error, is_told, fleet.cluster_file)
+    if not ends[0].complaint:
+        _clear_after_first_node(config, folder, is_void=resumed is None and not has_trained)
     if not has_trained:
-        if resumed is None:
-            folder.discard()
         raise error
     return Outcome(folder, result, error.exit_code)
 
@@ -168,7 +171,12 @@ def _has_trained(config: RunConfig, folder: RunFolder) -> bool:
 
 
 def _result_of_failure(
-    config: RunConfig, folder: RunFolder, before: Result | None, error: PacelineError, is_told: bool
+    config: RunConfig,
+    folder: RunFolder,
+    before: Result | None,
+    error: PacelineError,
+    is_told: bool,
+    cluster_file: str | None,
 ) -> Result:
     """`is_told`: by the nodes, so that they have written it down where they could."""
     result = _new_result(folder, before)
@@ -176,7 +184,10 @@ def _result_of_failure(
         folder.set_result_aside()
         status = "stopped" if isinstance(error, StoppedError) else "failed"
         reports = read_reports(folder, config.workers)
-        result = write_result(config, folder, reports, Ending(str(error), error.exit_code, status))
+        ending = Ending(str(error), error.exit_code, status)
+        cluster = cluster_account(cluster_file) if cluster_file else None
+        more = {"cluster": cluster} if cluster else {}
+        result = write_result(config, folder, reports, ending, **more)
     elif not is_told:
         # The nodes have seen only what came of it.
         result |= {"status": "failed", "cause": str(error)}
@@ -184,11 +195,14 @@ def _result_of_failure(
     return result
 
 
-def _clear_passing(config: RunConfig, folder: RunFolder) -> None:
-    """What a node that was killed could not remove."""
+def _clear_after_first_node(config: RunConfig, folder: RunFolder, is_void: bool) -> None:
+    """What it could not remove when it was killed; `is_void`: all, since nobody has trained."""
     clear_reports(folder, config.workers)
     for file in folder.path.glob("*"):
-        if file.name.startswith(PASSING) or (
-            file.name.startswith("output-") and not file.stat().st_size
-        ):
+        is_empty = file.name.startswith("output-") and (is_void or not file.stat().st_size)
+        if is_empty or file.name.startswith(PASSING):
             file.unlink(missing_ok=True)
+    if is_void:
+        for node in range(config.nnodes):
+            folder.resources_file(node).unlink(missing_ok=True)
+        folder.discard()

@@ -18,6 +18,7 @@ class EmulatedFleet:
     def __init__(self, cluster: EmulatedCluster) -> None:
         self._cluster = cluster
         self.addresses = cluster.addresses
+        self.cluster_file = str(cluster.state.path)
         self.python = sys.executable
 
     def start(self, node: int, words: Sequence[str], given: bytes) -> subprocess.Popen[bytes]:

@@ -34,6 +34,10 @@ class Fleet(Protocol):
         """One for each node, by which the nodes reach one another and messages name them."""
 
     @property
+    def cluster_file(self) -> str | None:
+        """The state file of an emulated cluster; None for machines that are not emulated."""
+
+    @property
     def python(self) -> str:
         """The Python that has paceline on these machines."""
 
@@ -91,8 +95,13 @@ def describe_end(end: NodeEnd, address: str) -> str:
 class Watch:
     """Over one process on each node, from their start to their end; none outlives the block."""
 
-    def __init__(self, fleet: Fleet, interruptions: Interruptions) -> None:
+    def __init__(
+        self, fleet: Fleet, interruptions: Interruptions, fewest: int | None = None
+    ) -> None:
+        """`fewest`: how many nodes will do, the first among them; None: all are needed."""
         self._fleet = fleet
+        self._fewest = fewest
+        self._told_lost: set[int] = set()
         self._interruptions = interruptions
         self._nodes: list[NodeProcess] = []
         self._selector = selectors.DefaultSelector()
@@ -159,6 +168,8 @@ class Watch:
         """After the first failure, see to it that the others end as well, one way or another."""
         now = monotonic()
         failed = [node.end for node in self._nodes if node.end.code]
+        if self._can_go_on(failed):
+            return
         if failed and self._let_go_at is None:
             first = min(failed, key=lambda end: end.ended)
             # The others wait for one that was never there, or that refused to begin.
@@ -171,3 +182,17 @@ class Watch:
                 node.let_go()
             if now > self._let_go_at + ENDING_SECONDS:
                 node.kill()
+
+    def _can_go_on(self, failed: Sequence[NodeEnd]) -> bool:
+        """Whether nodes were lost that the run can do without; tells of each."""
+        if self._fewest is None or self._let_go_at is not None:
+            return False
+        is_enough = len(self._nodes) - len(failed) >= self._fewest
+        if not is_enough or any(end.node == 0 for end in failed):
+            return False
+        for end in failed:
+            if end.node not in self._told_lost:
+                self._told_lost.add(end.node)
+                cause = end.complaint or self._fleet.explain(end)
+                sys.stderr.write(f"paceline: going on without node {end.node}: {cause}\n")
+        return True

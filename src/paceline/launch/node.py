@@ -1,6 +1,7 @@
 """What is started on each machine of a run: `python -m paceline.launch.node`.
 
 The first line of its input is a `Task`; launch/starter.py tells how it hangs on its starter.
+Loading torch takes seconds, so what can be said before is said before.
 """
 
 from __future__ import annotations
@@ -8,17 +9,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from paceline import __version__
 from paceline.config import RunConfig, from_mapping
-from paceline.errors import UsageError
-from paceline.launch.ending import Ending
-from paceline.launch.interruptions import Interruptions
-from paceline.launch.starter import end_with_starter, read_given, tell, telling_errors
+from paceline.errors import StoppedError, UsageError
+from paceline.launch.interruptions import SIGNALS
+from paceline.launch.starter import COMPLAINT, end_with_starter, read_given, tell, telling_errors
 from paceline.records import RunFolder
 from paceline.worker.display import COLUMNS_VARIABLE
 
@@ -28,7 +31,7 @@ class Task:
     version: str
     """Of the starter's paceline."""
     config: dict[str, Any]
-    """The run's, as this node has it."""
+    """The run's, as this node has it; or what another command wants to be done."""
     is_resumed: bool
     quiet: bool
     terminal_columns: int | None
@@ -49,19 +52,28 @@ class Task:
         return cls(**given)
 
 
-def main() -> None:
-    # Before torch is loaded, which takes seconds: an early Ctrl-C is to end in good order as well.
-    with Interruptions():
-        task = Task.read()
-        tell(version=__version__)
-        end_with_starter()
-        if task.terminal_columns:
-            os.environ[COLUMNS_VARIABLE] = str(task.terminal_columns)
-        _run(task)
+def main(run: Callable[[Task], None] | None = None) -> None:
+    """Take the task and do it: train, or what `run` does with it."""
+    for number in SIGNALS:
+        signal.signal(number, _leave)
+    task = Task.read()
+    tell(version=__version__)
+    end_with_starter()
+    if task.terminal_columns:
+        os.environ[COLUMNS_VARIABLE] = str(task.terminal_columns)
+    (run or _train)(task)
 
 
-def _run(task: Task) -> None:
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    """While torch is loaded, which takes seconds, an exception might be lost among its own."""
+    sys.stderr.write(f"{COMPLAINT}stopped by {signal.Signals(number).name}\n")
+    sys.stderr.flush()
+    os._exit(StoppedError.exit_code)
+
+
+def _train(task: Task) -> None:
     from paceline.launch import start
+    from paceline.launch.ending import Ending
     from paceline.worker.process import keep_freed_memory
 
     keep_freed_memory()

@@ -72,7 +72,9 @@ class NodeProcess:
         self.end = NodeEnd(node)
         self._process = process
         self._prefix = prefix
-        """Before each of its lines; without one its output goes through as it comes."""
+        """Before each of its lines."""
+        # A live line has no end; elsewhere whole lines are kept apart from those of others.
+        self._is_live = not prefix and sys.stdout.isatty()
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._out, self._err = b"", b""
         """Lines that have begun."""
@@ -154,13 +156,14 @@ class NodeProcess:
     def _take_out(self, received: bytes) -> None:
         if received:
             self._begin()
-        if not self._prefix:
+        if self._is_live:
             sys.stdout.write(self._decode(received))
             sys.stdout.flush()
             return
         *lines, self._out = (self._out + received).split(b"\n")
         for line in lines:
             self._show(line.decode(errors="replace"), sys.stdout.write)
+        sys.stdout.flush()
 
     def _take_err(self, received: bytes) -> None:
         *lines, self._err = (self._err + received).split(b"\n")

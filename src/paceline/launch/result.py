@@ -6,6 +6,7 @@ from typing import Any
 
 from paceline.config import RunConfig
 from paceline.errors import RunError
+from paceline.launch.cluster_account import cluster_account
 from paceline.launch.ending import Ending, earliest
 from paceline.measure.machine import cores_usable, hardware, software
 from paceline.measure.resources import summarise
@@ -14,10 +15,17 @@ from paceline.worker.report import WorkerReport
 
 
 def write_result(
-    config: RunConfig, folder: RunFolder, reports: list[WorkerReport], ending: Ending | None = None
+    config: RunConfig,
+    folder: RunFolder,
+    reports: list[WorkerReport],
+    ending: Ending | None = None,
+    **more: Any,
 ) -> Result:
-    """`ending` is what the launcher knows of the first cause; without it the reports tell."""
-    result = assemble(config, folder, reports, ending)
+    """`ending` is what the launcher knows of the first cause; without it the reports tell.
+
+    `more` is what only some launchers have to tell.
+    """
+    result = {**assemble(config, folder, reports, ending), **more}
     try:
         folder.write_result(result)
     except OSError as error:
@@ -33,6 +41,7 @@ def assemble(
     nodes = [summarise(folder.resources_file(node), node) for node in range(config.nnodes)]
     history = first.history if first else []
     last = history[-1] if history else {}
+    cluster = cluster_account()
     return {
         "schema": SCHEMA,
         "id": folder.id,
@@ -58,7 +67,11 @@ def assemble(
         if first
         else {"count": 0, "bytes": 0, "blocked_seconds": 0.0},
         "measurement_overhead": measurement_overhead(reports, nodes),
-        "warnings": [*dict.fromkeys(text for report in reports for text in report.warnings)],
+        **({"cluster": cluster} if cluster else {}),
+        "warnings": [
+            *(cluster["warnings"] if cluster else []),
+            *dict.fromkeys(text for report in reports for text in report.warnings),
+        ],
     }
 
 

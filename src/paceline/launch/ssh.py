@@ -45,7 +45,9 @@ class Host:
     def parse(cls, text: str) -> Host:
         """`[user@]host[:port]`; an IPv6 address with a port stands in brackets."""
         user, at, rest = text.rpartition("@")
-        match = re.fullmatch(r"\[([^\]]+)\](?::(\d+))?|([^:\[\]]+)(?::(\d+))?|([^\[\]]+)", rest)
+        match = re.fullmatch(
+            r"\[([^\]]+)\](?::(\d+))?|([^:\[\]]+)(?::(\d+))?|([^\[\]]*:[^\[\]]*:[^\[\]]*)", rest
+        )
         address = next(filter(None, (match[1], match[3], match[5])), "") if match else ""
         # What begins with a dash, ssh would take for an option.
         if match is None or not re.fullmatch(r"[\w.:%][\w.:%-]*", address) or user.startswith("-"):
@@ -60,6 +62,8 @@ class Host:
 
 
 class SshFleet:
+    cluster_file = None
+
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts = [Host.parse(text) for text in hosts]
         self.addresses = [host.address for host in self._hosts]

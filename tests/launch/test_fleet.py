@@ -1,0 +1,240 @@
+"""Commands on several machines: what is shown of them, and how they end together."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from launch.commands import LIMIT_SECONDS
+from paceline.config import from_mapping
+from paceline.errors import PacelineError, RecordsError, RunError, StoppedError, UsageError
+from paceline.launch import fleet as fleet_module
+from paceline.launch import transport
+from paceline.launch.fleet import Watch, describe_end, run_on_all
+from paceline.launch.interruptions import Interruptions
+from paceline.launch.node_process import NodeEnd, open_node
+from paceline.launch.parcel import is_plain, unpack
+from paceline.records import RunFolder
+
+UNTIL_LET_GO = "import sys; sys.stdin.read()"
+
+
+class LocalFleet:
+    """Three names for this machine."""
+
+    addresses = ("a", "b", "c")
+    python = sys.executable
+    cluster_file = None
+
+    def __init__(self) -> None:
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def start(self, node: int, words: Sequence[str], given: bytes) -> subprocess.Popen[bytes]:
+        self.started.append(open_node(words, given))
+        return self.started[-1]
+
+    def explain(self, end: NodeEnd) -> PacelineError:
+        return RunError(describe_end(end, self.addresses[end.node]))
+
+
+def run(*programs: str, given: str = "") -> list[int]:
+    """One Python program for each node, for a limited time."""
+    fleet = LocalFleet()
+    return run_on_all(
+        fleet, lambda node: [sys.executable, "-c", programs[node]], lambda _: given.encode()
+    )
+
+
+def test_the_first_node_is_shown_plainly_and_the_others_by_name(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    say = "import sys; print(sys.stdin.readline() + 'out'); sys.stderr.write('err')"
+    assert run(say, say, "", given="given\n") == [0, 0, 0]
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == ["[b] given", "[b] out", "given", "out"]
+    assert sorted(err.splitlines()) == ["[b] err", "err"]
+
+
+def test_the_first_failure_stops_all_and_is_told_by_its_own_words(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    complain = "import sys; sys.exit(sys.stderr.write('paceline: error: no disk\\n') and 2)"
+    with pytest.raises(UsageError, match=r"^b: no disk$"):
+        run(UNTIL_LET_GO, complain, UNTIL_LET_GO)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_several_nodes_tell_is_of_the_whole_run() -> None:
+    complain = "import sys; sys.exit(sys.stderr.write('paceline: error: it broke\\n') and 1)"
+    with pytest.raises(RunError, match=r"^it broke$"):
+        run(complain, "print(1)", complain)
+
+
+def test_a_node_that_is_killed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "PATIENCE_SECONDS", 0.1)
+    kill = "import os; print(1, flush=True); os.kill(os.getpid(), 9)"
+    with pytest.raises(RunError, match=r"^node 2 \(c\) was killed by SIGKILL$"):
+        run(UNTIL_LET_GO, UNTIL_LET_GO, kill)
+
+
+def test_a_node_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "ENDING_SECONDS", 0.2)
+    stubborn = f"import time; time.sleep({LIMIT_SECONDS})"
+    with pytest.raises(RunError, match=r"^node 0 \(a\) ended with exit code 3, and said nothing$"):
+        run("import sys; sys.exit(3)", stubborn, stubborn)
+
+
+def test_ctrl_c_reaches_every_node(capfd: pytest.CaptureFixture[str]) -> None:
+    program = """if True:
+        import signal, sys, time
+        from paceline.launch.starter import end_with_starter, read_given
+        def stop(number, frame):
+            sys.exit(sys.stderr.write(f"paceline: error: stopped by {number}\\n") and 130)
+        signal.signal(signal.SIGINT, stop)
+        print(read_given(), flush=True)
+        end_with_starter()
+        time.sleep(90)
+    """
+
+    shown: list[str] = []
+
+    def interrupt() -> None:
+        while "".join(shown).count("here") < 3:
+            shown.append(capfd.readouterr().out)
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(StoppedError, match=r"^stopped by 2$"):
+            run(program, program, program, given='{"here": 1}\n')
+    finally:
+        thread.join()
+
+
+@contextlib.contextmanager
+def bound_to_starter(silence_seconds: float = 60.0) -> Iterator[subprocess.Popen[bytes]]:
+    """A program that would run on, with its starter's line at one's disposal."""
+    program = f"""if True:
+        import signal, time
+        from paceline.launch import starter
+        starter.SILENCE_SECONDS = {silence_seconds}
+        starter.LAST_ITERATION_SECONDS = starter.CLEARING_SECONDS = 0.1
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        starter.read_given()
+        starter.end_with_starter()
+        print("ready", flush=True)
+        time.sleep({LIMIT_SECONDS})
+    """
+    with open_node([sys.executable, "-c", program], b"{}\n") as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_node_ends_when_its_starter_is_gone() -> None:
+    """Though it hears no signal but the last."""
+    with bound_to_starter() as process:
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(LIMIT_SECONDS) == -signal.SIGKILL
+
+
+def test_a_node_ends_when_nothing_comes_from_its_starter_any_more() -> None:
+    with bound_to_starter(silence_seconds=0.3) as process:
+        assert process.wait(LIMIT_SECONDS) == -signal.SIGKILL
+
+
+def test_an_elastic_run_goes_on_without_a_lost_node(capfd: pytest.CaptureFixture[str]) -> None:
+    fleet = LocalFleet()
+    programs = ["import time; time.sleep(1); print('done')", "import sys; sys.exit(4)", ""]
+    with Interruptions() as interruptions, Watch(fleet, interruptions, fewest=2) as watch:
+        ends = watch.run(lambda node: [sys.executable, "-c", programs[node]], lambda _: b"")
+    assert [end.code for end in ends] == [0, 4, 0]
+    out, err = capfd.readouterr()
+    assert out == "done\n"
+    assert err.startswith("paceline: going on without node 1: node 1 (b) ended with exit code 4")
+
+
+class Records:
+    """A run's folder, here and on another machine."""
+
+    def __init__(self, root: Path) -> None:
+        config = from_mapping({"out": str(root / "there"), "name": "run"})
+        self.there = RunFolder.create(config)
+        self.here = RunFolder(root / "here" / "run")
+        (self.there.path / "events-0.jsonl").write_text("{}\n")
+        self.there.checkpoints.mkdir()
+        (self.there.checkpoints / "iteration-3.pt").write_bytes(b"weights" * 1000)
+
+    @staticmethod
+    def contents(folder: RunFolder) -> dict[str, bytes]:
+        files = (path for path in folder.path.rglob("*") if path.is_file())
+        return {str(path.relative_to(folder.path)): path.read_bytes() for path in files}
+
+
+def test_records_are_fetched_as_they_are(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    expected = records.contents(records.there)
+    (records.there.path / "link").symlink_to("/etc/hostname")
+    (records.there.path / "launch-0.json").write_text("{}")
+    assert transport.fetch(LocalFleet(), 0, str(records.there.path), records.here)
+    assert records.contents(records.here) == expected
+
+
+def test_the_same_folder_is_not_fetched(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    before = records.there.identity()
+    assert transport.fetch(LocalFleet(), 0, str(records.there.path), records.there)
+    assert records.there.identity() == before
+
+
+def test_a_run_is_sent_to_where_it_is_resumed(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    transport.deliver(LocalFleet(), 0, str(records.here.path), records.there)
+    assert records.contents(records.here) == records.contents(records.there)
+
+
+def test_another_run_is_not_written_over(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    other = RunFolder.create(from_mapping({"out": str(tmp_path), "name": "other", "seed": 5}))
+    with pytest.raises(UsageError, match=r"^a: .*other there is another run: move it away$"):
+        transport.deliver(LocalFleet(), 0, str(other.path), records.there)
+    assert other.read_config().seed == 5
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../up", "/etc/passwd", "a/../../b", "", ".hidden", "a//b", "a\nb", "/".join("abcdefgh")],
+)
+def test_names_that_lead_out_of_the_folder_are_refused(name: str) -> None:
+    assert not is_plain(name)
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE])
+def test_what_is_no_regular_file_is_refused(kind: bytes, tmp_path: Path) -> None:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w|") as archive:
+        entry = tarfile.TarInfo("events-0.jsonl")
+        entry.type, entry.linkname = kind, "/etc/passwd"
+        archive.addfile(entry)
+    packed.seek(0)
+    with pytest.raises(RecordsError, match="a run has no file such as"):
+        unpack(packed, tmp_path, lambda _: None)
+    assert not list(tmp_path.iterdir())
