@@ -23,6 +23,8 @@ COMMANDS = {
     "slurm": "slurm",
     "study": "study",
     "compare": "compare",
+    "report": "report",
+    "comm": "comm",
     "cluster": "cluster",
     "data": "data",
     # A submodule named list would hide Python's own in this package.

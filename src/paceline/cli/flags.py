@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from paceline.config import GROUPS, fields, flag_of, option_of, type_of
 
 
-def add_config_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag for each field, under the heading of its group; a flag not given leaves no trace."""
+def add_config_flags(parser: argparse.ArgumentParser, only: Collection[str] | None = None) -> None:
+    """One flag for each field, under the heading of its group; a flag not given leaves no trace.
+
+    `only`: the names of some fields, for a command that is not about training.
+    """
     groups = {name: parser.add_argument_group(title) for name, title in GROUPS.items()}
     for item in fields():
+        if only is not None and item.name not in only:
+            continue
         option = option_of(item)
         names = [name for name in (option.short, flag_of(item.name)) if name]
         keywords: dict[str, Any] = {"dest": item.name, "default": argparse.SUPPRESS}

@@ -1,6 +1,6 @@
-"""What a launcher starts: `python -m paceline.launch.child PARENT worker|server ...`.
+"""What a launcher starts: `python -m paceline.launch.child PARENT worker|server|MODULE ...`.
 
-The rest is for launch/member.py or launch/servers.py.
+The rest is for the `main` of launch/member.py, launch/servers.py or the module.
 
 Loading torch takes seconds, in which the launcher may end; so the tie to it is made before that.
 """
@@ -8,6 +8,7 @@ Loading torch takes seconds, in which the launcher may end; so the tie to it is 
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import signal
 import sys
@@ -16,18 +17,16 @@ from typing import NoReturn
 from paceline.launch.lifeline import tie_to
 from paceline.worker.process import keep_freed_memory
 
+PROGRAMS = {"worker": "paceline.launch.member", "server": "paceline.launch.servers"}
+
 
 def main(arguments: list[str]) -> NoReturn:
     # Until training begins there is nothing to finish, and no traceback to be shown.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     tie_to(int(arguments[0]))
     keep_freed_memory()
-    if arguments[1] == "server":
-        from paceline.launch import servers as program
-    else:
-        from paceline.launch import member as program  # type: ignore[no-redef]
-
-    code = program.main(arguments[2:])
+    program = importlib.import_module(PROGRAMS.get(arguments[1], arguments[1]))
+    code: int = program.main(arguments[2:])
     # After a failure, gloo's threads may keep an interpreter that ends in good order waiting.
     atexit._run_exitfuncs()
     sys.stdout.flush()

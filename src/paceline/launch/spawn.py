@@ -1,4 +1,4 @@
-"""Starting one process of a run: a worker or a server."""
+"""Starting one process of a team: a worker, a server, or a program of another kind."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from paceline.comm.place import Place
 
-Role = Literal["worker", "server"]
-
 
 def spawn(
-    role: Role, place: Place, arguments: Sequence[str], output: Path, shown: bool = False
+    role: str, place: Place, arguments: Sequence[str], output: Path, shown: bool = False
 ) -> subprocess.Popen[bytes]:
-    """A process that ends with this one; what it says goes into a file, except what is `shown`."""
+    """A process that ends with this one; what it says goes into a file, except what is `shown`.
+
+    `role`: worker, server, or a module with a `main` of its own.
+    """
     sources = str(Path(__file__).parents[2])
     inherited = os.environ.get("PYTHONPATH", "")
     command = [sys.executable, "-m", "paceline.launch.child", str(os.getpid()), role]

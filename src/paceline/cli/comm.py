@@ -1,0 +1,123 @@
+"""`paceline comm`: how fast workers exchange tensors here."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from paceline.cli.flags import add_config_flags, given_flags
+from paceline.errors import RecordsError, UsageError
+
+SUMMARY = "measure all-reduce and friends by size, algorithm and communicator"
+
+WORKERS_BY_DEFAULT = 2
+FIGURE_SUFFIXES = (".svg", ".png")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    from paceline.probe.plan import MACHINE_FIELDS
+
+    parser.epilog = "Without a word about workers: two of them, on this machine."
+    what = parser.add_argument_group("What is measured")
+    what.add_argument(
+        "--sizes", metavar="A,B", help="sizes of tensors, as 4k,1m,37m (default: 1k to 256m)"
+    )
+    what.add_argument("--max-size", metavar="N", help="the largest of the default sizes")
+    what.add_argument(
+        "--operations",
+        metavar="A,B",
+        default="all_reduce",
+        help="some of all_reduce, reduce_scatter, all_gather, broadcast, gather, scatter,"
+        " send_recv (default: all_reduce)",
+    )
+    what.add_argument(
+        "--algorithms", metavar="A,B", help="of all_reduce (default: all; see `paceline list`)"
+    )
+    what.add_argument(
+        "--communicators",
+        metavar="A,B",
+        help="torch (gloo) or hierarchical (shared memory inside a machine); default: both where"
+        " a machine has several workers",
+    )
+    what.add_argument(
+        "--link", metavar="RATE", help="what a link should carry, as 1gbit; shows the part of it"
+    )
+    effort = parser.add_argument_group("Effort")
+    effort.add_argument("--repeats", metavar="N", help="of each measurement, whatever it takes")
+    effort.add_argument(
+        "--seconds",
+        metavar="X",
+        default="0.3",
+        help="to spend on each size of each algorithm (default: 0.3)",
+    )
+    effort.add_argument(
+        "--most-seconds",
+        metavar="X",
+        default="2",
+        help="leave out larger sizes where one operation took longer (default: 2)",
+    )
+    output = parser.add_argument_group("Output")
+    output.add_argument("--json", metavar="FILE", help="write the record, all samples included")
+    output.add_argument("--figure", metavar="FILE", help="draw it, as .svg or .png")
+    output.add_argument("--quiet", action="store_true", help="show no progress, only the tables")
+    add_config_flags(parser, MACHINE_FIELDS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from paceline.probe.plan import make_plan
+    from paceline.values import convert
+
+    where = given_flags(arguments)
+    if not where.keys() & {"nproc_per_node", "nnodes", "hosts", "cluster"}:
+        where["nproc_per_node"] = str(WORKERS_BY_DEFAULT)
+
+    def number(flag: str, kind: type, text: str | None) -> float | None:
+        try:
+            value: float | None = None if text is None else convert(kind, text)
+        except ValueError as error:
+            raise UsageError(f"{flag}: must be {error}, got {text!r}") from None
+        return value
+
+    repeats = number("--repeats", int, arguments.repeats)
+    plan = make_plan(
+        where,
+        sizes=arguments.sizes,
+        max_size=arguments.max_size,
+        operations=arguments.operations,
+        algorithms=arguments.algorithms,
+        communicators=arguments.communicators,
+        repeats=None if repeats is None else int(repeats),
+        seconds=number("--seconds", float, arguments.seconds) or 0.0,
+        most_seconds=number("--most-seconds", float, arguments.most_seconds) or 0.0,
+        link=arguments.link,
+    )
+    _check_files(arguments)
+    from paceline.probe.command import measure
+
+    record = measure(plan, arguments.quiet)
+    if record is None:
+        return 0
+    from paceline.probe.table import print_record
+
+    print_record(record)
+    if arguments.json:
+        from paceline.records import write_json
+
+        try:
+            write_json(Path(arguments.json), record)
+        except OSError as error:
+            raise RecordsError(f"cannot write {arguments.json}: {error.strerror}") from None
+    if arguments.figure:
+        from paceline.probe.figure import draw
+
+        draw(record, Path(arguments.figure))
+    return 0
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Before minutes are spent on what cannot be kept."""
+    for flag, name in (("--json", arguments.json), ("--figure", arguments.figure)):
+        if name and not Path(name).absolute().parent.is_dir():
+            raise RecordsError(f"{flag}: there is no folder {Path(name).parent}")
+    if arguments.figure and Path(arguments.figure).suffix.lower() not in FIGURE_SUFFIXES:
+        raise UsageError(f"--figure: must end in .svg or .png, got {arguments.figure!r}")

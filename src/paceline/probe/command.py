@@ -1,0 +1,65 @@
+"""Measure, wherever the workers come from."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import replace
+from typing import Any
+
+from paceline import __version__
+from paceline.errors import PacelineError, RunError
+from paceline.launch import environment
+from paceline.probe.plan import Plan
+
+
+def measure(plan: Plan, quiet: bool = False) -> dict[str, Any] | None:
+    """The record (probe/results.py); None where another process has it.
+
+    In this process where it is one of several workers (torchrun, srun), or else in workers that are
+    started here, over ssh or in an emulated cluster.
+    """
+    place = environment.detect()
+    if place is not None:
+        from paceline.probe.progress import showing
+        from paceline.probe.run import run
+
+        try:
+            with showing(quiet or place.rank > 0) as show:
+                return run(place, plan, show)
+        except PacelineError as error:
+            error.is_told = place.rank > 0
+            raise
+    if plan.machines.hosts or plan.machines.cluster:
+        return _measure_away(plan, quiet)
+    from paceline.probe.here import run_here
+
+    return run_here(plan, quiet)
+
+
+def _measure_away(plan: Plan, quiet: bool) -> dict[str, Any]:
+    from paceline.launch.away import LOOPBACK, fleet_of
+    from paceline.launch.fleet import Watch, error_of, first_failure
+    from paceline.launch.interruptions import Interruptions
+    from paceline.launch.node import Task
+
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    with Interruptions() as interruptions, fleet_of(plan.machines) as fleet:
+        machines = plan.machines
+        if not (machines.hosts and machines.master_addr != LOOPBACK):
+            machines = replace(machines, master_addr=fleet.addresses[0])
+
+        def task(node: int) -> bytes:
+            # A node is told its place, and need not know how the others are reached.
+            own = replace(plan, machines=replace(machines, node_rank=node, hosts=(), cluster=None))
+            return Task(__version__, own.to_dict(), False, quiet, columns).to_bytes()
+
+        words = [fleet.python, "-m", "paceline.probe.node"]
+        with Watch(fleet, interruptions) as watch:
+            ends = watch.run(lambda _: words, task)
+        if failure := first_failure(ends):
+            raise error_of(fleet, failure, ends)
+    record = ends[0].news.get("record")
+    if not isinstance(record, dict):
+        raise RunError("the first machine ended without a record")
+    return record

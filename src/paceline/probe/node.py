@@ -1,0 +1,20 @@
+"""What is started on each machine of `--hosts` or `--cluster`: `python -m paceline.probe.node`."""
+
+from __future__ import annotations
+
+import sys
+
+from paceline.launch import node
+from paceline.launch.starter import tell, telling_errors
+from paceline.probe.here import run_here
+from paceline.probe.plan import Plan
+
+
+def _measure(task: node.Task) -> None:
+    record = run_here(Plan.from_dict(task.config), task.quiet)
+    if record is not None:
+        tell(record=record)
+
+
+if __name__ == "__main__":
+    sys.exit(telling_errors(lambda: node.main(_measure)))

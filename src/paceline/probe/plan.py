@@ -1,0 +1,166 @@
+"""What to measure, and between whom; refused before anything starts where it cannot be done."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline import cluster_spec
+from paceline.comm import ALGORITHMS
+from paceline.comm.bus import BUS_FACTORS
+from paceline.config import RunConfig, from_mapping
+from paceline.errors import ConfigError
+from paceline.probe.sizes import LAST_BYTES, doubling, parse_size, parse_sizes
+
+OPERATIONS = tuple(BUS_FACTORS)
+COMMUNICATORS = ("torch", "hierarchical")
+OWN_ALGORITHM = "library"
+"""The communicator's own way, and the only one of operations other than all_reduce."""
+
+MACHINE_FIELDS = (
+    "nnodes",
+    "nproc_per_node",
+    "node_rank",
+    "master_addr",
+    "master_port",
+    "hosts",
+    "cluster",
+    "launcher",
+    "threads",
+    "rendezvous_seconds",
+    "timeout_seconds",
+)
+"""The settings of a run that say where its workers are; here they mean the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One of the things that are compared."""
+
+    operation: str
+    communicator: str
+    algorithm: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    machines: RunConfig
+    """Only its MACHINE_FIELDS count."""
+    sizes: tuple[int, ...]
+    """Bytes, ascending."""
+    operations: tuple[str, ...]
+    algorithms: tuple[str, ...]
+    communicators: tuple[str, ...]
+    repeats: int | None
+    """Of each measurement; None: as many as fit into `seconds`."""
+    seconds: float
+    """To be spent on each size of each way, warm-up left out."""
+    most_seconds: float
+    """A way in which one operation took longer is not taken to larger sizes."""
+    link_bits_per_second: float | None
+    """What a machine's link should carry, in each direction; None: nobody said."""
+
+    def ways(self) -> list[Way]:
+        return [
+            Way(operation, communicator, algorithm)
+            for operation in self.operations
+            for communicator in self.communicators
+            for algorithm in (self.algorithms if operation == "all_reduce" else (OWN_ALGORITHM,))
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        values = {
+            item.name: getattr(self, item.name)
+            for item in dataclasses.fields(self)
+            if item.name != "machines"
+        }
+        settings = self.machines.to_dict()
+        return {**values, "machines": {name: settings[name] for name in MACHINE_FIELDS}}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Plan:
+        lists = ("sizes", "operations", "algorithms", "communicators")
+        return cls(
+            **{
+                **values,
+                **{name: tuple(values[name]) for name in lists},
+                "machines": machines(values["machines"]),
+            }
+        )
+
+
+def machines(values: Mapping[str, Any]) -> RunConfig:
+    """The settings of a run with these workers; tensors are in main memory."""
+    return from_mapping({**values, "batch_per_worker": 1, "device": "cpu"})
+
+
+def make_plan(
+    where: Mapping[str, Any],
+    *,
+    sizes: str | None = None,
+    max_size: str | None = None,
+    operations: str = "all_reduce",
+    algorithms: str | None = None,
+    communicators: str | None = None,
+    repeats: int | None = None,
+    seconds: float = 0.3,
+    most_seconds: float = 2.0,
+    link: str | None = None,
+) -> Plan:
+    """From the words of a command line; every problem is reported at once."""
+    problems: list[str] = []
+
+    def read(flag: str, parse: Any, text: str | None, default: Any) -> Any:
+        try:
+            return default if text is None else parse(text)
+        except ValueError as error:
+            problems.append(f"{flag}: must be {error}")
+            return default
+
+    if sizes is not None and max_size is not None:
+        problems.append("--sizes and --max-size: give one of them, not both")
+    chosen = read("--sizes", parse_sizes, sizes, ())
+    last = read("--max-size", parse_size, max_size, LAST_BYTES)
+    link_rate = read("--link", cluster_spec.bits_per_second, link, None)
+    if repeats is not None and not 1 <= repeats <= 10_000:
+        problems.append(f"--repeats: must be from 1 to 10000, got {repeats}")
+    for flag, value in (("--seconds", seconds), ("--most-seconds", most_seconds)):
+        if not 0 < value <= 3600:
+            problems.append(f"{flag}: must be above 0 and at most 3600, got {value:g}")
+    names = [entry.name for entry in ALGORITHMS]
+    picked = {
+        "operations": _pick("--operations", operations, OPERATIONS, problems),
+        "algorithms": _pick("--algorithms", algorithms or ",".join(names), names, problems),
+        "communicators": _pick("--communicators", communicators or "", COMMUNICATORS, problems),
+    }
+    try:
+        config = machines(where)
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *problems]) from None
+    if problems:
+        raise ConfigError(problems)
+    if not picked["communicators"]:
+        # Where every machine has one worker, the two are the same.
+        several = config.nproc_per_node > 1
+        picked["communicators"] = COMMUNICATORS if several else COMMUNICATORS[:1]
+    return Plan(
+        machines=config,
+        sizes=chosen or doubling(last),
+        repeats=repeats,
+        seconds=seconds,
+        most_seconds=most_seconds,
+        link_bits_per_second=link_rate,
+        **picked,
+    )
+
+
+def _pick(flag: str, text: str, known: Sequence[str], problems: list[str]) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    problems += [
+        f"{flag}: must be some of {', '.join(known)}, got {name!r}"
+        for name in names
+        if name not in known
+    ]
+    return names

@@ -1,0 +1,108 @@
+"""The record of a measurement, as `--json` writes it and report/ reads it.
+
+    schema            1
+    kind              "comm"
+    time              Unix time of the end
+    software, hardware   of the first machine, as in result.json
+    workers, nodes    how many
+    plan              what was asked (probe/plan.py)
+    limits            link and memory: bytes_per_second, source; null where nothing is known
+    measurements      one for each operation, communicator, algorithm and size:
+                      bytes, repeats, operations_per_repeat, samples_seconds,
+                      seconds {mean, median, p95, least},
+                      algorithm_bytes_per_second, bus_bytes_per_second, share_of_limit
+    fits              one for each operation, communicator and algorithm with two sizes or more:
+                      latency_seconds, bus_bytes_per_second, each also with _error; share_of_limit
+    left_out          sizes that would have taken too long, by way
+
+docs/metrics.md defines the figures.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from paceline.comm.bus import BUS_FACTORS
+from paceline.comm.place import Place
+from paceline.measure.machine import hardware, software
+from paceline.probe.fit import Point, fit
+from paceline.probe.limits import Limit
+from paceline.probe.plan import Plan, Way
+from paceline.probe.timing import Timed
+from paceline.records import SCHEMA
+
+Record = dict[str, Any]
+
+
+def make_record(
+    plan: Plan,
+    place: Place,
+    timed: Sequence[Timed],
+    left_out: Sequence[tuple[Way, int]],
+    limits: dict[str, Limit | None],
+) -> Record:
+    limit = limits["link"] or limits["memory"]
+    rate = limit.bytes_per_second if limit else None
+    return {
+        "schema": SCHEMA,
+        "kind": "comm",
+        "time": time.time(),
+        "software": software(),
+        "hardware": hardware(),
+        "workers": place.world_size,
+        "nodes": place.nnodes,
+        "plan": plan.to_dict(),
+        "limits": {kind: asdict(each) if each else None for kind, each in limits.items()},
+        "measurements": [_measurement(each, place.world_size, rate) for each in timed],
+        "fits": _fits(plan, timed, place.world_size, rate),
+        "left_out": [{**asdict(way), "bytes": size} for way, size in left_out],
+    }
+
+
+def _measurement(timed: Timed, workers: int, limit: float | None) -> Record:
+    samples = sorted(timed.samples)
+    median = statistics.median(samples)
+    bus = BUS_FACTORS[timed.way.operation](workers) * timed.size_bytes / median
+    return {
+        **asdict(timed.way),
+        "bytes": timed.size_bytes,
+        "repeats": timed.repeats,
+        "operations_per_repeat": timed.row,
+        "seconds": {
+            "mean": statistics.fmean(samples),
+            "median": median,
+            "p95": samples[min(len(samples) - 1, round(0.95 * (len(samples) - 1)))],
+            "least": samples[0],
+        },
+        "algorithm_bytes_per_second": timed.size_bytes / median,
+        "bus_bytes_per_second": bus,
+        "share_of_limit": bus / limit if limit else None,
+        "samples_seconds": timed.samples,
+    }
+
+
+def _fits(plan: Plan, timed: Sequence[Timed], workers: int, limit: float | None) -> list[Record]:
+    fits = []
+    for way in plan.ways():
+        points = [Point(each.size_bytes, each.samples) for each in timed if each.way == way]
+        line = fit(points)
+        if line is None:
+            continue
+        factor = BUS_FACTORS[way.operation](workers)
+        bus = factor * line.bytes_per_second
+        fits.append(
+            {
+                **asdict(way),
+                "sizes": len(points),
+                "latency_seconds": line.latency_seconds,
+                "latency_seconds_error": line.latency_error_seconds,
+                "bus_bytes_per_second": bus,
+                "bus_bytes_per_second_error": factor * line.bytes_per_second_error,
+                "share_of_limit": bus / limit if limit else None,
+            }
+        )
+    return fits

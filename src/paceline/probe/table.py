@@ -1,0 +1,117 @@
+"""A record as tables that fit a terminal of 80 columns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from paceline.probe.sizes import size_text
+
+WIDTH = 80
+
+
+def print_record(record: dict[str, Any], console: Console | None = None) -> None:
+    console = console or Console(highlight=False, markup=False, width=WIDTH)
+    for section in dict.fromkeys(map(_section, record["measurements"])):
+        operation, communicator = section
+        console.print(f"\n{operation}, {_through(communicator, record)}", style="bold")
+        console.print(_by_size(_of(section, record["measurements"])))
+        fits = _of(section, record["fits"])
+        if fits:
+            console.print(_fitted(fits))
+    console.print(_footer(record), soft_wrap=True)
+
+
+def _section(entry: dict[str, Any]) -> tuple[str, str]:
+    return entry["operation"], entry["communicator"]
+
+
+def _of(section: tuple[str, str], entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [entry for entry in entries if _section(entry) == section]
+
+
+def _through(communicator: str, record: dict[str, Any]) -> str:
+    workers, nodes = record["workers"], record["nodes"]
+    if communicator == "torch":
+        how = "gloo"
+    else:
+        how = "shared memory" if nodes == 1 else "shared memory and gloo"
+    where = "one machine" if nodes == 1 else f"{nodes} machines"
+    return f"{how} ({communicator}), {workers} workers on {where}"
+
+
+def _by_size(entries: list[dict[str, Any]]) -> Table:
+    table = _table("size", "algorithm", "mean", "median", "p95", "algbw", "busbw", "limit")
+    shown = None
+    for entry in entries:
+        seconds = entry["seconds"]
+        table.add_row(
+            size_text(entry["bytes"]) if entry["bytes"] != shown else "",
+            entry["algorithm"],
+            *(_seconds(seconds[name]) for name in ("mean", "median", "p95")),
+            _rate(entry["algorithm_bytes_per_second"]),
+            _rate(entry["bus_bytes_per_second"]),
+            _share(entry["share_of_limit"]),
+        )
+        shown = entry["bytes"]
+    return table
+
+
+def _fitted(fits: list[dict[str, Any]]) -> Table:
+    table = _table("fitted over the sizes", "latency", "error", "busbw", "error", "limit")
+    for entry in fits:
+        table.add_row(
+            entry["algorithm"],
+            _seconds(entry["latency_seconds"]),
+            _seconds(entry["latency_seconds_error"]),
+            _rate(entry["bus_bytes_per_second"]),
+            _rate(entry["bus_bytes_per_second_error"]),
+            _share(entry["share_of_limit"]),
+        )
+    return table
+
+
+def _table(*titles: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    for title in titles:
+        is_text = title in ("algorithm", "fitted over the sizes")
+        table.add_column(title, justify="left" if is_text else "right", no_wrap=True)
+    return table
+
+
+def _footer(record: dict[str, Any]) -> str:
+    lines = ["", "times are the slowest worker's; bandwidths are of the median"]
+    for kind, limit in record["limits"].items():
+        if limit:
+            lines.append(
+                f"limit of the {kind}: {_rate(limit['bytes_per_second'])}, {limit['source']}"
+            )
+    if record["left_out"]:
+        count = len(record["left_out"])
+        lines.append(f"{count} left out, since smaller sizes took too long: raise --most-seconds")
+    return "\n".join(lines)
+
+
+def _seconds(value: float) -> str:
+    """In eight characters."""
+    if value < 0.0009995:
+        return f"{value * 1e6:.3g} us" if value < 99.5e-6 else f"{value * 1e6:.0f} us"
+    if value < 0.9995:
+        return f"{value * 1e3:.3g} ms" if value < 0.0995 else f"{value * 1e3:.0f} ms"
+    return f"{value:.3g} s" if value < 99.5 else f"{value:.0f} s"
+
+
+def _rate(bytes_per_second: float) -> str:
+    """In nine characters."""
+    value, units = bytes_per_second, iter(("B/s", "kB/s", "MB/s"))
+    unit = next(units)
+    while value >= 999.5 and unit != "GB/s":
+        value, unit = value / 1000, next(units, "GB/s")
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{digits}f} {unit}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.0f} %"

@@ -1,0 +1,127 @@
+"""One size of all ways: warm up, check, then time them by turns so that noise falls on all alike.
+
+All workers go through the same steps; what they decide by, such as how long the warm-up took, is
+the slowest worker's figure, which all of them know. A repeat counts with the slowest worker's time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from paceline.comm.communicator import Communicator, name_ranks
+from paceline.errors import RunError
+from paceline.probe import operations
+from paceline.probe.operations import ELEMENT_BYTES, Operation
+from paceline.probe.plan import Plan, Way
+from paceline.probe.sizes import size_text
+
+ROW_SECONDS = 0.005
+"""Short operations are timed in rows of about this length: a start in step costs as much as one."""
+LONGEST_ROW = 200
+LEAST_REPEATS, MOST_REPEATS = 3, 50
+
+
+@dataclass(slots=True)
+class Timed:
+    """A way at one size."""
+
+    way: Way
+    size_bytes: int
+    """Of the whole tensor."""
+    row: int
+    """Operations in a row, of which a sample is the mean."""
+    repeats: int
+    samples: list[float] = field(default_factory=list)
+    """Seconds of one operation, each the slowest worker's."""
+
+
+def time_size(
+    size_bytes: int,
+    ways: Sequence[Way],
+    communicators: Mapping[str, Communicator],
+    buffer: Tensor,
+    plan: Plan,
+) -> list[Timed]:
+    """Collective; the same on every worker."""
+    control = communicators["torch"]
+    contestants: list[tuple[Operation, Timed]] = []
+    for way in ways:
+        operation = operations.make(way, communicators[way.communicator], buffer, size_bytes)
+        _check(operation, way, control)
+        (slowest,) = _slowest(control, [_once(operation, control, 1)])
+        contestants.append((operation, _plan_of(way, operation, slowest, plan)))
+    own: list[list[float]] = [[] for _ in contestants]
+    for number in range(max(timed.repeats for _, timed in contestants)):
+        # There and back again, so that nobody always comes after the same one.
+        order = range(len(contestants))[:: -1 if number % 2 else 1]
+        for index in order:
+            operation, timed = contestants[index]
+            if number < timed.repeats:
+                own[index].append(_once(operation, control, timed.row))
+    flat = _slowest(control, [each for series in own for each in series])
+    for _, timed in contestants:
+        timed.samples, flat = flat[: timed.repeats], flat[timed.repeats :]
+    return [timed for _, timed in contestants]
+
+
+def _plan_of(way: Way, operation: Operation, seconds: float, plan: Plan) -> Timed:
+    row = 1
+    if operation.in_rows:
+        row = min(max(1, round(ROW_SECONDS / max(seconds, 1e-9))), LONGEST_ROW)
+    fitting = int(plan.seconds / max(seconds * row, 1e-9))
+    repeats = plan.repeats or min(max(LEAST_REPEATS, fitting), MOST_REPEATS)
+    return Timed(way, operation.tensor.numel() * ELEMENT_BYTES, row, repeats)
+
+
+def _check(operation: Operation, way: Way, control: Communicator) -> None:
+    operation.fill()
+    operation.run()
+    wrong = torch.zeros(control.world_size, dtype=torch.int64)
+    wrong[control.rank] = not operation.is_right()
+    control.all_reduce(wrong, "control").wait()
+    # Sums of nothing stay nothing, however often they are added up.
+    operation.tensor.zero_()
+    if wrong.any():
+        where = name_ranks([rank for rank in range(control.world_size) if wrong[rank]])
+        raise RunError(
+            f"{way.operation} by {way.algorithm} through {way.communicator} gave a wrong result:"
+            f" {size_text(operation.tensor.nbytes)}, {where}"
+        )
+
+
+def _once(operation: Operation, control: Communicator, row: int) -> float:
+    """Seconds of one operation of a row, from a common start."""
+    control.barrier().wait()
+    began = perf_counter()
+    for _ in range(row):
+        operation.run()
+    return (perf_counter() - began) / (row * operation.transfers)
+
+
+def _slowest(control: Communicator, seconds: Sequence[float]) -> list[float]:
+    """Of each figure, that of the worker where it is greatest. Collective."""
+    table = torch.zeros(control.world_size, len(seconds), dtype=torch.float64)
+    table[control.rank] = torch.tensor(seconds, dtype=torch.float64)
+    control.all_reduce(table, "control").wait()
+    slowest: list[float] = table.amax(0).tolist()
+    return slowest
+
+
+def copy_bytes_per_second(buffer: Tensor, control: Communicator, repeats: int = 5) -> float:
+    """What each worker gets of the machine's memory when all copy at once. Collective."""
+    half = buffer.numel() // 2
+    source, target = buffer[:half], buffer[half : 2 * half]
+    seconds = []
+    for _ in range(repeats + 1):
+        control.barrier().wait()
+        began = perf_counter()
+        target.copy_(source)
+        seconds.append(perf_counter() - began)
+    # The first one brings the memory in.
+    slowest = sorted(_slowest(control, seconds[1:]))
+    return source.nbytes / slowest[len(slowest) // 2]

@@ -1,0 +1,38 @@
+"""A worker that probe/here.py has started: `PLAN FOLDER quiet|shown`.
+
+It leaves the record in the folder, or else why there is none, for its launcher.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from paceline.errors import PacelineError
+from paceline.launch import environment
+from paceline.launch.ending import Ending, write_failure
+from paceline.probe.plan import Plan
+from paceline.probe.progress import showing
+from paceline.probe.run import run
+from paceline.records import RunFolder, read_json, write_json
+from paceline.worker.report import explain
+
+RECORD = "comm.json"
+
+
+def main(arguments: list[str]) -> int:
+    plan = Plan.from_dict(read_json(Path(arguments[0]))["plan"])
+    folder = RunFolder(Path(arguments[1]))
+    place = environment.detect()
+    assert place is not None
+    try:
+        with showing(quiet=arguments[2] == "quiet" or place.rank > 0) as show:
+            record = run(place, plan, show)
+        if record is not None:
+            write_json(folder.path / RECORD, record)
+        return 0
+    except (KeyboardInterrupt, Exception) as error:  # noqa: BLE001 - told by the launcher
+        status, cause, code = explain(error, folder)
+        is_echo = isinstance(error, PacelineError) and error.is_echo
+        write_failure(folder, place.rank, Ending(cause, code, status, is_echo, time.time()))
+        return code

@@ -1,0 +1,24 @@
+"""Bus factors, held against what the busiest worker of a ring or a tree has to move."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.comm import formulas
+from paceline.comm.bus import BUS_FACTORS
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4, 8])
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "all_gather"])
+def test_the_factor_is_what_a_ring_sends(operation: str, workers: int) -> None:
+    tensor = torch.empty(workers * 10)
+    sent = getattr(formulas, operation)(tensor, 0, workers)["bytes_sent"]
+    assert BUS_FACTORS[operation](workers) * tensor.nbytes == pytest.approx(sent)
+
+
+@pytest.mark.parametrize("workers", [2, 5])
+def test_the_root_keeps_its_own_part_of_what_it_gathers_or_scatters(workers: int) -> None:
+    others = (workers - 1) * 10
+    for operation in ("gather", "scatter"):
+        assert BUS_FACTORS[operation](workers) * workers * 10 == pytest.approx(others)

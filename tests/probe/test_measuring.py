@@ -1,0 +1,128 @@
+"""Measuring among workers that are threads: results are checked, and the slowest one counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.comm import in_process
+from paceline.comm.communicator import Communicator
+from paceline.comm.place import ALONE
+from paceline.comm.work import Done, Work
+from paceline.errors import RunError
+from paceline.probe import operations, timing
+from paceline.probe.limits import Limit
+from paceline.probe.plan import OPERATIONS, Plan, Way, make_plan
+from paceline.probe.results import make_record
+from paceline.probe.timing import Timed, time_size
+
+SIZE = 3 * 70_000 * 4
+"""More than the period of the numbers that are sent, for each of three workers."""
+
+
+def quick_plan(**words: Any) -> Plan:
+    return make_plan({"nproc_per_node": 3}, repeats=2, communicators="torch", **words)
+
+
+def timed_by(communicator: Communicator, plan: Plan, size: int = SIZE) -> list[Timed]:
+    buffer = torch.ones(size // 4 + 3)
+    return time_size(size, plan.ways(), {"torch": communicator}, buffer, plan)
+
+
+def test_every_operation_is_measured_alike_on_every_worker() -> None:
+    plan = quick_plan(operations=",".join(OPERATIONS), algorithms="ring")
+    first, *others = in_process.run(3, lambda team: timed_by(team, plan))
+    assert [each.way.operation for each in first] == list(OPERATIONS)
+    for each in first:
+        assert len(each.samples) == each.repeats == 2
+        assert min(each.samples) > 0
+    assert others == [first, first]
+
+
+@pytest.mark.parametrize("size", [4, 1000])
+def test_tensors_that_do_not_divide_evenly_are_cut_to_equal_chunks(size: int) -> None:
+    assert operations.elements_of("all_gather", size, 3) == max(3, size // 4 // 3 * 3)
+    assert operations.elements_of("all_reduce", size, 3) == size // 4
+
+
+class Forgetful:
+    """Gives one worker a communicator that leaves a tensor as it is."""
+
+    def __init__(self, team: Communicator, rank: int) -> None:
+        self._team = team
+        self._forgets = team.rank == rank
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._team, name)
+
+    def broadcast(self, tensor: Tensor, root: int, kind: str) -> Work:
+        copy = tensor.clone() if self._forgets else tensor
+        return self._team.broadcast(copy, root, kind)
+
+
+def test_a_wrong_result_ends_the_measuring_and_names_the_worker() -> None:
+    way = Way("broadcast", "torch", "library")
+
+    def work(team: Communicator) -> str:
+        operation = operations.make(way, Forgetful(team, 1), torch.ones(64), 256)  # type: ignore[arg-type]
+        with pytest.raises(RunError) as raised:
+            timing._check(operation, way, team)
+        return str(raised.value)
+
+    told = "broadcast by library through torch gave a wrong result: 256 B, rank 1"
+    assert in_process.run(3, work) == [told] * 3
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_no_result_passes_that_was_never_sent(operation: str) -> None:
+    """A check that could not fail would show nothing."""
+    way = Way(operation, "torch", "library")
+
+    class Deaf(Forgetful):
+        def _nothing(self, *arguments: object) -> Work:
+            return Done()
+
+        all_reduce = reduce_scatter = all_gather = broadcast = _nothing  # type: ignore[assignment]
+        gather = scatter = send = recv = _nothing
+
+    def work(team: Communicator) -> bool:
+        deaf = Deaf(team, 0)
+        own = operations.make(way, deaf, torch.ones(64), 256)  # type: ignore[arg-type]
+        own.fill()
+        own.run()
+        return own.is_right()
+
+    assert not all(in_process.run(2, work))
+
+
+def test_the_slowest_worker_counts() -> None:
+    def work(team: Communicator) -> list[float]:
+        return timing._slowest(team, [[1.0, 5.0], [4.0, 2.0], [3.0, 3.0]][team.rank])
+
+    assert in_process.run(3, work) == [[4.0, 5.0]] * 3
+
+
+def record_of(samples: Sequence[float], size: int, limit: Limit | None) -> dict[str, Any]:
+    plan = quick_plan(algorithms="ring", sizes="1m")
+    place = ALONE.__class__(0, 4, 0, 4, 0, 1, "127.0.0.1", 0, False)
+    timed = Timed(plan.ways()[0], size, row=1, repeats=len(samples), samples=list(samples))
+    return make_record(plan, place, [timed], [], {"link": limit, "memory": None})
+
+
+def test_bandwidths_are_of_the_median_and_the_bus_carries_what_an_all_reduce_must_move() -> None:
+    record = record_of([0.5, 9.0, 0.25], size=1_000_000, limit=Limit("link", 6e6, "asked"))
+    (entry,) = record["measurements"]
+    assert entry["algorithm_bytes_per_second"] == 2e6
+    # Each of four workers has to send 2 x 3/4 of the tensor.
+    assert entry["bus_bytes_per_second"] == 3e6
+    assert entry["share_of_limit"] == 0.5
+    assert entry["seconds"] == {"mean": 3.25, "median": 0.5, "p95": 9.0, "least": 0.25}
+
+
+def test_without_a_limit_there_is_no_share_of_it() -> None:
+    (entry,) = record_of([1.0], size=4, limit=None)["measurements"]
+    assert entry["share_of_limit"] is None

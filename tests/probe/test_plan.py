@@ -1,0 +1,66 @@
+"""What `paceline comm` is asked to measure."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.comm import ALGORITHMS
+from paceline.errors import ConfigError
+from paceline.probe.plan import OPERATIONS, Plan, Way, make_plan
+
+
+def test_by_default_every_algorithm_sums_from_a_kilobyte_to_256_megabytes() -> None:
+    plan = make_plan({"nproc_per_node": 2})
+    assert (plan.sizes[0], plan.sizes[-1], len(plan.sizes)) == (2**10, 2**28, 19)
+    assert {way.algorithm for way in plan.ways()} == {entry.name for entry in ALGORITHMS}
+    assert {way.operation for way in plan.ways()} == {"all_reduce"}
+
+
+def test_workers_that_share_no_machine_are_measured_through_the_network_alone() -> None:
+    assert make_plan({"nnodes": 2}).communicators == ("torch",)
+    assert make_plan({"nproc_per_node": 2}).communicators == ("torch", "hierarchical")
+
+
+def test_only_all_reduce_has_algorithms_to_choose_from() -> None:
+    plan = make_plan(
+        {"nnodes": 2}, operations="broadcast,all_reduce", algorithms="ring,tree", sizes="1k"
+    )
+    assert plan.ways() == [
+        Way("broadcast", "torch", "library"),
+        Way("all_reduce", "torch", "ring"),
+        Way("all_reduce", "torch", "tree"),
+    ]
+
+
+def test_a_plan_goes_through_json() -> None:
+    plan = make_plan(
+        {"cluster": "nodes=3", "nproc_per_node": 2}, operations=",".join(OPERATIONS), link="1gbit"
+    )
+    assert Plan.from_dict(plan.to_dict()) == plan
+
+
+def test_all_problems_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as raised:
+        make_plan(
+            {"nnodes": "0"},
+            sizes="1x",
+            max_size="1m",
+            operations="sum",
+            algorithms="rings",
+            communicators="mpi",
+            repeats=0,
+            seconds=0,
+            link="fast",
+        )
+    flags = [problem.partition(":")[0] for problem in raised.value.problems]
+    assert flags == [
+        "--nnodes",
+        "--sizes and --max-size",
+        "--sizes",
+        "--link",
+        "--repeats",
+        "--seconds",
+        "--operations",
+        "--algorithms",
+        "--communicators",
+    ]
