@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.report.sections import unknown
 from paceline.study import named
 from paceline.study.plan import Plan, load
 from paceline.study.strategies import check_strategies
@@ -38,11 +39,13 @@ def test_the_quick_scale_needs_no_files(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFERENCES)
-def test_each_part_asks_a_question_and_wants_sections(name: str) -> None:
+def test_each_part_asks_a_question_and_wants_sections_that_there_are(name: str) -> None:
     study = plan_of(name, "full").study
     assert study.about
+    assert not unknown(study.report)
     for part in study.parts:
         assert part.report
+        assert not unknown(part.report)
         assert part.about or len(study.parts) == 1
 
 

@@ -140,7 +140,10 @@ def show_study(given: str, scale: str | None) -> int:
 
 
 def _report(folder: StudyFolder, console: Console) -> None:
-    pass
+    from paceline.report.build import write_report
+
+    page, _ = write_report(folder.path)
+    console.print(f"\nreport      {page}", soft_wrap=True)
 
 
 def _print_dry_run(console: Console, plan: Plan, folder: StudyFolder, only: str | None) -> None:

@@ -27,8 +27,10 @@ def advise(
     steps = [*_of_doubt(pace, ties), *_of_stragglers(stragglers)]
     fastest = pace.ranking[0].cell if pace and pace.ranking else None
     if fastest is not None:
+        # A study's cell that was not run, or could not be, has no settings to compare with.
+        tried = [cell for cell in cells if cell.runs]
         for rule in RULES:
-            steps += rule(fastest, cells)
+            steps += rule(fastest, tried)
     steps += _of_failures(cells)
     return list(dict.fromkeys(steps))[:MOST_STEPS]
 

@@ -21,11 +21,14 @@ STOP_SECONDS = 60.0
 """What a run gets to write its last checkpoint and its account when it is asked to stop."""
 POLL_SECONDS = 0.2
 
+_TRAIN = ("-m", "paceline", "train", "--quiet")
+"""What Python is given, so that it is the Python and the paceline of this process."""
+
 
 def train_words(config: RunConfig) -> list[str]:
-    """`paceline train` with the flags of everything in which a config is not the default one."""
+    """Python's arguments for `paceline train` with all in which a config is not the default one."""
     plain = RunConfig()
-    words = ["train", "--quiet"]
+    words = [*_TRAIN]
     for item in fields():
         value = getattr(config, item.name)
         if value != getattr(plain, item.name):
@@ -34,7 +37,7 @@ def train_words(config: RunConfig) -> list[str]:
 
 
 def resume_words(folder: Path) -> list[str]:
-    return ["train", "--quiet", "--resume", str(folder)]
+    return [*_TRAIN, "--resume", str(folder)]
 
 
 def _flags(name: str, value: Any) -> list[str]:
@@ -48,7 +51,7 @@ def _flags(name: str, value: Any) -> list[str]:
 
 
 class CellProcess:
-    """A paceline command whose output goes to a file; it does not outlive this process."""
+    """A Python program whose output goes to a file; it does not outlive this process."""
 
     def __init__(self, words: list[str], log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -56,7 +59,7 @@ class CellProcess:
         with log.open("wb") as output:
             # In a group of its own: Ctrl-C reaches this process alone, which passes it on once.
             self._process = subprocess.Popen(
-                [*tied, "-m", "paceline", *words],
+                [*tied, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -1,0 +1,86 @@
+"""`paceline study` as users run it, once for real."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import main
+from paceline.study.folder import StudyFolder
+from study.study_files import TINY_BASE, write_study
+
+STUDY = f"""
+    title: Tiny
+    {TINY_BASE.strip()}
+    grid:
+      way:
+        - {{label: alone, seed: 1}}
+        - {{label: too large a batch, batch_size: 33}}
+"""
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    assert main(["study", *words]) == code
+    return capsys.readouterr().out
+
+
+@pytest.mark.timeout(300)
+def test_a_study_from_file_to_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One cell trains, one is refused; the table, the exit code and the report say so."""
+    monkeypatch.chdir(tmp_path)
+    path = str(write_study(tmp_path, STUDY))
+    assert "2 cells to run in studies/mine; estimated time: unknown" in shown(
+        capsys, "run", path, "--dry-run"
+    )
+    assert not (tmp_path / "studies").exists()
+    out = shown(capsys, "run", path, code=1)
+    assert "way-alone.r1 finished after" in out
+    assert "way-too-large-a-batch.r1 failed after" in out
+    folder = StudyFolder(tmp_path / "studies" / "mine")
+    study = folder.read()
+    assert [folder.status(cell) for cell in study.cells] == ["finished", "failed"]
+    assert study.cells[1].trouble is not None
+    assert "--batch-size: must be at most 32" in study.cells[1].trouble.cause
+    assert (folder.path / "report.html").is_file()
+    dry = shown(capsys, "run", path, "--dry-run")
+    assert "1 cells to run in studies/mine; estimated time: 0:" in dry
+
+
+def test_the_list_names_every_study(capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, "list")
+    assert "first-look" in out
+    assert "Street numbers on three nodes" in out
+
+
+def test_show_prints_the_file_and_its_cells(capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, "show", "first-look", "--scale", "full")
+    assert "title: Six ways to keep two workers in step" in out
+    assert "# 18 runs at scale full" in out
+    assert "strategy-ddp.r3" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["run", "first-lok"], "unknown study 'first-lok': did you mean first-look?"),
+        (["run", "first-look", "--repeats", "0"], "--repeats: must be 1 to 1000, got '0'"),
+        (["run", "none.yaml"], "cannot read none.yaml: No such file or directory"),
+        (["run", "parameter-server", "--scale", "full"], "paceline data fetch mnist"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_request_is_one_line(
+    words: list[str],
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["study", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,213 @@
+"""The small parts of running studies: folder, lock, words of a command, estimates, lines shown."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from rich.console import Console
+
+from paceline.cli.flags import add_config_flags, given_flags
+from paceline.config import from_mapping
+from paceline.errors import RecordsError, UsageError
+from paceline.study import estimate, lock, named
+from paceline.study.command import CellProcess, last_words, train_words
+from paceline.study.folder import Cell, Part, Study, StudyFolder, Trouble
+from paceline.study.plan import load
+from paceline.study.progress import BarDisplay, LineDisplay, choose
+from paceline.study.summary import middle_and_spread, rows
+from study.study_files import planned, pretend_run
+
+LIMIT_SECONDS = 60.0
+
+
+def cell(
+    name: str, part: str = "one", repeat: int = 1, elapsed_seconds: float | None = None
+) -> Cell:
+    return Cell(
+        id=f"{name}.r{repeat}",
+        part=part,
+        group=name,
+        label=name,
+        repeat=repeat,
+        axes={},
+        settings={},
+        run=f"{name}.r{repeat}",
+        elapsed_seconds=elapsed_seconds,
+    )
+
+
+def test_a_study_is_read_as_it_was_written(tmp_path: Path) -> None:
+    part = Part("one", "One", "why?", "", ("verdict",), {"seed": ("1", "2")})
+    failed = Cell(
+        "a.r1", "one", "a", "A", 1, {"seed": "1"}, {"seed": 1}, "a.r1", 2.5, Trouble("failed", "x")
+    )
+    study = Study("mine", "full", "Mine", "what?", (), (part,), (failed, cell("b")))
+    folder = StudyFolder(tmp_path / "deep" / "study")
+    folder.write(study)
+    assert folder.read() == study
+
+
+@pytest.mark.parametrize("text", ['{"schema": 1, "name": "x"}', '{"schema": 1}', "{", "[]"])
+def test_a_damaged_study_is_one_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "study.json").write_text(text)
+    with pytest.raises(RecordsError) as caught:
+        StudyFolder(tmp_path).read()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_second_runner_is_refused_in_one_line(tmp_path: Path) -> None:
+    folder = StudyFolder(tmp_path)
+    refusal = f"is being run by process {os.getpid()}: wait for it, or give another --out"
+    with lock.held(folder), pytest.raises(UsageError, match=refusal), lock.held(folder):
+        pass
+    with lock.held(folder):
+        pass
+
+
+def test_the_lock_ends_with_its_owner(tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from pathlib import Path; from paceline.study import folder, lock\n"
+        "with lock.held(folder.StudyFolder(Path(sys.argv[1]))): print(flush=True); time.sleep(60)"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE)
+    with owner:
+        assert owner.stdout is not None
+        owner.stdout.readline()
+        with (
+            pytest.raises(UsageError, match=f"process {owner.pid}"),
+            lock.held(StudyFolder(tmp_path)),
+        ):
+            pass
+        owner.kill()
+    with lock.held(StudyFolder(tmp_path)):
+        pass
+
+
+@pytest.mark.parametrize("name", named.names())
+def test_a_cells_command_says_the_cells_settings(name: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_config_flags(parser)
+    parser.add_argument("--quiet", action="store_true")
+    for config in load(named.find(name), "full").configs.values():
+        words = train_words(config)
+        assert words[:3] == ["-m", "paceline", "train"]
+        assert from_mapping(given_flags(parser.parse_args(words[3:]))) == config
+
+
+def test_a_cell_is_asked_to_stop_when_its_runner_is_killed(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    program = (
+        "import signal, sys, time\n"
+        "def stop(*_): open(sys.argv[1], 'w').close(); sys.exit()\n"
+        "signal.signal(signal.SIGTERM, stop); print(flush=True); time.sleep(60)"
+    )
+    runner = (
+        "import os, subprocess, sys\n"
+        "tied = [sys.executable, '-m', 'paceline.study.tied', str(os.getpid())]\n"
+        "child = subprocess.Popen([*tied, '-c', *sys.argv[1:]], stdout=subprocess.PIPE)\n"
+        "child.stdout.readline(); print(child.pid, flush=True); child.wait()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", runner, program, str(told)], stdout=subprocess.PIPE
+    )
+    with process:
+        assert process.stdout is not None
+        child = psutil.Process(int(process.stdout.readline()))
+        process.kill()
+        child.wait(LIMIT_SECONDS)
+    assert told.exists()
+
+
+def test_a_cell_that_does_not_stop_when_asked_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.study.command.STOP_SECONDS", 0.2)
+    deaf = tmp_path / "deaf.py"
+    deaf.write_text(
+        "import signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+    )
+    process = CellProcess([str(deaf)], tmp_path / "log.txt")
+    begin = time.monotonic()
+    while last_words(tmp_path / "log.txt") != "deaf" and time.monotonic() - begin < LIMIT_SECONDS:
+        time.sleep(0.05)
+    assert process.wait(0.0, lambda spent: None) is None
+    process.stop()
+    assert process._process.returncode == -signal.SIGKILL
+
+
+def test_an_errors_line_is_the_last_word(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text("a\npaceline: error: the cause\npaceline: error: its echo\nb\n")
+    assert last_words(log) == "the cause"
+    log.write_text("one\nkilled\n\n")
+    assert last_words(log) == "killed"
+    assert last_words(tmp_path / "none") == ""
+
+
+def test_an_estimate_comes_from_repeats_then_the_part_then_all() -> None:
+    done = [cell("a", elapsed_seconds=10), cell("b", elapsed_seconds=30), cell("c")]
+    assert estimate.seconds_of(cell("a", repeat=2), done) == 10
+    assert estimate.seconds_of(cell("c"), done) == 20
+    assert estimate.seconds_of(cell("d", part="two"), done) == 20
+    assert estimate.seconds_of(cell("a"), [cell("a")]) is None
+    assert estimate.seconds_of_all([cell("a", repeat=2), cell("c")], done) == 30
+    assert estimate.seconds_of_all([cell("a")], []) is None
+
+
+def test_seconds_read_as_a_clock() -> None:
+    assert [estimate.as_clock(value) for value in (None, 0, 75.4, 3661)] == [
+        "unknown",
+        "0:00",
+        "1:15",
+        "1:01:01",
+    ]
+
+
+def test_without_a_terminal_progress_is_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with choose(Console(force_terminal=False)) as display:
+        assert type(display) is LineDisplay
+        display.begin("a.r1", 1, 2, None)
+        display.tick(1.0, None)
+        display.end("a.r1", "finished", 1.25, "")
+        display.begin("b.r1", 2, 2, 90.0)
+        display.end("b.r1", "failed", 2.0, "no [room]")
+    assert capsys.readouterr().out.splitlines() == [
+        "[1/2] a.r1 ...",
+        "[1/2] a.r1 finished after 1.2 s",
+        "[2/2] b.r1 ... (about 1:30 left)",
+        "[2/2] b.r1 failed after 2.0 s: no [room]",
+    ]
+
+
+def test_on_a_terminal_a_bar_shows_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+    with choose(Console(force_terminal=True, width=100)) as display:
+        assert type(display) is BarDisplay
+        display.begin("a.r1", 1, 2, 90.0)
+        display.end("a.r1", "finished", 1.0, "")
+    shown = capsys.readouterr().out
+    assert "a.r1 0:00, about 1:30 left" in shown
+    assert "a.r1 finished after 1.0 s" in shown
+
+
+def test_a_summary_puts_repeats_together(tmp_path: Path) -> None:
+    plan = planned(tmp_path, "grid: {batch_size: [8]}", repeats=2)
+    folder = StudyFolder(tmp_path / "study")
+    pretend_run(folder, "batch_size-8.r1", plan.configs["batch_size-8.r1"])
+    (row,) = rows(folder, plan.study)
+    assert (row.label, row.status) == ("batch size 8", "1 finished, 1 waiting")
+    assert (row.accuracies, row.iteration_seconds) == ((0.5,), (0.25,))
+
+
+def test_a_spread_is_shown_where_there_is_one() -> None:
+    assert middle_and_spread((), 2) == "-"
+    assert middle_and_spread((0.5,), 2) == "0.50"
+    assert middle_and_spread((3.0, 1.0, 2.0), 1) == "2.0 (1.0 to 3.0)"

@@ -1,0 +1,271 @@
+"""Which cells are run, which are left alone, and what becomes of those that break.
+
+The commands are played by a stand-in that leaves the records that a run would leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from paceline.config import from_mapping
+from paceline.errors import UsageError
+from paceline.study import machine, runner
+from paceline.study.folder import StudyFolder
+from paceline.study.plan import Plan
+from paceline.study.progress import LineDisplay
+from paceline.study.runner import Outcome, Runner, State, state_of
+from study.study_files import planned, pretend_run
+
+TWO_CELLS = """
+    grid: {batch_size: [8, 16]}
+"""
+
+
+class Stage:
+    """Plays the commands of cells: `acts` says what becomes of a run, by its name."""
+
+    def __init__(self, folder: StudyFolder) -> None:
+        self.folder = folder
+        self.commands: list[list[str]] = []
+        self.acts: dict[str, str | int | BaseException | None] = {}
+        """A status that the run ends with; a code that it is refused with; what interrupts it;
+        None: it never ends."""
+        self.stops = 0
+
+    def start(self, words: list[str], log: Path) -> Stage:
+        self.commands.append(words)
+        self._log = log
+        return self
+
+    def wait(self, limit_seconds: float, tick: Callable[[float], None]) -> int | None:
+        words = self.commands[-1]
+        name = self.names[-1]
+        act = self.acts.get(name, "finished")
+        self._log.parent.mkdir(exist_ok=True)
+        self._log.write_text("something\npaceline: error: refused for a reason\n")
+        if isinstance(act, BaseException):
+            raise act
+        if act is None or isinstance(act, int):
+            if "--resume" in words:
+                self.acts.pop(name)
+            return act
+        run = self.folder.cells / name
+        if "--resume" in words:
+            run.rename(run.with_name("before"))
+        flags = dict(word[2:].partition("=")[::2] for word in words if "=" in word)
+        pretend_run(
+            self.folder,
+            name,
+            from_mapping({key.replace("-", "_"): text for key, text in flags.items()}),
+            act,
+        )
+        return 0 if act == "finished" else 1
+
+    def stop(self) -> None:
+        self.stops += 1
+
+    @property
+    def names(self) -> list[str]:
+        """Of the cells whose commands were started."""
+        return [
+            Path(words[-1]).name if "--resume" in words
+            else next(word[7:] for word in words if word.startswith("--name="))
+            for words in self.commands
+        ]  # fmt: skip
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    stage = Stage(StudyFolder(tmp_path / "study"))
+    monkeypatch.setattr(runner, "CellProcess", stage.start)
+    return stage
+
+
+def run(stage: Stage, plan: Plan, only: str | None = None) -> Outcome:
+    return Runner(plan, stage.folder, LineDisplay(Console(quiet=True))).run(only)
+
+
+def checkpoint(stage: Stage, name: str) -> None:
+    folder = stage.folder.cells / name / "checkpoints"
+    folder.mkdir()
+    (folder / "iteration-00000003.pt").touch()
+
+
+def test_all_cells_are_run_and_written_down(stage: Stage, tmp_path: Path) -> None:
+    outcome = run(stage, planned(tmp_path, TWO_CELLS))
+    assert stage.names == ["batch_size-8.r1", "batch_size-16.r1"]
+    assert outcome.exit_code == 0
+    study = stage.folder.read()
+    assert study == outcome.study
+    assert [stage.folder.status(cell) for cell in study.cells] == ["finished", "finished"]
+    assert all(cell.elapsed_seconds is not None for cell in study.cells)
+
+
+def test_finished_cells_are_not_run_again(stage: Stage, tmp_path: Path) -> None:
+    run(stage, planned(tmp_path, TWO_CELLS))
+    outcome = run(stage, planned(tmp_path, TWO_CELLS))
+    assert len(stage.commands) == 2
+    assert outcome.exit_code == 0
+
+
+def test_more_repeats_run_only_the_new_ones(stage: Stage, tmp_path: Path) -> None:
+    run(stage, planned(tmp_path, TWO_CELLS))
+    run(stage, planned(tmp_path, TWO_CELLS, repeats=2))
+    assert stage.names[2:] == ["batch_size-8.r2", "batch_size-16.r2"]
+
+
+def test_a_cell_whose_settings_changed_is_run_again_and_the_old_one_kept(
+    stage: Stage, tmp_path: Path
+) -> None:
+    text = "base: {lr: %s}\ngrid: {batch_size: [8]}"
+    run(stage, planned(tmp_path, text % 0.1))
+    run(stage, planned(tmp_path, text % 0.2))
+    assert len(stage.commands) == 2
+    assert (stage.folder.aside / "batch_size-8.r1~1" / "result.json").exists()
+
+
+def test_a_changed_title_is_no_reason_to_run_again(stage: Stage, tmp_path: Path) -> None:
+    run(stage, planned(tmp_path, TWO_CELLS))
+    run(stage, planned(tmp_path, f"{TWO_CELLS}\n    title: another"))
+    assert len(stage.commands) == 2
+
+
+def test_a_diverged_run_is_a_result(stage: Stage, tmp_path: Path) -> None:
+    stage.acts["batch_size-8.r1"] = "diverged"
+    assert run(stage, planned(tmp_path, TWO_CELLS)).exit_code == 0
+    run(stage, planned(tmp_path, TWO_CELLS))
+    assert len(stage.commands) == 2
+
+
+def test_a_failed_cell_stops_nobody_and_its_cause_is_told(stage: Stage, tmp_path: Path) -> None:
+    stage.acts["batch_size-8.r1"] = 2
+    outcome = run(stage, planned(tmp_path, TWO_CELLS))
+    assert stage.names == ["batch_size-8.r1", "batch_size-16.r1"]
+    assert outcome.exit_code == 1
+    (failed,) = outcome.failed
+    assert failed.trouble is not None
+    assert failed.trouble.cause == "refused for a reason"
+    assert stage.folder.status(failed) == "failed"
+
+
+def test_a_failed_cell_is_tried_again(stage: Stage, tmp_path: Path) -> None:
+    stage.acts["batch_size-8.r1"] = "failed"
+    run(stage, planned(tmp_path, TWO_CELLS))
+    stage.acts.clear()
+    outcome = run(stage, planned(tmp_path, TWO_CELLS))
+    assert stage.names[2:] == ["batch_size-8.r1"]
+    assert outcome.exit_code == 0
+    assert (stage.folder.aside / "batch_size-8.r1~1").is_dir()
+
+
+def test_a_cell_over_its_time_limit_has_failed(stage: Stage, tmp_path: Path) -> None:
+    stage.acts["batch_size-8.r1"] = None
+    outcome = run(stage, planned(tmp_path, f"{TWO_CELLS}\n    time_limit_minutes: 2"))
+    (failed,) = outcome.failed
+    assert failed.trouble is not None
+    assert failed.trouble.cause == "stopped after its time limit of 2:00"
+    assert stage.stops == 2
+
+
+def test_an_interrupted_cell_goes_on_from_its_checkpoint(stage: Stage, tmp_path: Path) -> None:
+    plan = planned(tmp_path, "grid: {batch_size: [8]}")
+    pretend_run(stage.folder, "batch_size-8.r1", plan.configs["batch_size-8.r1"], "stopped")
+    checkpoint(stage, "batch_size-8.r1")
+    run(stage, plan)
+    ((*_, flag, folder),) = stage.commands
+    assert (flag, folder) == ("--resume", str(stage.folder.cells / "batch_size-8.r1"))
+
+
+def test_without_a_usable_checkpoint_a_cell_begins_again(stage: Stage, tmp_path: Path) -> None:
+    plan = planned(tmp_path, "grid: {batch_size: [8]}")
+    pretend_run(stage.folder, "batch_size-8.r1", plan.configs["batch_size-8.r1"], None)
+    checkpoint(stage, "batch_size-8.r1")
+    stage.acts["batch_size-8.r1"] = 2
+    outcome = run(stage, plan)
+    assert ["--resume" in words for words in stage.commands] == [True, False]
+    assert outcome.exit_code == 0
+    assert (stage.folder.aside / "batch_size-8.r1~1").is_dir()
+
+
+def test_a_killed_cell_without_checkpoint_begins_again(stage: Stage, tmp_path: Path) -> None:
+    plan = planned(tmp_path, "grid: {batch_size: [8]}")
+    config = plan.configs["batch_size-8.r1"]
+    pretend_run(stage.folder, "batch_size-8.r1", config, None)
+    assert state_of(stage.folder, plan.study.cells[0], config) is State.AGAIN
+
+
+def test_ctrl_c_stops_the_cell_and_the_study(stage: Stage, tmp_path: Path) -> None:
+    stage.acts["batch_size-8.r1"] = KeyboardInterrupt()
+    outcome = run(stage, planned(tmp_path, TWO_CELLS))
+    assert outcome.exit_code == 130
+    assert stage.names == ["batch_size-8.r1"]
+    assert stage.stops == 1
+    stage.acts.clear()
+    assert run(stage, planned(tmp_path, TWO_CELLS)).exit_code == 0
+
+
+def test_cells_that_the_machine_cannot_run_are_skipped_by_name(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        machine, "unable", lambda config: "no GPU" if config.batch_size == 8 else None
+    )
+    outcome = run(stage, planned(tmp_path, TWO_CELLS))
+    assert stage.names == ["batch_size-16.r1"]
+    assert [cell.id for cell in outcome.skipped] == ["batch_size-8.r1"]
+    assert outcome.exit_code == 0
+    assert stage.folder.status(stage.folder.read().cells[0]) == "skipped"
+
+
+def test_a_pattern_chooses_cells_and_the_study_keeps_all(stage: Stage, tmp_path: Path) -> None:
+    outcome = run(stage, planned(tmp_path, TWO_CELLS), only="*-16.*")
+    assert stage.names == ["batch_size-16.r1"]
+    assert len(outcome.study.cells) == 2
+    assert run(stage, planned(tmp_path, TWO_CELLS), only="size-8").ran == 1
+
+
+def test_a_pattern_that_means_no_cell_is_refused(stage: Stage, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--only ddp: no cell is called so"):
+        run(stage, planned(tmp_path, TWO_CELLS), only="ddp")
+
+
+def test_one_run_serves_the_cells_of_two_parts(stage: Stage, tmp_path: Path) -> None:
+    text = """
+        base: {batch_size: 8}
+        parts:
+          one: {}
+          two: {grid: {batch_size: [8]}}
+    """
+    outcome = run(stage, planned(tmp_path, text), only="two*")
+    assert stage.names == ["one.r1"]
+    assert [stage.folder.status(cell) for cell in outcome.study.cells] == ["finished"] * 2
+
+
+def test_a_folder_of_another_study_is_refused(stage: Stage, tmp_path: Path) -> None:
+    run(stage, planned(tmp_path, f"{TWO_CELLS}\n    scales: {{quick: {{repeats: 1}}}}"))
+    with pytest.raises(UsageError, match="holds study mine at scale quick: give another --out"):
+        run(stage, planned(tmp_path, TWO_CELLS))
+
+
+def test_unable_says_why_a_gpu_cell_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_has_gpu", lambda: False)
+    assert machine.unable(from_mapping({"device": "cuda"})) == "no GPU that torch can use"
+    assert machine.unable(from_mapping({"device": "auto"})) is None
+
+
+def test_unable_says_why_an_emulated_cluster_cannot_be_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine, "_without_clusters", lambda: "run as root")
+    config = from_mapping({"cluster": "nodes=2", "strategy": "ddp"})
+    assert machine.unable(config) == "no emulated cluster: run as root"
+
+
+def test_a_study_of_data_that_is_not_here_is_refused(tmp_path: Path) -> None:
+    config = from_mapping({"data": "mnist", "data_dir": str(tmp_path)})
+    with pytest.raises(UsageError, match="paceline data fetch mnist"):
+        machine.check_data([config])
