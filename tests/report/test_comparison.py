@@ -1,0 +1,71 @@
+"""`paceline compare`: rows that say something, 80 columns, and what is significant."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import main
+from paceline.report.comparison import cells_to_compare, result_rows, setting_rows, significance
+from report.records import FakeRun, write_repeats, write_run
+
+LONG = "a-run-with-a-name-that-is-so-long-that-no-table-could-hold-it-beside-any-others-at-all"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    spent = {"forward": 0.01, "exchange": 0.01}
+    write_run(tmp_path, FakeRun(f"{LONG}-1", {"lr": 0.01}, [spent] * 2, gradient_bytes=1_000_000))
+    write_run(tmp_path, FakeRun(f"{LONG}-2", {"lr": 0.02}, [spent] * 2, gradient_bytes=500_000))
+    return tmp_path
+
+
+def test_the_table_fits_and_no_row_comes_twice(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", *map(str, sorted(folder.iterdir()))]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    names = [re.split(r"  +", line)[0] for line in lines if re.search(r"\S  +\S", line)]
+    assert len(names) == len(set(names))
+    assert any(line.startswith("traffic sent") and "200.0 MB" in line for line in lines)
+    assert any(line.startswith("lr ") and line.split()[1:] == ["0.01", "0.02"] for line in lines)
+
+
+def test_only_what_differs_in_the_settings_is_told(folder: Path) -> None:
+    cells = cells_to_compare([str(path) for path in sorted(folder.iterdir())])
+    assert [row.name for row in setting_rows(cells)] == ["lr"]
+    results = {row.name: row.cells for row in result_rows(cells)}
+    assert results["iteration, mean"] == ["20.00 ms", "20.00 ms"]
+    assert "time to target" not in results, "no run has any"
+
+
+def test_a_difference_beyond_the_repeats_is_significant_and_another_is_not(tmp_path: Path) -> None:
+    for name, factors, accuracy in (("a", (1.0, 1.01, 1.02), 0.9), ("b", (1.5, 1.51, 1.52), 0.9)):
+        run = FakeRun(name, {"lr": 0.01 if name == "a" else 0.02}, accuracy=accuracy)
+        write_repeats(tmp_path / name, run, factors)
+    found = significance(cells_to_compare([str(tmp_path / "a"), str(tmp_path / "b")]))
+    by_name = {one.name: one for one in found}
+    pace = by_name["time per iteration"]
+    # 20.2 ms against 30.2 ms.
+    assert pace.difference.share == pytest.approx(-10 / 30.2)
+    assert pace.words().startswith("-33.1 % (95 % CI ")
+    assert pace.words().endswith("significant")
+    assert by_name["test accuracy"].words().endswith("within noise")
+
+
+def test_repeats_of_a_folder_are_one_cell_and_runs_given_one_by_one_are_not(tmp_path: Path) -> None:
+    write_repeats(tmp_path, FakeRun("a"), (1.0, 1.1))
+    assert len(cells_to_compare([str(tmp_path)])) == 1
+    assert len(cells_to_compare([str(tmp_path / "a-0"), str(tmp_path / "a-1")])) == 2
+
+
+def test_the_page_of_a_comparison_has_the_same_rows(folder: Path, tmp_path: Path) -> None:
+    page = tmp_path / "pages" / "compared.html"
+    assert main(["compare", *map(str, sorted(folder.iterdir())), "--html", str(page)]) == 0
+    text = page.read_text()
+    assert "What differs in the settings" in text
+    assert "What is significant" in text
+    assert "200.0\u00a0MB" in text

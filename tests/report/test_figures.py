@@ -1,0 +1,357 @@
+"""Figures and tables against the records: numbers are computed here from the files themselves."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from paceline.records import PHASES
+from paceline.report.buckets import BUCKETS, shorten
+from paceline.report.cells import Cell
+from paceline.report.chart.timeline import MOST_SPANS, Span, merged
+from paceline.report.collection import collect
+from paceline.report.document import Figure, Section, Table, Tabs
+from paceline.report.phases import IN_ITERATION, explain, of_cell, of_worker
+from paceline.report.run import open_run, read_iterations
+from paceline.report.section.bandwidth import exchange_rate, read_comm
+from paceline.report.section.batch_size import batch_rows
+from paceline.report.section.checkpoint import checkpoint_costs
+from paceline.report.section.iteration_time import rank_times
+from paceline.report.section.outline import outline
+from paceline.report.section.resources import node_use
+from paceline.report.section.scaling import families
+from paceline.report.section.timeline import read_step
+from paceline.report.section.traffic import run_traffic
+from paceline.report.sections import build_sections
+from report.records import FakeRun, write_repeats, write_run
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def result_of(folder: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return values
+
+
+def section(cells: list[Cell], name: str) -> Section:
+    return next(one for one in build_sections(outline("", cells), [name]) if one.name == name)
+
+
+def figure(of: Section, name: str) -> ElementTree.Element:
+    for block in of.blocks:
+        figures = [one for _, one in block.figures] if isinstance(block, Tabs) else [block]
+        for one in figures:
+            if isinstance(one, Figure) and one.name == name:
+                return ElementTree.fromstring(one.svg)
+    raise AssertionError(f"no figure {name}")
+
+
+def numbers(mark: ElementTree.Element, key: str) -> list[float]:
+    return [float(text) for text in mark.attrib[key].split(",")]
+
+
+def series(svg: ElementTree.Element) -> list[ElementTree.Element]:
+    return [one for one in svg.iter(f"{SVG}g") if one.attrib.get("class", "").startswith("series")]
+
+
+def test_times_of_a_run_are_those_of_its_events(tmp_path: Path) -> None:
+    noise = (0.0, 0.002, -0.001, 0.0005, 0.001)
+    phases = [{"forward": 0.01}, {"forward": 0.01, "wait": 0.003}]
+    path = write_run(tmp_path, FakeRun("a", {}, phases, iterations=123, noise=noise))
+    timing = open_run(path).timing
+    assert timing is not None
+    for rank in timing.ranks:
+        written = result_of(path)["workers"][rank.rank]["iteration_seconds"]
+        for key in ("first", "mean", "median", "p95"):
+            assert getattr(rank, key) == pytest.approx(written[key])
+    assert timing.mean == pytest.approx(
+        statistics.fmean(one["iteration_seconds"]["mean"] for one in result_of(path)["workers"])
+    )
+
+
+def test_iterations_done_again_after_a_resume_count_once(tmp_path: Path) -> None:
+    lines = [
+        {"event": "iterations", "first": 0, "seconds": [1, 2, 3, 4], "loss": [4, 3, 2, 1]},
+        {"event": "iterations", "first": 2, "seconds": [5, 6], "loss": [None, 9]},
+    ]
+    path = tmp_path / "events-0.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    seconds, losses = read_iterations(path)
+    assert seconds.tolist() == [1, 2, 5, 6]
+    assert losses[:2].tolist() == [4, 3]
+    assert math.isnan(losses[2])
+
+
+def test_marks_of_the_curves_carry_the_recorded_numbers(tmp_path: Path) -> None:
+    run = FakeRun("a", iterations=40)
+    path = write_run(tmp_path, run)
+    curves = section(collect(path).cells, "curves")
+    (mark,) = series(figure(curves, "curves-train-loss-iteration"))
+    assert numbers(mark, "data-x") == list(range(1, 41))
+    assert numbers(mark, "data-y") == pytest.approx(run.losses(), rel=1e-6)
+    (mark,) = series(figure(curves, "curves-train-loss-seconds"))
+    assert numbers(mark, "data-x") == pytest.approx(np.cumsum(run.seconds(0)), rel=1e-6)
+    history = result_of(path)["history"]
+    for axis in ("iteration", "epoch", "seconds"):
+        for key in ("test_loss", "test_accuracy"):
+            svg = figure(curves, f"curves-{key}-{axis}".replace("_", "-"))
+            (mark,) = series(svg)
+            assert numbers(mark, "data-x") == pytest.approx([one[axis] for one in history])
+            assert numbers(mark, "data-y") == pytest.approx([one[key] for one in history])
+
+
+def test_repeats_are_drawn_with_their_spread(tmp_path: Path) -> None:
+    write_repeats(tmp_path, FakeRun("a", iterations=40), (1.0, 1.5, 2.0))
+    times = section(collect(tmp_path).cells, "iteration_time")
+    (mark,) = series(figure(times, "iteration-time-curve"))
+    assert numbers(mark, "data-y") == pytest.approx([0.03] * 39)
+    assert numbers(mark, "data-low") == pytest.approx([0.02] * 39)
+    assert numbers(mark, "data-high") == pytest.approx([0.04] * 39)
+    (whisker,) = figure(times, "iteration-time-means").iter(f"{SVG}path")
+    assert float(whisker.attrib["data-low"]) == pytest.approx(0.02)
+    assert float(whisker.attrib["data-high"]) == pytest.approx(0.04)
+
+
+def test_shares_of_phases_sum_to_the_whole(tmp_path: Path) -> None:
+    path = write_run(
+        tmp_path, FakeRun("a", {}, [dict.fromkeys(IN_ITERATION, 0.001), {"forward": 0.006}])
+    )
+    svg = figure(section(collect(path).cells, "phases"), "phases-share")
+    shares = [float(one.attrib["data-value"]) for one in svg.iter(f"{SVG}rect")
+              if one.attrib["class"].startswith("part")]  # fmt: skip
+    assert sum(shares) == pytest.approx(1.0)
+    for worker in result_of(path)["workers"]:
+        split = of_worker(worker)
+        assert split.total == pytest.approx(worker["wall_seconds"])
+        assert sum(split.share(phase) for phase in PHASES) == pytest.approx(1.0)
+
+
+def test_phases_explain_the_difference_of_two_cells(tmp_path: Path) -> None:
+    noise = (0.0, 0.0004, -0.0003)
+    write_run(tmp_path, FakeRun("a", {"lr": 0.01}, [{"forward": 0.010, "wait": 0.001}] * 2,
+                                noise=noise))  # fmt: skip
+    write_run(tmp_path, FakeRun("b", {"lr": 0.02}, [{"forward": 0.008, "exchange": 0.010}] * 2,
+                                noise=noise))  # fmt: skip
+    first, second = collect(tmp_path).cells
+    found = explain(first, second)
+    assert found is not None
+    assert found.largest == "exchange"
+    # 100 iterations, of which the first takes double.
+    assert found.by_phase["forward"] == pytest.approx(-0.002 * 1.01)
+    assert found.by_phase["exchange"] == pytest.approx(0.010 * 1.01)
+    assert found.by_phase["wait"] == pytest.approx(-0.001 * 1.01)
+    assert found.explained == pytest.approx(found.seconds, rel=0.05)
+
+
+def test_a_bar_stands_for_each_worker(tmp_path: Path) -> None:
+    path = write_run(tmp_path, FakeRun("a", {}, [{"forward": 0.01}, {"forward": 0.02}]))
+    svg = figure(section(collect(path).cells, "phases"), "phases-workers")
+    parts = [one for one in svg.iter(f"{SVG}rect") if one.attrib.get("data-kind") == "forward"]
+    values = [float(one.attrib["data-value"]) for one in parts]
+    assert values == pytest.approx([0.0101, 0.0202])
+
+
+def test_times_of_rank_0_and_of_the_others_stand_apart(tmp_path: Path) -> None:
+    path = write_run(tmp_path, FakeRun("a", {}, [{"forward": 0.01}, {"forward": 0.02}]))
+    times = rank_times(collect(path).cells[0])
+    assert times.rank_0 == pytest.approx([0.01])
+    assert times.others == pytest.approx([0.02])
+
+
+def write_scaling(root: Path, *, is_weak: bool) -> None:
+    """1, 2 and 4 workers at 10, 6 and 4 ms an iteration."""
+    for workers, seconds in ((1, 0.010), (2, 0.006), (4, 0.004)):
+        batch = 32 * workers if is_weak else 128
+        run = FakeRun(f"w{workers}", {"batch_size": batch}, [{"forward": seconds}] * workers)
+        run.more = {"samples": batch * run.iterations}
+        write_run(root, run)
+
+
+def test_strong_scaling_is_time_against_time(tmp_path: Path) -> None:
+    write_scaling(tmp_path, is_weak=False)
+    (family,) = families(collect(tmp_path).cells)
+    assert family.kind == "strong"
+    speedups = [point.speedup for point in family.points]
+    assert speedups == pytest.approx([1, 10 / 6, 10 / 4])
+    efficiencies = [family.efficiency(point) for point in family.points]
+    assert efficiencies == pytest.approx([1, 10 / 12, 10 / 16])
+    svg = figure(section(collect(tmp_path).cells, "scaling"), "scaling-strong-speedup")
+    ideal, measured = series(svg)
+    assert numbers(ideal, "data-y") == [1, 2, 4]
+    assert numbers(measured, "data-y") == pytest.approx(speedups)
+
+
+def test_weak_scaling_is_samples_a_second(tmp_path: Path) -> None:
+    write_scaling(tmp_path, is_weak=True)
+    (family,) = families(collect(tmp_path).cells)
+    assert family.kind == "weak"
+    speedups = [point.speedup for point in family.points]
+    assert speedups == pytest.approx([1, 2 * 10 / 6, 4 * 10 / 4])
+
+
+def test_use_of_a_node_is_what_was_sampled(tmp_path: Path) -> None:
+    run = open_run(write_run(tmp_path, FakeRun("a")))
+    use = node_use(run, 0)
+    assert use is not None
+    assert use.cpu_percent.middle.tolist() == [90.0 + index for index in range(1, 10)]
+    assert use.rss_bytes.middle.tolist() == [500_000_000.0] * 10
+    # 1000 n^2 bytes after n half seconds: 2000 (2 n - 1) bytes a second in the n-th.
+    rates = [2000.0 * (2 * index - 1) for index in range(1, 10)]
+    assert use.sent_bytes_per_second.middle.tolist() == pytest.approx(rates)
+    assert use.sent_bytes_per_second.x.tolist() == [0.5 * index for index in range(1, 10)]
+
+
+def test_batch_sizes_are_told_with_time_loss_accuracy_memory_and_cpu(tmp_path: Path) -> None:
+    for batch, memory in ((256, 700_000_000), (64, 500_000_000)):
+        write_run(tmp_path, FakeRun(f"b{batch}", {"batch_size": batch}, rss_bytes=memory))
+    small, large = batch_rows(collect(tmp_path).cells)
+    assert (small.batch, large.batch) == (64, 256)
+    assert large.peak_memory_bytes == [700_000_001]
+    assert small.cpu_percent == [95.0]
+    assert small.test_accuracy == [0.9]
+    assert small.wall_seconds == [result_of(tmp_path / "b64")["wall_seconds"]]
+
+
+def test_checkpoints_cost_what_the_run_without_them_did_not(tmp_path: Path) -> None:
+    write_run(tmp_path, FakeRun("plain"))
+    with_them = FakeRun(
+        "with",
+        {"checkpoint_every": 10},
+        rss_bytes=800_000_000,
+        checkpoints={"count": 10, "bytes": 5000, "blocked_seconds": 0.4},
+    )
+    with_them.more = {"wall_seconds": 4.0}
+    write_run(tmp_path, with_them)
+    (cost,) = checkpoint_costs(collect(tmp_path).cells)
+    assert cost.without == "no checkpoints"
+    assert cost.longer is not None
+    assert cost.longer.seconds == pytest.approx(4.0 - result_of(tmp_path / "plain")["wall_seconds"])
+    assert cost.more_memory_bytes == 300_000_000
+    assert cost.blocked_seconds == [0.4]
+
+
+def test_bandwidths_follow_their_formulas(tmp_path: Path) -> None:
+    """4 workers sum 1 MB in 20 ms by a ring: each sends 2 x 3 / 4 of it."""
+    phases = [{"forward": 0.01, "exchange": 0.02}] * 4
+    run = FakeRun("a", {"strategy": "ring"}, phases, iterations=1000, gradient_bytes=1_500_000)
+    run.more = {"cluster": {"got": [{"what": "bandwidth out", "node": 0, "asked": 1e9,
+                                     "got": 0.96e9, "unit": "bit/s"}]}}  # fmt: skip
+    rate = exchange_rate(collect(write_run(tmp_path, run)).cells[0])
+    assert rate is not None
+    assert rate.bytes == pytest.approx(1_000_000)
+    # The first iteration takes double, which a thousand others dilute.
+    assert rate.algorithm_bandwidth == pytest.approx(50e6, rel=0.002)
+    assert rate.bus_bandwidth == pytest.approx(75e6, rel=0.002)
+    assert rate.reference_bandwidth == pytest.approx(100e6, rel=0.002)
+    assert rate.reference_utilisation == pytest.approx(3.0)
+    assert rate.link_share == pytest.approx(75 / 120, rel=0.002)
+
+
+def test_measurements_of_the_network_beside_the_runs_are_shown(tmp_path: Path) -> None:
+    write_run(tmp_path, FakeRun("a"))
+    one = {"operation": "all_reduce", "communicator": "torch", "algorithm": "ring", "bytes": 4096,
+           "seconds": {"median": 0.001}, "algorithm_bytes_per_second": 4.096e6,
+           "bus_bytes_per_second": 6.144e6, "share_of_limit": 0.5}  # fmt: skip
+    record = {"schema": 1, "kind": "comm", "workers": 4, "measurements": [one]}
+    (tmp_path / "comm.json").write_text(json.dumps(record))
+    (tmp_path / "comm-other.json").write_text('{"schema": 1, "measurements": 3}')
+    assert read_comm(tmp_path / "comm-other.json") == []
+    collection = collect(tmp_path)
+    (built,) = [
+        one
+        for one in build_sections(outline("", collection.cells, collection.comm), ["bandwidth"])
+        if one.name == "bandwidth"
+    ]
+    (table,) = [block for block in built.blocks if isinstance(block, Table)]
+    assert table.rows[0][:4] == ("all_reduce, torch, ring", "4", "4.1 kB", "1.00 ms")
+
+
+def test_traffic_is_the_sum_over_the_workers(tmp_path: Path) -> None:
+    phases = [{"forward": 0.01, "exchange": 0.02}] * 3
+    run = open_run(write_run(tmp_path, FakeRun("a", {}, phases, gradient_bytes=700)))
+    assert run_traffic(run)["gradients"].bytes_sent == 3 * 700 * 100
+    assert run_traffic(run)["gradients"].messages == 300
+
+
+def write_trace(path: Path) -> None:
+    """Three steps; of the second the transfer runs from 3 to 9 ms beside backward from 2 to 6."""
+
+    def event(name: str, category: str, begin: float, length: float) -> dict[str, Any]:
+        return {
+            "name": name,
+            "cat": category,
+            "ph": "X",
+            "pid": 0,
+            "ts": begin * 1000,
+            "dur": length * 1000,
+            "args": {"bytes": 5000} if category == "transfer" else {},
+        }
+
+    laps = [{"iteration": 10 + index, "ts": 20000.0 * index, "dur": 1000.0 * length}
+            for index, length in enumerate((8, 10, 15))]  # fmt: skip
+    events = [event("forward", "phase", 20, 2), event("backward", "phase", 22, 4),
+              event("exchange", "phase", 26, 3), event("update", "phase", 29, 1),
+              event("gradients", "transfer", 23, 6), event("forward", "phase", 40, 9)]  # fmt: skip
+    path.write_text(json.dumps({"schema": 1, "rank": 0, "iterations": laps,
+                                "traceEvents": [{"ph": "M"}, *events]}))  # fmt: skip
+
+
+def test_the_traced_step_of_median_length_is_drawn_with_what_overlaps(tmp_path: Path) -> None:
+    path = write_run(tmp_path, FakeRun("a"))
+    write_trace(path / "trace-0.json")
+    step = read_step(path / "trace-0.json")
+    assert step is not None
+    assert step.iteration == 11
+    assert step.seconds == pytest.approx(0.010)
+    assert step.sending_seconds == pytest.approx(0.006)
+    assert step.hidden_seconds == pytest.approx(0.003), "from 3 to 6 ms"
+    svg = figure(section(collect(path).cells, "timeline"), "timeline")
+    (transfer,) = [
+        one for one in svg.iter(f"{SVG}rect") if one.attrib.get("data-kind") == "gradients"
+    ]
+    assert float(transfer.attrib["data-begin"]) == pytest.approx(0.003)
+    assert float(transfer.attrib["data-end"]) == pytest.approx(0.009)
+
+
+def test_a_crowded_lane_is_drawn_with_a_bounded_number_of_spans() -> None:
+    spans = [Span("gradients", 0.001 * index, 0.001 * index + 0.0005) for index in range(20_000)]
+    few = merged(spans)
+    assert len(few) <= MOST_SPANS
+    assert few[0].begin_seconds == 0.0
+    assert few[-1].end_seconds == pytest.approx(19.9995)
+
+
+def test_a_long_curve_is_short_and_keeps_its_extremes() -> None:
+    values = np.random.default_rng(0).normal(size=1_000_003)
+    values[123_456], values[765_432] = 50.0, -50.0
+    x = np.arange(len(values), dtype=np.float64)
+    curve = shorten(x, values)
+    assert len(curve) == BUCKETS
+    assert curve.high.max() == 50.0
+    assert curve.low.min() == -50.0
+    assert curve.x[-1] == x[-1]
+    begin = int(curve.x[0]) + 1
+    end = int(curve.x[1]) + 1
+    assert curve.middle[1] == statistics.median(values[begin:end])
+
+
+def test_the_points_of_a_figure_are_bounded(tmp_path: Path) -> None:
+    path = write_run(tmp_path, FakeRun("a", iterations=5000, noise=(0.0, 0.001)))
+    times = section(collect(path).cells, "iteration_time")
+    (mark,) = series(figure(times, "iteration-time-curve"))
+    assert len(numbers(mark, "data-x")) <= BUCKETS
+    assert max(numbers(mark, "data-high")) == pytest.approx(0.021)
+
+
+def test_the_whole_split_of_a_cell_is_the_mean_of_its_workers(tmp_path: Path) -> None:
+    path = write_run(tmp_path, FakeRun("a", {}, [{"forward": 0.01}, {"forward": 0.03}]))
+    split = of_cell(collect(path).cells[0])
+    assert split is not None
+    assert split.seconds["forward"] == pytest.approx(0.0202)

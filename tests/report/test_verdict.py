@@ -1,0 +1,157 @@
+"""Planted cases: what was put into the records is what the verdict says, in words and numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.report.collection import collect
+from paceline.report.verdict import Verdict, judge
+from report.records import FakeRun, write_repeats, write_run
+
+COMPUTE = {"forward": 0.010, "backward": 0.008}
+
+
+def judged(folder: Path) -> Verdict:
+    return judge(collect(folder).cells)
+
+
+def texts(verdict: Verdict, subject: str) -> list[str]:
+    return [point.text for point in verdict.points if point.subject == subject]
+
+
+def two_workers(exchange: float) -> list[dict[str, float]]:
+    return [{**COMPUTE, "exchange": exchange}] * 2
+
+
+def test_a_known_winner_is_named_with_its_lead_and_the_phase_behind_it(tmp_path: Path) -> None:
+    """20 ms against 25 ms: 20 % less. Repeats spread by 1 % make an interval of a few per cent."""
+    spread = (0.99, 1.0, 1.01)
+    quick = FakeRun("a", {"strategy": "overlap"}, two_workers(0.002))
+    slow = FakeRun("b", {"strategy": "gather_scatter"}, two_workers(0.007))
+    write_repeats(tmp_path, quick, spread)
+    write_repeats(tmp_path, slow, spread)
+    verdict = judged(tmp_path)
+    assert verdict.headline.startswith("overlap is fastest: 20.00 ms per iteration, 20.0 % less")
+    assert "than gather_scatter" in verdict.headline
+    assert verdict.lead is not None
+    # By hand: sd of the means 0.2 and 0.25 ms, so the difference of 5 ms has a standard error of
+    # sqrt((0.2**2 + 0.25**2) / 3) = 0.185 ms, and t of 3.8 degrees is 2.84: 5 -+ 0.525 ms of 25.
+    assert verdict.lead.low == pytest.approx(4.475 / 25, rel=0.01)
+    assert verdict.lead.high == pytest.approx(5.525 / 25, rel=0.01)
+    assert "95 % CI 17.9 to 22.1 %" in verdict.headline
+    (why,) = texts(verdict, "Why")
+    assert "most of it is exchange: 5.05 ms more" in why, "the first iteration is in the phases"
+    assert "over 3 repeats" in texts(verdict, "Confidence")[0]
+
+
+def test_a_difference_within_the_spread_of_repeats_is_called_noise(tmp_path: Path) -> None:
+    write_repeats(tmp_path, FakeRun("a", {"lr": 0.01}), (0.9, 1.0, 1.1))
+    write_repeats(tmp_path, FakeRun("b", {"lr": 0.02}), (0.91, 1.01, 1.12))
+    verdict = judged(tmp_path)
+    assert verdict.headline.startswith("No clear winner")
+    assert "within noise" in verdict.headline
+    assert [tie.cell.label for tie in verdict.ties] == ["lr 0.02"]
+    assert not texts(verdict, "Why"), "noise has no reason"
+    assert any("lr 0.01 and lr 0.02" in step for step in verdict.next_steps)
+
+
+def test_with_one_repeat_the_spread_between_runs_is_said_to_be_unknown(tmp_path: Path) -> None:
+    noise = (0.0, 0.001, -0.001, 0.0005)
+    write_run(tmp_path, FakeRun("a", {"lr": 0.01}, noise=noise))
+    write_run(tmp_path, FakeRun("b", {"lr": 0.02}, [{"forward": 0.02, "backward": 0.02}],
+                                noise=noise))  # fmt: skip
+    verdict = judged(tmp_path)
+    assert "lr 0.01 is fastest" in verdict.headline
+    assert "spread between runs is unknown" in texts(verdict, "Confidence")[0]
+    assert any("Repeat each cell" in step for step in verdict.next_steps)
+
+
+def test_a_straggler_is_named_with_what_the_others_wait(tmp_path: Path) -> None:
+    """Rank 2 computes 40 ms, the others 18 ms and wait 22 ms: 55 % of their 40 ms."""
+    fast = {**COMPUTE, "wait": 0.022}
+    write_run(tmp_path, FakeRun("a", {}, [fast, fast, {"forward": 0.022, "backward": 0.018}]))
+    verdict = judged(tmp_path)
+    (told,) = texts(verdict, "Straggler")
+    assert "worker 2 on node 0 computes" in told
+    assert "55.0 % of their time" in told
+    assert any("--shares auto" in step and "2.2 times" in step for step in verdict.next_steps)
+
+
+def test_workers_that_are_alike_have_no_straggler(tmp_path: Path) -> None:
+    write_run(tmp_path, FakeRun("a", {}, [{**COMPUTE, "wait": 0.001}] * 3))
+    assert judged(tmp_path).stragglers == []
+
+
+def test_mostly_communication_is_network_bound(tmp_path: Path) -> None:
+    """18 ms of computing beside 54 ms of exchange: 75 %."""
+    write_run(tmp_path, FakeRun("a", {"strategy": "allreduce"}, two_workers(0.054)))
+    verdict = judged(tmp_path)
+    (told,) = texts(verdict, "Network-bound")
+    assert "communication 75.0 %" in told
+    assert any("--strategy overlap" in step for step in verdict.next_steps)
+
+
+def test_mostly_computing_is_compute_bound(tmp_path: Path) -> None:
+    write_run(tmp_path, FakeRun("a", {}, two_workers(0.002)))
+    verdict = judged(tmp_path)
+    (told,) = texts(verdict, "Compute-bound")
+    assert "computing 90.0 %" in told
+    assert any("4 workers" in step and "1.82 times" in step for step in verdict.next_steps)
+
+
+@pytest.mark.parametrize("status", ["failed", "diverged", "stopped", "unfinished"])
+def test_a_cell_that_did_not_finish_is_named_and_not_ranked(status: str, tmp_path: Path) -> None:
+    write_run(tmp_path, FakeRun("a", {"lr": 0.01}))
+    write_run(
+        tmp_path,
+        FakeRun(
+            "b",
+            {"lr": 9.0},
+            [{"forward": 0.001}],
+            status=status,
+            cause=None if status == "unfinished" else "the cable was cut",
+        ),
+    )
+    verdict = judged(tmp_path)
+    (told,) = texts(verdict, "Not finished")
+    cause = "no result.json" if status == "unfinished" else "the cable was cut"
+    assert told.startswith(f"lr 9.0: {status}: ")
+    assert cause in told
+    assert verdict.headline.startswith("lr 0.01: ")
+
+
+def test_where_nothing_finished_that_is_the_verdict(tmp_path: Path) -> None:
+    write_run(tmp_path, FakeRun("a", status="failed", cause="out of memory"))
+    assert judged(tmp_path).headline == "The run did not finish."
+
+
+def test_iterations_of_different_batches_are_held_against_each_other_by_samples(
+    tmp_path: Path,
+) -> None:
+    """The larger batch takes longer for an iteration and less for a sample."""
+    write_run(tmp_path, FakeRun("a", {"batch_size": 32}, [{"forward": 0.01}]))
+    large = FakeRun("b", {"batch_size": 128}, [{"forward": 0.02}])
+    large.more = {"samples": 128 * large.iterations}
+    write_run(tmp_path, large)
+    verdict = judged(tmp_path)
+    # 0.02 s for 128 samples are 156.25 ms for 1,000.
+    assert "batch 128 is fastest: 156.25 ms per 1,000 samples" in verdict.headline
+
+
+def test_accuracy_that_the_fastest_lost_is_told(tmp_path: Path) -> None:
+    write_run(tmp_path, FakeRun("a", {"lr": 0.01}, [{"forward": 0.01}], accuracy=0.7))
+    write_run(tmp_path, FakeRun("b", {"lr": 0.02}, [{"forward": 0.03}], accuracy=0.9))
+    (told,) = texts(judged(tmp_path), "Accuracy")
+    assert told == "the fastest ends at 0.7000, lr 0.02 at 0.9000."
+
+
+def test_a_target_that_was_reached_decides_who_is_fastest(tmp_path: Path) -> None:
+    reach = {"target_accuracy": 0.9}
+    for number, (first, second) in enumerate(((10.0, 20.0), (10.2, 20.4))):
+        write_run(tmp_path, FakeRun(f"a{number}", {**reach, "lr": 0.01, "seed": number},
+                                    [{"forward": 0.05}], seconds_to_target=first))  # fmt: skip
+        write_run(tmp_path, FakeRun(f"b{number}", {**reach, "lr": 0.02, "seed": number},
+                                    [{"forward": 0.01}], seconds_to_target=second))  # fmt: skip
+    assert judged(tmp_path).headline.startswith("lr 0.01 is fastest: 10.1 s to the target")
