@@ -43,7 +43,7 @@ class Crew:
         self.folder = folder
         self.trouble: str | None = None
         """What kept the resources from being sampled."""
-        self._config = config
+        self.config = config
         self._port = port
         self._attempt = attempt
         self._arguments = ["resumed" if resumed else "new", "quiet" if quiet else "shown"]
@@ -63,7 +63,7 @@ class Crew:
 
     def __enter__(self) -> Self:
         self.clear_traces(reports=True)
-        write_json(self._launch_file, {"schema": SCHEMA, "config": self._config.to_dict()})
+        write_json(self._launch_file, {"schema": SCHEMA, "config": self.config.to_dict()})
         try:
             for rank in self._members:
                 self._processes[rank] = self._start(rank)
@@ -82,7 +82,7 @@ class Crew:
         self._end()
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
-        config = self._config
+        config = self.config
         place = Place(
             rank=rank,
             world_size=config.workers,
@@ -171,7 +171,8 @@ class Crew:
             return Ending(f"stopped by {name}{when}", StoppedError.exit_code, "stopped")
         for rank, code in codes.items():
             if code is not None and code < 0:
-                return Ending(f"{self._name(rank)} was killed by {Signals(-code).name}")
+                cause = f"{self._name(rank)} was killed by {Signals(-code).name}"
+                return Ending(cause, is_loss=True)
         for rank, code in codes.items():
             if code and known is None:
                 name, last = self._name(rank), self._last_line(rank)
@@ -200,7 +201,7 @@ class Crew:
 
     def reports(self) -> list[WorkerReport]:
         """All that are there: this node's, and on the first node those handed in by the others."""
-        return read_reports(self.folder, self._config.workers)
+        return read_reports(self.folder, self.config.workers)
 
     def records(self) -> list[str]:
         """The names of the files that belong on the first node."""
@@ -208,7 +209,7 @@ class Crew:
             *(self.folder.events_file(rank) for rank in self._ranks),
             *(self.folder.report_file(rank) for rank in self._ranks),
             *(self.folder.trace_file(rank) for rank in self._ranks),
-            self.folder.resources_file(self._config.node_rank),
+            self.folder.resources_file(self.config.node_rank),
         ]
         return [file.name for file in files if file.exists()]
 
@@ -220,14 +221,14 @@ class Crew:
             if output.exists() and not output.stat().st_size:
                 output.unlink()
         if reports:
-            clear_reports(self.folder, self._config.workers)
+            clear_reports(self.folder, self.config.workers)
 
     def discard_records(self) -> None:
         """Remove all that this node has written."""
         for rank in self._members:
             self._output_file(rank).unlink(missing_ok=True)
             self.folder.events_file(rank).unlink(missing_ok=True)
-        self.folder.resources_file(self._config.node_rank).unlink(missing_ok=True)
+        self.folder.resources_file(self.config.node_rank).unlink(missing_ok=True)
         self.folder.discard()
 
     def _output_file(self, rank: int) -> Path:
@@ -236,5 +237,5 @@ class Crew:
         return self.folder.path / f"output-{name}.txt"
 
     def _name(self, rank: int) -> str:
-        workers = self._config.workers
+        workers = self.config.workers
         return f"rank {rank}" if rank < workers else f"server {rank - workers}"

@@ -21,6 +21,8 @@ class Ending:
     """Whether it is only what was seen of another one's failure."""
     ended: float = 0.0
     """Unix time."""
+    is_loss: bool = False
+    """Whether a process or a machine went away, which another attempt may survive."""
 
     @classmethod
     def of_report(cls, report: WorkerReport) -> Ending:

@@ -36,6 +36,7 @@ def _from_torchrun(variables: Mapping[str, str]) -> Place:
         master_addr=variables.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_number(variables, "MASTER_PORT", 29500),
         store_is_served=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=_number(variables, "TORCHELASTIC_RESTART_COUNT", 0),
     )
 
 

@@ -153,8 +153,8 @@ def connection(
         place.master_port,
         timeout_seconds=config.rendezvous_seconds,
         serves_store=False if place.store_is_served else None,
-        # torchrun keeps its store when it starts failed workers anew.
-        name=f"{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+        # Whoever starts failed workers anew keeps the store.
+        name=f"{name}/{place.attempt}",
     )
     gpu = device if _has_own_gpu(place) and device.type == "cuda" else None
     with connect(meeting, gpu=gpu, timeout_seconds=config.timeout_seconds) as network:
@@ -202,7 +202,8 @@ def _make_ready(
         communicator, lambda: _open_store(config, folder) if is_first else None
     )
     checkpoint = _share_checkpoint(store, communicator) if resumed else None
-    if checkpoint:
+    # Workers of an elastic run may be lost after the last iteration, and the result with them.
+    if checkpoint and not config.elastic:
         check_work_is_left(config, prepared, checkpoint)
     if is_first:
         folder.change_config(config)

@@ -18,6 +18,7 @@ from paceline.config import RunConfig
 from paceline.errors import ConfigError, RunError
 from paceline.launch.agreement import differences
 from paceline.launch.ending import Ending, earliest
+from paceline.launch.store_files import receive_files, send_files
 from paceline.records import RunFolder
 
 POLL_SECONDS = 0.05
@@ -25,8 +26,6 @@ NEWS_SECONDS = 0.5
 """How often the launchers look for one another's alarm."""
 FAREWELL_SECONDS = 4.0
 """How long, after a failure, a launcher waits to hear from the others."""
-PART_BYTES = 4 << 20
-"""A file travels in parts of this size; the store takes twice as much at once."""
 
 
 class Nodes:
@@ -36,7 +35,7 @@ class Nodes:
         self._node = config.node_rank
         self._others = [node for node in range(config.nnodes) if node != self._node]
         # Nobody else has to know the port of a run on one machine: any free one will do.
-        self.port = config.master_port if self._others else _free_port(config.master_addr)
+        self.port = config.master_port if self._others else free_port(config.master_addr)
         self._store = Meeting(
             self._node,
             config.nnodes,
@@ -109,11 +108,13 @@ class Nodes:
         self._part([node for node in self._others if node in told])
         known = earliest([each for each in (ending, *told.values()) if each])
         if self._lost and (known is None or known.is_echo):
-            return Ending(f"lost contact with the first node at {self._config.master_addr}")
+            cause = f"lost contact with the first node at {self._config.master_addr}"
+            return Ending(cause, is_loss=True)
         silent = [str(node) for node in self._others if node not in told]
         if silent and (known is None or known.is_echo):
             echo = f": {known.cause}" if known else ""
-            return Ending(f"lost contact with node {' and '.join(silent)}{echo}")
+            cause = f"lost contact with node {' and '.join(silent)}{echo}"
+            return Ending(cause, is_loss=True)
         return known
 
     def _hear_endings(self) -> dict[int, Ending | None]:
@@ -133,24 +134,18 @@ class Nodes:
         return told
 
     def _hand_in(self, folder: RunFolder, files: list[str]) -> None:
-        sizes = {}
-        for name in files:
-            contents = (folder.path / name).read_bytes()
-            parts = range(0, len(contents), PART_BYTES)
-            for number, begin in enumerate(parts):
-                key = f"file/{self._node}/{name}/{number}"
-                self._try_set_bytes(key, contents[begin : begin + PART_BYTES])
-            sizes[name] = len(parts)
-        self._try_set(f"files/{self._node}", sizes)
+        try:
+            send_files(self._store, self._node, folder.path, files)
+        except RuntimeError:
+            self._lost = True
 
     def _collect(self, folder: RunFolder) -> None:
         for node in self._others:
-            if not self._has(f"files/{node}"):
-                continue
-            for name, parts in self._get(f"files/{node}").items():
-                keys = [f"file/{node}/{name}/{number}" for number in range(parts)]
-                contents = b"".join(self._store.get(key) for key in keys)
-                (folder.path / name).write_bytes(contents)
+            receive_files(
+                self._store,
+                node,
+                lambda name, contents: (folder.path / name).write_bytes(contents),
+            )
 
     def _part(self, others: list[int]) -> None:
         """The first node, which serves the store, lets these others go first."""
@@ -175,11 +170,8 @@ class Nodes:
         return self._get(key)
 
     def _try_set(self, key: str, value: Any) -> None:
-        self._try_set_bytes(key, json.dumps(value).encode())
-
-    def _try_set_bytes(self, key: str, value: bytes) -> None:
         try:
-            self._store.set(key, value)  # type: ignore[arg-type]  # it takes both
+            self._store.set(key, json.dumps(value))
         except RuntimeError:
             self._lost = True
 
@@ -191,7 +183,7 @@ class Nodes:
             return False
 
 
-def _free_port(address: str) -> int:
+def free_port(address: str) -> int:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as probe:
         probe.bind(("", 0))

@@ -47,12 +47,14 @@ def assemble(
         "id": folder.id,
         "status": ending.status if ending else "finished",
         "cause": ending.cause if ending else None,
+        "is_loss": bool(ending and ending.is_loss),
         "config": config.to_dict(),
         "software": software(),
         "hardware": hardware(),
         "wall_seconds": max((report.worker["wall_seconds"] for report in reports), default=0.0),
         "iterations": first.iterations if first else 0,
-        "samples": sum(report.worker["samples"] for report in reports),
+        "samples": sum(report.worker["samples"] for report in reports)
+        + (first.samples_before if first else 0),
         "weights_sha256": first.weights_sha256 if first else None,
         "final": {
             "train_loss": mean_train_loss(reports),

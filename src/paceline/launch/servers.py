@@ -7,7 +7,6 @@ with each server (sync/server/link.py).
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -113,7 +112,7 @@ def _pairs(
         timeout_seconds=config.rendezvous_seconds,
         serves_store=False,
         noun="process",
-        name=f"servers/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+        name=f"servers/{place.attempt}",
     )
     store, address = meeting.join(), meeting.local_address()
     with ExitStack() as stack:

@@ -15,6 +15,7 @@ from paceline.errors import (
     UsageError,
 )
 from paceline.launch import alone, away, environment, member, team
+from paceline.launch.elastic.refusals import check_elastic
 from paceline.launch.outcome import Outcome
 from paceline.models import MODELS
 from paceline.records import RunFolder
@@ -107,14 +108,24 @@ def launch_here(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Ou
             nproc_per_node=place.local_world_size,
             hosts=(),
             cluster=None,
+            elastic=config.elastic if resumed is None else None,
         )
     try:
         strategy = check_names(config)
+        if place is not None and config.elastic is not None:
+            raise ConfigError(
+                ["--elastic: starts its own workers: give the command without torchrun or srun"]
+            )
     except UsageError as error:
         error.is_told = place is not None and place.rank > 0
         raise
     if place is not None:
         return member.run(config, place, resumed, quiet)
+    if config.elastic is not None:
+        # torch's elastic agent takes a while to load, and few want it.
+        from paceline.launch.elastic import run as elastic
+
+        return elastic.run(config, resumed, quiet)
     if config.workers == 1 and not strategy.server_nodes(config.nnodes):
         return alone.run(config, resumed, quiet)
     return team.run(config, resumed, quiet)
@@ -154,4 +165,6 @@ def check_strategy(config: RunConfig) -> Strategy:
         )
     if problems := strategy.refusals(config):
         raise ConfigError(problems)
+    if config.elastic is not None:
+        check_elastic(config, strategy)
     return strategy

@@ -47,7 +47,7 @@ def _agree_on_folder(nodes: Nodes, folder: RunFolder | None) -> RunFolder:
         raise
 
 
-def _is_refusal(ending: Ending, reports: list[WorkerReport], is_new: bool) -> bool:
+def is_refusal(ending: Ending, reports: list[WorkerReport], is_new: bool) -> bool:
     """Whether nobody had begun to train; a strategy may refuse only when it sees the model."""
     if reports and is_new and ending.exit_code == UsageError.exit_code:
         return not any(report.iterations for report in reports)
@@ -60,7 +60,7 @@ def _conclude(
     is_first = config.node_rank == 0
     reports = crew.reports()
     crew.clear_traces(reports=is_first or not shares_folder)
-    if ending and _is_refusal(ending, reports, is_new):
+    if ending and is_refusal(ending, reports, is_new):
         # Nobody trained: a refused run leaves no trace, and its name stays free.
         if is_new:
             crew.discard_records()

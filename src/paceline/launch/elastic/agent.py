@@ -1,0 +1,150 @@
+"""The agent of one node of an elastic run: torch's, with workers that are a `Crew` of ours.
+
+torch's agent goes from round to round (rounds.py): meet, start the workers, watch, and when one
+fails or another node waits, stop them and meet again.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from time import monotonic, sleep
+from typing import Any, cast
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.events.api import Event, EventSource
+
+from paceline.errors import StoppedError, UsageError
+from paceline.launch.crew import GRACE_SECONDS, Crew
+from paceline.launch.elastic.rounds import POLL_SECONDS, Rounds, RunOverError
+from paceline.launch.ending import Ending
+from paceline.launch.interruptions import Interruptions
+
+PLANNED_SECONDS = 30.0
+"""What workers get to agree on a last iteration and to write a checkpoint, when a node joins."""
+ENDLESS = 1 << 30
+"""Restarts of a node: how many there may be is for the leader to say."""
+
+
+class NodeAgent(SimpleElasticAgent):
+    def __init__(
+        self,
+        rounds: Rounds,
+        local_workers: int,
+        make_crew: Callable[[int, int], Crew],
+        interruptions: Interruptions,
+    ) -> None:
+        """`make_crew` is given this node's rank, and how many nodes there are."""
+        spec = WorkerSpec(
+            role="worker",
+            local_world_size=local_workers,
+            rdzv_handler=rounds,
+            entrypoint="paceline",
+            max_restarts=ENDLESS,
+            monitor_interval=POLL_SECONDS,
+        )
+        super().__init__(spec)
+        self.crew: Crew | None = None
+        """Of the last round that this node had a part in."""
+        self.records: set[str] = set()
+        """The names of all files that belong on the first node."""
+        self._rounds = rounds
+        self._make_crew = make_crew
+        self._interruptions = interruptions
+        self._forwarded = False
+
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        local = spec.local_world_size
+        world = group_world_size * local
+        ranks = range(group_rank * local, (group_rank + 1) * local)
+        return [Worker(rank - ranks.start, rank, rank, world, world) for rank in ranks]
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if self.crew is not None:
+            self.crew.clear_traces(reports=True)
+        # torch declares both as None, which they are before the first round.
+        self.crew = self._make_crew(
+            cast("int", worker_group.group_rank), cast("int", worker_group.group_world_size)
+        )
+        self.crew.__enter__()
+        return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        assert self.crew is not None
+        self._forward_interruptions()
+        codes = self.crew.codes()
+        if not any(codes.values()) and None not in codes.values():
+            ranks = (worker.global_rank for worker in worker_group.workers)
+            return RunResult(WorkerState.SUCCEEDED, dict.fromkeys(ranks))
+        # One that was asked to stop may be done while another still writes a checkpoint.
+        failed = any(code not in (None, 0, StoppedError.exit_code) for code in codes.values())
+        if failed or None not in codes.values():
+            return RunResult(WorkerState.FAILED)
+        return RunResult(WorkerState.HEALTHY)
+
+    def _forward_interruptions(self) -> None:
+        """The first Ctrl-C lets the workers agree on a last iteration; the second ends them."""
+        assert self.crew is not None
+        received = self._interruptions.received
+        if received and not self._forwarded:
+            self._forwarded = True
+            self.crew.signal(received[0])
+        if len(received) > 1:
+            self.crew.wind_down(0.0)
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        wish = self._rounds.regrouping()
+        is_planned = wish is not None and wish.is_planned
+        ending = self._end_round(is_planned and worker_group.state == WorkerState.HEALTHY)
+        self._stop_workers(worker_group)
+        if ending and _is_final(ending) and not (is_planned and ending.status == "stopped"):
+            raise RunOverError(ending)
+        self._rounds.fail(ending)
+        worker_group.state = WorkerState.STOPPED
+        self._initialize_workers(worker_group)
+
+    def _end_round(self, is_planned: bool) -> Ending | None:
+        """Let the workers stop where they agree, or come to an end by themselves; why they did."""
+        assert self.crew is not None
+        if is_planned:
+            self.crew.signal(signal.SIGTERM)
+            deadline = monotonic() + PLANNED_SECONDS
+            while monotonic() < deadline and None in self.crew.codes().values():
+                sleep(POLL_SECONDS)
+        codes = self.crew.wind_down(0.0 if is_planned else GRACE_SECONDS)
+        if not any(codes.values()) and None not in codes.values():
+            raise RunOverError(None)
+        return self.crew.explain(codes, self._interruptions)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._shutdown()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        if self.crew is not None:
+            self.crew.__exit__(None, None, None)
+            self.records.update(self.crew.records())
+
+    def _exit_barrier(self) -> None:
+        """The workers left together, and the first node sees to it that it leaves last."""
+
+    def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
+        # torch's own would look up the machine's full name, which can take long, for nobody.
+        return Event(state, source)
+
+
+def _is_final(ending: Ending) -> bool:
+    """Whether trying again would be in vain, or against the user's wish."""
+    return (
+        ending.exit_code == UsageError.exit_code
+        or ending.status == "diverged"
+        or (ending.status == "stopped" and not ending.is_echo)
+    )

@@ -1,0 +1,154 @@
+"""Rounds of an elastic run: which nodes take part, from one restart to the next.
+
+The node that serves the store leads, and always has rank 0: the checkpoints are on its disk, and
+without the store nobody could meet. It alone decides who takes part (leader.py), by its own clock;
+the others apply and are told. Everything in the store is JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import sleep
+from typing import Any, Protocol
+
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
+
+from paceline.launch.elastic.contact import Contact
+from paceline.launch.ending import Ending
+
+POLL_SECONDS = 0.1
+
+
+class RunOverError(Exception):
+    """Somebody has ended the whole run; `ending` is None where it came to its end."""
+
+    def __init__(self, ending: Ending | None) -> None:
+        super().__init__(ending.cause if ending else "finished")
+        self.ending = ending
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    number: int
+    nodes: list[int]
+    """The numbers of those who take part, in the order of their ranks."""
+    restarts: int
+    """After failures, so far."""
+    iteration: int | None
+    """Of the checkpoint that it goes on from; None: from the beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Application:
+    """For a round; `number` is the round's, of which the node has seen those before."""
+
+    number: int
+    cause: dict[str, Any] | None
+    """The `Ending` of the node's part of the round before, unless it was asked to regroup."""
+
+    @property
+    def ending(self) -> Ending | None:
+        return Ending(**self.cause) if self.cause else None
+
+
+@dataclass(frozen=True, slots=True)
+class Regrouping:
+    """The leader's wish that a round ends."""
+
+    number: int
+    is_planned: bool
+    """Whether all workers of the round can still agree where to stop."""
+
+
+class Leads(Protocol):
+    def consider(self) -> None:
+        """Form the next round, if it is time."""
+
+    def watch(self) -> None:
+        """Ask for a regrouping where one is needed."""
+
+
+class Rounds(RendezvousHandler):
+    """One node's part in the rounds, in the shape that torch's elastic agent wants."""
+
+    def __init__(self, contact: Contact, number: int, address: str, port: int) -> None:
+        self.leader: Leads | None = None
+        self.current: Round | None = None
+        self.check_stop: Callable[[], None] = lambda: None
+        """Raises where the user has asked this node to stop while it waits for others."""
+        self._contact = contact
+        self._number = number
+        self._where = RendezvousStoreInfo(address, port)
+        self._cause: Ending | None = None
+
+    def fail(self, cause: Ending | None) -> None:
+        """Note why the node's part of the round ended, to be told with the next application."""
+        self._cause = cause
+
+    def end(self, ending: Ending | None) -> None:
+        """End the run for all, unless another one did so before."""
+        self._contact.set_once("end", {"ending": dataclasses.asdict(ending) if ending else None})
+
+    def check_end(self) -> None:
+        told = self._contact.get("end")
+        if told is not None:
+            raise RunOverError(Ending(**told["ending"]) if told["ending"] else None)
+
+    def regrouping(self) -> Regrouping | None:
+        """What the leader wants of the current round."""
+        told = self._contact.get("regroup")
+        wish = Regrouping(**told) if told else None
+        return wish if wish and self.current and wish.number == self.current.number else None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        wanted = self.current.number + 1 if self.current else 0
+        cause = dataclasses.asdict(self._cause) if self._cause else None
+        self._contact.set(
+            f"application/{self._number}", dataclasses.asdict(Application(wanted, cause))
+        )
+        while True:
+            self.check_stop()
+            self.check_end()
+            if self.leader:
+                self.leader.consider()
+            told = self._contact.get("round")
+            if told and told["number"] >= wanted and self._number in told["nodes"]:
+                break
+            sleep(POLL_SECONDS)
+        self._contact.set(f"application/{self._number}", None)
+        self.current, self._cause = Round(**told), None
+        rank = self.current.nodes.index(self._number)
+        # The agent gives the store to nobody: workers find theirs at the address.
+        return RendezvousInfo(None, rank, len(self.current.nodes), self._where)  # type: ignore[arg-type]
+
+    def num_nodes_waiting(self) -> int:
+        self.check_end()
+        if self.leader:
+            self.leader.watch()
+        return 1 if self.regrouping() or self._is_outdated() else 0
+
+    def _is_outdated(self) -> bool:
+        """Whether the others have begun another round without this node."""
+        told = self._contact.get("round")
+        return bool(told and self.current and told["number"] > self.current.number)
+
+    def get_backend(self) -> str:
+        return "paceline"
+
+    def get_run_id(self) -> str:
+        return "paceline"
+
+    def is_closed(self) -> bool:
+        return self._contact.get("end") is not None
+
+    def set_closed(self) -> None:
+        self.end(None)
+
+    def shutdown(self) -> bool:
+        return True

@@ -1,0 +1,248 @@
+"""One node's part in an elastic run, from the command given there to its result."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import secrets
+from collections.abc import Iterator
+from functools import partial
+from time import monotonic, sleep
+from typing import Any
+
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch does not list it
+
+from paceline.comm.rendezvous import Meeting
+from paceline.config import RunConfig
+from paceline.errors import ConfigError, PacelineError, RunError, StoppedError
+from paceline.launch.agreement import differences
+from paceline.launch.crew import Crew
+from paceline.launch.elastic.agent import NodeAgent
+from paceline.launch.elastic.contact import Contact, LostContactError
+from paceline.launch.elastic.leader import Leader
+from paceline.launch.elastic.rounds import POLL_SECONDS, Rounds, RunOverError
+from paceline.launch.ending import Ending
+from paceline.launch.interruptions import Interruptions
+from paceline.launch.nodes import free_port
+from paceline.launch.outcome import Outcome
+from paceline.launch.result import write_result
+from paceline.launch.store_files import receive_files, send_files
+from paceline.launch.team import is_refusal
+from paceline.records import SCHEMA, RunFolder, write_json
+from paceline.worker.checkpoint import iterations
+
+FILES_SECONDS = 60.0
+"""What the records of a node may take on their way to the first one."""
+FAREWELL_SECONDS = 10.0
+"""How long the first node waits for the others to hand in their records."""
+
+
+def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
+    """Take part until the run has ended; on the first node, write the result."""
+    limits = config.elastic_limits
+    assert limits is not None
+    # Nobody else has to know the port of a run on one machine: any free one will do.
+    port = config.master_port if limits[1] > 1 else free_port(config.master_addr)
+    meeting = Meeting(
+        config.node_rank,
+        limits[1],
+        config.master_addr,
+        port,
+        timeout_seconds=config.rendezvous_seconds,
+        noun="node",
+    )
+    with Interruptions() as interruptions:
+        store, leads = meeting.reach(may_serve=config.node_rank == 0)
+        contact = Contact(PrefixStore("elastic", store), meeting.place)
+        with contextlib.closing(contact):
+            given = _Given(config, contact, port, resumed, quiet, interruptions)
+            node = _FirstNode(given) if leads else _OtherNode(given, _await_run(given))
+            with node.joined():
+                return node.conclude(node.train())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Given:
+    """What a node begins with."""
+
+    config: RunConfig
+    contact: Contact
+    port: int
+    resumed: RunFolder | None
+    quiet: bool
+    interruptions: Interruptions
+
+
+def _await_run(given: _Given) -> dict[str, Any]:
+    """What the first node tells about the run; it enlists before, and so has the first number."""
+    deadline = monotonic() + given.config.rendezvous_seconds
+    while monotonic() < deadline:
+        told: dict[str, Any] | None = given.contact.get("run")
+        if told is not None:
+            return told
+        sleep(POLL_SECONDS)
+    place = f"{given.config.master_addr}:{given.port}"
+    raise RunError(f"what listens at {place} is no elastic run: check --master-port")
+
+
+class _Node:
+    """What all nodes do alike."""
+
+    folder: RunFolder
+
+    def __init__(self, given: _Given) -> None:
+        self._config = given.config
+        self._contact = given.contact
+        self._port = given.port
+        self._resumed = given.resumed
+        self._quiet = given.quiet
+        self._interruptions = given.interruptions
+        self._number = given.contact.enlist()
+        self._rounds = Rounds(given.contact, self._number, given.config.master_addr, given.port)
+        self._agent = NodeAgent(
+            self._rounds, given.config.nproc_per_node, self._make_crew, given.interruptions
+        )
+
+    def train(self) -> Ending | None:
+        """Go from round to round; why the run ended before it was done."""
+        self._interruptions.raises = False
+        self._rounds.check_stop = self._check_stop
+        try:
+            self._agent.run()
+        except RunOverError as over:
+            return over.ending
+        except LostContactError:
+            raise
+        except PacelineError as error:
+            status = "stopped" if isinstance(error, StoppedError) else "failed"
+            return Ending(str(error), error.exit_code, status)
+        return None
+
+    def _check_stop(self) -> None:
+        if self._interruptions.received:
+            raise StoppedError(f"stopped by {self._interruptions.received[0].name} between rounds")
+
+    def _make_crew(self, rank: int, nodes: int) -> Crew:
+        current = self._rounds.current
+        assert current is not None
+        return Crew(
+            dataclasses.replace(self._config, nnodes=nodes, node_rank=rank),
+            self.folder,
+            self._port,
+            current.iteration is not None,
+            self._quiet,
+            attempt=current.number,
+        )
+
+
+class _FirstNode(_Node):
+    """Serves the store, leads, has the checkpoints, and writes the result."""
+
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[None]:
+        self.folder = self._resumed or RunFolder.create(self._config)
+        # Whoever sees this file has the very same folder.
+        mark = self.folder.path / f"launch-{secrets.token_hex(8)}.json"
+        write_json(mark, {"schema": SCHEMA})
+        self._leader = Leader(self._config, self._contact, self._newest_checkpoint, self._quiet)
+        self._rounds.leader = self._leader
+        config = self._config.to_dict()
+        self._contact.set("run", {"id": self.folder.id, "mark": mark.name, "config": config})
+        try:
+            yield
+        finally:
+            mark.unlink(missing_ok=True)
+
+    def _newest_checkpoint(self) -> int | None:
+        return next(iter(iterations(self.folder.checkpoints)), None)
+
+    def conclude(self, ending: Ending | None) -> Outcome:
+        self._rounds.end(ending)
+        self._gather_records()
+        crew = self._agent.crew
+        reports = crew.reports() if crew else []
+        if crew:
+            crew.clear_traces(reports=True)
+        is_new = self._resumed is None and self._newest_checkpoint() is None
+        if ending and (crew is None or is_refusal(ending, reports, is_new)):
+            # Nobody trained: a refused run leaves no trace, and its name stays free.
+            if is_new:
+                crew.discard_records() if crew else self.folder.discard()
+            raise ending.error()
+        if crew and crew.trouble and reports:
+            reports[0].warnings.append(crew.trouble)
+        result = write_result(
+            crew.config if crew else self._config,
+            self.folder,
+            reports,
+            ending,
+            restarts=self._leader.restarts,
+            worlds=self._leader.worlds,
+        )
+        return Outcome(self.folder, result, ending.exit_code if ending else 0)
+
+    def _gather_records(self) -> None:
+        """Of the others, as they leave; this node, which serves the store, goes last."""
+        deadline = monotonic() + FAREWELL_SECONDS
+        others = self._leader.living() - {self._number}
+        while others and monotonic() < deadline:
+            left = {node for node in others if self._contact.get(f"left/{node}")}
+            for node in left:
+                self._contact.ask(partial(receive_files, node=node, put=self._put), FILES_SECONDS)
+            others = (others - left) & self._leader.living()
+            sleep(POLL_SECONDS)
+
+    def _put(self, name: str, contents: bytes) -> None:
+        path = self.folder.path / name
+        if path.suffix == ".jsonl" and path.exists():
+            # Two nodes have had the same rank, one after the other.
+            contents = _merged(path.read_bytes(), contents)
+        path.write_bytes(contents)
+
+
+class _OtherNode(_Node):
+    def __init__(self, given: _Given, told: dict[str, Any]) -> None:
+        super().__init__(given)
+        self._told = told
+
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[None]:
+        told = self._told
+        first = told["config"]
+        # What each of them knows about earlier rounds does not matter.
+        own = {**self._config.to_dict(), "nnodes": first["nnodes"]}
+        if problems := differences(own, first, "node", self._number):
+            raise ConfigError(problems)
+        self.folder = self._resumed or RunFolder.beside(self._config, told["id"])
+        self._shares_folder = (self.folder.path / told["mark"]).exists()
+        yield
+
+    def conclude(self, ending: Ending | None) -> Outcome:
+        if ending:
+            self._rounds.end(ending)
+        crew = self._agent.crew
+        if crew:
+            crew.clear_traces(reports=False)
+            if not self._shares_folder:
+                names = sorted(self._agent.records)
+                self._contact.ask(
+                    lambda store: send_files(store, self._number, self.folder.path, names),
+                    FILES_SECONDS,
+                )
+        self._contact.set(f"left/{self._number}", True)
+        if ending:
+            raise ending.error()
+        return Outcome(self.folder, None, 0)
+
+
+def _merged(one: bytes, other: bytes) -> bytes:
+    """The lines of two JSON-lines files, in the order of their times."""
+
+    def moment(line: bytes) -> float:
+        with contextlib.suppress(ValueError, AttributeError, TypeError):
+            return float(json.loads(line).get("time", 0.0))
+        return 0.0
+
+    lines = [line for line in (*one.splitlines(), *other.splitlines()) if line]
+    return b"".join(line + b"\n" for line in sorted(lines, key=moment))

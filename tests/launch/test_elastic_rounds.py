@@ -1,0 +1,224 @@
+"""Who takes part in an elastic run, as the first node decides it, by a clock turned by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from threading import Event
+from typing import Any, cast
+
+import pytest
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # torch lists neither
+
+from paceline.config import from_mapping
+from paceline.launch.elastic import contact as contacts
+from paceline.launch.elastic import leader as leaders
+from paceline.launch.elastic.contact import Contact, LostContactError
+from paceline.launch.elastic.leader import LAST_CALL_SECONDS, LOST_SECONDS, Leader
+from paceline.launch.elastic.rounds import Application, Rounds, RunOverError
+from paceline.launch.ending import Ending
+
+WAIT_SECONDS = 50.0
+KILLED = Ending("rank 2 was killed by SIGKILL", ended=5.0)
+ECHO = Ending("rank 0: all_reduce with rank 2: connection closed", is_echo=True, ended=4.0)
+
+
+def _beat(store: Store, node: int) -> None:
+    store.add(f"beat/{node}", 1)
+
+
+class Table:
+    """A leader and what it sees of the nodes; all of them beat unless they are lost."""
+
+    def __init__(self, contact: Contact, monkeypatch: pytest.MonkeyPatch, elastic: str) -> None:
+        self.contact = contact
+        self.seconds = 1000.0
+        self.checkpoint: int | None = None
+        self.lost: set[int] = set()
+        self._nodes = 0
+        monkeypatch.setattr(leaders, "monotonic", lambda: self.seconds)
+        settings = {"elastic": elastic, "max_restarts": 2, "rendezvous_seconds": WAIT_SECONDS}
+        config = from_mapping({**settings, "nproc_per_node": 2})
+        self.leader = Leader(config, contact, lambda: self.checkpoint)
+
+    def come(self, count: int) -> None:
+        self._nodes += count
+        self.contact.ask(lambda store: store.add("nodes", count))
+
+    def apply(self, *nodes: int, number: int = 0, cause: Ending | None = None) -> None:
+        told = dataclasses.asdict(cause) if cause else None
+        for node in nodes:
+            application = dataclasses.asdict(Application(number, told))
+            self.contact.set(f"application/{node}", application)
+
+    def withdraw(self) -> None:
+        """All have begun the round that they were given."""
+        for node in range(self._nodes):
+            self.contact.set(f"application/{node}", None)
+
+    def pass_time(self, seconds: float, consider: bool = True) -> None:
+        """In steps that are shorter than a node may be silent."""
+        for _ in range(round(seconds)):
+            self.seconds += 1.0
+            for node in set(range(self._nodes)) - self.lost:
+                self.contact.ask(partial(_beat, node=node))
+            self.leader.consider() if consider else self.leader.living()
+
+    @property
+    def nodes(self) -> list[int] | None:
+        told = self.contact.get("round")
+        return told["nodes"] if told else None
+
+    def begin(self, count: int) -> None:
+        """A first round of all."""
+        self.come(count)
+        self.apply(*range(count))
+        self.pass_time(LAST_CALL_SECONDS + 2)
+        assert self.nodes == list(range(count))
+        self.withdraw()
+
+
+@pytest.fixture
+def contact() -> Iterator[Contact]:
+    with closing(Contact(HashStore(), "here")) as contact:
+        yield contact
+
+
+@pytest.fixture
+def table(contact: Contact, monkeypatch: pytest.MonkeyPatch) -> Table:
+    return Table(contact, monkeypatch, "2:3")
+
+
+def test_the_first_round_waits_a_moment_for_more_than_the_fewest(table: Table) -> None:
+    table.come(3)
+    table.apply(0, 1)
+    table.pass_time(LAST_CALL_SECONDS)
+    assert table.nodes is None
+    table.pass_time(2)
+    assert table.nodes == [0, 1]
+
+
+def test_a_round_begins_at_once_when_nobody_else_can_come(table: Table) -> None:
+    table.come(3)
+    table.apply(0, 1, 2)
+    table.pass_time(1)
+    assert table.nodes == [0, 1, 2]
+
+
+def test_a_round_waits_for_all_who_live_and_goes_on_without_the_lost(table: Table) -> None:
+    table.begin(3)
+    table.apply(0, 2, number=1, cause=ECHO)
+    table.pass_time(LOST_SECONDS + 5)
+    assert table.contact.get("round")["number"] == 0, "node 1 lives, and has not come yet"
+    table.lost = {1}
+    table.pass_time(LOST_SECONDS + 1)
+    assert table.contact.get("round") == {
+        "number": 1,
+        "nodes": [0, 2],
+        "restarts": 1,
+        "iteration": None,
+    }
+    assert table.leader.worlds[1]["cause"] == "node 1 lost (no sign of life for 3 s)"
+
+
+def test_the_cause_of_a_restart_is_no_echo(table: Table, capfd: pytest.CaptureFixture[str]) -> None:
+    table.begin(3)
+    table.checkpoint = 150
+    table.apply(0, 2, number=1, cause=ECHO)
+    table.apply(1, number=1, cause=KILLED)
+    table.pass_time(1)
+    line = "worker lost on node 1 (rank 2 was killed by SIGKILL): restart 1 of 2 from iteration 150"
+    assert capfd.readouterr().err == f"paceline: {line} with 6 workers\n"
+
+
+def test_who_joins_asks_for_a_planned_regrouping_which_is_no_restart(table: Table) -> None:
+    table.begin(2)
+    table.come(1)
+    table.pass_time(1, consider=False)
+    table.leader.watch()
+    assert table.contact.get("regroup") is None
+    table.apply(2)
+    table.leader.watch()
+    assert table.contact.get("regroup") == {"number": 0, "is_planned": True}
+    stopped = Ending("stopped by another worker", 130, "stopped", is_echo=True)
+    table.apply(0, 1, number=1, cause=stopped)
+    table.pass_time(1)
+    assert (table.nodes, table.leader.restarts) == ([0, 1, 2], 0)
+
+
+def test_a_full_world_is_left_in_peace_and_the_one_who_waits_replaces_a_lost_one(
+    table: Table,
+) -> None:
+    table.begin(3)
+    table.come(1)
+    table.apply(3)
+    table.pass_time(1, consider=False)
+    table.leader.watch()
+    assert table.contact.get("regroup") is None
+    table.lost = {1}
+    table.pass_time(LOST_SECONDS + 1, consider=False)
+    table.leader.watch()
+    assert table.contact.get("regroup") == {"number": 0, "is_planned": False}
+    table.apply(0, 2, number=1, cause=ECHO)
+    table.pass_time(1)
+    assert table.nodes == [0, 2, 3]
+
+
+def test_too_few_nodes_end_the_run_with_its_cause(table: Table) -> None:
+    table.begin(2)
+    table.lost = {1}
+    table.apply(0, number=1, cause=ECHO)
+    with pytest.raises(RunOverError) as caught:
+        table.pass_time(WAIT_SECONDS + 2)
+    assert str(caught.value) == (
+        "node 1 lost (no sign of life for 3 s): 1 of at least 2 nodes came within 50 s"
+    )
+
+
+def test_restarts_are_counted_and_come_to_an_end(table: Table) -> None:
+    table.begin(2)
+    for number in (1, 2):
+        table.apply(0, 1, number=number, cause=KILLED)
+        table.pass_time(1)
+        assert table.leader.restarts == number
+    table.apply(0, 1, number=3, cause=KILLED)
+    with pytest.raises(RunOverError) as caught:
+        table.pass_time(1)
+    assert caught.value.ending == dataclasses.replace(
+        KILLED, cause=f"worker lost on node 0 ({KILLED.cause}) (--max-restarts 2 are used up)"
+    )
+
+
+def test_the_first_to_end_the_run_gives_the_cause(contact: Contact) -> None:
+    one, other = (Rounds(contact, number, "127.0.0.1", 1) for number in range(2))
+    one.end(KILLED)
+    other.end(ECHO)
+    with pytest.raises(RunOverError) as caught:
+        other.num_nodes_waiting()
+    assert caught.value.ending == KILLED
+
+
+class Silent:
+    """A store whose machine has lost its link: it neither answers nor fails."""
+
+    def __init__(self) -> None:
+        self.link = Event()
+
+    def add(self, *_: Any) -> int:
+        self.link.wait(20)
+        return 1
+
+
+def test_a_first_node_that_falls_silent_is_lost_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(contacts, "CLOSING_SECONDS", 0.0)
+    store = Silent()
+    with closing(Contact(cast("Store", store), "10.0.0.1:29500")) as contact:
+        with pytest.raises(LostContactError, match="lost contact with the first node"):
+            contact.ask(lambda store: store.add("nodes", 0), limit_seconds=0.05)
+        with pytest.raises(LostContactError):
+            contact.get("round")
+        store.link.set()
