@@ -91,9 +91,15 @@ def _forget_machines(values: dict[str, Any], changes: dict[str, Any]) -> None:
 
 
 def _launch(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
-    if not (config.hosts or config.cluster) or environment.detect() is not None:
+    is_away = config.hosts or config.cluster or config.launcher == "ray"
+    if not is_away or environment.detect() is not None:
         return launch_here(config, resumed, quiet)
     check_names(config)
+    if config.launcher == "ray":
+        # Ray takes a while to load, and few want it.
+        from paceline.launch.ray import run as ray
+
+        return ray.run(config, resumed, quiet)
     return away.run(config, resumed, quiet)
 
 

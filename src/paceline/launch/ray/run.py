@@ -1,0 +1,206 @@
+"""A run on a Ray cluster, from attempt to attempt.
+
+What Ray gives are machines, slots and news of what was lost; a run on them is a run on any fleet
+(launch/away.py). When a worker, an actor or a machine is lost, the whole group is started anew, on
+the machines that there are then, from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from paceline.config import RunConfig
+from paceline.errors import ConfigError, PacelineError, RunError, StoppedError, UsageError
+from paceline.launch.away import run_on
+from paceline.launch.interruptions import Interruptions
+from paceline.launch.outcome import Outcome
+from paceline.launch.ray.cluster import TooFewError, Wanted, connected, has_gpus
+from paceline.launch.ray.fleet import RayFleet, ray_fleet
+from paceline.records import RunFolder
+from paceline.worker.checkpoint import iterations
+
+
+def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
+    """Train on a Ray cluster; the records are here at the end."""
+    with _cluster(config, quiet) as (at, interruptions):
+        return _Attempts(config, at, quiet, interruptions).run(resumed)
+
+
+@contextlib.contextmanager
+def machines_for(config: RunConfig, quiet: bool) -> Iterator[tuple[RayFleet, Interruptions]]:
+    """The machines that a config asks for, for any command (launch/fleet.py), for a while.
+
+    Signals are noted meanwhile.
+    """
+    with _cluster(config, quiet) as (at, interruptions):
+        patience, say = config.rendezvous_seconds, _say_nothing if quiet else _say
+        with ray_fleet(wanted_for(config), at, patience, say) as fleet:
+            yield fleet, interruptions
+
+
+@contextlib.contextmanager
+def _cluster(config: RunConfig, quiet: bool) -> Iterator[tuple[str, Interruptions]]:
+    """Its address; Ray takes signals for itself when it connects, so they are noted after that."""
+    _check(config)
+    say = _say_nothing if quiet else _say
+    with connected(config.nproc_per_node, say) as at, Interruptions() as interruptions:
+        yield at, interruptions
+
+
+def _check(config: RunConfig) -> None:
+    given = {"--hosts": config.hosts, "--cluster": config.cluster, "--elastic": config.elastic}
+    problems = [
+        f"{flag}: not with --launcher ray, which finds its machines itself: leave one of them out"
+        for flag, value in given.items()
+        if value
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def wanted_for(config: RunConfig) -> Wanted:
+    """The machines and slots of a run; GPUs where it is to use them and the cluster has them."""
+    each = config.nproc_per_node
+    is_on_gpus = config.device == "cuda" or (
+        config.device == "auto" and has_gpus(config.nnodes, each)
+    )
+    return Wanted(config.nnodes, each, each if is_on_gpus else 0)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"paceline: {text}\n")
+    sys.stderr.flush()
+
+
+def _say_nothing(text: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """How an attempt ended."""
+
+    outcome: Outcome | None
+    """None where nobody had begun to train."""
+    error: PacelineError | None
+    is_loss: bool
+    """Whether a worker or a machine went away, so that another attempt is worth while."""
+
+    @property
+    def cause(self) -> str:
+        if self.outcome and self.outcome.result:
+            return str(self.outcome.result["cause"])
+        return str(self.error)
+
+
+@dataclass(slots=True)
+class _Attempts:
+    config: RunConfig
+    at: str
+    """The address of the cluster."""
+    quiet: bool
+    interruptions: Interruptions
+    first: str | None = None
+    """The machine that has the run's folder, by Ray's name for it."""
+    aside: list[tuple[Path, str]] = field(default_factory=list)
+    """Folders of attempts that nobody can go on from, and what they are called from then on."""
+    restarts: list[dict[str, Any]] = field(default_factory=list)
+    """For each its cause, the iteration that it went on from, and when it was, by the wall clock
+    since the first attempt."""
+
+    def run(self, resumed: RunFolder | None) -> Outcome:
+        begun = monotonic()
+        ended = self._attempt(resumed)
+        while ended.is_loss:
+            if len(self.restarts) >= self.config.max_restarts:
+                return self._give_up(ended, f"{ended.cause}{self._used_up()}")
+            resumed = self._go_on_from(ended)
+            iteration = iterations(resumed.checkpoints)[0] if resumed else 0
+            seconds = monotonic() - begun
+            self.restarts.append({"cause": ended.cause, "iteration": iteration, "seconds": seconds})
+            self._tell_restart(ended.cause, iteration)
+            try:
+                ended = self._attempt(resumed)
+            except TooFewError as error:
+                cause = f"{ended.cause}; a restart {error.situation}"
+                return self._give_up(replace(ended, is_loss=False), cause)
+        if ended.outcome is None:
+            raise ended.error or RunError("the run ended without a word")
+        return self._told(ended.outcome)
+
+    def _attempt(self, resumed: RunFolder | None) -> _Ended:
+        config, say = self.config, _say_nothing if self.quiet else _say
+        self.interruptions.raises = True
+        outcome, error = None, None
+        patience = config.rendezvous_seconds
+        with ray_fleet(wanted_for(config), self.at, patience, say, self.first) as fleet:
+            self.first = fleet.first_node_id
+            for path, name in self.aside:
+                fleet.set_aside(path, name)
+            own = replace(config, master_port=fleet.free_port())
+            try:
+                outcome = run_on(fleet, own, resumed, self.quiet, self.interruptions)
+            except PacelineError as raised:
+                error = raised
+            return _Ended(outcome, error, self._is_loss(fleet, outcome, error))
+
+    def _is_loss(
+        self, fleet: RayFleet, outcome: Outcome | None, error: PacelineError | None
+    ) -> bool:
+        if self.interruptions.received or isinstance(error, UsageError | StoppedError):
+            return False
+        result = outcome.result if outcome else None
+        if result and result["status"] == "finished":
+            return False
+        return bool(fleet.lost or (result and result.get("is_loss")))
+
+    def _go_on_from(self, ended: _Ended) -> RunFolder | None:
+        """The folder with a checkpoint; where there is none, what was done is set aside."""
+        if ended.outcome is None:
+            return None
+        folder = ended.outcome.folder
+        if iterations(folder.checkpoints):
+            return folder
+        self.config = replace(self.config, out=str(folder.path.parent), name=folder.id)
+        name = f"{folder.id}~lost-{len(self.restarts) + 1}"
+        folder.path.rename(folder.path.with_name(name))
+        self.aside.append((folder.path, name))
+        return None
+
+    def _tell_restart(self, cause: str, iteration: int) -> None:
+        count, most = len(self.restarts), self.config.max_restarts
+        begin = f"after iteration {iteration}"
+        if not iteration:
+            begin = "from the beginning"
+            if self.config.checkpoint_every == "never":
+                begin += ", for want of --checkpoint-every"
+        if not self.quiet:
+            _say(f"{cause}: restart {count} of {most} {begin}")
+
+    def _used_up(self) -> str:
+        most = self.config.max_restarts
+        return f" (--max-restarts {most} are used up)" if most else ""
+
+    def _give_up(self, ended: _Ended, cause: str) -> Outcome:
+        if ended.outcome is None or ended.outcome.result is None:
+            raise RunError(cause)
+        folder = ended.outcome.folder
+        if not folder.path.is_dir():
+            # It was set aside for an attempt that did not come about.
+            path, name = self.aside.pop()
+            path.with_name(name).rename(path)
+        result = {**ended.outcome.result, "cause": cause}
+        return self._told(Outcome(folder, result, RunError.exit_code))
+
+    def _told(self, outcome: Outcome) -> Outcome:
+        """With the restarts in its result."""
+        if outcome.result is None:
+            return outcome
+        result = outcome.result | ({"restarts": self.restarts} if self.restarts else {})
+        outcome.folder.write_result(result)
+        return outcome._replace(result=result)
