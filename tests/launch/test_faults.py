@@ -47,6 +47,8 @@ def test_a_killed_worker_ends_the_run(
     with sabotage(tmp_path / "run", rank, signal.SIGKILL, while_training):
         outcome = launch(tmp_path, **TWO)
     check_failed(outcome, f"rank {rank} was killed by SIGKILL")
+    assert outcome.result is not None
+    assert outcome.result["is_loss"], "another attempt may survive"
 
 
 def test_a_worker_that_raises_ends_the_run_with_one_line(tmp_path: Path) -> None:

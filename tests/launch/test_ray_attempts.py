@@ -17,7 +17,7 @@ from paceline.errors import ConfigError, PacelineError, RunError, UsageError
 from paceline.launch.interruptions import Interruptions
 from paceline.launch.outcome import Outcome
 from paceline.launch.ray import cluster, run
-from paceline.launch.ray.cluster import TooFewError, Wanted
+from paceline.launch.ray.cluster import LostError, TooFewError, Wanted
 from paceline.records import SCHEMA, RunFolder, read_json
 
 
@@ -41,6 +41,8 @@ class FakeFleet:
         self._script = script
 
     def free_port(self) -> int:
+        if isinstance(self._script.ends[0], LostError):
+            raise self._script.ends.pop(0)
         return 1234
 
     def set_aside(self, path: Path, name: str) -> None:
@@ -133,6 +135,12 @@ def test_actors_that_are_lost_before_training_are_tried_again(play: Any) -> None
     script = Script([RunError("lost node 1 (b): its Ray actor was killed"), FINISHED], lost=True)
     assert play(script).exit_code == 0
     assert script.resumed == [False, False]
+
+
+def test_an_attempt_that_is_lost_at_its_start_does_not_lose_the_checkpoint(play: Any) -> None:
+    script = Script([KILLED, LostError("an actor of Ray does not answer"), FINISHED])
+    assert play(script, checkpoint_every=7).exit_code == 0
+    assert script.resumed == [False, True]
 
 
 def test_restarts_are_used_up(play: Any) -> None:

@@ -59,6 +59,10 @@ class TooFewError(UsageError):
         self.situation = situation
 
 
+class LostError(RunError):
+    """An actor is gone, or its machine with it."""
+
+
 def load() -> ModuleType:
     """Ray itself, which not everybody has, and which takes a second to load."""
     return importlib.import_module("ray")
@@ -170,7 +174,7 @@ def claimed(
     try:
         _await_group(ray, group, wanted, at, seconds, say)
         posts += (_start_post(ray, group, wanted, number) for number in range(wanted.machines))
-        machines = _describe(ray, posts, seconds)
+        machines = _describe(posts, seconds)
         own = str(ray.get_runtime_context().get_node_id())
         yield sorted(machines, key=lambda each: (each.node_id != first, each.node_id != own))
     finally:
@@ -222,14 +226,18 @@ def _start_post(ray: ModuleType, group: Any, wanted: Wanted, number: int) -> Any
     return ray.remote(Post).options(**options).remote()
 
 
-def _describe(ray: ModuleType, posts: list[Any], seconds: float) -> list[Machine]:
-    try:
-        told = ray.get([post.whereabouts.remote() for post in posts], timeout=seconds)
-    except Exception as error:  # noqa: BLE001 - it has many ways to tell that an actor is not there
-        raise RunError(
-            f"Ray could not start an actor on every machine: {cause_of(error)}"
-        ) from None
+def _describe(posts: list[Any], seconds: float) -> list[Machine]:
+    told = ask_all([post.whereabouts.remote() for post in posts], seconds)
     return [Machine(post, *where) for post, where in zip(posts, told, strict=True)]
+
+
+def ask_all(answers: list[Any], seconds: float) -> list[Any]:
+    """What actors answer, all of them."""
+    ray = load()
+    try:
+        return list(ray.get(answers, timeout=seconds))
+    except ray.exceptions.RayError as error:
+        raise LostError(f"an actor of Ray does not answer: {cause_of(error)}") from None
 
 
 def cause_of(error: Exception) -> str:

@@ -12,10 +12,12 @@ from typing import cast
 from paceline.errors import PacelineError, RunError
 from paceline.launch.fleet import describe_end
 from paceline.launch.node_process import NodeEnd
-from paceline.launch.ray.cluster import Machine, Say, Wanted, claimed, load
+from paceline.launch.ray.cluster import Machine, Say, Wanted, ask_all, claimed, load
 from paceline.launch.ray.post import PYTHON
 from paceline.launch.ray.process import LOST, RayProcess
 
+ANSWER_SECONDS = 30.0
+"""How long an actor may take for something small; the machine may have much else to do."""
 PASSED_ON = ("PACELINE_", "OMP_", "MKL_")
 """Beginnings of the variables that processes get from here."""
 
@@ -35,7 +37,7 @@ class RayFleet:
     def free_port(self) -> int:
         """On the first machine."""
         first = self._machines[0]
-        return int(load().get(first.post.free_port.remote(first.address)))
+        return int(ask_all([first.post.free_port.remote(first.address)], ANSWER_SECONDS)[0])
 
     def set_aside(self, path: Path, name: str) -> None:
         """On all machines, give a folder another name beside it, where it exists."""
@@ -43,7 +45,7 @@ class RayFleet:
             machine.post.set_aside.remote(str(path), name, str(Path.cwd()))
             for machine in self._machines
         ]
-        load().get(asked)
+        ask_all(asked, ANSWER_SECONDS)
 
     def start(self, node: int, words: Sequence[str], given: bytes) -> subprocess.Popen[bytes]:
         process = RayProcess(self._machines[node].post, words, given, _variables(), str(Path.cwd()))
@@ -59,7 +61,7 @@ class RayFleet:
 
     @property
     def lost(self) -> list[int]:
-        return [node for node, process in self._processes.items() if process.poll() == LOST]
+        return [node for node, process in self._processes.items() if process.is_lost]
 
     def _how_it_was_lost(self, node: int) -> str:
         living = {each["NodeID"] for each in load().nodes() if each["Alive"]}

@@ -61,6 +61,12 @@ class RayProcess:
     def poll(self) -> int | None:
         return self.returncode if self._has_ended.is_set() else None
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether it ended by no doing of its own, nor of ours."""
+        code = self.poll()
+        return code == LOST or (code is not None and code < 0 and self._killed_at is None)
+
     def wait(self, timeout: float | None = None) -> int:
         if not self._has_ended.wait(timeout):
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)

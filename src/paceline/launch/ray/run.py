@@ -20,7 +20,7 @@ from paceline.errors import ConfigError, PacelineError, RunError, StoppedError, 
 from paceline.launch.away import run_on
 from paceline.launch.interruptions import Interruptions
 from paceline.launch.outcome import Outcome
-from paceline.launch.ray.cluster import TooFewError, Wanted, connected, has_gpus
+from paceline.launch.ray.cluster import LostError, TooFewError, Wanted, connected, has_gpus
 from paceline.launch.ray.fleet import RayFleet, ray_fleet
 from paceline.records import RunFolder
 from paceline.worker.checkpoint import iterations
@@ -105,6 +105,8 @@ class _Attempts:
     """The address of the cluster."""
     quiet: bool
     interruptions: Interruptions
+    last: Outcome | None = None
+    """Of the last attempt that came so far."""
     first: str | None = None
     """The machine that has the run's folder, by Ray's name for it."""
     aside: list[tuple[Path, str]] = field(default_factory=list)
@@ -118,8 +120,8 @@ class _Attempts:
         ended = self._attempt(resumed)
         while ended.is_loss:
             if len(self.restarts) >= self.config.max_restarts:
-                return self._give_up(ended, f"{ended.cause}{self._used_up()}")
-            resumed = self._go_on_from(ended)
+                return self._give_up(f"{ended.cause}{self._used_up()}")
+            resumed = self._go_on_from(ended, resumed)
             iteration = iterations(resumed.checkpoints)[0] if resumed else 0
             seconds = monotonic() - begun
             self.restarts.append({"cause": ended.cause, "iteration": iteration, "seconds": seconds})
@@ -127,8 +129,7 @@ class _Attempts:
             try:
                 ended = self._attempt(resumed)
             except TooFewError as error:
-                cause = f"{ended.cause}; a restart {error.situation}"
-                return self._give_up(replace(ended, is_loss=False), cause)
+                return self._give_up(f"{ended.cause}; a restart {error.situation}")
         if ended.outcome is None:
             raise ended.error or RunError("the run ended without a word")
         return self._told(ended.outcome)
@@ -136,18 +137,25 @@ class _Attempts:
     def _attempt(self, resumed: RunFolder | None) -> _Ended:
         config, say = self.config, _say_nothing if self.quiet else _say
         self.interruptions.raises = True
-        outcome, error = None, None
         patience = config.rendezvous_seconds
-        with ray_fleet(wanted_for(config), self.at, patience, say, self.first) as fleet:
-            self.first = fleet.first_node_id
-            for path, name in self.aside:
-                fleet.set_aside(path, name)
-            own = replace(config, master_port=fleet.free_port())
-            try:
-                outcome = run_on(fleet, own, resumed, self.quiet, self.interruptions)
-            except PacelineError as raised:
-                error = raised
-            return _Ended(outcome, error, self._is_loss(fleet, outcome, error))
+        try:
+            with ray_fleet(wanted_for(config), self.at, patience, say, self.first) as fleet:
+                self.first = fleet.first_node_id
+                return self._run_on(fleet, resumed)
+        except LostError as error:
+            return _Ended(None, error, is_loss=True)
+
+    def _run_on(self, fleet: RayFleet, resumed: RunFolder | None) -> _Ended:
+        for path, name in self.aside:
+            fleet.set_aside(path, name)
+        config = replace(self.config, master_port=fleet.free_port())
+        outcome, error = None, None
+        try:
+            outcome = run_on(fleet, config, resumed, self.quiet, self.interruptions)
+        except PacelineError as raised:
+            error = raised
+        self.last = outcome or self.last
+        return _Ended(outcome, error, self._is_loss(fleet, outcome, error))
 
     def _is_loss(
         self, fleet: RayFleet, outcome: Outcome | None, error: PacelineError | None
@@ -159,10 +167,10 @@ class _Attempts:
             return False
         return bool(fleet.lost or (result and result.get("is_loss")))
 
-    def _go_on_from(self, ended: _Ended) -> RunFolder | None:
+    def _go_on_from(self, ended: _Ended, resumed: RunFolder | None) -> RunFolder | None:
         """The folder with a checkpoint; where there is none, what was done is set aside."""
         if ended.outcome is None:
-            return None
+            return resumed
         folder = ended.outcome.folder
         if iterations(folder.checkpoints):
             return folder
@@ -186,15 +194,15 @@ class _Attempts:
         most = self.config.max_restarts
         return f" (--max-restarts {most} are used up)" if most else ""
 
-    def _give_up(self, ended: _Ended, cause: str) -> Outcome:
-        if ended.outcome is None or ended.outcome.result is None:
+    def _give_up(self, cause: str) -> Outcome:
+        if self.last is None or self.last.result is None:
             raise RunError(cause)
-        folder = ended.outcome.folder
+        folder = self.last.folder
         if not folder.path.is_dir():
             # It was set aside for an attempt that did not come about.
             path, name = self.aside.pop()
             path.with_name(name).rename(path)
-        result = {**ended.outcome.result, "cause": cause}
+        result = {**self.last.result, "cause": cause}
         return self._told(Outcome(folder, result, RunError.exit_code))
 
     def _told(self, outcome: Outcome) -> Outcome:
