@@ -20,13 +20,12 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from paceline.report.build import write_report
-    from paceline.report.verdict import judge
 
     out = None if arguments.out is None else Path(arguments.out)
     page, collection = write_report(arguments.path, out)
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    for chapter in collection.chapters:
-        console.print(judge(chapter.cells).headline)
+    for headline in collection.headlines:
+        console.print(headline)
     for left in collection.left_out:
         console.print(f"left out    {left.name}: {left.why}")
     console.print(f"report      {page}")

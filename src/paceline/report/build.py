@@ -50,6 +50,7 @@ def _write_figures(document: Document, folder: Path) -> None:
 
 def to_document(collection: Collection) -> Document:
     verdicts = [judge(chapter.cells) for chapter in collection.chapters]
+    collection.headlines = [verdict.headline for verdict in verdicts]
     chapters = [
         _page(chapter, verdict, collection.comm, is_alone=len(verdicts) == 1)
         for chapter, verdict in zip(collection.chapters, verdicts, strict=True)

@@ -51,6 +51,9 @@ class Collection:
     comm: list[Path] = field(default_factory=list)
     """Measurements of the network that lie beside the runs, as `paceline comm --json` writes."""
 
+    headlines: list[str] = field(default_factory=list)
+    """The verdict of each chapter, once a report was made."""
+
     @property
     def cells(self) -> list[Cell]:
         """Each once, also where two chapters show it."""

@@ -72,6 +72,14 @@ def _print_significance(console: Console, cells: Sequence[Cell], letters: Sequen
 
 def write_comparison(cells: Sequence[Cell], page: Path) -> None:
     """The same as one HTML file, with curves and phases of the cells."""
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(to_html(to_document(cells)), encoding="utf-8")
+    except OSError as error:
+        raise RecordsError(f"cannot write {page}: {error.strerror}") from None
+
+
+def to_document(cells: Sequence[Cell]) -> Document:
     verdict = judge(cells)
     columns = ("", *(cell.label for cell in cells))
     sections = [_rows("settings", "What differs in the settings", columns, setting_rows(cells))]
@@ -88,7 +96,7 @@ def write_comparison(cells: Sequence[Cell], page: Path) -> None:
         built = SECTIONS[name].build(about)
         if built:
             sections.append(Section(name, SECTIONS[name].title, built))
-    document = Document(
+    return Document(
         title="Comparison",
         subtitle=", ".join(cell.label for cell in cells),
         about="",
@@ -99,11 +107,6 @@ def write_comparison(cells: Sequence[Cell], page: Path) -> None:
             ChapterPage("comparison", "Comparison", "", "", [s for s in sections if s.blocks])
         ],
     )
-    try:
-        page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(to_html(document), encoding="utf-8")
-    except OSError as error:
-        raise RecordsError(f"cannot write {page}: {error.strerror}") from None
 
 
 def _rows(name: str, title: str, columns: Sequence[str], rows: Sequence[Row]) -> Section:
