@@ -64,7 +64,7 @@ def problems(folder: Path, text: str) -> list[str]:
         ),
         (
             "base:\n  strategy: easgd\n  options:\n    tua: 3\n",
-            "mine.yaml:3: base.options: options.tua: strategy easgd has no such option;"
+            "mine.yaml:4: base.options.tua: strategy easgd has no such option;"
             " it has tau, alpha, algorithm",
         ),
         (
@@ -81,6 +81,9 @@ def problems(folder: Path, text: str) -> list[str]:
         ("grid:\n  way: [a]\n", "mine.yaml:2: grid.way: this axis is no setting: each of its values"
          " must be settings with a label"),
         ("grid:\n  way:\n    - {seed: 1}\n", "mine.yaml:3: grid.way: needs a label"),
+        ("grid:\n  seed:\n", "mine.yaml:2: grid.seed: must be a list of values"),
+        ("parts:\n  one:\n  two: {}\n",
+         "mine.yaml:2: parts.one: must be a grid, or {} for none"),
         ("grid:\n  seed: 3\n", "mine.yaml:2: grid.seed: must be a list of values"),
         (
             "grid: {seed: [1]}\nexclude:\n  - {sead: 1}\n",

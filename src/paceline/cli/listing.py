@@ -10,9 +10,10 @@ from paceline.comm import ALGORITHMS
 from paceline.data import DATASETS
 from paceline.models import MODELS
 from paceline.registry import Entry
+from paceline.study.named import Shipped
 from paceline.sync import STRATEGIES
 
-SUMMARY = "list what can be picked by name: strategies, algorithms, codecs, models, data"
+SUMMARY = "list what can be picked by name: strategies, algorithms, codecs, models, data, studies"
 
 KINDS: dict[str, Iterable[Entry]] = {
     "strategies": STRATEGIES,
@@ -20,6 +21,7 @@ KINDS: dict[str, Iterable[Entry]] = {
     "codecs": CODECS,
     "models": MODELS,
     "data": DATASETS,
+    "studies": Shipped(),
 }
 
 

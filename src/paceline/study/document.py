@@ -37,8 +37,10 @@ class Document:
 
     def _check_shape(self, root: Node) -> None:
         self._check_keys(root, KEYS)
+        self._check_nothing_is_empty(root)
         for part in self._parts_in(root):
             self._check_keys(part, PART_KEYS)
+            self._check_nothing_is_empty(part)
         scales = root.get("scales")
         for name, scale in scales.items() if scales else ():
             if name not in SCALES:
@@ -47,6 +49,14 @@ class Document:
                 self._check_keys(scale, SCALE_KEYS)
                 for part in self._parts_in(scale):
                     self._check_keys(part, PART_KEYS)
+
+    def _check_nothing_is_empty(self, layer: Node) -> None:
+        """Null takes an axis or a part away, which only a scale can mean."""
+        for key, would_do in (("grid", "a list of values"), ("parts", "a grid, or {} for none")):
+            held = layer.get(key)
+            for _, node in held.items() if held else ():
+                if node.content is None:
+                    self.problems.add(node, f"must be {would_do}")
 
     def _parts_in(self, layer: Node) -> Iterator[Node]:
         parts = layer.get("parts")

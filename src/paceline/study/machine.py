@@ -20,8 +20,12 @@ def unable(config: RunConfig) -> str | None:
 
 
 def check_data(configs: Iterable[RunConfig]) -> None:
-    """Refuse a study whose datasets are not here, since no cell of it could run."""
-    wanted = {(config.data, config.data_dir) for config in configs if config.data in OFFICIAL_SETS}
+    """Refuse a study whose datasets are not here; what other hosts have is theirs to know."""
+    wanted = {
+        (config.data, config.data_dir)
+        for config in configs
+        if config.data in OFFICIAL_SETS and not config.hosts
+    }
     missing = [
         f"--data {name}: its files are not in {folder}: paceline data fetch {name}"
         for name, given in sorted(wanted, key=str)

@@ -80,6 +80,8 @@ class Settings:
     def _set(self, key: str, node: Node) -> None:
         head, _, tail = key.partition(".")
         self._origins[key] = self._origins[head] = node
+        if head in ("options", "cluster"):
+            self._origins |= {f"{head}.{name}": value for name, value in node.items()}
         if head == "options":
             self._options = _laid(self._options, tail, node)
         elif head == "cluster":
