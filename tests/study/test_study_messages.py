@@ -147,6 +147,11 @@ def test_aliases_cannot_make_a_small_file_large(tmp_path: Path) -> None:
         load(write_study(tmp_path, "\n".join(lines)))
 
 
+def test_a_grid_of_more_cells_than_anyone_runs_is_refused_at_once(tmp_path: Path) -> None:
+    axes = "".join(f"  axis{n}: [{{label: a}}, {{label: b}}]\n" for n in range(60))
+    assert problems(tmp_path, f"grid:\n{axes}") == ["mine.yaml:1: more than 10,000 cells"]
+
+
 def test_an_unknown_study_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(UsageError, match="unknown study 'four-wys': did you mean four-ways"):
         named.find("four-wys")

@@ -120,7 +120,7 @@ def expand(
         hits = [count + match for count, match in zip(hits, matches, strict=True)]
         if any(matches):
             continue
-        names = [f"{axis.short_name}-{slug(labels[axis.name])}" for axis in axes]
+        names = [slug(f"{axis.short_name}-{labels[axis.name]}") for axis in axes]
         points.append(
             Point(
                 name=".".join([*([prefix] if prefix else []), *names]) or "run",

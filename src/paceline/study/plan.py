@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -121,6 +122,10 @@ class _Planner:
             report=self._names("report", name),
             axes={axis.name: tuple(value.label for value in axis.values) for axis in axes},
         )
+        # Before the grid is expanded: a few long axes make more cells than memory holds.
+        if math.prod(len(axis.values) for axis in axes) * self._repeats > MOST_CELLS:
+            problems.add(document.place(name), f"more than {MOST_CELLS:,} cells")
+            return part, []
         points = expand(
             slug(name) if name else "",
             title,
@@ -130,9 +135,6 @@ class _Planner:
             document.place(name),
             problems,
         )
-        if len(points) * self._repeats > MOST_CELLS:
-            problems.add(document.place(name), f"more than {MOST_CELLS:,} cells")
-            return part, []
         return part, [cell for point in points for cell in self._cells(point, part, base)]
 
     def _checked_layer(self, layer: Node) -> dict[str, Node]:
