@@ -36,7 +36,8 @@ def check_elastic(config: RunConfig, strategy: Strategy) -> None:
         )
     if config.slow:
         problems.append("--slow: ranks change in an elastic run: leave it out with --elastic")
-    problems += _of_strategy(config, strategy, limits, largest)
+    # Worlds of other sizes can be imagined only once the above is mended.
+    problems = problems or _of_strategy(config, strategy, limits, largest)
     if problems:
         raise ConfigError(problems)
 
@@ -54,5 +55,6 @@ def _of_strategy(
             f"--strategy {config.strategy}: its servers cannot be dealt to nodes that come and go:"
             " choose another with --elastic"
         ]
-    worlds = [dataclasses.replace(config, nnodes=count) for count in limits]
+    anywhere = dataclasses.replace(config, node_rank=0, nnodes=1, hosts=(), cluster=None)
+    worlds = [dataclasses.replace(anywhere, nnodes=count) for count in limits]
     return [*dict.fromkeys(line for world in worlds for line in strategy.refusals(world))]

@@ -162,8 +162,7 @@ class _FirstNode(_Node):
         self._gather_records()
         crew = self._agent.crew
         reports = crew.reports() if crew else []
-        if crew:
-            crew.clear_traces(reports=True)
+        self._clear_traces()
         is_new = self._resumed is None and self._newest_checkpoint() is None
         if ending and (crew is None or is_refusal(ending, reports, is_new)):
             # Nobody trained: a refused run leaves no trace, and its name stays free.
@@ -181,6 +180,15 @@ class _FirstNode(_Node):
             worlds=self._leader.worlds,
         )
         return Outcome(self.folder, result, ending.exit_code if ending else 0)
+
+    def _clear_traces(self) -> None:
+        """Remove what is only of use while a run goes on, of nodes that were lost as well."""
+        for kind in ("launch", "failure", "report"):
+            for file in self.folder.path.glob(f"{kind}-*.json"):
+                file.unlink(missing_ok=True)
+        for file in self.folder.path.glob("output-*.txt"):
+            if not file.stat().st_size:
+                file.unlink()
 
     def _gather_records(self) -> None:
         """Of the others, as they leave; this node, which serves the store, goes last."""
