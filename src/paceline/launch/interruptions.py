@@ -15,8 +15,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Interruptions:
     """Notes the signals that come; while `raises` is set, one ends what is being done."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: str = "training") -> None:
+        """`before`: what has not begun yet while `raises` is set."""
         self.raises = True
+        self._before_what = before
         self.received: list[signal.Signals] = []
 
     def __enter__(self) -> Self:
@@ -38,4 +40,6 @@ class Interruptions:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received.append(signal.Signals(number))
         if self.raises:
-            raise StoppedError(f"stopped by {self.received[0].name} before training began")
+            raise StoppedError(
+                f"stopped by {self.received[0].name} before {self._before_what} began"
+            )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from signal import Signals
 from time import monotonic, sleep
@@ -16,6 +15,7 @@ from paceline.errors import PacelineError, RunError, StoppedError, UsageError
 from paceline.launch.ending import earliest, read_failure
 from paceline.launch.interruptions import Interruptions
 from paceline.launch.spawn import spawn
+from paceline.probe import progress
 from paceline.probe.plan import Plan
 from paceline.records import SCHEMA, RunFolder, read_json, write_json
 
@@ -32,20 +32,22 @@ def run_here(plan: Plan, quiet: bool) -> dict[str, Any] | None:
         raise UsageError("comm: takes two workers or more: give --nproc-per-node 2")
     processes: Processes = {}
     with (
-        Interruptions() as interruptions,
-        ExitStack() as stack,
+        Interruptions("measuring") as interruptions,
         tempfile.TemporaryDirectory(prefix="paceline-comm-") as name,
     ):
         folder = RunFolder(Path(name))
-        store = _serve(plan)
-        stack.callback(_end, processes)
+        # Kept until all have ended: what it serves ends with it.
+        store, port = _serve(plan)
         try:
-            _start(plan, folder, quiet, store[1], processes)
+            _start(plan, folder, quiet, port, processes)
             interruptions.raises = False
             _watch(processes, interruptions)
             return _outcome(folder, processes, interruptions)
         finally:
             _end(processes)
+            if not quiet and 0 in processes and processes[0].returncode:
+                progress.clear()
+            del store
 
 
 def _serve(plan: Plan) -> tuple[Any, int]:

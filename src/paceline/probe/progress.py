@@ -5,64 +5,56 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from paceline.probe.run import Show
 from paceline.worker.display import COLUMNS_VARIABLE
 
 QUIET_SECONDS = 10.0
+_CLEAR_LINE = "\r\x1b[2K"
+
+Show = Callable[[str, int, int], None]
+"""Told what comes next, how many sizes are done, and of how many."""
 
 
 @contextmanager
 def showing(quiet: bool) -> Iterator[Show]:
+    """Shown only between sizes: a thread of its own would disturb what is measured."""
     if quiet:
         yield lambda text, done, total: None
-    elif COLUMNS_VARIABLE in os.environ or sys.stdout.isatty():
-        with _live() as show:
-            yield show
+    elif _is_live():
+        yield lambda text, done, total: _write(f"{_CLEAR_LINE}{_describe(text, done, total)}")
+        clear()
     else:
-        yield _plainly()
+        yield _now_and_then()
 
 
-@contextmanager
-def _live() -> Iterator[Show]:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    columns = os.environ.get(COLUMNS_VARIABLE)
-    console = Console(
-        highlight=False,
-        markup=False,
-        width=int(columns) if columns else None,
-        force_terminal=True if columns else None,
-    )
-    # Refreshed only between sizes: a thread of its own would disturb what is measured.
-    progress = Progress(
-        BarColumn(bar_width=18),
-        TextColumn("{task.description}"),
-        console=console,
-        auto_refresh=False,
-        transient=True,
-    )
-    task = progress.add_task("connecting ...", total=None)
-    with progress:
-
-        def show(text: str, done: int, total: int) -> None:
-            progress.update(task, description=f"measuring {text}", completed=done, total=total)
-            progress.refresh()
-
-        yield show
+def clear() -> None:
+    """Take away a live line, perhaps that of a process that could not do so itself."""
+    if _is_live():
+        _write(_CLEAR_LINE)
 
 
-def _plainly() -> Show:
+def _is_live() -> bool:
+    return COLUMNS_VARIABLE in os.environ or sys.stdout.isatty()
+
+
+def _now_and_then() -> Show:
     spoke = time.monotonic()
 
     def show(text: str, done: int, total: int) -> None:
         nonlocal spoke
         if time.monotonic() - spoke > QUIET_SECONDS:
             spoke = time.monotonic()
-            sys.stdout.write(f"measuring {text} ({done} of {total} sizes done)\n")
-            sys.stdout.flush()
+            _write(f"{_describe(text, done, total)}\n")
 
     return show
+
+
+def _describe(text: str, done: int, total: int) -> str:
+    return f"measuring {text} ({done} of {total} sizes done)"
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

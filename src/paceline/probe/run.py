@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -19,6 +18,7 @@ from paceline.launch.member import connection
 from paceline.probe.limits import Limit, link_limit
 from paceline.probe.operations import ELEMENT_BYTES
 from paceline.probe.plan import Plan, Way
+from paceline.probe.progress import Show
 from paceline.probe.results import Record, make_record
 from paceline.probe.sizes import size_text
 from paceline.probe.timing import Timed, copy_bytes_per_second, time_size
@@ -26,9 +26,6 @@ from paceline.worker.device import computing
 
 LEAST_COPIED_BYTES = 2**26
 """More than caches hold, so that it is the memory that is measured."""
-
-Show = Callable[[str, int, int], None]
-"""Told what comes next, how many sizes are done, and of how many."""
 
 
 def run(place: Place, plan: Plan, show: Show = lambda text, done, total: None) -> Record | None:

@@ -8,14 +8,13 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, in_a_line
 from paceline.launch import environment
 from paceline.launch.ending import Ending, write_failure
 from paceline.probe.plan import Plan
 from paceline.probe.progress import showing
 from paceline.probe.run import run
 from paceline.records import RunFolder, read_json, write_json
-from paceline.worker.report import explain
 
 RECORD = "comm.json"
 
@@ -31,8 +30,9 @@ def main(arguments: list[str]) -> int:
         if record is not None:
             write_json(folder.path / RECORD, record)
         return 0
-    except (KeyboardInterrupt, Exception) as error:  # noqa: BLE001 - told by the launcher
-        status, cause, code = explain(error, folder)
-        is_echo = isinstance(error, PacelineError) and error.is_echo
-        write_failure(folder, place.rank, Ending(cause, code, status, is_echo, time.time()))
-        return code
+    except PacelineError as error:
+        ending = Ending(str(error), error.exit_code, is_echo=error.is_echo, ended=time.time())
+    except Exception as error:  # noqa: BLE001 - told by the launcher
+        ending = Ending(in_a_line(error), ended=time.time())
+    write_failure(folder, place.rank, ending)
+    return ending.exit_code

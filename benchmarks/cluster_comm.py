@@ -1,0 +1,78 @@
+"""How near a large all-reduce in an emulated cluster comes to the rate of its links; needs root.
+
+    python benchmarks/cluster_comm.py [--nodes 2] [--rates 100mbit,1gbit,5gbit] [--repeats 10]
+
+On a machine with nothing else to do. For each rate a cluster is made, calibrated and measured by
+`paceline comm`: gloo's all-reduce and the ring, of a tensor that takes the link about a second.
+Figures are bus bandwidths: medians with their least and greatest values, over the asked rate and
+over the calibrated one. Within 5 % of the asked rate is the aim; what the headers of the network
+take is part of that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from paceline.cluster_spec import bits_per_second
+from paceline.comm.bus import BUS_FACTORS
+from paceline.measure.machine import hardware, software
+from paceline.probe.command import measure
+from paceline.probe.plan import make_plan
+from paceline.probe.sizes import LAST_BYTES, size_text
+
+ALGORITHMS = ("library", "ring")
+AIM = 0.05
+
+
+def size_for(rate: str, nodes: int) -> int:
+    """Of a tensor that takes half a second to a second, as a power of two."""
+    wanted = bits_per_second(rate) / 8 / BUS_FACTORS["all_reduce"](nodes)
+    return min(1 << (int(wanted).bit_length() - 1), LAST_BYTES)
+
+
+def measure_rate(rate: str, nodes: int, repeats: int) -> None:
+    size = size_for(rate, nodes)
+    plan = make_plan(
+        {"cluster": f"nodes={nodes},bandwidth={rate}", "threads": 1},
+        sizes=str(size),
+        algorithms=",".join(ALGORITHMS),
+        repeats=repeats,
+        most_seconds=60,
+    )
+    record = measure(plan, quiet=True)
+    assert record is not None
+    asked = bits_per_second(rate) / 8
+    calibrated = record["limits"]["link"]["bytes_per_second"]
+    for entry in record["measurements"]:
+        factor = BUS_FACTORS["all_reduce"](nodes) * entry["bytes"]
+        shares = sorted(factor / seconds / asked for seconds in entry["samples_seconds"])
+        share = entry["bus_bytes_per_second"] / asked
+        verdict = "within the aim" if abs(share - 1) <= AIM else "misses the aim"
+        print(
+            f"{rate:>8} {size_text(size):>8}  {entry['algorithm']:8}"
+            f"{share:8.1%} of asked ({shares[0]:.1%} to {shares[-1]:.1%})"
+            f"{entry['bus_bytes_per_second'] / calibrated:8.1%} of calibrated  {verdict}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--rates", default="100mbit,1gbit,5gbit")
+    parser.add_argument("--repeats", type=int, default=10)
+    given = parser.parse_args()
+    machine = hardware()
+    print(
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['kernel']}, torch"
+        f" {software()['torch']}, load before {os.getloadavg()[0]:.1f}, n = {given.repeats}"
+    )
+    for rate in given.rates.split(","):
+        measure_rate(rate, given.nodes, given.repeats)
+
+
+if __name__ == "__main__":
+    main()
