@@ -24,7 +24,7 @@ def cluster() -> Iterator[EmulatedCluster]:
         pytest.skip("needs a C compiler")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(latency, "has_netem", lambda as_root: False)
-        made = small_cluster(f"nodes=3,latency={ROUND_TRIP_SECONDS * 1e3}ms")
+        made = small_cluster(f"nodes=3,bandwidth=50mbit,latency={ROUND_TRIP_SECONDS * 1e3}ms")
     with made:
         yield made
 
@@ -45,6 +45,13 @@ def test_a_frame_for_one_node_does_not_reach_another(cluster: EmulatedCluster) -
     before = received()
     assert comes_back_whole(cluster, 0, 2, 1 << 20)
     assert received() - before < 10_000
+
+
+def test_a_link_is_held_to_its_rate(cluster: EmulatedCluster) -> None:
+    """Towards a node only the forwarder does so."""
+    found = [item for item in measuring.link_rates(cluster.state) if item.what == "bandwidth in"]
+    assert len(found) == 3
+    assert all(0 < item.got < 1.25 * 50e6 for item in found)
 
 
 def test_it_waits_without_using_the_cpu(cluster: EmulatedCluster) -> None:

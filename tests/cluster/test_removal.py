@@ -122,10 +122,10 @@ def test_a_failure_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
     def fail(*_: object) -> None:
         holders.extend(namespace.holder for namespace in load(path_of(name)).namespaces())
-        raise ClusterError("shaping failed")
+        raise ClusterError("joining failed")
 
-    monkeypatch.setattr(links, "shape", fail)
-    with pytest.raises(ClusterError, match="shaping failed"):
+    monkeypatch.setattr(links, "bridge", fail)
+    with pytest.raises(ClusterError, match="joining failed"):
         small_cluster("nodes=2,cpus=0.5", name)
     assert len(holders) == 3
     assert all(gone(holder) for holder in holders)

@@ -149,8 +149,9 @@ def _build(state: State) -> None:
     _limit_cpus(state)
     state.save()
     links.connect(state.switch, state.nodes, state.addresses)
-    rates = [state.spec.bandwidth(node) for node in range(state.spec.nodes)]
-    links.shape(state.switch, state.nodes, rates)
+    for number, node in enumerate(state.nodes):
+        if (rate := state.spec.bandwidth(number)) is not None:
+            links.shape(node, {"eth0": rate})
     latency.join_ports(state, state.switch)
     state.save()
 

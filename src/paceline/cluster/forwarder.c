@@ -1,7 +1,10 @@
-/* Joins the ports of an emulated cluster like a switch that keeps every frame for a fixed time.
+/* Joins the ports of an emulated cluster: every frame takes its time over the sender's link, a fixed
+   delay, and the receiver's link.
 
-   forwarder DELAY_NS PORT...
+   forwarder DELAY_NS PORT=BITS_PER_SECOND...
 
+   A rate of 0 is no limit. A link is a clock that says when it is free again, so nothing passes
+   sooner than it could over a cable, and a wake-up that comes late is made good by the next ones.
    A frame's destination is in its address: 02:70:63:6c and the number of the port, as links.py
    gives them out; frames for a group go to all other ports. Frames pass with the offload header
    of the kernel before them, so that what TCP sends in pieces of 64 kB stays whole. It ends when a
@@ -30,19 +33,26 @@ enum {
     READS_IN_A_ROW = 64, /* of one port, before the others and what is due get their turn */
     SOCKET_BYTES = 32 << 20,
 };
-static const size_t QUEUE_BYTES = 256u << 20;
+static const size_t QUEUE_BYTES = 256u << 20;    /* of all frames that wait */
 static const int64_t SECOND = 1000000000;
+static const int64_t QUEUE_NS = 100 * 1000000LL; /* longer than this, a link loses frames */
 
 struct frame {
     struct frame *next;
     int64_t due;
-    int to, except; /* to < 0: all ports but one */
     size_t bytes;
     unsigned char content[];
 };
-static struct frame *first, **last = &first;
+struct port {
+    int socket;
+    double ns_per_byte;
+    int64_t out_free, in_free; /* when the node's link can take the next frame */
+    struct frame *first, **last;
+};
+static struct port *ports;
+static int count;
+static int64_t delay;
 static size_t queued_bytes;
-static int ports, *sockets;
 
 static void fail(const char *what) {
     perror(what);
@@ -88,65 +98,99 @@ static int64_t arrival(struct msghdr *message) {
     return now(CLOCK_MONOTONIC) - age;
 }
 
-static void enqueue(int port, const unsigned char *content, size_t bytes, int64_t due) {
-    static const unsigned char prefix[4] = {0x02, 0x70, 0x63, 0x6c};
-    const unsigned char *address = content + HEADER;
-    int to = -1;
-    if (bytes < HEADER + sizeof(struct ether_header) || queued_bytes + bytes > QUEUE_BYTES) return;
-    if (!memcmp(address, prefix, sizeof prefix)) to = address[4] << 8 | address[5];
-    if ((to < 0 && !(address[0] & 1)) || to >= ports) return;
-    struct frame *frame = malloc(sizeof *frame + bytes);
-    if (!frame) return;
-    *frame = (struct frame){.due = due, .to = to, .except = port, .bytes = bytes};
-    memcpy(frame->content, content, bytes);
-    queued_bytes += bytes;
-    *last = frame;
-    last = &frame->next;
+/* What a cable would carry: large frames are cut up, each piece with the headers of the whole. */
+static int64_t bytes_on_wire(const unsigned char *content, size_t bytes) {
+    struct virtio_net_hdr header;
+    memcpy(&header, content, sizeof header);
+    size_t whole = bytes - HEADER;
+    if (header.gso_type == VIRTIO_NET_HDR_GSO_NONE || !header.gso_size || header.hdr_len >= whole)
+        return (int64_t)whole;
+    size_t pieces = (whole - header.hdr_len + header.gso_size - 1) / header.gso_size;
+    return (int64_t)(whole + (pieces - 1) * header.hdr_len);
 }
 
-static void receive(int port, int64_t delay) {
+static void enqueue(struct port *to, const unsigned char *content, size_t bytes, int64_t sent,
+                    int64_t over) {
+    int64_t wire = bytes_on_wire(content, bytes);
+    int64_t begin = sent + delay > to->in_free ? sent + delay : to->in_free;
+    int64_t end = begin + (int64_t)((double)wire * to->ns_per_byte);
+    if (end < over + delay) end = over + delay;
+    if (begin - sent - delay > QUEUE_NS || queued_bytes + bytes > QUEUE_BYTES) return;
+    struct frame *frame = malloc(sizeof *frame + bytes);
+    if (!frame) return;
+    *frame = (struct frame){.due = end, .bytes = bytes};
+    memcpy(frame->content, content, bytes);
+    queued_bytes += bytes;
+    to->in_free = end;
+    *to->last = frame;
+    to->last = &frame->next;
+}
+
+static void route(struct port *from, const unsigned char *content, size_t bytes, int64_t came) {
+    static const unsigned char prefix[4] = {0x02, 0x70, 0x63, 0x6c};
+    const unsigned char *address = content + HEADER;
+    if (bytes < HEADER + sizeof(struct ether_header)) return;
+    int64_t sent = came > from->out_free ? came : from->out_free;
+    if (sent - came > QUEUE_NS) return;
+    from->out_free = sent + (int64_t)((double)bytes_on_wire(content, bytes) * from->ns_per_byte);
+    int number = memcmp(address, prefix, sizeof prefix) ? -1 : address[4] << 8 | address[5];
+    for (int i = 0; i < count; i++)
+        if (number < 0 ? (address[0] & 1) && ports + i != from : i == number)
+            enqueue(ports + i, content, bytes, sent, from->out_free);
+}
+
+static void receive(struct port *port) {
     static unsigned char content[LARGEST];
     for (int i = 0; i < READS_IN_A_ROW; i++) {
         char control[64];
         struct iovec space = {content, sizeof content};
         struct msghdr message = {.msg_iov = &space, .msg_iovlen = 1,
                                  .msg_control = control, .msg_controllen = sizeof control};
-        ssize_t bytes = recvmsg(sockets[port], &message, 0);
+        ssize_t bytes = recvmsg(port->socket, &message, 0);
         if (bytes < 0 && (errno == EAGAIN || errno == EINTR)) return;
         if (bytes < 0) fail("port");
-        enqueue(port, content, (size_t)bytes, arrival(&message) + delay);
+        route(port, content, (size_t)bytes, arrival(&message));
     }
 }
 
-/* A port whose queue is full loses the frame, as a switch would. */
-static void send_due(void) {
-    int64_t time = now(CLOCK_MONOTONIC);
-    while (first && first->due <= time) {
-        struct frame *frame = first;
-        for (int port = 0; port < ports; port++)
-            if (port == frame->to || (frame->to < 0 && port != frame->except))
-                if (send(sockets[port], frame->content, frame->bytes, 0) < 0 && errno == ENXIO)
-                    fail("port");
-        queued_bytes -= frame->bytes;
-        if (!(first = frame->next)) last = &first;
-        free(frame);
+/* Sends what is due; returns when the next frame is, or 0. */
+static int64_t send_due(void) {
+    int64_t next = 0;
+    for (struct port *port = ports; port < ports + count; port++) {
+        int64_t time = now(CLOCK_MONOTONIC);
+        while (port->first && port->first->due <= time) {
+            struct frame *frame = port->first;
+            if (send(port->socket, frame->content, frame->bytes, 0) < 0 && errno == ENXIO)
+                fail("port");
+            queued_bytes -= frame->bytes;
+            if (!(port->first = frame->next)) port->last = &port->first;
+            free(frame);
+        }
+        if (port->first && (!next || port->first->due < next)) next = port->first->due;
     }
+    return next;
 }
 
-int main(int count, char **words) {
-    if (count < 3) return 2;
-    int64_t delay = atoll(words[1]), armed = 0;
-    ports = count - 2;
-    sockets = calloc((size_t)ports, sizeof *sockets);
+int main(int words, char **word) {
+    if (words < 3) return 2;
+    int64_t armed = 0;
+    delay = atoll(word[1]);
+    count = words - 2;
+    ports = calloc((size_t)count, sizeof *ports);
     int waiting = epoll_create1(EPOLL_CLOEXEC);
     int timer = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
-    struct epoll_event event = {.events = EPOLLIN, .data.fd = -1};
-    if (!sockets || waiting < 0 || timer < 0) fail("start");
+    struct epoll_event event = {.events = EPOLLIN};
+    if (!ports || waiting < 0 || timer < 0) fail("start");
     if (epoll_ctl(waiting, EPOLL_CTL_ADD, timer, &event)) fail("epoll");
-    for (int port = 0; port < ports; port++) {
-        event.data.fd = port;
-        sockets[port] = open_port(words[2 + port]);
-        if (epoll_ctl(waiting, EPOLL_CTL_ADD, sockets[port], &event)) fail("epoll");
+    for (int i = 0; i < count; i++) {
+        char *rate = strchr(word[2 + i], '=');
+        if (!rate) return 2;
+        *rate++ = 0;
+        struct port *port = event.data.ptr = ports + i;
+        port->last = &port->first;
+        port->ns_per_byte = atof(rate) > 0 ? 8e9 / atof(rate) : 0;
+        port->socket = open_port(word[2 + i]);
+        if (epoll_ctl(waiting, EPOLL_CTL_ADD, port->socket, &event)) fail("epoll");
     }
     setpriority(PRIO_PROCESS, 0, -20); /* late frames are wrong ones; a user may not, and goes on */
     for (;;) {
@@ -154,14 +198,14 @@ int main(int count, char **words) {
         int ready = epoll_wait(waiting, events, 64, -1);
         if (ready < 0 && errno != EINTR) fail("epoll_wait");
         for (int i = 0; i < ready; i++)
-            if (events[i].data.fd >= 0) receive(events[i].data.fd, delay);
-        send_due();
-        if (first && first->due != armed) {
-            struct itimerspec at = {.it_value = {first->due / SECOND, first->due % SECOND}};
-            armed = first->due;
+            if (events[i].data.ptr) receive(events[i].data.ptr);
+        int64_t next = send_due();
+        if (next && next != armed) {
+            struct itimerspec at = {.it_value = {next / SECOND, next % SECOND}};
             if (timerfd_settime(timer, TFD_TIMER_ABSTIME, &at, NULL)) fail("timer");
+            armed = next;
         }
-        uint64_t expired; /* an alarm that nothing waits for any more would ring on and on */
-        if (!first && read(timer, &expired, sizeof expired) > 0) armed = 0;
+        uint64_t rings; /* an alarm that nothing waits for any more would ring on and on */
+        if (!next && read(timer, &rings, sizeof rings) > 0) armed = 0;
     }
 }

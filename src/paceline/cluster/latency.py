@@ -30,6 +30,8 @@ def join_ports(state: State, switch: Namespace) -> None:
     asked = state.spec.latency_seconds
     if not asked:
         links.bridge(switch, state.spec.nodes)
+        rates = {links.port(node): state.spec.bandwidth(node) for node in range(state.spec.nodes)}
+        links.shape(switch, {name: rate for name, rate in rates.items() if rate is not None})
         return
     if has_netem(as_root=not switch.is_of_user):
         links.bridge(switch, state.spec.nodes)
@@ -66,11 +68,18 @@ def _netem(state: State, switch: Namespace, seconds: float) -> None:
 
 
 def _forward(state: State, switch: Namespace, seconds: float) -> None:
-    """By a process of ours in place of a bridge; it lives in the switch's namespace."""
+    """By a process of ours in place of a bridge, which holds links to their rates as well.
+
+    The token bucket at a node's own end stays, so that its TCP feels how fast its link is.
+    """
     if (before := state.forwarder) is not None:
         end_all(lambda: [before.pid] if before.is_alive() else [])
         reap([before])
-    ports = [*map(links.port, range(state.spec.nodes)), links.PROBE_PORT]
+    ports = [
+        f"{links.port(node)}={links.framed(state.spec.bandwidth(node) or 0.0):.0f}"
+        for node in range(state.spec.nodes)
+    ]
+    ports.append(f"{links.PROBE_PORT}=0")
     words = [str(compile.forwarder()), str(round(seconds * 1e9)), *ports]
     pid = spawn(switch.words(words), state.environment())
     deadline = time.monotonic() + START_SECONDS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from paceline.cluster.namespaces import Namespace, program
 
@@ -16,6 +16,8 @@ FRAME_BYTES, PAYLOAD_BYTES = 1514, 1448
 """Of a full frame, and what TCP carries in it: tbf counts frames, users count what arrives."""
 
 QUEUE_SECONDS = 0.05
+LEAST_QUEUE_BYTES = 4 * 65536
+BURST_SECONDS = 0.00105
 
 
 def port(node: int) -> str:
@@ -54,30 +56,36 @@ def bridge(switch: Namespace, count: int) -> None:
     _batch(switch, "ip", lines + [f"link set {name} master {SWITCH}" for name in names])
 
 
-def shape(
-    switch: Namespace, nodes: Sequence[Namespace], bits_per_second: Sequence[float | None]
-) -> None:
-    """Hold every node's link to its rate in both directions; None leaves one as it is."""
-    at_switch = []
-    for number, (node, rate) in enumerate(zip(nodes, bits_per_second, strict=True)):
-        if rate is not None:
-            _batch(node, "tc", [f"qdisc add dev eth0 root {token_bucket(rate)}"])
-            at_switch.append(f"qdisc add dev {port(number)} root {token_bucket(rate)}")
-    if at_switch:
-        _batch(switch, "tc", at_switch)
+def shape(namespace: Namespace, bits_per_second_of: Mapping[str, float]) -> None:
+    """Hold what leaves through these interfaces of a namespace to its rates."""
+    lines = [
+        f"qdisc add dev {name} root {token_bucket(rate)}"
+        for name, rate in bits_per_second_of.items()
+    ]
+    if lines:
+        _batch(namespace, "tc", lines)
 
 
 def token_bucket(bits_per_second: float) -> str:
     """The words for tc that let TCP carry so much, framing not counted."""
-    rate = bits_per_second * FRAME_BYTES / PAYLOAD_BYTES
-    burst = burst_bytes(bits_per_second)
-    limit = burst + int(rate / 8 * QUEUE_SECONDS)
-    return f"tbf rate {round(rate)}bit burst {burst} limit {max(limit, 2 * 65536)}"
+    rate, burst = framed(bits_per_second), burst_bytes(bits_per_second)
+    limit = burst + max(int(rate / 8 * QUEUE_SECONDS), LEAST_QUEUE_BYTES)
+    return f"tbf rate {rate:.0f}bit burst {burst} limit {limit}"
+
+
+def framed(bits_per_second: float) -> float:
+    """The rate on the wire at which TCP carries so much."""
+    return bits_per_second * FRAME_BYTES / PAYLOAD_BYTES
 
 
 def burst_bytes(bits_per_second: float) -> int:
-    """What may pass at once after a pause: enough for the timer's lateness, and no more."""
-    return int(min(max(bits_per_second / 8 * 0.002, 65536), 4 << 20))
+    """What may pass at once after a pause: enough for the timer's lateness, and little more.
+
+    Up to 150 Mbit/s tbf cuts large frames up; over that it would cost too much, so two fit in.
+    """
+    if bits_per_second <= 150e6:
+        return 16_000
+    return max(131_072, int(bits_per_second / 8 * BURST_SECONDS))
 
 
 def _address(interface: str, address: str) -> list[str]:

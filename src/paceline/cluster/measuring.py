@@ -32,7 +32,7 @@ TRIES = 3
 def calibrate(state: State) -> Calibration:
     """A few seconds of measuring; nothing is left running."""
     busy_cores = psutil.cpu_percent(BUSY_LOOK_SECONDS) / 100 * (os.cpu_count() or 1)
-    measured = [*_rates(state), *_round_trip(state), *_cpus(state)]
+    measured = [*link_rates(state), *_round_trip(state), *_cpus(state)]
     return Calibration(measured, busy_cores)
 
 
@@ -45,7 +45,7 @@ def round_trip_seconds(state: State) -> float:
         return float(_ask(first.words(_probe("ping", address, str(port), str(max(pings, 20))))))
 
 
-def _rates(state: State) -> Iterator[Measured]:
+def link_rates(state: State) -> Iterator[Measured]:
     """Each link against one that is not shaped, so that nothing else can be what limits it."""
     switch = state.switch
     if switch is None:

@@ -1,0 +1,172 @@
+"""How near an emulated cluster is to what was asked for; needs root, ip, tc and iperf3.
+
+    python benchmarks/cluster.py [--repeats N] [--only NAME]
+
+On a machine with nothing else to do. Figures are medians with their least and greatest values.
+
+- `rates`: what iperf3 receives over a link, each way; 5 % from the asked rate is the aim.
+- `round_trips`: a byte there and back by TCP; 20 % from the asked latency is the aim.
+- `quota`: a fixed computation with half a core against the same without a quota, taking turns; 1.9
+  to 2.1 times as long is the aim, with a spread like the machine's own.
+- `bytes`: what interfaces count for a transfer, against its payload.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from paceline.cluster import measuring
+from paceline.cluster.emulated import EmulatedCluster
+from paceline.cluster_spec import bits_per_second, parse, seconds
+from paceline.measure.machine import hardware
+
+RATES = ("100mbit", "1gbit", "5gbit")
+ROUND_TRIPS = ("200us", "1ms", "5ms")
+COMPUTATION = """
+import time
+begin = time.perf_counter()
+sum(number * number for number in range(6_000_000))
+print(time.perf_counter() - begin)
+"""
+TRANSFER_BYTES = 50_000_000
+SINK = """
+import socket, sys
+with socket.create_server((sys.argv[1], 0)) as listener:
+    print(listener.getsockname()[1], flush=True)
+    peer, _ = listener.accept()
+print(sum(iter(lambda: len(peer.recv(1 << 20)), 0)))
+"""
+SOURCE = """
+import socket, sys
+with socket.create_connection((sys.argv[1], int(sys.argv[2]))) as peer:
+    peer.sendall(bytes(int(sys.argv[3])))
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", choices=tuple(QUESTIONS))
+    given = parser.parse_args()
+    machine = hardware()
+    load = os.getloadavg()[0]
+    print(f"{machine['cpu']}, {machine['cores']} cores, {machine['kernel']}; load {load:.1f}")
+    for name, question in QUESTIONS.items():
+        if given.only in (None, name):
+            question(given.repeats)
+
+
+def rates(repeats: int) -> None:
+    print(f"\nrates by iperf3, Mbit/s, {repeats} of 2 s each way")
+    for asked in RATES:
+        with cluster(f"nodes=2,bandwidth={asked}") as made:
+            for way in ("out", "in"):
+                got = [iperf(made, way == "in") for _ in range(repeats)]
+                verdict(
+                    f"{asked} {way}",
+                    [rate / 1e6 for rate in got],
+                    bits_per_second(asked) / 1e6,
+                    0.05,
+                )
+
+
+def round_trips(repeats: int) -> None:
+    print(f"\nround trips, us, medians of {measuring.MOST_PINGS} or 0.3 s, {repeats} times")
+    with cluster("nodes=2") as made:
+        base = statistics.median(measuring.round_trip_seconds(made.state) for _ in range(repeats))
+        print(f"the machine itself, over a bridge: {base * 1e6:.0f}")
+    for asked in ROUND_TRIPS:
+        with cluster(f"nodes=2,latency={asked}") as made:
+            got = [measuring.round_trip_seconds(made.state) * 1e6 for _ in range(repeats)]
+            verdict(f"{asked} by {made.state.delay}", got, seconds(asked) * 1e6, 0.2)
+
+
+def quota(repeats: int) -> None:
+    print(f"\na fixed computation, s, {repeats} of each in turns")
+    free, limited = [], []
+    with cluster("nodes=1,cpus=0.5") as made:
+        words = [sys.executable, "-I", "-S", "-c", COMPUTATION]
+        for _ in range(repeats):
+            free.append(float(subprocess.check_output(words)))
+            limited.append(float(subprocess.check_output(made.command(0, words))))
+    ratio = statistics.median(limited) / statistics.median(free)
+    print(f"without a quota {spread(free)}\nhalf a core     {spread(limited)}")
+    print(f"{ratio:.3f} times as long {'(aim met)' if 1.9 <= ratio <= 2.1 else '(off)'}")
+
+
+def count_bytes(repeats: int) -> None:
+    print(f"\nbytes counted by interfaces for {TRANSFER_BYTES:,} of payload")
+    with cluster("nodes=2,bandwidth=1gbit") as made:
+        for _ in range(repeats):
+            before = counted(made, 0, 8), counted(made, 1, 0)
+            transfer(made)
+            sent, received = counted(made, 0, 8) - before[0], counted(made, 1, 0) - before[1]
+            print(
+                f"sent {sent:,} ({sent / TRANSFER_BYTES:.4f} of the payload), "
+                f"received {received:,} ({received / TRANSFER_BYTES:.4f})"
+            )
+
+
+def transfer(made: EmulatedCluster) -> None:
+    """Send so many bytes from node 0 to node 1, all of which arrive."""
+    python = [sys.executable, "-I", "-S", "-c"]
+    words = made.command(1, [*python, SINK, made.addresses[1]])
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as sink:
+        assert sink.stdout is not None
+        port = sink.stdout.readline().strip()
+        words = [*python, SOURCE, made.addresses[1], port, str(TRANSFER_BYTES)]
+        subprocess.run(made.command(0, words), check=True)
+        assert int(sink.stdout.readline()) == TRANSFER_BYTES
+
+
+def cluster(text: str) -> EmulatedCluster:
+    return EmulatedCluster.up(parse(text), calibrate=False)
+
+
+def iperf(made: EmulatedCluster, backwards: bool) -> float:
+    """Bits per second received by node 1 from node 0, or the other way."""
+    server = subprocess.Popen(
+        made.command(1, ["iperf3", "-s", "-1", "--forceflush"]), stdout=subprocess.PIPE
+    )
+    assert server.stdout is not None
+    while b"listening" not in server.stdout.readline():
+        if server.poll() is not None:
+            raise SystemExit("iperf3 does not start")
+    way = ["-R"] if backwards else []
+    words = ["iperf3", "-J", "-c", made.addresses[1], "-t", "2", *way]
+    report = json.loads(subprocess.check_output(made.command(0, words), timeout=60))
+    server.communicate(timeout=30)
+    return float(report["end"]["sum_received"]["bits_per_second"])
+
+
+def counted(made: EmulatedCluster, node: int, field: int) -> int:
+    words = ["grep", "eth0", "/proc/net/dev"]
+    line = subprocess.check_output(made.command(node, words), text=True)
+    return int(line.partition(":")[2].split()[field])
+
+
+def verdict(name: str, got: Sequence[float], asked: float, aim: float) -> None:
+    off = statistics.median(got) / asked - 1
+    met = "aim met" if abs(off) <= aim else "off"
+    print(f"{name:<20}{spread(got):<36}{100 * off:+6.1f} % ({met})")
+
+
+def spread(values: Sequence[float]) -> str:
+    middle = f"{statistics.median(values):.4g} ({min(values):.4g} to {max(values):.4g})"
+    if len(values) < 2:
+        return middle
+    return f"{middle} sd {statistics.stdev(values) / statistics.mean(values):.1%}"
+
+
+QUESTIONS = {"rates": rates, "round_trips": round_trips, "quota": quota, "bytes": count_bytes}
+
+if __name__ == "__main__":
+    main()
