@@ -24,6 +24,7 @@ COMMANDS = {
     "study": "study",
     "compare": "compare",
     "report": "report",
+    "ui": "ui",
     "comm": "comm",
     "cluster": "cluster",
     "data": "data",

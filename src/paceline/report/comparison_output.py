@@ -98,7 +98,7 @@ def to_document(cells: Sequence[Cell]) -> Document:
             sections.append(Section(name, SECTIONS[name].title, built))
     return Document(
         title="Comparison",
-        subtitle=", ".join(cell.label for cell in cells),
+        subtitle=" · ".join(cell.label for cell in cells),
         about="",
         headline=verdict.headline,
         points=[(point.subject, point.text) for point in verdict.points],

@@ -42,6 +42,8 @@ class Journal:
         self.last_accuracy: float | None = None
         self.take_iteration_seconds: Callable[[], list[float]] = list
         """Gives the times of the iterations since it was last asked."""
+        self.phase_seconds: Callable[[], dict[str, float]] = dict
+        """Gives what each phase has taken so far."""
         self.notes: Callable[[], dict[str, list[int]]] = dict
         """Gives what else there is to write about the iterations of a block."""
         self._scalars = scalars
@@ -77,6 +79,7 @@ class Journal:
                 seconds=[round(value, 7) for value in seconds],
                 loss=[_finite_or_none(value) for value in losses],
                 learning_rate=self._rate,
+                phases={name: round(spent, 4) for name, spent in self.phase_seconds().items()},
                 **self.notes(),
             )
             self._show(losses, sum(seconds))

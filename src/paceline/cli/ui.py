@@ -1,0 +1,28 @@
+"""`paceline ui`: the live page."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.util import find_spec
+
+from paceline.errors import UsageError
+
+SUMMARY = "watch runs, read reports and compare in the browser"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder", metavar="DIR", nargs="?", default="runs", help="folder of runs (default: runs)"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on, and no other")
+    parser.add_argument("--port", type=int, default=8600, help="0 takes any free one")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise UsageError(f"the page needs {' and '.join(missing)}: pip install 'paceline[ui]'")
+    from paceline.ui.serve import serve
+
+    serve(arguments.folder, arguments.host, arguments.port)
+    return 0

@@ -1,0 +1,43 @@
+"""Serving the live page: on the address asked for, until Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+from pathlib import Path
+
+import uvicorn
+
+from paceline.errors import UsageError
+from paceline.ui.app import make_app
+from paceline.ui.library import Library
+
+LOOPBACK = ["127.0.0.1", "localhost"]
+
+
+def serve(folder: Path | str, host: str, port: int) -> None:
+    library = Library(folder)
+    listening = _listen(host, port)
+    address = f"http://{host}:{listening.getsockname()[1]}/"
+    sys.stdout.write(f"{library.root}\n{address}   (Ctrl-C ends it)\n")
+    sys.stdout.flush()
+    hosts = LOOPBACK if host in LOOPBACK else [host]
+    config = uvicorn.Config(
+        make_app(library, hosts),
+        log_level="warning",
+        # Whoever watches keeps a connection open.
+        timeout_graceful_shutdown=1,
+    )
+    with listening, contextlib.suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets=[listening])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port))
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no such port"
+        raise UsageError(
+            f"cannot listen on {host} port {port} ({reason}): choose another --port or --host"
+        ) from None

@@ -1,0 +1,70 @@
+"""The page in a real browser, over a run that goes on while it is watched."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from report.records import FakeRun, write_run
+from ui.serving import browser, served
+
+LIMIT_SECONDS = 90
+
+
+@pytest.mark.browser
+@pytest.mark.timeout(300)
+def test_a_run_shows_up_grows_and_its_report_opens(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    write_run(root, FakeRun(name="before"))
+    command = [sys.executable, "-m", "paceline", "train", "--quiet", "--threads", "1"]
+    command += ["--model", "softmax", "--iterations", "1000000", "--train-samples", "640"]
+    command += ["--test-samples", "64", "--eval-every", "200", "--out", str(root), "--name", "live"]
+    with served(root) as address, browser(tmp_path / "profile") as page:
+        page.get(f"{address}/")
+        run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            wait(page, lambda: "running" in row(page, "live"))
+            page.find_element("link text", "live").click()
+            wait(page, lambda: points(page, "loss") > 2)
+            before = points(page, "loss")
+            wait(page, lambda: points(page, "loss") > before)
+            wait(page, lambda: page.find_element("id", "legend").text != "")
+            assert "running" in page.find_element("id", "status").text
+        finally:
+            run.terminate()
+            run.wait(60)
+        wait(page, lambda: page.find_element("id", "status").text == "stopped")
+        page.get(f"{address}/")
+        wait(page, lambda: "stopped" in row(page, "live"))
+        for name in ("before", "live"):
+            page.find_element("css selector", f"tr[data-name='{name}'] input").click()
+        page.find_element("id", "compare").click()
+        wait(page, lambda: "before" in page.find_element("tag name", "main").text)
+        page.get(f"{address}/report/before")
+        wait(page, lambda: bool(page.find_elements("css selector", "svg.chart")))
+        complaints = [entry["message"] for entry in page.get_log("browser")]
+    assert complaints == []
+
+
+def row(page: Any, name: str) -> str:
+    found = page.find_elements("css selector", f"tr[data-name='{name}']")
+    return str(found[0].text) if found else ""
+
+
+def points(page: Any, curve: str) -> int:
+    return int(page.find_element("id", curve).get_attribute("data-points") or 0)
+
+
+def wait(page: Any, until: Callable[[], bool]) -> None:
+    from selenium.common.exceptions import StaleElementReferenceException
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    patient = WebDriverWait(
+        page, LIMIT_SECONDS, 0.2, ignored_exceptions=[StaleElementReferenceException]
+    )
+    patient.until(lambda _: until())

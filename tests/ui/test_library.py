@@ -1,0 +1,109 @@
+"""The list of the live page, and what a page learns of a run that goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from paceline.config import from_mapping
+from paceline.errors import RecordsError
+from paceline.records import EventWriter, RunFolder
+from paceline.ui.library import SILENT_SECONDS, Library
+from paceline.ui.live import MOST_POINTS, Follower, thinned
+from report.records import FakeRun, write_run
+
+
+def begun(root: Path, name: str) -> RunFolder:
+    return RunFolder.create(from_mapping({"out": str(root), "name": name}))
+
+
+def test_runs_are_listed_with_their_outcome_and_the_newest_first(tmp_path: Path) -> None:
+    done = write_run(tmp_path, FakeRun(name="done"))
+    running = begun(tmp_path, "running").path
+    os.utime(running / "config.json")
+    silent = begun(tmp_path / "deeper", "silent").path
+    for file in silent.iterdir():
+        os.utime(file, (0, file.stat().st_mtime - 2 * SILENT_SECONDS))
+    result = json.loads((done / "result.json").read_text())
+    entries = {entry.name: entry for entry in Library(tmp_path).entries()}
+    assert {name: entry.status for name, entry in entries.items()} == {
+        "done": "finished",
+        "running": "running",
+        "deeper/silent": "interrupted",
+    }
+    assert entries["done"].accuracy == result["final"]["test_accuracy"]
+    assert list(entries)[-1] == "deeper/silent"
+
+
+def test_a_run_that_ends_is_read_again(tmp_path: Path) -> None:
+    library = Library(tmp_path)
+    write_run(tmp_path, FakeRun(name="one"))
+    result = tmp_path / "one" / "result.json"
+    kept = result.read_text()
+    result.unlink()
+    assert library.entries()[0].status == "running"
+    result.write_text(kept)
+    assert library.entries()[0].status == "finished"
+
+
+def test_damaged_records_are_named_and_harm_nobody(tmp_path: Path) -> None:
+    write_run(tmp_path, FakeRun(name="good"))
+    for name, text in {"cut": '{"schema": 1', "newer": '{"schema": 99}', "other": "[]"}.items():
+        write_run(tmp_path, FakeRun(name=name))
+        (tmp_path / name / "result.json").write_text(text)
+    entries = {entry.name: entry for entry in Library(tmp_path).entries()}
+    assert [name for name, entry in entries.items() if entry.status != "damaged"] == ["good"]
+    assert "newer than" in entries["newer"].cause
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc", "link", "..", "", "good/../../outside"])
+def test_what_lies_elsewhere_is_no_run_of_the_library(tmp_path: Path, name: str) -> None:
+    root = tmp_path / "runs"
+    write_run(root, FakeRun(name="good"))
+    outside = write_run(tmp_path, FakeRun(name="outside"))
+    (root / "link").symlink_to(outside)
+    library = Library(root)
+    assert [entry.name for entry in library.entries()] == ["good"]
+    with pytest.raises(RecordsError):
+        library.path_of(name)
+
+
+def test_a_follower_tells_each_line_once_and_waits_for_half_ones(tmp_path: Path) -> None:
+    folder = begun(tmp_path, "one")
+    follower = Follower(folder.path)
+    assert follower.news() is None
+    with closing(EventWriter(folder.events_file(0))) as events:
+        events.write("iterations", first=0, seconds=[0.5, 0.25], loss=[2.0, None])
+        assert follower.news() == {"points": [[1, 2.0, 0.5], [2, None, 0.25]]}
+        assert follower.news() is None
+    with folder.events_file(0).open("a") as file:
+        file.write('{"event": "evaluation", "iteration": 2, ')
+        file.flush()
+        assert follower.news() is None
+        file.write('"test_accuracy": 0.5, "test_loss": 1.0}\n')
+    assert follower.news() == {"evaluations": [[2, 0.5, 1.0]]}
+
+
+def test_phases_are_told_without_the_start_and_anew_after_a_resume(tmp_path: Path) -> None:
+    folder = begun(tmp_path, "one")
+    follower = Follower(folder.path)
+    told = []
+    with closing(EventWriter(folder.events_file(0))) as events:
+        for other, forward in ((9.0, 1.0), (9.5, 3.0), (4.0, 0.5), (4.0, 2.5)):
+            events.write("iterations", phases={"other": other, "forward": forward})
+            news = follower.news()
+            told.append(news and news["phases"])
+    assert told == [None, {"other": 0.5, "forward": 2.0}, None, {"other": 0.0, "forward": 2.0}]
+
+
+def test_many_points_become_few_that_keep_the_mean() -> None:
+    points: list[list[float | None]] = [[i + 1, float(i), 2.0] for i in range(10 * MOST_POINTS)]
+    few = thinned(points)
+    assert len(few) == MOST_POINTS
+    assert few[-1][0] == len(points)
+    values = [value for _, value, _ in few if value is not None]
+    assert sum(values) / len(few) == pytest.approx((len(points) - 1) / 2)

@@ -1,0 +1,90 @@
+"""The pages, asked for as a browser does, and by others who should not."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from report.records import FakeRun, write_run
+from ui.serving import served
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    root = tmp_path_factory.mktemp("runs")
+    write_run(root, FakeRun(name="one"))
+    write_run(root, FakeRun(name="two"))
+    outside = write_run(tmp_path_factory.mktemp("outside"), FakeRun(name="secret"))
+    (root / "link").symlink_to(outside)
+    with served(root) as address:
+        yield address
+
+
+def ask(page: str, target: str, host: str | None = None) -> tuple[int, str]:
+    place = urlsplit(page)
+    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=30)
+    try:
+        connection.putrequest("GET", target, skip_host=True)
+        connection.putheader("Host", host or place.netloc)
+        connection.endheaders()
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def test_the_list_names_the_runs(page: str) -> None:
+    status, body = ask(page, "/runs")
+    assert status == 200
+    assert {entry["name"] for entry in json.loads(body)} == {"one", "two"}
+
+
+@pytest.mark.parametrize("target", ["/", "/run/one", "/report/one", "/compare?run=one&run=two"])
+def test_its_pages_open(page: str, target: str) -> None:
+    status, body = ask(page, target)
+    assert status == 200
+    assert "</html>" in body
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/run/..",
+        "/run/../secret",
+        "/report/%2e%2e/secret",
+        "/report/..%2fsecret",
+        "/report//etc",
+        "/report/link",
+        "/stream/link",
+        "/compare?run=../secret",
+        "/page/..%2fapp.py",
+        "/page/app.py",
+    ],
+)
+def test_foreign_paths_are_refused(page: str, target: str) -> None:
+    assert ask(page, target)[0] == 404
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example"])
+def test_foreign_names_for_this_address_are_refused(page: str, host: str) -> None:
+    assert ask(page, "/runs", host)[0] == 400
+
+
+def test_the_stream_of_an_ended_run_tells_all_and_ends(page: str) -> None:
+    status, body = ask(page, "/stream/one")
+    assert status == 200
+    first = json.loads(body.split("\n")[0].removeprefix("data: "))
+    assert first["points"]
+    assert body.rstrip().endswith("data: {}")
+
+
+def test_a_folder_that_is_none_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from paceline.cli import main
+
+    assert main(["ui", str(tmp_path / "nowhere")]) == 2
+    assert "is no folder" in capsys.readouterr().err
