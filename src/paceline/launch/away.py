@@ -28,6 +28,7 @@ from paceline.launch.parcel import PASSING
 from paceline.launch.result import write_result
 from paceline.launch.ssh import SshFleet
 from paceline.launch.transport import deliver, fetch
+from paceline.measure.machine import cores_usable
 from paceline.records import Result, RunFolder, default_name
 
 LOOPBACK = "127.0.0.1"
@@ -72,8 +73,8 @@ def run_on(
     words = [fleet.python, "-m", "paceline.launch.node"]
 
     def task(node: int) -> bytes:
-        own = replace(config, node_rank=node).to_dict()
-        return Task(__version__, own, resumed is not None, quiet, columns).to_bytes()
+        own = replace(config, node_rank=node, threads=_threads(config, node))
+        return Task(__version__, own.to_dict(), resumed is not None, quiet, columns).to_bytes()
 
     limits = config.elastic_limits
     with Watch(fleet, interruptions, fewest=limits[0] if limits else None) as watch:
@@ -97,8 +98,9 @@ def run_on(
     if has_trained:
         is_told = bool(failure and failure.complaint)
         result = _result_of_failure(config, folder, before, error, is_told, fleet.cluster_file)
-    if not ends[0].complaint:
-        _clear_after_first_node(config, folder, is_void=resumed is None and not has_trained)
+    # A first node that refused to begin may have found another run's folder in its place.
+    if has_trained or not ends[0].complaint:
+        _clear(config, folder, is_void=resumed is None and not has_trained)
     if not has_trained:
         raise error
     return Outcome(folder, result, error.exit_code)
@@ -132,6 +134,15 @@ def _settle(config: RunConfig, fleet: Fleet, folder: RunFolder) -> RunConfig:
         out=str(out),
         name=folder.id,
     )
+
+
+def _threads(config: RunConfig, node: int) -> int | None:
+    """Of each worker; emulated machines share the cores of this one, where no quota parts them."""
+    if config.threads is not None or not config.cluster:
+        return config.threads
+    cores = cores_usable()
+    has_quota = cluster_spec.parse(config.cluster).cpus_of(node, cores) is not None
+    return None if has_quota else max(1, cores // config.workers)
 
 
 def _path(config: RunConfig) -> str:
@@ -195,8 +206,8 @@ def _result_of_failure(
     return result
 
 
-def _clear_after_first_node(config: RunConfig, folder: RunFolder, is_void: bool) -> None:
-    """What it could not remove when it was killed; `is_void`: all, since nobody has trained."""
+def _clear(config: RunConfig, folder: RunFolder, is_void: bool) -> None:
+    """What nodes could not remove when they were killed; `is_void`: all, as nobody has trained."""
     clear_reports(folder, config.workers)
     for file in folder.path.glob("*"):
         is_empty = file.name.startswith("output-") and (is_void or not file.stat().st_size)

@@ -24,6 +24,8 @@ from paceline.launch.starter import BEAT_SECONDS
 POLL_SECONDS = 0.1
 PATIENCE_SECONDS = 10.0
 """What the others get, after a failure, to notice it themselves and to hand in their records."""
+FAREWELL_SECONDS = 3.0
+"""What they get once the first node, where they meet, has ended."""
 ENDING_SECONDS = 12.0
 """How long a node may take to end when it is told that the starter is gone; then it is killed."""
 
@@ -175,6 +177,9 @@ class Watch:
             # The others wait for one that was never there, or that refused to begin.
             is_refusal = not first.has_begun or first.code == UsageError.exit_code
             self._let_go_at = now + (0.0 if is_refusal else PATIENCE_SECONDS)
+        if self._let_go_at is not None and not self._nodes[0].is_running:
+            # It has heard the others out, and without it they can do nothing.
+            self._let_go_at = min(self._let_go_at, self._nodes[0].end.ended + FAREWELL_SECONDS)
         if self._let_go_at is None or now < self._let_go_at:
             return
         for node in self._nodes:
