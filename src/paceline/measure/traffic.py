@@ -26,14 +26,14 @@ class Count:
 
 @dataclass(slots=True)
 class CountedTransfer:
-    """One of those that are counted."""
+    """One of those that are counted; without more than its kind where nobody wants them logged."""
 
     kind: str
-    bytes_sent: int
-    bytes_received: int
-    messages: int
-    began: float
-    is_logged: bool
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    messages: int = 0
+    began: float = 0.0
+    is_logged: bool = True
     completed: float | None = None
 
     def complete(self) -> None:
@@ -60,6 +60,11 @@ class Traffic:
     _underway: dict[str, _Underway] = field(
         default_factory=lambda: {kind: _Underway() for kind in TRAFFIC_KINDS}
     )
+    _unlogged: dict[str, CountedTransfer] = field(
+        default_factory=lambda: {
+            kind: CountedTransfer(kind, is_logged=False) for kind in TRAFFIC_KINDS
+        }
+    )
     _lock: Lock = field(default_factory=Lock)
 
     def begin(
@@ -73,18 +78,18 @@ class Traffic:
             count.bytes_sent += bytes_sent
             count.bytes_received += bytes_received
             count.messages += messages
-            now = perf_counter()
             if underway.transfers == 0:
-                underway.since = now
+                underway.since = perf_counter()
             underway.transfers += 1
-            is_logged = self.log is not None
-            transfer = CountedTransfer(kind, bytes_sent, bytes_received, messages, now, is_logged)
-            if self.log is not None:
-                self.log.append(transfer)
-        return transfer
+            if self.log is None:
+                return self._unlogged[kind]
+            transfer = CountedTransfer(kind, bytes_sent, bytes_received, messages, perf_counter())
+            self.log.append(transfer)
+            return transfer
 
     def end(self, transfer: CountedTransfer) -> None:
-        transfer.complete()
+        if transfer.is_logged:
+            transfer.complete()
         with self._lock:
             underway = self._underway[transfer.kind]
             underway.transfers -= 1
