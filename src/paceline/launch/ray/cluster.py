@@ -7,8 +7,10 @@ import importlib.util
 import os
 import re
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from time import monotonic
 from types import ModuleType
 from typing import Any
@@ -83,37 +85,50 @@ def connected(slots: int, say: Say) -> Iterator[str]:
     address = os.environ.get("RAY_ADDRESS")
     _check_that_it_is_installed()
     _check_that_it_answers(address)
-    with _variables(QUIET):
+    with _variables(QUIET), contextlib.ExitStack() as stack:
         ray = load()
         if ray.is_initialized():
             raise UsageError("--launcher ray: this process is connected to Ray already")
-        try:
-            _connect(ray, address, slots, say)
-            # What was lost is told by us, in a line; Ray would tell it at length as well.
-            vars(importlib.import_module("ray._private.worker"))["_worker_logs_enabled"] = False
-            yield str(ray.get_runtime_context().gcs_address)
-        finally:
-            ray.shutdown()
+        # What was lost is told by us, in a line; Ray would tell it at length as well.
+        vars(importlib.import_module("ray._private.worker"))["_worker_logs_enabled"] = False
+        if not _is_connected(ray, address):
+            say("no Ray cluster is running: starting one on this machine")
+            _start(ray, slots, stack.enter_context(_short_folder()))
+        stack.callback(ray.shutdown)
+        yield str(ray.get_runtime_context().gcs_address)
 
 
-def _connect(ray: ModuleType, address: str | None, slots: int, say: Say) -> None:
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+def _short_folder() -> tempfile.TemporaryDirectory[str]:
+    """Ray's sockets lie in it, whose paths must be short."""
+    place = "/tmp" if Path("/tmp").is_dir() else None
+    return tempfile.TemporaryDirectory(prefix="ray-", dir=place, ignore_cleanup_errors=True)
+
+
+def _is_connected(ray: ModuleType, address: str | None) -> bool:
+    """Connect, if there is a cluster."""
     try:
-        ray.init(address=address or "auto", **options)
-    except ConnectionError as error:
-        if address:
-            raise UsageError(_unreachable(address, in_a_line(error))) from None
-        say("no Ray cluster is running: starting one on this machine")
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        ray.init(address=address or "auto", log_to_driver=False, logging_level="ERROR")
+    except Exception as error:  # noqa: BLE001 - whatever Ray found, it cannot be used
+        if address is None and isinstance(error, ConnectionError):
+            return False
+        raise UsageError(_unreachable(address or "auto", in_a_line(error))) from None
+    return True
+
+
+def _start(ray: ModuleType, slots: int, folder: str) -> None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
         ray.init(
             address="local",
             num_cpus=max(slots, cores or 1),
             include_dashboard=False,
             object_store_memory=STORE_BYTES,
-            **options,
+            log_to_driver=False,
+            logging_level="ERROR",
+            _temp_dir=folder,
         )
-    except Exception as error:  # noqa: BLE001 - whatever Ray found, it cannot be used
-        raise UsageError(_unreachable(address or "auto", in_a_line(error))) from None
+    except Exception as error:  # noqa: BLE001 - Ray has many reasons
+        raise RunError(f"--launcher ray: Ray cannot start here ({in_a_line(error)})") from None
 
 
 def _check_that_it_answers(address: str | None) -> None:

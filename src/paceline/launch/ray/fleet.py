@@ -32,7 +32,7 @@ class RayFleet:
         self.addresses = [machine.address for machine in machines]
         self.first_node_id = machines[0].node_id
         self._machines = machines
-        self._processes: dict[int, RayProcess] = {}
+        self._processes: list[tuple[int, RayProcess]] = []
 
     def free_port(self) -> int:
         """On the first machine."""
@@ -49,7 +49,7 @@ class RayFleet:
 
     def start(self, node: int, words: Sequence[str], given: bytes) -> subprocess.Popen[bytes]:
         process = RayProcess(self._machines[node].post, words, given, _variables(), str(Path.cwd()))
-        self._processes[node] = process
+        self._processes.append((node, process))
         # It has all that is asked of a process that a fleet starts.
         return cast("subprocess.Popen[bytes]", process)
 
@@ -61,7 +61,7 @@ class RayFleet:
 
     @property
     def lost(self) -> list[int]:
-        return [node for node, process in self._processes.items() if process.is_lost]
+        return sorted({node for node, process in self._processes if process.is_lost})
 
     def _how_it_was_lost(self, node: int) -> str:
         living = {each["NodeID"] for each in load().nodes() if each["Alive"]}
