@@ -132,6 +132,12 @@ def test_a_failure_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert not path_of(name).exists()
 
 
+def test_groups_that_were_made_but_not_noted_go_too() -> None:
+    with small_cluster("nodes=2,cpus=0.5") as cluster:
+        made, cluster.state.groups = cluster.state.groups, {}
+    assert not any(group.exists() for group in made.values())
+
+
 def test_down_a_second_time_does_nothing() -> None:
     with small_cluster("nodes=1") as cluster:
         cluster.down()

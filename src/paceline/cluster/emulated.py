@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -168,7 +166,7 @@ def _limit_cpus(state: State) -> None:
             f"the nodes' {total:g} cpus are more than the machine's {len(cores)}: "
             "nodes that are busy at once get less"
         )
-    made = groups.make_groups(_group_name(state.path), limited)
+    made = groups.make_groups(state.group_name, limited)
     if made is not None:
         state.groups = made
         return
@@ -181,8 +179,3 @@ def _limit_cpus(state: State) -> None:
         "no CPU quotas: no control group can be written (ask for a delegated one, "
         "or run as root); nodes are only held to cores of their own"
     )
-
-
-def _group_name(path: Path) -> str:
-    digest = hashlib.sha256(f"{path}{os.getpid()}".encode()).hexdigest()[:8]
-    return f"paceline-{path.stem}-{digest}"

@@ -35,6 +35,7 @@ def make_groups(
             _offer_cpu_to_children(parent)
             for node, cpus in cpus_of.items():
                 made[node] = parent / f"{name}-{node}"
+                remove_groups([made[node]])
                 made[node].mkdir()
                 set_quota(made[node], cpus)
             if all(map(_can_join, list(made.values())[:1])):
@@ -68,9 +69,15 @@ def pids_in(groups: Iterable[Path]) -> list[int]:
     return pids
 
 
+def named(name: str) -> list[Path]:
+    """Groups that `make_groups` made under this name, should a crash have kept them unrecorded."""
+    found = (path for folder in group_folders("cpu") for path in folder.glob(f"{name}-*"))
+    return [path for path in found if path.name.removeprefix(f"{name}-").isdecimal()]
+
+
 def remove_groups(groups: Iterable[Path]) -> None:
     """Those without processes; a group that is gone already is fine."""
-    left = list(groups)
+    left = [group for group in groups if group.exists()]
     deadline = time.monotonic() + 1
     while left:
         for group in left:

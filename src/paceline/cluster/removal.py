@@ -23,7 +23,7 @@ def remove(state: State) -> None:
                 f"cluster {state.name}: process {', '.join(map(str, stubborn))} cannot be ended; "
                 f"end it and try `paceline cluster down {state.name}` again"
             )
-        groups.remove_groups(state.groups.values())
+        groups.remove_groups({*state.groups.values(), *groups.named(state.group_name)})
     state.path.unlink(missing_ok=True)
 
 

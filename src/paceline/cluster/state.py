@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -46,6 +47,12 @@ class State:
     @property
     def name(self) -> str:
         return self.path.stem
+
+    @property
+    def group_name(self) -> str:
+        """How the names of its CPU groups begin; two users may have clusters of one name."""
+        digest = hashlib.sha256(str(self.path).encode()).hexdigest()[:8]
+        return f"paceline-{self.name}-{digest}"
 
     def is_whole(self) -> bool:
         """Whether all that was made is still there."""
