@@ -1,42 +1,21 @@
-"""`paceline demo`: a first run, what it measured, and a picture of it."""
+"""`paceline demo`: six strategies side by side, what each one costs, and a page about it."""
 
 from __future__ import annotations
 
 import argparse
+import time
+from pathlib import Path
 
-SUMMARY = "a one-minute run on generated digits, with a table and a picture"
+from paceline.cli.study import run_study
 
-SETTINGS = {
-    "model": "lenet",
-    "data": "digits",
-    "epochs": 8,
-    "lr": 0.02,
-    "schedule": "cosine",
-}
+SUMMARY = "six strategies on two workers in two minutes, with a verdict and a page"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", default="runs", metavar="DIR", help="folder that holds the runs")
+    parser.add_argument("--out", default="studies", metavar="DIR", help="folder of studies")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from paceline.config import from_mapping
-    from paceline.errors import RunError
-    from paceline.launch import start
-    from paceline.report.figure import draw_run
-    from paceline.report.summary import print_summary
-
-    flags = " ".join(f"--{name} {value}" for name, value in SETTINGS.items())
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    console.print(f"paceline train {flags}")
-    outcome = start.train(from_mapping({**SETTINGS, "out": arguments.out}))
-    if outcome.result is None:
-        return outcome.exit_code
-    print_summary(outcome.folder, outcome.result)
-    if outcome.exit_code:
-        raise RunError(outcome.result["cause"])
-    for path in draw_run(outcome.folder):
-        console.print(f"picture     {path}")
-    return outcome.exit_code
+    # Each demo is one of its own: whoever asks for it again wants to see it run.
+    name = time.strftime("first-look-%Y%m%d-%H%M%S")
+    return run_study("first-look", scale="quick", out=str(Path(arguments.out) / name))

@@ -141,8 +141,12 @@ def show_study(given: str, scale: str | None) -> int:
 
 def _report(folder: StudyFolder, console: Console) -> None:
     from paceline.report.build import write_report
+    from paceline.report.verdict import judge
 
-    page, _ = write_report(folder.path)
+    page, collection = write_report(folder.path)
+    console.print()
+    for chapter in collection.chapters:
+        console.print(judge(chapter.cells).headline)
     console.print(f"\nreport      {page}", soft_wrap=True)
 
 

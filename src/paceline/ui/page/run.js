@@ -48,7 +48,8 @@ function draw(id) {
   const xs = points.map((point) => point[0]);
   const ys = points.map((point) => point[1]);
   const [left, right] = [Math.min(...xs), Math.max(...xs, Math.min(...xs) + 1)];
-  let [low, high] = [Math.min(...ys), Math.max(...ys)];
+  // Times are compared by their height, so theirs begins at zero.
+  let [low, high] = [id === "seconds" ? 0 : Math.min(...ys), Math.max(...ys)];
   if (low === high) [low, high] = [low - 0.5 * Math.abs(low || 1), high + 0.5 * Math.abs(high || 1)];
   const px = (x) => BOX.left + ((x - left) / (right - left)) * (BOX.width - BOX.left - BOX.right);
   const py = (y) => BOX.height - BOX.bottom - ((y - low) / (high - low)) * (BOX.height - BOX.top - BOX.bottom);
