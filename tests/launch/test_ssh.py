@@ -60,6 +60,15 @@ def test_a_machine_given_twice_is_refused() -> None:
         SshFleet(["me@a", "a"])
 
 
+def test_hosts_are_not_for_workers_that_torchrun_has_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(ConfigError, match="give these without torchrun or srun"):
+        start.train(from_mapping({**TINY, "hosts": "a,b"}))
+
+
 @pytest.fixture
 def pretended_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """An ssh that runs commands here; what befalls those for the second host, the test says."""

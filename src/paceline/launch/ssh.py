@@ -98,8 +98,9 @@ class SshFleet:
         if end.code == _OF_SSH and end.has_begun:
             return RunError(f"lost contact with node {end.node} ({host}){f': {last}' * bool(last)}")
         if end.code == _OF_SSH:
+            trial = shlex.join(["ssh", *self._hosts[end.node].words(), "true"])
             return UsageError(
-                f"{host}: ssh does not get there ({last or 'it said nothing'}): `ssh {host} true`"
+                f"{host}: ssh does not get there ({last or 'it said nothing'}): `{trial}`"
                 " must work without a question"
             )
         if end.code in (_NOT_FOUND, _NOT_A_PROGRAM) and not end.has_begun:

@@ -43,8 +43,9 @@ def resumable(path: str, changes: dict[str, Any]) -> tuple[RunFolder, RunConfig]
     before = folder.read_result()
     if before is not None and before["status"] == "finished" and not changes:
         raise RecordsError(f"{path} is finished: give more --epochs or --iterations to go on")
-    # The other nodes get the checkpoint from the first one.
-    if config.node_rank == 0 and not iterations(folder.checkpoints):
+    # The other nodes get the checkpoint from the first one; who that is shows later, if elastic.
+    is_first = config.node_rank == 0 and config.elastic is None
+    if is_first and not iterations(folder.checkpoints):
         raise CheckpointError(f"{path} has no checkpoint: it was run without --checkpoint-every")
     return folder, config
 
@@ -106,6 +107,7 @@ def _launch(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcom
 def launch_here(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
     """Start the workers of this machine, or be one of them where somebody else has started it."""
     place = environment.detect()
+    has_machines = place is not None and resumed is None and bool(config.hosts or config.cluster)
     if place is not None:
         # Whoever has started this one has chosen the machines as well.
         config = dataclasses.replace(
@@ -118,6 +120,10 @@ def launch_here(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Ou
         )
     try:
         strategy = check_names(config)
+        if has_machines:
+            raise ConfigError(
+                ["--hosts, --cluster: start their own workers: give these without torchrun or srun"]
+            )
         if place is not None and config.elastic is not None:
             raise ConfigError(
                 ["--elastic: starts its own workers: give the command without torchrun or srun"]
