@@ -213,8 +213,10 @@ def test_a_study_is_told_part_by_part_with_the_sections_it_wants(tmp_path: Path)
     assert "Others found 3." in text
     first = text[text.index('<article id="the-first-part"') : text.index('id="the-second-part"')]
     titles = re.findall(r"<h3>(.*?)</h3>", first)
-    wanted = [SECTIONS[name].title for name in ("overview", "phases", "curves", "configuration")]
+    wanted = [SECTIONS[name].title for name in ("overview", "phases", "curves")]
     assert titles == ["Verdict", *wanted]
+    last = text[text.index('<article id="all-parts"') :]
+    assert re.findall(r"<h3>(.*?)</h3>", last) == [SECTIONS["configuration"].title]
     assert "No such section: no_such" in first
     assert "skipped: needs a GPU" in text, "a cell without a run is named with its cause"
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.report.collection import collect
+from paceline.report.phases import explain
 from paceline.report.verdict import Verdict, judge
 from report.records import FakeRun, write_repeats, write_run
 
@@ -117,7 +118,7 @@ def test_a_cell_that_did_not_finish_is_named_and_not_ranked(status: str, tmp_pat
     verdict = judged(tmp_path)
     (told,) = texts(verdict, "Not finished")
     cause = "no result.json" if status == "unfinished" else "the cable was cut"
-    assert told.startswith(f"lr 9.0: {status}: ")
+    assert told.startswith(f"lr 9: {status}: ")
     assert cause in told
     assert verdict.headline.startswith("lr 0.01: ")
 
@@ -155,3 +156,27 @@ def test_a_target_that_was_reached_decides_who_is_fastest(tmp_path: Path) -> Non
         write_run(tmp_path, FakeRun(f"b{number}", {**reach, "lr": 0.02, "seed": number},
                                     [{"forward": 0.01}], seconds_to_target=second))  # fmt: skip
     assert judged(tmp_path).headline.startswith("lr 0.01 is fastest: 10.1 s to the target")
+
+
+def test_cells_are_named_by_what_sets_them_apart(tmp_path: Path) -> None:
+    write_run(tmp_path, FakeRun("a", {"lr": 0.05}))
+    write_run(tmp_path, FakeRun("b", {"lr": 0.05, "batch_size": 256}))
+    write_run(tmp_path, FakeRun("c", {"lr": 0.05, "checkpoint_every": 20}))
+    write_run(tmp_path, FakeRun("d", {"lr": 0.05, "strategy": "ring"}, [COMPUTE] * 2))
+    labels = [cell.label for cell in collect(tmp_path).cells]
+    assert labels == ["single", "single, batch 256", "single, checkpoint every 20",
+                      "ring, 2 workers"]  # fmt: skip
+
+
+def test_cells_of_different_batches_are_explained_by_samples(tmp_path: Path) -> None:
+    """12 ms for 64 samples are 187.5 ms for 1,000, and 10 ms for 32 are 312.5 ms."""
+    for name, batch, seconds in (("a", 64, 0.012), ("b", 32, 0.010)):
+        run = FakeRun(name, {"batch_size": batch}, [{"forward": seconds}], iterations=1000)
+        run.more = {"samples": batch * run.iterations}
+        write_run(tmp_path, run)
+    large, small = collect(tmp_path).cells
+    found = explain(large, small)
+    assert found is not None
+    assert found.work == "1,000 samples"
+    assert found.seconds == pytest.approx(0.125, rel=0.002)
+    assert found.explained == pytest.approx(found.seconds)

@@ -149,7 +149,7 @@ def _of_failures(cells: Sequence[Cell]) -> Iterator[str]:
     diverged = [cell.label for cell in cells if any(run.status == "diverged" for run in cell.runs)]
     if diverged:
         yield (
-            f"Lower --lr, or add --warmup-epochs or --clip-norm, for {', '.join(diverged[:3])}:"
+            f"Lower --lr, or add --warmup-epochs or --clip-norm, for {'; '.join(diverged[:3])}:"
             " the loss left the finite numbers."
         )
 

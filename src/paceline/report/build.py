@@ -14,7 +14,7 @@ from paceline.report.document import ChapterPage, Document, Items, Section, Text
 from paceline.report.html import FIGURES, to_html
 from paceline.report.markdown import to_markdown
 from paceline.report.section.outline import outline
-from paceline.report.sections import build_sections, unknown
+from paceline.report.sections import SECTIONS, build_sections, unknown, wanted
 from paceline.report.verdict import Verdict, judge
 
 
@@ -55,12 +55,8 @@ def to_document(collection: Collection) -> Document:
         _page(chapter, verdict, collection.comm, is_alone=len(verdicts) == 1)
         for chapter, verdict in zip(collection.chapters, verdicts, strict=True)
     ]
-    if len(verdicts) > 1 and collection.sections:
-        name = slug("all parts")
-        sections = build_sections(
-            outline(name, collection.cells, collection.comm), collection.sections
-        )
-        chapters.append(ChapterPage(name, "All parts together", "", "", sections))
+    if len(verdicts) > 1:
+        chapters.append(_together(collection))
     document = Document(
         title=collection.title,
         subtitle=_subtitle(collection),
@@ -77,6 +73,15 @@ def to_document(collection: Collection) -> Document:
     else:
         _sum_up(document, collection, verdicts)
     return document
+
+
+def _together(collection: Collection) -> ChapterPage:
+    """What a study asks about all its parts, and the settings of every cell."""
+    name = "all-parts"
+    names = [one for one in collection.sections if one in SECTIONS and one != "configuration"]
+    about_all = outline(name, collection.cells, collection.comm)
+    sections = build_sections(about_all, [*names, "configuration"])
+    return ChapterPage(name, "All parts together", "", "", sections)
 
 
 def _sum_up(document: Document, collection: Collection, verdicts: Sequence[Verdict]) -> None:
@@ -97,7 +102,7 @@ def _page(
 ) -> ChapterPage:
     name = slug(chapter.title)
     about_cells = outline("" if is_alone else name, chapter.cells, comm)
-    sections = build_sections(about_cells, chapter.sections)
+    sections = build_sections(about_cells, wanted(chapter.sections, is_alone=is_alone))
     if not is_alone:
         sections.insert(0, _verdict_section(verdict))
     strange = unknown(chapter.sections)

@@ -113,14 +113,36 @@ def differing(configs: Sequence[RunConfig]) -> list[str]:
 
 
 def label_all(configs: Sequence[RunConfig]) -> list[str]:
-    """A name for each, made of what tells them apart; the same name only for the same settings."""
+    """A name for each, made of what tells them apart; the same name only for the same settings.
+
+    Where several settings differ, what most cells have in common is left unsaid.
+    """
     names = differing(configs)
     if not names:
         return [f"{config.model} on {config.data}, {config.strategy}" for config in configs]
-    return [label(config, names) for config in configs]
+    usual = {name: _usual([getattr(config, name) for config in configs]) for name in names}
+    several = len(names) > 1
+    return [
+        label(
+            config,
+            [
+                name
+                for name in names
+                if name == "strategy" or not several or getattr(config, name) != usual[name]
+            ],
+        )
+        for config in configs
+    ]
+
+
+def _usual(values: Sequence[Any]) -> Any:
+    """What more than half have; of settings None is a value like others, so `...` is nobody's."""
+    most = max(values, key=values.count)
+    return most if values.count(most) * 2 > len(values) else ...
 
 
 def label(config: RunConfig, names: Sequence[str]) -> str:
+    """What a legend calls a cell, by these settings of it."""
     order = ("strategy", "options", *(one for one in names if one not in _SPOKEN))
     words = [setting_text(name, getattr(config, name)) for name in order if name in names]
     if "nnodes" in names or "nproc_per_node" in names:
@@ -158,6 +180,8 @@ def value_text(value: Any) -> str:
         return " ".join(f"{key}={item}" for key, item in value.items()) or "none"
     if isinstance(value, list | tuple):
         return ",".join(map(str, value)) or "none"
+    if isinstance(value, float):
+        return f"{value:g}"
     return "none" if value is None else str(value)
 
 

@@ -138,7 +138,8 @@ def _items(block: Items) -> str:
 def _table(block: Table) -> str:
     def row(cells: Sequence[str], tag: str) -> str:
         return "".join(
-            f"<{tag}{'' if index < block.words else ' class=n'}>{_inline(cell)}</{tag}>"
+            f"<{tag}{'' if index < block.words else ' class=n'}>"
+            f"{_inline(cell) if index < block.words else _with_spread(cell)}</{tag}>"
             for index, cell in enumerate(cells)
         )
 
@@ -147,6 +148,11 @@ def _table(block: Table) -> str:
         f'<div class="table" tabindex="0"><table>\n<thead><tr>{row(block.columns, "th")}</tr>'
         f"</thead>\n<tbody>\n{rows}</tbody>\n</table></div>\n"
     )
+
+
+def _with_spread(cell: str) -> str:
+    """What stands in brackets goes below the figure, to keep columns narrow."""
+    return re.sub(r" \(([^()]+)\)$", r" <small>\1</small>", _inline(cell))
 
 
 def _figure(block: Figure) -> str:

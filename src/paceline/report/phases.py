@@ -41,10 +41,12 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """How much longer an iteration of `slower` takes than one of `faster`, by phase."""
+    """How much longer the same work takes in `slower` than in `faster`, by phase."""
 
     faster: str
     slower: str
+    work: str
+    """An iteration; 1,000 samples where the batches differ."""
     seconds: float
     """The difference as the iterations were timed."""
     by_phase: dict[str, float]
@@ -96,17 +98,22 @@ def whole_of_cell(cell: Cell) -> Split | None:
 
 
 def explain(faster: Cell, slower: Cell) -> Explanation | None:
-    """The difference of two cells' iterations by phase; None where one has no phases."""
+    """The difference of two cells by phase; None where one has no phases."""
     splits = of_cell(faster), of_cell(slower)
     seconds = _iteration_seconds(faster), _iteration_seconds(slower)
     if splits[0] is None or splits[1] is None or seconds[0] is None or seconds[1] is None:
         return None
+    cells = faster, slower
+    scales, work = [1.0, 1.0], "an iteration"
+    if faster.config.global_batch_size != slower.config.global_batch_size:
+        scales, work = [1000 / cell.samples_in_iteration for cell in cells], "1,000 samples"
     first, second = splits[0].seconds, splits[1].seconds
     return Explanation(
         faster.label,
         slower.label,
-        seconds[1] - seconds[0],
-        {phase: second[phase] - first[phase] for phase in IN_ITERATION},
+        work,
+        seconds[1] * scales[1] - seconds[0] * scales[0],
+        {phase: second[phase] * scales[1] - first[phase] * scales[0] for phase in IN_ITERATION},
     )
 
 

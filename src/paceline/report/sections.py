@@ -54,13 +54,18 @@ SECTIONS = {
 }
 
 
-def wanted(names: Sequence[str]) -> list[str]:
-    """The sections to build, in order: those asked for, or all."""
+def wanted(names: Sequence[str], *, is_alone: bool) -> list[str]:
+    """The sections of a chapter, in order: those asked for, or all.
+
+    What was run always comes first. Where there are several chapters, one configuration for all of
+    them comes at the end of the report.
+    """
     asked = [name for name in dict.fromkeys(names) if name in SECTIONS]
     if not asked:
-        return list(SECTIONS)
-    return [*(["overview"] if "overview" not in asked else []), *asked,
-            *(["configuration"] if "configuration" not in asked else [])]  # fmt: skip
+        asked = [name for name in SECTIONS if is_alone or name != "configuration"]
+    first = [] if "overview" in asked else ["overview"]
+    last = ["configuration"] if is_alone and "configuration" not in asked else []
+    return [*first, *asked, *last]
 
 
 def unknown(names: Sequence[str]) -> list[str]:
@@ -68,5 +73,6 @@ def unknown(names: Sequence[str]) -> list[str]:
 
 
 def build_sections(outline: Outline, names: Sequence[str]) -> list[Section]:
-    built = ((name, SECTIONS[name].build(outline)) for name in wanted(names))
+    """Those of these names that there is data for."""
+    built = ((name, SECTIONS[name].build(outline)) for name in names)
     return [Section(name, SECTIONS[name].title, blocks) for name, blocks in built if blocks]

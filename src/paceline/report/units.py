@@ -9,7 +9,7 @@ def seconds(value: float | None) -> str:
     if value is None:
         return "-"
     if value < 0:
-        return f"-{seconds(-value)}"
+        return f"-{seconds(-value)}" if value <= -5e-7 else "0 us"
     if value < 0.001:
         return f"{value * 1e6:.0f} us"
     if value < 1:

@@ -94,7 +94,7 @@ def _rank(verdict: Verdict, pace: Pace) -> None:
     ]
     verdict.headline = _headline(pace, first, second, lead)
     if len(verdict.ties) > 1:
-        names = ", ".join(tie.cell.label for tie in verdict.ties[1 : NAMED + 1])
+        names = "; ".join(tie.cell.label for tie in verdict.ties[1 : NAMED + 1])
         more = f" and {len(verdict.ties) - NAMED - 1} more" if len(verdict.ties) > NAMED + 1 else ""
         verdict.points.append(Point("Also within noise", f"of the fastest: {names}{more}."))
     clear = [other for other in pace.ranking[1:] if pace.between(first, other).is_significant]
@@ -163,7 +163,7 @@ def _confidence(pace: Pace, lead: Difference) -> Point:
 def _why(why: Explanation) -> Point:
     part, phase = why.by_phase[why.largest], why.largest
     text = (
-        f"an iteration of {why.slower} takes {units.seconds(why.seconds)} longer than one of"
+        f"{why.slower} needs {units.seconds(why.seconds)} longer for {why.work} than"
         f" {why.faster}; most of it is {phase}: {units.seconds(part)} more"
     )
     against = [
@@ -186,14 +186,13 @@ def _bound_text(found: Sequence[Bound]) -> str:
     one = found[0]
     if len(found) == 1:
         return f"{one.label}: {one.reason()}."
-    names = ", ".join(bound.label for bound in found[:NAMED])
+    names = "; ".join(bound.label for bound in found[:NAMED])
     more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
     key = one.telling
     shares = [bound.shares[key] for bound in found]
-    return (
-        f"{names}{more}: {key} is {units.share(min(shares))} to {units.share(max(shares))} of"
-        f" an iteration."
-    )
+    low, high = units.share(min(shares)), units.share(max(shares))
+    span = low if low == high else f"{low} to {high}"
+    return f"{names}{more}: {key} is {span} of an iteration."
 
 
 def _straggler_point(one: Straggler) -> Point:
@@ -237,7 +236,7 @@ def _trouble_points(cells: Sequence[Cell]) -> list[Point]:
         for cell in troubled[:NAMED]
     ]
     if len(troubled) > NAMED:
-        names = ", ".join(cell.label for cell in troubled[NAMED : NAMED + 10])
+        names = "; ".join(cell.label for cell in troubled[NAMED : NAMED + 10])
         points.append(
             Point("Not finished", f"{len(troubled) - NAMED} more cells: {names}"
                   + (" ..." if len(troubled) > NAMED + 10 else ""))

@@ -11,7 +11,7 @@ from paceline.report.chart.scale import Scale, Unit, nice_ticks, tick_texts
 WIDTH = 480.0
 """Of a chart; two stand side by side on a screen, one on a phone at three quarters of it."""
 LEGEND_ROW = 20.0
-LETTER = 7.4
+LETTER = 7.8
 """Width of a letter of the legend on a phone, where letters are drawn larger."""
 LONGEST_LABEL = 44
 

@@ -24,7 +24,7 @@ from paceline.report.chart.scale import Scale, limits, unit_for
 PLOT_HEIGHT = 216.0
 LEFT, TOP, RIGHT = 58.0, 26.0, 14.0
 DOTS_UP_TO = 30
-"""A curve of so few points shows each of them."""
+"""Where no curve has more points than this, each is marked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,7 @@ def draw_lines(chart: LineChart) -> str:
     y_scale = Scale(y_low, y_high, box.bottom, box.top)
     x_unit = unit_for(chart.x_quantity, x_high)
     y_unit = unit_for(chart.y_quantity, y_high)
+    has_dots = max((len(series.x) for series in shown), default=0) <= DOTS_UP_TO
     frame = f"{svg.data((box.left, box.top, box.width, box.height))}"
     inside = [
         svg.text(y_unit.label(chart.y_label), 8, 14, class_="axis-label"),
@@ -83,7 +84,10 @@ def draw_lines(chart: LineChart) -> str:
         vertical_ticks(box, x_scale, x_unit, chart.x_ticks),
         svg.element(
             "svg",
-            *(_draw(index, series, x_scale, y_scale) for index, series in enumerate(shown)),
+            *(
+                _draw(index, series, x_scale, y_scale, has_dots)
+                for index, series in enumerate(shown)
+            ),
             x=box.left, y=box.top, width=box.width, height=box.height, class_="plot",
             viewBox=f"{svg.number(box.left)} {svg.number(box.top)}"
                     f" {svg.number(box.width)} {svg.number(box.height)}",
@@ -100,7 +104,7 @@ def draw_lines(chart: LineChart) -> str:
     )  # fmt: skip
 
 
-def _draw(index: int, series: Series, x_scale: Scale, y_scale: Scale) -> str:
+def _draw(index: int, series: Series, x_scale: Scale, y_scale: Scale, has_dots: bool) -> str:
     paint = colour(series.place)
     places = [(x_scale(x), y_scale(y)) for x, y in zip(series.x, series.y, strict=True)]
     has_spread = len(series.low) == len(series.x) and list(series.low) != list(series.high)
@@ -122,7 +126,7 @@ def _draw(index: int, series: Series, x_scale: Scale, y_scale: Scale) -> str:
     marks.append(
         svg.element("polyline", points=svg.points(places), class_="line", stroke=paint, fill="none")
     )
-    if len(places) <= DOTS_UP_TO and not series.is_guide:
+    if (has_dots or len(places) == 1) and not series.is_guide:
         marks += [
             svg.element("circle", cx=x, cy=y, r=3, class_="dot", fill=paint) for x, y in places
         ]

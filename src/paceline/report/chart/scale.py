@@ -82,6 +82,8 @@ def _nice_step(least: float) -> float:
 def tick_texts(ticks: Sequence[float], unit: Unit) -> list[str]:
     """With as many decimals as tell the ticks apart, and the same for all."""
     shown = [tick / unit.factor for tick in ticks]
+    if max(map(abs, shown)) >= 1e7:
+        return [f"{value:.3g}" for value in shown]
     step = min((b - a for a, b in pairwise(shown)), default=abs(shown[0]) or 1)
     decimals = 0
     while decimals < 6 and abs(round(step, decimals) - step) > 1e-6 * abs(step):

@@ -104,6 +104,7 @@ def build(outline: Outline) -> list[Block]:
                 y_label=title.lower(),
                 series=drawn,
                 x_quantity=quantity,
+                y_top=_top(outline, drawn),
             )
             figure = Figure(outline.figure("curves", f"{key}-{axis}".replace("_", "-")),
                             f"{title} against {name}", draw_lines(chart))  # fmt: skip
@@ -115,9 +116,17 @@ def build(outline: Outline) -> list[Block]:
     note = (
         "Shading and whiskers reach from the least to the greatest value: of repeats, and in long"
         " runs of the iterations that share a point. Against time, the training loss is the first"
-        " repeat's. Training time leaves evaluation out."
+        " repeat's. Training time leaves evaluation out. Curves that coincide lie on one another."
     )
     return [*blocks, Text(note, "note"), *outline.drawn_note()]
+
+
+def _top(outline: Outline, drawn: list[Series]) -> float | None:
+    """A run that diverged must not flatten those that learned: its curve leaves the figure."""
+    finished = {cell.label for cell in outline.finished}
+    usual = [max((*one.y, *one.high)) for one in drawn if one.label in finished]
+    most = max(max((*one.y, *one.high)) for one in drawn)
+    return 1.1 * max(usual) if usual and most > 3 * max(usual) > 0 else None
 
 
 def _series(outline: Outline, key: str, axis: str) -> list[Series]:

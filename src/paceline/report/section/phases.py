@@ -129,10 +129,7 @@ def _table(splits: Sequence[tuple[Cell, Split]]) -> Table:
     rows = [
         (
             cell.label,
-            *(
-                f"{units.seconds(split.seconds[phase])} ({units.share(split.share(phase))})"
-                for phase in IN_ITERATION
-            ),
+            *(_phase(split, phase) for phase in IN_ITERATION),
             units.seconds(split.total),
         )
         for cell, split in splits
@@ -140,21 +137,31 @@ def _table(splits: Sequence[tuple[Cell, Split]]) -> Table:
     return Table(("cell, per iteration", *IN_ITERATION, "all"), rows)
 
 
+def _phase(split: Split, phase: str) -> str:
+    seconds = split.seconds[phase]
+    return f"{units.seconds(seconds)} ({units.share(split.share(phase))})" if seconds else "-"
+
+
 def _explanations(outline: Outline) -> list[Block]:
     """What each phase adds to the time of the fastest, cell by cell."""
     ranking = [paced.cell for paced in iteration_pace(outline.finished).ranking]
     if len(ranking) < 2:
         return []
-    found = [explain(ranking[0], other) for other in ranking[1 : MOST_EXPLAINED + 1]]
-    rows = [_row(one) for one in found if one is not None]
-    if not rows:
+    found = [
+        one
+        for other in ranking[1 : MOST_EXPLAINED + 1]
+        if (one := explain(ranking[0], other)) is not None
+    ]
+    if not found:
         return []
+    work = "the same work" if len({one.work for one in found}) > 1 else found[0].work
+    note = "" if work == "an iteration" else "; where batches differ the work is 1,000 samples"
     return [
         Text(
-            f"How much longer an iteration takes than one of {ranking[0].label}, phase by phase"
-            " (the first iteration is in these means, as it is in the phases):"
+            f"How much longer {work} takes than in {ranking[0].label}, phase by phase (the first"
+            f" iteration is in these means, as it is in the phases{note}):"
         ),
-        Table(("cell", "longer by", *IN_ITERATION, "explained"), rows),
+        Table(("cell", "longer by", *IN_ITERATION, "explained"), [_row(one) for one in found]),
     ]
 
 
