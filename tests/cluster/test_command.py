@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from cluster.inside import small_cluster
 from paceline.cli import main
+from paceline.cluster import state
 from paceline.cluster.emulated import EmulatedCluster
 
 NAME = f"command-{os.getpid()}"
@@ -61,6 +64,18 @@ def test_up_measures_and_shows_it_in_80_columns(capsys: pytest.CaptureFixture[st
     assert "round trip" in out
     assert "asked" in out
     assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.root
+@pytest.mark.iproute
+def test_down_without_a_name_leaves_the_clusters_of_runs_alone(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "_runtime_root", lambda: tmp_path)
+    with small_cluster("nodes=1") as owned:
+        assert main(["cluster", "down"]) == 2
+        assert owned.state.path.exists()
+    assert f"no cluster named default; there is {owned.name}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

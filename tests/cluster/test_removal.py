@@ -14,7 +14,7 @@ import pytest
 
 from cluster.inside import small_cluster
 from paceline.cluster import links
-from paceline.cluster.emulated import EmulatedCluster, names_of_all
+from paceline.cluster.emulated import EmulatedCluster, all_clusters
 from paceline.cluster.processes import ProcessId, network_namespace
 from paceline.cluster.removal import pids_of
 from paceline.cluster.state import load, path_of
@@ -71,11 +71,11 @@ def test_one_whose_owner_lives_is_left_alone() -> None:
     name = f"owned-{os.getpid()}"
     with started([sys.executable, "-c", OWNER, name]) as owner:
         with small_cluster("nodes=1"):
-            assert name in names_of_all()
+            assert name in [cluster.name for cluster in all_clusters()]
         assert EmulatedCluster.open(name).command(0, ["true"])
         owner.send_signal(signal.SIGKILL)
         owner.wait()
-        assert name not in names_of_all()
+        assert name not in [cluster.name for cluster in all_clusters()]
 
 
 def test_down_ends_what_will_not_go_by_itself() -> None:

@@ -71,13 +71,13 @@ def _up(arguments: argparse.Namespace) -> int:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from paceline.cluster.emulated import EmulatedCluster, names_of_all
+    from paceline.cluster.emulated import all_clusters
 
     console = _console()
-    names = names_of_all()
-    for name in names:
-        _show_nodes(console, EmulatedCluster.open(name))
-    if not names:
+    clusters = all_clusters()
+    for cluster in clusters:
+        _show_nodes(console, cluster)
+    if not clusters:
         console.print("No cluster is up. Make one with: paceline cluster up --nodes 4")
     return 0
 
@@ -99,13 +99,15 @@ def _down(arguments: argparse.Namespace) -> int:
 
 
 def _chosen(name: str | None) -> EmulatedCluster:
-    """The one of that name, or the only one."""
-    from paceline.cluster.emulated import EmulatedCluster, names_of_all
+    """The one of that name, or the only one that belongs to no run."""
+    from paceline.cluster.emulated import EmulatedCluster, all_clusters
 
-    names = names_of_all()
-    if name is None and len(names) > 1:
-        raise ClusterError(f"several clusters are up, name one: {', '.join(names)}")
-    return EmulatedCluster.open(name or (names[0] if names else DEFAULT_NAME))
+    clusters = [] if name else all_clusters()
+    kept = [cluster for cluster in clusters if cluster.state.owner is None]
+    if len(kept) > 1:
+        names = ", ".join(cluster.name for cluster in kept)
+        raise ClusterError(f"several clusters are up, name one: {names}")
+    return kept[0] if kept else EmulatedCluster.open(name or DEFAULT_NAME)
 
 
 def _show_nodes(console: Console, cluster: EmulatedCluster) -> None:

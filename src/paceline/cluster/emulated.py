@@ -119,10 +119,17 @@ def check_possible() -> None:
     namespaces.can_be_root()
 
 
-def names_of_all() -> list[str]:
-    """Of this user's clusters, those of dead owners removed first."""
+def all_clusters() -> list[EmulatedCluster]:
+    """Of this user, those of dead owners removed first."""
     sweep()
-    return [path.stem for path in all_paths()]
+    found = []
+    for path in all_paths():
+        try:
+            found.append(EmulatedCluster(load(path)))
+        except ClusterError:
+            if path.exists():  # else its owner has just taken it down
+                raise
+    return found
 
 
 def _check(spec: ClusterSpec, name: str) -> None:

@@ -66,22 +66,27 @@ class State:
         return {**os.environ, VARIABLE: str(self.path)}
 
     def create(self) -> None:
-        """Write the file; ClusterError where there is one of this name."""
+        """Write the file, whole or not at all; ClusterError where there is one of this name."""
+        written = self._write()
         try:
-            with self.path.open("x", encoding="utf-8") as file:
-                file.write(self._json())
+            self.path.hardlink_to(written)
         except FileExistsError:
             raise ClusterError(
                 f"a cluster named {self.name} is up already: take it down with "
                 f"`paceline cluster down {self.name}`, or choose another --name"
             ) from None
+        finally:
+            written.unlink()
 
     def save(self) -> None:
+        self._write().replace(self.path)
+
+    def _write(self) -> Path:
         with tempfile.NamedTemporaryFile(
             "w", encoding="utf-8", dir=self.path.parent, prefix=".", delete=False
         ) as file:
             file.write(self._json())
-        Path(file.name).replace(self.path)
+        return Path(file.name)
 
     def _json(self) -> str:
         values = {**asdict(self), "schema": SCHEMA, "name": self.name}
