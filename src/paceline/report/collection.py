@@ -6,6 +6,7 @@ What cannot be read is named and left out: one damaged file must not cost the re
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,12 +102,18 @@ def _is_run(place: Path) -> bool:
 
 def _runs_below(place: Path, depth: int) -> Iterator[Path]:
     with os.scandir(place) as entries:
-        folders = sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
-    for folder in map(Path, folders):
+        folders = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    for folder in sorted(folders, key=_by_number):
         if _is_run(folder):
             yield folder
         elif depth > 1 and not folder.name.startswith("."):
             yield from _runs_below(folder, depth - 1)
+
+
+def _by_number(folder: Path) -> list[tuple[int, str]]:
+    """Sorts batch-32 before batch-256."""
+    parts = re.split(r"(\d+)", folder.name)
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in parts]
 
 
 def _open_all(folders: Iterator[Path], root: Path, left_out: list[LeftOut]) -> list[Run]:

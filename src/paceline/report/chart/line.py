@@ -6,6 +6,7 @@ what the page redraws from when a reader looks closer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -53,17 +54,19 @@ class LineChart:
     from_zero: bool = False
     x_ticks: Sequence[float] | None = None
     y_top: float | None = None
-    """Where the axis ends, if not at the greatest value; what is above is cut off."""
+    """Where the axis ends, if not at the greatest value; what is beyond is cut off."""
 
 
 def draw_lines(chart: LineChart) -> str:
     shown = [series for series in chart.series if len(series.x)]
     x_low, x_high = limits(value for series in shown for value in series.x)
+    top = math.inf if chart.y_top is None else chart.y_top
+    every = (value for series in shown for values in (series.y, series.low, series.high)
+             for value in values)  # fmt: skip
     y_low, y_high = limits(
-        (value for series in shown for values in (series.y, series.low, series.high)
-         for value in values), from_zero=chart.from_zero,
-    )  # fmt: skip
-    y_high = min(y_high, chart.y_top) if chart.y_top is not None else y_high
+        (value for value in every if abs(value) <= top), from_zero=chart.from_zero
+    )
+    y_high = min(y_high, top)
     keys = [
         (series.label, f"swatch {tone(series.place)}" if not series.is_guide else "swatch guide",
          colour(series.place) if not series.is_guide else "#888") for series in shown
