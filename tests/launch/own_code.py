@@ -44,6 +44,18 @@ class Slow(Plain):
         return super().forward(inputs)
 
 
+class Wide(nn.Module):
+    """Much to exchange and little to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(FEATURES, 40_000), nn.Linear(40_000, CLASSES))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.layers(inputs)
+        return outputs
+
+
 class Talkative(Plain):
     """Says who it is, and leaves a note of its threads in OWN_NOTES."""
 

@@ -212,6 +212,7 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
 @pytest.mark.root
 @pytest.mark.iproute
 @pytest.mark.ssh
+@pytest.mark.timeout(300)
 def test_hosts_train_what_one_machine_trains_and_all_records_come_here(
     machines: Machines, talkative_run: tuple[Path, Ended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +238,7 @@ def test_hosts_train_what_one_machine_trains_and_all_records_come_here(
 @pytest.mark.root
 @pytest.mark.iproute
 @pytest.mark.ssh
+@pytest.mark.timeout(300)
 def test_hosts_stop_when_their_starter_is_killed(machines: Machines) -> None:
     settings = {**ENDLESS, "hosts": ",".join(machines.hosts), "threads": 1, "name": "killed"}
     with train(machines.out, {SSH: machines.ssh}, **settings) as command:

@@ -1,0 +1,211 @@
+"""Runs in an emulated cluster: the same training, honest records, and a bounded end by any fault.
+
+That no process is left is checked after every test (tests/leaks.py); that the cluster itself leaves
+none, by its own tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Thread
+from time import sleep
+from typing import Any
+
+import psutil
+import pytest
+
+from launch.commands import (
+    ENDLESS,
+    LIMIT_SECONDS,
+    TINY,
+    Ended,
+    is_training,
+    names_in,
+    train,
+    wait_until,
+)
+from paceline.cluster.emulated import EmulatedCluster
+from paceline.cluster.links import port
+from paceline.cluster.state import all_paths
+from paceline.cluster_spec import ClusterSpec
+from paceline.config import from_mapping
+from paceline.launch import away, start
+from paceline.launch.emulated import EmulatedFleet
+from paceline.launch.interruptions import Interruptions
+from paceline.launch.outcome import Outcome
+from paceline.measure.machine import cores_usable
+from paceline.records import RunFolder, read_json
+
+pytestmark = [pytest.mark.root, pytest.mark.iproute, pytest.mark.timeout(300)]
+
+CUT_SECONDS = 5.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[EmulatedCluster]:
+    with EmulatedCluster.up(ClusterSpec(nodes=2), calibrate=False) as cluster:
+        yield cluster
+
+
+PATIENT = {"rendezvous_seconds": LIMIT_SECONDS, "timeout_seconds": LIMIT_SECONDS}
+"""All nodes are this one machine, and load torch at the same time."""
+
+
+def run_in(cluster: EmulatedCluster, out: Path, **settings: Any) -> Outcome:
+    values = {**TINY, **PATIENT, "cluster": "nodes=2", "out": str(out), "name": "run"}
+    config = from_mapping({**values, **settings})
+    with Interruptions() as interruptions:
+        return away.run_on(EmulatedFleet(cluster), config, None, True, interruptions)
+
+
+@contextlib.contextmanager
+def disturbed(folder: Path, disturb: Callable[[], None]) -> Iterator[None]:
+    """Do something to a run that this process starts inside the block, once both nodes train."""
+
+    def strike() -> None:
+        wait_until(lambda: is_training(folder), "both nodes train")
+        disturb()
+
+    thread = Thread(target=strike, name="saboteur")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def set_link(cluster: EmulatedCluster, node: int, state: str) -> None:
+    """Pull a node's cable, or plug it in again."""
+    assert cluster.state.switch is not None
+    cluster.state.switch.run(["ip", "link", "set", port(node), state])
+
+
+def processes(cluster: EmulatedCluster, node: int, word: str = "paceline") -> list[psutil.Process]:
+    found = []
+    for pid in cluster.processes(node):
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            if word in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
+def kill_all(victims: list[psutil.Process]) -> None:
+    assert victims
+    for process in victims:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def check_failed(outcome: Outcome, cause: str) -> None:
+    assert outcome.exit_code == 1
+    result = read_json(outcome.folder.result_file)
+    assert result == outcome.result
+    assert result["status"] == "failed"
+    assert result["cause"].startswith(cause)
+    assert result["cluster"]["asked"]["nodes"] == 2
+    passing = ("launch-", "report-", "failure-", "output-")
+    assert not [name for name in names_in(outcome.folder.path) if name.startswith(passing)]
+
+
+def test_what_a_ring_sends_is_what_the_nodes_interfaces_count(
+    cluster: EmulatedCluster, tmp_path: Path
+) -> None:
+    settings = {"model": "own_code:Wide", "strategy": "ring", "iterations": 10}
+    result = run_in(cluster, tmp_path, **settings, eval_every="never").result
+    assert result is not None
+    assert result["config"]["threads"] == max(1, cores_usable() // 2), "all share this machine"
+    for worker, node in zip(result["workers"], result["nodes"], strict=True):
+        counted = sum(kind["bytes_sent"] for kind in worker["traffic"].values())
+        # Two nodes: each sends half of the gradient to be added up, and half of the sum.
+        assert counted > 10 * 480_003 * 4
+        on_wire = node["network_bytes_sent"] - node["loopback_bytes_sent"]
+        assert counted <= on_wire <= 1.05 * counted
+
+
+def test_a_run_that_describes_its_cluster_gets_it_and_leaves_nothing_of_it(
+    tmp_path: Path, talkative_run: tuple[Path, Ended]
+) -> None:
+    """From the command line, stopped by Ctrl-C and resumed, in a new cluster each time."""
+    spec = "nodes=2,cpus=0.9,bandwidth=1gbit"
+    settings = {"model": "own_code:Slow", "cluster": spec, "checkpoint_every": 100, **PATIENT}
+    with train(tmp_path, {"OWN_SLEEP_SECONDS": "0.5"}, **settings) as command:
+        wait_until(lambda: is_training(tmp_path / "run"), "both nodes train")
+        command.process.send_signal(signal.SIGINT)
+        ended = command.end()
+    stopped = read_json(tmp_path / "run" / "result.json")
+    cause = f"stopped by SIGINT after iteration {stopped['iterations']}"
+    assert (ended.code, stopped["status"], stopped["cause"]) == (130, "stopped", cause)
+    assert ended.err.splitlines()[-1] == f"paceline: error: {cause}"
+
+    result = start.resume(str(tmp_path / "run"), {}, quiet=True).result
+    assert result is not None
+    assert (result["status"], result["cause"]) == ("finished", None)
+    one_machine = read_json(talkative_run[0] / "result.json")
+    assert result["weights_sha256"] == one_machine["weights_sha256"]
+    assert RunFolder(tmp_path / "run").read_config().cluster == spec
+    assert result["cluster"]["asked"]["cpus"] == 0.9
+    assert {item["what"] for item in result["cluster"]["got"]} >= {"bandwidth out", "cpus"}
+    assert result["hardware"]["cores"] == 1, "of a node, whose quota bounds its threads"
+    assert not [path for path in all_paths() if f"-{os.getpid()}-" in path.name]
+    assert not [path for path in all_paths() if f"-{command.process.pid}-" in path.name]
+
+
+def test_a_killed_worker_ends_the_run(
+    cluster: EmulatedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OWN_SLEEP_SECONDS", "0.05")
+    strike = lambda: kill_all(processes(cluster, 1, "launch.child"))  # noqa: E731
+    with disturbed(tmp_path / "run", strike):
+        outcome = run_in(cluster, tmp_path, **ENDLESS)
+    check_failed(outcome, "rank 1 was killed by SIGKILL")
+
+
+@pytest.mark.parametrize("node", [1, 0])
+def test_a_killed_node_ends_the_run(
+    node: int, cluster: EmulatedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OWN_SLEEP_SECONDS", "0.05")
+    with disturbed(tmp_path / "run", lambda: kill_all(processes(cluster, node))):
+        outcome = run_in(cluster, tmp_path, **ENDLESS)
+    check_failed(outcome, f"node {node} ({cluster.addresses[node]}) was killed by SIGKILL")
+
+
+def test_a_link_that_stays_cut_ends_the_run(
+    cluster: EmulatedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OWN_SLEEP_SECONDS", "0.05")
+    try:
+        with disturbed(tmp_path / "run", lambda: set_link(cluster, 1, "down")):
+            outcome = run_in(cluster, tmp_path, **ENDLESS, timeout_seconds=6)
+    finally:
+        set_link(cluster, 1, "up")
+    check_failed(outcome, "lost contact with node 1")
+
+
+def test_a_link_that_comes_back_does_no_harm(
+    cluster: EmulatedCluster,
+    talkative_run: tuple[Path, Ended],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is lost: TCP sends again what did not arrive."""
+    monkeypatch.setenv("OWN_SLEEP_SECONDS", "0.3")
+
+    def cut() -> None:
+        set_link(cluster, 1, "down")
+        sleep(CUT_SECONDS)
+        set_link(cluster, 1, "up")
+
+    with disturbed(tmp_path / "run", cut):
+        outcome = run_in(cluster, tmp_path, model="own_code:Slow")
+    undisturbed = read_json(talkative_run[0] / "result.json")
+    assert outcome.result is not None
+    assert outcome.result["status"] == "finished"
+    assert outcome.result["weights_sha256"] == undisturbed["weights_sha256"]
+    longest = max(worker["wall_seconds"] for worker in outcome.result["workers"])
+    assert longest > CUT_SECONDS
