@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from leaks import no_leaks, no_leaks_of_session, pytest_fixture_setup
+from warm import Nursery, warm_spawning
 
 __all__ = ["no_leaks", "no_leaks_of_session", "pytest_fixture_setup"]
 
@@ -82,3 +83,17 @@ def real_data_dir(pytestconfig: pytest.Config) -> Path:
     if missing:
         pytest.skip(f"PACELINE_DATA={folder} lacks {', '.join(missing)}")
     return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """For tests that start programs where starting them is not the point."""
+    with Nursery.opened() as opened:
+        yield opened
+
+
+@pytest.fixture
+def warm_workers(nursery: Nursery) -> Iterator[None]:
+    """Workers and servers that this process launches start warm."""
+    with warm_spawning(nursery):
+        yield

@@ -111,6 +111,7 @@ def test_what_a_worker_remembers_resumes_exactly(cut: int) -> None:
     assert toy.resumes_exactly(lambda: LocalSgd(every=3, warmup=2), cut, 9)
 
 
+@pytest.mark.usefixtures("warm_workers")
 def test_a_resumed_run_of_processes_ends_with_the_same_weights(tmp_path: Path) -> None:
     """Seven steps, and again from the checkpoint after the fourth, which lies between two means."""
     settings: dict[str, Any] = {

@@ -27,7 +27,10 @@ from paceline.sync.parameter_server import ParameterServer
 from paceline.sync.single import Single
 from paceline.sync.strategy import Terms
 from server_team import with_servers
+from warm import Nursery
 from worker_pool import free_port
+
+pytestmark = pytest.mark.usefixtures("warm_workers")
 
 SMALL: dict[str, Any] = {
     "train_samples": 64, "test_samples": 32, "batch_size": 16, "threads": 1, "sample_seconds": 0,
@@ -262,14 +265,14 @@ def flags() -> list[str]:
     return ["--no-tensorboard", *(f"--{k.replace('_', '-')}={v}" for k, v in named.items())]
 
 
-def running(out: Path, name: str, *more: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "paceline", "train", "--quiet", *flags(), *more]
-    return subprocess.Popen([*command, "--out", str(out), "--name", name])
+def running(nursery: Nursery, out: Path, name: str, *more: str) -> subprocess.Popen[str]:
+    command = ["-m", "paceline", "train", "--quiet", *flags(), *more]
+    return nursery.start([*command, "--out", str(out), "--name", name])
 
 
-def children(process: subprocess.Popen[bytes], role: str) -> Iterator[psutil.Process]:
+def children(process: subprocess.Popen[str], role: str) -> Iterator[psutil.Process]:
     for child in psutil.Process(process.pid).children():
-        if role in child.cmdline():
+        if child.name().startswith(role):
             yield child
 
 
@@ -282,8 +285,8 @@ def wait_until_training(folder: Path) -> None:
     raise TimeoutError("the run did not begin to train within a minute")
 
 
-def test_a_killed_server_ends_the_run_with_its_name(tmp_path: Path) -> None:
-    process = running(tmp_path, "killed", "--iterations=1000000", "-o", "mode=async")
+def test_a_killed_server_ends_the_run_with_its_name(nursery: Nursery, tmp_path: Path) -> None:
+    process = running(nursery, tmp_path, "killed", "--iterations=1000000", "-o", "mode=async")
     wait_until_training(tmp_path / "killed")
     (server,) = children(process, "server")
     server.send_signal(signal.SIGKILL)
@@ -293,8 +296,10 @@ def test_a_killed_server_ends_the_run_with_its_name(tmp_path: Path) -> None:
     assert (result["status"], result["cause"]) == ("failed", "server 0 was killed by SIGKILL")
 
 
-def test_a_run_out_of_step_stops_when_asked_and_its_servers_end(tmp_path: Path) -> None:
-    process = running(tmp_path, "stopped", "--iterations=1000000", "-o", "mode=bounded")
+def test_a_run_out_of_step_stops_when_asked_and_its_servers_end(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    process = running(nursery, tmp_path, "stopped", "--iterations=1000000", "-o", "mode=bounded")
     wait_until_training(tmp_path / "stopped")
     servers = list(children(process, "server"))
     os.kill(process.pid, signal.SIGINT)

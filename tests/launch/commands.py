@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ import psutil
 from paceline.config import flag_of, from_mapping
 from paceline.launch import start
 from paceline.launch.outcome import Outcome
+from warm import Nursery
 
 HERE = Path(__file__).parent
 """Where own_code.py lies; programs are started here, since the current folder is searched."""
@@ -63,14 +65,25 @@ class Ended:
 class Command:
     """A program under way; on leaving its block it is killed if it still runs."""
 
+    nursery: Nursery | None = None
+    """Where there is one, commands of paceline start warm."""
+
     def __init__(self, words: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
+        environment = {**os.environ, **(variables or {})}
+        self.process: subprocess.Popen[str]
+        if self.nursery and list(words[:2]) == ["-m", "paceline"]:
+            pipe = subprocess.PIPE
+            self.process = self.nursery.start(
+                words, stdout=pipe, stderr=pipe, cwd=HERE, env=environment
+            )
+            return
         self.process = subprocess.Popen(
             [sys.executable, *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             cwd=HERE,
-            env={**os.environ, **(variables or {})},
+            env=environment,
         )
 
     def __enter__(self) -> Self:
@@ -126,7 +139,9 @@ def workers_of(launcher: int) -> dict[int, psutil.Process]:
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(launcher).children():
             with contextlib.suppress(psutil.Error):
-                if "paceline.launch.child" in child.cmdline():
+                if warm := re.fullmatch(r"worker (\d+)", child.name()):
+                    found[int(warm[1])] = child
+                elif "paceline.launch.child" in child.cmdline():
                     found[int(child.environ()["RANK"])] = child
     return found
 

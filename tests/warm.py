@@ -1,0 +1,246 @@
+"""Programs that start at once: forked from a process that has torch loaded already.
+
+Loading torch and what optimisers load of it takes a processor four seconds, and tests of launching
+start dozens of programs. A nursery is a process that has loaded everything and computed nothing.
+For each request it forks one that then runs `python -m MODULE ...`, as far as it can tell: with the
+arguments, environment, folder, standard files and parent that `subprocess` would have given it.
+That a command and its workers start from scratch is for the tests that start them cold.
+
+    with Nursery.opened() as nursery:
+        process = nursery.start(["-m", "paceline", "train"], stdout=subprocess.PIPE)
+
+A program that launches workers has a nursery of its own for them, and `warm_spawning` lets this
+very process take its workers from one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
+
+from paceline.launch import spawn
+
+PRELOADED = (
+    "paceline.launch.member",
+    "paceline.launch.servers",
+    "paceline.launch.start",
+    "paceline.report.summary",
+    "paceline.sync.averaging",
+    "torch._dynamo",
+)
+"""What commands and workers load sooner or later, and loading which starts no thread."""
+
+PR_SET_NAME = 15
+PR_SET_CHILD_SUBREAPER = 36
+MESSAGE_BYTES = 1 << 20
+ADOPTION_SECONDS = 20.0
+
+_libc = ctypes.CDLL(None)
+
+
+class WarmProcess(subprocess.Popen[Any]):
+    """A child that somebody else has forked."""
+
+    def __init__(self, pid: int, args: Sequence[str], out: IO[Any] | None, err: IO[Any] | None):
+        self.pid = pid
+        self.args = args
+        self.stdin, self.stdout, self.stderr = None, out, err
+        self.returncode = None
+        self._child_created = True
+        self._communication_started = False
+        self._input = None
+        self._waitpid_lock = threading.Lock()
+        self._sigint_wait_secs = 0.25
+        self.encoding, self.errors, self.text_mode = "utf-8", None, True
+
+
+class Nursery:
+    def __init__(self, pipe: socket.socket) -> None:
+        self._pipe = pipe
+        self._lock = threading.Lock()
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(cls) -> Iterator[Nursery]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours:
+            with theirs:
+                process = subprocess.Popen(
+                    [sys.executable, __file__, str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                )
+            try:
+                yield cls(ours)
+            finally:
+                ours.close()
+                process.wait()
+
+    def start(
+        self,
+        words: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | Path | None = None,
+        stdin: int | None = None,
+        stdout: Any = None,
+        stderr: Any = None,
+        start_new_session: bool = False,
+        name: str = "warm",
+    ) -> WarmProcess:
+        """Run `python WORDS`, which begin with -m; `name` is what ps calls the process."""
+        assert words[0] == "-m"
+        assert stdin in (None, subprocess.DEVNULL)
+        request = {
+            "module": words[1],
+            "arguments": list(words[2:]),
+            "environment": dict(os.environ if env is None else env),
+            "folder": str(Path.cwd() if cwd is None else cwd),
+            "parent": os.getpid(),
+            "has_session": start_new_session,
+            "name": name,
+        }
+        with contextlib.ExitStack() as given:
+            out, out_end = _standard_file(stdout, 1, given)
+            err, err_end = _standard_file(stderr, 2, given)
+            with self._lock, _adopting_orphans():
+                socket.send_fds(self._pipe, [json.dumps(request).encode()], [out, err])
+                pid = int(self._pipe.recv(64))
+        return WarmProcess(pid, words, out_end, err_end)
+
+
+@contextlib.contextmanager
+def _adopting_orphans() -> Iterator[None]:
+    """A grandchild whose parent ends meanwhile becomes this process's own child."""
+    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        _libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def _standard_file(asked: Any, own: int, given: contextlib.ExitStack) -> tuple[int, IO[str] | None]:
+    """What to pass on, and our end of it where it is a pipe."""
+    if asked is None:
+        return own, None
+    if asked != subprocess.PIPE:
+        return asked if isinstance(asked, int) else asked.fileno(), None
+    ours, theirs = os.pipe()
+    given.callback(os.close, theirs)
+    return theirs, os.fdopen(ours, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def warm_spawning(nursery: Nursery) -> Iterator[None]:
+    """Let the launcher in this process take its workers and servers from a nursery."""
+    before = vars(spawn)["subprocess"]
+    _spawn_from(nursery)
+    try:
+        yield
+    finally:
+        vars(spawn)["subprocess"] = before
+
+
+def _spawn_from(nursery: Nursery) -> None:
+    def popen(command: Sequence[str], **keywords: Any) -> WarmProcess:
+        assert command[0] == sys.executable
+        role, rank = command[4], keywords["env"]["RANK"]
+        return nursery.start(command[1:], name=f"{role} {rank}", **keywords)
+
+    vars(spawn)["subprocess"] = SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL)
+
+
+def _serve(pipe: socket.socket) -> dict[str, Any]:
+    """Fork until whoever asks is gone; returns in each child, with what it is to be."""
+    while True:
+        message, files, _, _ = socket.recv_fds(pipe, MESSAGE_BYTES, 2)
+        if not message:
+            os._exit(0)
+        pid = _fork_orphan()
+        if pid == 0:
+            pipe.close()
+            request: dict[str, Any] = json.loads(message)
+            for number, file in enumerate(files, start=1):
+                os.dup2(file, number)
+                os.close(file)
+            return request
+        for file in files:
+            os.close(file)
+        pipe.send(str(pid).encode())
+
+
+def _fork_orphan() -> int:
+    """Like fork, but the child goes to the nearest ancestor that adopts orphans."""
+    reader, writer = os.pipe()
+    between = os.fork()
+    if between == 0:
+        child = os.fork()
+        if child:
+            os.write(writer, str(child).encode())
+            os._exit(0)
+        os.close(reader)
+        os.close(writer)
+        return 0
+    os.close(writer)
+    child = int(os.read(reader, 64))
+    os.close(reader)
+    os.waitpid(between, 0)
+    return child
+
+
+def _become(request: dict[str, Any]) -> None:
+    deadline = time.monotonic() + ADOPTION_SECONDS
+    while os.getppid() != request["parent"]:
+        if time.monotonic() > deadline:
+            os._exit(1)
+        time.sleep(0.001)
+    if request["has_session"]:
+        os.setsid()
+    _libc.prctl(PR_SET_NAME, request["name"].encode(), 0, 0, 0)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    searched = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    # The first entry is the folder of the nursery's own script.
+    sys.path[:1] = [request["folder"], *(path for path in searched if path)]
+    sys.argv[:] = [request["module"], *request["arguments"]]
+
+
+def _open_own_nursery() -> None:
+    """For a program that launches: forked before it has done anything."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in range(3):
+            os.dup2(null, number)
+        _run(_serve(theirs))
+    theirs.close()
+    _spawn_from(Nursery(ours))
+
+
+def _run(request: dict[str, Any]) -> None:
+    _become(request)
+    if request["module"] == "paceline":
+        _open_own_nursery()
+    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+    sys.exit()
+
+
+if __name__ == "__main__":
+    for module in PRELOADED:
+        __import__(module)
+    _run(_serve(socket.socket(fileno=int(sys.argv[1]))))
