@@ -145,6 +145,8 @@ def test_in_an_emulated_cluster_the_link_is_the_limit(tmp_path: Path) -> None:
     assert (record["workers"], record["nodes"]) == (2, 2)
     assert record["limits"]["link"]["source"] == "as calibrated, the slowest link"
     assert record["limits"]["memory"] is None
+    assert record["cluster"]["asked"]["bandwidth_bits_per_second"] == 1e8
+    assert record["plan"]["machines"]["cluster"] == "nodes=2,bandwidth=100mbit"
     for each in record["measurements"]:
         of_link = each["bus_bytes_per_second"] / record["limits"]["link"]["bytes_per_second"]
         assert each["share_of_limit"] == pytest.approx(of_link)

@@ -15,7 +15,7 @@ from paceline.comm.place import ALONE
 from paceline.comm.work import Done, Work
 from paceline.errors import RunError
 from paceline.probe import operations, timing
-from paceline.probe.limits import Limit
+from paceline.probe.limits import Limit, link_limit
 from paceline.probe.plan import OPERATIONS, Plan, Way, make_plan
 from paceline.probe.results import make_record
 from paceline.probe.timing import Timed, time_size
@@ -110,7 +110,7 @@ def record_of(samples: Sequence[float], size: int, limit: Limit | None) -> dict[
     plan = quick_plan(algorithms="ring", sizes="1m")
     place = ALONE.__class__(0, 4, 0, 4, 0, 1, "127.0.0.1", 0, False)
     timed = Timed(plan.ways()[0], size, row=1, repeats=len(samples), samples=list(samples))
-    return make_record(plan, place, [timed], [], {"link": limit, "memory": None})
+    return make_record(plan, place, [timed], [], {"link": limit, "memory": None}, None)
 
 
 def test_bandwidths_are_of_the_median_and_the_bus_carries_what_an_all_reduce_must_move() -> None:
@@ -126,3 +126,29 @@ def test_bandwidths_are_of_the_median_and_the_bus_carries_what_an_all_reduce_mus
 def test_without_a_limit_there_is_no_share_of_it() -> None:
     (entry,) = record_of([1.0], size=4, limit=None)["measurements"]
     assert entry["share_of_limit"] is None
+
+
+def cluster(got: list[dict[str, Any]]) -> dict[str, Any]:
+    asked = {"bandwidth_bits_per_second": 1e9, "bandwidth_of": {"3": 8e7}}
+    return {"asked": asked, "got": got, "warnings": []}
+
+
+def link(what: str, got: float) -> dict[str, Any]:
+    return {"what": what, "node": 0, "asked": 1e9, "got": got, "unit": "bit/s"}
+
+
+@pytest.mark.parametrize(
+    ("words", "account", "rate"),
+    [
+        ({}, None, None),
+        ({}, cluster([link("bandwidth in", 9e8), link("bandwidth out", 8e8)]), 1e8),
+        ({}, cluster([link("round trip", 1e-3)]), 1e7),
+        ({"link": "16mbit"}, cluster([link("bandwidth in", 9e8)]), 2e6),
+    ],
+    ids=["unknown", "slowest of those measured", "slowest of those asked for", "as the user says"],
+)
+def test_the_limit_of_the_link(
+    words: dict[str, str], account: dict[str, Any] | None, rate: float | None
+) -> None:
+    limit = link_limit(quick_plan(**words), account)
+    assert (limit and limit.bytes_per_second) == rate

@@ -81,4 +81,4 @@ def measure_on(
     record = ends[0].news.get("record")
     if not isinstance(record, dict):
         raise RunError("the first machine ended without a record")
-    return record
+    return {**record, "plan": plan.to_dict()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.launch.cluster_account import cluster_account
 from paceline.probe.plan import Plan
 
 
@@ -18,15 +17,16 @@ class Limit:
     """Where the figure comes from, in a few words."""
 
 
-def link_limit(plan: Plan) -> Limit | None:
-    """By --link, or else as the emulated cluster that this process is in was measured to be."""
+def link_limit(plan: Plan, cluster: dict[str, Any] | None) -> Limit | None:
+    """By --link, or else as the emulated cluster was measured to be (launch/cluster_account.py)."""
     if plan.link_bits_per_second is not None:
         return Limit("link", plan.link_bits_per_second / 8, "as --link says")
-    account = cluster_account() or {"got": [], "asked": None}
-    got = [item["got"] for item in account["got"] if item["what"].startswith("bandwidth")]
+    if cluster is None:
+        return None
+    got = [item["got"] for item in cluster["got"] if item["what"].startswith("bandwidth")]
     if got:
         return Limit("link", min(got) / 8, "as calibrated, the slowest link")
-    asked = _asked(account["asked"] or {})
+    asked = _asked(cluster["asked"] or {})
     return Limit("link", min(asked) / 8, "as asked of the emulated cluster") if asked else None
 
 

@@ -6,6 +6,7 @@
     software, hardware   of the first machine, as in result.json
     workers, nodes    how many
     plan              what was asked (probe/plan.py)
+    cluster           the emulated cluster that this was in, as in result.json; null outside of one
     limits            link and memory: bytes_per_second, source; null where nothing is known
     measurements      one for each operation, communicator, algorithm and size:
                       bytes, repeats, operations_per_repeat, samples_seconds,
@@ -44,6 +45,7 @@ def make_record(
     timed: Sequence[Timed],
     left_out: Sequence[tuple[Way, int]],
     limits: dict[str, Limit | None],
+    cluster: dict[str, Any] | None,
 ) -> Record:
     limit = limits["link"] or limits["memory"]
     rate = limit.bytes_per_second if limit else None
@@ -56,6 +58,7 @@ def make_record(
         "workers": place.world_size,
         "nodes": place.nnodes,
         "plan": plan.to_dict(),
+        "cluster": cluster,
         "limits": {kind: asdict(each) if each else None for kind, each in limits.items()},
         "measurements": [_measurement(each, place.world_size, rate) for each in timed],
         "fits": _fits(plan, timed, place.world_size, rate),

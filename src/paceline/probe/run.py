@@ -14,6 +14,7 @@ from paceline.comm.objects import broadcast_json
 from paceline.comm.place import Place
 from paceline.errors import UsageError
 from paceline.launch.agreement import succeed_together
+from paceline.launch.cluster_account import cluster_account
 from paceline.launch.member import connection
 from paceline.probe.limits import Limit, link_limit
 from paceline.probe.operations import ELEMENT_BYTES
@@ -58,7 +59,9 @@ def run(place: Place, plan: Plan, show: Show = lambda text, done, total: None) -
         network.barrier().wait()
     if place.rank:
         return None
-    return make_record(plan, place, timed, left_out, {"link": link_limit(plan), "memory": memory})
+    cluster = cluster_account()
+    limits = {"link": link_limit(plan, cluster), "memory": memory}
+    return make_record(plan, place, timed, left_out, limits, cluster)
 
 
 def _time_all(

@@ -21,7 +21,7 @@ def print_record(record: dict[str, Any], console: Console | None = None) -> None
         fits = _of(section, record["fits"])
         if fits:
             console.print(_fitted(fits))
-    console.print(_footer(record), soft_wrap=True)
+    console.print(_footer(record))
 
 
 def _section(entry: dict[str, Any]) -> tuple[str, str]:
@@ -88,6 +88,7 @@ def _footer(record: dict[str, Any]) -> str:
             lines.append(
                 f"limit of the {kind}: {_rate(limit['bytes_per_second'])}, {limit['source']}"
             )
+    lines += [f"warning: {text}" for text in (record["cluster"] or {}).get("warnings", ())]
     if record["left_out"]:
         count = len(record["left_out"])
         lines.append(f"{count} left out, since smaller sizes took too long: raise --most-seconds")
