@@ -233,16 +233,25 @@ def test_a_pattern_that_means_no_cell_is_refused(stage: Stage, tmp_path: Path) -
         run(stage, planned(tmp_path, TWO_CELLS), only="ddp")
 
 
+TWO_PARTS = """
+    base: {batch_size: 8}
+    parts:
+      one: {}
+      two: {grid: {batch_size: [8]}}
+"""
+
+
 def test_one_run_serves_the_cells_of_two_parts(stage: Stage, tmp_path: Path) -> None:
-    text = """
-        base: {batch_size: 8}
-        parts:
-          one: {}
-          two: {grid: {batch_size: [8]}}
-    """
-    outcome = run(stage, planned(tmp_path, text), only="two*")
+    outcome = run(stage, planned(tmp_path, TWO_PARTS), only="two*")
     assert stage.names == ["one.r1"]
     assert [stage.folder.status(cell) for cell in outcome.study.cells] == ["finished"] * 2
+
+
+def test_a_run_that_failed_has_failed_in_both_parts(stage: Stage, tmp_path: Path) -> None:
+    stage.acts["one.r1"] = 2
+    outcome = run(stage, planned(tmp_path, TWO_PARTS))
+    assert [stage.folder.status(cell) for cell in outcome.study.cells] == ["failed"] * 2
+    assert [cell.id for cell in outcome.failed] == ["one.r1"]
 
 
 def test_a_folder_of_another_study_is_refused(stage: Stage, tmp_path: Path) -> None:
