@@ -100,6 +100,20 @@ def test_what_cannot_be_measured_is_refused_in_one_line(
     assert told in line
 
 
+@pytest.mark.parametrize("words", ["--help", "--sizes=1x"])
+def test_help_and_refusals_come_before_torch_is_loaded(words: str) -> None:
+    program = f"""
+import sys, paceline.cli
+try:
+    paceline.cli.main(["comm", {words!r}])
+except SystemExit:
+    pass
+sys.exit("torch" in sys.modules)
+"""
+    with Command(["-c", program]) as command:
+        assert command.end().code == 0
+
+
 @pytest.mark.parametrize(
     ("victim", "number", "code", "told"),
     [
