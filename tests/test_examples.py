@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.records import read_json
+from warm import Nursery
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -39,23 +40,30 @@ def test_own_loop_learns_the_same_with_one_worker_and_with_two() -> None:
     assert together[1] == pytest.approx(alone[1], rel=1e-3)
 
 
-def train(out: Path, *words: str) -> dict[str, object]:
+def train(nursery: Nursery, out: Path, *words: str) -> dict[str, object]:
     common = ["--no-tensorboard", "--quiet", "--threads", "1", "--nproc-per-node", "2"]
-    run("-m", "paceline", "train", *common, "--out", str(out), "--name", "run", *words)
+    command = ["-m", "paceline", "train", *common, "--out", str(out), "--name", "run", *words]
+    process = nursery.start(command, cwd=EXAMPLES, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    _, complaints = process.communicate(timeout=100)
+    assert process.returncode == 0, complaints
     return read_json(out / "run" / "result.json")
 
 
-def test_own_model_learns_own_data(tmp_path: Path) -> None:
+def test_own_model_learns_own_data(nursery: Nursery, tmp_path: Path) -> None:
     words = ["--model", "own_model:Wide", "--data", "own_model:rings", "--strategy", "ring"]
-    result = train(tmp_path, *words, "--epochs", "4", "--lr", "0.1")
+    result = train(nursery, tmp_path, *words, "--epochs", "4", "--lr", "0.1")
     final = result["final"]
     assert isinstance(final, dict)
     assert final["test_accuracy"] > 0.9
 
 
-def test_own_strategy_averages_as_often_as_its_option_says(tmp_path: Path) -> None:
+def test_own_strategy_averages_as_often_as_its_option_says(
+    nursery: Nursery, tmp_path: Path
+) -> None:
     words = ["--model", "own_model:Wide", "--data", "own_model:rings", "--iterations", "8"]
-    result = train(tmp_path, *words, "--strategy", "own_strategy:LateAveraging", "-o", "every=4")
+    result = train(
+        nursery, tmp_path, *words, "--strategy", "own_strategy:LateAveraging", "-o", "every=4"
+    )
     workers = result["workers"]
     assert isinstance(workers, list)
     weights = 2 * 256 + 256 + 256 * 3 + 3
