@@ -17,7 +17,8 @@ from paceline.errors import ConfigError, PacelineError, RunError, UsageError
 from paceline.launch.interruptions import Interruptions
 from paceline.launch.outcome import Outcome
 from paceline.launch.ray import cluster, run
-from paceline.launch.ray.cluster import LostError, TooFewError, Wanted
+from paceline.launch.ray.claim import TooFewError, Wanted
+from paceline.launch.ray.cluster import LostError
 from paceline.records import SCHEMA, RunFolder, read_json
 
 

@@ -12,7 +12,8 @@ from typing import cast
 from paceline.errors import PacelineError, RunError
 from paceline.launch.fleet import describe_end
 from paceline.launch.node_process import NodeEnd
-from paceline.launch.ray.cluster import Machine, Say, Wanted, ask_all, claimed, load
+from paceline.launch.ray.claim import Machine, Wanted, claimed
+from paceline.launch.ray.cluster import Say, ask_all, load
 from paceline.launch.ray.post import PYTHON
 from paceline.launch.ray.process import LOST, RayProcess
 

@@ -20,7 +20,8 @@ from paceline.errors import ConfigError, PacelineError, RunError, StoppedError, 
 from paceline.launch.away import run_on
 from paceline.launch.interruptions import Interruptions
 from paceline.launch.outcome import Outcome
-from paceline.launch.ray.cluster import LostError, TooFewError, Wanted, connected, has_gpus
+from paceline.launch.ray.claim import TooFewError, Wanted, has_gpus
+from paceline.launch.ray.cluster import LostError, connected
 from paceline.launch.ray.fleet import RayFleet, ray_fleet
 from paceline.records import RunFolder
 from paceline.worker.checkpoint import iterations
