@@ -77,7 +77,7 @@ def gradient_rate(run: Path) -> float:
 
 
 def transfers(trace: dict[str, Any]) -> list[tuple[float, float, int]]:
-    """Beginning and end of each exchange of gradients by the first worker's clock, and its bytes."""
+    """Begin and end of each exchange of gradients by the first worker's clock, and its bytes."""
     zero = trace["began_seconds"]
     return [
         (
