@@ -27,7 +27,7 @@ class ClusterSpec:
     bandwidth_of: dict[int, float] = field(default_factory=dict)
     """Nodes with a link of their own."""
     latency_seconds: float = 0.0
-    """Round trip between two nodes, beyond what the machine itself takes."""
+    """Round trip of a small message between two nodes; 0: what the machine itself takes."""
     slow: dict[int, float] = field(default_factory=dict)
     """Nodes with only this part of `cpus`, or of the machine's cores where that is not given."""
 

@@ -11,6 +11,10 @@ import pytest
 from cluster.inside import comes_back_whole, run_inside, small_cluster
 from paceline.cluster import compile, latency, links, measuring
 from paceline.cluster.emulated import EmulatedCluster
+from paceline.cluster.namespaces import Namespace
+from paceline.cluster.processes import ProcessId
+from paceline.cluster.state import State
+from paceline.cluster_spec import parse
 from paceline.errors import ClusterError
 
 pytestmark = [pytest.mark.root, pytest.mark.iproute]
@@ -69,6 +73,23 @@ def test_the_forwarder_goes_with_the_cluster(monkeypatch: pytest.MonkeyPatch) ->
         assert forwarder is not None
         assert forwarder.is_alive()
     assert not forwarder.is_alive()
+
+
+def test_where_there_is_netem_it_delays_before_the_token_bucket(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(Namespace, "run", lambda _, words, given="": told.append(" ".join(words)))
+    monkeypatch.setattr(latency, "has_netem", lambda as_root: True)
+    monkeypatch.setattr(measuring, "round_trip_seconds", lambda state: 0.0011)
+    switch = Namespace(ProcessId(1, 1), 1, is_of_user=False)
+    state = State(tmp_path / "name.json", parse("nodes=2,bandwidth=1gbit,latency=1ms"))
+    latency.join_ports(state, switch)
+    delays = [line for line in told if "dev port1 root handle 1: netem delay" in line]
+    # Half a round trip at first; then without half of what the machine itself adds.
+    assert [line.split("delay ")[1].split()[0] for line in delays][:2] == ["500.0us", "450.0us"]
+    assert f"dev port1 parent 1:1 handle 10: {links.token_bucket(1e9)}" in told[-1]
+    assert state.delay == "netem"
 
 
 def test_without_a_compiler_one_line_says_so(
