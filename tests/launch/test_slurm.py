@@ -42,9 +42,9 @@ def in_cluster(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm, "POLL_SECONDS", 0.2)
 
 
-def submit(out: Path, *words: str, **settings: Any) -> int:
+def submit(out: Path, nodes: int, *words: str, **settings: Any) -> int:
     run = flags({**TINY, **ONE_THREAD, "out": out, "name": "run", **settings})
-    return cli.main(["slurm", "--nodes", "3", "--time", "5:00", *words, *run])
+    return cli.main(["slurm", "--nodes", str(nodes), "--time", "5:00", *words, *run])
 
 
 def job_of(out: Path, said: str) -> slurm.Job:
@@ -56,7 +56,7 @@ def job_of(out: Path, said: str) -> slurm.Job:
 def test_a_job_trains_what_a_local_run_trains(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert submit(tmp_path / "job", "--wait") == 0
+    assert submit(tmp_path / "job", 3, "--wait") == 0
     here = launch(tmp_path / "here", **ONE_THREAD, nproc_per_node=3).result
     assert here is not None
     there = read_json(tmp_path / "job" / "run" / "result.json")
@@ -77,7 +77,7 @@ def test_a_job_trains_what_a_local_run_trains(
 def test_a_failing_worker_fails_the_job_with_the_first_cause(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert submit(tmp_path, "--wait", model="own_code:Breaking") == 1
+    assert submit(tmp_path, 2, "--wait", model="own_code:Breaking") == 1
     said = capsys.readouterr()
     cause = f"ValueError: the model broke (traceback in {tmp_path / 'run' / 'traceback.txt'})"
     assert said.err == f"paceline: error: {cause}\n"
@@ -90,9 +90,9 @@ def test_a_cancelled_job_stops_workers_and_servers(
 ) -> None:
     monkeypatch.setenv("OWN_SLEEP_SECONDS", "0.02")
     settings = {**ENDLESS, "strategy": "parameter_server"}
-    assert submit(tmp_path, **settings) == 0
+    assert submit(tmp_path, 2, **settings) == 0
     job = job_of(tmp_path, capsys.readouterr().out)
-    wait_until(lambda: is_training(tmp_path / "run", range(3)), "all workers train")
+    wait_until(lambda: is_training(tmp_path / "run"), "all workers train")
     subprocess.run(["scancel", job.id], check=True)
     assert slurm.follow(job) == "CANCELLED"
     result = RunFolder(tmp_path / "run").read_result()
@@ -106,7 +106,7 @@ def test_a_cancelled_job_stops_workers_and_servers(
 def test_what_slurm_refuses_is_told_in_a_line_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert submit(tmp_path, "--partition", "absent") == 2
+    assert submit(tmp_path, 1, "--partition", "absent") == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith("paceline: error: sbatch refused the job: ")
