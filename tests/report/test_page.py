@@ -21,6 +21,7 @@ from paceline.report.phases import explain
 from paceline.report.run import open_run
 from paceline.report.section.configuration import command
 from paceline.report.sections import SECTIONS
+from paceline.report.verdict import judge
 from paceline.study.folder import Cell, Part, Study, StudyFolder, Trouble
 from report.records import FakeRun, write_repeats, write_run
 
@@ -282,3 +283,16 @@ def test_phases_of_real_runs_explain_their_difference(
     assert found.seconds > 0
     assert found.explained == pytest.approx(found.seconds, rel=0.05)
     assert "slow 0=10" in page.read_text()
+
+
+def test_cells_whose_turn_has_not_come_are_named_together(tmp_path: Path) -> None:
+    folder = write_study(tmp_path)
+    (folder.path / "cells").rename(tmp_path / "elsewhere")
+    first, second = collect(folder.path).chapters
+    verdict = judge(first.cells)
+    assert verdict.headline == "Nothing was run yet."
+    assert [(point.subject, point.text) for point in verdict.points] == [
+        ("Not run yet", "rate 0.01; rate 0.02")
+    ]
+    told = [(point.subject, point.text) for point in judge(second.cells).points]
+    assert ("Not finished", "rate 0.03: skipped: needs a GPU") in told

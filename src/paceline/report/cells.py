@@ -22,6 +22,10 @@ BESIDE_THE_POINT = frozenset(
 """Settings in which repeats of a run may differ."""
 
 
+NOT_RUN = "not run yet"
+"""The trouble of a study's cell whose turn has not come."""
+
+
 @dataclass(frozen=True)
 class Cell:
     """Runs with the same settings; `label` is for tables and legends."""

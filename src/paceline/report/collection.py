@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.errors import RecordsError
-from paceline.report.cells import Cell, group
+from paceline.report.cells import NOT_RUN, Cell, group
 from paceline.report.run import Run, open_run
 from paceline.study.folder import Part, Study, StudyFolder
 
@@ -175,6 +175,6 @@ def _chapter(
         elif cell.trouble is not None:
             troubles.setdefault(cell.group, f"{cell.trouble.status}: {cell.trouble.cause}")
         else:
-            troubles.setdefault(cell.group, "not run yet")
+            troubles.setdefault(cell.group, NOT_RUN)
     cells = [Cell(labels[name], runs[name], troubles.get(name, "")) for name in runs]
     return Chapter(part.title or part.name, cells, part.about, part.context, part.report)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from paceline.report import units
 from paceline.report.advice import advise
 from paceline.report.bound import Bound, bound_of
-from paceline.report.cells import Cell
+from paceline.report.cells import NOT_RUN, Cell
 from paceline.report.pace import Pace, Paced, choose_pace
 from paceline.report.phases import Explanation, explain
 from paceline.report.statistics import Difference
@@ -21,7 +21,8 @@ from paceline.report.straggler import Straggler, find_straggler
 WORSE_BY = 0.01
 """Accuracy that a faster cell may lose before it is said."""
 NAMED = 4
-"""Failed cells that are named one by one; more are counted."""
+"""Failed cells that are told one by one, with their cause."""
+MOST_LISTED = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,17 +229,27 @@ def _learning_points(ranking: Sequence[Paced]) -> list[Point]:
 
 
 def _trouble_points(cells: Sequence[Cell]) -> list[Point]:
-    troubled = [cell for cell in cells if len(cell.finished) < max(1, len(cell.runs))]
-    points = [
-        Point(
-            "Not finished", f"{cell.label}: {cell.status}" + (f": {cell.cause}" * bool(cell.cause))
-        )
-        for cell in troubled[:NAMED]
+    """Each cell that failed with its cause; those whose turn has not come are only named."""
+    waiting = [cell.label for cell in cells if not cell.runs and cell.trouble == NOT_RUN]
+    troubled = [
+        cell
+        for cell in cells
+        if len(cell.finished) < max(1, len(cell.runs)) and cell.label not in waiting
     ]
+    points = [Point("Not finished", _trouble(cell)) for cell in troubled[:NAMED]]
     if len(troubled) > NAMED:
-        names = "; ".join(cell.label for cell in troubled[NAMED : NAMED + 10])
-        points.append(
-            Point("Not finished", f"{len(troubled) - NAMED} more cells: {names}"
-                  + (" ..." if len(troubled) > NAMED + 10 else ""))
-        )  # fmt: skip
+        rest = [cell.label for cell in troubled[NAMED:]]
+        points.append(Point("Not finished", f"also {_listed(rest)}"))
+    if waiting:
+        points.append(Point("Not run yet", _listed(waiting)))
     return points
+
+
+def _trouble(cell: Cell) -> str:
+    said = cell.status if cell.runs else ""
+    return ": ".join(filter(None, (cell.label, said, cell.cause)))
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f"; and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
+    return "; ".join(names[:MOST_LISTED]) + more

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.report import units
-from paceline.report.cells import Cell
+from paceline.report.cells import NOT_RUN, Cell
 from paceline.report.document import Block, Items, Table
 from paceline.report.section.outline import Outline, known
 
@@ -21,7 +21,9 @@ def build(outline: Outline) -> list[Block]:
         if not run.is_finished
     ]
     troubled += [
-        (f"{cell.label}.", cell.trouble) for cell in outline.cells if cell.trouble and not cell.runs
+        (f"{cell.label}.", cell.trouble)
+        for cell in outline.cells
+        if cell.trouble not in ("", NOT_RUN) and not cell.runs
     ]
     if troubled:
         blocks.append(Items(troubled[:50]))

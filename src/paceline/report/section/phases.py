@@ -25,6 +25,8 @@ TITLE = "Where the time goes"
 MOST_WORKERS = 16
 """Bars in the figure of workers."""
 MOST_EXPLAINED = 8
+NOTHING = 0.0005
+"""A share that is shown as 0.0 %."""
 
 
 def build(outline: Outline) -> list[Block]:
@@ -77,7 +79,12 @@ def _figure(
 def _drawn(
     outline: Outline, part: str, title: str, bars: Sequence[Bar], *, is_share: bool = True
 ) -> Figure:
-    used = {part.kind for bar in bars for part in bar.parts if part.value > 0}
+    used = {
+        part.kind
+        for bar in bars
+        for part in bar.parts
+        if part.value > NOTHING * sum(one.value for one in bar.parts)
+    }
     kinds = [phase for phase in (*IN_ITERATION, *OUTSIDE) if phase in used]
     chart = BarChart(
         title,
@@ -138,8 +145,11 @@ def _table(splits: Sequence[tuple[Cell, Split]]) -> Table:
 
 
 def _phase(split: Split, phase: str) -> str:
-    seconds = split.seconds[phase]
-    return f"{units.seconds(seconds)} ({units.share(split.share(phase))})" if seconds else "-"
+    """What would round to nothing is told as that."""
+    share = split.share(phase)
+    if share < NOTHING:
+        return "-"
+    return f"{units.seconds(split.seconds[phase])} ({units.share(share)})"
 
 
 def _explanations(outline: Outline) -> list[Block]:
@@ -158,7 +168,7 @@ def _explanations(outline: Outline) -> list[Block]:
     note = "" if work == "an iteration" else "; where batches differ the work is 1,000 samples"
     return [
         Text(
-            f"How much longer {work} takes than in {ranking[0].label}, phase by phase (the first"
+            f"Time for {work} beyond that of {ranking[0].label}, phase by phase (the first"
             f" iteration is in these means, as it is in the phases{note}):"
         ),
         Table(("cell", "longer by", *IN_ITERATION, "explained"), [_row(one) for one in found]),

@@ -115,7 +115,7 @@ def build(outline: Outline) -> list[Block]:
 
 
 _COLUMNS = (
-    "cell, node", "CPU, mean", "memory, mean", "memory, peak", "memory, peak, shared pages once",
+    "cell, node", "CPU, mean", "memory, mean", "memory, peak", "peak, shared pages once",
     "network sent", "network received",
 )  # fmt: skip
 
