@@ -33,14 +33,17 @@ from launch.commands import (
     workers_of,
 )
 from paceline import cli
+from paceline.launch import start
 from paceline.records import Result, RunFolder, read_json, read_lines
 from paceline.worker.checkpoint import iterations
+from warm import Nursery
 
 pytestmark = pytest.mark.timeout(300)
 
 SAMPLES, BATCH = 96, 12
 """Of own_code.data, and of TINY."""
 ITERATIONS = 600
+LOST = "node 1 lost (no sign of life for 3 s)"
 SETTINGS: dict[str, Any] = {
     "model": "own_code:Recording",
     "iterations": ITERATIONS,
@@ -80,11 +83,12 @@ def kill_node(command: Command) -> None:
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+def story(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[Story]:
     base = tmp_path_factory.mktemp("story")
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         patch.chdir(Path(__file__).parent)
         patch.setenv("OWN_NOTES", str(base))
+        patch.setattr(Command, "nursery", nursery)
         undisturbed = launch(base / "alone", **{**SETTINGS, "strategy": "single"}).folder.path
         for note in ("slow", "record"):
             (base / note).touch()
@@ -127,8 +131,7 @@ def test_each_restart_is_one_line_on_the_first_node(story: Story) -> None:
         f"paceline: a node joined: going on {begins[1]} with 2 workers",
         "paceline: worker lost on node 1 (rank 1 was killed by SIGKILL): restart 1 of 2"
         f" {begins[2]} with 2 workers",
-        "paceline: node 1 lost (no sign of life for 3 s): restart 2 of 2"
-        f" {begins[3]} with 1 worker",
+        f"paceline: {LOST}: restart 2 of 2 {begins[3]} with 1 worker",
         f"paceline: a node joined: going on {begins[4]} with 2 workers",
     ]
     assert story.ends["second"].err == ""
@@ -136,7 +139,8 @@ def test_each_restart_is_one_line_on_the_first_node(story: Story) -> None:
 
 def test_the_result_tells_the_worlds(story: Story) -> None:
     worlds = story.result["worlds"]
-    assert story.result["restarts"] == 2
+    causes = [restart["cause"] for restart in story.result["restarts"]]
+    assert causes == ["worker lost on node 1 (rank 1 was killed by SIGKILL)", LOST]
     assert [world["workers"] for world in worlds] == [1, 2, 2, 1, 2]
     assert len(story.result["workers"]) == story.result["config"]["nnodes"] == 2
     assert all(one["iteration"] < other["iteration"] for one, other in pairwise(worlds))
@@ -215,7 +219,7 @@ def test_restarted_workers_end_with_the_very_weights_of_undisturbed_ones(
     thread.join()
     assert undisturbed is not None
     assert result is not None
-    assert (result["status"], result["restarts"], result["samples"]) == ("finished", 1, 1200)
+    assert (result["status"], len(result["restarts"]), result["samples"]) == ("finished", 1, 1200)
     assert result["weights_sha256"] == undisturbed["weights_sha256"]
 
 
@@ -228,14 +232,16 @@ def test_when_the_restarts_are_used_up_the_first_cause_is_told(
     lost = f"worker lost on node 0 (ValueError: the model broke ({traceback}))"
     assert outcome.exit_code == 1
     result = read_json(tmp_path / "run" / "result.json")
-    assert (result["status"], result["restarts"]) == ("failed", 1)
+    assert (result["status"], len(result["restarts"])) == ("failed", 1)
     assert result["cause"] == f"{lost} (--max-restarts 1 are used up)"
     begun = [world["iteration"] for world in result["worlds"]]
     assert begun == [0, 4], "the fifth pass of an attempt fails, and every second is kept"
     assert result["iterations"] == 4
 
 
-def test_when_the_first_node_is_lost_the_others_end_with_one_line(tmp_path: Path) -> None:
+def test_the_loss_of_the_first_node_ends_the_others_and_can_be_resumed(
+    tmp_path: Path,
+) -> None:
     port = free_port()
     settings = {**SETTINGS, "model": "own_code:Slow", "iterations": 100_000, "elastic": "1:2"}
     with contextlib.ExitStack() as stack:
@@ -244,15 +250,20 @@ def test_when_the_first_node_is_lost_the_others_end_with_one_line(tmp_path: Path
         wait_until(lambda: (tmp_path / "run").exists(), "the first node leads")
         second = stack.enter_context(node(tmp_path, 0, port, variables, **settings))
         wait_until(lambda: is_training(tmp_path / "run"), "two workers train")
+        wait_until(lambda: newest(tmp_path / "run") > 0, "there is a checkpoint")
         workers = list(workers_of(second.process.pid).values())
         kill_node(first)
         ended = second.end()
         assert are_gone(workers)
     lost = f"paceline: error: lost contact with the first node at 127.0.0.1:{port}, and the run"
     assert (ended.code, ended.err) == (1, f"{lost} {WITHOUT_IT}\n")
+    more = {"elastic": "1:1", "iterations": newest(tmp_path / "run") + 10}
+    result = start.resume(str(tmp_path / "run"), more, quiet=True).result
+    assert result is not None
+    assert (result["status"], result["iterations"]) == ("finished", more["iterations"])
 
 
-WITHOUT_IT = "cannot go on without it: start all nodes again with --resume"
+WITHOUT_IT = "cannot go on without it: start it again with --resume, and the others as before"
 
 
 def test_ctrl_c_on_one_node_stops_all_with_a_checkpoint(tmp_path: Path) -> None:
@@ -269,7 +280,7 @@ def test_ctrl_c_on_one_node_stops_all_with_a_checkpoint(tmp_path: Path) -> None:
         codes = {first.end().code, second.end().code}
     result = read_json(tmp_path / "run" / "result.json")
     assert codes == {130}
-    assert (result["status"], result["restarts"]) == ("stopped", 0)
+    assert (result["status"], result["restarts"]) == ("stopped", [])
     assert result["cause"] == f"stopped by SIGINT after iteration {result['iterations']}"
     assert newest(tmp_path / "run") == result["iterations"]
 

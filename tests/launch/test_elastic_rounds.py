@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
@@ -13,12 +14,15 @@ import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # torch lists neither
 
 from paceline.config import from_mapping
+from paceline.launch.crew import Crew
 from paceline.launch.elastic import contact as contacts
 from paceline.launch.elastic import leader as leaders
+from paceline.launch.elastic.agent import NodeAgent
 from paceline.launch.elastic.contact import Contact, LostContactError
 from paceline.launch.elastic.leader import LAST_CALL_SECONDS, LOST_SECONDS, Leader
 from paceline.launch.elastic.rounds import Application, Rounds, RunOverError
 from paceline.launch.ending import Ending
+from paceline.launch.interruptions import Interruptions
 
 WAIT_SECONDS = 50.0
 KILLED = Ending("rank 2 was killed by SIGKILL", ended=5.0)
@@ -114,13 +118,9 @@ def test_a_round_waits_for_all_who_live_and_goes_on_without_the_lost(table: Tabl
     assert table.contact.get("round")["number"] == 0, "node 1 lives, and has not come yet"
     table.lost = {1}
     table.pass_time(LOST_SECONDS + 1)
-    assert table.contact.get("round") == {
-        "number": 1,
-        "nodes": [0, 2],
-        "restarts": 1,
-        "iteration": None,
-    }
-    assert table.leader.worlds[1]["cause"] == "node 1 lost (no sign of life for 3 s)"
+    assert table.contact.get("round") == {"number": 1, "nodes": [0, 2], "iteration": None}
+    [restart] = table.leader.restarts
+    assert restart["cause"] == "node 1 lost (no sign of life for 3 s)"
 
 
 def test_the_cause_of_a_restart_is_no_echo(table: Table, capfd: pytest.CaptureFixture[str]) -> None:
@@ -145,7 +145,7 @@ def test_who_joins_asks_for_a_planned_regrouping_which_is_no_restart(table: Tabl
     stopped = Ending("stopped by another worker", 130, "stopped", is_echo=True)
     table.apply(0, 1, number=1, cause=stopped)
     table.pass_time(1)
-    assert (table.nodes, table.leader.restarts) == ([0, 1, 2], 0)
+    assert (table.nodes, table.leader.restarts) == ([0, 1, 2], [])
 
 
 def test_a_full_world_is_left_in_peace_and_the_one_who_waits_replaces_a_lost_one(
@@ -182,7 +182,7 @@ def test_restarts_are_counted_and_come_to_an_end(table: Table) -> None:
     for number in (1, 2):
         table.apply(0, 1, number=number, cause=KILLED)
         table.pass_time(1)
-        assert table.leader.restarts == number
+        assert len(table.leader.restarts) == number
     table.apply(0, 1, number=3, cause=KILLED)
     with pytest.raises(RunOverError) as caught:
         table.pass_time(1)
@@ -196,7 +196,7 @@ def test_the_first_to_end_the_run_gives_the_cause(contact: Contact) -> None:
     one.end(KILLED)
     other.end(ECHO)
     with pytest.raises(RunOverError) as caught:
-        other.num_nodes_waiting()
+        other.check_end()
     assert caught.value.ending == KILLED
 
 
@@ -222,3 +222,35 @@ def test_a_first_node_that_falls_silent_is_lost_after_a_while(
         with pytest.raises(LostContactError):
             contact.get("round")
         store.link.set()
+
+
+class Stopped:
+    """Workers that a signal has ended before they began to train, and what the others saw of it."""
+
+    def __init__(self, code: int, ending: Ending) -> None:
+        self._code, self._ending = code, ending
+
+    def wind_down(self, grace_seconds: float) -> dict[int, int | None]:
+        return {0: self._code}
+
+    def explain(self, codes: Any, interruptions: Any) -> Ending:
+        return self._ending
+
+
+@pytest.mark.parametrize(
+    ("code", "ending", "is_failure"),
+    [
+        (-signal.SIGTERM, Ending("rank 0 was killed by SIGTERM"), False),
+        (130, Ending("stopped by SIGTERM", 130, "stopped"), False),
+        (1, ECHO, False),
+        (1, KILLED, True),
+    ],
+)
+def test_what_a_planned_regrouping_does_to_workers_is_no_failure(
+    code: int, ending: Ending, is_failure: bool, contact: Contact
+) -> None:
+    rounds = Rounds(contact, 0, "127.0.0.1", 1)
+    agent = NodeAgent(rounds, 1, lambda *_: cast("Crew", None), Interruptions())
+    agent.crew = cast("Crew", Stopped(code, ending))
+    assert agent._end_round(is_planned=True) == (ending if is_failure else None)
+    assert agent._end_round(is_planned=False) == ending

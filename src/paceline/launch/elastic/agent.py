@@ -104,26 +104,37 @@ class NodeAgent(SimpleElasticAgent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         wish = self._rounds.regrouping()
         is_planned = wish is not None and wish.is_planned
-        ending = self._end_round(is_planned and worker_group.state == WorkerState.HEALTHY)
+        if is_planned and worker_group.state == WorkerState.HEALTHY:
+            self._let_stop()
+        ending = self._end_round(is_planned)
         self._stop_workers(worker_group)
-        if ending and _is_final(ending) and not (is_planned and ending.status == "stopped"):
+        if ending and _is_final(ending):
             raise RunOverError(ending)
         self._rounds.fail(ending)
         worker_group.state = WorkerState.STOPPED
         self._initialize_workers(worker_group)
 
-    def _end_round(self, is_planned: bool) -> Ending | None:
-        """Let the workers stop where they agree, or come to an end by themselves; why they did."""
+    def _let_stop(self) -> None:
+        """Have the workers agree on a last iteration, and leave a checkpoint of it."""
         assert self.crew is not None
-        if is_planned:
-            self.crew.signal(signal.SIGTERM)
-            deadline = monotonic() + PLANNED_SECONDS
-            while monotonic() < deadline and None in self.crew.codes().values():
-                sleep(POLL_SECONDS)
-        codes = self.crew.wind_down(0.0 if is_planned else GRACE_SECONDS)
+        self.crew.signal(signal.SIGTERM)
+        deadline = monotonic() + PLANNED_SECONDS
+        while monotonic() < deadline and None in self.crew.codes().values():
+            sleep(POLL_SECONDS)
+
+    def _end_round(self, is_planned: bool) -> Ending | None:
+        """Let the workers come to an end by themselves; why they did, unless it was planned."""
+        assert self.crew is not None
+        codes = self.crew.wind_down(GRACE_SECONDS)
         if not any(codes.values()) and None not in codes.values():
             raise RunOverError(None)
-        return self.crew.explain(codes, self._interruptions)
+        ending = self.crew.explain(codes, self._interruptions)
+        # Those who had not begun to train are ended by the signal, which others may see.
+        stopped = {None, 0, StoppedError.exit_code, -signal.SIGTERM}
+        if is_planned and not self._interruptions.received:
+            is_as_planned = stopped.issuperset(codes.values()) or (ending and ending.is_echo)
+            return None if is_as_planned else ending
+        return ending
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown()

@@ -96,7 +96,7 @@ class Contact:
         self._is_lost = True
         return LostContactError(
             f"lost contact with the first node at {self._place}, and the run cannot go on without"
-            " it: start all nodes again with --resume"
+            " it: start it again with --resume, and the others as before"
         )
 
     def _work(self) -> None:

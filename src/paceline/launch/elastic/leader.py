@@ -48,11 +48,9 @@ class Leader:
         self._enough_since: float | None = None
         self._is_waiting_told = False
         self.worlds: list[dict[str, Any]] = []
-        """Each with the iteration it began with, its workers, when it began, and why."""
-
-    @property
-    def restarts(self) -> int:
-        return self._round.restarts if self._round else 0
+        """Each with the iteration that it began with, its workers, and when it began."""
+        self.restarts: list[dict[str, Any]] = []
+        """After failures, each with its cause, the iteration that it went on from, and when."""
 
     def watch(self) -> None:
         """While a round goes on: have it end where a member is lost or has failed, or one waits."""
@@ -76,7 +74,7 @@ class Leader:
         if len(applications) < self._fewest:
             self._enough_since = None
             if is_late:
-                self._give_up(self._too_few(len(applications), self._first_cause(living)))
+                raise RunOverError(self._too_few(len(applications), self._first_cause(living)))
             self._tell_waiting(len(applications), living)
             return
         self._enough_since = self._enough_since or now
@@ -88,30 +86,26 @@ class Leader:
 
     def _begin(self, nodes: list[int], living: set[int]) -> None:
         cause = self._first_cause(living)
-        restarts = self.restarts + (1 if cause else 0)
-        if cause and restarts > self._config.max_restarts:
-            left = f"--max-restarts {self._config.max_restarts} are used up"
-            self._give_up(dataclasses.replace(cause, cause=f"{cause.cause} ({left})"))
+        allowed = self._config.max_restarts
+        if cause and len(self.restarts) == allowed:
+            used_up = f" (--max-restarts {allowed} are used up)" if allowed else ""
+            raise RunOverError(dataclasses.replace(cause, cause=f"{cause.cause}{used_up}"))
         number = self._round.number + 1 if self._round else 0
         iteration = self._newest_checkpoint()
         workers = len(nodes) * self._config.nproc_per_node
+        moment = {"iteration": iteration or 0, "seconds": monotonic() - self._begun}
+        self.worlds.append({**moment, "workers": workers})
+        if cause:
+            self.restarts.append({"cause": cause.cause, **moment})
         if self._round is not None:
             joined = len(nodes) > len(self._round.nodes)
             why = "a node joined: going on" if joined else "going on"
             if cause:
-                why = f"{cause.cause}: restart {restarts} of {self._config.max_restarts}"
+                why = f"{cause.cause}: restart {len(self.restarts)} of {allowed}"
             begin = "the beginning" if iteration is None else f"iteration {iteration}"
             plural = "s" if workers > 1 else ""
             self._tell(f"{why} from {begin} with {workers} worker{plural}")
-        self.worlds.append(
-            {
-                "iteration": iteration or 0,
-                "workers": workers,
-                "seconds": monotonic() - self._begun,
-                "cause": cause.cause if cause else None,
-            }
-        )
-        self._round = Round(number, nodes, restarts, iteration)
+        self._round = Round(number, nodes, iteration)
         self._forming_since = self._enough_since = None
         self._is_waiting_told = False
         self._contact.set("round", dataclasses.asdict(self._round))
@@ -140,9 +134,6 @@ class Leader:
             f" {self._config.rendezvous_seconds:g} s"
         )
         return Ending(f"{cause.cause}: {waited}" if cause else waited)
-
-    def _give_up(self, ending: Ending) -> None:
-        raise RunOverError(ending)
 
     def _tell_waiting(self, nodes: int, living: set[int]) -> None:
         # Those who live will come in a moment; only others are worth a word.

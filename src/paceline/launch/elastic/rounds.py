@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import sleep
+from time import monotonic, sleep
 from typing import Any, Protocol
 
 from torch.distributed.elastic.rendezvous import (
@@ -23,6 +23,8 @@ from paceline.launch.elastic.contact import Contact
 from paceline.launch.ending import Ending
 
 POLL_SECONDS = 0.1
+NEWS_SECONDS = 0.5
+"""How often a node looks, while its workers train, for what the others want."""
 
 
 class RunOverError(Exception):
@@ -38,8 +40,6 @@ class Round:
     number: int
     nodes: list[int]
     """The numbers of those who take part, in the order of their ranks."""
-    restarts: int
-    """After failures, so far."""
     iteration: int | None
     """Of the checkpoint that it goes on from; None: from the beginning."""
 
@@ -86,6 +86,7 @@ class Rounds(RendezvousHandler):
         self._number = number
         self._where = RendezvousStoreInfo(address, port)
         self._cause: Ending | None = None
+        self._looked = monotonic()
 
     def fail(self, cause: Ending | None) -> None:
         """Note why the node's part of the round ended, to be told with the next application."""
@@ -128,6 +129,9 @@ class Rounds(RendezvousHandler):
         return RendezvousInfo(None, rank, len(self.current.nodes), self._where)  # type: ignore[arg-type]
 
     def num_nodes_waiting(self) -> int:
+        if monotonic() - self._looked < NEWS_SECONDS:
+            return 0
+        self._looked = monotonic()
         self.check_end()
         if self.leader:
             self.leader.watch()

@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch
 
 from paceline.comm.rendezvous import Meeting
 from paceline.config import RunConfig
-from paceline.errors import ConfigError, PacelineError, RunError, StoppedError
+from paceline.errors import CheckpointError, ConfigError, PacelineError, RunError, StoppedError
 from paceline.launch.agreement import differences
 from paceline.launch.crew import Crew
 from paceline.launch.elastic.agent import NodeAgent
@@ -142,6 +142,8 @@ class _FirstNode(_Node):
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:
         self.folder = self._resumed or RunFolder.create(self._config)
+        if self._resumed and self._newest_checkpoint() is None:
+            raise CheckpointError(f"{self.folder.path} has no checkpoint to go on from")
         # Whoever sees this file has the very same folder.
         mark = self.folder.path / f"launch-{secrets.token_hex(8)}.json"
         write_json(mark, {"schema": SCHEMA})
