@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 from paceline.launch.lifeline import tie_to
 
 if __name__ == "__main__":
     tie_to(int(sys.argv[1]))
+    # Ray's workers block Ctrl-C, and what they start would inherit that.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     # The tie lasts: it belongs to the process, whatever program that runs.
     os.execvp(sys.argv[2], sys.argv[2:])
