@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.config import from_mapping
 from paceline.report.sections import unknown
 from paceline.study import named
 from paceline.study.plan import Plan, load
@@ -31,6 +32,13 @@ def test_there_is_a_study_for_each_reference_experiment() -> None:
 @pytest.mark.parametrize("name", REFERENCES)
 def test_every_cell_is_one_that_a_run_would_accept(name: str, scale: str) -> None:
     check_strategies(plan_of(name, scale))
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_the_settings_written_down_are_those_that_run(name: str) -> None:
+    plan = plan_of(name, "full")
+    for cell in plan.study.cells:
+        assert from_mapping(cell.settings) == plan.configs[cell.id]
 
 
 @pytest.mark.parametrize("name", REFERENCES)
