@@ -88,6 +88,15 @@ def test_a_node_that_is_killed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         run(UNTIL_LET_GO, UNTIL_LET_GO, kill)
 
 
+def test_the_last_words_of_a_node_that_failed_are_told_once(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    fail = "import sys; print(1); sys.stderr.write('before\\nthe end\\n'); sys.exit(9)"
+    with pytest.raises(RunError, match=r"^node 0 \(a\) ended with exit code 9: the end$"):
+        run(fail, UNTIL_LET_GO, UNTIL_LET_GO)
+    assert capfd.readouterr() == ("1\n", "before\n")
+
+
 def test_a_node_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_module, "ENDING_SECONDS", 0.2)
     stubborn = f"import time; time.sleep({LIMIT_SECONDS})"

@@ -94,7 +94,7 @@ def run_on(
         if result is None:
             raise RunError(f"the run ended without a result in {folder.path}")
         return Outcome(folder, result, 0)
-    has_trained = not isinstance(error, UsageError) and _has_trained(config, folder)
+    has_trained = _has_trained(config, folder, before, error)
     if has_trained:
         is_told = bool(failure and failure.complaint)
         result = _result_of_failure(config, folder, before, error, is_told, fleet.cluster_file)
@@ -177,7 +177,15 @@ def _new_result(folder: RunFolder, before: Result | None) -> Result | None:
     return None if result == before else result
 
 
-def _has_trained(config: RunConfig, folder: RunFolder) -> bool:
+def _has_trained(
+    config: RunConfig, folder: RunFolder, before: Result | None, error: PacelineError
+) -> bool:
+    """Whether there is something to account for, since nobody refused the run before it began."""
+    if isinstance(error, UsageError):
+        return False
+    if before is not None and isinstance(error, StoppedError):
+        # The events of a resumed run are there anyway.
+        return _new_result(folder, before) is not None
     return any(folder.events_file(rank).exists() for rank in range(config.workers))
 
 

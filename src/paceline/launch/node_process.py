@@ -19,6 +19,8 @@ from paceline.launch.starter import COMPLAINT, NEWS_MARK
 
 DRAIN_SECONDS = 1.0
 """How long to wait for the last words of a process that has ended, whose pipes others may hold."""
+LATEST_SECONDS = 0.5
+"""How long a line of standard error is kept back in case that the process ends with it."""
 READ_BYTES = 1 << 16
 
 
@@ -80,6 +82,9 @@ class NodeProcess:
         """Lines that have begun."""
         self._held: list[str] = []
         """What came on standard error before any sign of the process: how it was not reached."""
+        self._latest: tuple[str, float] | None = None
+        """A line of standard error and when it came; if it was the last one of a process that
+        failed without a word, it is told as the cause instead."""
         self._open: set[int] = set()
         self._exited: float | None = None
         assert process.stdin is not None
@@ -112,8 +117,12 @@ class NodeProcess:
 
     def look(self, selector: selectors.BaseSelector) -> None:
         """Note the end, once the last words have come."""
+        if not self.is_running:
+            return
         code = self._process.poll()
-        if code is None or not self.is_running:
+        if code is None:
+            if self._latest and monotonic() - self._latest[1] > LATEST_SECONDS:
+                self._show_latest()
             return
         self._exited = self._exited or monotonic()
         if self._open and monotonic() - self._exited < DRAIN_SECONDS:
@@ -126,6 +135,8 @@ class NodeProcess:
         self.end.code, self.end.ended = code, self._exited
         if code == 0:
             self._begin()
+        if code == 0 or self.end.complaint:
+            self._show_latest()
         self.close()
 
     def send(self, words: bytes) -> None:
@@ -180,10 +191,17 @@ class NodeProcess:
             self.end.complaint = "\n".join(filter(None, (self.end.complaint, told)))
         else:
             self.end.last_line = line.strip() or self.end.last_line
-            if self.end.has_begun:
-                self._show(line, sys.stderr.write)
-            else:
-                self._held.append(line)
+            self._show_latest()
+            self._latest = line, monotonic()
+
+    def _show_latest(self) -> None:
+        if self._latest is None:
+            return
+        if self.end.has_begun:
+            self._show(self._latest[0], sys.stderr.write)
+        else:
+            self._held.append(self._latest[0])
+        self._latest = None
 
     def _begin(self) -> None:
         self.end.has_begun = True
