@@ -144,6 +144,9 @@ class Watch:
             self._pass_signals_on()
             self._give_sign_of_life()
             self._end_together()
+        if sys.stdout.isatty():
+            # A first node that was killed has left its live line, and the cursor hidden.
+            sys.stdout.write("\r\x1b[2K\x1b[?25h")
         sys.stdout.flush()
         sys.stderr.flush()
         return [node.end for node in self._nodes]
