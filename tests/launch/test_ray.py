@@ -1,0 +1,191 @@
+"""Runs on a Ray cluster: what they give, what they survive, and what they leave behind.
+
+Three emulated machines with a raylet on each; what is cut off stays away, so the tests that do so
+come after the others by way of their fixtures.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+
+from launch.commands import Ended, flags, is_training, names_in
+from launch.ray_machines import RayMachines, end_of, ray_machines, wait_until
+from paceline.records import read_json
+from paceline.worker.checkpoint import iterations
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.root,
+    pytest.mark.iproute,
+    pytest.mark.timeout(600),
+]
+
+RECORDS = {
+    "config.json",
+    "result.json",
+    *(f"{kind}-{number}.jsonl" for kind in ("events", "resources") for number in (0, 1)),
+}
+
+
+class Run(NamedTuple):
+    ended: Ended
+    folder: Path
+
+    @property
+    def result(self) -> dict[str, Any]:
+        return read_json(self.folder / "result.json")
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[RayMachines]:
+    with ray_machines() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def quiet_run(machines: RayMachines) -> Run:
+    """On two of the machines, and nothing happens."""
+    with machines.train("quiet", nnodes=2) as process:
+        return Run(end_of(process), machines.records / "quiet")
+
+
+def strike(machines: RayMachines, what: str, victim: psutil.Process) -> None:
+    """End the actor of a worker's machine, or all that runs there."""
+    if what == "actor":
+        victim.parents()[1].kill()
+    else:
+        machines.cut_off(machines.machine_of(victim))
+
+
+@pytest.fixture(scope="module")
+def struck_run(machines: RayMachines, quiet_run: Run) -> Run:
+    """On two machines; it loses an actor, then the whole machine that it was on."""
+    settings = {"model": "own_code:Slow", "nnodes": 2, "checkpoint_every": 1}
+    with machines.train("struck", **settings) as process:
+        seen, before = 0, None
+        for what in ("actor", "machine"):
+            before = next_worker(machines, "struck", seen, before)
+            seen = machines.newest_checkpoint("struck") + 1
+            strike(machines, what, before)
+        return Run(end_of(process), machines.records / "struck")
+
+
+def next_worker(
+    machines: RayMachines, name: str, seen: int, before: psutil.Process | None
+) -> psutil.Process:
+    """The second worker, once it is another one than before and a new checkpoint is there."""
+
+    def goes_on() -> bool:
+        is_new = machines.worker(1) not in (None, before)
+        return is_new and machines.newest_checkpoint(name) > seen
+
+    wait_until(goes_on, "it goes on")
+    worker = machines.worker(1)
+    assert worker is not None
+    return worker
+
+
+def test_a_run_on_ray_gives_the_weights_of_a_local_one(
+    quiet_run: Run, talkative_run: tuple[Path, Ended]
+) -> None:
+    assert quiet_run.ended.code == 0, quiet_run.ended.err
+    local = read_json(talkative_run[0] / "result.json")
+    assert quiet_run.result["weights_sha256"] == local["weights_sha256"]
+
+
+def test_ray_itself_says_nothing(quiet_run: Run) -> None:
+    lines = quiet_run.ended.err.splitlines()
+    assert [line for line in lines if not line.startswith("paceline: waiting for ")] == []
+
+
+def test_all_records_come_to_the_command(quiet_run: Run) -> None:
+    assert names_in(quiet_run.folder) == RECORDS
+    assert [worker["node"] for worker in quiet_run.result["workers"]] == [0, 1]
+    assert all(node["rss_bytes_peak"] for node in quiet_run.result["nodes"])
+
+
+def test_the_progress_of_the_first_worker_is_shown(quiet_run: Run) -> None:
+    rows = [line.split() for line in quiet_run.ended.out.splitlines()]
+    assert ["1.50", "0"] in [row[:2] for row in rows], "the evaluation at the end"
+
+
+def test_what_was_lost_and_gone_on_with_has_the_weights_of_an_undisturbed_run(
+    struck_run: Run, quiet_run: Run
+) -> None:
+    assert struck_run.ended.code == 0, struck_run.ended.err
+    assert struck_run.result["weights_sha256"] == quiet_run.result["weights_sha256"]
+
+
+def test_each_loss_is_told_in_a_line_and_in_the_result(struck_run: Run) -> None:
+    lines = struck_run.ended.err.splitlines()
+    restarts = struck_run.result["restarts"]
+    assert len(restarts) == 2
+    assert restarts[0]["cause"].startswith("lost node 1 (")
+    assert restarts[0]["cause"].endswith("): its Ray actor was killed")
+    assert "node 1" in restarts[1]["cause"]
+    assert [line for line in lines if "restart" in line] == [
+        f"paceline: {each['cause']}: restart {number} of 3 after iteration {each['iteration']}"
+        for number, each in enumerate(restarts, 1)
+    ]
+    assert all(line.startswith("paceline: ") for line in lines), "Ray is to say nothing"
+
+
+def test_ctrl_c_stops_with_a_checkpoint_and_leaves_no_actor(
+    machines: RayMachines, quiet_run: Run
+) -> None:
+    settings = {"model": "own_code:Slow", "iterations": 100_000, "checkpoint_every": 100_000}
+    with machines.train("stopped", nproc_per_node=1, **settings) as process:
+        wait_until(lambda: is_training(machines.first_disk / "stopped", [0]), "it trains")
+        process.send_signal(signal.SIGINT)
+        run = Run(end_of(process), machines.records / "stopped")
+    assert (run.ended.code, run.result["status"]) == (130, "stopped")
+    assert (
+        run.ended.err
+        == f"paceline: error: stopped by SIGINT after iteration {run.result['iterations']}\n"
+    )
+    assert iterations(run.folder / "checkpoints") == [run.result["iterations"]]
+    wait_until(lambda: not machines.posts(), "the actors are gone")
+
+
+def test_the_network_between_rays_machines_can_be_measured(
+    machines: RayMachines, quiet_run: Run
+) -> None:
+    file = machines.out / "comm.json"
+    asked = {"nnodes": 2, "sizes": "4k", "algorithms": "ring", "repeats": 2, "json": file}
+    with machines.paceline("comm", "--quiet", *flags(asked)) as process:
+        ended = end_of(process)
+    assert ended.code == 0, ended.err
+    record = read_json(machines.records / "comm.json")
+    assert (record["workers"], record["nodes"]) == (2, 2)
+    assert [each["algorithm"] for each in record["measurements"]] == ["ring"]
+
+
+def test_too_few_slots_are_refused(machines: RayMachines) -> None:
+    with machines.train("refused", nproc_per_node=2, rendezvous_seconds=1) as process:
+        ended = end_of(process)
+    assert ended.code == 2
+    assert ended.err.count("\n") == 1, ended.err
+    assert "--launcher ray: needs 1 machine with 2 free CPUs; the Ray cluster at" in ended.err
+    assert not (machines.records / "refused").exists()
+
+
+def test_too_few_machines_that_are_left_are_told_with_the_first_cause(
+    machines: RayMachines, struck_run: Run
+) -> None:
+    """Of three machines one is gone already."""
+    settings = {"model": "own_code:Slow", "nnodes": 2, "checkpoint_every": 1}
+    with machines.train("left", **settings, rendezvous_seconds=15) as process:
+        strike(machines, "machine", next_worker(machines, "left", 0, None))
+        run = Run(end_of(process), machines.records / "left")
+    assert run.ended.code == 1
+    last = run.ended.err.splitlines()[-1]
+    assert last == f"paceline: error: {run.result['cause']}"
+    assert "node 1" in last
+    assert "a restart needs 2 machines with 1 free CPU each; the Ray cluster at" in last
+    assert "has 1 machine (1 CPUs, 1 free)" in last
