@@ -1,6 +1,6 @@
 """How near an emulated cluster is to what was asked for; needs root, ip, tc and iperf3.
 
-    python benchmarks/cluster.py [--repeats N] [--only NAME]
+    python benchmarks/clusters.py [--repeats N] [--only NAME]
 
 On a machine with nothing else to do. Figures are medians with their least and greatest values.
 
