@@ -1,0 +1,37 @@
+"""Elastic runs in an emulated cluster, of which a node is cut off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launch.test_cluster_runs import cluster, disturbed, run_in, set_link
+from paceline.cluster.emulated import EmulatedCluster
+
+__all__ = ["cluster"]
+
+pytestmark = [pytest.mark.root, pytest.mark.iproute, pytest.mark.timeout(300)]
+
+
+def test_a_node_that_is_cut_off_is_done_without(
+    cluster: EmulatedCluster,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Nobody is told that the link is down: nodes and workers only hear nothing any more."""
+    monkeypatch.setenv("OWN_SLEEP_SECONDS", "0.1")
+    settings = {"model": "own_code:Slow", "iterations": 60, "checkpoint_every": 5}
+    try:
+        with disturbed(tmp_path / "run", lambda: set_link(cluster, 1, "down")):
+            outcome = run_in(cluster, tmp_path, elastic="1:2", **settings)
+    finally:
+        set_link(cluster, 1, "up")
+    assert outcome.result is not None
+    assert (outcome.result["status"], outcome.result["iterations"]) == ("finished", 60)
+    assert [world["workers"] for world in outcome.result["worlds"]] == [2, 1]
+    [restart] = outcome.result["restarts"]
+    assert restart["cause"] == "node 1 lost (no sign of life for 3 s)"
+    told = capfd.readouterr().err
+    assert "going on without node 1: lost contact with the first node" in told
