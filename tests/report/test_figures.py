@@ -18,6 +18,11 @@ from paceline.report.cells import Cell
 from paceline.report.chart.timeline import MOST_SPANS, Span, merged
 from paceline.report.collection import collect
 from paceline.report.document import Figure, Section, Table, Tabs
+from paceline.report.epochs import (
+    epoch_seconds,
+    exchange_seconds_in_epoch,
+    first_epoch_seconds,
+)
 from paceline.report.phases import IN_ITERATION, explain, of_cell, of_worker
 from paceline.report.run import open_run, read_iterations
 from paceline.report.section.bandwidth import exchange_rate, read_comm
@@ -196,6 +201,15 @@ def test_weak_scaling_is_samples_a_second(tmp_path: Path) -> None:
     assert speedups == pytest.approx([1, 2 * 10 / 6, 4 * 10 / 4])
 
 
+def test_an_epoch_is_told_with_the_first_one_apart(tmp_path: Path) -> None:
+    """50 iterations make an epoch; 12 ms each, of which 2 ms are exchange, and the first double."""
+    phases = [{"forward": 0.010, "exchange": 0.002}] * 2
+    run = open_run(write_run(tmp_path, FakeRun("a", {}, phases, iterations=100)))
+    assert epoch_seconds(run) == pytest.approx(50 * 0.012)
+    assert exchange_seconds_in_epoch(run) == pytest.approx(50 * 0.002 * 1.01)
+    assert first_epoch_seconds(run) == result_of(tmp_path / "a")["history"][0]["seconds"]
+
+
 def test_use_of_a_node_is_what_was_sampled(tmp_path: Path) -> None:
     run = open_run(write_run(tmp_path, FakeRun("a")))
     use = node_use(run, 0)
@@ -252,6 +266,17 @@ def test_bandwidths_follow_their_formulas(tmp_path: Path) -> None:
     assert rate.reference_bandwidth == pytest.approx(100e6, rel=0.002)
     assert rate.reference_utilisation == pytest.approx(3.0)
     assert rate.link_share == pytest.approx(75 / 120, rel=0.002)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"options": {"codec": "fp16"}}, {"communicator": "hierarchical"}]
+)
+def test_no_bandwidth_is_told_where_the_formulas_do_not_hold(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    phases = [{"forward": 0.01, "exchange": 0.02}] * 4
+    run = FakeRun("a", {"strategy": "ring", **settings}, phases, gradient_bytes=1_500_000)
+    assert exchange_rate(collect(write_run(tmp_path, run)).cells[0]) is None
 
 
 def test_measurements_of_the_network_beside_the_runs_are_shown(tmp_path: Path) -> None:

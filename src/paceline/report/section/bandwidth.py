@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.config import RunConfig
 from paceline.errors import RecordsError
 from paceline.records import read_json
 from paceline.report import units
@@ -71,7 +72,7 @@ class ExchangeRate:
 
 def exchange_rate(cell: Cell) -> ExchangeRate | None:
     """Of the first finished run; None where no gradients were summed, or nothing was timed."""
-    if not cell.finished or cell.config.strategy not in SUMMING:
+    if not cell.finished or not _sums_over_the_wire(cell.config):
         return None
     run, workers = cell.finished[0], cell.workers
     counts = [worker.get("traffic", {}).get("gradients", {}) for worker in run.workers]
@@ -86,6 +87,12 @@ def exchange_rate(cell: Cell) -> ExchangeRate | None:
         min(seconds) / run.iterations,
         link_bytes_per_second(run),
     )
+
+
+def _sums_over_the_wire(config: RunConfig) -> bool:
+    """With a codec something else is sent, and shared memory sends nothing at all."""
+    plain = config.options.get("codec", "none") == "none"
+    return config.strategy in SUMMING and config.communicator == "torch" and plain
 
 
 def link_bytes_per_second(run: Run) -> float | None:

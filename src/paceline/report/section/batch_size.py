@@ -9,6 +9,7 @@ from paceline.report import units
 from paceline.report.cells import Cell
 from paceline.report.chart.bars import Bar, BarChart, Part, draw_bars
 from paceline.report.document import Block, Figure, Table
+from paceline.report.epochs import epoch_seconds, first_epoch_seconds
 from paceline.report.run import Run
 from paceline.report.section.outline import Outline, known
 
@@ -23,6 +24,8 @@ class BatchRow:
     batch: int
     wall_seconds: list[float]
     iteration_seconds: list[float]
+    epoch_seconds: list[float]
+    first_epoch_seconds: list[float]
     test_loss: list[float]
     test_accuracy: list[float]
     peak_memory_bytes: list[float]
@@ -46,6 +49,8 @@ def _row(cell: Cell) -> BatchRow:
         cell.config.global_batch_size,
         each(lambda run: run.result["wall_seconds"] if run.result else None),
         cell.iteration_means,
+        each(epoch_seconds),
+        each(first_epoch_seconds),
         each(lambda run: run.final("test_loss")),
         each(lambda run: run.final("test_accuracy")),
         each(lambda run: run.node_sum("rss_bytes_peak")),
@@ -57,7 +62,8 @@ def build(outline: Outline) -> list[Block]:
     rows = batch_rows(outline.cells)
     if not rows:
         return []
-    columns = ("cell", "batch", "time", "time per iteration", "test loss", "test accuracy",
+    columns = ("cell", "batch", "time", "time per iteration", "time per epoch",
+               "first epoch", "test loss", "test accuracy",
                "peak memory", "CPU, mean")  # fmt: skip
     shown = [
         (
@@ -65,6 +71,8 @@ def build(outline: Outline) -> list[Block]:
             units.count(row.batch),
             units.spread(row.wall_seconds, units.seconds),
             units.spread(row.iteration_seconds, units.seconds),
+            units.spread(row.epoch_seconds, units.seconds),
+            units.spread(row.first_epoch_seconds, units.seconds),
             units.spread(row.test_loss, units.number),
             units.spread(row.test_accuracy, units.number),
             units.spread(row.peak_memory_bytes, units.size),

@@ -10,6 +10,7 @@ from paceline.report.buckets import Curve, together
 from paceline.report.cells import Cell
 from paceline.report.chart.line import LineChart, Series, draw_lines
 from paceline.report.document import Block, Figure, Tabs, Text
+from paceline.report.epochs import iterations_in_epoch
 from paceline.report.run import Run
 from paceline.report.section.outline import Outline, series
 from paceline.report.shape import is_number
@@ -82,12 +83,6 @@ def training(cell: Cell, axis: str) -> CellCurve | None:
         return CellCurve(cell.label, curves[0], 1)
     curve, repeats = together(curves)
     return CellCurve(cell.label, curve, repeats)
-
-
-def iterations_in_epoch(run: Run) -> float | None:
-    """As the evaluations tell; None where there are none."""
-    entries = [entry for entry in run.history if entry["epoch"] > 0]
-    return entries[-1]["iteration"] / entries[-1]["epoch"] if entries else None
 
 
 def build(outline: Outline) -> list[Block]:

@@ -122,6 +122,8 @@ def _workers(outline: Outline) -> list[Block]:
     if not bars:
         return []
     title = "One iteration of each worker"
+    if len(bars) > MOST_WORKERS:
+        title = f"One iteration of each worker, the first {MOST_WORKERS} of {len(bars)}"
     return [_drawn(outline, "workers", title, bars[:MOST_WORKERS], is_share=False)]
 
 

@@ -99,9 +99,15 @@ def build(outline: Outline) -> list[Block]:
     blocks: list[Block] = []
     if uses:
         blocks += _figures(outline, uses)
+    if len(uses) > MOST_SERIES:
+        blocks.append(Text(f"Figures show {MOST_SERIES} of {len(uses)} nodes.", "note"))
     rows = _rows(outline)
     if rows:
         blocks.append(Table(_COLUMNS, rows))
+    gpus = _gpu_rows(outline)
+    if gpus:
+        columns = ("cell, node, GPU", "utilisation, mean", "memory, peak", "power, mean")
+        blocks.append(Table(columns, gpus))
     if blocks:
         blocks.append(
             Text(
@@ -167,6 +173,26 @@ def _rows(outline: Outline) -> list[tuple[str, ...]]:
                     units.spread(_of(samples, "network_bytes_received"), units.size),
                 )
             )
+    return rows
+
+
+def _gpu_rows(outline: Outline) -> list[tuple[str, ...]]:
+    """Of the first finished run of each cell."""
+    rows: list[tuple[str, ...]] = []
+    for cell in outline.finished:
+        for node in cell.finished[0].nodes:
+            for gpu in node.get("gpus") or ():
+                if not isinstance(gpu, dict):
+                    continue
+                watts = _of([gpu], "power_watts_mean")
+                rows.append(
+                    (
+                        f"{cell.label}, node {node.get('node', 0)}, GPU {gpu.get('gpu', '?')}",
+                        units.spread(_of([gpu], "utilisation_percent_mean"), units.percent),
+                        units.spread(_of([gpu], "memory_used_bytes_peak"), units.size),
+                        f"{watts[0]:.0f} W" if watts else "-",
+                    )
+                )
     return rows
 
 

@@ -12,7 +12,8 @@ from paceline.report import units
 from paceline.report.cells import BESIDE_THE_POINT, Cell, setting_text
 from paceline.report.chart.line import LineChart, Series, draw_lines
 from paceline.report.document import Block, Figure, Table, Text
-from paceline.report.section.outline import Outline
+from paceline.report.epochs import epoch_seconds, exchange_seconds_in_epoch
+from paceline.report.section.outline import Outline, known
 
 TITLE = "Scaling"
 
@@ -32,6 +33,9 @@ class ScalePoint:
     """Samples a second of each finished run."""
     speedups: list[float]
     """Of each run, over the mean of the base."""
+    epoch_seconds: list[float]
+    exchange_seconds_in_epoch: list[float]
+    """Exposed communication."""
 
     @property
     def speedup(self) -> float:
@@ -106,6 +110,8 @@ def _family(cells: Sequence[Cell], way: str, kind: str, name: str) -> Family | N
             cell.label,
             throughputs(cell),
             [throughput / mean for throughput in throughputs(cell)],
+            known(map(epoch_seconds, cell.timed)),
+            known(map(exchange_seconds_in_epoch, cell.timed)),
         )
         for cell in ordered
     ]
@@ -186,8 +192,12 @@ def _table(found: Sequence[Family]) -> Table:
             units.spread(point.throughputs, lambda value: f"{value:,.0f}"),
             units.spread(point.speedups, lambda value: f"{value:.2f}"),
             units.share(family.efficiency(point)),
+            units.spread(point.epoch_seconds, units.seconds),
+            units.spread(point.exchange_seconds_in_epoch, units.seconds),
         )
         for family in found
         for point in family.points
     ]
-    return Table(("strategy", "workers", "samples a second", "speedup", "efficiency"), rows)
+    columns = ("strategy", "workers", "samples a second", "speedup", "efficiency",
+               "time per epoch", "communication per epoch")  # fmt: skip
+    return Table(columns, rows)

@@ -1,0 +1,33 @@
+"""Time for an epoch, with the first one apart: it pays for starting up."""
+
+from __future__ import annotations
+
+from paceline.report.run import Run
+
+
+def iterations_in_epoch(run: Run) -> float | None:
+    """As the evaluations tell; None where there are none."""
+    entries = [entry for entry in run.history if entry["epoch"] > 0]
+    if not entries:
+        return None
+    return float(entries[-1]["iteration"] / entries[-1]["epoch"])
+
+
+def epoch_seconds(run: Run) -> float | None:
+    """Of an epoch of usual iterations, the first of the run left out."""
+    count = iterations_in_epoch(run)
+    return None if count is None or run.timing is None else run.timing.mean * count
+
+
+def first_epoch_seconds(run: Run) -> float | None:
+    """Training time up to the end of the first epoch; None where that was not evaluated."""
+    return next((float(one["seconds"]) for one in run.history if one["epoch"] == 1), None)
+
+
+def exchange_seconds_in_epoch(run: Run) -> float | None:
+    """Exposed communication, on average over the workers."""
+    count = iterations_in_epoch(run)
+    if count is None or not run.workers or not run.iterations:
+        return None
+    spent = sum(worker["phases"]["exchange"] for worker in run.workers) / len(run.workers)
+    return float(spent / run.iterations * count)
