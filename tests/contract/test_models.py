@@ -38,8 +38,8 @@ LENET: dict[str, Any] = {
 """The last of the four batches of an epoch has two samples: not one for each worker."""
 
 VGG = Task(batches=(3, 1, *(2,) * 6), lr=0.01, momentum=0.9, weight_decay=5e-4)
-"""The second batch has a sample for one of two workers only; what goes wrong there grows in six more
-steps, each of which takes a second."""
+"""The second batch has a sample for one of two workers only; what goes wrong there grows in six
+more steps, each of which takes a second."""
 
 SEEDING = Lock()
 """Workers may be threads, and torch's own generator of random numbers is one for all of them."""
