@@ -110,12 +110,17 @@ class Nodes:
         if self._lost and (known is None or known.is_echo):
             cause = f"lost contact with the first node at {self._config.master_addr}"
             return Ending(cause, is_loss=True)
-        silent = [str(node) for node in self._others if node not in told]
+        silent = [self._name(node) for node in self._others if node not in told]
         if silent and (known is None or known.is_echo):
             echo = f": {known.cause}" if known else ""
             cause = f"lost contact with node {' and '.join(silent)}{echo}"
             return Ending(cause, is_loss=True)
         return known
+
+    def _name(self, node: int) -> str:
+        """Its number, with what the user calls it."""
+        hosts = self._config.hosts
+        return f"{node} ({hosts[node]})" if hosts else str(node)
 
     def _hear_endings(self) -> dict[int, Ending | None]:
         """Of those who say how they ended; after a failure they have little time for that."""
