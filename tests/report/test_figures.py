@@ -337,6 +337,9 @@ def test_the_traced_step_of_median_length_is_drawn_with_what_overlaps(tmp_path: 
     assert step.seconds == pytest.approx(0.010)
     assert step.sending_seconds == pytest.approx(0.006)
     assert step.hidden_seconds == pytest.approx(0.003), "from 3 to 6 ms"
+    other = read_step(path / "trace-0.json", 12)
+    assert other is not None
+    assert other.iteration == 12
     svg = figure(section(collect(path).cells, "timeline"), "timeline")
     (transfer,) = [
         one for one in svg.iter(f"{SVG}rect") if one.attrib.get("data-kind") == "gradients"

@@ -23,7 +23,7 @@ from paceline.report.chart.frame import (
 from paceline.report.chart.scale import Scale, limits, unit_for
 
 PLOT_HEIGHT = 216.0
-LEFT, TOP, RIGHT = 58.0, 26.0, 14.0
+LEFT, TOP, RIGHT = 58.0, 34.0, 14.0
 DOTS_UP_TO = 30
 """Where no curve has more points than this, each is marked."""
 

@@ -47,8 +47,8 @@ class TracedStep:
         )
 
 
-def read_step(path: Path) -> TracedStep | None:
-    """The traced iteration of median length; None where the file holds none that can be read."""
+def read_step(path: Path, iteration: int | None = None) -> TracedStep | None:
+    """The traced iteration of median length, or this one if it was traced; None without any."""
     try:
         trace = read_json(path)
     except RecordsError:
@@ -56,7 +56,8 @@ def read_step(path: Path) -> TracedStep | None:
     laps = [lap for lap in _objects(trace.get("iterations")) if _is_timed(lap)]
     if not laps:
         return None
-    lap = sorted(laps, key=lambda one: float(one["dur"]))[(len(laps) - 1) // 2]
+    asked = [lap for lap in laps if iteration is not None and lap.get("iteration") == iteration]
+    lap = sorted(asked or laps, key=lambda one: float(one["dur"]))[(len(asked or laps) - 1) // 2]
     begin, end = lap["ts"] / 1e6, (lap["ts"] + lap["dur"]) / 1e6
     events = [event for event in _objects(trace.get("traceEvents")) if _is_timed(event)]
     return TracedStep(
@@ -115,10 +116,10 @@ def steps_of(cell: Cell) -> list[TracedStep]:
             (path for path in run.folder.path.glob("trace-*.json") if path.stem[6:].isdecimal()),
             key=lambda path: int(path.stem[6:]),
         )
-        chosen = files[:1] + files[1:][-1:]
-        steps = [step for path in chosen if (step := read_step(path)) is not None]
-        if steps:
-            return steps
+        first = read_step(files[0]) if files else None
+        if first is not None:
+            last = read_step(files[-1], first.iteration) if len(files) > 1 else None
+            return [first] if last is None else [first, last]
     return []
 
 
@@ -137,7 +138,8 @@ def build(outline: Outline) -> list[Block]:
     return [
         Figure(outline.figure("timeline"), title, draw_timeline(title, steps), is_wide=True),
         Text(
-            "The traced step of median length, of the first and the last worker. A transfer below"
+            "Of the first and the last worker, the step that was of median length at the first. A"
+            " transfer below"
             " backward is hidden behind computing; one below exchange is what training waited for.",
             "note",
         ),
