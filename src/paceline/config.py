@@ -413,7 +413,9 @@ class RunConfig:
             return ["--hosts and --cluster: give one of them, not both"]
         problems = []
         for flag, count in (("--hosts", len(self.hosts)), ("--cluster", _nodes_in(self.cluster))):
-            if count and self.nnodes != count:
+            # Of an elastic run, not all of them need to take part at any time.
+            is_wrong = self.nnodes != count if self.elastic is None else self.nnodes > count
+            if count and is_wrong:
                 problems.append(f"--nnodes: {flag} has {count} machines, got {self.nnodes}")
         if self.elastic is not None and self.elastic_limits is None:
             problems.append(f"--elastic: must be fewest:most such as 2:4, got {self.elastic!r}")

@@ -39,6 +39,8 @@ class Progress:
     """That this worker has done: as many, except where batches are dealt to whoever is free."""
     samples: int = 0
     """That this worker has trained on."""
+    samples_before: int = 0
+    """That all workers together had trained on when their number changed last."""
     trained_seconds: float = 0.0
     """Since the first iteration began, evaluation left out; a resumed run's earlier parts count."""
     seconds_to_target: float | None = None
@@ -85,6 +87,7 @@ class TrainingLoop:
         self._part_number = self._rank
         journal.notes = strategy.notes
         journal.take_iteration_seconds = replica.clock.take_laps
+        journal.phase_seconds = lambda: replica.clock.seconds
         self._team = Teamwork(config, strategy, replica)
 
     def run(self) -> None:

@@ -37,6 +37,8 @@ class WorkerReport:
     checkpoints: dict[str, Any]
     measuring_fraction: float
     warnings: list[str]
+    samples_before: int = 0
+    """That all workers together had trained on when their number changed last."""
 
 
 def summarise_iterations(seconds: Sequence[float]) -> dict[str, float | None]:

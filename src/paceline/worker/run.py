@@ -320,6 +320,7 @@ class _Worker:
             },
             measuring_fraction=measuring / max(self.clock.wall_seconds, 1e-9),
             warnings=self.warnings,
+            samples_before=self.progress.samples_before,
         )
 
 

@@ -80,7 +80,9 @@ def _own_part(
         mine = workers[communicator.rank]
         return Progress(**mine["progress"]), mine["account"]
     # A resized run: iteration and history are everybody's, samples and times start anew.
-    return Progress(**{**workers[0]["progress"], "samples": 0}), {}
+    first = workers[0]["progress"]
+    before = first.get("samples_before", 0) + sum(each["progress"]["samples"] for each in workers)
+    return Progress(**{**first, "samples": 0, "samples_before": before}), {}
 
 
 def _own_state(replica: Replica) -> dict[str, Any]:
