@@ -1,6 +1,6 @@
 """How long a report takes, and what it holds in memory: of 1,000 runs, and of a million iterations.
 
-    python benchmarks/report.py [--runs 1000] [--iterations 1000000] [--folder DIR]
+    python benchmarks/reports.py [--runs 1000] [--iterations 1000000] [--folder DIR]
 
 The records are synthetic. Each report is made by a process of its own, as the command line makes
 it; its time includes starting Python, its memory is the peak of the process.
