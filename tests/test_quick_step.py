@@ -20,7 +20,7 @@ def weights() -> list[nn.Parameter]:
 
 
 def optimizer_of(members: list[nn.Parameter], **settings: Any) -> SGD:
-    groups = [{"params": members[:1]}, {"params": members[1:], "lr": 0.3}]
+    groups: list[dict[str, Any]] = [{"params": members[:1]}, {"params": members[1:], "lr": 0.3}]
     return SGD(groups, lr=0.1, fused=True, **settings)
 
 

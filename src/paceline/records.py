@@ -14,7 +14,8 @@ the new state and never half of one. Events are objects with an "event" key:
 
     start       run began or was resumed: iteration, resumed
     iterations  a block of them: first (iteration), seconds [...], loss [...], learning_rate,
-                phases (seconds in each so far, in this process); out of step also batch, part, ahead and behind [...]: docs/metrics.md
+                phases (seconds in each so far, in this process); out of step also
+                batch, part, ahead and behind [...]: docs/metrics.md
     evaluation  one entry of the result's history, with rank, wall_seconds, samples_per_second
     checkpoint  iteration, blocked_seconds
     warning     text

@@ -45,6 +45,36 @@ def _first_wrong(result: Result) -> str | None:
     problems += [_wrong_entry(entry) for entry in result["history"]]
     problems += [_not_numbers(result[key], key) for key in ("final", "checkpoints")]
     problems += [_not_numbers({"seconds_to_target": result["seconds_to_target"]}, "result")]
+    problems += [_wrong_node(node) for node in result["nodes"]]
+    problems += [_wrong_surroundings(result)]
+    return next(filter(None, problems), None)
+
+
+def _wrong_node(node: Mapping[str, Any]) -> str | None:
+    if not is_number(node.get("node")):
+        return "a node has no number"
+    return None if isinstance(node.get("gpus", []), list) else "gpus of a node is no list"
+
+
+def _wrong_surroundings(result: Result) -> str | None:
+    """What is told of the machine and the cluster, and what was warned of."""
+    hardware, cluster = result["hardware"], result.get("cluster", {})
+    if not isinstance(cluster, dict):
+        return "cluster is no object"
+    measured = cluster.get("got", [])
+    for name, values in (
+        ("warnings", result.get("warnings", [])),
+        ("gpus", hardware.get("gpus", [])),
+        ("got", measured),
+    ):
+        if not isinstance(values, list):
+            return f"{name} is no list"
+    for item in measured:
+        if not isinstance(item, dict) or not is_number(item.get("got")):
+            return "the cluster was measured to be no number"
+    asked = [{"asked": item.get("asked")} for item in measured]
+    quota = {"cpu_quota": hardware.get("cpu_quota")}
+    problems = [_not_numbers(one, "the cluster or the machine") for one in (*asked, quota)]
     return next(filter(None, problems), None)
 
 
@@ -61,6 +91,8 @@ def _wrong_worker(worker: Mapping[str, Any]) -> str | None:
     for key in ("rank", "node", "samples", "wall_seconds"):
         if not is_number(worker.get(key)):
             return f"a worker has no {key}"
+    if not is_number(worker.get("hidden_exchange_seconds", 0.0)):
+        return "hidden_exchange_seconds of a worker is no number"
     phases, timing = worker.get("phases"), worker.get("iteration_seconds")
     if not isinstance(phases, dict) or not all(is_number(phases.get(name)) for name in PHASES):
         return "a worker's phases are not all numbers"

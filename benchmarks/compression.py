@@ -1,6 +1,6 @@
 """What each codec costs to encode and decode, and below which bandwidth it pays.
 
-    python benchmarks/codecs.py [--quick]
+    python benchmarks/compression.py [--quick]
 
 One worker's CPU time on one thread for a gradient of 10 MB (a float32 matrix), with everybody
 else's payload at hand: no communication is in it. The codecs take turns, so that what else the
