@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import re
 import shlex
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,9 @@ import pytest
 from paceline.cli import main
 from paceline.cli.flags import add_config_flags, given_flags
 from paceline.config import from_mapping
-from paceline.report.build import write_report
+from paceline.report.build import to_document, write_report
 from paceline.report.collection import collect
+from paceline.report.html import to_html
 from paceline.report.phases import explain
 from paceline.report.run import open_run
 from paceline.report.section.configuration import command
@@ -152,6 +155,54 @@ def test_damaged_foreign_and_newer_records_are_named_and_left_out(folder: Path) 
         assert f"<code>{name}</code>" in page.read_text()
 
 
+def places_in(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Every place in a JSON value, of lists the first entry's."""
+    if path:
+        yield path
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from places_in(inner, (*path, key))
+    elif isinstance(value, list) and value:
+        yield from places_in(value[0], (*path, 0))
+
+
+def test_no_strange_value_anywhere_in_a_result_breaks_the_report(tmp_path: Path) -> None:
+    """Such a run is shown or named as left out; the other one is always there."""
+    write_run(tmp_path, FakeRun("whole", {"lr": 0.5}, iterations=4))
+    run = FakeRun(
+        "odd",
+        {"checkpoint_every": 5, "target_accuracy": 0.5, "batch_size": 32},
+        [{"forward": 0.01, "exchange": 0.002, "wait": 0.001}] * 2,
+        iterations=4,
+        gradient_bytes=100,
+        seconds_to_target=1.0,
+        checkpoints={"count": 2, "bytes": 3, "blocked_seconds": 0.1},
+    )
+    gpu = {"gpu": 0, "utilisation_percent_mean": 1.0, "memory_used_bytes_peak": 5}
+    run.more = {
+        "cluster": {
+            "got": [{"what": "bandwidth out", "node": 0, "asked": 1e9, "got": 1e9, "unit": "bit/s"}]
+        },
+        "warnings": ["careful"],
+        "hardware": {"cpu": "c", "cores": 2, "cpu_quota": 1.5, "memory_bytes": 9, "gpus": [gpu]},
+    }
+    file = write_run(tmp_path, run) / "result.json"
+    whole = json.loads(file.read_text())
+    for path in places_in(whole):
+        if path[0] == "config" and len(path) > 1:
+            continue  # `from_mapping` refuses what is wrong there.
+        for strange in ("x", [3], None):
+            values = copy.deepcopy(whole)
+            place = values
+            for key in path[:-1]:
+                place = place[key]
+            place[path[-1]] = strange
+            file.write_text(json.dumps(values))
+            collection = collect(tmp_path)
+            to_html(to_document(collection))
+            assert "whole" in {one.id for one in collection.runs}, path
+
+
 def test_lines_of_another_shape_do_no_harm(tmp_path: Path) -> None:
     path = write_run(tmp_path, FakeRun("a"))
     before = collect(path).cells[0].iteration_means
@@ -165,7 +216,10 @@ def test_lines_of_another_shape_do_no_harm(tmp_path: Path) -> None:
     for name in ("events-0.jsonl", "resources-0.jsonl"):
         with (path / name).open("a") as file:
             file.write("\n".join([*strange, '{"started": "x", "seconds": null}']) + "\n")
-    (path / "trace-0.json").write_text('{"schema": 1, "iterations": [3], "traceEvents": {}}')
+    lap = {"iteration": "x", "ts": 0, "dur": 5}
+    trace = {"schema": 1, "rank": [], "iterations": [3, lap], "traceEvents": [3, lap]}
+    (path / "trace-0.json").write_text(json.dumps(trace))
+    (path / "comm.json").write_text('{"schema": 1, "workers": "x", "measurements": [{}]}')
     (path / "events-x.jsonl").write_text("")
     page, _ = write_report(path)
     assert page.is_file()

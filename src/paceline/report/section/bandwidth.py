@@ -129,7 +129,7 @@ def read_comm(path: Path) -> list[Measured]:
     try:
         record = read_json(path)
         return [_measured(record["workers"], one) for one in record["measurements"]]
-    except (RecordsError, KeyError, TypeError, AttributeError):
+    except (RecordsError, KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return []
 
 

@@ -61,12 +61,16 @@ def read_step(path: Path, iteration: int | None = None) -> TracedStep | None:
     begin, end = lap["ts"] / 1e6, (lap["ts"] + lap["dur"]) / 1e6
     events = [event for event in _objects(trace.get("traceEvents")) if _is_timed(event)]
     return TracedStep(
-        int(trace.get("rank", 0)),
-        int(lap.get("iteration", 0)),
+        _whole(trace.get("rank")),
+        _whole(lap.get("iteration")),
         end - begin,
         list(_spans(events, "phase", begin, end)),
         list(_spans(events, "transfer", begin, end)),
     )
+
+
+def _whole(value: Any) -> int:
+    return int(value) if is_number(value) else 0
 
 
 def _objects(values: Any) -> list[dict[str, Any]]:
