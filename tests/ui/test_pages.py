@@ -55,6 +55,7 @@ def test_its_pages_open(page: str, target: str) -> None:
     "target",
     [
         "/run/..",
+        "/run/%00",
         "/run/../secret",
         "/report/%2e%2e/secret",
         "/report/..%2fsecret",
@@ -81,6 +82,15 @@ def test_the_stream_of_an_ended_run_tells_all_and_ends(page: str) -> None:
     first = json.loads(body.split("\n")[0].removeprefix("data: "))
     assert first["points"]
     assert body.rstrip().endswith("data: {}")
+
+
+def test_listening_everywhere_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from paceline.cli import main
+
+    assert main(["ui", str(tmp_path), "--host", "0.0.0.0"]) == 2
+    assert "by which it will be asked for" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_none_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

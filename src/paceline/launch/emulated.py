@@ -6,12 +6,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from paceline.cluster.emulated import EmulatedCluster
 from paceline.errors import PacelineError, RunError
 from paceline.launch.fleet import describe_end
 from paceline.launch.node_process import NodeEnd, open_node
+from paceline.sources import search_path
 
 
 class EmulatedFleet:
@@ -22,10 +22,7 @@ class EmulatedFleet:
         self.python = sys.executable
 
     def start(self, node: int, words: Sequence[str], given: bytes) -> subprocess.Popen[bytes]:
-        # The package may have been found through a folder where the new process does not look.
-        sources, inherited = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")
-        path = os.pathsep.join(filter(None, (sources, inherited)))
-        environment = {**os.environ, "PYTHONPATH": path}
+        environment = {**os.environ, "PYTHONPATH": search_path()}
         return open_node(self._cluster.command(node, words), given, environment)
 
     def explain(self, end: NodeEnd) -> PacelineError:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.comm.place import Place
+from paceline.sources import search_path
 
 
 def spawn(
@@ -18,8 +19,6 @@ def spawn(
 
     `role`: worker, server, or a module with a `main` of its own.
     """
-    sources = str(Path(__file__).parents[2])
-    inherited = os.environ.get("PYTHONPATH", "")
     command = [sys.executable, "-m", "paceline.launch.child", str(os.getpid()), role]
     with output.open("ab") as file:
         return subprocess.Popen(
@@ -27,7 +26,7 @@ def spawn(
             env={
                 **os.environ,
                 **place.to_environment(),
-                "PYTHONPATH": os.pathsep.join(filter(None, (sources, inherited))),
+                "PYTHONPATH": search_path(),
             },
             stdout=None if shown else file,
             stderr=file,

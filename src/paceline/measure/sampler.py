@@ -34,6 +34,7 @@ import psutil
 from paceline.measure.gpus import Gpus
 from paceline.measure.network import NetworkCounter
 from paceline.measure.process_tree import ProcessTree, pss_bytes
+from paceline.sources import search_path
 
 T = TypeVar("T")
 
@@ -73,13 +74,7 @@ class ResourceSampler:
     def start(self) -> None:
         if self.interval_seconds <= 0 or self._process is not None:
             return
-        # The package may have been found through the current folder, where the child does not look.
-        sources = str(Path(__file__).parents[2])
-        inherited = os.environ.get("PYTHONPATH")
-        environment = {
-            **os.environ,
-            "PYTHONPATH": f"{sources}{os.pathsep}{inherited}" if inherited else sources,
-        }
+        environment = {**os.environ, "PYTHONPATH": search_path()}
         try:
             # A file and no pipe, whose end a worker forked just now might hold open.
             self._last_words = tempfile.TemporaryFile()  # noqa: SIM115 (stop() closes it)

@@ -58,7 +58,10 @@ class Library:
 
     def path_of(self, name: str) -> Path:
         """The folder of a run or study; RecordsError for whatever is none of this library's."""
-        path = (self.root / name).resolve()
+        try:
+            path = (self.root / name).resolve()
+        except (OSError, ValueError):
+            path = Path()
         if not path.is_relative_to(self.root) or not (_is_run(path) or StudyFolder.is_one(path)):
             raise RecordsError(f"{name} is no run or study of {self.root.name}")
         return path

@@ -6,9 +6,11 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from time import time
 from typing import Any
 
 from paceline.records import RunFolder
+from paceline.ui.library import SILENT_SECONDS, newest_seconds
 
 MOST_POINTS = 600
 """In one message: a page needs no more, however long the run was before it was opened."""
@@ -58,7 +60,10 @@ class Follower:
 
     @property
     def is_over(self) -> bool:
-        return self._folder.result_file.is_file()
+        """Ended, or so long silent that nothing more is to be expected."""
+        if self._folder.result_file.is_file():
+            return True
+        return time() - newest_seconds(self._folder.path) > SILENT_SECONDS
 
     def _new_events(self) -> Iterator[dict[str, Any]]:
         try:

@@ -14,9 +14,15 @@ from paceline.ui.app import make_app
 from paceline.ui.library import Library
 
 LOOPBACK = ["127.0.0.1", "localhost"]
+EVERYWHERE = ("", "0.0.0.0", "::", "*")
 
 
 def serve(folder: Path | str, host: str, port: int) -> None:
+    if host in EVERYWHERE:
+        raise UsageError(
+            f"--host {host}: anybody could ask for the page under any name: give the name or"
+            " address by which it will be asked for"
+        )
     library = Library(folder)
     listening = _listen(host, port)
     address = f"http://{host}:{listening.getsockname()[1]}/"

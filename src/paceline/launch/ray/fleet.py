@@ -16,6 +16,7 @@ from paceline.launch.ray.claim import Machine, Wanted, claimed
 from paceline.launch.ray.cluster import Say, ask_all, load
 from paceline.launch.ray.post import PYTHON
 from paceline.launch.ray.process import LOST, RayProcess
+from paceline.sources import search_path
 
 ANSWER_SECONDS = 30.0
 """How long an actor may take for something small; the machine may have much else to do."""
@@ -74,9 +75,7 @@ class RayFleet:
 def _variables() -> dict[str, str]:
     """What the processes' surroundings share with this one, whatever Ray was started with."""
     passed = {name: text for name, text in os.environ.items() if name.startswith(PASSED_ON)}
-    # The package, and a user's own code, may be found through a folder that only we know.
-    sources, inherited = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")
-    return {**passed, "PYTHONPATH": os.pathsep.join(filter(None, (sources, inherited)))}
+    return {**passed, "PYTHONPATH": search_path()}
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ whoever watches over local processes and over those behind ssh can watch over th
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import select
@@ -51,7 +52,9 @@ class RayProcess:
         theirs, self._err = os.pipe()
         self.stderr: IO[bytes] = os.fdopen(theirs, "rb")
         for pipe in (self._input, self._out):
-            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+            # A user may have so much in pipes only; then they stay as small as they are.
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         for pipe in (self._out, self._err):
             os.set_blocking(pipe, False)
         start = (list(words), dict(variables), folder)

@@ -123,7 +123,7 @@ const source = new EventSource(`/stream/${path}`);
 source.addEventListener("message", (event) => add(JSON.parse(event.data)));
 source.addEventListener("over", () => {
   source.close();
-  if (status.textContent === "running" || status.textContent === "connecting") show("ended");
+  if (status.textContent === "running" || status.textContent === "connecting") show("interrupted");
 });
 source.addEventListener("error", () => {
   if (source.readyState === EventSource.CLOSED) show("no connection");
