@@ -148,6 +148,8 @@ class Machines:
             subprocess.run(words, check=True)
         self._write_client_config()
         self.servers = [self._serve(node) for node in range(2)]
+        logs = [folder / f"sshd-{node}.txt" for node in range(2)]
+        wait_until(lambda: all("listening" in log.read_text() for log in logs), "sshd listens")
 
     def _write_client_config(self) -> None:
         host_key = (self._folder / "host_key.pub").read_text().rsplit(" ", 1)[0]
