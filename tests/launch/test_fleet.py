@@ -22,7 +22,7 @@ from paceline.errors import PacelineError, RecordsError, RunError, StoppedError,
 from paceline.launch import fleet as fleet_module
 from paceline.launch import transport
 from paceline.launch.fleet import Watch, describe_end, run_on_all
-from paceline.launch.interruptions import Interruptions
+from paceline.launch.interruptions import Interruptions, signal_name
 from paceline.launch.node_process import NodeEnd, open_node
 from paceline.launch.parcel import is_plain, unpack
 from paceline.records import RunFolder
@@ -247,3 +247,22 @@ def test_what_is_no_regular_file_is_refused(kind: bytes, tmp_path: Path) -> None
     with pytest.raises(RecordsError, match="a run has no file such as"):
         unpack(packed, tmp_path, lambda _: None)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("there", "kept"), [(b"1\n2\n3\n", b"1\n2\n3\n"), (b"1\n", b"1\n2\n")])
+def test_events_are_not_replaced_by_fewer_of_them(
+    there: bytes, kept: bytes, tmp_path: Path
+) -> None:
+    (tmp_path / "events-0.jsonl").write_bytes(there)
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w|") as archive:
+        entry = tarfile.TarInfo("events-0.jsonl")
+        entry.size = 4
+        archive.addfile(entry, io.BytesIO(b"1\n2\n"))
+    packed.seek(0)
+    unpack(packed, tmp_path, lambda _: None)
+    assert (tmp_path / "events-0.jsonl").read_bytes() == kept
+
+
+def test_a_signal_without_a_name_is_told_by_its_number() -> None:
+    assert [signal_name(-9), signal_name(-40)] == ["SIGKILL", "signal 40"]

@@ -17,7 +17,7 @@ from paceline.config import RunConfig
 from paceline.errors import StoppedError
 from paceline.launch.ending import Ending, earliest, failure_file, read_failure
 from paceline.launch.hand_in import clear_reports, read_reports
-from paceline.launch.interruptions import Interruptions
+from paceline.launch.interruptions import Interruptions, signal_name
 from paceline.launch.nodes import POLL_SECONDS, Nodes
 from paceline.launch.servers import server_ranks
 from paceline.launch.spawn import spawn
@@ -171,7 +171,7 @@ class Crew:
             return Ending(f"stopped by {name}{when}", StoppedError.exit_code, "stopped")
         for rank, code in codes.items():
             if code is not None and code < 0:
-                cause = f"{self._name(rank)} was killed by {Signals(-code).name}"
+                cause = f"{self._name(rank)} was killed by {signal_name(code)}"
                 return Ending(cause, is_loss=True)
         for rank, code in codes.items():
             if code and known is None:

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from paceline.errors import PacelineError, RunError, StoppedError, UsageError
-from paceline.launch.interruptions import Interruptions
+from paceline.launch.interruptions import Interruptions, signal_name
 from paceline.launch.node_process import NodeEnd, NodeProcess
 from paceline.launch.starter import BEAT_SECONDS
 
@@ -88,8 +88,8 @@ def error_of(fleet: Fleet, failure: NodeEnd, ends: Sequence[NodeEnd]) -> Pacelin
 def describe_end(end: NodeEnd, address: str) -> str:
     """A failure without words."""
     who = f"node {end.node} ({address})"
-    if end.signal:
-        return f"{who} was killed by {end.signal.name}"
+    if end.code is not None and end.code < 0:
+        return f"{who} was killed by {signal_name(end.code)}"
     last = f": {end.last_line}" if end.last_line else ", and said nothing"
     return f"{who} ended with exit code {end.code}{last}"
 
@@ -180,9 +180,11 @@ class Watch:
             # The others wait for one that was never there, or that refused to begin.
             is_refusal = not first.has_begun or first.code == UsageError.exit_code
             self._let_go_at = now + (0.0 if is_refusal else PATIENCE_SECONDS)
-        if self._let_go_at is not None and not self._nodes[0].is_running:
+        if not self._nodes[0].is_running:
             # It has heard the others out, and without it they can do nothing.
-            self._let_go_at = min(self._let_go_at, self._nodes[0].end.ended + FAREWELL_SECONDS)
+            ended = self._nodes[0].end.ended
+            latest = ended + (FAREWELL_SECONDS if failed else PATIENCE_SECONDS)
+            self._let_go_at = latest if self._let_go_at is None else min(self._let_go_at, latest)
         if self._let_go_at is None or now < self._let_go_at:
             return
         for node in self._nodes:

@@ -12,6 +12,14 @@ from paceline.errors import StoppedError
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+def signal_name(exit_code: int) -> str:
+    """Of what ended a process with a code below zero; some signals have numbers only."""
+    try:
+        return signal.Signals(-exit_code).name
+    except ValueError:
+        return f"signal {-exit_code}"
+
+
 class Interruptions:
     """Notes the signals that come; while `raises` is set, one ends what is being done."""
 

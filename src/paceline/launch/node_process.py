@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from signal import Signals
 from time import monotonic
 from typing import IO, Any
 
@@ -40,10 +39,6 @@ class NodeEnd:
     """What it told its starter (launch/starter.py)."""
     ended: float = 0.0
 
-    @property
-    def signal(self) -> Signals | None:
-        """What killed it, if anything did."""
-        return Signals(-self.code) if self.code is not None and self.code < 0 else None
 
 
 def open_node(

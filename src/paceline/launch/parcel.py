@@ -58,7 +58,8 @@ def pack(folder: Path, out: IO[bytes]) -> None:
 def unpack(source: IO[bytes], folder: Path, progress: Progress, replace: bool = True) -> int:
     """Write what comes into a folder, each file whole or not at all; returns how many there were.
 
-    Without `replace`, files that are there already stay as they are.
+    Without `replace`, files that are there already stay as they are. What is only ever appended to
+    is not replaced by a shorter one: it would be an older state of the same file.
     """
     count = done = 0
     try:
@@ -68,7 +69,7 @@ def unpack(source: IO[bytes], folder: Path, progress: Progress, replace: bool = 
                 if contents is None or not is_plain(entry.name):
                     raise RecordsError(f"a run has no file such as {entry.name!r}: not taken")
                 target = folder / entry.name
-                if replace or not target.exists():
+                if not target.exists() or (replace and not _is_newer(target, entry.size)):
                     _write(target, contents)
                     count += 1
                 done += entry.size
@@ -78,6 +79,10 @@ def unpack(source: IO[bytes], folder: Path, progress: Progress, replace: bool = 
     except OSError as error:
         raise RecordsError(f"cannot write to {folder}: {error.strerror or error}") from None
     return count
+
+
+def _is_newer(target: Path, size_bytes: int) -> bool:
+    return target.suffix == ".jsonl" and target.stat().st_size > size_bytes
 
 
 def is_plain(name: str) -> bool:

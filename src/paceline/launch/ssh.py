@@ -28,6 +28,9 @@ OPTIONS = (
     # A connection that is cut must be noticed within seconds.
     *("-o", "ServerAliveInterval=5"),
     *("-o", "ServerAliveCountMax=3"),
+    # A connection that others share would not look for signs of life, nor end with ours.
+    *("-o", "ControlMaster=no"),
+    *("-o", "ControlPath=none"),
     "-T",
 )
 _OF_SSH, _NOT_FOUND, _NOT_A_PROGRAM = 255, 127, 126
@@ -50,7 +53,8 @@ class Host:
         )
         address = next(filter(None, (match[1], match[3], match[5])), "") if match else ""
         # What begins with a dash, ssh would take for an option.
-        if match is None or not re.fullmatch(r"[\w.:%][\w.:%-]*", address) or user.startswith("-"):
+        is_name = re.fullmatch(r"[\w.:%][\w.:%-]*", address)
+        if match is None or not is_name or not re.fullmatch(r"([\w.][\w.@+-]*)?", user):
             raise ConfigError([f"--hosts: must be host, user@host or host:port, got {text!r}"])
         if at and not user:
             raise ConfigError([f"--hosts: the user before @ is missing in {text!r}"])

@@ -6,14 +6,13 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from signal import Signals
 from time import monotonic, sleep
 from typing import Any
 
 from paceline.comm.place import Place
 from paceline.errors import PacelineError, RunError, StoppedError, UsageError
 from paceline.launch.ending import earliest, read_failure
-from paceline.launch.interruptions import Interruptions
+from paceline.launch.interruptions import Interruptions, signal_name
 from paceline.launch.spawn import spawn
 from paceline.probe import progress
 from paceline.probe.plan import Plan
@@ -126,7 +125,7 @@ def _explain(folder: RunFolder, failed: dict[int, int | None]) -> PacelineError:
         return known.error()
     for rank, code in failed.items():
         if code is not None and code < 0:
-            return RunError(f"rank {rank} was killed by {Signals(-code).name}")
+            return RunError(f"rank {rank} was killed by {signal_name(code)}")
     if known:
         return known.error()
     rank, code = next(iter(failed.items()))
