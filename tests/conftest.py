@@ -13,6 +13,9 @@ import pytest
 import torch
 
 from leaks import no_leaks, no_leaks_of_session, pytest_fixture_setup
+from paceline.cluster.abilities import examine
+from paceline.cluster.namespaces import can_be_root
+from paceline.errors import ClusterError
 from warm import Nursery, warm_spawning
 
 __all__ = ["no_leaks", "no_leaks_of_session", "pytest_fixture_setup"]
@@ -30,7 +33,11 @@ USERS_DATA = pytest.StashKey[str | None]()
 UNMET: dict[str, tuple[Callable[[], bool], str]] = {
     "root": (lambda: os.geteuid() != 0, "needs to be run as root"),
     "gpu": (lambda: not torch.cuda.is_available(), "needs a CUDA device"),
-    "iproute": (lambda: lacks("ip", "tc"), "needs ip and tc (Debian: iproute2)"),
+    "iproute": (
+        lambda: not can_make_networks(),
+        "needs ip and tc (Debian: iproute2), and as root the right to make network namespaces",
+    ),
+    "quotas": (lambda: not has_quotas(), "needs a control group for CPU quotas that it can write"),
     "iperf": (lambda: lacks("iperf3"), "needs iperf3"),
     "ssh": (lambda: lacks("sshd", "ssh"), "needs sshd and ssh (Debian: openssh-server)"),
     "slurm": (
@@ -52,6 +59,21 @@ def lacks(*programs: str) -> bool:
     return any(shutil.which(program, path=path) is None for program in programs)
 
 
+def can_make_networks() -> bool:
+    """As root itself: a root without that right, as in most containers, is like any other user."""
+    try:
+        return can_be_root()
+    except ClusterError:
+        return False
+
+
+def has_quotas() -> bool:
+    try:
+        return examine().has_quotas
+    except ClusterError:
+        return False
+
+
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(2)
     config.stash[USERS_DATA] = os.environ.get("PACELINE_DATA")
@@ -67,10 +89,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for marker, (unmet, reason) in UNMET.items():
-        if unmet():
-            for item in items:
-                if item.get_closest_marker(marker):
-                    item.add_marker(pytest.mark.skip(reason=reason))
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        if marked and unmet():
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")

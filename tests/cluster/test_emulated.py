@@ -66,6 +66,7 @@ def test_a_link_carries_about_what_was_asked_for(
     assert 0.5 * asked < got < 1.25 * asked
 
 
+@pytest.mark.quotas
 @pytest.mark.parametrize(("node", "cpus"), [(0, 0.5), (1, 0.25)], ids=["common", "slow"])
 def test_a_node_has_its_share_of_the_cpu(cluster: EmulatedCluster, node: int, cpus: float) -> None:
     program = "import pathlib; print(pathlib.Path('/proc/self/cgroup').read_text())"
@@ -132,8 +133,10 @@ def test_coming_and_going_it_touches_no_interface_of_the_machine() -> None:
     assert not made.state.path.exists()
 
 
+@pytest.mark.quotas
 def test_down_leaves_no_group() -> None:
     with small_cluster("nodes=2,cpus=0.5") as made:
+        assert len(made.state.groups) == 2
         assert all(group.is_dir() for group in made.state.groups.values())
     left = [
         path for folder in group_folders("cpu") for path in folder.glob(f"paceline-{made.name}-*")
