@@ -16,6 +16,7 @@ from launch.commands import (
     ENDLESS,
     LIMIT_SECONDS,
     TINY,
+    Command,
     Ended,
     are_gone,
     is_training,
@@ -241,7 +242,11 @@ def test_hosts_train_what_one_machine_trains_and_all_records_come_here(
 @pytest.mark.iproute
 @pytest.mark.ssh
 @pytest.mark.timeout(300)
-def test_hosts_stop_when_their_starter_is_killed(machines: Machines) -> None:
+def test_hosts_stop_when_their_starter_is_killed(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A process of its own from the start, with no pipe but its own.
+    monkeypatch.setattr(Command, "nursery", None)
     settings = {**ENDLESS, "hosts": ",".join(machines.hosts), "threads": 1, "name": "killed"}
     with train(machines.out, {SSH: machines.ssh}, **settings) as command:
         disks = machines.disks
