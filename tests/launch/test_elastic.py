@@ -43,7 +43,7 @@ pytestmark = pytest.mark.timeout(300)
 SAMPLES, BATCH = 96, 12
 """Of own_code.data, and of TINY."""
 ITERATIONS = 600
-LOST = "node 1 lost (no sign of life for 3 s)"
+LOST = "node 1 lost (no sign of life for 6 s)"
 SETTINGS: dict[str, Any] = {
     "model": "own_code:Recording",
     "iterations": ITERATIONS,

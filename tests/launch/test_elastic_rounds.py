@@ -120,7 +120,7 @@ def test_a_round_waits_for_all_who_live_and_goes_on_without_the_lost(table: Tabl
     table.pass_time(LOST_SECONDS + 1)
     assert table.contact.get("round") == {"number": 1, "nodes": [0, 2], "iteration": None}
     [restart] = table.leader.restarts
-    assert restart["cause"] == "node 1 lost (no sign of life for 3 s)"
+    assert restart["cause"] == "node 1 lost (no sign of life for 6 s)"
 
 
 def test_the_cause_of_a_restart_is_no_echo(table: Table, capfd: pytest.CaptureFixture[str]) -> None:
@@ -173,7 +173,7 @@ def test_too_few_nodes_end_the_run_with_its_cause(table: Table) -> None:
     with pytest.raises(RunOverError) as caught:
         table.pass_time(WAIT_SECONDS + 2)
     assert str(caught.value) == (
-        "node 1 lost (no sign of life for 3 s): 1 of at least 2 nodes came within 50 s"
+        "node 1 lost (no sign of life for 6 s): 1 of at least 2 nodes came within 50 s"
     )
 
 

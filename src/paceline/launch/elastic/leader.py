@@ -14,8 +14,8 @@ from paceline.launch.elastic.contact import Contact
 from paceline.launch.elastic.rounds import Application, Regrouping, Round, RunOverError
 from paceline.launch.ending import Ending, earliest
 
-LOST_SECONDS = 3.0
-"""A node that has not beaten for so long is lost."""
+LOST_SECONDS = 6.0
+"""A node that has not beaten for so long is lost; one that is short of processor time is not."""
 LAST_CALL_SECONDS = 3.0
 """How long the first round waits for more nodes than the fewest that will do."""
 
