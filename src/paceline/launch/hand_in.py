@@ -12,6 +12,7 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.objects import broadcast_json, gather_bytes, gather_json
 from paceline.comm.place import Place
 from paceline.errors import PeerError
+from paceline.launch.store_files import is_acceptable
 from paceline.records import SCHEMA, RunFolder, read_json, write_json
 from paceline.worker.report import WorkerReport
 
@@ -76,7 +77,7 @@ def _hand_in_files(folder: RunFolder, place: Place, communicator: Communicator) 
         names = gather_json(communicator, file.name if contents else None)
         parts = gather_bytes(communicator, payload, "control")
         for name, part in zip(names or [], parts or [], strict=True):
-            if name is not None:
+            if name is not None and is_acceptable(name):
                 (folder.path / name).write_bytes(part.numpy().tobytes())
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
 from time import monotonic
@@ -40,13 +41,14 @@ class Contact:
         self._is_lost = False
         self._questions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = Thread(target=self._work, name="contact", daemon=True)
-        self._beats_as: str | None = None
+        self._number: int | None = None
+        """Of this node, once it beats."""
         self._thread.start()
 
     def enlist(self) -> int:
         """From now on this node beats; its number, in the order in which nodes came."""
         number = self.ask(lambda store: store.add("nodes", 1)) - 1
-        self._beats_as = f"beat/{number}"
+        self._number = number
         return number
 
     def beats(self) -> list[int]:
@@ -72,24 +74,48 @@ class Contact:
         """Unless another one was quicker."""
         self.ask(lambda store: store.compare_set(key, "", json.dumps(value)))
 
+    def hand_in(self, parts: Iterable[tuple[str, bytes]]) -> None:
+        """Set something large, part by part; the node beats after each, so none may be too large.
+
+        The answer to the count comes when the part has arrived: no beat waits behind several.
+        """
+
+        def set_part(store: Store, key: str, part: bytes) -> None:
+            store.set(key, part)  # type: ignore[arg-type]  # it takes both
+            store.add(f"parts/{self._number}", 1)
+            self._beat()
+
+        for key, part in parts:
+            self.ask(partial(set_part, key=key, part=part))
+
+    def parts_handed_in(self, nodes: Iterable[int]) -> int:
+        """How many parts have come from these nodes, all together."""
+        return self.ask(lambda store: sum(store.add(f"parts/{node}", 0) for node in nodes))
+
     def ask(self, action: Callable[[Store], T], limit_seconds: float = ANSWER_SECONDS) -> T:
-        """What the store answers to an action, which must not wait for anybody."""
+        """What the store answers to an action, which must not wait for anybody.
+
+        What the action raises is raised here; where the store fails it, contact is lost.
+        """
         if self._is_lost:
             raise self._lost()
-        answers: SimpleQueue[tuple[T] | None] = SimpleQueue()
+        answers: SimpleQueue[tuple[T] | Exception] = SimpleQueue()
 
         def question() -> None:
             try:
                 answers.put((action(self._store),))
-            except RuntimeError:
-                answers.put(None)
+            except Exception as error:  # noqa: BLE001 - raised to who asked
+                answers.put(error)
 
         self._questions.put(question)
-        answer = None
-        with contextlib.suppress(Empty):
+        try:
             answer = answers.get(timeout=limit_seconds)
-        if answer is None:
-            raise self._lost()
+        except Empty:
+            raise self._lost() from None
+        if isinstance(answer, RuntimeError):
+            raise self._lost() from answer
+        if isinstance(answer, Exception):
+            raise answer
         return answer[0]
 
     def _lost(self) -> LostContactError:
@@ -113,9 +139,9 @@ class Contact:
 
     def _beat(self) -> None:
         # What is wrong is told to whoever asks next.
-        if self._beats_as is not None:
+        if self._number is not None:
             with contextlib.suppress(RuntimeError):
-                self._store.add(self._beats_as, 1)
+                self._store.add(f"beat/{self._number}", 1)
 
     def close(self) -> None:
         """The node beats no more."""

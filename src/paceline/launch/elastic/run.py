@@ -27,15 +27,15 @@ from paceline.launch.interruptions import Interruptions
 from paceline.launch.nodes import free_port
 from paceline.launch.outcome import Outcome
 from paceline.launch.result import write_result
-from paceline.launch.store_files import receive_files, send_files
+from paceline.launch.store_files import parts_of, receive_files
 from paceline.launch.team import is_refusal
 from paceline.records import SCHEMA, RunFolder, write_json
 from paceline.worker.checkpoint import iterations
 
 FILES_SECONDS = 60.0
-"""What the records of a node may take on their way to the first one."""
+"""What the records of a node may take on their way from the store to the first one's disk."""
 FAREWELL_SECONDS = 10.0
-"""How long the first node waits for the others to hand in their records."""
+"""How long the first node waits for the next part of what the others hand in."""
 
 
 def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
@@ -194,9 +194,11 @@ class _FirstNode(_Node):
 
     def _gather_records(self) -> None:
         """Of the others, as they leave; this node, which serves the store, goes last."""
-        deadline = monotonic() + FAREWELL_SECONDS
         others = self._leader.living() - {self._number}
-        while others and monotonic() < deadline:
+        parts, since = 0, monotonic()
+        while others and monotonic() - since < FAREWELL_SECONDS:
+            if (come := self._contact.parts_handed_in(others)) != parts:
+                parts, since = come, monotonic()
             left = {node for node in others if self._contact.get(f"left/{node}")}
             for node in left:
                 self._contact.ask(partial(receive_files, node=node, put=self._put), FILES_SECONDS)
@@ -235,11 +237,13 @@ class _OtherNode(_Node):
         if crew:
             crew.clear_traces(reports=False)
             if not self._shares_folder:
-                names = sorted(self._agent.records)
-                self._contact.ask(
-                    lambda store: send_files(store, self._number, self.folder.path, names),
-                    FILES_SECONDS,
-                )
+                # The reports of earlier rounds, in which ranks were others, are gone.
+                names = [
+                    name
+                    for name in sorted(self._agent.records)
+                    if (self.folder.path / name).exists()
+                ]
+                self._contact.hand_in(parts_of(self._number, self.folder.path, names))
         self._contact.set(f"left/{self._number}", True)
         if ending:
             raise ending.error()

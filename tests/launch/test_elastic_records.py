@@ -1,0 +1,184 @@
+"""The records of an elastic run's nodes on their way to the first one, by a store in memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # torch lists neither
+
+from paceline.comm.communicator import Communicator
+from paceline.comm.place import ALONE
+from paceline.config import from_mapping
+from paceline.launch import hand_in
+from paceline.launch.crew import Crew
+from paceline.launch.elastic import contact as contacts
+from paceline.launch.elastic import run as runs
+from paceline.launch.elastic.contact import Contact
+from paceline.launch.elastic.leader import Leader
+from paceline.launch.interruptions import Interruptions
+from paceline.launch.store_files import PART_BYTES, parts_of, receive_files, send_files
+from paceline.records import RunFolder
+
+OUTSIDE = ["../up", "/up", "checkpoints/1.pt", ".hidden", "a\nb", ""]
+
+
+@pytest.fixture
+def store() -> Store:
+    return HashStore()
+
+
+@pytest.fixture
+def contact(store: Store) -> Iterator[Contact]:
+    with closing(Contact(store, "here")) as contact:
+        yield contact
+
+
+def given(contact: Contact) -> runs._Given:
+    config = from_mapping({"elastic": "1:2", "nproc_per_node": 1})
+    return runs._Given(config, contact, 1, None, True, Interruptions())
+
+
+def received(store: Store, node: int) -> dict[str, bytes]:
+    files: dict[str, bytes] = {}
+    receive_files(store, node, files.__setitem__)
+    return files
+
+
+def test_what_fails_in_the_line_to_the_store_is_told_to_who_asked(
+    contact: Contact, tmp_path: Path
+) -> None:
+    with pytest.raises(FileNotFoundError):
+        contact.ask(lambda _: (tmp_path / "gone").read_bytes())
+    contact.set("key", 5)
+    assert contact.get("key") == 5, "the line holds"
+
+
+def test_a_node_beats_after_each_part_that_it_hands_in(
+    contact: Contact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contacts, "BEAT_SECONDS", 1000.0)
+    node = contact.enlist()
+    contact.hand_in((f"part/{number}", b"x") for number in range(5))
+    assert contact.beats()[node] >= 5
+    assert contact.parts_handed_in([node]) == 5
+
+
+def test_a_file_of_several_parts_arrives_whole(
+    store: Store, contact: Contact, tmp_path: Path
+) -> None:
+    contents = bytes(range(256)) * (PART_BYTES // 256) + b"rest"
+    (tmp_path / "events-1.jsonl").write_bytes(contents)
+    contact.hand_in(parts_of(1, tmp_path, ["events-1.jsonl"]))
+    assert received(store, 1) == {"events-1.jsonl": contents}
+
+
+class Traceless:
+    """Workers of a round that has ended."""
+
+    def clear_traces(self, reports: bool) -> None:
+        pass
+
+
+def test_a_node_whose_rank_has_changed_hands_in_what_there_is(
+    store: Store, contact: Contact, tmp_path: Path
+) -> None:
+    """Reports are removed from round to round, while their names are remembered."""
+    node = runs._OtherNode(given(contact), {})
+    node.folder, node._shares_folder = RunFolder(tmp_path), False
+    (tmp_path / "events-1.jsonl").write_bytes(b"{}\n")
+    node._agent.crew = cast("Crew", Traceless())
+    node._agent.records = {"events-1.jsonl", "report-2.json"}
+    node.conclude(None)
+    assert received(store, 0) == {"events-1.jsonl": b"{}\n"}
+    assert contact.get("left/0") is True
+
+
+class Living:
+    """A leader that sees two nodes, both of which beat."""
+
+    def living(self) -> set[int]:
+        return {0, 1}
+
+
+def gather(
+    contact: Contact,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    step: Callable[[float], None],
+) -> float:
+    """Have a first node gather; `step` is what happens between two looks, 4 s apart, at a time."""
+    node = runs._FirstNode(given(contact))
+    node.folder, node._leader = RunFolder(folder), cast("Leader", Living())
+    now = 0.0
+
+    def pass_time(_: float) -> None:
+        nonlocal now
+        now += 4.0
+        step(now)
+
+    monkeypatch.setattr(runs, "monotonic", lambda: now)
+    monkeypatch.setattr(runs, "sleep", pass_time)
+    node._gather_records()
+    return now
+
+
+def test_records_that_come_slowly_are_waited_for(
+    store: Store, contact: Contact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+    (there / "events-1.jsonl").write_bytes(b"{}\n")
+
+    def step(now: float) -> None:
+        store.add("parts/1", 1)
+        if now > 5 * runs.FAREWELL_SECONDS:
+            send_files(store, 1, there, ["events-1.jsonl"])
+            store.set("left/1", "true")
+
+    gather(contact, here, monkeypatch, step)
+    assert (here / "events-1.jsonl").read_bytes() == b"{}\n"
+
+
+def test_a_node_that_lives_and_hands_nothing_in_is_not_waited_for(
+    contact: Contact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = gather(contact, tmp_path, monkeypatch, lambda _: None)
+    assert runs.FAREWELL_SECONDS <= waited <= runs.FAREWELL_SECONDS + 4
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_files_that_would_lie_outside_the_folder_are_not_taken_from_the_store(
+    name: str, store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.set("files/1", f'{{"{name}": 1, "events-1.jsonl": 1}}'.replace("\n", "\\n"))
+    store.set(f"file/1/{name}/0", "bad")
+    store.set("file/1/events-1.jsonl/0", "good")
+    with caplog.at_level(logging.WARNING, "paceline"):
+        assert received(store, 1) == {"events-1.jsonl": b"good"}
+    assert f"no file such as {name!r}" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["../up", ".hidden", 5])
+def test_files_that_would_lie_outside_the_folder_are_not_taken_from_workers(
+    name: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder.create(from_mapping({"out": str(tmp_path), "name": "run"}))
+    before = list(tmp_path.rglob("*"))
+
+    def gathered(*_: Any) -> list[Any]:
+        return [None, name]
+
+    def payloads(_: Communicator, payload: Any, __: str) -> list[Any]:
+        return [payload, payload]
+
+    monkeypatch.setattr(hand_in, "broadcast_json", lambda *_: None)
+    monkeypatch.setattr(hand_in, "gather_json", gathered)
+    monkeypatch.setattr(hand_in, "gather_bytes", payloads)
+    hand_in._hand_in_files(folder, ALONE, cast("Communicator", None))
+    assert list(tmp_path.rglob("*")) == before
