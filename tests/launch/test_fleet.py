@@ -176,6 +176,7 @@ def test_an_elastic_run_goes_on_without_a_lost_node(capfd: pytest.CaptureFixture
     with Interruptions() as interruptions, Watch(fleet, interruptions, fewest=2) as watch:
         ends = watch.run(lambda node: [sys.executable, "-c", programs[node]], lambda _: b"")
     assert [end.code for end in ends] == [0, 4, 0]
+    assert watch.told_lost == {1}
     out, err = capfd.readouterr()
     assert out == "done\n"
     assert err.startswith("paceline: going on without node 1: node 1 (b) ended with exit code 4")
@@ -249,9 +250,10 @@ def test_what_is_no_regular_file_is_refused(kind: bytes, tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("replace", [True, False])
 @pytest.mark.parametrize(("there", "kept"), [(b"1\n2\n3\n", b"1\n2\n3\n"), (b"1\n", b"1\n2\n")])
-def test_events_are_not_replaced_by_fewer_of_them(
-    there: bytes, kept: bytes, tmp_path: Path
+def test_events_are_replaced_only_by_more_of_them(
+    there: bytes, kept: bytes, replace: bool, tmp_path: Path
 ) -> None:
     (tmp_path / "events-0.jsonl").write_bytes(there)
     packed = io.BytesIO()
@@ -260,7 +262,7 @@ def test_events_are_not_replaced_by_fewer_of_them(
         entry.size = 4
         archive.addfile(entry, io.BytesIO(b"1\n2\n"))
     packed.seek(0)
-    unpack(packed, tmp_path, lambda _: None)
+    unpack(packed, tmp_path, lambda _: None, replace)
     assert (tmp_path / "events-0.jsonl").read_bytes() == kept
 
 

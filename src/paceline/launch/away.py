@@ -79,12 +79,13 @@ def run_on(
     limits = config.elastic_limits
     with Watch(fleet, interruptions, fewest=limits[0] if limits else None) as watch:
         ends = watch.run(lambda _: words, task)
-    # An elastic run that ended well has got over what others suffered.
-    failure = first_failure(ends if ends[0].code or not limits else [])
+    # An elastic run has got over what it went on after, and over all if it ended well.
+    counted = [end for end in ends if end.node not in watch.told_lost]
+    failure = first_failure(counted if ends[0].code or not limits else [])
     error = error_of(fleet, failure, ends) if failure else None
     try:
         interruptions.raises = True
-        _bring_home(fleet, config, folder, ends[0], error)
+        _bring_home(fleet, config, folder, before, ends[0], error)
     except StoppedError:
         raise StoppedError(
             f"stopped before all records had come from {fleet.addresses[0]}"
@@ -150,9 +151,17 @@ def _path(config: RunConfig) -> str:
 
 
 def _bring_home(
-    fleet: Fleet, config: RunConfig, folder: RunFolder, first: NodeEnd, error: PacelineError | None
+    fleet: Fleet,
+    config: RunConfig,
+    folder: RunFolder,
+    before: Result | None,
+    first: NodeEnd,
+    error: PacelineError | None,
 ) -> None:
-    """Get the records from the first node, which has those of all; without it, from the others."""
+    """Get the records from the first node, which has those of all; without it, from the others.
+
+    `before`: what a resumed run said of itself until now.
+    """
     is_here = folder.config_file.is_file() and first.news.get("identity") == folder.identity()
     if is_here or isinstance(error, UsageError):
         return
@@ -164,7 +173,7 @@ def _bring_home(
         if error is None:
             where = f"{fleet.addresses[0]}:{_path(config)}"
             raise RunError(f"the run is finished, its records are in {where}: {trouble}") from None
-    if error is None or folder.result_file.is_file():
+    if error is None or _new_result(folder, before) is not None:
         return
     for node in range(1, len(fleet.addresses)):
         with contextlib.suppress(RunError, RecordsError):

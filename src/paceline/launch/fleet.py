@@ -103,7 +103,8 @@ class Watch:
         """`fewest`: how many nodes will do, the first among them; None: all are needed."""
         self._fleet = fleet
         self._fewest = fewest
-        self._told_lost: set[int] = set()
+        self.told_lost: set[int] = set()
+        """Nodes that ended, and that the run went on without."""
         self._interruptions = interruptions
         self._nodes: list[NodeProcess] = []
         self._selector = selectors.DefaultSelector()
@@ -201,8 +202,8 @@ class Watch:
         if not is_enough or any(end.node == 0 for end in failed):
             return False
         for end in failed:
-            if end.node not in self._told_lost:
-                self._told_lost.add(end.node)
+            if end.node not in self.told_lost:
+                self.told_lost.add(end.node)
                 cause = end.complaint or self._fleet.explain(end)
                 sys.stderr.write(f"paceline: going on without node {end.node}: {cause}\n")
         return True

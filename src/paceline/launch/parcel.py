@@ -58,8 +58,8 @@ def pack(folder: Path, out: IO[bytes]) -> None:
 def unpack(source: IO[bytes], folder: Path, progress: Progress, replace: bool = True) -> int:
     """Write what comes into a folder, each file whole or not at all; returns how many there were.
 
-    Without `replace`, files that are there already stay as they are. What is only ever appended to
-    is not replaced by a shorter one: it would be an older state of the same file.
+    Without `replace`, files that are there already stay as they are. Of what is only ever appended
+    to, the longer one is kept in any case: the other would be an older state of the same file.
     """
     count = done = 0
     try:
@@ -69,7 +69,7 @@ def unpack(source: IO[bytes], folder: Path, progress: Progress, replace: bool = 
                 if contents is None or not is_plain(entry.name):
                     raise RecordsError(f"a run has no file such as {entry.name!r}: not taken")
                 target = folder / entry.name
-                if not target.exists() or (replace and not _is_newer(target, entry.size)):
+                if _is_wanted(target, entry.size, replace):
                     _write(target, contents)
                     count += 1
                 done += entry.size
@@ -81,8 +81,10 @@ def unpack(source: IO[bytes], folder: Path, progress: Progress, replace: bool = 
     return count
 
 
-def _is_newer(target: Path, size_bytes: int) -> bool:
-    return target.suffix == ".jsonl" and target.stat().st_size > size_bytes
+def _is_wanted(target: Path, size_bytes: int, replace: bool) -> bool:
+    if target.suffix == ".jsonl" and target.exists():
+        return target.stat().st_size < size_bytes
+    return replace or not target.exists()
 
 
 def is_plain(name: str) -> bool:

@@ -1,0 +1,109 @@
+"""What the starter of an elastic run on other machines makes of how their processes ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.test_fleet import LocalFleet
+from paceline.config import RunConfig, from_mapping
+from paceline.launch import away
+from paceline.launch.interruptions import Interruptions
+from paceline.launch.node_process import NodeEnd
+from paceline.launch.outcome import Outcome
+from paceline.launch.result import assemble
+from paceline.records import Result, RunFolder
+
+KILLED_EARLY = NodeEnd(2, -9, has_begun=True, ended=60.0)
+DIVERGED = "the loss is nan at iteration 70"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    return from_mapping(
+        {"out": str(tmp_path), "name": "run", "elastic": "2:3", "hosts": ["a", "b", "c"]}
+    )
+
+
+def result_of(config: RunConfig, folder: RunFolder, status: str, cause: str | None) -> Result:
+    return {**assemble(config, folder, []), "status": status, "cause": cause}
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch,
+    config: RunConfig,
+    resumed: RunFolder | None,
+    happen: Callable[[], list[NodeEnd]],
+    lost: set[int],
+) -> Outcome:
+    """With nodes of which only their ends are seen; the run went on without the lost ones."""
+
+    class Seen:
+        told_lost = lost
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def __enter__(self) -> Seen:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def run(self, *_: Any) -> list[NodeEnd]:
+            return happen()
+
+    monkeypatch.setattr(away, "Watch", Seen)
+    monkeypatch.setattr(away, "deliver", lambda *_: None)
+    return away.run_on(LocalFleet(), config, resumed, True, Interruptions())
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "exit_code"), [("diverged", 1, 1), ("stopped", 130, 130)]
+)
+def test_a_loss_that_the_run_got_over_is_not_the_cause_of_a_later_end(
+    status: str, code: int, exit_code: int, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def happen() -> list[NodeEnd]:
+        folder = RunFolder.create(config)
+        folder.events_file(0).write_text("")
+        folder.write_result(result_of(config, folder, status, DIVERGED))
+        news = {"identity": folder.identity()}
+        first = NodeEnd(0, code, DIVERGED, has_begun=True, news=news, ended=90.0)
+        return [first, NodeEnd(1, code, DIVERGED, has_begun=True, ended=91.0), KILLED_EARLY]
+
+    outcome = run(monkeypatch, config, None, happen, lost={2})
+    assert outcome.result is not None
+    assert (outcome.result["status"], outcome.result["cause"]) == (status, DIVERGED)
+    assert outcome.exit_code == exit_code
+    assert outcome.folder.read_result() == outcome.result
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_without_the_first_node_the_records_of_the_others_are_fetched(
+    is_resumed: bool, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed run has a result already, which tells nothing of what came after."""
+    folder = RunFolder(Path(config.out) / "run")
+    if is_resumed:
+        folder = RunFolder.create(config)
+        folder.write_result(result_of(config, folder, "stopped", "stopped by SIGINT"))
+    asked: list[int] = []
+
+    def fetch(_: Any, node: int, *__: Any, **___: Any) -> bool:
+        asked.append(node)
+        if not folder.path.exists():
+            RunFolder.create(config)
+        folder.events_file(node).write_text("")
+        return True
+
+    monkeypatch.setattr(away, "fetch", fetch)
+    ends = [NodeEnd(0, -9, has_begun=True, ended=60.0)]
+    ends += [NodeEnd(node, 1, "lost contact", has_begun=True, ended=75.0) for node in (1, 2)]
+    outcome = run(monkeypatch, config, folder if is_resumed else None, lambda: ends, lost=set())
+    assert asked == [0, 1, 2]
+    assert outcome.result is not None
+    assert outcome.result["cause"] == "node 0 (a) was killed by SIGKILL"
