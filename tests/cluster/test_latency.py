@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from cluster.inside import comes_back_whole, run_inside, small_cluster
@@ -15,10 +17,8 @@ from paceline.cluster.namespaces import Namespace
 from paceline.cluster.processes import ProcessId
 from paceline.cluster.state import State
 from paceline.cluster_spec import parse
-from paceline.errors import ClusterError
 
-pytestmark = [pytest.mark.root, pytest.mark.iproute]
-
+IDLE_SECONDS = 0.5
 ROUND_TRIP_SECONDS = 0.04
 
 
@@ -33,15 +33,21 @@ def cluster() -> Iterator[EmulatedCluster]:
         yield made
 
 
+@pytest.mark.root
+@pytest.mark.iproute
 def test_a_message_takes_its_time(cluster: EmulatedCluster) -> None:
     # Only a lower bound: what a busy machine adds has none, and half of it may be taken off.
     assert measuring.round_trip_seconds(cluster.state) > 0.45 * ROUND_TRIP_SECONDS
 
 
+@pytest.mark.root
+@pytest.mark.iproute
 def test_large_frames_come_whole(cluster: EmulatedCluster) -> None:
     assert comes_back_whole(cluster, 0, 2, 4 << 20)
 
 
+@pytest.mark.root
+@pytest.mark.iproute
 def test_a_frame_for_one_node_does_not_reach_another(cluster: EmulatedCluster) -> None:
     def received() -> int:
         return int(run_inside(cluster, 1, "grep", "eth0", "/proc/net/dev").stdout.split()[1])
@@ -51,6 +57,8 @@ def test_a_frame_for_one_node_does_not_reach_another(cluster: EmulatedCluster) -
     assert received() - before < 10_000
 
 
+@pytest.mark.root
+@pytest.mark.iproute
 def test_a_link_is_held_to_its_rate(cluster: EmulatedCluster) -> None:
     """Towards a node only the forwarder does so."""
     found = [item for item in measuring.link_rates(cluster.state) if item.what == "bandwidth in"]
@@ -58,12 +66,20 @@ def test_a_link_is_held_to_its_rate(cluster: EmulatedCluster) -> None:
     assert all(0 < item.got < 1.25 * 50e6 for item in found)
 
 
+@pytest.mark.root
+@pytest.mark.iproute
 def test_it_waits_without_using_the_cpu(cluster: EmulatedCluster) -> None:
     assert cluster.state.forwarder is not None
-    stat = Path(f"/proc/{cluster.state.forwarder.pid}/stat")
-    assert stat.read_text().rpartition(")")[2].split()[0] == "S"
+    times = psutil.Process(cluster.state.forwarder.pid).cpu_times
+    before = times()
+    time.sleep(IDLE_SECONDS)
+    after = times()
+    used = after.user + after.system - before.user - before.system
+    assert used < IDLE_SECONDS / 10
 
 
+@pytest.mark.root
+@pytest.mark.iproute
 def test_the_forwarder_goes_with_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     if compile.compiler() is None:
         pytest.skip("needs a C compiler")
@@ -80,6 +96,8 @@ def test_where_there_is_netem_it_delays_before_the_token_bucket(
 ) -> None:
     told: list[str] = []
     monkeypatch.setattr(Namespace, "run", lambda _, words, given="": told.append(" ".join(words)))
+    monkeypatch.setattr(latency, "program", str)
+    monkeypatch.setattr(links, "program", str)
     monkeypatch.setattr(latency, "has_netem", lambda as_root: True)
     monkeypatch.setattr(measuring, "round_trip_seconds", lambda state: 0.0011)
     switch = Namespace(ProcessId(1, 1), 1, is_of_user=False)
@@ -92,30 +110,33 @@ def test_where_there_is_netem_it_delays_before_the_token_bucket(
     assert state.delay == "netem"
 
 
-def test_without_a_compiler_one_line_says_so(
+def test_a_forwarder_counts_as_started_only_inside_the_switch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
-    with pytest.raises(ClusterError, match="install gcc, or leave out latency"):
-        compile.forwarder()
+    """The machine's own network may have as many sockets of packets as the switch has ports."""
+    inside = iter([1, 1, 7])
+    monkeypatch.setattr(latency, "network_namespace", lambda pid: next(inside))
+    monkeypatch.setattr(latency, "_sockets_of_packets", lambda pid: 9)
+    monkeypatch.setattr(compile, "forwarder", lambda: tmp_path / "forwarder")
+    monkeypatch.setattr(latency, "spawn", lambda words, environment: os.getpid())
+    monkeypatch.setattr(os, "waitpid", lambda pid, options: (0, 0))
+    monkeypatch.setattr(Namespace, "words", lambda _, words: list(words))
+    state = State(tmp_path / "name.json", parse("nodes=2,latency=1ms"))
+    latency._forward(state, Namespace(ProcessId(1, 1), 7, is_of_user=False), 0.001)
+    assert next(inside, None) is None
 
 
-def test_the_binary_is_made_once_and_again_for_another_source(
+def test_a_kernel_without_ipv6_is_not_asked_about_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    if compile.compiler() is None:
-        pytest.skip("needs a C compiler")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    source = tmp_path / "forwarder.c"
-    source.write_text("int main(void) { return 0; }\n")
-    monkeypatch.setattr(compile, "SOURCE", source)
-    first = compile.forwarder()
-    made_at = first.stat().st_mtime_ns
-    assert compile.forwarder() == first
-    assert first.stat().st_mtime_ns == made_at
-    source.write_text("int main(void) { return 1; }\n")
-    assert compile.forwarder() != first
+    told: list[str] = []
+    monkeypatch.setattr(links, "_batch", lambda namespace, tool, lines: told.extend(lines))
+    monkeypatch.setattr(links, "IPV6", tmp_path / "missing")
+    switch = Namespace(ProcessId(1, 1), 1, is_of_user=False)
+    links.connect(switch, [switch], ["10.0.0.1", "10.0.0.2"])
+    links.bridge(switch, 1)
+    assert "link set port0 up" in told
+    assert not [line for line in told if "addrgenmode" in line]
 
 
 def test_a_port_is_told_by_the_end_of_its_address() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from paceline.cluster import compile, links, measuring
 from paceline.cluster.namespaces import Namespace, inside_new, program, spawn
-from paceline.cluster.processes import ProcessId, end_all, reap
+from paceline.cluster.processes import ProcessId, end_all, network_namespace, reap
 from paceline.cluster.state import State
 from paceline.errors import ClusterError
 
@@ -83,7 +83,8 @@ def _forward(state: State, switch: Namespace, seconds: float) -> None:
     words = [str(compile.forwarder()), str(round(seconds * 1e9)), *ports]
     pid = spawn(switch.words(words), state.environment())
     deadline = time.monotonic() + START_SECONDS
-    while _sockets_of_packets(pid) < len(ports):
+    # Until nsenter has entered the switch, its id shows the machine's own sockets.
+    while network_namespace(pid) != switch.number or _sockets_of_packets(pid) < len(ports):
         if time.monotonic() > deadline or os.waitpid(pid, os.WNOHANG) != (0, 0):
             raise ClusterError("cannot make latency: the forwarder ended at its start")
         time.sleep(0.002)

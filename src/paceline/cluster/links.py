@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from paceline.cluster.namespaces import Namespace, program
 
@@ -14,6 +15,9 @@ PROBE = "probe"
 
 FRAME_BYTES, PAYLOAD_BYTES = 1514, 1448
 """Of a full frame, and what TCP carries in it: tbf counts frames, users count what arrives."""
+
+IPV6 = Path("/proc/sys/net/ipv6")
+"""Missing where the kernel has no IPv6, and then it knows no addrgenmode either."""
 
 QUEUE_SECONDS = 0.05
 LEAST_QUEUE_BYTES = 4 * 65536
@@ -40,8 +44,8 @@ def connect(switch: Namespace, nodes: Sequence[Namespace], addresses: Sequence[s
     probe = len(nodes)
     lines.append(f"link add {PROBE_PORT} type veth peer name {PROBE} address {mac(probe)}")
     ports = [*map(port, range(len(nodes))), PROBE_PORT]
-    # Without an address of their own, ports answer nothing and add no traffic.
-    lines += [f"link set {name} addrgenmode none" for name in ports]
+    for name in ports:
+        lines += _no_own_address(name)
     lines += [f"link set {name} up" for name in ports]
     lines += _address(PROBE, addresses[probe])
     _batch(switch, "ip", lines)
@@ -51,7 +55,8 @@ def connect(switch: Namespace, nodes: Sequence[Namespace], addresses: Sequence[s
 
 def bridge(switch: Namespace, count: int) -> None:
     """Join the ports of so many nodes, and the probe's."""
-    lines = [f"link add {SWITCH} type bridge", f"link set {SWITCH} addrgenmode none up"]
+    lines = [f"link add {SWITCH} type bridge"]
+    lines += [*_no_own_address(SWITCH), f"link set {SWITCH} up"]
     names = [*map(port, range(count)), PROBE_PORT]
     _batch(switch, "ip", lines + [f"link set {name} master {SWITCH}" for name in names])
 
@@ -90,10 +95,15 @@ def burst_bytes(bits_per_second: float) -> int:
 
 def _address(interface: str, address: str) -> list[str]:
     return [
-        f"link set {interface} addrgenmode none",
+        *_no_own_address(interface),
         f"address add {address}/24 dev {interface}",
         f"link set {interface} up",
     ]
+
+
+def _no_own_address(interface: str) -> list[str]:
+    """Without the address that IPv6 would make by itself, ports answer nothing, add no traffic."""
+    return [f"link set {interface} addrgenmode none"] if IPV6.exists() else []
 
 
 def _batch(namespace: Namespace, tool: str, lines: list[str]) -> None:
