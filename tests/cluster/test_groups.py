@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster import groups
+from paceline.cluster import emulated, groups, processes, removal
+from paceline.cluster import state as states
+from paceline.cluster.state import State, load
+from paceline.cluster_spec import parse
+from paceline.errors import ClusterError
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +33,7 @@ def version_2(folder: Path, offered: str = "cpu memory") -> Path:
 
 
 def test_version_2_gets_quota_and_period_in_one_file(tmp_path: Path) -> None:
-    made = groups.make_groups("name", {0: 0.5, 3: 1.5}, [version_2(tmp_path / "v2")])
+    made = groups.make_groups("name", {0: 0.5, 3: 1.5}, folders=[version_2(tmp_path / "v2")])
     assert made is not None
     assert made[0] == tmp_path / "v2" / "name-0"
     assert (made[0] / "cpu.max").read_text() == "5000 10000"
@@ -37,7 +41,7 @@ def test_version_2_gets_quota_and_period_in_one_file(tmp_path: Path) -> None:
 
 
 def test_version_1_gets_them_in_two(tmp_path: Path) -> None:
-    made = groups.make_groups("name", {0: 0.5}, [version_1(tmp_path / "v1")])
+    made = groups.make_groups("name", {0: 0.5}, folders=[version_1(tmp_path / "v1")])
     assert made is not None
     assert (made[0] / "cpu.cfs_period_us").read_text() == "10000"
     assert (made[0] / "cpu.cfs_quota_us").read_text() == "5000"
@@ -54,8 +58,96 @@ def test_a_small_share_gets_a_period_that_the_kernel_takes(tmp_path: Path) -> No
 
 def test_version_2_offers_the_controller_where_it_is_not_yet(tmp_path: Path) -> None:
     parent = version_2(tmp_path / "v2", offered="memory")
-    assert groups.make_groups("name", {0: 0.5}, [parent])
+    assert groups.make_groups("name", {0: 0.5}, folders=[parent])
     assert (parent / "cgroup.subtree_control").read_text() == "+cpu"
+
+
+@pytest.mark.parametrize(
+    ("of_the_other", "left"),
+    [("max 100000\n", "-cpu"), ("5000 10000\n", "cpu memory\n")],
+    ids=["needs it not", "is limited"],
+)
+def test_what_was_offered_is_taken_back_unless_another_child_needs_it(
+    of_the_other: str, left: str, tmp_path: Path
+) -> None:
+    parent = version_2(tmp_path / "v2")
+    other = version_2(parent / "other")
+    (other / "cpu.max").write_text(of_the_other)
+    (other / "cpu.weight").write_text("100\n")
+    groups.withdraw_cpu(parent)
+    assert (parent / "cgroup.subtree_control").read_text() == left
+
+
+def test_all_that_will_be_made_is_told_before_it_is(tmp_path: Path) -> None:
+    parent = version_2(tmp_path / "v2", offered="memory")
+    told = []
+
+    def note(planned: dict[int, Path], offering: Path | None) -> None:
+        assert not any(group.exists() for group in planned.values())
+        assert (parent / "cgroup.subtree_control").read_text() == "memory\n"
+        told.append((planned, offering))
+
+    made = groups.make_groups("name", {0: 0.5, 1: 0.5}, note, [parent])
+    assert told == [(made, parent)]
+
+
+def test_a_quota_over_the_groups_own_is_not_sought_outside_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent = version_1(tmp_path / "v1")
+    own = version_1(parent / "own")
+
+    def refuse(group: Path, cpus: float) -> None:
+        if group.parent == own:
+            raise OSError(errno.EINVAL, "invalid")
+
+    monkeypatch.setattr(groups, "set_quota", refuse)
+    assert groups.make_groups("name", {0: 4.0}, folders=[own, parent]) is None
+    assert not (parent / "name-0").exists()
+
+
+def test_a_cluster_whose_group_stays_is_kept_on_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "all_pids", lambda: iter(()))
+    monkeypatch.setattr(groups, "remove_groups", list)
+    state = State(tmp_path / "name.json", parse("nodes=1,cpus=0.5"))
+    state.groups = {0: tmp_path / "group-0"}
+    state.create()
+    with pytest.raises(ClusterError, match=r"group-0 cannot be removed; .*cluster down name"):
+        removal.remove(state)
+    assert load(state.path).groups == state.groups
+
+
+def test_a_cluster_that_goes_takes_back_what_was_offered_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "all_pids", lambda: iter(()))
+    parent = version_2(tmp_path / "v2")
+    state = State(tmp_path / "name.json", parse("nodes=1,cpus=0.5"), offering=parent)
+    state.create()
+    removal.remove(load(state.path))
+    assert (parent / "cgroup.subtree_control").read_text() == "-cpu"
+
+
+def test_what_one_cluster_had_offered_a_second_one_takes_back_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one to go finds the second one's groups there, and must leave it."""
+    monkeypatch.setattr(states, "_runtime_root", lambda: tmp_path)
+    parent = tmp_path / "v2"
+    State(states.path_of("first"), parse("nodes=1,cpus=0.5"), offering=parent).create()
+    assert emulated._offering_already({0: parent / "second-0"}) == parent
+    assert emulated._offering_already({0: tmp_path / "elsewhere" / "second-0"}) is None
+
+
+def test_groups_further_out_than_the_callers_own_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "outer" / "own"
+    monkeypatch.setattr(groups, "group_folders", lambda controller: iter([own, own.parent]))
+    assert not groups.is_outside_of_ours(own / "name-0")
+    assert groups.is_outside_of_ours(own.parent / "name-0")
 
 
 def test_a_group_that_holds_processes_is_passed_over_for_its_parent(
@@ -72,12 +164,12 @@ def test_a_group_that_holds_processes_is_passed_over_for_its_parent(
         write(path, text)
 
     monkeypatch.setattr(groups, "_write", refuse)
-    made = groups.make_groups("name", {0: 0.5}, [own, parent])
+    made = groups.make_groups("name", {0: 0.5}, folders=[own, parent])
     assert made == {0: parent / "name-0"}
 
 
 def test_a_folder_that_is_no_group_is_passed_over(tmp_path: Path) -> None:
-    assert groups.make_groups("name", {0: 0.5}, [tmp_path]) is None
+    assert groups.make_groups("name", {0: 0.5}, folders=[tmp_path]) is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -85,4 +177,4 @@ def test_a_group_that_cannot_be_joined_is_of_no_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(groups, "_can_join", lambda group: False)
-    assert groups.make_groups("name", {0: 0.5}, [version_2(tmp_path / "v2")]) is None
+    assert groups.make_groups("name", {0: 0.5}, folders=[version_2(tmp_path / "v2")]) is None

@@ -9,11 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from cluster.inside import small_cluster
-from paceline.cluster import links
+from paceline.cluster import groups, links
 from paceline.cluster.emulated import EmulatedCluster, all_clusters
 from paceline.cluster.processes import ProcessId, network_namespace
 from paceline.cluster.removal import pids_of
@@ -133,11 +134,21 @@ def test_a_failure_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.quotas
-def test_groups_that_were_made_but_not_noted_go_too() -> None:
-    with small_cluster("nodes=2,cpus=0.5") as cluster:
-        made, cluster.state.groups = cluster.state.groups, {}
-        assert made
-    assert not any(group.exists() for group in made.values())
+def test_groups_are_on_file_from_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"noted-{os.getpid()}"
+    made: list[Path] = []
+
+    def interrupt(group: Path, cpus: float) -> None:
+        assert group.is_dir()
+        assert group in load(path_of(name)).groups.values()
+        made.append(group)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(groups, "set_quota", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        small_cluster("nodes=2,cpus=0.5", name)
+    assert len(made) == 1
+    assert not made[0].exists()
 
 
 def test_down_a_second_time_does_nothing() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -173,9 +175,19 @@ def _limit_cpus(state: State) -> None:
             f"the nodes' {total:g} cpus are more than the machine's {len(cores)}: "
             "nodes that are busy at once get less"
         )
-    made = groups.make_groups(state.group_name, limited)
+
+    def note(planned: dict[int, Path], offering: Path | None) -> None:
+        state.groups = planned
+        state.offering = offering or _offering_already(planned)
+        state.save()
+
+    made = groups.make_groups(state.group_name, limited, note)
     if made is not None:
-        state.groups = made
+        if groups.is_outside_of_ours(made[min(made)]):
+            state.notes.append(
+                f"the nodes' CPU groups are in {made[min(made)].parent}, not in the group that "
+                "this was started in: its limits do not hold for them"
+            )
         return
     turns = itertools.cycle(cores)
     state.cores = {
@@ -183,6 +195,16 @@ def _limit_cpus(state: State) -> None:
         for node, share in limited.items()
     }
     state.notes.append(
-        "no CPU quotas: no control group can be written (ask for a delegated one, "
-        "or run as root); nodes are only held to cores of their own"
+        "no CPU quotas: no control group takes them (ask for a delegated one or run as root, "
+        "and for no more than its own quota); nodes are only held to cores of their own"
     )
+
+
+def _offering_already(planned: dict[int, Path]) -> Path | None:
+    """Where another cluster made it so: the last of them to go takes it back."""
+    parents = {group.parent for group in planned.values()}
+    for path in all_paths():
+        with contextlib.suppress(ClusterError):
+            if (offering := load(path).offering) in parents:
+                return offering
+    return None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import subprocess
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from paceline.measure.machine import group_folders
@@ -18,32 +19,57 @@ LONGEST_PERIOD_SECONDS = 1.0
 
 LEAST_CPUS = LEAST_QUOTA_SECONDS / LONGEST_PERIOD_SECONDS
 
+UNLIMITED = {"cpu.max": "max", "cpu.weight": "100"}
+"""How the files of a group of version 2 begin that nobody has set."""
+
 JOIN_FILE = "cgroup.procs"
+OFFER_FILE = "cgroup.subtree_control"
 JOIN_SCRIPT = 'echo $$ > "$1" && shift && exec "$@"'
+
+Note = Callable[[dict[int, Path], Path | None], None]
+"""Is told the groups by node, and the parent that is to offer its children the CPU controller."""
 
 
 def make_groups(
-    name: str, cpus_of: Mapping[int, float], folders: Iterable[Path] | None = None
+    name: str,
+    cpus_of: Mapping[int, float],
+    note: Note = lambda planned, offering: None,
+    folders: Iterable[Path] | None = None,
 ) -> dict[int, Path] | None:
-    """A group with its quota for each node; None where no place for them can be written.
+    """A group with its quota for each node; None where no place takes them.
 
-    The places tried are the groups that this process is in, innermost first.
+    The places tried are the groups that this process is in, innermost first. Before anything is
+    made at one of them, `note` is told what will be; `remove_groups` and `withdraw_cpu` undo it.
     """
     for parent in group_folders("cpu") if folders is None else folders:
-        made: dict[int, Path] = {}
-        try:
-            _offer_cpu_to_children(parent)
-            for node, cpus in cpus_of.items():
-                made[node] = parent / f"{name}-{node}"
-                remove_groups([made[node]])
-                made[node].mkdir()
-                set_quota(made[node], cpus)
-            if all(map(_can_join, list(made.values())[:1])):
-                return made
-        except OSError:
-            pass
-        remove_groups(made.values())
+        if not (parent / JOIN_FILE).exists():
+            continue
+        planned = {node: parent / f"{name}-{node}" for node in cpus_of}
+        offering = parent if is_version_2(parent) and not _offers_cpu(parent) else None
+        note(planned, offering)
+        refusal = _make(planned, cpus_of, offering)
+        if refusal is None:
+            return planned
+        remove_groups(planned.values())
+        if offering is not None:
+            withdraw_cpu(offering)
+        # In version 1, a quota over what the group itself may use: outside of it would be escape.
+        if refusal.errno == errno.EINVAL and not is_version_2(parent):
+            break
+    note({}, None)
     return None
+
+
+def withdraw_cpu(parent: Path) -> None:
+    """Offer the CPU controller no longer, unless a child has limits of its own by now."""
+    with contextlib.suppress(OSError):  # gone; or in use further down, where the kernel refuses
+        if _offers_cpu(parent) and not any(map(_is_limited, parent.iterdir())):
+            _write(parent / OFFER_FILE, "-cpu")
+
+
+def is_outside_of_ours(group: Path) -> bool:
+    """Whether a group is not in the one that this process is in, whose limits then do not hold."""
+    return group.parent != next(group_folders("cpu"), None)
 
 
 def set_quota(group: Path, cpus: float) -> None:
@@ -69,14 +95,8 @@ def pids_in(groups: Iterable[Path]) -> list[int]:
     return pids
 
 
-def named(name: str) -> list[Path]:
-    """Groups that `make_groups` made under this name, should a crash have kept them unrecorded."""
-    found = (path for folder in group_folders("cpu") for path in folder.glob(f"{name}-*"))
-    return [path for path in found if path.name.removeprefix(f"{name}-").isdecimal()]
-
-
-def remove_groups(groups: Iterable[Path]) -> None:
-    """Those without processes; a group that is gone already is fine."""
+def remove_groups(groups: Iterable[Path]) -> list[Path]:
+    """A group that is gone already is fine; returns those that would not go."""
     left = [group for group in groups if group.exists()]
     deadline = time.monotonic() + 1
     while left:
@@ -88,20 +108,45 @@ def remove_groups(groups: Iterable[Path]) -> None:
         if left and time.monotonic() < deadline:
             time.sleep(0.01)
         else:
-            return
+            break
+    return left
 
 
 def is_version_2(folder: Path) -> bool:
     return (folder / "cgroup.controllers").exists()
 
 
-def _offer_cpu_to_children(parent: Path) -> None:
-    if not (parent / JOIN_FILE).exists():
-        raise FileNotFoundError(parent / JOIN_FILE)
-    if is_version_2(parent):
-        control = parent / "cgroup.subtree_control"
-        if "cpu" not in control.read_text(encoding="ascii").split():
-            _write(control, "+cpu")
+def _make(
+    planned: Mapping[int, Path], cpus_of: Mapping[int, float], offering: Path | None
+) -> OSError | None:
+    """What was in the way, if something was."""
+    try:
+        if offering is not None:
+            _write(offering / OFFER_FILE, "+cpu")
+        for node, group in planned.items():
+            remove_groups([group])
+            group.mkdir()
+            set_quota(group, cpus_of[node])
+    except OSError as error:
+        return error
+    if not all(map(_can_join, list(planned.values())[:1])):
+        return PermissionError(errno.EACCES, "cannot be joined")
+    return None
+
+
+def _offers_cpu(parent: Path) -> bool:
+    try:
+        return "cpu" in (parent / OFFER_FILE).read_text(encoding="ascii").split()
+    except OSError:
+        return False
+
+
+def _is_limited(child: Path) -> bool:
+    for name, unlimited in UNLIMITED.items():
+        with contextlib.suppress(OSError):
+            if (child / name).read_text(encoding="ascii").split()[:1] != [unlimited]:
+                return True
+    return False
 
 
 def _can_join(group: Path) -> bool:

@@ -23,7 +23,13 @@ def remove(state: State) -> None:
                 f"cluster {state.name}: process {', '.join(map(str, stubborn))} cannot be ended; "
                 f"end it and try `paceline cluster down {state.name}` again"
             )
-        groups.remove_groups({*state.groups.values(), *groups.named(state.group_name)})
+        if left := groups.remove_groups(state.groups.values()):
+            raise ClusterError(
+                f"cluster {state.name}: CPU group {', '.join(map(str, left))} cannot be removed; "
+                f"end what is in it and try `paceline cluster down {state.name}` again"
+            )
+        if state.offering is not None:
+            groups.withdraw_cpu(state.offering)
     state.path.unlink(missing_ok=True)
 
 

@@ -32,7 +32,9 @@ class State:
     switch: Namespace | None = None
     nodes: list[Namespace] = field(default_factory=list)
     groups: dict[int, Path] = field(default_factory=dict)
-    """CPU groups by node."""
+    """CPU groups by node, from before they are made."""
+    offering: Path | None = None
+    """The group that offers its children the CPU controller for the sake of clusters only."""
     cores: dict[int, list[int]] = field(default_factory=dict)
     """Cores that a node is held to where no quota could be set."""
     delay: str = "none"
@@ -157,6 +159,7 @@ def _from_json(path: Path, values: dict[str, Any]) -> State:
         switch=None if values["switch"] is None else _namespace(values["switch"]),
         nodes=[_namespace(node) for node in values["nodes"]],
         groups={node: Path(group) for node, group in _by_number(values["groups"]).items()},
+        offering=Path(values["offering"]) if values.get("offering") else None,
         cores=_by_number(values["cores"]),
         delay=values["delay"],
         forwarder=None if values["forwarder"] is None else ProcessId(*values["forwarder"]),
