@@ -37,6 +37,7 @@ def test_a_slow_node_has_a_part_of_what_the_others_have() -> None:
         "nodes=2,bandwidth=fast",
         "nodes=2,bandwidth=1gbit/2:1mbit",
         "nodes=2,latency=5",
+        "nodes=2,latency=1001ms",
         "nodes=2,slow=0.5",
         "nodes=2,slow=1:2",
         "nodes=2,cpus=0",

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 MOST_NODES = 250
 """Each needs an address of its own in one small network."""
 
+MOST_LATENCY_SECONDS = 1.0
+"""More than any network has; measuring it would take minutes."""
+
 _BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _PER_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
 
@@ -59,7 +62,7 @@ def parse(text: str) -> ClusterSpec:
         cpus=_positive(values["cpus"], "cpus") if "cpus" in values else None,
         bandwidth_bits_per_second=rate,
         bandwidth_of=rate_of,
-        latency_seconds=seconds(latency) if latency else 0.0,
+        latency_seconds=_latency(latency) if latency else 0.0,
         slow=_by_node(values.get("slow", ""), nodes, "slow", _fraction, needs_node=True)[1],
     )
 
@@ -74,6 +77,13 @@ def seconds(text: str) -> float:
     """A time such as 200us or 2ms."""
     number, unit = _with_unit(text, _PER_SECOND, "a time such as 200us or 2ms")
     return number / _PER_SECOND[unit]
+
+
+def _latency(text: str) -> float:
+    number = seconds(text)
+    if number > MOST_LATENCY_SECONDS:
+        raise ValueError(f"given a latency of at most {MOST_LATENCY_SECONDS:g}s, not {text!r}")
+    return number
 
 
 def _pair(part: str) -> tuple[str, str]:
