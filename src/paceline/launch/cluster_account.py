@@ -22,10 +22,18 @@ def cluster_account(path: str | None = None) -> dict[str, Any] | None:
     try:
         state = load(Path(path))
     except ClusterError as error:
-        return {"asked": None, "got": [], "warnings": [str(error)]}
+        return {
+            "asked": None,
+            "got": [],
+            "busy_cores": None,
+            "delayed_by": None,
+            "warnings": [str(error)],
+        }
     calibration = state.calibration
     return {
         "asked": asdict(state.spec),
         "got": [asdict(item) for item in calibration.measured] if calibration else [],
+        "busy_cores": calibration.busy_cores if calibration else None,
+        "delayed_by": state.delay,
         "warnings": [*state.notes, *(calibration.warnings() if calibration else [])],
     }
