@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from cluster.inside import small_cluster
 from paceline.cluster import links, measuring, subnet
 from paceline.cluster.calibration import Calibration, Measured
-from paceline.cluster.state import load
-from paceline.errors import ClusterError
+from paceline.cluster.state import State, load
+from paceline.cluster_spec import parse
 
 
 def test_only_what_is_over_ten_percent_off_is_told() -> None:
@@ -28,8 +30,23 @@ def test_measuring_again_stops_at_the_first_that_is_near() -> None:
     assert next(tries).got == 1.0
 
 
+def test_shares_of_the_cpu_are_measured_again_where_one_is_off(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rounds = iter([(0.5, 0.1), (0.2, 0.4), (0.48, 0.3)])
+
+    def measure(state: State) -> list[Measured]:
+        return [Measured("cpus", node, 0.5, got, "cores") for node, got in enumerate(next(rounds))]
+
+    monkeypatch.setattr(measuring, "_cpus_at_once", measure)
+    state = State(tmp_path / "name.json", parse("nodes=2,cpus=0.5"))
+    assert [item.got for item in measuring._cpus(state)] == [0.5, 0.4]
+    assert next(rounds, None) is None
+
+
 @pytest.mark.root
 @pytest.mark.iproute
+@pytest.mark.quotas
 def test_a_cluster_is_measured_link_by_link_and_node_by_node() -> None:
     with small_cluster("nodes=2,cpus=0.5,bandwidth=50mbit/1:10mbit,slow=1:0.5") as cluster:
         found = measuring.calibrate(cluster.state)
@@ -58,11 +75,27 @@ def test_a_token_bucket_leaves_the_asked_rate_to_what_tcp_carries() -> None:
 
 
 def test_addresses_pass_over_networks_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subnet, "_taken", list)
+    monkeypatch.setattr(subnet, "_routes", list)
+    monkeypatch.setattr(subnet, "_of_other_clusters", list)
     first = subnet.addresses("name", 3)
     assert len(set(first)) == 3
-    monkeypatch.setattr(subnet, "_taken", lambda: [first[0].rsplit(".", 1)[0] + ".0/24"])
+    monkeypatch.setattr(subnet, "_routes", lambda: [first[0].rsplit(".", 1)[0] + ".0/24"])
     assert not set(subnet.addresses("name", 3)) & set(first)
-    monkeypatch.setattr(subnet, "_taken", lambda: ["10.0.0.0/8"])
-    with pytest.raises(ClusterError, match="no free network"):
-        subnet.addresses("name", 3)
+
+
+@pytest.mark.parametrize(
+    ("routes", "begin"),
+    [(["10.0.0.0/8"], "198.1"), (["0.0.0.0/1", "128.0.0.0/1"], "10.")],
+    ids=["to all of 10.0.0.0/8", "to everything"],
+)
+def test_routes_do_not_keep_a_cluster_from_addresses(
+    routes: list[str], begin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of a company's network; a clash does no harm, since nodes are cut off from it."""
+    monkeypatch.setattr(subnet, "_routes", lambda: routes)
+    monkeypatch.setattr(subnet, "_of_other_clusters", list)
+    first = subnet.addresses("name", 3)
+    assert all(address.startswith(begin) for address in first)
+    other = first[0].rsplit(".", 1)[0] + ".0/24"
+    monkeypatch.setattr(subnet, "_of_other_clusters", lambda: [other])
+    assert not set(subnet.addresses("name", 3)) & set(first)
