@@ -12,8 +12,10 @@ import pytest
 
 from cluster.inside import small_cluster
 from paceline.cli import main
-from paceline.cluster import state
+from paceline.cluster import processes, state
 from paceline.cluster.emulated import EmulatedCluster
+from paceline.cluster.processes import ProcessId
+from paceline.cluster_spec import parse
 
 NAME = f"command-{os.getpid()}"
 
@@ -76,6 +78,19 @@ def test_down_without_a_name_leaves_the_clusters_of_runs_alone(
         assert main(["cluster", "down"]) == 2
         assert owned.state.path.exists()
     assert f"no cluster named default; there is {owned.name}" in capsys.readouterr().err
+
+
+def test_down_by_name_sweeps_what_others_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "_runtime_root", lambda: tmp_path)
+    monkeypatch.setattr(processes, "all_pids", lambda: iter(()))
+    left, named = state.path_of("left"), state.path_of("named")
+    state.State(left, parse("nodes=1"), owner=ProcessId(os.getpid(), 0)).create()
+    state.State(named, parse("nodes=1")).create()
+    assert main(["cluster", "down", "named"]) == 0
+    assert not named.exists()
+    assert not left.exists()
 
 
 @pytest.mark.parametrize(

@@ -92,8 +92,14 @@ def _exec(arguments: argparse.Namespace) -> int:
 
 
 def _down(arguments: argparse.Namespace) -> int:
-    cluster = _chosen(arguments.name)
-    cluster.down()
+    from paceline.cluster.removal import sweep
+
+    try:
+        cluster = _chosen(arguments.name)
+        cluster.down()
+    finally:
+        # After it: the one that is named may itself be one that its owner has left behind.
+        sweep()
     _console().print(f"Cluster {cluster.name} is down.")
     return 0
 
