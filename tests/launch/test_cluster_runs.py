@@ -127,6 +127,7 @@ def test_what_a_ring_sends_is_what_the_nodes_interfaces_count(
         assert counted <= on_wire <= 1.05 * counted
 
 
+@pytest.mark.quotas
 def test_a_run_that_describes_its_cluster_gets_it_and_leaves_nothing_of_it(
     tmp_path: Path, talkative_run: tuple[Path, Ended]
 ) -> None:
