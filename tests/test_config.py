@@ -31,6 +31,12 @@ def test_a_config_survives_json() -> None:
     assert from_mapping(json.loads(json.dumps(config.to_dict()))) == config
 
 
+@pytest.mark.parametrize("text", ["", ",", " , "])
+def test_a_list_that_is_given_as_text_is_not_empty(text: str) -> None:
+    assert problems_of(hosts=text) == (f"--hosts: must not be empty, got {text!r}",)
+    assert from_mapping({"hosts": []}).hosts == ()
+
+
 def test_all_problems_are_told_at_once_each_with_its_flag() -> None:
     told = problems_of(epochs="2.5", lr="fast", batch_size="0", optimizer="sdg", colour="red")
     assert len(told) == 5

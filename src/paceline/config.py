@@ -501,6 +501,10 @@ def from_mapping(values: Mapping[str, Any]) -> RunConfig:
                 converted[name] = convert(type_of(known[name]), raw)
             except ValueError as error:
                 problems.append(f"{flag_of(name)}: must be {error}, got {raw!r}")
+            else:
+                # An empty list is how files say none; a flag that is given is meant to say some.
+                if converted[name] == () and isinstance(raw, str):
+                    problems.append(f"{flag_of(name)}: must not be empty, got {raw!r}")
     for name, value in converted.items():
         problems += _check_field(known[name], value)
     if converted.get("cluster"):
