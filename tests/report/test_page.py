@@ -184,6 +184,7 @@ def test_no_strange_value_anywhere_in_a_result_breaks_the_report(tmp_path: Path)
             "got": [{"what": "bandwidth out", "node": 0, "asked": 1e9, "got": 1e9, "unit": "bit/s"}]
         },
         "warnings": ["careful"],
+        "restarts": [{"cause": "rank 1 was killed", "iteration": 3, "seconds": 1.5}],
         "hardware": {"cpu": "c", "cores": 2, "cpu_quota": 1.5, "memory_bytes": 9, "gpus": [gpu]},
     }
     file = write_run(tmp_path, run) / "result.json"

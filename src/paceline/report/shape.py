@@ -64,11 +64,15 @@ def _wrong_surroundings(result: Result) -> str | None:
     measured = cluster.get("got", [])
     for name, values in (
         ("warnings", result.get("warnings", [])),
+        ("restarts", result.get("restarts", [])),
         ("gpus", hardware.get("gpus", [])),
         ("got", measured),
     ):
         if not isinstance(values, list):
             return f"{name} is no list"
+    for restart in result.get("restarts", []):
+        if not isinstance(restart, dict) or not {"cause", "iteration"} <= restart.keys():
+            return "a restart has no cause or no iteration"
     for item in measured:
         if not isinstance(item, dict) or not is_number(item.get("got")):
             return "the cluster was measured to be no number"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from rich.console import Console
 from rich.table import Table
 
@@ -23,7 +26,7 @@ def print_summary(folder: RunFolder, result: Result) -> None:
     facts.add_column(no_wrap=True)
     facts.add_column(overflow="fold")
     rows = summary_rows(result) if result["workers"] else [("status", result["status"])]
-    for name, text in rows:
+    for name, text in [*rows, *_mishaps(result)]:
         facts.add_row(name, text)
     facts.add_row("records", str(folder.path))
     console.print(facts)
@@ -56,20 +59,33 @@ def summary_rows(result: Result) -> list[tuple[str, str]]:
         return [("status", f"{result['status']} before any worker could say how far it had come")]
     worker, node, final = result["workers"][0], result["nodes"][0], result["final"]
     timing, checkpoints = worker["iteration_seconds"], result["checkpoints"]
-    rows = [
-        ("status", result["status"]),
-        (
-            "test set",
-            f"accuracy {units.number(final['test_accuracy'])},"
-            f" loss {units.number(final['test_loss'])};"
-            f" training loss {units.number(final['train_loss'])}",
-        ),
+    rows = [("status", result["status"])]
+    if final["test_accuracy"] is not None or final["test_loss"] is not None:
+        rows.append(
+            (
+                "test set",
+                f"accuracy {units.number(final['test_accuracy'])},"
+                f" loss {units.number(final['test_loss'])};"
+                f" training loss {units.number(final['train_loss'])}",
+            )
+        )
+    elif final["train_loss"] is not None:
+        rows.append(("training", f"loss {units.number(final['train_loss'])}"))
+    if result["seconds_to_target"] is not None:
+        target = result["config"]["target_accuracy"]
+        spent = units.seconds(result["seconds_to_target"])
+        rows.append(("target", f"accuracy {target} after {spent}, evaluation not counted"))
+    rows.append(
         (
             "iterations",
             f"{result['iterations']:,} of {units.seconds(timing['median'])} (median);"
             f" mean {units.seconds(timing['mean'])}, p95 {units.seconds(timing['p95'])},"
             f" first {units.seconds(timing['first'])}",
-        ),
+        )
+    )
+    if len(result["workers"]) > 1:
+        rows.append(("traffic", _traffic(result)))
+    rows += [
         (
             "resources",
             f"CPU {units.percent(node['cpu_percent_mean'])} mean, memory"
@@ -78,12 +94,6 @@ def summary_rows(result: Result) -> list[tuple[str, str]]:
         ),
         ("measuring", f"{units.share(result['measurement_overhead']['fraction'])} of the time"),
     ]
-    if result["seconds_to_target"] is not None:
-        target = result["config"]["target_accuracy"]
-        spent = units.seconds(result["seconds_to_target"])
-        rows.insert(2, ("target", f"accuracy {target} after {spent}, evaluation not counted"))
-    if len(result["workers"]) > 1:
-        rows.insert(3, ("traffic", _traffic(result)))
     if checkpoints.get("count"):
         blocked = units.seconds(checkpoints["blocked_seconds"])
         rows.append(
@@ -94,6 +104,20 @@ def summary_rows(result: Result) -> list[tuple[str, str]]:
             )
         )
     return rows
+
+
+def _mishaps(result: Result) -> list[tuple[str, str]]:
+    """What the run went on after, and what to know before its figures are believed."""
+    restarts, warnings = result.get("restarts") or [], result.get("warnings") or []
+    told = "; ".join(map(describe_restart, restarts))
+    rows = [("restarts", f"{len(restarts)}: {told}")] if restarts else []
+    return rows + [("warning", str(text)) for text in warnings]
+
+
+def describe_restart(restart: Mapping[str, Any]) -> str:
+    """Why, and where it went on: an entry of a result's `restarts`."""
+    begin = f"iteration {restart['iteration']}" if restart["iteration"] else "the beginning"
+    return f"{restart['cause']} (again from {begin})"
 
 
 def _traffic(result: Result) -> str:

@@ -6,6 +6,7 @@ from paceline.report import units
 from paceline.report.cells import NOT_RUN, Cell
 from paceline.report.document import Block, Items, Table
 from paceline.report.section.outline import Outline, known
+from paceline.report.summary import describe_restart
 
 TITLE = "All cells"
 
@@ -27,6 +28,14 @@ def build(outline: Outline) -> list[Block]:
     ]
     if troubled:
         blocks.append(Items(troubled[:50]))
+    restarts = [
+        (f"{run.id}: restarted.", describe_restart(restart))
+        for cell in outline.cells
+        for run in cell.runs
+        for restart in (run.result or {}).get("restarts") or ()
+    ]
+    if restarts:
+        blocks.append(Items(restarts[:50]))
     warnings = dict.fromkeys(
         (run.id, str(text))
         for cell in outline.cells

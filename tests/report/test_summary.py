@@ -1,0 +1,60 @@
+"""The account at the end of a run, against the result that it is of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.records import Result, RunFolder
+from paceline.report.summary import print_summary
+from report.records import FakeRun, write_run
+
+
+def account(tmp_path: Path, capsys: pytest.CaptureFixture[str], **changes: Any) -> str:
+    folder = RunFolder(write_run(tmp_path, FakeRun("run", {}, iterations=4)))
+    result: Result | None = folder.read_result()
+    assert result is not None
+    print_summary(folder, {**result, **changes})
+    # As one line each, wherever the terminal's width has broken them.
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_restarts_are_told_with_their_causes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    restarts = [
+        {"cause": "rank 1 was killed by SIGKILL", "iteration": 240, "seconds": 1.0},
+        {"cause": "node 1 lost", "iteration": 0, "seconds": 2.0},
+    ]
+    told = account(tmp_path, capsys, restarts=restarts)
+    assert (
+        "restarts 2: rank 1 was killed by SIGKILL (again from iteration 240);"
+        " node 1 lost (again from the beginning)" in told
+    )
+
+
+@pytest.mark.parametrize("changes", [{}, {"workers": []}])
+def test_each_warning_has_a_row(
+    changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = account(tmp_path, capsys, warnings=["the link is slow", "the disk is full"], **changes)
+    assert "warning the link is slow warning the disk is full" in told
+
+
+def test_an_undisturbed_run_has_no_such_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = account(tmp_path, capsys)
+    assert "restarts" not in told
+    assert "warning" not in told
+
+
+def test_what_was_not_evaluated_has_no_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    final = {"train_loss": 0.25, "test_loss": None, "test_accuracy": None}
+    told = account(tmp_path, capsys, final=final)
+    assert "test set" not in told
+    assert "training loss 0.2500" in told
