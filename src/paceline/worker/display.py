@@ -12,6 +12,8 @@ from typing import Any, Protocol, TextIO
 COLUMNS_VARIABLE = "PACELINE_COLUMNS"
 """How wide a terminal is that another process shows this one's output on."""
 COLUMNS = "   epoch  rank  val loss  val acc         lr    wall s  samples/s"
+LARGEST_PLAIN_LOSS = 1e4
+"""From here on four decimals would fill the column up to the one before it."""
 
 
 @dataclass(slots=True)
@@ -134,17 +136,22 @@ def _describe(standing: Standing) -> str:
     accuracy = "" if standing.accuracy is None else f" acc {standing.accuracy:.4f}"
     left = _duration(standing.seconds_left)
     return (
-        f"{standing.iteration}/{standing.iterations} loss {standing.loss:.4f}{accuracy}"
+        f"{standing.iteration}/{standing.iterations} loss {_loss(standing.loss)}{accuracy}"
         f" lr {standing.learning_rate:.2g} {standing.samples_per_second:,.0f}/s {left} left"
     )
 
 
 def _row(entry: dict[str, Any]) -> str:
     return (
-        f"{entry['epoch']:>8.2f}{entry['rank']:>6}{entry['test_loss']:>10.4f}"
+        f"{entry['epoch']:>8.2f}{entry['rank']:>6}{_loss(entry['test_loss']):>10}"
         f"{entry['test_accuracy']:>9.4f}{entry['learning_rate']:>11.3g}"
         f"{entry['wall_seconds']:>10.1f}{entry['samples_per_second']:>11,.0f}"
     )
+
+
+def _loss(value: float) -> str:
+    """Short enough for its column, however far the loss has gone."""
+    return f"{value:.4f}" if abs(value) < LARGEST_PLAIN_LOSS else f"{value:.3e}"
 
 
 def _duration(seconds: float) -> str:
