@@ -96,12 +96,19 @@ def test_down_by_name_sweeps_what_others_left(
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["up", "--nodes", "0"], "a cluster must be given nodes=1 to nodes=250"),
-        (["up", "--nodes", "2", "--latency", "5"], "given a time such as 200us or 2ms, not '5'"),
+        (["up", "--nodes", "two"], "--nodes: must be 1 to 250, got 'two'"),
+        (["up", "--nodes", "2", "--cpus", "0"], "--cpus: must be a number of cores above 0"),
+        (["up", "--nodes", "2", "--bandwidth", "fast"], "--bandwidth: must be a rate such as"),
+        (["up", "--nodes", "2", "--bandwidth", "1gbit,cpus=1"], "--bandwidth: must be a rate"),
+        (["up", "--nodes", "2", "--latency", "5"], "--latency: must be a time such as 200us"),
+        (["up", "--nodes", "2", "--slow", "2:0.5"], "(nodes below 2), got '2:0.5'"),
         (["up", "--nodes", "2", "--name", "a/b"], "a cluster's name is letters, digits"),
         (["up", "--nodes", "2", "--cpus", "0.0001"], "a node needs at least 0.001 cpus"),
         (["down", "nowhere"], "no cluster named nowhere"),
         (["exec", "0"], "say what to run"),
+        (["exec", "0", "--name", "nowhere", "--", "true"], "no cluster named nowhere"),
+        (["exec", "0", "--name=nowhere", "--", "true"], "no cluster named nowhere"),
+        (["exec", "0", "--name", "nowhere", "true"], "exec [--name NAME] NODE -- COMMAND"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(

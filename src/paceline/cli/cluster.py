@@ -7,7 +7,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from paceline.errors import ClusterError, UsageError
+from paceline.cluster_spec import MOST_LATENCY_SECONDS, MOST_NODES, ClusterSpec, parse
+from paceline.errors import ClusterError, ConfigError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,7 +19,14 @@ if TYPE_CHECKING:
 SUMMARY = "make and use an emulated cluster: nodes with shaped links and shares of the CPU"
 
 DEFAULT_NAME = "default"
-SPEC_KEYS = ("nodes", "cpus", "bandwidth", "latency", "slow")
+WANTED = {
+    "nodes": f"1 to {MOST_NODES}",
+    "cpus": "a number of cores above 0, such as 0.5",
+    "bandwidth": "a rate such as 1gbit, or with others for some nodes 1gbit/3:100mbit",
+    "latency": f"a time such as 200us or 2ms, at most {MOST_LATENCY_SECONDS:g}s",
+    "slow": "node:part with parts of at most 1, such as 3:0.25 or 2:0.5/3:0.25",
+}
+"""What a cluster is described by, and what would do for each."""
 BUSY_CORES = 0.25
 """Kept busy by others, from which on measured figures are called doubtful."""
 MOST_PROCESSES_SHOWN = 3
@@ -36,6 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     up.add_argument("--slow", help="nodes with a part of the cpus: 3:0.25, or 2:0.5/3:0.25")
     up.add_argument("--name", default=DEFAULT_NAME, help=f"of the cluster ({DEFAULT_NAME})")
     up.add_argument("--no-calibrate", action="store_true", help="do not measure it")
+    up.add_argument("--quiet", action="store_true", help="show no progress, only the tables")
     summary = "show the clusters that are up, and what runs in them"
     actions.add_parser("status", help=summary, description=summary)
     summary = "run a command in a node: exec NODE -- COMMAND ..."
@@ -55,19 +64,43 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _up(arguments: argparse.Namespace) -> int:
     from paceline.cluster.emulated import EmulatedCluster
-    from paceline.cluster_spec import parse
 
-    given = {key: getattr(arguments, key) for key in SPEC_KEYS}
-    try:
-        spec = parse(",".join(f"{key}={value}" for key, value in given.items() if value))
-    except ValueError as error:
-        raise ClusterError(f"a cluster must be {error}") from None
-    calibrate = not arguments.no_calibrate
-    cluster = EmulatedCluster.up(spec, arguments.name, calibrate, is_kept=True)
+    spec = _spec({key: value for key in WANTED if (value := getattr(arguments, key)) is not None})
+    cluster = EmulatedCluster.up(
+        spec,
+        arguments.name,
+        not arguments.no_calibrate,
+        is_kept=True,
+        quiet=arguments.quiet,
+    )
     console = _console()
     _show_nodes(console, cluster)
     _show_calibration(console, cluster)
     return 0
+
+
+def _spec(given: dict[str, str]) -> ClusterSpec:
+    """The cluster that the flags describe; those that are wrong are told together."""
+    has_nodes = _is_spec(nodes := f"nodes={given['nodes']}")
+    problems = []
+    for key, value in given.items():
+        others = f"{nodes if has_nodes else f'nodes={MOST_NODES}'},"
+        text = f"{key}={value}" if key == "nodes" else f"{others}{key}={value}"
+        # A comma would begin another key's value.
+        if "," in value or not _is_spec(text):
+            below = f" (nodes below {given['nodes']})" if has_nodes and ":" in value else ""
+            problems.append(f"--{key}: must be {WANTED[key]}{below}, got {value!r}")
+    if problems:
+        raise ConfigError(problems)
+    return parse(",".join(f"{key}={value}" for key, value in given.items()))
+
+
+def _is_spec(text: str) -> bool:
+    try:
+        parse(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _status(arguments: argparse.Namespace) -> int:
@@ -83,12 +116,26 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _exec(arguments: argparse.Namespace) -> int:
-    words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
+    name, words = _name_and_words(arguments.name, arguments.words)
     if not words:
         raise UsageError("say what to run: paceline cluster exec NODE -- COMMAND ...")
-    command = _chosen(arguments.name).command(arguments.node, words)
+    command = _chosen(name).command(arguments.node, words)
     sys.stdout.flush()
     os.execvp(command[0], command)
+
+
+def _name_and_words(name: str | None, rest: list[str]) -> tuple[str | None, list[str]]:
+    """What stands after the node: a cluster's name may do so too, where `--` ends the options."""
+    if not rest or not rest[0].startswith("-") or rest[0] == "--":
+        return name, rest[1:] if rest[:1] == ["--"] else rest
+    end = rest.index("--") if "--" in rest else len(rest)
+    flag, _, value = rest[0].partition("=")
+    options = [flag, value, *rest[1:end]] if value else rest[:end]
+    if len(options) != 2 or options[0] != "--name" or end == len(rest):
+        raise UsageError(
+            f"cannot run {rest[0]!r}: paceline cluster exec [--name NAME] NODE -- COMMAND ..."
+        )
+    return options[1], rest[end + 1 :]
 
 
 def _down(arguments: argparse.Namespace) -> int:

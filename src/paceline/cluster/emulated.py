@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from paceline.cluster_spec import ClusterSpec
 from paceline.errors import ClusterError
 
 _counter = itertools.count()
+_log = logging.getLogger("paceline")
 
 
 class EmulatedCluster:
@@ -47,16 +49,20 @@ class EmulatedCluster:
         calibrate: bool = True,
         *,
         is_kept: bool = False,
+        quiet: bool = True,
     ) -> EmulatedCluster:
         """Make a cluster; ClusterError, with nothing left behind, where that cannot be done.
 
-        It ends with this process unless `is_kept`.
+        It ends with this process unless `is_kept`. Unless `quiet`, that it is being made is told,
+        since it takes a while.
         """
         name = f"run-{os.getpid()}-{next(_counter)}" if name is None else name
         _check(spec, name)
         sweep()
         state = State(path_of(name), spec, owner=ProcessId.of(os.getpid()))
         state.create()
+        if not quiet:
+            _tell(spec, calibrate)
         try:
             _build(state)
             if calibrate:
@@ -114,6 +120,12 @@ class EmulatedCluster:
         trace: TracebackType | None,
     ) -> None:
         self.down()
+
+
+def _tell(spec: ClusterSpec, calibrate: bool) -> None:
+    nodes = f"{spec.nodes} node{'s' if spec.nodes > 1 else ''}"
+    measuring_it = " and measuring it" if calibrate else ""
+    _log.info("making an emulated cluster of %s%s ...", nodes, measuring_it)
 
 
 def check_possible() -> None:

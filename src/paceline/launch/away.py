@@ -35,7 +35,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
-    with Interruptions() as interruptions, fleet_of(config) as fleet:
+    with Interruptions() as interruptions, fleet_of(config, quiet) as fleet:
         try:
             return run_on(fleet, config, resumed, quiet, interruptions)
         finally:
@@ -44,7 +44,7 @@ def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
 
 
 @contextlib.contextmanager
-def fleet_of(config: RunConfig) -> Iterator[Fleet]:
+def fleet_of(config: RunConfig, quiet: bool = False) -> Iterator[Fleet]:
     """The machines that a config names or describes, for as long as the block lasts."""
     if config.hosts:
         yield SshFleet(config.hosts)
@@ -53,7 +53,8 @@ def fleet_of(config: RunConfig) -> Iterator[Fleet]:
     from paceline.cluster.emulated import EmulatedCluster
     from paceline.launch.emulated import EmulatedFleet
 
-    with EmulatedCluster.up(cluster_spec.parse(config.cluster or "")) as cluster:
+    spec = cluster_spec.parse(config.cluster or "")
+    with EmulatedCluster.up(spec, quiet=quiet) as cluster:
         yield EmulatedFleet(cluster)
 
 

@@ -40,7 +40,8 @@ def measure(plan: Plan, quiet: bool = False) -> dict[str, Any] | None:
         from paceline.launch.away import fleet_of
         from paceline.launch.interruptions import Interruptions
 
-        with Interruptions("measuring") as interruptions, fleet_of(plan.machines) as fleet:
+        machines = fleet_of(plan.machines, quiet)
+        with Interruptions("measuring") as interruptions, machines as fleet:
             return measure_on(fleet, plan, quiet, interruptions)
     from paceline.probe.here import run_here
 
