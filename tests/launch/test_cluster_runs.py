@@ -142,7 +142,10 @@ def test_a_run_that_describes_its_cluster_gets_it_and_leaves_nothing_of_it(
     stopped = read_json(tmp_path / "run" / "result.json")
     cause = f"stopped by SIGINT after iteration {stopped['iterations']}"
     assert (ended.code, stopped["status"], stopped["cause"]) == (130, "stopped", cause)
-    assert ended.err.splitlines()[-1] == f"paceline: error: {cause}"
+    assert ended.err.splitlines()[-2:] == [
+        f"paceline: error: {cause}",
+        f"paceline: go on with `paceline train --resume {tmp_path / 'run'}`",
+    ]
 
     result = start.resume(str(tmp_path / "run"), {}, quiet=True).result
     assert result is not None

@@ -145,10 +145,9 @@ def test_ctrl_c_stops_with_a_checkpoint_and_leaves_no_actor(
         process.send_signal(signal.SIGINT)
         run = Run(end_of(process), machines.records / "stopped")
     assert (run.ended.code, run.result["status"]) == (130, "stopped")
-    assert (
-        run.ended.err
-        == f"paceline: error: stopped by SIGINT after iteration {run.result['iterations']}\n"
-    )
+    error, advice = run.ended.err.splitlines()
+    assert error == f"paceline: error: stopped by SIGINT after iteration {run.result['iterations']}"
+    assert advice.startswith("paceline: go on with `paceline train --resume ")
     assert iterations(run.folder / "checkpoints") == [run.result["iterations"]]
     wait_until(lambda: not machines.posts(), "the actors are gone")
 

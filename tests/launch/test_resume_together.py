@@ -50,7 +50,10 @@ def test_ctrl_c_lets_the_workers_agree_and_leave_a_checkpoint(
     done = result["iterations"]
     assert result["status"] == "stopped"
     assert ended.code == 130
-    assert ended.err == f"paceline: error: stopped by SIGINT after iteration {done}\n"
+    assert ended.err.splitlines() == [
+        f"paceline: error: stopped by SIGINT after iteration {done}",
+        f"paceline: go on with `paceline train --resume {tmp_path / 'run'}`",
+    ]
     assert [worker["samples"] for worker in result["workers"]] == [6 * done] * 2
     assert iterations(tmp_path / "run" / "checkpoints") == [done]
     check_resumed_equals(undisturbed, tmp_path / "run")

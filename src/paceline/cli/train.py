@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 
 from paceline.cli.flags import add_config_flags, add_control_flags, given_flags
 from paceline.config import from_mapping
+from paceline.errors import StoppedError
 from paceline.launch import environment
 
 SUMMARY = "train one model and write down what it took"
@@ -25,6 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = from_mapping({**_counts(), **values}) if arguments.resume is None else None
     from paceline.launch import start
     from paceline.report.summary import print_summary
+    from paceline.worker.checkpoint import iterations
     from paceline.worker.process import keep_freed_memory
 
     keep_freed_memory()
@@ -36,6 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
         print_summary(outcome.folder, outcome.result)
         if outcome.exit_code:
             sys.stderr.write(f"paceline: error: {outcome.result['cause']}\n")
+        if outcome.exit_code == StoppedError.exit_code and iterations(outcome.folder.checkpoints):
+            path = shlex.quote(str(outcome.folder.path))
+            sys.stderr.write(f"paceline: go on with `paceline train --resume {path}`\n")
     return outcome.exit_code
 
 
