@@ -76,6 +76,7 @@ def test_a_run_is_resumed_with_as_many_workers_as_it_had(
     ("words", "said"),
     [
         (["--nodes", "0"], ["--nodes: must be a number above 0, got '0'"]),
+        (["--time", "soon"], ["--time: must be minutes, hours:minutes:seconds or"]),
         (["--nodes", "2", "--nnodes", "3"], ["--nnodes: --nodes is 2, got 3"]),
         (
             ["--hosts", "a,b", "--master-port", "9"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,9 @@ PASSED_ON = {
     "account": ("NAME", "account to charge"),
 }
 """Options of sbatch that have a flag of their own: metavar and meaning."""
+
+TIME = re.compile(r"[0-9]+(:[0-9]+){0,2}|[0-9]+-[0-9]+(:[0-9]+){0,2}|(?i:unlimited|infinite)")
+"""All that sbatch takes: minutes with or without seconds is one of them."""
 
 COUNTS = {"nnodes": "nodes", "nproc_per_node": "ntasks_per_node"}
 """Settings of a run that are options of sbatch here."""
@@ -106,6 +110,11 @@ def _with_counts(arguments: argparse.Namespace, values: dict[str, Any]) -> dict[
             problems.append(f"{flag_of(option)}: must be a number above 0, got {asked!r}")
         elif values.setdefault(name, asked) != asked:
             problems.append(f"{flag_of(name)}: {flag_of(option)} is {asked}, got {values[name]}")
+    if arguments.time is not None and not TIME.fullmatch(arguments.time):
+        problems.append(
+            "--time: must be minutes, hours:minutes:seconds or days-hours:minutes:seconds,"
+            f" got {arguments.time!r}"
+        )
     if problems:
         raise ConfigError(problems)
     return values
