@@ -6,14 +6,19 @@ import re
 from importlib import resources
 from pathlib import Path
 
-from paceline.report.sections import SECTIONS, unknown, wanted
+from paceline.report.sections import SECTIONS, VERDICT, unknown, wanted
+from paceline.study.sections import SECTION_NAMES
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_docs_have_a_line_for_each_section() -> None:
     page = (ROOT / "docs" / "reading-a-report.md").read_text()
-    assert re.findall(r"^\| `(\w+)` \|", page, flags=re.M) == list(SECTIONS)
+    assert re.findall(r"^\| `(\w+)` \|", page, flags=re.M) == [VERDICT, *SECTIONS]
+
+
+def test_a_study_may_name_just_the_sections_that_there_are() -> None:
+    assert (VERDICT, *SECTIONS) == SECTION_NAMES
 
 
 def test_sections_that_the_catalogue_asks_for_exist() -> None:

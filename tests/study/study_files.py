@@ -46,6 +46,6 @@ def pretend_run(
     if status is not None:
         result: dict[str, Any] = dict.fromkeys(RESULT_KEYS)
         result |= {"schema": SCHEMA, "status": status, "final": {"test_accuracy": 0.5}}
-        result |= {"workers": [{"iteration_seconds": {"median": 0.25}}], "config": config.to_dict()}
+        result |= {"workers": [{"iteration_seconds": {"mean": 0.25}}], "config": config.to_dict()}
         folder.result_file.write_text(json.dumps(result))
     return folder

@@ -46,7 +46,7 @@ def test_a_study_from_file_to_report(
     assert "--batch-size: must be at most 32" in study.cells[1].trouble.cause
     assert (folder.path / "report.html").is_file()
     dry = shown(capsys, "run", path, "--dry-run")
-    assert "1 cells to run in studies/mine; estimated time: 0:" in dry
+    assert "1 cell to run in studies/mine; estimated time: 0:" in dry
 
 
 def test_the_list_names_every_study(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +68,6 @@ def test_show_prints_the_file_and_its_cells(capsys: pytest.CaptureFixture[str]) 
         (["run", "first-lok"], "unknown study 'first-lok': did you mean first-look?"),
         (["run", "first-look", "--repeats", "0"], "--repeats: must be 1 to 1000, got '0'"),
         (["run", "none.yaml"], "cannot read none.yaml: No such file or directory"),
-        (["run", "parameter-server", "--scale", "full"], "paceline data fetch mnist"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -84,3 +83,24 @@ def test_a_bad_request_is_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert told in line
     assert not list(tmp_path.iterdir())
+
+
+def test_a_scale_that_a_file_does_not_have_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_study(tmp_path, STUDY)
+    assert main(["study", "run", str(path), "--scale", "full", "--dry-run"]) == 2
+    assert "has no scales: leave --scale out" in capsys.readouterr().err
+
+
+def test_a_dry_run_breaks_no_id_and_names_cells_whose_data_is_not_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    label = "a rather long name " * 4
+    text = f"include:\n  - {{label: {label}, data: mnist, data_dir: nowhere}}\n"
+    out = shown(capsys, "run", str(write_study(tmp_path, text)), "--dry-run")
+    assert f"{'a-rather-long-name-' * 4}".rstrip("-") + ".r1" in out.splitlines()
+    assert "skipped: mnist is not in nowhere" in " ".join(out.split())
+    assert "0 cells to run" in out

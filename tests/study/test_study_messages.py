@@ -39,6 +39,10 @@ def problems(folder: Path, text: str) -> list[str]:
             "base: {lr: 1}\ngird: {}\n",
             "mine.yaml:2: no such key 'gird': did you mean grid?",
         ),
+        (
+            "base: {lr: 1}\nreport:\n  - verdict\n  - phase\n",
+            "mine.yaml:4: report: no such section 'phase': did you mean phases?",
+        ),
         ("base:\n  lr: -1\n", "mine.yaml:2: base.lr: must be above 0, got -1.0"),
         (
             "grid:\n  batch_size: [8, many]\n",

@@ -22,7 +22,7 @@ from paceline.study.command import CellProcess, last_words, train_words
 from paceline.study.folder import Cell, Part, Study, StudyFolder, Trouble
 from paceline.study.plan import load
 from paceline.study.progress import BarDisplay, LineDisplay, choose
-from paceline.study.summary import middle_and_spread, rows
+from paceline.study.summary import rows
 from study.study_files import planned, pretend_run
 
 LIMIT_SECONDS = 60.0
@@ -205,9 +205,3 @@ def test_a_summary_puts_repeats_together(tmp_path: Path) -> None:
     (row,) = rows(folder, plan.study)
     assert (row.label, row.status) == ("batch size 8", "1 finished, 1 waiting")
     assert (row.accuracies, row.iteration_seconds) == ((0.5,), (0.25,))
-
-
-def test_a_spread_is_shown_where_there_is_one() -> None:
-    assert middle_and_spread((), 2) == "-"
-    assert middle_and_spread((0.5,), 2) == "0.50"
-    assert middle_and_spread((3.0, 1.0, 2.0), 1) == "2.0 (1.0 to 3.0)"

@@ -5,6 +5,7 @@ The commands are played by a stand-in that leaves the records that a run would l
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,7 +33,8 @@ class Stage:
         self.folder = folder
         self.commands: list[list[str]] = []
         self.acts: dict[str, str | int | BaseException | None] = {}
-        """A status that the run ends with; a code that it is refused with; what interrupts it;
+        """A status that the run ends with; a code that it is refused with; what interrupts it, or
+        the signal that comes meanwhile;
         None: it never ends."""
         self.stops = 0
 
@@ -49,6 +51,8 @@ class Stage:
         self._log.write_text("something\npaceline: error: refused for a reason\n")
         if isinstance(act, BaseException):
             raise act
+        if isinstance(act, signal.Signals):
+            signal.raise_signal(act)
         if act is None or isinstance(act, int):
             if "--resume" in words:
                 self.acts.pop(name)
@@ -274,7 +278,20 @@ def test_unable_says_why_an_emulated_cluster_cannot_be_made(
     assert machine.unable(config) == "no emulated cluster: run as root"
 
 
-def test_a_study_of_data_that_is_not_here_is_refused(tmp_path: Path) -> None:
+def test_unable_says_where_data_is_missing_and_how_to_fetch_it(tmp_path: Path) -> None:
     config = from_mapping({"data": "mnist", "data_dir": str(tmp_path)})
-    with pytest.raises(UsageError, match="paceline data fetch mnist"):
-        machine.check_data([config])
+    assert machine.unable(config) == f"mnist is not in {tmp_path}: paceline data fetch mnist"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_stop_a_study_whose_shell_ignores_them(
+    number: signal.Signals, stage: Stage, tmp_path: Path
+) -> None:
+    """A shell without job control starts what it puts in the background with SIGINT ignored."""
+    before = signal.signal(number, signal.SIG_IGN)
+    stage.acts["batch_size-8.r1"] = number
+    try:
+        assert run(stage, planned(tmp_path, TWO_CELLS)).is_stopped
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,7 +77,7 @@ def run_study(
     """Run what is missing of a study and report; the exit code."""
     from rich.console import Console
 
-    from paceline.study import lock, machine, named, progress
+    from paceline.study import lock, named, progress
     from paceline.study.folder import StudyFolder
     from paceline.study.plan import load
 
@@ -92,7 +93,6 @@ def run_study(
     if is_dry:
         _print_dry_run(console, plan, folder, only)
         return 0
-    machine.check_data(plan.configs.values())
     with lock.held(folder):
         outcome = Runner(plan, folder, progress.choose(console)).run(only)
         _print_cells(console, folder, outcome.study)
@@ -131,11 +131,10 @@ def show_study(given: str, scale: str | None) -> int:
     plan = load(path, scale)
     sys.stdout.write(path.read_text(encoding="utf-8"))
     cells = plan.in_running_order()
-    sys.stdout.write(f"\n# {len(cells)} runs at scale {plan.study.scale}, in this order:\n")
-    table = _table("cell", "what")
-    for cell in cells:
-        table.add_row(cell.id, cell.label)
-    Console(highlight=False, markup=False).print(table)
+    runs = f"{len(cells)} run{'s' * (len(cells) != 1)}"
+    sys.stdout.write(f"\n# {runs} at scale {plan.study.scale}, in this order:\n")
+    console = Console(highlight=False, markup=False)
+    _print_by_cell(console, ("cell", "what"), [(cell.id, cell.label) for cell in cells])
     return 0
 
 
@@ -155,7 +154,7 @@ def _print_dry_run(console: Console, plan: Plan, folder: StudyFolder, only: str 
     from paceline.study.runner import State, chosen_cells, state_of, with_what_is_known
 
     known = with_what_is_known(plan, folder).cells
-    table = _table("cell", "what", "state", "estimate", right=("estimate",))
+    rows = []
     to_run = []
     for cell in chosen_cells(plan, only):
         config = plan.configs[cell.id]
@@ -172,16 +171,19 @@ def _print_dry_run(console: Console, plan: Plan, folder: StudyFolder, only: str 
             to_run.append(cell)
             seconds = estimate.seconds_of(cell, known)
         clock = estimate.as_clock(seconds) if cell in to_run else ""
-        table.add_row(cell.id, cell.label, f"skipped: {reason}" if reason else words[state], clock)
-    console.print(table)
+        rows.append((cell.id, cell.label, f"skipped: {reason}" if reason else words[state], clock))
+    _print_by_cell(console, ("cell", "what", "state", "estimate"), rows)
     total = estimate.as_clock(estimate.seconds_of_all(to_run, known))
-    console.print(f"\n{len(to_run)} cells to run in {folder.path}; estimated time: {total}")
+    cells = f"{len(to_run)} cell{'s' * (len(to_run) != 1)}"
+    console.print(f"\n{cells} to run in {folder.path}; estimated time: {total}", soft_wrap=True)
 
 
 def _print_cells(console: Console, folder: StudyFolder, study: Study) -> None:
-    from paceline.study.summary import middle_and_spread, rows
+    from paceline.report import units
+    from paceline.study.summary import rows
 
-    table = _table("cell", "status", "accuracy", "s per iteration", right=("accuracy", "s per"))
+    figures = ("accuracy (mean)", "per iteration (mean)")
+    table = _table("cell", "status", *figures, right=figures)
     part = ""
     for row in rows(folder, study):
         if row.part != part and len(study.parts) > 1:
@@ -190,8 +192,8 @@ def _print_cells(console: Console, folder: StudyFolder, study: Study) -> None:
         table.add_row(
             row.label,
             row.status,
-            middle_and_spread(row.accuracies, 4),
-            middle_and_spread(row.iteration_seconds, 4),
+            units.spread(row.accuracies, units.number),
+            units.spread(row.iteration_seconds, units.seconds),
         )
     console.print()
     console.print(table)
@@ -200,11 +202,28 @@ def _print_cells(console: Console, folder: StudyFolder, study: Study) -> None:
 def _print_troubles(console: Console, outcome: Outcome) -> None:
     for heading, cells in (("skipped", outcome.skipped), ("failed", outcome.failed)):
         if cells:
-            table = _table(f"{heading} cell", "why")
-            for cell in cells:
-                table.add_row(cell.id, cell.trouble.cause if cell.trouble else "")
+            rows = [(cell.id, cell.trouble.cause if cell.trouble else "") for cell in cells]
             console.print()
-            console.print(table)
+            _print_by_cell(console, (f"{heading} cell", "why"), rows)
+
+
+def _print_by_cell(
+    console: Console, headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]
+) -> None:
+    """Rows that begin with a cell's id, which is never broken: a long one has a line of its own."""
+    if max((len(row[0]) for row in rows), default=0) <= console.width // 2:
+        table = _table(*headings, right=("estimate",))
+        table.columns[0].no_wrap = True
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+        return
+    from rich.padding import Padding
+
+    console.print(f"{headings[0]}: {', '.join(headings[1:])}")
+    for cell_id, *words in rows:
+        console.print(cell_id, soft_wrap=True)
+        console.print(Padding("; ".join(filter(None, words)), (0, 0, 0, 4), expand=False))
 
 
 def _table(*headings: str, right: tuple[str, ...] = ()) -> Table:

@@ -29,6 +29,8 @@ class Document:
         self._check_shape(root)
         scales = root.get("scales")
         given = [name for name in SCALES if scales is not None and scales.get(name)]
+        if scale is not None and not given:
+            raise UsageError(f"{root.file} has no scales: leave --scale out")
         self.scale = scale or ("quick" if "quick" in given else "full")
         if self.scale not in (*given, "full"):
             raise UsageError(f"{root.file} has no scale {self.scale!r}: leave --scale out")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cache
 
 from paceline.config import RunConfig
 from paceline.data.catalogue import OFFICIAL_SETS, data_folder
-from paceline.errors import ClusterError, ConfigError
+from paceline.errors import ClusterError
 
 
 def unable(config: RunConfig) -> str | None:
@@ -16,23 +15,16 @@ def unable(config: RunConfig) -> str | None:
         return f"no emulated cluster: {reason}"
     if config.device == "cuda" and not _has_gpu():
         return "no GPU that torch can use"
-    return None
+    return _missing_data(config)
 
 
-def check_data(configs: Iterable[RunConfig]) -> None:
-    """Refuse a study whose datasets are not here; what other hosts have is theirs to know."""
-    wanted = {
-        (config.data, config.data_dir)
-        for config in configs
-        if config.data in OFFICIAL_SETS and not config.hosts
-    }
-    missing = [
-        f"--data {name}: its files are not in {folder}: paceline data fetch {name}"
-        for name, given in sorted(wanted, key=str)
-        if not OFFICIAL_SETS[name].is_in(folder := data_folder(given))
-    ]
-    if missing:
-        raise ConfigError(missing)
+def _missing_data(config: RunConfig) -> str | None:
+    """What other hosts have is theirs to know."""
+    known = OFFICIAL_SETS.get(config.data)
+    folder = data_folder(config.data_dir)
+    if known is None or config.hosts or known.is_in(folder):
+        return None
+    return f"{config.data} is not in {folder}: paceline data fetch {config.data}"
 
 
 @cache

@@ -15,7 +15,8 @@ from paceline.config import RunConfig
 from paceline.study.document import Document
 from paceline.study.folder import Cell, Part, Study
 from paceline.study.grid import Point, expand, read_axes, slug
-from paceline.study.located import Node, Problems, read
+from paceline.study.located import Node, Problems, nearest, read
+from paceline.study.sections import SECTION_NAMES
 from paceline.study.settings import Settings, check_key
 
 ORDERS = ("interleaved", "sequential")
@@ -96,7 +97,7 @@ class _Planner:
                 scale=document.scale,
                 title=self._text("title") or self._name,
                 about=self._text("about"),
-                report=self._names("report") if names else (),
+                report=self._sections() if names else (),
                 parts=tuple(parts),
                 cells=tuple(cells),
             ),
@@ -119,7 +120,7 @@ class _Planner:
             title=title,
             about=self._text("about", name),
             context=self._text("context", name),
-            report=self._names("report", name),
+            report=self._sections(name),
             axes={axis.name: tuple(value.label for value in axis.values) for axis in axes},
         )
         # Before the grid is expanded: a few long axes make more cells than memory holds.
@@ -189,9 +190,15 @@ class _Planner:
         node = self._document.find(key, part)
         return " ".join(str(node.plain()).split()) if node else ""
 
-    def _names(self, key: str, part: str | None = None) -> tuple[str, ...]:
-        node = self._document.find(key, part)
-        return tuple(str(item.plain()) for item in node.listed()) if node else ()
+    def _sections(self, part: str | None = None) -> tuple[str, ...]:
+        node = self._document.find("report", part)
+        items = node.listed() if node else []
+        for item in items:
+            name = str(item.plain())
+            if name not in SECTION_NAMES:
+                hint = nearest(name, SECTION_NAMES)
+                self._problems.add(item, f"no such section {name!r}: {hint}")
+        return tuple(str(item.plain()) for item in items)
 
     def _order(self) -> str:
         node = self._document.find("order")

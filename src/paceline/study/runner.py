@@ -126,7 +126,7 @@ class Runner:
         self._folder.write(self._outcome.study)
         waiting = [cell for cell in cells if not self._is_settled(cell)]
         try:
-            with self._display, _termination_as_interrupt():
+            with self._display, _signals_as_interrupts():
                 for number, cell in enumerate(waiting):
                     self._run_cell(cell, number + 1, waiting)
         except KeyboardInterrupt:
@@ -241,10 +241,12 @@ def _set_aside(path: Path, aside: Path) -> None:
 
 
 @contextlib.contextmanager
-def _termination_as_interrupt() -> Iterator[None]:
-    """Have a termination signal stop the study as Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+def _signals_as_interrupts() -> Iterator[None]:
+    """Have both signals stop the study, also where a shell had it started with Ctrl-C ignored."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, signal.default_int_handler) for number in numbers]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)

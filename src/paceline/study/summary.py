@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean
 
 from paceline.errors import RecordsError
 from paceline.records import Result
@@ -19,7 +19,7 @@ class Row:
     accuracies: tuple[float, ...]
     """Of the finished repeats, at the end."""
     iteration_seconds: tuple[float, ...]
-    """Of the finished repeats: the median iteration of the slowest worker."""
+    """Of the finished repeats: the mean over the workers of their mean iterations."""
 
 
 def rows(folder: StudyFolder, study: Study) -> Iterator[Row]:
@@ -44,8 +44,12 @@ def _row(folder: StudyFolder, part: str, cells: list[Cell]) -> Row:
     words = [status if len(cells) == 1 else f"{count} {status}"
              for status, count in statuses.items()]  # fmt: skip
     accuracies = (result["final"].get("test_accuracy") for result in results)
-    medians = (
-        [worker["iteration_seconds"]["median"] for worker in result["workers"]]
+    means = (
+        [
+            mean
+            for worker in result["workers"]
+            if (mean := worker["iteration_seconds"]["mean"]) is not None
+        ]
         for result in results
     )
     return Row(
@@ -53,15 +57,5 @@ def _row(folder: StudyFolder, part: str, cells: list[Cell]) -> Row:
         label=cells[0].label,
         status=", ".join(words),
         accuracies=tuple(value for value in accuracies if value is not None),
-        iteration_seconds=tuple(max(each) for each in medians if each and None not in each),
+        iteration_seconds=tuple(fmean(each) for each in means if each),
     )
-
-
-def middle_and_spread(values: tuple[float, ...], digits: int) -> str:
-    """The median, and the smallest and largest where there are several."""
-    if not values:
-        return "-"
-    text = f"{median(values):.{digits}f}"
-    if len(values) == 1:
-        return text
-    return f"{text} ({min(values):.{digits}f} to {max(values):.{digits}f})"
