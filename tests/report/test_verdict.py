@@ -125,7 +125,7 @@ def test_a_cell_that_did_not_finish_is_named_and_not_ranked(status: str, tmp_pat
 
 def test_where_nothing_finished_that_is_the_verdict(tmp_path: Path) -> None:
     write_run(tmp_path, FakeRun("a", status="failed", cause="out of memory"))
-    assert judged(tmp_path).headline == "The run did not finish."
+    assert judged(tmp_path).headline == "The run did not finish: out of memory."
 
 
 def test_iterations_of_different_batches_are_held_against_each_other_by_samples(
@@ -180,3 +180,60 @@ def test_cells_of_different_batches_are_explained_by_samples(tmp_path: Path) -> 
     assert found.work == "1,000 samples"
     assert found.seconds == pytest.approx(0.125, rel=0.002)
     assert found.explained == pytest.approx(found.seconds)
+
+
+def test_cells_of_another_model_are_not_compared(tmp_path: Path) -> None:
+    """softmax is ten times as fast as both lenets, and no winner over them."""
+    write_run(tmp_path, FakeRun("a", {"lr": 0.01}))
+    write_run(tmp_path, FakeRun("b", {"lr": 0.02}, [{"forward": 0.02, "backward": 0.02}]))
+    write_run(tmp_path, FakeRun("c", {"model": "softmax"}, [{"forward": 0.002}]))
+    verdict = judged(tmp_path)
+    assert verdict.headline.startswith("Of lenet on digits: ")
+    assert verdict.pace is not None
+    assert {paced.cell.config.model for paced in verdict.pace.ranking} == {"lenet"}
+    assert texts(verdict, "Not compared with others")[0].startswith("softmax on digits: ")
+
+
+def test_no_winner_is_named_where_no_two_cells_are_alike(tmp_path: Path) -> None:
+    write_run(tmp_path, FakeRun("a"))
+    write_run(tmp_path, FakeRun("b", {"model": "softmax"}, [{"forward": 0.002}]))
+    assert judged(tmp_path).headline.startswith("Not compared")
+
+
+def test_an_interval_of_less_ends_at_all_of_the_time(tmp_path: Path) -> None:
+    write_repeats(tmp_path, FakeRun("a", {"lr": 0.01}), (1.0, 2.0))
+    write_repeats(tmp_path, FakeRun("b", {"lr": 0.02}), (4.0, 9.0))
+    verdict = judged(tmp_path)
+    assert verdict.lead is not None
+    assert verdict.lead.high > 1
+    assert "to 100.0 %" in verdict.headline
+
+
+def test_one_repeat_of_few_iterations_is_too_little_to_tell(tmp_path: Path) -> None:
+    write_run(tmp_path, FakeRun("a", {"lr": 0.01}, iterations=12))
+    write_run(
+        tmp_path, FakeRun("b", {"lr": 0.02}, [{"forward": 0.02, "backward": 0.02}], iterations=12)
+    )
+    headline = judged(tmp_path).headline
+    assert headline.endswith("one repeat of 12 iterations is too little to tell how surely.")
+
+
+def test_the_cause_of_a_failure_comes_before_runs_that_were_not_ended(tmp_path: Path) -> None:
+    write_run(tmp_path, FakeRun("a", {"lr": 0.01}, status="unfinished"))
+    write_run(tmp_path, FakeRun("b", {"lr": 0.02}, status="failed", cause="the cable was cut"))
+    assert "the cable was cut" in judged(tmp_path).headline
+    assert "the cable was cut" in texts(judged(tmp_path), "Not finished")[0]
+
+
+def test_events_that_were_cut_short_or_lost_are_named(tmp_path: Path) -> None:
+    """Of 100 iterations in blocks of 50, the second block and the end are gone."""
+    whole = write_run(tmp_path, FakeRun("a", {}, [COMPUTE, COMPUTE]))
+    assert collect(tmp_path).left_out == []
+    events = whole / "events-0.jsonl"
+    events.write_text("".join(events.read_text().splitlines(keepends=True)[:2]))
+    (whole / "events-1.jsonl").unlink()
+    told = [(one.name, one.why) for one in collect(tmp_path).left_out]
+    assert told == [
+        ("a", "events of rank 0 end at iteration 50 of 100"),
+        ("a", "events of rank 1 are missing"),
+    ]

@@ -23,11 +23,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     out = None if arguments.out is None else Path(arguments.out)
     page, collection = write_report(arguments.path, out)
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False)
     for headline in collection.headlines:
         console.print(headline)
     for left in collection.left_out:
         console.print(f"left out    {left.name}: {left.why}")
-    console.print(f"report      {page}")
-    console.print(f"report      {page.with_suffix('.md')}")
+    # Paths are not broken: they are there to be copied.
+    console.print(f"report      {page}", soft_wrap=True)
+    console.print(f"report      {page.with_suffix('.md')}", soft_wrap=True)
     return 0

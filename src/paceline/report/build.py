@@ -87,8 +87,8 @@ def _together(collection: Collection) -> ChapterPage:
 def _sum_up(document: Document, collection: Collection, verdicts: Sequence[Verdict]) -> None:
     """Of several parts: the answer of each, and what went wrong anywhere."""
     troubled = [cell.label for cell in collection.cells if len(cell.finished) < len(cell.runs)]
-    count = len(collection.cells)
-    document.headline = f"{count} cells in {len(verdicts)} parts, each with its own answer" + (
+    count = _count(collection.cells)
+    document.headline = f"{count} in {len(verdicts)} parts, each with its own answer" + (
         f"; {len(troubled)} did not finish." if troubled else "; all that ran finished."
     )
     document.points = [

@@ -66,8 +66,9 @@ class Cell:
 
     @property
     def cause(self) -> str:
-        """The first thing that went wrong; empty where nothing did."""
-        causes = (run.cause for run in self.runs if not run.is_finished)
+        """The first thing that went wrong, a failure before others; empty where nothing did."""
+        runs = sorted(self.runs, key=lambda run: run.status != "failed")
+        causes = (run.cause for run in runs if not run.is_finished)
         return self.trouble or next(filter(None, causes), "")
 
     @cached_property

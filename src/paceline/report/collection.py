@@ -13,6 +13,7 @@ from pathlib import Path
 
 from paceline.errors import RecordsError
 from paceline.report.cells import NOT_RUN, Cell, group
+from paceline.report.events import missing_events
 from paceline.report.run import Run, open_run
 from paceline.study.folder import Part, Study, StudyFolder
 
@@ -72,6 +73,8 @@ class Collection:
 def collect(path: Path | str) -> Collection:
     """Whatever records `path` holds; RecordsError where it holds none at all."""
     collection = _collect(path)
+    for run in collection.runs:
+        collection.left_out += [LeftOut(run.id, text) for text in missing_events(run)]
     collection.comm = sorted(collection.path.glob("comm*.json"))
     return collection
 

@@ -38,7 +38,9 @@ class Significance:
         share = f"{100 * self.difference.share:+.1f} %"
         if not self.difference.known:
             return f"{share}; one repeat, so there is no telling"
-        span = f"95 % CI {100 * self.difference.low:+.1f} to {100 * self.difference.high:+.1f} %"
+        # No figure is below zero, so that none can be less by more than all of the other.
+        low = max(self.difference.low, -1.0)
+        span = f"95 % CI {100 * low:+.1f} to {100 * self.difference.high:+.1f} %"
         sure = "significant" if self.difference.is_significant else "within noise"
         source = "" if self.difference.over_repeats else ", over iterations of one repeat"
         return f"{share} ({span}{source}): {sure}"

@@ -38,8 +38,9 @@ class Timing:
 
     ranks: list[RankTiming]
     mean: float
-    """Over workers and iterations, the first left out."""
+    """Mean over the workers of each one's, the first iteration left out; so are the next two."""
     median: float
+    p95: float
     blocks: list[float]
     """Means of long stretches, for the uncertainty of `mean`."""
     seconds: Curve
@@ -144,8 +145,7 @@ def read_timing(folder: RunFolder) -> Timing | None:
     rest = mean[1:] if len(mean) > 1 else mean
     return Timing(
         ranks=ranks,
-        mean=math.fsum(rank.mean for rank in ranks) / len(ranks),
-        median=float(np.median(rest)),
+        **_over_workers(ranks),
         blocks=block_means(rest),
         seconds=shorten(_counting(mean), mean),
         loss=shorten(_counting(losses), losses, use_mean=True),
@@ -220,9 +220,21 @@ def _timing_of_result(workers: list[dict[str, Any]]) -> Timing | None:
     if not ranks:
         return None
     empty = shorten(np.zeros(0), np.zeros(0))
-    mean = math.fsum(rank.mean for rank in ranks) / len(ranks)
-    median = math.fsum(rank.median for rank in ranks) / len(ranks)
-    return Timing(ranks, mean, median, [], empty, empty, empty)
+    return Timing(
+        ranks=ranks,
+        **_over_workers(ranks),
+        blocks=[],
+        seconds=empty,
+        loss=empty,
+        loss_by_time=empty,
+    )
+
+
+def _over_workers(ranks: list[RankTiming]) -> dict[str, float]:
+    return {
+        key: math.fsum(getattr(rank, key) for rank in ranks) / len(ranks)
+        for key in ("mean", "median", "p95")
+    }
 
 
 def _ranks_with_events(folder: RunFolder) -> list[int]:

@@ -17,6 +17,8 @@ from paceline.report.buckets import Floats
 
 BLOCKS = 20
 FEWEST_IN_A_BLOCK = 2
+FEWEST_ITERATIONS = 20
+"""Fewer say too little of how a run's pace varies."""
 
 # 97.5 % points of Student's t for 1 to 30 degrees of freedom, and for 40, 60, 120 and infinitely
 # many; between them it is nearly linear in the reciprocal of the degrees.
@@ -72,10 +74,10 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def block_means(values: Floats) -> list[float]:
-    """Means of stretches of equal length; none where there are too few values for two of them."""
-    blocks = min(BLOCKS, len(values) // FEWEST_IN_A_BLOCK)
-    if blocks < 2:
+    """Means of stretches of equal length; none where there are too few values."""
+    if len(values) < FEWEST_ITERATIONS - 1:  # The first iteration stands apart.
         return []
+    blocks = min(BLOCKS, len(values) // FEWEST_IN_A_BLOCK)
     # What does not fill a stretch is left out at the beginning, where a run is still warming up.
     length = len(values) // blocks
     return [float(mean) for mean in values[-blocks * length :].reshape(blocks, length).mean(axis=1)]

@@ -15,7 +15,7 @@ from paceline.report.bound import Bound, bound_of
 from paceline.report.cells import NOT_RUN, Cell
 from paceline.report.pace import Pace, Paced, choose_pace
 from paceline.report.phases import Explanation, explain
-from paceline.report.statistics import Difference
+from paceline.report.statistics import FEWEST_ITERATIONS, Difference
 from paceline.report.straggler import Straggler, find_straggler
 
 WORSE_BY = 0.01
@@ -49,17 +49,27 @@ class Verdict:
 
 
 def judge(cells: Sequence[Cell]) -> Verdict:
-    pace = choose_pace(cells)
+    kinds = _kinds(cells)
+    alike = max(kinds.values(), key=len) if len(kinds) > 1 else cells
+    pace = choose_pace(alike)
     ranking = pace.ranking
     verdict = Verdict("", pace=pace)
     verdict.stragglers = [one for cell in cells if (one := find_straggler(cell)) is not None]
     verdict.bounds = [bound for cell in cells if (bound := bound_of(cell)) is not None]
-    if not ranking:
+    if len(kinds) > 1 and len(alike) == 1:
+        verdict.headline = "Not compared: each of the cells has a model or data of its own."
+        verdict.pace, ranking = None, []
+    elif not ranking:
         verdict.headline = _nothing_finished(cells)
     elif len(ranking) == 1:
         verdict.headline = _alone(pace, ranking[0])
     else:
         _rank(verdict, pace)
+        if len(kinds) > 1:
+            verdict.headline = f"Of {_kind(alike[0])}: {verdict.headline}"
+    others = [kind for kind in kinds.values() if kind is not alike or not ranking]
+    if len(kinds) > 1:
+        verdict.points += [_apart(kind) for kind in others[:MOST_LISTED]]
     verdict.points += _bound_points(verdict.bounds)
     verdict.points += [_straggler_point(one) for one in verdict.stragglers[:NAMED]]
     verdict.points += _learning_points(ranking)
@@ -68,11 +78,33 @@ def judge(cells: Sequence[Cell]) -> Verdict:
     return verdict
 
 
+def _kinds(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
+    """Cells with a finished run by model and data: across these no time can be compared."""
+    kinds: dict[str, list[Cell]] = {}
+    for cell in cells:
+        if cell.finished:
+            kinds.setdefault(_kind(cell), []).append(cell)
+    return kinds
+
+
+def _kind(cell: Cell) -> str:
+    return f"{cell.config.model} on {cell.config.data}"
+
+
+def _apart(kind: Sequence[Cell]) -> Point:
+    return Point("Not compared with others", f"{_kind(kind[0])}: {judge(kind).headline}")
+
+
 def _nothing_finished(cells: Sequence[Cell]) -> str:
     count = sum(len(cell.runs) for cell in cells)
     if not count:
         return "Nothing was run yet."
-    return "The run did not finish." if count == 1 else f"None of the {count} runs finished."
+    text = "The run did not finish" if count == 1 else f"None of the {count} runs finished"
+    troubled = sorted((cell for cell in cells if cell.cause), key=_has_not_failed)
+    if not troubled:
+        return f"{text}."
+    why = troubled[0].cause if count == 1 else _trouble(troubled[0])
+    return f"{text}: {why.rstrip('.')}."
 
 
 def _alone(pace: Pace, only: Paced) -> str:
@@ -131,7 +163,7 @@ def _headline(pace: Pace, first: Paced, second: Paced, lead: Difference) -> str:
     if not lead.known:
         return (
             f"{first.cell.label} was fastest: {time}, {units.share(lead.share)} less than"
-            f" {second.cell.label}; with one repeat there is no telling how surely."
+            f" {second.cell.label}; {_too_few(first, second)} to tell how surely."
         )
     return (
         f"No clear winner: {first.cell.label} took {time}, {units.share(lead.share)} less than"
@@ -139,12 +171,20 @@ def _headline(pace: Pace, first: Paced, second: Paced, lead: Difference) -> str:
     )
 
 
+def _too_few(first: Paced, second: Paced) -> str:
+    fewest = min(run.iterations for paced in (first, second) for run in paced.cell.finished)
+    if fewest < FEWEST_ITERATIONS:
+        return f"one repeat of {fewest} iterations is too little"
+    return "one repeat is too little"
+
+
 def _less(gap: Difference) -> str:
     return f"{units.share(gap.share)} less (95 % CI {_span(gap)})"
 
 
 def _span(gap: Difference) -> str:
-    return f"{100 * gap.low:.1f} to {100 * gap.high:.1f} %"
+    # Nothing takes less than no time, whatever the interval's arithmetic gives.
+    return f"{100 * gap.low:.1f} to {100 * min(gap.high, 1.0):.1f} %"
 
 
 def _confidence(pace: Pace, lead: Difference) -> Point:
@@ -236,6 +276,7 @@ def _trouble_points(cells: Sequence[Cell]) -> list[Point]:
         for cell in cells
         if len(cell.finished) < max(1, len(cell.runs)) and cell.label not in waiting
     ]
+    troubled.sort(key=_has_not_failed)
     points = [Point("Not finished", _trouble(cell)) for cell in troubled[:NAMED]]
     if len(troubled) > NAMED:
         rest = [cell.label for cell in troubled[NAMED:]]
@@ -243,6 +284,11 @@ def _trouble_points(cells: Sequence[Cell]) -> list[Point]:
     if waiting:
         points.append(Point("Not run yet", _listed(waiting)))
     return points
+
+
+def _has_not_failed(cell: Cell) -> bool:
+    """Sorts what went wrong before what was not brought to its end."""
+    return "failed" not in (*(run.status for run in cell.runs), cell.trouble.partition(":")[0])
 
 
 def _trouble(cell: Cell) -> str:

@@ -24,11 +24,11 @@ class CellTime:
 
     label: str
     means: list[float]
-    """Of each finished run, over its workers."""
+    """Of each finished run, the mean over its workers; so are medians and p95s."""
     medians: list[float]
     p95s: list[float]
-    """Of the slowest worker of each run."""
     firsts: list[float]
+    """Of the slowest worker of each run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def cell_time(cell: Cell) -> CellTime | None:
         cell.label,
         [timing.mean for timing in timings],
         [timing.median for timing in timings],
-        [max(rank.p95 for rank in timing.ranks) for timing in timings],
+        [timing.p95 for timing in timings],
         [max(rank.first for rank in timing.ranks) for timing in timings],
     )
 
@@ -110,8 +110,9 @@ def build(outline: Outline) -> list[Block]:
         blocks.append(_table([time for _, time in times]))
         blocks.append(
             Text(
-                "Means over workers and iterations, the first iteration left out: it pays for"
-                " warming up. In brackets and as whiskers: from the least to the greatest repeat.",
+                "Mean, median and 95th percentile are each worker's, averaged over the workers; the"
+                " first iteration, which pays for warming up, is left out and is the slowest"
+                " worker's. In brackets and as whiskers: from the least to the greatest repeat.",
                 "note",
             )
         )
