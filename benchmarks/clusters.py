@@ -6,7 +6,7 @@ On a machine with nothing else to do. Figures are medians with their least and g
 
 - `rates`: what iperf3 receives over a link, each way; 5 % from the asked rate is the aim.
 - `round_trips`: a byte there and back by TCP; 20 % from the asked latency is the aim.
-- `quota`: a fixed computation with half a core against the same without a quota, taking turns; 1.9
+- `quota`: a training step with half a core against the same without a quota, taking turns; 1.9
   to 2.1 times as long is the aim, with a spread like the machine's own.
 - `bytes`: what interfaces count for a transfer, against its payload.
 """
@@ -28,11 +28,25 @@ from paceline.measure.machine import hardware
 
 RATES = ("100mbit", "1gbit", "5gbit")
 ROUND_TRIPS = ("200us", "1ms", "5ms")
-COMPUTATION = """
-import time
-begin = time.perf_counter()
-sum(number * number for number in range(6_000_000))
-print(time.perf_counter() - begin)
+STEPS = """
+import statistics, time, torch
+from torch.nn import functional as F
+from paceline.models.loading import build_model
+torch.set_num_threads(1)
+model = build_model("lenet", (3, 32, 32), 10, 0)
+inputs, labels = torch.randn(64, 3, 32, 32), torch.randint(10, (64,))
+def step():
+    F.cross_entropy(model(inputs), labels).backward()
+    model.zero_grad()
+for _ in range(20):
+    step()
+spent, used = [], time.process_time()
+for _ in range(120):
+    begin = time.perf_counter()
+    step()
+    spent.append(time.perf_counter() - begin)
+used = time.process_time() - used
+print(statistics.median(spent), sum(spent) / len(spent), used / sum(spent))
 """
 TRANSFER_BYTES = 50_000_000
 SINK = """
@@ -90,16 +104,29 @@ def round_trips(repeats: int) -> None:
 
 
 def quota(repeats: int) -> None:
-    print(f"\na fixed computation, s, {repeats} of each in turns")
+    print(
+        f"\na training step of lenet, batch 64, one thread; {repeats} of 120 steps each, in turns"
+    )
     free, limited = [], []
     with cluster("nodes=1,cpus=0.5") as made:
-        words = [sys.executable, "-I", "-S", "-c", COMPUTATION]
+        words = [sys.executable, "-c", STEPS]
         for _ in range(repeats):
-            free.append(float(subprocess.check_output(words)))
-            limited.append(float(subprocess.check_output(made.command(0, words))))
-    ratio = statistics.median(limited) / statistics.median(free)
-    print(f"without a quota {spread(free)}\nhalf a core     {spread(limited)}")
-    print(f"{ratio:.3f} times as long {'(aim met)' if 1.9 <= ratio <= 2.1 else '(off)'}")
+            free.append(steps(words))
+            limited.append(steps(made.command(0, words)))
+    for name, measured in (("without a quota", free), ("half a core", limited)):
+        medians, means, shares = zip(*measured, strict=True)
+        print(f"{name:15} median {spread(medians)} s, mean {spread(means)} s")
+        print(f"{'':15} share of a core {spread(shares)}")
+    # The machine's own pace changes from second to second; turns that follow each other share it.
+    ratios = [half[1] / whole[1] for whole, half in zip(free, limited, strict=True)]
+    ratio = statistics.median(ratios)
+    print(f"times as long   {spread(ratios)} {'(aim met)' if 1.9 <= ratio <= 2.1 else '(off)'}")
+
+
+def steps(words: Sequence[str]) -> tuple[float, float, float]:
+    """Median and mean seconds of a step, and the share of a core that it got."""
+    median, mean, share = map(float, subprocess.check_output(words).split())
+    return median, mean, share
 
 
 def count_bytes(repeats: int) -> None:

@@ -44,8 +44,8 @@ def join_ports(state: State, switch: Namespace) -> None:
         excess = measuring.round_trip_seconds(state) - asked
         if abs(excess) < NEAR_ENOUGH * asked:
             break
-        # Slower than half of what is asked: the machine was busy with something else just then.
-        seconds = min(max(seconds - excess / 2, asked / 4), asked / 2)
+        # A machine whose own share is all of it must have been busy with something else just then.
+        seconds = min(max(seconds - excess / 2, asked / 20), asked / 2)
         delay(state, switch, seconds)
 
 
