@@ -40,7 +40,6 @@ class NodeEnd:
     ended: float = 0.0
 
 
-
 def open_node(
     words: Sequence[str], given: bytes, environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
