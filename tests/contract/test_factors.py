@@ -49,10 +49,10 @@ LESSONS = {
 }
 
 
-def train(seat: Seat, name: str, lesson: Task) -> dict[str, Tensor]:
+def train(seat: Seat, name: str, lesson: Task, least_weight_bytes: int = 0) -> dict[str, Tensor]:
     """With every layer factored, every other gradient given early, and a chunk for each worker."""
     with (
-        patch.object(factors, "LEAST_WEIGHT_BYTES", 0),
+        patch.object(factors, "LEAST_WEIGHT_BYTES", least_weight_bytes),
         patch.object(deposits, "EARLY_BYTES", 0),
         patch.object(shared, "LEAST_CHUNK_BYTES", 64),
     ):
@@ -101,6 +101,21 @@ def test_shared_layers_learn_what_one_worker_learns(
             torch.testing.assert_close(
                 own[key], value, rtol=1e-11, atol=1e-13, msg=f"{key} on rank {rank}"
             )
+
+
+def train_without_factors(seat: Seat, name: str, lesson: Task) -> dict[str, Tensor]:
+    return train(seat, name, lesson, least_weight_bytes=2**30)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_that_are_deposited_whole_teach_the_same(
+    pool: WorkerPool, world_size: int
+) -> None:
+    lesson = LESSONS["some fit"]
+    expected = alone(lesson)
+    for own in run_team(pool, world_size, train_without_factors, "shared", lesson):
+        for key, value in expected.items():
+            torch.testing.assert_close(own[key], value, rtol=1e-11, atol=1e-13)
 
 
 def test_only_plain_layers_of_their_own_weight_are_factored(
