@@ -1,9 +1,9 @@
 """The step of torch's fused SGD without the Python around it.
 
 For a small model on a CPU the kernel is the smaller part of `optimizer.step()`; the rest goes
-through every weight again to find what was there the step before. This keeps what was found. It runs the
-very same kernel on the same tensors, so the result is the same bit for bit; wherever anything is
-unusual it leaves the step to the optimiser.
+through every weight again to find what was there the step before. This keeps what was found. It
+runs the very same kernel on the same tensors, so the result is the same bit for bit; wherever
+anything is unusual it leaves the step to the optimiser.
 """
 
 from __future__ import annotations
