@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from paceline.config import RunConfig, fields, from_mapping, option_of
+from paceline.config import RunConfig, fields, from_mapping, option_of, values_to_type, words_of
 from paceline.errors import ConfigError
 
 
@@ -40,7 +40,7 @@ def test_a_list_that_is_given_as_text_is_not_empty(text: str) -> None:
 def test_all_problems_are_told_at_once_each_with_its_flag() -> None:
     told = problems_of(epochs="2.5", lr="fast", batch_size="0", optimizer="sdg", colour="red")
     assert len(told) == 5
-    for flag in ("--epochs", "--lr", "--batch-size", "--optimizer", "colour"):
+    for flag in ("--epochs", "--lr", "--batch-size", "--optimizer", "no such setting 'colour'"):
         assert any(line.startswith(flag) for line in told), flag
 
 
@@ -68,7 +68,7 @@ def test_a_learning_rate_must_be_finite_and_positive(value: str) -> None:
         ({"schedule": "steps"}, "--lr-steps"),
         ({"schedule": "steps", "lr_steps": "fast:1"}, "--lr-steps"),
         ({"name": "../escape"}, "--name"),
-        ({"options": ["novalue"]}, "--options"),
+        ({"options": ["k=v", "novalue"]}, "-o: must be key=value, got 'novalue'"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(values: dict[str, object], flag: str) -> None:
@@ -101,3 +101,29 @@ def test_the_flags_of_the_contract_exist() -> None:
 def test_a_config_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
         RunConfig().lr = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("settled", "typed"),
+    [
+        (
+            {"cluster": "nodes=2,cpus=0.5", "nnodes": 2, "master_addr": "10.77.0.1", "lr": 0.5},
+            ["--lr", "0.5", "--cluster", "nodes=2,cpus=0.5"],
+        ),
+        (
+            {"hosts": "me@one:22,two", "nnodes": 2, "master_addr": "one"},
+            ["--hosts", "me@one:22,two"],
+        ),
+        (
+            {"hosts": "one,two", "nnodes": 2, "master_addr": "10.0.0.1"},
+            ["--master-addr", "10.0.0.1", "--hosts", "one,two"],
+        ),
+        ({"nnodes": 2, "master_addr": "one"}, ["--nnodes", "2", "--master-addr", "one"]),
+        ({"options": {"k": "-1"}, "name": "-x"}, ["-o", "k=-1", "--name=-x"]),
+        ({"reshuffle": False, "nesterov": True}, ["--no-reshuffle", "--nesterov"]),
+    ],
+)
+def test_the_words_of_a_config_are_those_a_user_types(
+    settled: dict[str, object], typed: list[str]
+) -> None:
+    assert words_of(values_to_type(from_mapping(settled))) == typed

@@ -15,14 +15,21 @@ __all__ = ["__version__", "join", "train"]
 def train(**settings: Any) -> dict[str, Any]:
     """Run one training; the arguments are the settings of docs/config.md.
 
-    Returns the contents of result.json, whose "status" says how the run ended. What cannot be run
-    as asked raises a `paceline.errors.UsageError`.
+    Returns the contents of result.json, whose "status" says how the run ended. A bad value raises
+    a `paceline.errors.ConfigError` with the lines that the command line prints, all problems at
+    once; what else cannot be run as asked, another `paceline.errors.UsageError`.
     """
     from paceline.config import from_mapping
-    from paceline.launch import start
+    from paceline.errors import UsageError
 
-    result = start.train(from_mapping(settings), quiet=True).result
-    return result or {}
+    try:
+        config = from_mapping(settings)
+        from paceline.launch import start
+
+        return start.train(config, quiet=True).result or {}
+    except UsageError as error:
+        # It is the caller's line that wants mending: frames inside paceline would only bury it.
+        raise error.with_traceback(None) from error.__cause__
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,8 @@ started: exit code 1, with the records kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 
 class PacelineError(Exception):
@@ -85,3 +86,12 @@ class AgreedStopError(StoppedError):
 def in_a_line(error: BaseException) -> str:
     """What somebody else's exception says, short enough to stand in a message of ours."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def nearest(name: str, known: Iterable[str], most: int = 1) -> str:
+    """A hint for a misspelt name, as the end of a message: what is near it, else all there is."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=most)
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return f"choose from {', '.join(names)}" if names else "there are none"

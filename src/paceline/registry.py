@@ -6,7 +6,6 @@ that listing what exists, or refusing a misspelt name, does not load torch.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar, cast
 
-from paceline.errors import UnknownNameError, UserCodeError, in_a_line
+from paceline.errors import UnknownNameError, UserCodeError, in_a_line, nearest
 
 T = TypeVar("T")
 
@@ -58,12 +57,9 @@ class Registry(Generic[T]):
         """Refuse an unknown name, without importing what a known one stands for."""
         if name in self._entries or ":" in name:
             return
-        near = difflib.get_close_matches(name, self._entries, n=3, cutoff=0.5)
-        hint = (
-            f"did you mean {' or '.join(near)}?"
-            if near
-            else f"choose from {', '.join(self._entries)}, or give your own as package.module:name"
-        )
+        hint = nearest(name, self._entries, most=3)
+        if not hint.endswith("?"):
+            hint += ", or give your own as package.module:name"
         raise UnknownNameError(f"unknown {self.kind} {name!r}: {hint}")
 
     def load(self, name: str) -> T:

@@ -22,7 +22,7 @@ from paceline.report.collection import collect
 from paceline.report.html import to_html
 from paceline.report.phases import explain
 from paceline.report.run import open_run
-from paceline.report.section.configuration import command
+from paceline.report.section.configuration import command, where_to_type
 from paceline.report.sections import SECTIONS
 from paceline.report.verdict import judge
 from paceline.study.folder import Cell, Part, Study, StudyFolder, Trouble
@@ -319,6 +319,20 @@ def test_the_command_of_a_run_repeats_its_settings(tmp_path: Path) -> None:
     assert words[:2] == ["paceline", "train"]
     again = from_mapping(given_flags(parser.parse_args(words[2:])))
     assert {**again.to_dict(), "out": config.out, "name": config.name} == config.to_dict()
+
+
+def test_the_command_of_a_run_in_a_cluster_is_what_its_user_typed() -> None:
+    settled = {"cluster": "nodes=2", "nnodes": 2, "master_addr": "10.77.0.1", "name": "a"}
+    assert command(from_mapping(settled)) == "paceline train --cluster nodes=2"
+
+
+def test_a_command_for_several_machines_says_where_to_type_it() -> None:
+    by_hand = {"nnodes": 2, "master_addr": "one", "node_rank": 1}
+    assert command(from_mapping(by_hand)) == "paceline train --nnodes 2 --master-addr one"
+    assert (
+        where_to_type(from_mapping(by_hand)) == " (on each of the 2 machines, with its --node-rank)"
+    )
+    assert where_to_type(from_mapping({"hosts": "one,two"})) == ""
 
 
 SMALL = ["--train-samples", "64", "--test-samples", "32", "--batch-size", "16", "--threads", "1",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from paceline.config import GROUPS, fields, flag_of, option_of, type_of
@@ -50,19 +50,6 @@ def given_flags(arguments: argparse.Namespace) -> dict[str, Any]:
     """The fields that were given on the command line, as text."""
     names = {item.name for item in fields()}
     return {name: value for name, value in vars(arguments).items() if name in names}
-
-
-def words_of(values: Mapping[str, Any]) -> list[str]:
-    """The flags that give these fields, as `given_flags` has them."""
-    words = []
-    for name, value in values.items():
-        if isinstance(value, bool):
-            words.append(flag_of(name if value else f"no_{name}"))
-        elif isinstance(value, list):
-            words += [word for each in value for word in (flag_of(name), each)]
-        else:
-            words += [flag_of(name), str(value)]
-    return words
 
 
 def metavar(item: dataclasses.Field[Any]) -> str:

@@ -11,7 +11,7 @@ from paceline.config import GROUPS, Option, fields, flag_of, option_of, type_of
 
 HEAD = """# Settings of a run
 
-Written by `make docs` from `src/paceline/config.py`; do not edit. A setting has the same name as a
+Written by `make docs` from `src/paceline/config/`; do not edit. A setting has the same name as a
 flag (`--batch-size`), as a key of a study file (`batch_size`) and as an argument of
 `paceline.train`. Settings marked * may differ when a run is resumed.
 """

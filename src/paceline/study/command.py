@@ -13,9 +13,8 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from paceline.config import RunConfig, fields, flag_of
+from paceline.config import RunConfig, values_to_type, words_of
 
 STOP_SECONDS = 60.0
 """What a run gets to write its last checkpoint and its account when it is asked to stop."""
@@ -26,28 +25,12 @@ _TRAIN = ("-m", "paceline", "train", "--quiet")
 
 
 def train_words(config: RunConfig) -> list[str]:
-    """Python's arguments for `paceline train` with all in which a config is not the default one."""
-    plain = RunConfig()
-    words = [*_TRAIN]
-    for item in fields():
-        value = getattr(config, item.name)
-        if value != getattr(plain, item.name):
-            words += _flags(item.name, value)
-    return words
+    """Python's arguments for `paceline train` with this config."""
+    return [*_TRAIN, *words_of(values_to_type(config))]
 
 
 def resume_words(folder: Path) -> list[str]:
     return [*_TRAIN, "--resume", str(folder)]
-
-
-def _flags(name: str, value: Any) -> list[str]:
-    if isinstance(value, bool):
-        return [flag_of(name if value else f"no_{name}")]
-    if isinstance(value, dict):
-        return [f"{flag_of(name)}={key}={text}" for key, text in value.items()]
-    text = ",".join(value) if isinstance(value, tuple) else str(value)
-    # In one word, since a value may begin with a dash.
-    return [f"{flag_of(name)}={text}"]
 
 
 class CellProcess:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from paceline.errors import UsageError
-from paceline.study.located import Node, Problems, nearest
+from paceline.errors import UsageError, nearest
+from paceline.study.located import Node, Problems
 
 SCALES = ("quick", "full")
 _GRID_KEYS = ("base", "grid", "include", "exclude", "report")

@@ -11,7 +11,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.study.located import Node, Problems, nearest
+from paceline.errors import nearest
+from paceline.study.located import Node, Problems
 from paceline.study.settings import FIELDS, as_text, check_key, is_setting
 
 

@@ -5,8 +5,7 @@ Only plain data is ever built: mappings, lists and scalars, as YAML's safe loade
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,15 +78,6 @@ class Problems:
         if self._found:
             found = sorted(self._found.items())
             raise ConfigError([text + example for (_, text), example in found])
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint for a misspelt name, as the end of a message."""
-    names = list(known)
-    near = difflib.get_close_matches(name, names, n=1)
-    if near:
-        return f"did you mean {near[0]}?"
-    return f"choose from {', '.join(names)}" if names else "there are none"
 
 
 def read(path: Path, problems: Problems) -> Node:

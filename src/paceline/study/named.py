@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from paceline.errors import UnknownNameError
+from paceline.errors import UnknownNameError, nearest
 from paceline.registry import Entry
 
 CATALOGUE = Path(__file__).parent / "catalogue"
@@ -20,8 +20,6 @@ def names() -> list[str]:
 
 def find(given: str) -> Path:
     """The file of a study, given by its path or by its name."""
-    from paceline.study.located import nearest
-
     path = Path(given)
     if path.suffix in (".yaml", ".yml") or path.is_file():
         return path

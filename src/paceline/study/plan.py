@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import RunConfig
+from paceline.errors import nearest
 from paceline.study.document import Document
 from paceline.study.folder import Cell, Part, Study
 from paceline.study.grid import Point, expand, read_axes, slug
-from paceline.study.located import Node, Problems, nearest, read
+from paceline.study.located import Node, Problems, read
 from paceline.study.sections import SECTION_NAMES
 from paceline.study.settings import Settings, check_key
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from paceline.config import RunConfig, fields, from_mapping
 from paceline.data import DATASETS
-from paceline.errors import ConfigError, UnknownNameError
+from paceline.errors import ConfigError, UnknownNameError, nearest
 from paceline.models import MODELS
-from paceline.study.located import Node, Problems, nearest
+from paceline.study.located import Node, Problems
 from paceline.sync import STRATEGIES
 
 CLUSTER_KEYS = ("nodes", "cpus", "bandwidth", "latency", "slow")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
-from typing import Any
 
-from paceline.config import RunConfig, fields, flag_of
+from paceline.config import RunConfig, values_to_type, words_of
 from paceline.report import units
 from paceline.report.cells import differing, value_text
 from paceline.report.document import Block, Code, Fold, Table, Text
@@ -19,29 +17,26 @@ NOT_REPEATED = ("out", "name", "node_rank")
 """Settings that say where records go, or who a process is."""
 
 
+LOOPBACK = RunConfig().master_addr
+"""Where torchrun or srun has told workers where to meet, the settings do not."""
+
+
 def command(config: RunConfig) -> str:
-    """What to type for the same run: every setting that is not the default."""
-    words = ["paceline", "train"]
-    for item in fields():
-        value = getattr(config, item.name)
-        default = item.default
-        if default is dataclasses.MISSING:
-            default = item.default_factory() if callable(item.default_factory) else None
-        if item.name in NOT_REPEATED or value == default:
-            continue
-        words += _flag(item.name, value)
-    return shlex.join(words)
+    """What to type for the same run."""
+    values = values_to_type(config)
+    kept = {name: value for name, value in values.items() if name not in NOT_REPEATED}
+    return shlex.join(["paceline", "train", *words_of(kept)])
 
 
-def _flag(name: str, value: Any) -> list[str]:
-    flag = flag_of(name)
-    if isinstance(value, bool):
-        return [flag if value else f"--no-{flag.removeprefix('--')}"]
-    if isinstance(value, dict):
-        return [word for key, item in value.items() for word in ("-o", f"{key}={item}")]
-    if isinstance(value, tuple):
-        return [flag, ",".join(map(str, value))]
-    return [flag, str(value)]
+def where_to_type(config: RunConfig) -> str:
+    """What to know of a command that one machine alone does not carry out; else nothing."""
+    if config.nnodes == 1 or config.cluster or config.hosts or config.launcher == "ray":
+        return ""
+    flags = [] if config.elastic else ["its --node-rank"]
+    if config.master_addr == LOOPBACK:
+        flags.append("--master-addr of the first")
+    told = f", with {' and '.join(flags)}" if flags else ""
+    return f" (on each of the {config.nnodes} machines{told})"
 
 
 def machine(run: Run) -> list[tuple[str, str]]:
@@ -105,7 +100,8 @@ def build(outline: Outline) -> list[Block]:
     for cell in cells:
         seeds = sorted({run.config.seed for run in cell.runs})
         told = f" (seeds {', '.join(map(str, seeds))})" if len(seeds) > 1 else ""
-        commands += [Text(f"{cell.label}{told}"), Code(command(cell.config))]
+        where = where_to_type(cell.config)
+        commands += [Text(f"{cell.label}{told}{where}"), Code(command(cell.config))]
     blocks.append(Text("To run a cell again:"))
     blocks += commands if len(cells) <= 3 else [Fold(f"{len(cells):,} commands", commands)]
     overhead = [
