@@ -27,7 +27,9 @@ def test_the_table_fits_80_columns(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     main(["doctor", "--out", str(tmp_path)])
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines == [line.rstrip() for line in lines]
 
 
 def test_an_output_folder_that_cannot_be_written_blocks_training(

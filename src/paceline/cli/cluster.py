@@ -251,8 +251,6 @@ def _processes(pids: list[int]) -> str:
 
 
 def _console() -> Console:
-    from rich.console import Console
+    from paceline.terminal import open_console
 
-    console = Console(highlight=False, markup=False)
-    console.width = min(console.width, 80)
-    return console
+    return open_console(most_columns=80)

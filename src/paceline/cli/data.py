@@ -70,10 +70,11 @@ def _run(arguments: argparse.Namespace, folder: Path) -> int:
 
 
 def list_sets(folder: Path) -> int:
-    from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"Datasets (files in {folder})", title_justify="left", box=None)
+    from paceline.terminal import open_console
+
+    table = Table(box=None, pad_edge=False)
     for heading in ("name", "train", "test", "image", "download", "files"):
         table.add_column(
             heading, justify="right" if heading in ("train", "test", "download") else "left"
@@ -92,7 +93,9 @@ def list_sets(folder: Path) -> int:
             f"{official.download_bytes / 1e6:,.0f} MB",
             "here" if there == len(official.files) else f"{there} of {len(official.files)} here",
         )
-    Console(markup=False).print(table)
+    console = open_console()
+    console.print(f"Datasets (files in {folder})", soft_wrap=True)
+    console.print(table)
     return 0
 
 

@@ -227,7 +227,9 @@ def _datasets(data_dir: str | None) -> Iterator[Finding]:
 
 
 def _tool(name: str, purpose: str, remedy: str) -> Finding:
-    if shutil.which(name):
+    # Beside this Python too, which need not be on the path to be used.
+    beside = str(Path(sys.executable).parent)
+    if shutil.which(name) or shutil.which(name, path=beside):
         return Finding(name, "ok", f"for {purpose}")
     return Finding(name, "absent", f"needed for {purpose}", remedy)
 
@@ -237,30 +239,27 @@ def _gibibytes(count: int) -> str:
 
 
 def _print(findings: list[Finding], can_train: bool) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    from paceline.terminal import open_console
+
     colours = {"ok": "green", "absent": "yellow", "problem": "red"}
     table = Table(box=None, pad_edge=False)
-    table.add_column("What", no_wrap=True)
-    table.add_column("State", no_wrap=True)
-    table.add_column("Fact", overflow="fold")
-    table.add_column("What to do", overflow="fold")
+    table.add_column("what", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    table.add_column("fact, and what to do", overflow="fold")
     for finding in findings:
-        # As Text, since a path or a processor's name may hold rich's own brackets.
+        told = ": ".join(filter(None, (finding.fact, finding.advice)))
+        # As Text, which rich does not look for marks of its own.
         table.add_row(
-            Text(finding.name),
-            Text(finding.status, style=colours[finding.status]),
-            Text(finding.fact),
-            Text(finding.advice),
+            Text(finding.name), Text(finding.status, style=colours[finding.status]), Text(told)
         )
-    console = Console(highlight=False)
-    console.width = min(console.width, 80)
+    console = open_console(most_columns=80)
     console.print(table)
     console.print()
     if can_train:
         console.print("Training can run here. Try: paceline demo")
     else:
         blocking = ", ".join(finding.name for finding in findings if finding.blocks_training)
-        console.print(f"Training cannot run here until this is mended: {blocking}", markup=False)
+        console.print(f"Training cannot run here until this is mended: {blocking}")

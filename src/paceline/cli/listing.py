@@ -26,17 +26,18 @@ KINDS: dict[str, Iterable[Entry]] = {
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", choices=list(KINDS), help="what to list")
+    parser.add_argument("kind", metavar="KIND", choices=list(KINDS), help=", ".join(KINDS))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
     from rich.table import Table
+
+    from paceline.terminal import open_console
 
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True, style="bold")
     table.add_column()
     for entry in KINDS[arguments.kind]:
         table.add_row(entry.name, entry.summary)
-    Console(highlight=False, markup=False).print(table)
+    open_console().print(table)
     return 0

@@ -17,15 +17,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from rich.console import Console
-
     from paceline.report.build import write_report
+    from paceline.terminal import open_console, paragraph
 
     out = None if arguments.out is None else Path(arguments.out)
     page, collection = write_report(arguments.path, out)
-    console = Console(highlight=False, markup=False)
+    console = open_console()
     for headline in collection.headlines:
-        console.print(headline)
+        console.print(paragraph(headline, console))
     for left in collection.left_out:
         console.print(f"left out    {left.name}: {left.why}")
     # Paths are not broken: they are there to be copied.

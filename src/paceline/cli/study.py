@@ -75,11 +75,10 @@ def run_study(
     is_dry: bool = False,
 ) -> int:
     """Run what is missing of a study and report; the exit code."""
-    from rich.console import Console
-
     from paceline.study import lock, named, progress
     from paceline.study.folder import StudyFolder
     from paceline.study.plan import load
+    from paceline.terminal import open_console
 
     # Refused before torch is loaded, which takes two seconds.
     plan = load(named.find(given), scale, repeats)
@@ -89,7 +88,7 @@ def run_study(
     check_strategies(plan)
     suffix = "" if plan.study.scale == "full" else f"-{plan.study.scale}"
     folder = StudyFolder(Path(out or f"studies/{plan.study.name}{suffix}"))
-    console = Console(highlight=False, markup=False)
+    console = open_console()
     if is_dry:
         _print_dry_run(console, plan, folder, only)
         return 0
@@ -105,10 +104,9 @@ def run_study(
 
 
 def list_studies() -> int:
-    from rich.console import Console
-
     from paceline.study import named
     from paceline.study.plan import load
+    from paceline.terminal import open_console
 
     table = _table("name", "title", "cells, quick", "cells, full", right=("cells, ",))
     for name in named.names():
@@ -117,15 +115,14 @@ def list_studies() -> int:
             plan = load(named.find(name), scale)
             counts.append(str(len(plan.in_running_order())))
         table.add_row(name, plan.study.title, *counts)
-    Console(highlight=False, markup=False).print(table)
+    open_console().print(table)
     return 0
 
 
 def show_study(given: str, scale: str | None) -> int:
-    from rich.console import Console
-
     from paceline.study import named
     from paceline.study.plan import load
+    from paceline.terminal import open_console
 
     path = named.find(given)
     plan = load(path, scale)
@@ -133,7 +130,7 @@ def show_study(given: str, scale: str | None) -> int:
     cells = plan.in_running_order()
     runs = f"{len(cells)} run{'s' * (len(cells) != 1)}"
     sys.stdout.write(f"\n# {runs} at scale {plan.study.scale}, in this order:\n")
-    console = Console(highlight=False, markup=False)
+    console = open_console()
     _print_by_cell(console, ("cell", "what"), [(cell.id, cell.label) for cell in cells])
     return 0
 
@@ -141,11 +138,12 @@ def show_study(given: str, scale: str | None) -> int:
 def _report(folder: StudyFolder, console: Console) -> None:
     from paceline.report.build import write_report
     from paceline.report.verdict import judge
+    from paceline.terminal import paragraph
 
     page, collection = write_report(folder.path)
     console.print()
     for chapter in collection.chapters:
-        console.print(judge(chapter.cells).headline)
+        console.print(paragraph(judge(chapter.cells).headline, console))
     console.print(f"\nreport      {page}", soft_wrap=True)
 
 

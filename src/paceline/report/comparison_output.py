@@ -17,6 +17,7 @@ from paceline.report.html import to_html
 from paceline.report.section.outline import outline
 from paceline.report.sections import SECTIONS
 from paceline.report.verdict import judge
+from paceline.terminal import open_console, paragraph
 
 WIDTH = 80
 CELLS_IN_A_TABLE = 4
@@ -28,7 +29,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 def print_comparison(cells: Sequence[Cell]) -> None:
     """Cells are called by letters, so that long names break no table."""
-    console = Console(highlight=False, markup=False, width=WIDTH)
+    console = open_console(width=WIDTH)
     letters = [_letter(index) for index in range(len(cells))]
     for letter, cell in zip(letters, cells, strict=True):
         console.print(f"{letter}  {cell.label}", overflow="fold")
@@ -40,7 +41,7 @@ def print_comparison(cells: Sequence[Cell]) -> None:
         console.print()
     if len(cells) > 1:
         _print_significance(console, cells, letters)
-        console.print(judge(cells).headline)
+        console.print(paragraph(judge(cells).headline, console))
 
 
 def _letter(index: int) -> str:
