@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import paceline
 from paceline.cli import COMMANDS, main
+from paceline.errors import ConfigError
 
 SMALL = ["--train-samples", "64", "--test-samples", "32", "--batch-size", "16", "--threads", "1",
          "--iterations", "4", "--sample-seconds", "0", "--no-tensorboard"]  # fmt: skip
@@ -41,6 +43,10 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--data", "mnist", "--data-dir", "/nonexistent"], "paceline data fetch mnist"),
         (["--strategy", "single", "--nproc-per-node", "2"], "trains 1 worker, not 2"),
         (["-o", "speed=9"], "strategy single has no such option"),
+        (["-o", "a=1", "-o", "foo"], "-o: must be key=value, got 'foo'"),
+        (["--bogus", "3"], "unknown flag --bogus: see `paceline train --help`"),
+        (["--lr"], "--lr needs a value: learning rate"),
+        (["lenet"], "unexpected word 'lenet'"),
         (["--device", "cuda"], "no CUDA device"),
         (["--modell", "lenet"], "did you mean --model?"),
         (["--out", ""], "--out: must not be empty"),
@@ -220,8 +226,34 @@ def test_help_does_not_import_torch() -> None:
         assert done.returncode == 0, arguments
 
 
-def test_an_unknown_command_offers_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "did you mean train?" in refused(capsys, "trian")
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("trian", "unknown command 'trian': did you mean train?"),
+        ("xyzzy", "unknown command 'xyzzy': choose from demo, train, "),
+        ("--versoin", "unknown flag --versoin: did you mean --version?"),
+        ("list", "paceline list needs KIND: one of strategies, algorithms, "),
+        ("list model", "unknown kind 'model': did you mean models?"),
+        ("report", "paceline report needs PATH: a run, a folder of runs, or a study's folder"),
+        ("study rn first-look", "unknown action 'rn': did you mean run?"),
+        ("study run first-look --dry", "unknown flag --dry: did you mean --dry-run?"),
+        ("study run first-look --scale all", "--scale: must be one of quick, full, got 'all'"),
+        ("ui --port http", "--port: must be a whole number, got 'http'"),
+        ("train --quiet=yes", "--quiet: takes no value, got 'yes'"),
+    ],
+)
+def test_a_mistyped_command_is_told_what_to_change(
+    words: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told in refused(capsys, *words.split())
+
+
+def test_python_is_told_what_the_command_line_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(capsys, "train", "--epochs", "many")
+    with pytest.raises(ConfigError) as caught:
+        paceline.train(epochs="many")
+    assert line == f"paceline: error: {caught.value}"
+    assert len(caught.traceback) == 2, "the caller's line and that of paceline.train"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

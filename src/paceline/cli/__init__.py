@@ -6,16 +6,15 @@ Nothing here imports torch; a command does so when it runs.
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from paceline import __version__
-from paceline.errors import PacelineError, UsageError
+from paceline.cli.parser import Parser
+from paceline.errors import PacelineError, nearest
 
 COMMANDS = {
     "demo": "demo",
@@ -56,40 +55,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = _Parser(prog="paceline", description="Data-parallel training that measures itself.")
+    parser = Parser(prog="paceline", description="Data-parallel training that measures itself.")
     parser.add_argument("--version", action="version", version=f"paceline {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     # Only the command at hand is imported; help shows them all.
     chosen = [argv[0]] if argv and argv[0] in COMMANDS else list(COMMANDS)
     for name in chosen:
         module = importlib.import_module(f"paceline.cli.{COMMANDS[name]}")
-        command = commands.add_parser(
-            name, help=module.SUMMARY, description=module.SUMMARY, allow_abbrev=False
-        )
+        command = commands.add_parser(name, help=module.SUMMARY, description=module.SUMMARY)
         module.configure(command)
         command.set_defaults(run=module.run)
-    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
-        parser.error(f"unknown command {argv[0]!r}{_nearest(argv[0], list(COMMANDS))}")
     if not argv:
         parser.print_help()
         parser.exit()
+    if argv[0].startswith("-"):
+        if argv[0] not in ("-h", "--help", "--version"):
+            parser.unknown(argv[0])
+    elif argv[0] not in COMMANDS:
+        parser.error(f"unknown command {argv[0]!r}: {nearest(argv[0], COMMANDS)}")
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
-        flags = [flag for action in command._actions for flag in action.option_strings]
-        parser.error(f"unknown argument {unknown[0]!r}{_nearest(unknown[0], flags)}")
+        command.unknown(unknown[0])
     return arguments
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse, saying what is wrong in one line, without the whole usage before it."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
-
-
-def _nearest(given: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(given.partition("=")[0], known, n=1)
-    return f": did you mean {near[0]}?" if near else ""
 
 
 def _complain(message: str) -> None:

@@ -1,0 +1,94 @@
+"""argparse, saying in one line what is wrong and what to change, without the usage before it."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from paceline.errors import UsageError, nearest
+
+_MISSING = re.compile(r"the following arguments are required: (?P<names>.*)")
+_OF_ARGUMENT = re.compile(r"argument (?P<name>\S+): (?P<what>.*)", re.DOTALL)
+_CHOICE = re.compile(r"invalid choice: '?(?P<value>.*?)'? \(")
+_NUMBER = re.compile(r"invalid int value: (?P<value>.*)")
+_NO_VALUE = re.compile(r"ignored explicit argument (?P<value>.*)")
+
+
+class Parser(argparse.ArgumentParser):
+    """Also that of a command's own actions, since argparse makes them of the same class."""
+
+    def __init__(self, **keywords: Any) -> None:
+        # A flag that is cut short would mean another one when a longer one is added.
+        super().__init__(**{**keywords, "allow_abbrev": False})
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(self._in_our_words(message))
+
+    def unknown(self, word: str) -> NoReturn:
+        """Refuse what no argument takes."""
+        if not word.startswith("-"):
+            self.error(f"unexpected word {word!r}: see `{self.prog} --help`")
+        flag = word.partition("=")[0]
+        names = [name[2:] for name in self._flags() if name.startswith("--")]
+        near = [name for name in names if name.startswith(flag[2:])] if flag[2:] else []
+        near = near[:3] or difflib.get_close_matches(flag.lstrip("-"), names, n=1)
+        meant = " or ".join(f"--{name}" for name in near)
+        hint = f"did you mean {meant}?" if meant else f"see `{self.prog} --help`"
+        self.error(f"unknown flag {flag}: {hint}")
+
+    def _flags(self) -> Iterator[str]:
+        for action in self._actions:
+            yield from action.option_strings
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    yield from parser._flags()
+
+    def _in_our_words(self, message: str) -> str:
+        if missing := _MISSING.fullmatch(message):
+            action = self._action(missing["names"].partition(", ")[0])
+            return f"{self.prog} needs {_name(action)}: {_wanted(action)}" if action else message
+        of_argument = _OF_ARGUMENT.fullmatch(message)
+        action = self._action(of_argument["name"]) if of_argument else None
+        return _told(action, of_argument["what"]) if of_argument and action else message
+
+    def _action(self, shown: str) -> argparse.Action | None:
+        """The one that argparse means by a name such as `-o/--options` or `PATH`."""
+        return next(
+            (
+                action
+                for action in self._actions
+                if shown in (_name(action), "/".join(action.option_strings))
+            ),
+            None,
+        )
+
+
+def _told(action: argparse.Action, what: str) -> str:
+    name = _name(action)
+    if choice := _CHOICE.match(what):
+        if action.option_strings:
+            return f"{name}: must be {_wanted(action)}, got {choice['value']!r}"
+        known = map(str, action.choices or ())
+        return f"unknown {name.lower()} {choice['value']!r}: {nearest(choice['value'], known)}"
+    if number := _NUMBER.match(what):
+        return f"{name}: must be a whole number, got {number['value']}"
+    if given := _NO_VALUE.match(what):
+        return f"{name}: takes no value, got {given['value']}"
+    if what.startswith("expected"):
+        return f"{name} needs a value: {_wanted(action)}"
+    return f"{name}: {what}"
+
+
+def _name(action: argparse.Action) -> str:
+    if action.option_strings:
+        return action.option_strings[0]
+    return action.metavar if isinstance(action.metavar, str) else action.dest
+
+
+def _wanted(action: argparse.Action) -> str:
+    if action.choices:
+        return f"one of {', '.join(map(str, action.choices))}"
+    return re.sub(r" \(default: .*\)$", "", action.help or "").replace("%%", "%")
