@@ -35,6 +35,35 @@ def test_restarts_are_told_with_their_causes(
     )
 
 
+def test_iteration_times_are_the_mean_over_all_workers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(
+        write_run(tmp_path, FakeRun("run", {}, [{"forward": 0.1}] * 2, iterations=4))
+    )
+    result = folder.read_result()
+    assert result is not None
+    for worker, factor in zip(result["workers"], (1, 3), strict=True):
+        worker["iteration_seconds"] = {
+            "median": 0.002 * factor, "mean": 0.003 * factor, "p95": 0.004 * factor, "first": None,
+        }  # fmt: skip
+    print_summary(folder, result)
+    told = " ".join(capsys.readouterr().out.split())
+    assert (
+        "iterations 4; one took 4.00 ms (median), 6.00 ms (mean), 8.00 ms (p95), the first -,"
+        " averaged over 2 workers" in told
+    )
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_machine_whose_resources_are_shown_is_named_where_there_are_several(
+    count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = {"cpu_percent_mean": 50.0, "rss_bytes_mean": 1e6, "rss_bytes_peak": 2e6}
+    told = account(tmp_path, capsys, nodes=[node] * count)
+    assert ("peak; the first of 3 machines" in told) == (count == 3)
+
+
 @pytest.mark.parametrize("changes", [{}, {"workers": []}])
 def test_each_warning_has_a_row(
     changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from paceline.records import Result, RunFolder
 from paceline.report import units
+from paceline.terminal import open_console
 
 BAR_WIDTH = 24
 WORKERS_SHOWN = 4
@@ -17,7 +17,7 @@ WORKERS_SHOWN = 4
 
 
 def print_summary(folder: RunFolder, result: Result) -> None:
-    console = Console(highlight=False, markup=False)
+    console = open_console()
     console.print()
     if result["workers"]:
         console.print(phase_table(result))
@@ -57,8 +57,7 @@ def phase_table(result: Result) -> Table:
 def summary_rows(result: Result) -> list[tuple[str, str]]:
     if not result["workers"]:
         return [("status", f"{result['status']} before any worker could say how far it had come")]
-    worker, node, final = result["workers"][0], result["nodes"][0], result["final"]
-    timing, checkpoints = worker["iteration_seconds"], result["checkpoints"]
+    final, checkpoints = result["final"], result["checkpoints"]
     rows = [("status", result["status"])]
     if final["test_accuracy"] is not None or final["test_loss"] is not None:
         rows.append(
@@ -75,23 +74,11 @@ def summary_rows(result: Result) -> list[tuple[str, str]]:
         target = result["config"]["target_accuracy"]
         spent = units.seconds(result["seconds_to_target"])
         rows.append(("target", f"accuracy {target} after {spent}, evaluation not counted"))
-    rows.append(
-        (
-            "iterations",
-            f"{result['iterations']:,} of {units.seconds(timing['median'])} (median);"
-            f" mean {units.seconds(timing['mean'])}, p95 {units.seconds(timing['p95'])},"
-            f" first {units.seconds(timing['first'])}",
-        )
-    )
+    rows.append(("iterations", f"{result['iterations']:,}; {_iteration_times(result)}"))
     if len(result["workers"]) > 1:
         rows.append(("traffic", _traffic(result)))
     rows += [
-        (
-            "resources",
-            f"CPU {units.percent(node['cpu_percent_mean'])} mean, memory"
-            f" {units.size(node['rss_bytes_mean'])} mean,"
-            f" {units.size(node['rss_bytes_peak'])} peak",
-        ),
+        ("resources", _resources(result["nodes"])),
         ("measuring", f"{units.share(result['measurement_overhead']['fraction'])} of the time"),
     ]
     if checkpoints.get("count"):
@@ -104,6 +91,31 @@ def summary_rows(result: Result) -> list[tuple[str, str]]:
             )
         )
     return rows
+
+
+def _iteration_times(result: Result) -> str:
+    """Each figure as the mean over the workers of their own, as in a report."""
+    timings = [worker["iteration_seconds"] for worker in result["workers"]]
+
+    def told(key: str) -> str:
+        known = [timing[key] for timing in timings if timing[key] is not None]
+        return units.seconds(sum(known) / len(known) if known else None)
+
+    whose = f", averaged over {len(timings)} workers" if len(timings) > 1 else ""
+    return (
+        f"one took {told('median')} (median), {told('mean')} (mean), {told('p95')} (p95),"
+        f" the first {told('first')}{whose}"
+    )
+
+
+def _resources(nodes: Sequence[Mapping[str, Any]]) -> str:
+    node = nodes[0]
+    whose = f"; the first of {len(nodes)} machines" if len(nodes) > 1 else ""
+    return (
+        f"CPU {units.percent(node['cpu_percent_mean'])} mean, memory"
+        f" {units.size(node['rss_bytes_mean'])} mean,"
+        f" {units.size(node['rss_bytes_peak'])} peak{whose}"
+    )
 
 
 def _mishaps(result: Result) -> list[tuple[str, str]]:
