@@ -12,6 +12,7 @@ import pytest
 from paceline.config import from_mapping
 from paceline.errors import RecordsError
 from paceline.records import EventWriter, RunFolder
+from paceline.study.folder import Cell, Part, Study, StudyFolder
 from paceline.ui.library import SILENT_SECONDS, Library
 from paceline.ui.live import MOST_POINTS, Follower, thinned
 from report.records import FakeRun, write_run
@@ -23,7 +24,7 @@ def begun(root: Path, name: str) -> RunFolder:
 
 def test_runs_are_listed_with_their_outcome_and_the_newest_first(tmp_path: Path) -> None:
     done = write_run(tmp_path, FakeRun(name="done"))
-    running = begun(tmp_path, "running").path
+    running = write_run(tmp_path, FakeRun("running", iterations=80, status="unfinished"))
     os.utime(running / "config.json")
     silent = begun(tmp_path / "deeper", "silent").path
     for file in silent.iterdir():
@@ -36,6 +37,8 @@ def test_runs_are_listed_with_their_outcome_and_the_newest_first(tmp_path: Path)
         "deeper/silent": "interrupted",
     }
     assert entries["done"].accuracy == result["final"]["test_accuracy"]
+    assert (entries["running"].iterations, entries["running"].iteration_seconds) == (80, 0.02)
+    assert entries["deeper/silent"].iterations is None
     assert list(entries)[-1] == "deeper/silent"
 
 
@@ -50,17 +53,44 @@ def test_a_run_that_ends_is_read_again(tmp_path: Path) -> None:
     assert library.entries()[0].status == "finished"
 
 
+def test_an_interrupted_run_that_goes_on_is_running_again(tmp_path: Path) -> None:
+    events = write_run(tmp_path, FakeRun("one", status="unfinished")) / "events-0.jsonl"
+    for file in events.parent.iterdir():
+        os.utime(file, (0, file.stat().st_mtime - 2 * SILENT_SECONDS))
+    library = Library(tmp_path)
+    assert library.entries()[0].status == "interrupted"
+    os.utime(events)
+    assert library.entries()[0].status == "running"
+
+
+def test_a_study_is_running_while_a_cell_is(tmp_path: Path) -> None:
+    part = Part("one", "One", "", "", (), {})
+    cell = Cell("a.r1", "one", "a", "A", 1, {}, {}, "a.r1")
+    folder = StudyFolder(tmp_path / "deep" / "study")
+    folder.write(Study("mine", "", "Mine", "", (), (part,), (cell,)))
+    library = Library(tmp_path)
+    assert [(one.name, one.status) for one in library.entries()] == [("deep/study", "unfinished")]
+    write_run(folder.cells, FakeRun("a.r1", status="unfinished"))
+    entries = {one.name: one for one in library.entries()}
+    assert entries["deep/study"].status == "running"
+    assert entries["deep/study/cells/a.r1"].study == "deep/study"
+
+
 def test_damaged_records_are_named_and_harm_nobody(tmp_path: Path) -> None:
     write_run(tmp_path, FakeRun(name="good"))
-    for name, text in {"cut": '{"schema": 1', "newer": '{"schema": 99}', "other": "[]"}.items():
+    texts = {"cut": '{"schema": 1', "newer": '{"schema": 99}', "other": "[]", "deep": "[" * 100_000}
+    for name, text in texts.items():
         write_run(tmp_path, FakeRun(name=name))
         (tmp_path / name / "result.json").write_text(text)
+    write_run(tmp_path, FakeRun(name="endless", more={"wall_seconds": 10**400}))
     entries = {entry.name: entry for entry in Library(tmp_path).entries()}
     assert [name for name, entry in entries.items() if entry.status != "damaged"] == ["good"]
     assert "newer than" in entries["newer"].cause
 
 
-@pytest.mark.parametrize("name", ["../outside", "/etc", "link", "..", "", "good/../../outside"])
+@pytest.mark.parametrize(
+    "name", ["../outside", "/etc", "link", "..", "", "good/../../outside", "x" * 300, "\0"]
+)
 def test_what_lies_elsewhere_is_no_run_of_the_library(tmp_path: Path, name: str) -> None:
     root = tmp_path / "runs"
     write_run(root, FakeRun(name="good"))
@@ -85,7 +115,7 @@ def test_a_follower_tells_each_line_once_and_waits_for_half_ones(tmp_path: Path)
         file.flush()
         assert follower.news() is None
         file.write('"test_accuracy": 0.5, "test_loss": 1.0}\n')
-    assert follower.news() == {"evaluations": [[2, 0.5, 1.0]]}
+    assert follower.news() == {"evaluations": [[2, 0.5]]}
 
 
 def test_phases_are_told_without_the_start_and_anew_after_a_resume(tmp_path: Path) -> None:
@@ -96,8 +126,45 @@ def test_phases_are_told_without_the_start_and_anew_after_a_resume(tmp_path: Pat
         for other, forward in ((9.0, 1.0), (9.5, 3.0), (4.0, 0.5), (4.0, 2.5)):
             events.write("iterations", phases={"other": other, "forward": forward})
             news = follower.news()
-            told.append(news and news["phases"])
+            told.append(news and news["phases"]["0"])
     assert told == [None, {"other": 0.5, "forward": 2.0}, None, {"other": 0.0, "forward": 2.0}]
+
+
+def test_a_long_run_is_told_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = begun(tmp_path, "one")
+    with closing(EventWriter(folder.events_file(0))) as events:
+        for first in range(0, 20, 2):
+            events.write("iterations", first=first, seconds=[0.5, 0.5], loss=[2.0, 2.0])
+        events.write("warning", text="x" * 900)
+        events.write("iterations", first=20, seconds=[0.5], loss=[2.0])
+    monkeypatch.setattr("paceline.ui.live.MOST_BYTES", 300)
+    follower = Follower(folder.path)
+    told, looks = [], 0
+    while looks == 0 or follower.is_behind:
+        looks += 1
+        told += [point[0] for point in (follower.news() or {}).get("points", [])]
+    assert told == list(range(1, 22))
+    assert looks > 5
+
+
+def test_what_is_no_number_is_not_told(tmp_path: Path) -> None:
+    folder = begun(tmp_path, "one")
+    lines = [
+        '{"event": "iterations", "first": 0, "seconds": [NaN, 0.5, "x", 0.5],'
+        ' "loss": [1, 1, 1, Infinity]}',
+        '{"event": "iterations", "first": "x", "seconds": [1], "loss": [1]}',
+        '{"event": "iterations", "phases": {"forward": "long"}}',
+        '{"event": "evaluation", "iteration": null, "test_accuracy": 0.5}',
+        '{"event": "end", "status": 3, "cause": null}',
+        "[" * 100_000,
+    ]
+    folder.events_file(0).write_text("\n".join(lines) + "\n")
+    news = Follower(folder.path).news()
+    assert news is not None
+    assert news["points"] == [[2, 1, 0.5], [4, None, 0.5]]
+    assert news.keys() <= {"points", "evaluations", "end"}
+    assert news.get("evaluations", []) == []
+    json.dumps(news, allow_nan=False)
 
 
 def test_many_points_become_few_that_keep_the_mean() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import http.client
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
+from urllib.request import urlopen
 
 import pytest
 
@@ -19,6 +22,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     root = tmp_path_factory.mktemp("runs")
     write_run(root, FakeRun(name="one"))
     write_run(root, FakeRun(name="two"))
+    write_run(root, FakeRun(name="three")).rename(root / NASTY)
     outside = write_run(tmp_path_factory.mktemp("outside"), FakeRun(name="secret"))
     (root / "link").symlink_to(outside)
     with served(root) as address:
@@ -41,7 +45,38 @@ def ask(page: str, target: str, host: str | None = None) -> tuple[int, str]:
 def test_the_list_names_the_runs(page: str) -> None:
     status, body = ask(page, "/runs")
     assert status == 200
-    assert {entry["name"] for entry in json.loads(body)} == {"one", "two"}
+    assert {entry["name"] for entry in json.loads(body)} == {"one", "two", NASTY}
+
+
+NASTY = "<img src=x onerror=alert(1)>"
+
+
+@pytest.mark.parametrize("kind", ["run", "report"])
+def test_a_name_is_text_and_never_part_of_the_page(page: str, kind: str) -> None:
+    status, body = ask(page, f"/{kind}/{quote(NASTY)}")
+    assert status == 200
+    assert "&lt;img" in body
+    assert "<img" not in body
+
+
+def test_a_browser_runs_no_script_but_those_of_the_pages(page: str) -> None:
+    with urlopen(f"{page}/report/one", timeout=30) as answer:
+        policy, body = answer.headers["Content-Security-Policy"], answer.read()
+    script = body.partition(b"<script>")[2].partition(b"</script>")[0]
+    known = base64.b64encode(hashlib.sha256(script).digest()).decode()
+    assert f"script-src 'self' 'sha256-{known}';" in policy
+
+
+def test_who_watches_does_not_keep_the_server_from_ending(tmp_path: Path) -> None:
+    write_run(tmp_path, FakeRun("one", status="unfinished"))
+    with served(tmp_path) as address:
+        streams = [urlopen(f"{address}/{path}", timeout=30) for path in ("stream", "stream/one")]
+        for stream in streams:
+            assert stream.readline().startswith(b"data: ")
+    for stream in streams:
+        # The end of the answer as it should be: one that was cut off raises.
+        stream.read()
+        stream.close()
 
 
 @pytest.mark.parametrize("target", ["/", "/run/one", "/report/one", "/compare?run=one&run=two"])

@@ -27,31 +27,42 @@ FIGURES = "report-figures"
 """Folder beside the page; a figure's link leads there where scripts are off."""
 
 
-def to_html(document: Document) -> str:
-    body = [_head(document)]
+def to_html(document: Document, before: str = "") -> str:
+    """`before`: HTML above the title, such as a way back to where the page is one of several."""
+    body = [before, _head(document)]
     single = len(document.chapters) == 1
     body.append(_contents(document, single))
     body += [_chapter(chapter, single) for chapter in document.chapters]
     body.append(_left_out(document))
     style = _page_file("report.css") + _page_file("chart.css")
-    return (
+    page = (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
         f"<title>{escape(document.title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
-        f"<main>\n{''.join(body)}</main>\n<script>\n{_page_file('report.js')}</script>\n"
-        "</body>\n</html>\n"
+        f"<main>\n{''.join(body)}</main>\n<script>{script()}</script>\n</body>\n</html>\n"
     )
+    # A name that is no text in any encoding must not cost the page.
+    return page.encode("utf-8", "replace").decode()
+
+
+def script() -> str:
+    """The only one of the page, as it stands between its tags."""
+    return f"\n{_page_file('report.js')}"
 
 
 def _page_file(name: str) -> str:
     return (resources.files("paceline.report") / "page" / name).read_text("utf-8")
 
 
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:us|ms|s|B|kB|MB|GB)\b|%)")
+_TO_TYPE = re.compile(r"`([^`]+)`")
+
+
 def _inline(text: str) -> str:
     """A figure and its unit stay on one line."""
-    whole = re.sub(r"(?<=\d) (?=(%|us|ms|s|B|kB|MB|GB)\b|%)", "\u00a0", escape(text, quote=False))
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", whole)
+    whole = _BEFORE_UNIT.sub("\u00a0", escape(text, quote=False))
+    return _TO_TYPE.sub(r"<code>\1</code>", whole)
 
 
 def _head(document: Document) -> str:

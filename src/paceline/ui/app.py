@@ -1,4 +1,4 @@
-"""The pages and streams of the live page.
+"""The pages of the live page, and its streams.
 
     /                  the list of runs and studies, kept up to date
     /run/NAME          one run: curves and phases as they grow
@@ -13,47 +13,77 @@ name of its own that leads here.
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import AsyncIterator
+import base64
+import hashlib
+from collections.abc import AsyncIterator, Callable
 from html import escape
 from importlib import resources
+from pathlib import Path
+from urllib.parse import quote
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import (
+    HTMLResponse,
+    JSONResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Route
 
-from paceline.errors import PacelineError
+from paceline.config import RunConfig
+from paceline.errors import PacelineError, RecordsError
+from paceline.records import RunFolder
 from paceline.report.build import to_document
+from paceline.report.cells import places
 from paceline.report.collection import collect
 from paceline.report.comparison import cells_to_compare
 from paceline.report.comparison_output import to_document as comparison_document
-from paceline.report.html import to_html
+from paceline.report.document import Document
+from paceline.report.html import script, to_html
+from paceline.study.folder import StudyFolder
 from paceline.ui.library import Library
 from paceline.ui.live import Follower
+from paceline.ui.stream import IsClosing, list_changes, run_changes
 
-LIST_SECONDS = 1.0
-RUN_SECONDS = 0.4
-"""How often records are looked at while somebody watches."""
-KEEP_ALIVE_SECONDS = 15.0
 MOST_COMPARED = 24
 
-TYPES = {"css": "text/css", "js": "text/javascript"}
-HEADERS = {
-    # Reports carry their style and script inside; nothing is ever fetched from elsewhere.
-    "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline';"
-    " script-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
+STYLES = ("report.css", "chart.css", "ui.css")
+"""In this order; the live page looks like a report, and has a few things more."""
+FILES = {
+    "report.css": ("paceline.report", "text/css"),
+    "chart.css": ("paceline.report", "text/css"),
+    "ui.css": ("paceline.ui", "text/css"),
+    "list.js": ("paceline.ui", "text/javascript"),
+    "run.js": ("paceline.ui", "text/javascript"),
 }
+"""What a browser may ask for by name: where it lies, and what it is."""
 
 
-def make_app(library: Library, hosts: list[str]) -> Starlette:
+def _headers() -> dict[str, str]:
+    """Whatever a record says, a browser runs no script of it and fetches nothing from elsewhere."""
+    of_reports = base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()
+    return {
+        "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline';"
+        f" script-src 'self' 'sha256-{of_reports}'; img-src 'self' data:; base-uri 'none';"
+        " form-action 'self'; frame-ancestors 'none'",
+        "Cross-Origin-Resource-Policy": "same-origin",
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-store",
+    }
+
+
+HEADERS = _headers()
+
+
+def make_app(
+    library: Library, hosts: list[str], is_closing: IsClosing = lambda: False
+) -> Starlette:
     """`hosts`: the names by which the page may be asked for."""
     app = Starlette(
         routes=[
@@ -71,35 +101,52 @@ def make_app(library: Library, hosts: list[str]) -> Starlette:
         exception_handlers={PacelineError: _refuse},
     )
     app.state.library = library
+    app.state.is_closing = is_closing
     return app
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    body = _shell("Not found", f"<h1>Not found</h1><p>{escape(str(error))}</p>")
-    return HTMLResponse(body, 404, HEADERS)
+    text = f"{_CRUMB}<h1>Nothing to show</h1>\n<p>{escape(str(error))}</p>\n"
+    return _html(_shell("paceline", text), 404)
 
 
 async def _list_page(request: Request) -> Response:
     body = _page_text("list.html").replace("{folder}", escape(_library(request).root.name))
-    return HTMLResponse(_shell("paceline", body, "list.js"), headers=HEADERS)
+    return _html(_shell("paceline", body, "list.js"))
 
 
 async def _run_page(request: Request) -> Response:
     name = request.path_params["name"]
-    _library(request).path_of(name)
-    body = _page_text("run.html").replace("{name}", escape(name))
-    return HTMLResponse(_shell(name, body, "run.js"), headers=HEADERS)
+    path = _library(request).path_of(name)
+    if StudyFolder.is_one(path):
+        return RedirectResponse(f"/report/{quote(name)}", headers=HEADERS)
+    total, facts = await run_in_threadpool(_facts, path)
+    body = _page_text("run.html")
+    for key, text in {"facts": facts, "total": str(total or ""), "name": name}.items():
+        body = body.replace(f"{{{key}}}", escape(text))
+    return _html(_shell(name, body, "run.js"))
+
+
+def _facts(path: Path) -> tuple[int | None, str]:
+    """How many iterations there will be, where the settings say so, and what is trained how."""
+    try:
+        config: RunConfig = RunFolder(path).read_config()
+    except RecordsError:
+        return None, ""
+    words = [
+        f"{config.model} on {config.data}",
+        config.strategy,
+        places(config),
+        f"batch {config.global_batch_size}",
+    ]
+    return config.iterations, " · ".join(words)
 
 
 async def _page_file(request: Request) -> Response:
     name = request.path_params["name"]
-    kind = TYPES.get(name.rpartition(".")[2])
-    if kind is None or not name.replace(".", "").isalnum():
+    if name not in FILES:
         return Response("no such file", 404, HEADERS)
-    try:
-        return Response(_page_text(name), media_type=kind, headers=HEADERS)
-    except FileNotFoundError:
-        return Response("no such file", 404, HEADERS)
+    return Response(_page_text(name), media_type=FILES[name][1], headers=HEADERS)
 
 
 async def _no_icon(request: Request) -> Response:
@@ -112,63 +159,35 @@ async def _list(request: Request) -> Response:
 
 
 async def _stream_list(request: Request) -> Response:
-    library = _library(request)
-
-    async def changes() -> AsyncIterator[str]:
-        before, silent = "", 0.0
-        while True:
-            entries = await run_in_threadpool(library.entries)
-            now = json.dumps([entry.to_dict() for entry in entries])
-            if now != before:
-                before, silent = now, 0.0
-                yield f"data: {now}\n\n"
-            elif silent > KEEP_ALIVE_SECONDS:
-                silent = 0.0
-                yield ": still here\n\n"
-            silent += LIST_SECONDS
-            await asyncio.sleep(LIST_SECONDS)
-
-    return _streaming(changes())
+    return _streaming(list_changes(_library(request), request.app.state.is_closing))
 
 
 async def _stream_run(request: Request) -> Response:
     follower = Follower(_library(request).path_of(request.path_params["name"]))
-
-    async def changes() -> AsyncIterator[str]:
-        silent = 0.0
-        while True:
-            # Asked before the last look, so that nothing written in between is missed.
-            is_over = follower.is_over
-            news = await run_in_threadpool(follower.news)
-            if news is not None:
-                silent = 0.0
-                yield f"data: {json.dumps(news)}\n\n"
-            elif silent > KEEP_ALIVE_SECONDS:
-                silent = 0.0
-                yield ": still here\n\n"
-            if is_over:
-                yield "event: over\ndata: {}\n\n"
-                return
-            silent += RUN_SECONDS
-            await asyncio.sleep(RUN_SECONDS)
-
-    return _streaming(changes())
+    return _streaming(run_changes(follower, request.app.state.is_closing))
 
 
 async def _report(request: Request) -> Response:
     path = _library(request).path_of(request.path_params["name"])
-    page = await run_in_threadpool(lambda: to_html(to_document(collect(path))))
-    return HTMLResponse(page, headers=HEADERS)
+    return await _document(lambda: to_document(collect(path)))
 
 
 async def _compare(request: Request) -> Response:
     library = _library(request)
-    names = request.query_params.getlist("run")[:MOST_COMPARED]
-    paths = [str(library.path_of(name)) for name in names]
+    names = list(dict.fromkeys(request.query_params.getlist("run")))
+    paths = [str(library.path_of(name)) for name in names[:MOST_COMPARED]]
     if not paths:
-        return HTMLResponse(_shell("Compare", "<p>Tick runs in the list first.</p>"), 400, HEADERS)
-    page = await run_in_threadpool(lambda: to_html(comparison_document(cells_to_compare(paths))))
-    return HTMLResponse(page, headers=HEADERS)
+        text = f"{_CRUMB}<h1>Compare</h1>\n<p>Tick runs in the list first.</p>\n"
+        return _html(_shell("Compare", text), 400)
+    return await _document(lambda: comparison_document(cells_to_compare(paths)))
+
+
+async def _document(make: Callable[[], Document]) -> Response:
+    return _html(await run_in_threadpool(lambda: to_html(make(), before=_CRUMB)))
+
+
+def _html(page: str, status: int = 200) -> Response:
+    return HTMLResponse(page, status, HEADERS)
 
 
 def _streaming(lines: AsyncIterator[str]) -> StreamingResponse:
@@ -182,16 +201,21 @@ def _library(request: Request) -> Library:
 
 
 def _page_text(name: str) -> str:
-    return (resources.files("paceline.ui") / "page" / name).read_text("utf-8")
+    package = FILES[name][0] if name in FILES else "paceline.ui"
+    return (resources.files(package) / "page" / name).read_text("utf-8")
+
+
+_CRUMB = '<p class="crumb"><a href="/">All runs</a></p>\n'
 
 
 def _shell(title: str, body: str, script: str | None = None) -> str:
     code = f'<script type="module" src="/page/{script}"></script>\n' if script else ""
+    styles = "".join(f'<link rel="stylesheet" href="/page/{name}">\n' for name in STYLES)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        '<link rel="icon" href="data:,">\n<link rel="stylesheet" href="/page/ui.css">\n'
+        f'<link rel="icon" href="data:,">\n{styles}'
         f"<title>{escape(title)}</title>\n</head>\n<body>\n<main>\n{body}</main>\n{code}"
         "</body>\n</html>\n"
     )

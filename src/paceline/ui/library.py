@@ -5,21 +5,31 @@ Names are paths below the folder. Whatever leads out of it, by `..` or by a link
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from threading import Lock
 from time import time
 from typing import Any
 
 from paceline.errors import PacelineError, RecordsError
 from paceline.records import Result, RunFolder
-from paceline.study.folder import StudyFolder
+from paceline.report.shape import check_result, is_number
+from paceline.study.folder import STUDY_FILE, StudyFolder
 
 DEPTH = 4
 """Runs and studies are looked for so many folders deep; a study's cells lie two deeper."""
 SILENT_SECONDS = 60.0
 """A run without a result that has written nothing for so long does not run any more."""
+STAMPED = ("config.json", "result.json", "events-0.jsonl", STUDY_FILE, ".lock")
+"""The records that an entry is made of, and one that is written when a run goes on."""
+
+TAIL_BYTES = 65536
+"""Read of the events of a run that goes on."""
+
+Stamp = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +43,7 @@ class Entry:
     """running, interrupted or damaged, besides those that a result has."""
     cause: str
     study: str
-    """Name of the study whose cell it is; empty for others."""
+    """Name of the entry whose cell it is; empty for others."""
     model: str
     data: str
     strategy: str
@@ -54,71 +64,80 @@ class Library:
         self.root = Path(root).resolve()
         if not self.root.is_dir():
             raise RecordsError(f"{root} is no folder: give the one that holds the runs")
-        self._known: dict[str, tuple[tuple[int, ...], Entry]] = {}
+        self._known: dict[str, tuple[Stamp, Entry]] = {}
+        self._reading = Lock()
 
     def path_of(self, name: str) -> Path:
         """The folder of a run or study; RecordsError for whatever is none of this library's."""
         try:
             path = (self.root / name).resolve()
+            if path.is_relative_to(self.root) and (_is_run(path) or StudyFolder.is_one(path)):
+                return path
         except (OSError, ValueError):
-            path = Path()
-        if not path.is_relative_to(self.root) or not (_is_run(path) or StudyFolder.is_one(path)):
-            raise RecordsError(f"{name} is no run or study of {self.root.name}")
-        return path
+            pass
+        raise RecordsError(f"{name} is no run or study of {self.root.name}")
 
     def entries(self) -> list[Entry]:
         """All runs and studies, the newest first."""
-        found: dict[str, tuple[tuple[int, ...], Entry]] = {}
-        for path, study in _walk(self.root, DEPTH, ""):
-            name = str(path.relative_to(self.root))
-            stamp = _stamp(path)
-            known = self._known.get(name)
-            if known is not None and known[0] == stamp and known[1].status != "running":
-                found[name] = known
-            else:
-                found[name] = (stamp, _entry(path, name, study))
-        self._known = found
-        return sorted((entry for _, entry in found.values()), key=lambda one: -one.changed)
+        # One at a time: whoever comes second finds what the first has read.
+        with self._reading:
+            found: dict[str, tuple[Stamp, Entry]] = {}
+            for path, study, stamp in _walk(str(self.root), DEPTH, None):
+                name, of_study = self._name(path), "" if study is None else self._name(study)
+                known = self._known.get(name)
+                if known is not None and known[0] == stamp and known[1].status != "running":
+                    found[name] = known
+                else:
+                    found[name] = (stamp, _entry(Path(path), name, of_study))
+            self._known = found
+        entries = [entry for _, entry in found.values()]
+        running = {entry.study for entry in entries if entry.status == "running"}
+        return sorted(
+            (replace(one, status="running") if one.name in running else one for one in entries),
+            key=lambda one: -one.changed,
+        )
+
+    def _name(self, path: str) -> str:
+        # Names of files are bytes; what is no text gets a name that shows it, and leads nowhere.
+        relative = os.path.relpath(path, self.root)
+        return os.fsencode(relative).decode("utf-8", "replace")
 
 
-def _walk(folder: Path, depth: int, study: str) -> Iterator[tuple[Path, str]]:
-    if _is_run(folder):
-        yield folder, study
-        return
-    if StudyFolder.is_one(folder):
-        yield folder, ""
-        yield from _walk(StudyFolder(folder).cells, 2, folder.name)
-        return
-    if depth == 0:
-        return
+def _walk(folder: str, depth: int, study: str | None) -> Iterator[tuple[str, str | None, Stamp]]:
+    """Folders of runs and studies: path, that of the study it is a cell of, and its stamp."""
     try:
         with os.scandir(folder) as entries:
-            inside = sorted(
-                entry.name
-                for entry in entries
-                # A link may lead anywhere.
-                if entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
-            )
+            inside = {entry.name: entry for entry in entries}
     except OSError:
         return
-    for name in inside:
-        yield from _walk(folder / name, depth - 1, study)
+    if _is_file(inside, "config.json"):
+        yield folder, study, _stamp(inside)
+    elif _is_file(inside, STUDY_FILE):
+        yield folder, None, _stamp(inside)
+        yield from _walk(str(StudyFolder(Path(folder)).cells), 2, folder)
+    elif depth:
+        for name, entry in sorted(inside.items()):
+            # A link may lead anywhere.
+            if not name.startswith(".") and entry.is_dir(follow_symlinks=False):
+                yield from _walk(entry.path, depth - 1, study)
+
+
+def _is_file(inside: Mapping[str, os.DirEntry[str]], name: str) -> bool:
+    return name in inside and inside[name].is_file()
 
 
 def _is_run(path: Path) -> bool:
     return (path / "config.json").is_file()
 
 
-def _stamp(path: Path) -> tuple[int, ...]:
+def _stamp(inside: Mapping[str, os.DirEntry[str]]) -> Stamp:
     """Other whenever a record that the list shows was written."""
-    return tuple(
-        _written(path / name) for name in ("config.json", "result.json", "study.json", ".lock")
-    )
+    return tuple(_written(inside.get(name)) for name in STAMPED)
 
 
-def _written(path: Path) -> int:
+def _written(entry: os.DirEntry[str] | None) -> int:
     try:
-        return path.stat().st_mtime_ns
+        return 0 if entry is None else entry.stat().st_mtime_ns
     except OSError:
         return 0
 
@@ -139,14 +158,14 @@ def _entry(path: Path, name: str, study: str) -> Entry:
             return _study_entry(path, blank)
         return _run_entry(RunFolder(path), blank)
     except PacelineError as error:
-        return _with(blank, cause=str(error).replace(f"{path}{os.sep}", ""))
-    except (KeyError, TypeError, ValueError, AttributeError, OSError):
-        return _with(blank, cause="its records have another shape than paceline's")
+        return replace(blank, cause=str(error).replace(f"{path}{os.sep}", ""))
+    except OSError as error:
+        return replace(blank, cause=f"cannot be read: {error.strerror}")
 
 
 def _run_entry(folder: RunFolder, blank: Entry) -> Entry:
     config, result = folder.read_config(), folder.read_result()
-    entry = _with(
+    entry = replace(
         blank,
         model=config.model,
         data=config.data,
@@ -155,8 +174,10 @@ def _run_entry(folder: RunFolder, blank: Entry) -> Entry:
     )
     if result is None:
         runs = time() - entry.changed < SILENT_SECONDS
-        return _with(entry, status="running" if runs else "interrupted")
-    return _with(entry, **_outcome(result))
+        standing = _standing(folder.events_file(0))
+        return replace(entry, status="running" if runs else "interrupted", **standing)
+    check_result(result, str(folder.result_file))
+    return replace(entry, **_outcome(result))
 
 
 def _outcome(result: Result) -> dict[str, Any]:
@@ -172,18 +193,37 @@ def _outcome(result: Result) -> dict[str, Any]:
     }
 
 
+def _standing(events: Path) -> dict[str, Any]:
+    """How far a run without a result has come, by the last whole lines of its first worker."""
+    try:
+        with events.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            lines = file.read().split(b"\n")[:-1]
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        try:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(event, dict) and event.get("event") == "iterations":
+            first, seconds = event.get("first"), event.get("seconds")
+            if not is_number(first) or not isinstance(seconds, list) or not seconds:
+                continue
+            known = sorted(filter(is_number, seconds))
+            median = known[len(known) // 2] if known else None
+            return {"iterations": int(first) + len(seconds), "iteration_seconds": median}
+    return {}
+
+
 def _study_entry(path: Path, blank: Entry) -> Entry:
     folder = StudyFolder(path)
     study = folder.read()
     finished = sum(folder.run_folder(cell).result_file.is_file() for cell in study.cells)
     count = len(study.cells)
-    return _with(
+    return replace(
         blank,
         kind="study",
         status="finished" if finished == count else "unfinished",
         cause=f"{finished} of {count} cells",
     )
-
-
-def _with(entry: Entry, **values: Any) -> Entry:
-    return Entry(**{**asdict(entry), **values})

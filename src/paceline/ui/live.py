@@ -1,4 +1,4 @@
-"""A run as it goes on: what its first worker has written since one last looked."""
+"""A run as it goes on: what its workers have written since one last looked."""
 
 from __future__ import annotations
 
@@ -10,10 +10,17 @@ from time import time
 from typing import Any
 
 from paceline.records import RunFolder
+from paceline.report.shape import is_number
 from paceline.ui.library import SILENT_SECONDS, newest_seconds
 
 MOST_POINTS = 600
 """In one message: a page needs no more, however long the run was before it was opened."""
+MOST_BYTES = 4_000_000
+"""Read of a file at once: a long run is told in parts, and never held whole."""
+MOST_WORKERS = 4
+"""Whose phases are told; curves are the first one's."""
+
+Point = list[float | None]
 
 
 class Follower:
@@ -21,42 +28,33 @@ class Follower:
 
     def __init__(self, path: Path) -> None:
         self._folder = RunFolder(path)
-        self._file = self._folder.events_file(0)
-        self._offset = 0
-        self._phases_before: dict[str, float] = {}
-        """At the end of the first block: what came before is mostly start-up."""
+        self._workers = [_Worker(self._folder.events_file(rank)) for rank in range(MOST_WORKERS)]
 
     def news(self) -> dict[str, Any] | None:
         """What a page adds to what it shows; None where there is nothing new."""
-        points: list[list[float | None]] = []
+        points: list[Point] = []
         news: dict[str, Any] = {}
-        for event in self._new_events():
-            kind = event.get("event")
-            if kind == "iterations":
-                points += _points(event)
-                if phases := self._phases(event.get("phases")):
-                    news["phases"] = phases
-            elif kind == "evaluation":
-                keys = ("iteration", "test_accuracy", "test_loss")
-                news.setdefault("evaluations", []).append([event.get(key) for key in keys])
-            elif kind in ("start", "end"):
-                news[kind] = event
+        for rank, worker in enumerate(self._workers):
+            for event in worker.new_events():
+                kind = event.get("event")
+                if kind == "iterations" and (phases := worker.phases_since(event.get("phases"))):
+                    news.setdefault("phases", {})[str(rank)] = phases
+                if rank:
+                    continue
+                if kind == "iterations":
+                    points += _points(event)
+                elif kind == "evaluation":
+                    news.setdefault("evaluations", []).extend(_evaluation(event))
+                elif kind == "end":
+                    news["end"] = {key: str(event.get(key) or "") for key in ("status", "cause")}
         if points:
             news["points"] = thinned(points)
         return news or None
 
-    def _phases(self, phases: Any) -> dict[str, float]:
-        """What each has taken since the first block of the process that writes."""
-        if not isinstance(phases, dict) or not all(
-            isinstance(spent, int | float) for spent in phases.values()
-        ):
-            return {}
-        before = self._phases_before
-        # A resumed run counts from zero again.
-        if not before or any(spent < before.get(name, 0.0) for name, spent in phases.items()):
-            self._phases_before = phases
-            return {}
-        return {name: spent - before.get(name, 0.0) for name, spent in phases.items()}
+    @property
+    def is_behind(self) -> bool:
+        """Whether there was more than one look takes in: the next one should follow at once."""
+        return any(worker.is_behind for worker in self._workers)
 
     @property
     def is_over(self) -> bool:
@@ -65,40 +63,71 @@ class Follower:
             return True
         return time() - newest_seconds(self._folder.path) > SILENT_SECONDS
 
-    def _new_events(self) -> Iterator[dict[str, Any]]:
-        try:
-            with self._file.open("rb") as file:
-                status = os.fstat(file.fileno())
-                if status.st_size < self._offset:
-                    self._offset = 0
-                file.seek(self._offset)
-                contents = file.read()
-        except OSError:
-            return
-        # The last line may be half written.
-        end = contents.rfind(b"\n") + 1
-        self._offset += end
-        for line in contents[:end].splitlines():
+
+class _Worker:
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._offset = 0
+        self._phases_before: dict[str, float] = {}
+        """At the end of the first block: what came before is mostly start-up."""
+        self.is_behind = False
+
+    def new_events(self) -> Iterator[dict[str, Any]]:
+        for line in self._new_lines():
             try:
                 event = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(event, dict):
                 yield event
 
+    def _new_lines(self) -> list[bytes]:
+        try:
+            with self._file.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < self._offset:
+                    self._offset = 0
+                file.seek(self._offset)
+                contents = file.read(MOST_BYTES)
+        except OSError:
+            self.is_behind = False
+            return []
+        self.is_behind = len(contents) == MOST_BYTES
+        # The last line may be half written. One that fills all that is read is no event.
+        end = contents.rfind(b"\n") + 1
+        self._offset += end or (MOST_BYTES if self.is_behind else 0)
+        return contents[:end].splitlines()
 
-def _points(event: dict[str, Any]) -> list[list[float | None]]:
+    def phases_since(self, phases: Any) -> dict[str, float]:
+        """What each has taken since the first block of the process that writes."""
+        if not isinstance(phases, dict) or not all(map(is_number, phases.values())):
+            return {}
+        before = self._phases_before
+        # A resumed run counts from zero again.
+        if not before or any(spent < before.get(name, 0.0) for name, spent in phases.items()):
+            self._phases_before = phases
+            return {}
+        return {name: spent - before.get(name, 0.0) for name, spent in phases.items()}
+
+
+def _points(event: dict[str, Any]) -> list[Point]:
     """[iteration, loss, seconds] of a block; none where it has another shape."""
     first, seconds, losses = (event.get(key) for key in ("first", "seconds", "loss"))
-    if not isinstance(first, int) or not isinstance(seconds, list) or not isinstance(losses, list):
+    if not is_number(first) or not isinstance(seconds, list) or not isinstance(losses, list):
         return []
     return [
-        [first + index + 1, loss, spent]
+        [first + index + 1, loss if is_number(loss) else None, spent]
         for index, (loss, spent) in enumerate(zip(losses, seconds, strict=False))
+        if is_number(spent)
     ]
 
 
-def thinned(points: list[list[float | None]]) -> list[list[float | None]]:
+def _evaluation(event: dict[str, Any]) -> list[Point]:
+    """[iteration, accuracy]; none where it has another shape."""
+    iteration, accuracy = event.get("iteration"), event.get("test_accuracy")
+    return [[iteration, accuracy]] if is_number(iteration) and is_number(accuracy) else []
+
+
+def thinned(points: list[Point]) -> list[Point]:
     """So many that a page can draw them; each the last of its stretch, with the stretch's means."""
     stride = -(-len(points) // MOST_POINTS)
     if stride <= 1:
@@ -107,6 +136,6 @@ def thinned(points: list[list[float | None]]) -> list[list[float | None]]:
     return [[stretch[-1][0], _mean(stretch, 1), _mean(stretch, 2)] for stretch in stretches]
 
 
-def _mean(stretch: list[list[float | None]], column: int) -> float | None:
-    values = [value for point in stretch if isinstance(value := point[column], int | float)]
+def _mean(stretch: list[Point], column: int) -> float | None:
+    values = [value for point in stretch if (value := point[column]) is not None]
     return sum(values) / len(values) if values else None

@@ -29,14 +29,12 @@ def serve(folder: Path | str, host: str, port: int) -> None:
     sys.stdout.write(f"{library.root}\n{address}   (Ctrl-C ends it)\n")
     sys.stdout.flush()
     hosts = LOOPBACK if host in LOOPBACK else [host]
-    config = uvicorn.Config(
-        make_app(library, hosts),
-        log_level="warning",
-        # Whoever watches keeps a connection open.
-        timeout_graceful_shutdown=1,
-    )
+    app = make_app(library, hosts, is_closing=lambda: server.should_exit)
+    # Whoever watches is let go of at once; a report that is being built is waited for so long.
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2)
+    server = uvicorn.Server(config)
     with listening, contextlib.suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets=[listening])
+        server.run(sockets=[listening])
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -1,12 +1,17 @@
-// The list: drawn from what the server pushes; ticks and the filter survive every redraw.
+// The list: drawn from what the server pushes; ticks, folds and the filter survive every redraw.
 const body = document.getElementById("runs");
+const table = document.getElementById("table");
+const empty = document.getElementById("empty");
 const filter = document.getElementById("filter");
 const compare = document.getElementById("compare");
 const count = document.getElementById("count");
 const more = document.getElementById("more");
 const ticked = new Set();
+const folded = new Map(); // Name of a study -> whether its reader has closed it.
+const rows = new Map(); // Name -> the row as it stands, and what it was made of.
 const MOST_ROWS = 2000;
-let entries = [];
+const MOST_CELLS_OPEN = 24; // A study with more is closed until its reader opens it.
+let entries = null;
 
 const seconds = (value) => {
   if (value === null) return "";
@@ -25,6 +30,15 @@ const ago = (moment) => {
 
 const link = (kind, name) => `/${kind}/${name.split("/").map(encodeURIComponent).join("/")}`;
 
+function element(kind, attributes, ...inside) {
+  const made = document.createElement(kind);
+  Object.assign(made, attributes);
+  made.append(...inside);
+  return made;
+}
+
+const anchor = (href, text) => element("a", { href }, text);
+
 function cell(row, content, kind) {
   const place = row.insertCell();
   if (kind) place.className = kind;
@@ -32,50 +46,104 @@ function cell(row, content, kind) {
   return place;
 }
 
-function anchor(href, text) {
-  const made = document.createElement("a");
-  made.href = href;
-  made.textContent = text;
-  return made;
-}
-
-function status(entry) {
-  const mark = document.createElement("span");
-  mark.className = `status ${entry.status}`;
-  mark.textContent = entry.status;
-  if (entry.cause) mark.title = entry.cause;
-  return mark;
-}
-
-function fill(row, entry) {
-  const box = document.createElement("input");
-  box.type = "checkbox";
-  box.checked = ticked.has(entry.name);
-  box.disabled = entry.status === "damaged";
-  box.setAttribute("aria-label", `compare ${entry.name}`);
+function tick(entry) {
+  const box = element("input", {
+    type: "checkbox",
+    checked: ticked.has(entry.name),
+    disabled: entry.status === "damaged",
+    ariaLabel: `compare ${entry.name}`,
+  });
   box.addEventListener("change", () => {
     if (box.checked) ticked.add(entry.name);
     else ticked.delete(entry.name);
     showCompare();
   });
-  cell(row, box, "tick");
-  const target = entry.kind === "study" ? link("report", entry.name) : link("run", entry.name);
-  cell(row, entry.status === "damaged" ? entry.name : anchor(target, entry.name));
-  cell(row, status(entry));
-  if (entry.kind === "study" || entry.status === "damaged") {
-    const wide = cell(row, entry.kind === "study" ? `study: ${entry.cause}` : entry.cause, "note");
-    wide.colSpan = 7;
+  return box;
+}
+
+function fold(group) {
+  const made = element("button", { type: "button", className: "fold", ariaExpanded: String(!group.isClosed) });
+  made.ariaLabel = `cells of ${group.entry.name}`;
+  made.addEventListener("click", () => {
+    folded.set(group.entry.name, !group.isClosed);
+    draw();
+  });
+  return made;
+}
+
+// Of a study's cell the study is said in the row above.
+const shortName = (entry) => (entry.study ? entry.name.split("/").pop() : entry.name);
+
+function nameOf(entry, group) {
+  const parts = [];
+  if (group && group.cells.length) parts.push(fold(group));
+  const target = link(entry.kind === "study" ? "report" : "run", entry.name);
+  parts.push(entry.status === "damaged" ? shortName(entry) : anchor(target, shortName(entry)));
+  if (entry.cause && entry.kind !== "study") parts.push(element("small", { title: entry.cause }, entry.cause));
+  return parts;
+}
+
+function build(entry, group) {
+  const row = document.createElement("tr");
+  row.dataset.name = entry.name;
+  row.className = entry.study ? "cell" : entry.kind;
+  cell(row, tick(entry), "tick");
+  cell(row, "").append(...nameOf(entry, group));
+  cell(row, element("span", { className: `status ${entry.status}` }, entry.status));
+  if (entry.kind === "study") {
+    cell(row, `study, ${entry.cause}`, "note").colSpan = 7;
   } else {
+    cell(row, entry.accuracy === null ? "" : `${(100 * entry.accuracy).toFixed(1)} %`, "n");
+    cell(row, seconds(entry.iteration_seconds), "n");
+    cell(row, entry.iterations === null ? "" : entry.iterations.toLocaleString("en"), "n");
+    cell(row, seconds(entry.wall_seconds), "n");
     cell(row, entry.model);
     cell(row, entry.strategy);
-    cell(row, String(entry.workers), "n");
-    cell(row, entry.iterations === null ? "" : entry.iterations.toLocaleString("en"), "n");
-    cell(row, seconds(entry.iteration_seconds), "n");
-    cell(row, entry.accuracy === null ? "" : `${(100 * entry.accuracy).toFixed(1)} %`, "n");
-    cell(row, seconds(entry.wall_seconds), "n");
+    cell(row, entry.workers ? String(entry.workers) : "", "n");
   }
-  cell(row, ago(entry.changed));
+  cell(row, ago(entry.changed), "note");
   cell(row, entry.status === "damaged" ? "" : anchor(link("report", entry.name), "report"));
+  return row;
+}
+
+// The row of an entry: the one that stands there, unless something in it is other now.
+function rowOf({ entry, group }) {
+  const made = JSON.stringify([entry, ago(entry.changed), group && [group.isClosed, group.cells.length]]);
+  const known = rows.get(entry.name);
+  if (known && known.made === made) return known.row;
+  const row = build(entry, group);
+  rows.set(entry.name, { made, row });
+  return row;
+}
+
+// A study is followed by its cells, in the order in which they were run.
+function arrange(shown) {
+  const all = new Map(entries.map((entry) => [entry.name, entry]));
+  const groups = new Map();
+  for (const entry of shown) {
+    const head = all.get(entry.study) || entry;
+    if (!groups.has(head.name)) groups.set(head.name, { entry: head, cells: [] });
+    if (head !== entry) groups.get(head.name).cells.push(entry);
+  }
+  const lines = [];
+  for (const group of groups.values()) {
+    const isLong = group.cells.length > MOST_CELLS_OPEN && !filter.value;
+    group.isClosed = folded.get(group.entry.name) ?? isLong;
+    lines.push({ entry: group.entry, group });
+    const cells = group.isClosed ? [] : group.cells.sort((a, b) => a.changed - b.changed);
+    lines.push(...cells.map((entry) => ({ entry })));
+  }
+  return lines;
+}
+
+function show(lines) {
+  const wanted = lines.map(rowOf);
+  const kept = new Set(wanted);
+  for (const row of [...body.children]) if (!kept.has(row)) row.remove();
+  // Only what is out of place is moved: a row that stays keeps the keyboard's focus.
+  wanted.forEach((row, index) => {
+    if (body.children[index] !== row) body.insertBefore(row, body.children[index] || null);
+  });
 }
 
 function showCompare() {
@@ -84,21 +152,22 @@ function showCompare() {
 }
 
 function draw() {
-  const wanted = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
+  if (entries === null) return;
+  const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
   const text = (one) => `${one.name} ${one.model} ${one.strategy} ${one.status} ${one.kind}`.toLowerCase();
-  const shown = entries.filter((one) => wanted.every((word) => text(one).includes(word)));
-  const rows = document.createDocumentFragment();
-  for (const entry of shown.slice(0, MOST_ROWS)) {
-    const row = document.createElement("tr");
-    row.dataset.name = entry.name;
-    fill(row, entry);
-    rows.append(row);
-  }
-  body.replaceChildren(rows);
-  const running = entries.filter((one) => one.status === "running").length;
-  count.textContent = `${entries.length.toLocaleString("en")} in all, ${running} running`;
-  more.hidden = shown.length <= MOST_ROWS;
-  more.textContent = `The newest ${MOST_ROWS} of ${shown.length}: filter to see others.`;
+  const shown = entries.filter((one) => words.every((word) => text(one).includes(word)));
+  const lines = arrange(shown);
+  show(lines.slice(0, MOST_ROWS));
+  const runs = entries.filter((one) => one.kind === "run");
+  const running = runs.filter((one) => one.status === "running").length;
+  count.textContent = `${runs.length.toLocaleString("en")} ${runs.length === 1 ? "run" : "runs"}, ${running} running`;
+  table.hidden = !shown.length;
+  empty.hidden = shown.length > 0;
+  empty.textContent = entries.length
+    ? "No run or study matches the filter."
+    : "No runs here yet: they show up as soon as one begins.";
+  more.hidden = lines.length <= MOST_ROWS;
+  more.textContent = `The newest ${MOST_ROWS.toLocaleString("en")} of ${lines.length.toLocaleString("en")}: filter to see others.`;
 }
 
 document.getElementById("bar").addEventListener("submit", (event) => {
@@ -108,7 +177,14 @@ document.getElementById("bar").addEventListener("submit", (event) => {
 });
 filter.addEventListener("input", draw);
 
-new EventSource("/stream").addEventListener("message", (event) => {
+const source = new EventSource("/stream");
+source.addEventListener("message", (event) => {
   entries = JSON.parse(event.data);
+  const names = new Set(entries.map((entry) => entry.name));
+  for (const known of [rows, ticked]) for (const name of known.keys()) if (!names.has(name)) known.delete(name);
+  showCompare();
   draw();
+});
+source.addEventListener("error", () => {
+  count.textContent = "no connection to paceline ui: trying again";
 });

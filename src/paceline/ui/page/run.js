@@ -1,13 +1,18 @@
 // One run, as it grows: what is pushed is added to what was there, and drawn anew.
 const SVG = "http://www.w3.org/2000/svg";
-const BOX = { left: 56, right: 12, top: 10, bottom: 34, width: 520, height: 260 };
+const BOX = { left: 50, right: 466, top: 12, bottom: 214 };
 const MOST_POINTS = 1200;
-const PHASES = ["input", "forward", "backward", "exchange", "wait", "update", "evaluate", "checkpoint", "other"];
-const name = document.getElementById("name").dataset.name;
+const PHASES = ["input", "forward", "backward", "update", "exchange", "wait", "evaluate", "checkpoint", "other"];
+const heading = document.getElementById("name");
+const { name } = heading.dataset;
+const total = Number(heading.dataset.total) || null;
 const path = name.split("/").map(encodeURIComponent).join("/");
 const status = document.getElementById("status");
 const standing = document.getElementById("standing");
+const progress = document.getElementById("progress");
+const cause = document.getElementById("cause");
 const curves = { loss: [], seconds: [], accuracy: [] };
+const phases = new Map(); // Worker -> seconds in each.
 document.getElementById("report").href = `/report/${path}`;
 
 function make(kind, attributes, text) {
@@ -22,11 +27,10 @@ function ticks(low, high, count) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 2.5, 5, 10].map((f) => f * power).find((one) => one >= rough * 0.999);
   const found = [];
-  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n++) found.push(n * step);
-  return found;
+  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n++) found.push(n * step + 0);
+  const digits = Math.max(0, Math.min(6, 1 - Math.floor(Math.log10(step) + 1e-9) - (step / power === 2.5 ? 0 : 1)));
+  return found.map((value) => [value, value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits })]);
 }
-
-const short = (value) => value.toLocaleString("en", { maximumSignificantDigits: 4 });
 
 // Of so many points, each the mean of a stretch: a long run stays quick to draw.
 function thin(points) {
@@ -40,90 +44,138 @@ function thin(points) {
   return kept;
 }
 
+// An axis that shows nearly all points: a few slow iterations must not flatten the rest.
+function top(values) {
+  const most = Math.max(...values);
+  const usual = [...values].sort((a, b) => a - b)[Math.floor(0.98 * (values.length - 1))];
+  return most > 3 * usual ? 1.6 * usual : most;
+}
+
+function limits(id, values) {
+  // Times are compared by their height, so theirs begins at zero.
+  let [low, high] = [id === "seconds" ? 0 : Math.min(...values), id === "seconds" ? top(values) : Math.max(...values)];
+  if (low === high) [low, high] = [low - 0.5 * Math.abs(low || 1), high + 0.5 * Math.abs(high || 1)];
+  const air = 0.05 * (high - low);
+  return [id === "seconds" ? 0 : low - air, high + air];
+}
+
 function draw(id) {
   const svg = document.getElementById(id);
   const points = curves[id];
   svg.dataset.points = points.length;
-  if (!points.length) return;
-  const xs = points.map((point) => point[0]);
-  const ys = points.map((point) => point[1]);
-  const [left, right] = [Math.min(...xs), Math.max(...xs, Math.min(...xs) + 1)];
-  // Times are compared by their height, so theirs begins at zero.
-  let [low, high] = [id === "seconds" ? 0 : Math.min(...ys), Math.max(...ys)];
-  if (low === high) [low, high] = [low - 0.5 * Math.abs(low || 1), high + 0.5 * Math.abs(high || 1)];
-  const px = (x) => BOX.left + ((x - left) / (right - left)) * (BOX.width - BOX.left - BOX.right);
-  const py = (y) => BOX.height - BOX.bottom - ((y - low) / (high - low)) * (BOX.height - BOX.top - BOX.bottom);
+  if (!points.length) {
+    svg.replaceChildren(make("text", { x: 240, y: 125, "text-anchor": "middle", class: "tick" }, "nothing yet"));
+    return;
+  }
+  const [left, right] = [0, Math.max(1, points[points.length - 1][0])];
+  const [low, high] = limits(id, points.map((point) => point[1]));
+  const px = (x) => BOX.left + ((x - left) / (right - left)) * (BOX.right - BOX.left);
+  const py = (y) => Math.max(BOX.top, BOX.bottom - ((y - low) / (high - low)) * (BOX.bottom - BOX.top));
   const parts = [];
-  for (const y of ticks(low, high, 4)) {
-    parts.push(make("line", { class: "rule", x1: BOX.left, x2: BOX.width - BOX.right, y1: py(y), y2: py(y) }));
-    parts.push(make("text", { x: BOX.left - 8, y: py(y) + 4, "text-anchor": "end" }, short(y)));
+  for (const [y, text] of ticks(low, high, 4)) {
+    parts.push(make("line", { class: "grid", x1: BOX.left, x2: BOX.right, y1: py(y), y2: py(y) }));
+    parts.push(make("text", { class: "tick", x: BOX.left - 7, y: py(y) + 4, "text-anchor": "end" }, text));
   }
-  for (const x of ticks(left, right, 5)) {
-    parts.push(make("text", { x: px(x), y: BOX.height - 12, "text-anchor": "middle" }, short(x)));
+  parts.push(make("line", { class: "axis", x1: BOX.left, x2: BOX.right, y1: BOX.bottom, y2: BOX.bottom }));
+  for (const [x, text] of ticks(left, right, 5)) {
+    parts.push(make("line", { class: "axis", x1: px(x), x2: px(x), y1: BOX.bottom, y2: BOX.bottom + 4 }));
+    parts.push(make("text", { class: "tick", x: px(x), y: BOX.bottom + 18, "text-anchor": "middle" }, text));
   }
-  const route = points.map((point, index) => `${index ? "L" : "M"}${px(point[0]).toFixed(1)} ${py(point[1]).toFixed(1)}`);
-  parts.push(make("path", { class: "line", d: route.join("") }));
+  parts.push(make("text", { class: "axis-label", x: BOX.right, y: BOX.bottom + 38, "text-anchor": "end" }, "iteration"));
+  const route = points.map(([x, y], index) => `${index ? "L" : "M"}${px(x).toFixed(1)} ${py(y).toFixed(1)}`);
   const last = points[points.length - 1];
-  parts.push(make("circle", { class: "dot", cx: px(last[0]), cy: py(last[1]), r: 3.5 }));
-  svg.replaceChildren(...parts);
+  const series = make("g", { class: "s0" });
+  series.append(
+    make("path", { class: "line", d: route.join("") }),
+    ...(id === "accuracy" ? points : [last]).map(([x, y]) => make("circle", { class: "dot", cx: px(x), cy: py(y), r: 3.5 })),
+  );
+  svg.replaceChildren(...parts, series);
 }
 
-function drawPhases(phases) {
-  const total = PHASES.reduce((sum, phase) => sum + (phases[phase] || 0), 0);
-  if (!total) return;
-  const bar = document.getElementById("phases");
-  const legend = document.getElementById("legend");
-  bar.replaceChildren();
-  legend.replaceChildren();
-  for (const phase of PHASES) {
-    const share = (phases[phase] || 0) / total;
-    if (share < 0.0005) continue;
-    const part = document.createElement("span");
-    part.className = `k-${phase}`;
-    part.style.flexGrow = share;
-    part.title = `${phase} ${(100 * share).toFixed(1)} %`;
-    bar.append(part);
-    const item = document.createElement("li");
-    const mark = document.createElement("i");
-    mark.className = `k-${phase}`;
-    item.append(mark, `${phase} ${(100 * share).toFixed(1)} %`);
-    legend.append(item);
+const sum = (values) => values.reduce((so, one) => so + one, 0);
+const percent = (share) => `${(100 * share).toFixed(1)} %`;
+
+function element(kind, className, ...inside) {
+  const made = document.createElement(kind);
+  if (className) made.className = className;
+  made.append(...inside);
+  return made;
+}
+
+function drawPhases() {
+  const workers = [...phases.entries()].sort((a, b) => a[0] - b[0]);
+  const bars = [];
+  for (const [rank, spent] of workers) {
+    const bar = element("div", "bar-of-phases");
+    for (const phase of PHASES) {
+      const part = element("span", `k-${phase}`);
+      part.style.flexGrow = spent[phase] || 0;
+      part.title = `${phase} ${percent((spent[phase] || 0) / sum(Object.values(spent)))}`;
+      if (spent[phase]) bar.append(part);
+    }
+    bars.push(element("p", "worker", `worker ${rank}`), bar);
   }
+  document.getElementById("phases").replaceChildren(...bars);
+  const whole = sum(workers.flatMap(([, spent]) => Object.values(spent)));
+  const keys = PHASES.map((phase) => [phase, sum(workers.map(([, spent]) => spent[phase] || 0)) / whole])
+    .filter(([, share]) => share >= 0.0005)
+    .map(([phase, share]) => element("li", "", element("i", `k-${phase}`), phase, element("b", "", percent(share))));
+  document.getElementById("legend").replaceChildren(...keys);
+}
+
+const clock = (left) => `${Math.floor(left / 60)}:${String(Math.round(left) % 60).padStart(2, "0")}`;
+
+function drawStanding(isRunning) {
+  const times = curves.seconds;
+  const last = times[times.length - 1];
+  if (!last) return;
+  const recent = times.slice(-50).map((point) => point[1]);
+  const each = sum(recent) / recent.length;
+  const words = [`iteration ${last[0].toLocaleString("en")}${total ? ` of ${total.toLocaleString("en")}` : ""}`];
+  words.push(`${each.toPrecision(3)} ms each`);
+  if (isRunning && total > last[0]) words.push(`about ${clock(((total - last[0]) * each) / 1000)} left`);
+  standing.textContent = words.join(" · ");
+  progress.hidden = !isRunning || !total;
+  if (total) Object.assign(progress, { max: total, value: last[0] });
 }
 
 function add(news) {
   for (const [iteration, loss, spent] of news.points || []) {
-    if (curves.loss.length && iteration <= curves.loss[curves.loss.length - 1][0]) {
+    const { seconds } = curves;
+    if (seconds.length && iteration <= seconds[seconds.length - 1][0]) {
       // A resumed run does some iterations again.
       for (const id of ["loss", "seconds"]) curves[id] = curves[id].filter((point) => point[0] < iteration);
     }
     if (loss !== null) curves.loss.push([iteration, loss]);
-    curves.seconds.push([iteration, spent * 1000]);
+    if (spent !== null) curves.seconds.push([iteration, spent * 1000]);
   }
   for (const [iteration, accuracy] of news.evaluations || []) {
-    if (accuracy !== null) curves.accuracy.push([iteration, 100 * accuracy]);
+    curves.accuracy = curves.accuracy.filter((point) => point[0] < iteration);
+    curves.accuracy.push([iteration, 100 * accuracy]);
   }
   for (const id of Object.keys(curves)) {
     curves[id] = thin(curves[id]);
     draw(id);
   }
-  if (news.phases) drawPhases(news.phases);
-  const last = curves.seconds[curves.seconds.length - 1];
-  if (last) standing.textContent = `iteration ${last[0].toLocaleString("en")}`;
+  for (const [rank, spent] of Object.entries(news.phases || {})) phases.set(Number(rank), spent);
+  if (phases.size) drawPhases();
   show(news.end ? news.end.status : "running", news.end && news.end.cause);
 }
 
-function show(text, cause) {
+function show(text, why) {
   status.textContent = text;
   status.className = `status ${text}`;
-  if (cause) standing.textContent += `: ${cause}`;
+  drawStanding(text === "running");
+  cause.hidden = !why;
+  cause.textContent = why || "";
 }
 
+for (const id of Object.keys(curves)) draw(id);
 const source = new EventSource(`/stream/${path}`);
 source.addEventListener("message", (event) => add(JSON.parse(event.data)));
 source.addEventListener("over", () => {
   source.close();
-  if (status.textContent === "running" || status.textContent === "connecting") show("interrupted");
+  if (["running", "connecting"].includes(status.textContent)) show("interrupted");
 });
 source.addEventListener("error", () => {
   if (source.readyState === EventSource.CLOSED) show("no connection");
