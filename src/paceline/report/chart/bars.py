@@ -49,10 +49,10 @@ class BarChart:
 
 
 COLOURS = {
-    "input": "#9ec3e6", "forward": "#4a8fc7", "backward": "#0b4f86", "update": "#5cb8a7",
-    "exchange": "#c8501e", "wait": "#e8b04a", "evaluate": "#b7b7b7", "checkpoint": "#8c8c8c",
-    "other": "#dcdcdc", "gradients": "#e08a5e", "parameters": "#0b62a4", "buffers": "#12806a",
-    "metrics": "#b98300", "control": "#8c8c8c",
+    "input": "#8fbdf0", "forward": "#3f86c6", "backward": "#0b4378", "update": "#2f9f72",
+    "exchange": "#c8501e", "wait": "#f0b73f", "evaluate": "#b5aca4", "checkpoint": "#77706a",
+    "other": "#dedad6", "gradients": "#e08a5e", "parameters": "#0b62a4", "buffers": "#14a298",
+    "metrics": "#bd9616", "control": "#77706a",
 }  # fmt: skip
 """Computing is blue, communication warm, what is beside training grey."""
 

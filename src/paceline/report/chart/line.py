@@ -26,6 +26,30 @@ PLOT_HEIGHT = 216.0
 LEFT, TOP, RIGHT = 58.0, 34.0, 14.0
 DOTS_UP_TO = 30
 """Where no curve has more points than this, each is marked."""
+SAME = 0.5
+"""Curves that are nowhere further apart than this on the screen cannot be told apart."""
+STRIPE = 10.0
+"""Length of the stripes in which such curves take turns."""
+
+Places = list[tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Of a curve among those that lie on one another: which one it is, of how many."""
+
+    number: int
+    of: int
+
+    @property
+    def style(self) -> str | None:
+        """The first is drawn whole, below the others."""
+        if self.number == 0:
+            return None
+        return (
+            f"stroke-dasharray:{svg.number(STRIPE)} {svg.number(STRIPE * (self.of - 1))};"
+            f"stroke-dashoffset:{svg.number(-self.number * STRIPE)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +102,11 @@ def draw_lines(chart: LineChart) -> str:
     x_unit = unit_for(chart.x_quantity, x_high)
     y_unit = unit_for(chart.y_quantity, y_high)
     has_dots = max((len(series.x) for series in shown), default=0) <= DOTS_UP_TO
+    routes = [
+        [(x_scale(x), y_scale(y)) for x, y in zip(series.x, series.y, strict=True)]
+        for series in shown
+    ]
+    turns = take_turns(routes)
     frame = f"{svg.data((box.left, box.top, box.width, box.height))}"
     inside = [
         svg.text(y_unit.label(chart.y_label), 8, 14, class_="axis-label"),
@@ -88,7 +117,7 @@ def draw_lines(chart: LineChart) -> str:
         svg.element(
             "svg",
             *(
-                _draw(index, series, x_scale, y_scale, has_dots)
+                _draw(index, series, (x_scale, y_scale), routes[index], turns[index], has_dots)
                 for index, series in enumerate(shown)
             ),
             x=box.left, y=box.top, width=box.width, height=box.height, class_="plot",
@@ -107,9 +136,39 @@ def draw_lines(chart: LineChart) -> str:
     )  # fmt: skip
 
 
-def _draw(index: int, series: Series, x_scale: Scale, y_scale: Scale, has_dots: bool) -> str:
+def take_turns(routes: Sequence[Places]) -> list[Turn]:
+    """Curves that lie on one another are drawn in stripes, so that all are seen."""
+    groups: list[list[int]] = []
+    for index, route in enumerate(routes):
+        for group in groups:
+            if _coincide(routes[group[0]], route):
+                group.append(index)
+                break
+        else:
+            groups.append([index])
+    turns = {
+        index: Turn(number, len(group)) for group in groups for number, index in enumerate(group)
+    }
+    return [turns[index] for index in range(len(routes))]
+
+
+def _coincide(one: Places, other: Places) -> bool:
+    return len(one) == len(other) > 1 and all(
+        abs(a[0] - b[0]) <= SAME and abs(a[1] - b[1]) <= SAME
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _draw(
+    index: int,
+    series: Series,
+    scales: tuple[Scale, Scale],
+    places: Places,
+    turn: Turn,
+    has_dots: bool,
+) -> str:
     paint = colour(series.place)
-    places = [(x_scale(x), y_scale(y)) for x, y in zip(series.x, series.y, strict=True)]
+    x_scale, y_scale = scales
     has_spread = len(series.low) == len(series.x) and list(series.low) != list(series.high)
     marks = []
     if has_spread:
@@ -127,11 +186,14 @@ def _draw(index: int, series: Series, x_scale: Scale, y_scale: Scale, has_dots: 
                             fill=paint, fill_opacity="0.18")
             )  # fmt: skip
     marks.append(
-        svg.element("polyline", points=svg.points(places), class_="line", stroke=paint, fill="none")
-    )
+        svg.element("polyline", points=svg.points(places), class_="line", stroke=paint, fill="none",
+                    style=turn.style)
+    )  # fmt: skip
     if (has_dots or len(places) == 1) and not series.is_guide:
         marks += [
-            svg.element("circle", cx=x, cy=y, r=3, class_="dot", fill=paint) for x, y in places
+            svg.element("circle", cx=x, cy=y, r=3, class_="dot", fill=paint, data_at=at)
+            for at, (x, y) in enumerate(places)
+            if at % turn.of == turn.number
         ]
     return svg.element(
         "g", *marks, class_="series guide" if series.is_guide else f"series {tone(series.place)}",

@@ -7,9 +7,13 @@ from html import escape
 from importlib import resources
 
 PALETTE = (
-    "#0b62a4", "#c8501e", "#12806a", "#a4528f", "#b98300", "#4aa3d8", "#6b6b6b", "#7a3b1e",
+    "#0b62a4", "#c8501e", "#14a298", "#a376f5", "#bd9616", "#5e3229", "#14176e", "#1a1512",
 )  # fmt: skip
-"""Series by their place; chosen to stay apart for colour-blind eyes, with dashes beyond these."""
+"""Series by their place, with dashes beyond these.
+
+They differ in lightness as much as in hue, so that those who do not tell red from green, or blue
+from yellow, tell them apart; the dark ones of chart.css do too.
+"""
 
 Attribute = str | float | int | None
 

@@ -182,9 +182,9 @@
         const at = (values) => one.x.map((x, index) => `${this.px(x)},${this.py(values[index])}`);
         one.group.querySelector(".line")?.setAttribute("points", at(one.y).join(" "));
         one.group.querySelector(".band")?.setAttribute("points", [...at(one.high), ...at(one.low).reverse()].join(" "));
-        one.group.querySelectorAll(".dot").forEach((dot, index) => {
-          dot.setAttribute("cx", this.px(one.x[index]));
-          dot.setAttribute("cy", this.py(one.y[index]));
+        one.group.querySelectorAll(".dot").forEach((dot) => {
+          dot.setAttribute("cx", this.px(one.x[dot.dataset.at]));
+          dot.setAttribute("cy", this.py(one.y[dot.dataset.at]));
         });
         one.group.querySelectorAll(".whisker").forEach((mark, index) => {
           mark.setAttribute("x1", this.px(one.x[index]));

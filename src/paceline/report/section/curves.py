@@ -111,7 +111,7 @@ def build(outline: Outline) -> list[Block]:
     note = (
         "Shading and whiskers reach from the least to the greatest value: of repeats, and in long"
         " runs of the iterations that share a point. Against time, the training loss is the first"
-        " repeat's. Training time leaves evaluation out. Curves that coincide lie on one another."
+        " repeat's. Training time leaves evaluation out. Curves that coincide take turns in stripes."
     )
     return [*blocks, Text(note, "note"), *outline.drawn_note()]
 
