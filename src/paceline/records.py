@@ -245,13 +245,13 @@ class EventWriter:
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a JSON-lines file; a line that a crash cut short is passed over."""
-    if not path.exists():
+    if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             try:
                 value = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(value, dict):
                 yield value
@@ -290,7 +290,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RecordsError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise RecordsError(f"{path} is damaged: it is not JSON") from None
     if not isinstance(value, dict) or not isinstance(value.get("schema"), int):
         raise RecordsError(f"{path} is not a paceline record: it has no schema number")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -61,6 +62,16 @@ def test_a_damaged_study_is_one_line(text: str, tmp_path: Path) -> None:
     with pytest.raises(RecordsError) as caught:
         StudyFolder(tmp_path).read()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("run", ["../elsewhere", "..", "", "/etc", "a/b"])
+def test_no_cell_leads_out_of_its_study(run: str, tmp_path: Path) -> None:
+    part = Part("one", "One", "", "", (), {})
+    StudyFolder(tmp_path).write(
+        Study("mine", "", "Mine", "", (), (part,), (replace(cell("a"), run=run),))
+    )
+    with pytest.raises(RecordsError, match="is not a study"):
+        StudyFolder(tmp_path).read()
 
 
 def test_a_second_runner_is_refused_in_one_line(tmp_path: Path) -> None:

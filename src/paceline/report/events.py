@@ -41,7 +41,7 @@ def _has_end(path: Path) -> bool:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
             last = file.read().splitlines()[-1:]
         event = json.loads(last[0]) if last else None
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(event, dict) and event.get("event") == "end"
 

@@ -14,6 +14,8 @@ from paceline.errors import RecordsError
 from paceline.records import PHASES, Result
 
 STATUSES = ("finished", "diverged", "failed", "stopped")
+BEYOND = 2**63
+"""Whole numbers from here on count nothing, and do not all fit a float."""
 
 
 def check_result(result: Result, name: str) -> None:
@@ -24,8 +26,10 @@ def check_result(result: Result, name: str) -> None:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """A finite number; what JSON calls true is none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """A finite number of those that JSON has; what it calls true is none."""
+    if type(value) is float:
+        return math.isfinite(value)
+    return type(value) is int and abs(value) < BEYOND
 
 
 def _first_wrong(result: Result) -> str | None:
@@ -105,9 +109,9 @@ def _wrong_worker(worker: Mapping[str, Any]) -> str | None:
     traffic = worker.get("traffic", {})
     if not isinstance(traffic, dict) or not all(isinstance(one, dict) for one in traffic.values()):
         return "a worker's traffic is no object of objects"
-    problems = [_not_numbers(timing, "iteration_seconds")]
-    problems += [_not_numbers(count, f"traffic of {kind}") for kind, count in traffic.items()]
-    return next(filter(None, problems), None)
+    if not all(is_number(value) for count in traffic.values() for value in count.values()):
+        return "a worker's traffic is not all numbers"
+    return _not_numbers(timing, "iteration_seconds")
 
 
 def _not_numbers(values: Mapping[str, Any], where: str) -> str | None:

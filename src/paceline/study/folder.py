@@ -145,7 +145,7 @@ class StudyFolder:
         values = read_json(self.study_file)
         try:
             return _study(values)
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             raise RecordsError(f"{self.study_file} is damaged: it is not a study") from None
 
     def write(self, study: Study) -> None:
@@ -168,12 +168,23 @@ def _study(values: dict[str, Any]) -> Study:
 
 def _part(values: dict[str, Any]) -> Part:
     axes = {str(name): _names(labels) for name, labels in values["axes"].items()}
-    return Part(**{**values, "report": _names(values["report"]), "axes": axes})
+    texts = {key: str(values[key]) for key in ("name", "title", "about", "context")}
+    return Part(**texts, report=_names(values["report"]), axes=axes)
 
 
 def _cell(values: dict[str, Any]) -> Cell:
-    trouble = values["trouble"]
-    return Cell(**{**values, "trouble": Trouble(**trouble) if trouble else None})
+    texts = {key: str(values[key]) for key in ("id", "part", "group", "label", "run")}
+    if texts["run"] in ("", "..") or Path(texts["run"]).name != texts["run"]:
+        raise ValueError("a cell's run lies elsewhere")
+    elapsed, trouble = values.get("elapsed_seconds"), values.get("trouble")
+    return Cell(
+        **texts,
+        repeat=int(values["repeat"]),
+        axes={str(axis): str(label) for axis, label in values["axes"].items()},
+        settings=dict(values["settings"]),
+        elapsed_seconds=None if elapsed is None else float(elapsed),
+        trouble=Trouble(str(trouble["status"]), str(trouble["cause"])) if trouble else None,
+    )
 
 
 def _names(values: Sequence[object]) -> tuple[str, ...]:
