@@ -3,7 +3,9 @@
     python benchmarks/reports.py [--runs 1000] [--iterations 1000000] [--folder DIR]
 
 The records are synthetic. Each report is made by a process of its own, as the command line makes
-it; its time includes starting Python, its memory is the peak of the process.
+it; its time includes starting Python, its memory is the peak of the process. The list of the live
+page is asked for as soon as the server answers: the first time it reads every run, the second time
+only what changed.
 """
 
 from __future__ import annotations
@@ -12,11 +14,11 @@ import argparse
 import json
 import os
 import random
-import resource
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -42,22 +44,45 @@ def main() -> None:
             for number in range(arguments.runs):
                 write(many, f"run-{number:04}", number, iterations=100)
         measure(f"{arguments.runs:,} runs of 100 iterations", many)
+        measure_list(many)
         if not long.exists():
             write(long, "run", 0, iterations=arguments.iterations)
         measure(f"2 workers, {arguments.iterations:,} iterations each", long)
 
 
 def measure(what: str, folder: Path) -> None:
-    begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-m", "paceline", "report", str(folder)], check=True,
-                   stdout=subprocess.DEVNULL)  # fmt: skip
+    begin = time.perf_counter()
+    process = subprocess.Popen([sys.executable, "-m", "paceline", "report", str(folder)],
+                               stdout=subprocess.DEVNULL)  # fmt: skip
+    _, status, used = os.wait4(process.pid, 0)
     seconds = time.perf_counter() - begin
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    if status:
+        raise SystemExit(f"paceline report {folder} ended with status {status}")
     size = (folder / "report.html").stat().st_size
     print(
-        f"{what}: {seconds:.2f} s ({cpu:.2f} s of CPU), peak so far"
-        f" {after.ru_maxrss / 1000:.0f} MB, page {size / 1e6:.2f} MB"
+        f"{what}: {seconds:.2f} s ({used.ru_utime + used.ru_stime:.2f} s of CPU), peak"
+        f" {used.ru_maxrss / 1000:.0f} MB, page {size / 1e6:.2f} MB"
+    )
+
+
+def measure_list(folder: Path) -> None:
+    command = [sys.executable, "-m", "paceline", "ui", str(folder), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            server.stdout.readline()
+            address = server.stdout.readline().split()[0]
+            urllib.request.urlopen(f"{address}page/list.js", timeout=60).read()
+            seconds = []
+            for _ in range(2):
+                begin = time.perf_counter()
+                entries = json.load(urllib.request.urlopen(f"{address}runs", timeout=60))
+                seconds.append(time.perf_counter() - begin)
+        finally:
+            server.terminate()
+    print(
+        f"the list of the live page, {len(entries):,} runs: {seconds[0]:.2f} s at first,"
+        f" {seconds[1]:.2f} s again"
     )
 
 
@@ -95,6 +120,8 @@ def write_events(folder: RunFolder, rank: int, iterations: int, generator: rando
             event = {"event": "iterations", "time": total, "first": first, "seconds": seconds,
                      "loss": losses, "learning_rate": 0.01}  # fmt: skip
             file.write(json.dumps(event) + "\n")
+        end = {"event": "end", "time": total, "status": "finished", "cause": None}
+        file.write(json.dumps(end) + "\n")
     return total
 
 
