@@ -35,15 +35,21 @@ class Significance:
     """How much more the first has than the other."""
 
     def words(self) -> str:
-        share = f"{100 * self.difference.share:+.1f} %"
+        share = f"{_percent(self.difference.share)} %"
         if not self.difference.known:
             return f"{share}; one repeat, so there is no telling"
         # No figure is below zero, so that none can be less by more than all of the other.
         low = max(self.difference.low, -1.0)
-        span = f"95 % CI {100 * low:+.1f} to {100 * self.difference.high:+.1f} %"
+        span = f"95 % CI {_percent(low)} to {_percent(self.difference.high)} %"
         sure = "significant" if self.difference.is_significant else "within noise"
         source = "" if self.difference.over_repeats else ", over iterations of one repeat"
         return f"{share} ({span}{source}): {sure}"
+
+
+def _percent(share: float) -> str:
+    """With its sign; what rounds to zero has none."""
+    rounded = round(100 * share, 1)
+    return f"{rounded:+.1f}" if rounded else "0.0"
 
 
 def cells_to_compare(paths: Sequence[str]) -> list[Cell]:
