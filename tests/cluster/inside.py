@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 from paceline.cluster.emulated import EmulatedCluster
+from paceline.cluster.links import port
 from paceline.cluster_spec import parse
+
+CUT_SECONDS = 5.0
+"""How long a link is down that comes back."""
 
 
 def small_cluster(text: str, name: str | None = None) -> EmulatedCluster:
@@ -26,6 +31,18 @@ def python_inside(cluster: EmulatedCluster, node: int, program: str, *words: str
     done = run_inside(cluster, node, sys.executable, "-I", "-S", "-c", program, *words)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def set_link(cluster: EmulatedCluster, node: int, state: str) -> None:
+    """Pull a node's cable (down), or plug it in again (up)."""
+    assert cluster.state.switch is not None
+    cluster.state.switch.run(["ip", "link", "set", port(node), state])
+
+
+def cut_for_a_while(cluster: EmulatedCluster, node: int) -> None:
+    set_link(cluster, node, "down")
+    time.sleep(CUT_SECONDS)
+    set_link(cluster, node, "up")
 
 
 ECHO = """

@@ -73,7 +73,7 @@ def test_up_measures_and_shows_it_in_80_columns(capsys: pytest.CaptureFixture[st
 def test_down_without_a_name_leaves_the_clusters_of_runs_alone(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state, "_runtime_root", lambda: tmp_path)
+    monkeypatch.setattr(state, "_folders", lambda: iter([tmp_path / "clusters"]))
     with small_cluster("nodes=1") as owned:
         assert main(["cluster", "down"]) == 2
         assert owned.state.path.exists()
@@ -83,7 +83,7 @@ def test_down_without_a_name_leaves_the_clusters_of_runs_alone(
 def test_down_by_name_sweeps_what_others_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state, "_runtime_root", lambda: tmp_path)
+    monkeypatch.setattr(state, "_folders", lambda: iter([tmp_path / "clusters"]))
     monkeypatch.setattr(processes, "all_pids", lambda: iter(()))
     left, named = state.path_of("left"), state.path_of("named")
     state.State(left, parse("nodes=1"), owner=ProcessId(os.getpid(), 0)).create()

@@ -134,7 +134,7 @@ def test_what_one_cluster_had_offered_a_second_one_takes_back_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first one to go finds the second one's groups there, and must leave it."""
-    monkeypatch.setattr(states, "_runtime_root", lambda: tmp_path)
+    monkeypatch.setattr(states, "_folders", lambda: iter([tmp_path / "clusters"]))
     parent = tmp_path / "v2"
     State(states.path_of("first"), parse("nodes=1,cpus=0.5"), offering=parent).create()
     assert emulated._offering_already({0: parent / "second-0"}) == parent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -22,15 +23,29 @@ AS_NOBODY = [
     "--ambient-caps=+dac_read_search",
 ]
 
-PROGRAM = """
-import os, subprocess
+ASKED_BITS_PER_SECOND = 20e6
+
+PROGRAM = f"""
+import json, os, shutil, subprocess
 from paceline.cluster.emulated import EmulatedCluster
 from paceline.cluster_spec import parse
 assert os.geteuid() == 65534
-with EmulatedCluster.up(parse("nodes=2,cpus=0.5,bandwidth=100mbit"), calibrate=False) as cluster:
+spec = parse("nodes=2,cpus=0.5,bandwidth={ASKED_BITS_PER_SECOND / 1e6:g}mbit")
+with EmulatedCluster.up(spec, calibrate=False) as cluster:
     words = ["sh", "-c", "ip -brief -4 address show eth0; tc qdisc show dev eth0; taskset -cp $$"]
     for node in range(2):
         print(subprocess.run(cluster.command(node, words), capture_output=True, text=True).stdout)
+    if shutil.which("iperf3"):
+        words = cluster.command(1, ["iperf3", "-s", "-1", "--forceflush"])
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+            next(line for line in server.stdout if "listening" in line)
+            words = ["iperf3", "-J", "-t", "1", "-c", cluster.addresses[1]]
+            told = subprocess.run(cluster.command(0, words), capture_output=True, timeout=60).stdout
+            counters = cluster.command(0, ["grep", "eth0", "/proc/net/dev"])
+            received = json.loads(told)["end"]["sum_received"]
+            counted = subprocess.check_output(counters, text=True).split()[9]
+            server.communicate(timeout=60)
+        print("transfer", counted, received["bytes"], received["bits_per_second"])
     print("\\n".join(cluster.addresses + cluster.state.notes))
     path = cluster.state.path
 print(path, path.exists())
@@ -44,7 +59,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> str:
     home = tmp_path_factory.mktemp("nobody")
     home.chmod(0o777)
     sources = str(Path(paceline.__file__).parents[1])
-    environment = ["env", f"XDG_RUNTIME_DIR={home}", f"PYTHONPATH={sources}"]
+    environment = ["env", f"XDG_STATE_HOME={home}", f"PYTHONPATH={sources}"]
     words = [*AS_NOBODY, *environment, sys.executable, "-B", "-c", PROGRAM]
     done = subprocess.run(words, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -53,6 +68,21 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_its_nodes_have_shaped_links(said: str) -> None:
     assert said.count("qdisc tbf") == 2
+
+
+@pytest.mark.iperf
+def test_what_is_sent_arrives_no_faster_than_asked(said: str) -> None:
+    """On a busy machine slower; a link that is not shaped would be a hundred times as fast."""
+    [line] = [line for line in said.splitlines() if line.startswith("transfer ")]
+    counted_bytes, received_bytes, bits_per_second = map(float, line.split()[1:])
+    assert 0 < received_bytes < counted_bytes, "of what leaves the node's own interface"
+    assert 0.2 * ASKED_BITS_PER_SECOND < bits_per_second < 1.25 * ASKED_BITS_PER_SECOND
+
+
+def test_it_is_found_again_after_a_logout(said: str) -> None:
+    """$XDG_RUNTIME_DIR goes then, and clusters that were to stay do not."""
+    path = said.splitlines()[-1].split()[0]
+    assert f"/paceline/clusters/{platform.node()}/run-" in path
 
 
 def test_it_says_that_there_are_no_quotas(said: str) -> None:

@@ -160,9 +160,14 @@ def is_training(folder: Path, ranks: Sequence[int] = (0, 1)) -> bool:
 
 
 def are_gone(processes: Sequence[psutil.Process]) -> bool:
-    return not any(
-        process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes
-    )
+    return not any(map(_is_alive, processes))
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    # It may end between any two questions.
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 @contextmanager

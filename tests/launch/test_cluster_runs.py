@@ -12,12 +12,12 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Thread
-from time import sleep
 from typing import Any
 
 import psutil
 import pytest
 
+from cluster.inside import CUT_SECONDS, cut_for_a_while, set_link
 from launch.commands import (
     ENDLESS,
     LIMIT_SECONDS,
@@ -29,7 +29,6 @@ from launch.commands import (
     wait_until,
 )
 from paceline.cluster.emulated import EmulatedCluster
-from paceline.cluster.links import port
 from paceline.cluster.state import all_paths
 from paceline.cluster_spec import ClusterSpec
 from paceline.config import from_mapping
@@ -41,8 +40,6 @@ from paceline.measure.machine import cores_usable
 from paceline.records import RunFolder, read_json
 
 pytestmark = [pytest.mark.root, pytest.mark.iproute, pytest.mark.timeout(300)]
-
-CUT_SECONDS = 5.0
 
 
 @pytest.fixture(scope="module")
@@ -76,12 +73,6 @@ def disturbed(folder: Path, disturb: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         thread.join()
-
-
-def set_link(cluster: EmulatedCluster, node: int, state: str) -> None:
-    """Pull a node's cable, or plug it in again."""
-    assert cluster.state.switch is not None
-    cluster.state.switch.run(["ip", "link", "set", port(node), state])
 
 
 def processes(cluster: EmulatedCluster, node: int, word: str = "paceline") -> list[psutil.Process]:
@@ -202,12 +193,7 @@ def test_a_link_that_comes_back_does_no_harm(
     """Nothing is lost: TCP sends again what did not arrive."""
     monkeypatch.setenv("OWN_SLEEP_SECONDS", "0.3")
 
-    def cut() -> None:
-        set_link(cluster, 1, "down")
-        sleep(CUT_SECONDS)
-        set_link(cluster, 1, "up")
-
-    with disturbed(tmp_path / "run", cut):
+    with disturbed(tmp_path / "run", lambda: cut_for_a_while(cluster, 1)):
         outcome = run_in(cluster, tmp_path, model="own_code:Slow")
     undisturbed = read_json(talkative_run[0] / "result.json")
     assert outcome.result is not None

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.test_cluster_runs import cluster, disturbed, run_in, set_link
+from cluster.inside import cut_for_a_while, set_link
+from launch.commands import Ended
+from launch.test_cluster_runs import cluster, disturbed, run_in
 from paceline.cluster.emulated import EmulatedCluster
+from paceline.records import read_json
 
 __all__ = ["cluster"]
 
@@ -35,3 +38,22 @@ def test_a_node_that_is_cut_off_is_done_without(
     assert restart["cause"] == "node 1 lost (no sign of life for 6 s)"
     told = capfd.readouterr().err
     assert "going on without node 1: lost contact with the first node" in told
+
+
+def test_a_link_that_comes_back_leaves_the_weights_as_they_would_be(
+    cluster: EmulatedCluster,
+    talkative_run: tuple[Path, Ended],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A node that is silent for six seconds is lost, so it may cost a restart, and no more."""
+    monkeypatch.setenv("OWN_SLEEP_SECONDS", "0.3")
+    with disturbed(tmp_path / "run", lambda: cut_for_a_while(cluster, 1)):
+        outcome = run_in(
+            cluster, tmp_path, model="own_code:Slow", elastic="2:2", checkpoint_every=1
+        )
+    assert outcome.result is not None
+    assert (outcome.result["status"], outcome.result["iterations"]) == ("finished", 12)
+    assert len(outcome.result["restarts"]) <= 1
+    undisturbed = read_json(talkative_run[0] / "result.json")
+    assert outcome.result["weights_sha256"] == undisturbed["weights_sha256"]

@@ -56,20 +56,22 @@ def job_of(out: Path, said: str) -> slurm.Job:
 def test_a_job_trains_what_a_local_run_trains(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert submit(tmp_path / "job", 3, "--wait") == 0
+    # In names of SLURM's own, %j is the number of the job.
+    out = tmp_path / "10%j 50%%"
+    assert submit(out, 3, "--wait") == 0
     here = launch(tmp_path / "here", **ONE_THREAD, nproc_per_node=3).result
     assert here is not None
-    there = read_json(tmp_path / "job" / "run" / "result.json")
+    there = read_json(out / "run" / "result.json")
     assert there["status"] == "finished"
     assert there["weights_sha256"] == here["weights_sha256"]
     assert (there["config"]["nnodes"], there["config"]["nproc_per_node"]) == (3, 1)
     assert [worker["node"] for worker in there["workers"]] == [0, 1, 2]
     assert all(node["rss_bytes_peak"] for node in there["nodes"])
     records = {f"{kind}-{number}.jsonl" for kind in ("events", "resources") for number in range(3)}
-    assert records <= names_in(tmp_path / "job" / "run")
+    assert records <= names_in(out / "run")
     said = capsys.readouterr().out
-    job = job_of(tmp_path / "job", said)
-    assert names_in(tmp_path / "job") == {"run", "run.sbatch", job.output.name}
+    job = job_of(out, said)
+    assert names_in(out) == {"run", "run.sbatch", job.output.name}
     assert job.output.read_text() in said
     assert "status      finished" in said
 

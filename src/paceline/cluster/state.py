@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import platform
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -109,36 +111,44 @@ def load(path: Path) -> State:
 
 
 def path_of(name: str) -> Path:
-    return runtime_folder() / f"{name}.json"
+    return state_folder() / f"{name}.json"
 
 
 def all_paths() -> Iterator[Path]:
-    return iter(sorted(runtime_folder().glob("[!.]*.json")))
+    return iter(sorted(state_folder().glob("[!.]*.json")))
 
 
-def runtime_folder() -> Path:
+def state_folder() -> Path:
     """Where this user's state files are; made where it is missing."""
-    folder = _runtime_root() / "paceline" / "clusters"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if folder.stat().st_uid != os.geteuid():
-            raise PermissionError(13, "belongs to another user")
-    except OSError as error:
-        raise ClusterError(f"cannot use {folder} for state files: {error.strerror}") from None
-    return folder
+    problem = ""
+    for folder in _folders():
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            folder.mkdir(exist_ok=True, mode=0o700)
+            # Not where a link leads that another user may have put there.
+            if any(path.lstat().st_uid != os.geteuid() for path in (folder.parent, folder)):
+                raise PermissionError(13, "belongs to another user")
+        except OSError as error:
+            problem = f"cannot use {folder} for state files: {error.strerror}"
+        else:
+            return folder
+    raise ClusterError(problem)
 
 
-def _runtime_root() -> Path:
+def _folders() -> Iterator[Path]:
+    """The first that can be made is used.
+
+    For ordinary users it outlives their sessions, as clusters do that stay until `down`;
+    $XDG_RUNTIME_DIR would not, since it goes at logout.
+    """
     if os.geteuid() == 0:
-        return Path("/run")
-    own = os.environ.get("XDG_RUNTIME_DIR")
-    if own and os.access(own, os.W_OK):
-        return Path(own)
-    root = Path(tempfile.gettempdir()) / f"paceline-{os.geteuid()}"
-    root.mkdir(mode=0o700, exist_ok=True)
-    if root.stat().st_uid != os.geteuid():
-        raise ClusterError(f"{root} belongs to another user: set XDG_RUNTIME_DIR to your own")
-    return root
+        yield Path("/run/paceline/clusters")
+        return
+    with contextlib.suppress(RuntimeError):  # users without a home
+        states = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+        # By machine, since several may share a home, and each knows only its own processes.
+        yield states / "paceline" / "clusters" / platform.node()
+    yield Path(tempfile.gettempdir()) / f"paceline-{os.geteuid()}" / "clusters"
 
 
 def _from_json(path: Path, values: dict[str, Any]) -> State:

@@ -53,9 +53,15 @@ class Job:
     output: Path
 
 
-def output_pattern(folder: RunFolder) -> Path:
+def output_path(folder: RunFolder, job_id: str) -> Path:
     """Beside the run, since SLURM opens it before the run makes its folder."""
-    return folder.path.with_name(f"{folder.id}.slurm-%j.txt")
+    return folder.path.with_name(f"{folder.id}.slurm-{job_id}.txt")
+
+
+def output_pattern(folder: RunFolder) -> str:
+    """The same as SLURM takes it, which puts the job's number in place of %j."""
+    doubled = RunFolder(Path(str(folder.path).replace("%", "%%")))
+    return str(output_path(doubled, "%j"))
 
 
 def script_path(folder: RunFolder, resumed: bool) -> Path:
@@ -140,7 +146,7 @@ def submit(script: str, path: Path, folder: RunFolder) -> Job:
         raise UsageError(f"sbatch refused the job: {_complaint(answer)}")
     # On a cluster of clusters the id comes with a cluster's name.
     number = answer.stdout.strip().partition(";")[0]
-    return Job(number, Path(str(output_pattern(folder)).replace("%j", number)))
+    return Job(number, output_path(folder, number))
 
 
 def follow(job: Job) -> str:
