@@ -42,6 +42,14 @@ def test_runs_are_listed_with_their_outcome_and_the_newest_first(tmp_path: Path)
     assert list(entries)[-1] == "deeper/silent"
 
 
+def test_a_folder_that_is_a_run_itself_is_listed_and_found(tmp_path: Path) -> None:
+    path = write_run(tmp_path, FakeRun(name="one"))
+    library = Library(path)
+    assert [entry.name for entry in library.entries()] == ["."]
+    # A browser that is led to `.` asks for nothing.
+    assert library.path_of("") == path
+
+
 def test_a_run_that_ends_is_read_again(tmp_path: Path) -> None:
     library = Library(tmp_path)
     write_run(tmp_path, FakeRun(name="one"))

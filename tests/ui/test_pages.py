@@ -119,12 +119,13 @@ def test_the_stream_of_an_ended_run_tells_all_and_ends(page: str) -> None:
     assert body.rstrip().endswith("data: {}")
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "0", ""])
 def test_listening_everywhere_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], host: str
 ) -> None:
     from paceline.cli import main
 
-    assert main(["ui", str(tmp_path), "--host", "0.0.0.0"]) == 2
+    assert main(["ui", str(tmp_path), "--host", host, "--port", "0"]) == 2
     assert "by which it will be asked for" in capsys.readouterr().err
 
 

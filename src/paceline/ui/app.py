@@ -122,9 +122,12 @@ async def _run_page(request: Request) -> Response:
         return RedirectResponse(f"/report/{quote(name)}", headers=HEADERS)
     total, facts = await run_in_threadpool(_facts, path)
     body = _page_text("run.html")
-    for key, text in {"facts": facts, "total": str(total or ""), "name": name}.items():
+    # A run that is all there is has no name below the folder.
+    title = name or path.name
+    texts = {"facts": facts, "total": str(total or ""), "title": title, "name": name}
+    for key, text in texts.items():
         body = body.replace(f"{{{key}}}", escape(text))
-    return _html(_shell(name, body, "run.js"))
+    return _html(_shell(title, body, "run.js"))
 
 
 def _facts(path: Path) -> tuple[int | None, str]:
@@ -175,10 +178,10 @@ async def _report(request: Request) -> Response:
 async def _compare(request: Request) -> Response:
     library = _library(request)
     names = list(dict.fromkeys(request.query_params.getlist("run")))
-    paths = [str(library.path_of(name)) for name in names[:MOST_COMPARED]]
-    if not paths:
-        text = f"{_CRUMB}<h1>Compare</h1>\n<p>Tick runs in the list first.</p>\n"
-        return _html(_shell("Compare", text), 400)
+    paths = [str(library.path_of(name)) for name in names]
+    if not 0 < len(paths) <= MOST_COMPARED:
+        advice = f"Tick up to {MOST_COMPARED} runs or studies in the list first."
+        return _html(_shell("Compare", f"{_CRUMB}<h1>Compare</h1>\n<p>{advice}</p>\n"), 400)
     return await _document(lambda: comparison_document(cells_to_compare(paths)))
 
 

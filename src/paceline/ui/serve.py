@@ -14,21 +14,17 @@ from paceline.ui.app import make_app
 from paceline.ui.library import Library
 
 LOOPBACK = ["127.0.0.1", "localhost"]
-EVERYWHERE = ("", "0.0.0.0", "::", "*")
+EVERYWHERE = "0.0.0.0"
 
 
 def serve(folder: Path | str, host: str, port: int) -> None:
-    if host in EVERYWHERE:
-        raise UsageError(
-            f"--host {host}: anybody could ask for the page under any name: give the name or"
-            " address by which it will be asked for"
-        )
     library = Library(folder)
     listening = _listen(host, port)
     address = f"http://{host}:{listening.getsockname()[1]}/"
     sys.stdout.write(f"{library.root}\n{address}   (Ctrl-C ends it)\n")
     sys.stdout.flush()
-    hosts = LOOPBACK if host in LOOPBACK else [host]
+    # Browsers ask in small letters.
+    hosts = LOOPBACK if host in LOOPBACK else [host.lower()]
     app = make_app(library, hosts, is_closing=lambda: server.should_exit)
     # Whoever watches is let go of at once; a report that is being built is waited for so long.
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2)
@@ -39,9 +35,17 @@ def serve(folder: Path | str, host: str, port: int) -> None:
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        return socket.create_server((host, port))
+        listening = socket.create_server((host, port))
     except (OSError, OverflowError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no such port"
         raise UsageError(
             f"cannot listen on {host} port {port} ({reason}): choose another --port or --host"
         ) from None
+    # By whatever words it was asked for: 0 and an empty name mean the same.
+    if listening.getsockname()[0] == EVERYWHERE:
+        listening.close()
+        raise UsageError(
+            f"--host {host}: anybody could ask for the page under any name: give the name or"
+            " address by which it will be asked for"
+        )
+    return listening

@@ -10,6 +10,7 @@ const ticked = new Set();
 const folded = new Map(); // Name of a study -> whether its reader has closed it.
 const rows = new Map(); // Name -> the row as it stands, and what it was made of.
 const MOST_ROWS = 2000;
+const MOST_COMPARED = 24;
 const MOST_CELLS_OPEN = 24; // A study with more is closed until its reader opens it.
 let entries = null;
 
@@ -72,7 +73,10 @@ function fold(group) {
 }
 
 // Of a study's cell the study is said in the row above.
-const shortName = (entry) => (entry.study ? entry.name.split("/").pop() : entry.name);
+const shortName = (entry) => {
+  if (entry.name === ".") return document.querySelector("h1").textContent;
+  return entry.study ? entry.name.split("/").pop() : entry.name;
+};
 
 function nameOf(entry, group) {
   const parts = [];
@@ -147,7 +151,8 @@ function show(lines) {
 }
 
 function showCompare() {
-  compare.disabled = ticked.size < 2;
+  compare.disabled = ticked.size < 2 || ticked.size > MOST_COMPARED;
+  compare.title = ticked.size > MOST_COMPARED ? `at most ${MOST_COMPARED}` : "";
   compare.textContent = ticked.size ? `Compare ${ticked.size}` : "Compare";
 }
 
@@ -173,7 +178,7 @@ function draw() {
 document.getElementById("bar").addEventListener("submit", (event) => {
   event.preventDefault();
   const query = [...ticked].map((name) => `run=${encodeURIComponent(name)}`).join("&");
-  if (ticked.size > 1) window.location.assign(`/compare?${query}`);
+  if (!compare.disabled) window.location.assign(`/compare?${query}`);
 });
 filter.addEventListener("input", draw);
 
