@@ -37,7 +37,9 @@ def test_runs_are_listed_with_their_outcome_and_the_newest_first(tmp_path: Path)
         "deeper/silent": "interrupted",
     }
     assert entries["done"].accuracy == result["final"]["test_accuracy"]
-    assert (entries["running"].iterations, entries["running"].iteration_seconds) == (80, 0.02)
+    assert entries["done"].iteration_seconds == result["workers"][0]["iteration_seconds"]["mean"]
+    assert entries["running"].iterations == 80
+    assert entries["running"].iteration_seconds == pytest.approx(0.02)
     assert entries["deeper/silent"].iterations is None
     assert list(entries)[-1] == "deeper/silent"
 

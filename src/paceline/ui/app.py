@@ -142,7 +142,8 @@ def _facts(path: Path) -> tuple[int | None, str]:
         places(config),
         f"batch {config.global_batch_size}",
     ]
-    return config.iterations, " · ".join(words)
+    # Lines break between the facts, and not within one.
+    return config.iterations, " · ".join(word.replace(" ", "\u00a0") for word in words)
 
 
 async def _page_file(request: Request) -> Response:

@@ -181,8 +181,8 @@ def _run_entry(folder: RunFolder, blank: Entry) -> Entry:
 
 
 def _outcome(result: Result) -> dict[str, Any]:
-    medians = [worker["iteration_seconds"].get("median") for worker in result["workers"]]
-    known = [float(median) for median in medians if median is not None]
+    means = [worker["iteration_seconds"].get("mean") for worker in result["workers"]]
+    known = [float(mean) for mean in means if mean is not None]
     return {
         "status": str(result["status"]),
         "cause": str(result["cause"] or ""),
@@ -210,9 +210,9 @@ def _standing(events: Path) -> dict[str, Any]:
             first, seconds = event.get("first"), event.get("seconds")
             if not is_number(first) or not isinstance(seconds, list) or not seconds:
                 continue
-            known = sorted(filter(is_number, seconds))
-            median = known[len(known) // 2] if known else None
-            return {"iterations": int(first) + len(seconds), "iteration_seconds": median}
+            known = list(filter(is_number, seconds))
+            mean = sum(known) / len(known) if known else None
+            return {"iterations": int(first) + len(seconds), "iteration_seconds": mean}
     return {}
 
 
