@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -35,18 +35,39 @@ KINDS: tuple[Begin, ...] = (
 )
 
 
-def outboxes_of_all() -> list[Outboxes]:
+class Worker:
+    """One that sleeps once nothing moves, as a communicator does, until another calls it."""
+
+    def __init__(self, workers: list[Worker], arena: Arena) -> None:
+        self.is_awake = True
+        self.works: list[Collective] = []
+        self._workers = workers
+        self.boxes = Outboxes(arena, 0, len(workers), WORKERS, PIECE_BYTES, self._call_peers)
+        workers.append(self)
+
+    def _call_peers(self) -> None:
+        for worker in self._workers:
+            if worker is not self:
+                worker.is_awake = True
+
+    @property
+    def is_over(self) -> bool:
+        return all(work.is_over for work in self.works)
+
+    def go_on(self) -> None:
+        moved = False
+        for work in self.works:
+            moved |= work.advance()
+        self.is_awake = moved
+
+
+def team() -> list[Worker]:
     size_bytes = Outboxes.size_bytes(WORKERS, PIECE_BYTES)
     arena = Arena(in_process.Hub(1).communicators[0], size_bytes)
-    return [Outboxes(arena, 0, rank, WORKERS, PIECE_BYTES) for rank in range(WORKERS)]
-
-
-def work_through(works: list[Collective]) -> Iterator[None]:
-    """As a communicator does, with a moment for the others after every step."""
-    while not all(work.is_over for work in works):
-        for work in works:
-            work.advance()
-            yield
+    workers: list[Worker] = []
+    for _ in range(WORKERS):
+        Worker(workers, arena)
+    return workers
 
 
 def expected(kind: Begin, step: int, elements: int) -> torch.Tensor:
@@ -71,19 +92,19 @@ def test_collectives_under_way_together_do_not_disturb_one_another(seed: int) ->
         ]
         for rank in range(WORKERS)
     ]
-    running = [
-        work_through([kind(boxes, flat) for (kind, _), flat in zip(steps, own, strict=True)])
-        for boxes, own in zip(outboxes_of_all(), tensors, strict=True)
-    ]
+    workers = team()
+    for worker, own in zip(workers, tensors, strict=True):
+        worker.works = [
+            kind(worker.boxes, flat) for (kind, _), flat in zip(steps, own, strict=True)
+        ]
     for _ in range(100_000):
-        if not running:
+        ready = [worker for worker in workers if worker.is_awake and not worker.is_over]
+        if not ready:
             break
-        worker = chance.choice(running)
+        worker = chance.choice(ready)
         for _ in range(chance.choice([1, 1, 30])):
-            if next(worker, running) is running:
-                running.remove(worker)
-                break
-    assert not running
+            worker.go_on()
+    assert all(worker.is_over for worker in workers), "some sleep and nobody calls them"
     for rank, own in enumerate(tensors):
         for step, ((kind, elements), flat) in enumerate(zip(steps, own, strict=True)):
             right = expected(kind, step, elements)

@@ -256,3 +256,51 @@ def _held() -> int:
 
 def test_closing_gives_everything_back(pool: WorkerPool) -> None:
     assert pool.run(2, held_after_closing) == [0, 0]
+
+
+def sum_parts_in_place(communicator: Communicator, dtype: torch.dtype) -> list[torch.Tensor]:
+    """A whole tensor of `zeros`, then three neighbouring parts of one, all under way together."""
+    elements, cpu = 300_001, torch.device("cpu")
+    with shared_memory.over(communicator) as team:
+        whole, cut = (team.zeros(elements, dtype, cpu) for _ in range(2))
+        for tensor in (whole, cut):
+            tensor.copy_(torch.arange(elements) % 7 + team.rank)
+        parts = cut.tensor_split(3)
+        for work in [team.all_reduce(each, "gradients") for each in (whole, parts[0], parts[2])]:
+            work.wait()
+        return [whole.clone(), *(part.clone() for part in parts)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16])
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_tensors_in_shared_memory_are_summed_where_they_lie_and_nothing_beside_them(
+    pool: WorkerPool, workers: int, dtype: torch.dtype
+) -> None:
+    start = torch.arange(300_001) % 7
+    total = (workers * start + sum(range(workers))).to(dtype)
+    for rank, (whole, first, between, last) in enumerate(
+        pool.run(workers, sum_parts_in_place, dtype)
+    ):
+        assert torch.equal(whole, total)
+        assert torch.equal(first, total.tensor_split(3)[0])
+        assert torch.equal(between, (start + rank).to(dtype).tensor_split(3)[1])
+        assert torch.equal(last, total.tensor_split(3)[2])
+
+
+def outboxes_changed(communicator: Communicator) -> list[bool]:
+    """Whether a sum in place changes what is in the outboxes, and whether another does."""
+    with shared_memory.over(communicator) as team:
+        tensor = team.zeros(100_000, torch.float32, torch.device("cpu")).fill_(1)
+        changed = []
+        for each in (tensor, tensor.clone()):
+            team.barrier().wait()
+            before = team._boxes._memory.clone()
+            team.barrier().wait()
+            team.all_reduce(each, "gradients").wait()
+            team.barrier().wait()
+            changed.append(not torch.equal(team._boxes._memory, before))
+        return changed
+
+
+def test_a_sum_in_place_copies_nothing_into_outboxes(pool: WorkerPool) -> None:
+    assert pool.run(3, outboxes_changed) == [[False, True]] * 3

@@ -6,9 +6,9 @@ sleeps, it has the kernel wake it (a futex). A worker that finds nothing to do l
 a moment, since an answer often comes at once; then it sleeps and leaves the core to others. Where
 workers outnumber cores it sleeps without looking.
 
-A worker says that it sleeps before it looks for the last time, and a caller looks at that after
-having written. Both can still miss one another, within the nanoseconds that a write takes to leave
-a processor; so a sleep is short and then repeated.
+A worker says that it sleeps before the kernel looks at its bell for the last time, and a caller
+looks at that after what it wrote has left its processor; so none is missed. A sleep is short and
+then repeated all the same, to see whether a peer is gone.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import ctypes
 import os
 import platform
 import select
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -33,6 +34,18 @@ _WAIT, _WAKE = 0, 1
 
 _STAMP, _ASLEEP, _LEFT, _PROCESS, _SPACE = range(5)
 """What is on the line of a worker: its bell, and what it says about itself."""
+
+
+_fence = threading.Lock()
+
+
+def settle() -> None:
+    """Have all that was written reach the others before anything is read.
+
+    A processor may read past its own writes, but not past the locked instruction of a lock.
+    """
+    with _fence:
+        pass
 
 
 def is_supported() -> bool:
@@ -93,11 +106,19 @@ class Bells:
 
     def ring(self) -> None:
         """Call all peers, after something has changed in the shared memory."""
+        self._call(self._peers)
+
+    def ring_one(self, peer: int) -> None:
+        self._call([(peer, peer * (LINE_BYTES // 4))])
+
+    def _call(self, peers: Sequence[tuple[int, int]]) -> None:
         lines = self._lines
         self._rings = (self._rings + 1) & 0xFFFFFF
         stamp = self._stamps | self._rings
-        for peer, line in self._peers:
+        for _, line in peers:
             lines[line + _STAMP] = stamp
+        settle()
+        for peer, line in peers:
             if lines[line + _ASLEEP]:
                 self._futex(self._number, self._addresses[peer], _WAKE, 1, None)
 

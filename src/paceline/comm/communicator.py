@@ -30,7 +30,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -99,6 +98,13 @@ class Communicator(ABC):
     def all_reduce(self, tensor: Tensor, kind: str) -> Work:
         """Sum over the ranks, in place; the same bits on every rank."""
 
+    def zeros(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor to be exchanged many times, which lies where that takes fewest copies.
+
+        Collective. All ranks exchange the same part of theirs together.
+        """
+        return torch.zeros(elements, dtype=dtype, device=device)
+
     def barrier(self) -> Work:
         """Completes once every rank has started it."""
         return self.all_reduce(torch.zeros(1, dtype=torch.uint8), "control")
@@ -121,12 +127,7 @@ class Communicator(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

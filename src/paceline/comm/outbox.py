@@ -17,7 +17,7 @@ sums for itself, in the order of the ranks, so that all get the same bits.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from paceline.comm.algorithms.chunks import chunk, chunk_elements
 from paceline.comm.arena import LINE_BYTES, Arena
+from paceline.comm.bell import settle
 from paceline.comm.staging import copy_flat
 
 PIECES = 2
@@ -37,9 +38,17 @@ class Outboxes:
     """Those of all workers, as `rank` sees them."""
 
     def __init__(
-        self, arena: Arena, begin_byte: int, rank: int, world_size: int, piece_bytes: int
+        self,
+        arena: Arena,
+        begin_byte: int,
+        rank: int,
+        world_size: int,
+        piece_bytes: int,
+        call_peers: Callable[[], None],
     ) -> None:
+        """`call_peers` is for those that wait for everybody to be through a stage."""
         self.rank, self.world_size, self.piece_bytes = rank, world_size, piece_bytes
+        self._call_peers = call_peers
         self.next_piece = 0
         """Pieces are numbered over all collectives, which every worker begins in the same order."""
         lines_bytes = world_size * LINE_BYTES
@@ -68,8 +77,17 @@ class Outboxes:
         """Whether this rank has been through a stage with all pieces before this one."""
         return self._counters[self._own_line + stage] == number
 
+    def skip(self, stage: int, number: int) -> None:
+        """Be past a stage that a piece does not have, and nobody waits for."""
+        self._counters[self._own_line + stage] = number + 1
+
     def publish(self, stage: int, number: int) -> None:
         self._counters[self._own_line + stage] = number + 1
+        # Who waits does so for everybody, and so is woken once, by the last. Of two that come at
+        # the same moment, one at least sees the other.
+        settle()
+        if self.is_everybody_past(stage, number):
+            self._call_peers()
 
     def is_everybody_past(self, stage: int, number: int) -> bool:
         """Whether all have been through a stage with a piece, this rank included."""
@@ -152,7 +170,7 @@ class Collective(ABC):
             return False
         self.take(index, self._all_boxes(number))
         if not self.reduces:
-            self._finish(REDUCED, number)
+            boxes.skip(REDUCED, number)
         self._finish(TAKEN, number)
         return True
 
@@ -211,7 +229,7 @@ class Meet:
             and boxes.is_next(TAKEN, number)
             and boxes.is_everybody_past(POSTED, number)
         ):
-            boxes.publish(REDUCED, number)
+            boxes.skip(REDUCED, number)
             boxes.publish(TAKEN, number)
             self.is_over = moved = True
         return moved

@@ -7,6 +7,8 @@ sender has filled it; a message longer than a slot goes in pieces. Nobody else h
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,11 +23,13 @@ NUMBERS_A_LINE = LINE_BYTES // 8
 class Channel:
     """From one worker to another, as one of the two sees it."""
 
-    def __init__(self, counters: memoryview, number: int, memory: Tensor) -> None:
-        """`memory`: its slots."""
+    def __init__(
+        self, counters: memoryview, number: int, memory: Tensor, call_peer: Callable[[], None]
+    ) -> None:
+        """`memory`: its slots; `call_peer`: for the one at the other end."""
         self.queue: deque[Transfer] = deque()
         """What has been begun here and is not over, in order."""
-        self._counters = counters
+        self._counters, self._call_peer = counters, call_peer
         # Only one worker writes to a line.
         self._filled = number * 2 * NUMBERS_A_LINE
         self._emptied = (number * 2 + 1) * NUMBERS_A_LINE
@@ -47,16 +51,26 @@ class Channel:
 
     def has_filled(self) -> None:
         self._counters[self._filled] += 1
+        self._call_peer()
 
     def has_emptied(self) -> None:
         self._counters[self._emptied] += 1
+        self._call_peer()
 
 
 class Pairs:
     """All channels of one worker."""
 
-    def __init__(self, arena: Arena, begin_byte: int, world_size: int, slot_bytes: int) -> None:
-        self._world_size = world_size
+    def __init__(
+        self,
+        arena: Arena,
+        begin_byte: int,
+        rank: int,
+        world_size: int,
+        slot_bytes: int,
+        call_peer: Callable[[int], None],
+    ) -> None:
+        self._rank, self._world_size, self._call_peer = rank, world_size, call_peer
         pairs = world_size * world_size
         lines_bytes = pairs * 2 * LINE_BYTES
         self._counters = arena.numbers(begin_byte, lines_bytes)
@@ -72,7 +86,11 @@ class Pairs:
     def channel(self, sender: int, receiver: int) -> Channel:
         number = sender * self._world_size + receiver
         if number not in self._channels:
-            self._channels[number] = Channel(self._counters, number, self._memory[number])
+            peer = receiver if sender == self._rank else sender
+            call_peer = partial(self._call_peer, peer)
+            self._channels[number] = Channel(
+                self._counters, number, self._memory[number], call_peer
+            )
         return self._channels[number]
 
 

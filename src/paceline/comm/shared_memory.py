@@ -1,7 +1,8 @@
 """Workers of one host, connected by memory that all of them see.
 
 Collectives go through outboxes (outbox.py), messages through slots (pair.py); both lie in one piece
-of shared memory (arena.py), and workers wait for one another by bells (bell.py).
+of shared memory (arena.py), and workers wait for one another by bells (bell.py). Tensors from
+`zeros` lie in shared memory themselves, and are summed there (blocks.py).
 
 There is no thread. An operation begins when it is called, and goes on inside every later call of
 the same communicator: on one host, to communicate is work for the same cores that compute. So an
@@ -24,6 +25,7 @@ from torch import Tensor
 from paceline.comm import formulas
 from paceline.comm.arena import LINE_BYTES, OTHERWISE, Arena, lay_out
 from paceline.comm.bell import Bells, is_supported
+from paceline.comm.blocks import AllReduceInPlace, Blocks
 from paceline.comm.communicator import Communicator, Operation
 from paceline.comm.composed import ComposedCommunicator
 from paceline.comm.outbox import (
@@ -88,8 +90,10 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         )
         arena = Arena(others, size_bytes)
         self._bells = Bells(arena, bells, rank, world_size, _cores_of_all(others))
-        self._boxes = Outboxes(arena, boxes, rank, world_size, piece_bytes)
-        self._pairs = Pairs(arena, pairs, world_size, slot_bytes)
+        ring, ring_one = self._bells.ring, self._bells.ring_one
+        self._boxes = Outboxes(arena, boxes, rank, world_size, piece_bytes, ring)
+        self._pairs = Pairs(arena, pairs, rank, world_size, slot_bytes, ring_one)
+        self._blocks: list[Blocks] = []
         self._pending: deque[_Pending] = deque()
         self._failure: PeerError | None = None
         self._is_closed = False
@@ -135,11 +139,25 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         )
 
     def all_reduce(self, tensor: Tensor, kind: str) -> Work:
-        # Two workers read no more by summing everything than by summing halves and taking halves.
-        is_direct = self.world_size == 2 or tensor.nbytes <= DIRECT_BYTES
-        suitable = partial(DirectAllReduce if is_direct else AllReduce, self._boxes)
         counts = formulas.all_reduce(tensor, self.rank, self.world_size)
-        return self._collect("all_reduce with", tensor, kind, suitable, counts)
+        return self._collect("all_reduce with", tensor, kind, self._sum_of, counts)
+
+    def _sum_of(self, flat: Tensor) -> Collective:
+        if flat.nbytes <= DIRECT_BYTES:
+            return DirectAllReduce(self._boxes, flat)
+        for blocks in self._blocks:
+            tensors = blocks.everybodys(flat)
+            if tensors is not None:
+                return AllReduceInPlace(self._boxes, tensors)
+        # Two workers read no more by summing everything than by summing halves and taking halves.
+        return (DirectAllReduce if self.world_size == 2 else AllReduce)(self._boxes, flat)
+
+    def zeros(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """In shared memory, until this connection is closed and nobody has the tensor any more."""
+        if device != CPU or self.world_size == 1 or elements == 0:
+            return super().zeros(elements, dtype, device)
+        self._blocks.append(Blocks(self, elements, dtype))
+        return self._blocks[-1].own
 
     def barrier(self) -> Work:
         operation = self.operation("barrier with", self.peers)
@@ -152,6 +170,7 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         if not self._is_closed:
             self._is_closed = True
             self._bells.leave()
+            self._blocks.clear()
 
     def _collect(
         self,
@@ -192,7 +211,6 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         for work in self._pending:
             moved |= work.steps.advance()
         if moved:
-            self._bells.ring()
             while self._pending and self._pending[0].steps.is_over:
                 self._pending.popleft()
         return moved

@@ -45,7 +45,7 @@ class GradientAveraging(Strategy):
     def attach(self, replica: Replica) -> None:
         super().attach(replica)
         broadcast_model(replica.model, replica.communicator)
-        self._gradients = FlatGradients(replica.trainable)
+        self._gradients = FlatGradients(replica.trainable, replica.communicator)
         replica.flat_gradients = self._gradients.tensor
 
     def backward(self, loss: Tensor) -> None:

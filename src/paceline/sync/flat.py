@@ -8,6 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.communicator import Communicator
 from paceline.errors import UsageError
 
 
@@ -18,14 +19,18 @@ class FlatGradients:
     the views again: nothing is gathered or scattered.
     """
 
-    def __init__(self, weights: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self, weights: Sequence[nn.Parameter], communicator: Communicator | None = None
+    ) -> None:
+        """Collective over the communicator that sums them; none where something else is sent."""
         self.weights = list(weights)
         check_alike(self.weights)
         self.shapes = [tuple(weight.shape) for weight in self.weights]
         sizes = [weight.numel() for weight in self.weights]
         self._offsets = [0, *accumulate(sizes)]
         first = self.weights[0] if self.weights else torch.empty(0)
-        self.tensor = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        zeros = communicator.zeros if communicator is not None else torch.zeros
+        self.tensor = zeros(sum(sizes), dtype=first.dtype, device=first.device)
         self.parts = self.tensor.split(sizes)
         """Each weight's gradient, flat and in the order of its memory."""
         for weight, part in zip(self.weights, self.parts, strict=True):
