@@ -2,6 +2,9 @@
 
 A sum in place has to read and write every byte at least once in every worker. So its limit is what
 a plain copy of as many bytes takes while all workers copy at the same time.
+
+paceline's sums are of tensors that lie in its shared memory, as those of its strategies do, and of
+ordinary ones, which have to be copied there and back.
 """
 
 from __future__ import annotations
@@ -31,9 +34,9 @@ GOALS = {2: 2.5, 4: 3.0}
 LIMIT_GOAL, LIMIT_GOAL_BYTES = 0.5, 37 * 2**20
 """The part of the copy's speed to be reached, at the size of vgg11's gradients."""
 
-GLOO, SHARED, MPI, COPY = "ddp", "shared", "mpi4py", "copy"
-COPIER = GLOO
-"""The group whose workers copy, too: a copy has nothing of a contender's."""
+GLOO, SHARED, PLAIN, MPI, COPY = "ddp", "shared", "plain", "mpi4py", "copy"
+GROUPS = {PLAIN: SHARED, COPY: GLOO}
+"""Whose workers do what has no group of its own: a copy has nothing of a contender's."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class Row:
     size_bytes: int
     gloo: Spread | None
     shared: Spread | None
+    plain: Spread | None
+    """Shared memory too, of ordinary tensors."""
     mpi: Spread | None
     copy: Spread | None
     speed_up: Spread | None
@@ -65,15 +70,19 @@ def compare_collectives(fleet: Fleet, sizes_bytes: list[int], length: Length) ->
 
 def measure(fleet: Fleet, names: list[str], size_bytes: int, length: Length) -> Blocks:
     def run(name: str, times: int) -> float | None:
-        request = Copy(size_bytes, times) if name == COPY else AllReduce(size_bytes, times)
+        request = (
+            Copy(size_bytes, times)
+            if name == COPY
+            else AllReduce(size_bytes, times, is_plain=name == PLAIN)
+        )
 
         def action(group: Group) -> float:
             return group.seconds(request)
 
-        return fleet.attempt(COPIER if name == COPY else name, action)
+        return fleet.attempt(GROUPS.get(name, name), action)
 
     present = fleet.starting(names)
-    present += [COPY] if COPIER in present else []
+    present += [name for name, group in GROUPS.items() if group in present]
     # The first one is slow, and says how many the next estimate may be made of.
     first = {name: seconds for name in present if (seconds := run(name, 1)) is not None}
     first = {
@@ -99,6 +108,7 @@ def row(size_bytes: int, blocks: Blocks) -> Row:
         size_bytes=size_bytes,
         gloo=spread(GLOO),
         shared=spread(SHARED),
+        plain=spread(PLAIN),
         mpi=spread(MPI),
         copy=spread(COPY),
         speed_up=ratio(SHARED, GLOO),
@@ -108,10 +118,10 @@ def row(size_bytes: int, blocks: Blocks) -> Row:
 
 def show_head(world_size: int) -> None:
     print(f"\nall-reduce of float32, {world_size} workers; ms, medians")
-    print(f"{'':32}{'shared':>8}{'times as fast as gloo':>22}{'':10}{'of':>6}")
+    print(f"{'':29}{'paceline':>14}{'in place to gloo':>19}{'':10}{'of':>6}")
     print(
-        f"{'size':>8}{'copy':>8}{'gloo':>8}{'mpi4py':>8}{'memory':>8}{'median':>9}{'quartiles':>13}"
-        f"{'goal':>11}{'limit':>7}"
+        f"{'size':>8}{'copy':>7}{'gloo':>7}{'mpi4py':>7}{'plain':>7}{'in place':>9}{'median':>7}"
+        f"{'quartiles':>12}{'goal':>9}{'limit':>6}"
     )
 
 
@@ -120,17 +130,17 @@ def show(each: Row, goal: float | None) -> None:
         return "-" if spread is None else milliseconds(spread.median)
 
     print(
-        f"{size_text(each.size_bytes):>8}{cell(each.copy):>8}{cell(each.gloo):>8}"
-        f"{cell(each.mpi):>8}{cell(each.shared):>8}"
+        f"{size_text(each.size_bytes):>8}{cell(each.copy):>7}{cell(each.gloo):>7}"
+        f"{cell(each.mpi):>7}{cell(each.plain):>7}{cell(each.shared):>9}"
         + ("" if each.speed_up is None else compared(each.speed_up, goal))
-        + ("" if each.of_limit is None else f"{each.of_limit.median:>6.0%}")
+        + ("" if each.of_limit is None else f"{each.of_limit.median:>5.0%}")
     )
 
 
 def compared(speed_up: Spread, goal: float | None) -> str:
     return (
-        f"{ratio_text(speed_up.median):>9}{quartiles(speed_up, ratio_text):>13}"
-        f"{verdict(speed_up.median, goal):>12}"
+        f"{ratio_text(speed_up.median):>7}{quartiles(speed_up, ratio_text):>12}"
+        f"{verdict(speed_up.median, goal):>10}"
     )
 
 

@@ -30,6 +30,7 @@ TITLES = {
     "accelerate": "Accelerate",
     "deepspeed": "DeepSpeed",
     "mpi4py": "mpi4py",
+    "apart": "no exchange",
     "single": "one process",
 }
 CONTENDERS = ("overlap", "ddp", "shared", "fabric", "accelerate", "deepspeed", "mpi4py")

@@ -23,6 +23,8 @@ from comparison.rounds import (
 
 REFERENCE = "ddp"
 OURS = ("shared", "overlap")
+LIMIT = "apart"
+"""Workers that train each for itself: what is left when nothing is exchanged at all."""
 GOALS = {
     ("lenet", 2): 1.4,
     ("lenet", 4): 1.8,
@@ -78,7 +80,7 @@ class Row:
 def compare_iterations(fleet: Fleet, task: Task, length: Length) -> dict[str, Any]:
     """Measure a model, print its table, give it as data."""
     what = f"{task.model}, {fleet.world_size} workers, batch of {task.batch_per_worker} each"
-    prepared = prepare(fleet, fleet.starting(CONTENDERS), task, what)
+    prepared = prepare(fleet, fleet.starting((*CONTENDERS, LIMIT)), task, what)
     blocks = measure(fleet, prepared, length, what)
     goal = GOALS.get((task.model, fleet.world_size))
     rows = [row(name, blocks, prepared, goal) for name in TITLES if name in blocks]
@@ -144,7 +146,11 @@ def show(what: str, task: Task, rows: list[Row]) -> None:
                 f"DDP's loss fell from {each.first_loss:.6f} to {each.last_loss:.6f} "
                 f"in {task.checked_updates} updates"
             )
-    strangers = [TITLES[each.contender] for each in rows if not each.loss_off_by <= SAME_TRAINING]
+    strangers = [
+        TITLES[each.contender]
+        for each in rows
+        if each.contender != LIMIT and not each.loss_off_by <= SAME_TRAINING
+    ]
     if strangers:
         print(f"NOT THE SAME TRAINING, so not to be compared: {', '.join(strangers)}")
     show_fastest(rows)
@@ -155,7 +161,8 @@ def compared(each: Row) -> str:
         return ""
     return (
         f"{ratio_text(each.speed_up.median):>8}{quartiles(each.speed_up, ratio_text):>12}"
-        f"{verdict(each.speed_up.median, each.goal):>12}{loss_text(each.loss_off_by):>8}"
+        f"{verdict(each.speed_up.median, each.goal):>12}"
+        f"{'other' if each.contender == LIMIT else loss_text(each.loss_off_by):>8}"
     )
 
 
@@ -165,7 +172,7 @@ def loss_text(part: float) -> str:
 
 def show_fastest(rows: list[Row]) -> None:
     medians = {each.contender: each.seconds.median for each in rows}
-    peers = [name for name in medians if name not in OURS]
+    peers = [name for name in medians if name not in (*OURS, LIMIT)]
     if "shared" not in medians or not peers:
         return
     best = min(peers, key=medians.__getitem__)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from comparison.contenders import Contender, Update
+from paceline.comm import shared_memory
 from paceline.comm.communicator import Communicator
 from paceline.comm.rendezvous import Meeting
 from paceline.comm.torch_distributed import connect
@@ -65,12 +66,16 @@ class Paceline(Contender):
             self._strategy.finish()
         self._strategy = None
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        if self._shared_memory is None:
-            from paceline.comm import shared_memory
+    def tensor_to_sum(self, elements: int) -> Tensor:
+        return self._team().zeros(elements, torch.float32, torch.device("cpu"))
 
+    def all_reduce(self, tensor: Tensor) -> None:
+        self._team().all_reduce(tensor, "gradients").wait()
+
+    def _team(self) -> Communicator:
+        if self._shared_memory is None:
             self._shared_memory = shared_memory.over(self._communicator)
-        self._shared_memory.all_reduce(tensor, "gradients").wait()
+        return self._shared_memory
 
     def close(self) -> None:
         self._communicator.barrier().wait()

@@ -44,6 +44,8 @@ class AllReduce:
 
     size_bytes: int
     times: int
+    is_plain: bool
+    """An ordinary tensor, not one where the contender would have it."""
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ TIMED_LEARNING_RATE = 1e-5
 
 CONTENDERS: dict[str, type[Contender]] = {
     "single": Single,
+    "apart": Single,
     "ddp": TorchDdp,
     "fabric": Fabric,
     "accelerate": Accelerate,
@@ -94,8 +95,8 @@ class Worker:
                 return self._prepare(request)
             case Train(updates):
                 return self._train(updates)
-            case AllReduce(size_bytes, times):
-                return self._all_reduce(size_bytes, times)
+            case AllReduce():
+                return self._all_reduce(request)
             case Copy(size_bytes, times):
                 return self._copy(size_bytes, times)
 
@@ -128,22 +129,30 @@ class Worker:
             self._update()
         return (perf_counter() - began) / updates
 
-    def _all_reduce(self, size_bytes: int, times: int) -> float:
-        tensor = self._tensors.get(("all_reduce", size_bytes))
+    def _all_reduce(self, request: AllReduce) -> float:
+        key = f"all_reduce, {request.is_plain}", request.size_bytes
+        tensor = self._tensors.get(key)
         if tensor is None:
-            self._tensors.clear()
-            tensor = torch.full((size_bytes // 4,), float(self._contender.rank + 1))
-            self._tensors["all_reduce", size_bytes] = tensor
-            self._contender.all_reduce(tensor)
-            ranks = range(1, self._contender.world_size + 1)
-            if not bool((tensor == float(sum(ranks))).all()):
-                raise ArithmeticError(f"wrong sum of {size_bytes} bytes")
-            tensor.zero_()
+            tensor = self._tensors[key] = self._checked_tensor(request)
         self._contender.all_reduce(tensor)
         began = perf_counter()
-        for _ in range(times):
+        for _ in range(request.times):
             self._contender.all_reduce(tensor)
-        return (perf_counter() - began) / times
+        return (perf_counter() - began) / request.times
+
+    def _checked_tensor(self, request: AllReduce) -> torch.Tensor:
+        """Zeros, which stay so however often they are summed; other sums were right before."""
+        self._forget_sizes_but(request.size_bytes)
+        contender, elements = self._contender, request.size_bytes // 4
+        tensor = torch.empty(elements) if request.is_plain else contender.tensor_to_sum(elements)
+        tensor.fill_(float(contender.rank + 1))
+        contender.all_reduce(tensor)
+        if not bool((tensor == float(sum(range(1, contender.world_size + 1)))).all()):
+            raise ArithmeticError(f"wrong sum of {request.size_bytes} bytes")
+        return tensor.mul_(0)
+
+    def _forget_sizes_but(self, size_bytes: int) -> None:
+        self._tensors = {key: each for key, each in self._tensors.items() if key[1] == size_bytes}
 
     def _copy(self, size_bytes: int, times: int) -> float:
         for name in ("source", "target"):
