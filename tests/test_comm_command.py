@@ -70,8 +70,14 @@ def test_the_tables_fit_80_columns_and_have_every_measurement(
     lines = measured[0].out.splitlines()
     assert max(map(len, lines)) <= 80
     rates = [line for line in lines if line.count("B/s ") == 2]
+    assert len(rates) == len(entries(measured))
+
+
+def test_a_fit_over_two_sizes_says_that_it_has_no_errors(measured: tuple[Ended, Path]) -> None:
     fits = read_json(measured[1] / "comm.json")["fits"]
-    assert len(rates) == len(entries(measured)) + len(fits)
+    assert fits
+    assert {each["latency_seconds_error"] for each in fits} == {None}
+    assert "two sizes are too few for errors of the fit" in measured[0].out
 
 
 def test_the_figure_is_drawn(measured: tuple[Ended, Path]) -> None:

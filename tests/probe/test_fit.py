@@ -33,9 +33,19 @@ def test_the_truth_is_within_the_error_bars_of_noisy_times() -> None:
         ]
         line = fit(points)
         assert line is not None
+        assert line.latency_error_seconds is not None
+        assert line.bytes_per_second_error is not None
         within += abs(line.latency_seconds - LATENCY) < 2 * line.latency_error_seconds
         assert abs(line.bytes_per_second - RATE) < 5 * line.bytes_per_second_error
     assert within > 85
+
+
+@pytest.mark.parametrize("sizes", [2, 3])
+def test_errors_are_given_only_where_more_than_a_line_is_known(sizes: int) -> None:
+    line = fit([Point(size, times(size, 0.9, 1.0, 1.1)) for size in SIZES[:sizes]])
+    assert line is not None
+    assert (line.latency_error_seconds is not None) == (sizes > 2)
+    assert (line.bytes_per_second_error is not None) == (sizes > 2)
 
 
 def test_a_size_whose_repeats_differ_counts_for_less() -> None:

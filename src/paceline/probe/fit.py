@@ -11,6 +11,10 @@ LEAST_RELATIVE_ERROR = 0.02
 """Of a time, however little its repeats differ: no network is a straight line to the last digit."""
 
 
+FEWEST_FOR_ERRORS = 3
+"""Sizes: through two of them a line always goes, so nothing tells how far it can be trusted."""
+
+
 @dataclass(frozen=True, slots=True)
 class Point:
     size_bytes: float
@@ -33,18 +37,20 @@ class Point:
 @dataclass(frozen=True, slots=True)
 class Line:
     latency_seconds: float
-    latency_error_seconds: float
+    latency_error_seconds: float | None
     bytes_per_second: float
-    bytes_per_second_error: float
+    bytes_per_second_error: float | None
 
 
 def fit(points: Sequence[Point]) -> Line | None:
     """None where the times say nothing of both, as from one size or from times that fall.
 
-    The errors are one standard deviation. Where the times are further from the line than their own
-    errors explain, the errors are widened by as much. A latency below nothing counts as none.
+    The errors are one standard deviation, None with fewer than FEWEST_FOR_ERRORS sizes. Where the
+    times are further from the line than their own errors explain, the errors are widened by as
+    much. A latency below nothing counts as none.
     """
-    if len({point.size_bytes for point in points}) < 2:
+    sizes = len({point.size_bytes for point in points})
+    if sizes < 2:
         return None
     a, b, a_variance, b_variance = _solve(points)
     if a < 0:
@@ -53,11 +59,12 @@ def fit(points: Sequence[Point]) -> Line | None:
         return None
     misfit = sum(((p.middle - a - b * p.size_bytes) / p.error) ** 2 for p in points)
     widening = math.sqrt(max(1.0, misfit / max(1, len(points) - 2)))
+    has_errors = sizes >= FEWEST_FOR_ERRORS
     return Line(
         latency_seconds=a,
-        latency_error_seconds=math.sqrt(a_variance) * widening,
+        latency_error_seconds=math.sqrt(a_variance) * widening if has_errors else None,
         bytes_per_second=1 / b,
-        bytes_per_second_error=math.sqrt(b_variance) * widening / b**2,
+        bytes_per_second_error=math.sqrt(b_variance) * widening / b**2 if has_errors else None,
     )
 
 

@@ -13,7 +13,8 @@
                       seconds {mean, median, p95, least},
                       algorithm_bytes_per_second, bus_bytes_per_second, share_of_limit
     fits              one for each operation, communicator and algorithm with two sizes or more:
-                      latency_seconds, bus_bytes_per_second, each also with _error; share_of_limit
+                      latency_seconds, bus_bytes_per_second, each also with _error (null with two
+                      sizes); share_of_limit
     left_out          sizes that would have taken too long, by way
 
 docs/metrics.md defines the figures.
@@ -96,7 +97,7 @@ def _fits(plan: Plan, timed: Sequence[Timed], workers: int, limit: float | None)
         if line is None:
             continue
         factor = BUS_FACTORS[way.operation](workers)
-        bus = factor * line.bytes_per_second
+        bus, error = factor * line.bytes_per_second, line.bytes_per_second_error
         fits.append(
             {
                 **asdict(way),
@@ -104,7 +105,7 @@ def _fits(plan: Plan, timed: Sequence[Timed], workers: int, limit: float | None)
                 "latency_seconds": line.latency_seconds,
                 "latency_seconds_error": line.latency_error_seconds,
                 "bus_bytes_per_second": bus,
-                "bus_bytes_per_second_error": factor * line.bytes_per_second_error,
+                "bus_bytes_per_second_error": None if error is None else factor * error,
                 "share_of_limit": bus / limit if limit else None,
             }
         )

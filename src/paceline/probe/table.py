@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from paceline.probe.sizes import size_text
+from paceline.terminal import open_console
 
 WIDTH = 80
 
 
 def print_record(record: dict[str, Any], console: Console | None = None) -> None:
-    console = console or Console(highlight=False, markup=False, width=WIDTH)
+    console = console or open_console(width=WIDTH)
     for section in dict.fromkeys(map(_section, record["measurements"])):
         operation, communicator = section
         console.print(f"\n{operation}, {_through(communicator, record)}", style="bold")
@@ -65,9 +67,9 @@ def _fitted(fits: list[dict[str, Any]]) -> Table:
         table.add_row(
             entry["algorithm"],
             _seconds(entry["latency_seconds"]),
-            _seconds(entry["latency_seconds_error"]),
+            _or_dash(_seconds, entry["latency_seconds_error"]),
             _rate(entry["bus_bytes_per_second"]),
-            _rate(entry["bus_bytes_per_second_error"]),
+            _or_dash(_rate, entry["bus_bytes_per_second_error"]),
             _share(entry["share_of_limit"]),
         )
     return table
@@ -88,6 +90,8 @@ def _footer(record: dict[str, Any]) -> str:
             lines.append(
                 f"limit of the {kind}: {_rate(limit['bytes_per_second'])}, {limit['source']}"
             )
+    if any(entry["latency_seconds_error"] is None for entry in record["fits"]):
+        lines.append("two sizes are too few for errors of the fit: give three or more in --sizes")
     lines += [f"warning: {text}" for text in (record["cluster"] or {}).get("warnings", ())]
     if record["left_out"]:
         count = len(record["left_out"])
@@ -112,6 +116,10 @@ def _rate(bytes_per_second: float) -> str:
         value, unit = value / 1000, next(units, "GB/s")
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:.{digits}f} {unit}"
+
+
+def _or_dash(text: Callable[[float], str], value: float | None) -> str:
+    return "-" if value is None else text(value)
 
 
 def _share(value: float | None) -> str:
