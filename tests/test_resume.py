@@ -217,6 +217,31 @@ def test_a_resumed_run_may_go_on_for_longer(tmp_path: Path) -> None:
     assert starts == [0, 8]
 
 
+def test_a_resumed_runs_figures_are_of_the_whole_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = loop.TrainingLoop._iterate
+
+    def iterate(self: loop.TrainingLoop, number: int) -> Any:
+        self.replica.hidden_exchange_seconds += 1.0
+        return original(self, number)
+
+    monkeypatch.setattr(loop.TrainingLoop, "_iterate", iterate)
+    settings = {"checkpoint_every": 2, "eval_every": 2}
+    whole = uninterrupted(tmp_path, **settings)
+    folder = cut_after(tmp_path, 5, monkeypatch, **settings)
+    resumed = result_of(start.resume(str(folder.path), {}, quiet=True))
+    assert resumed["workers"][0]["hidden_exchange_seconds"] == 8.0
+    assert resumed["checkpoints"]["count"] == whole["checkpoints"]["count"] == 4
+    # The accounts in them have other digits.
+    assert resumed["checkpoints"]["bytes"] == pytest.approx(whole["checkpoints"]["bytes"], rel=0.05)
+    events = list(read_lines(folder.events_file(0)))
+    waits = [event["blocked_seconds"] for event in events if event["event"] == "checkpoint"]
+    assert resumed["checkpoints"]["blocked_seconds"] >= sum(waits) - 1e-9
+    walls = [event["wall_seconds"] for event in events if event["event"] == "evaluation"]
+    assert walls == sorted(walls)
+
+
 def test_a_longer_budget_outlives_a_second_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,8 +22,9 @@ from paceline.launch.servers import pairs_with_servers, serve, server_ranks
 from paceline.measure.clock import PhaseClock
 from paceline.records import RunFolder
 from paceline.worker.display import open_display
+from paceline.worker.prepare import prepare
 from paceline.worker.report import WorkerReport
-from paceline.worker.run import Team, prepare, run_worker
+from paceline.worker.run import Team, run_worker
 from worker_pool import WorkerPool, free_port
 
 

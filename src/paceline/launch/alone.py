@@ -15,7 +15,8 @@ from paceline.measure.sampler import ResourceSampler
 from paceline.records import RunFolder
 from paceline.worker.checkpoint import CheckpointStore
 from paceline.worker.display import open_display
-from paceline.worker.run import Prepared, Team, check_work_is_left, prepare, run_worker
+from paceline.worker.prepare import Prepared, check_work_is_left, prepare
+from paceline.worker.run import Team, run_worker
 
 
 def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:

@@ -38,8 +38,9 @@ from paceline.records import RunFolder, read_json
 from paceline.worker.checkpoint import Checkpoint, CheckpointStore
 from paceline.worker.device import choose_device
 from paceline.worker.display import open_display
+from paceline.worker.prepare import Prepared, check_work_is_left, prepare
 from paceline.worker.report import WorkerReport, explain
-from paceline.worker.run import Prepared, Team, check_work_is_left, prepare, run_worker
+from paceline.worker.run import Team, run_worker
 
 
 def main(arguments: list[str]) -> int:

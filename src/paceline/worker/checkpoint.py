@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from threading import Thread
@@ -15,6 +16,7 @@ from paceline.worker.checkpoint_file import (
     newest_checkpoint,
     remove_checkpoint,
     remove_stale_temporaries,
+    state_file,
     write_checkpoint,
 )
 from paceline.worker.snapshot import HostBuffers, without_copy
@@ -56,6 +58,15 @@ class CheckpointStore:
     def extra_memory_bytes(self) -> int:
         """What the copies for writing in the background take; nothing in sync mode."""
         return self._buffers.size_bytes if self._buffers else 0
+
+    def take_up(self, totals: Mapping[str, Any], iteration: int, blocked_seconds: float) -> None:
+        """Count on from the `totals` before the checkpoint that a run is resumed from, and it."""
+        self.count += totals.get("count", 0) + 1
+        with contextlib.suppress(OSError):
+            self.bytes += state_file(self.folder, iteration).stat().st_size
+        self.bytes += totals.get("bytes", 0)
+        self.blocked_seconds += totals.get("blocked_seconds", 0.0) + blocked_seconds
+        self.background_seconds += totals.get("background_seconds", 0.0)
 
     def save(self, iteration: int, state: Mapping[str, Any]) -> None:
         """Write the state after `iteration`; when it is on disk, remove what is no longer wanted.

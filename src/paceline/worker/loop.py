@@ -60,8 +60,12 @@ class TrainingLoop:
         progress: Progress,
         checkpoint: Callable[[], None] | None = None,
         tracer: Tracer | None = None,
+        seconds_before: float = 0.0,
     ) -> None:
-        """`test_batches(alone)` gives this worker's part of the test set, or all of it."""
+        """`test_batches(alone)` gives this worker's part of the test set, or all of it.
+
+        `seconds_before`: wall time of a resumed run's earlier parts.
+        """
         self.config = config
         self.replica = replica
         self.strategy = strategy
@@ -74,6 +78,9 @@ class TrainingLoop:
         self._autocast = autocast
         self._checkpoint = checkpoint
         self._tracer = tracer
+        self._seconds_before = seconds_before
+        self._samples_before = progress.samples
+        self._trained_before = progress.trained_seconds
         self._clock = replica.clock
         self._per_epoch = inputs.order.batches_per_epoch
         self._rate_at = learning_rate(config, self._per_epoch)
@@ -313,13 +320,18 @@ class TrainingLoop:
         self.progress.history.append(entry)
         shown = {
             "rank": self._rank,
-            "wall_seconds": self._clock.wall_seconds,
-            "samples_per_second": self.progress.samples / trained_seconds,
+            "wall_seconds": self._seconds_before + self._clock.wall_seconds,
+            "samples_per_second": self._samples_per_second(trained_seconds),
         }
         self._journal.evaluation({**entry, **shown})
         target = self.config.target_accuracy
         if target is not None and accuracy >= target and self.progress.seconds_to_target is None:
             self.progress.seconds_to_target = trained_seconds
+
+    def _samples_per_second(self, trained_seconds: float) -> float:
+        """Since this process began: a resumed run may have had more or fewer workers before."""
+        samples = self.progress.samples - self._samples_before
+        return samples / max(trained_seconds - self._trained_before, 1e-9)
 
     def _trained_seconds(self) -> float:
         now = self._clock.enter("other")

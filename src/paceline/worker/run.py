@@ -3,82 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-import signal
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.place import Place
 from paceline.config import RunConfig
-from paceline.data.dataset import Dataset
 from paceline.data.input import InputPath, evaluation_batches
-from paceline.data.loading import load_dataset
 from paceline.data.order import SampleOrder, share
-from paceline.errors import (
-    AgreedStopError,
-    CheckpointError,
-    PacelineError,
-    RunError,
-    UserCodeError,
-)
+from paceline.errors import AgreedStopError, PacelineError, RunError
 from paceline.measure.clock import PhaseClock
 from paceline.measure.gpu_clock import clock_of
 from paceline.measure.scalars import ScalarWriter
 from paceline.measure.trace import Tracer
-from paceline.models.loading import build_model
-from paceline.records import EventWriter, RunFolder, read_iteration_seconds
+from paceline.records import EventWriter, RunFolder
 from paceline.sync.batch_norm import synchronise_batch_norm
-from paceline.sync.options import create_strategy
 from paceline.sync.replica import Replica
-from paceline.sync.strategy import Strategy
 from paceline.worker import state
 from paceline.worker.checkpoint import Checkpoint, CheckpointStore
-from paceline.worker.device import autocast, choose_device, computing
+from paceline.worker.device import autocast, computing
 from paceline.worker.display import Display
 from paceline.worker.fingerprint import weights_sha256
 from paceline.worker.journal import Journal
+from paceline.worker.ledger import Ledger
 from paceline.worker.loop import Progress, TrainingLoop
 from paceline.worker.optimiser import build_optimizer
+from paceline.worker.prepare import Prepared
 from paceline.worker.report import WorkerReport, account_of, explain
-
-
-@dataclass(slots=True)
-class Prepared:
-    """What can be checked before a run begins: its data, model and strategy."""
-
-    dataset: Dataset
-    model: nn.Module
-    strategy: Strategy
-    device: torch.device
-
-
-def prepare(config: RunConfig, local_rank: int = 0) -> Prepared:
-    """Load and build, refusing with a UsageError what cannot be trained."""
-    strategy = create_strategy(config.strategy, config.options)
-    device = choose_device(config, local_rank)
-    dataset = load_dataset(config)
-    model = build_model(config.model, dataset.sample_shape, dataset.classes, config.seed)
-    if not any(weight.requires_grad for weight in model.parameters()):
-        raise UserCodeError(f"model {config.model!r} has no weights to train")
-    return Prepared(dataset, model, strategy, device)
-
-
-def check_work_is_left(config: RunConfig, prepared: Prepared, checkpoint: Checkpoint) -> None:
-    """Refuse to resume what has come to its end already: its result must stay as it is."""
-    order = SampleOrder(len(prepared.dataset.train), config.global_batch_size, config.seed)
-    total = config.iterations_in_total(order.batches_per_epoch)
-    if checkpoint.iteration >= total:
-        raise CheckpointError(
-            f"the run has done all of its {total} iterations:"
-            " give more --epochs or --iterations to go on"
-        )
+from paceline.worker.stop_signals import stop_on_signals
 
 
 def run_worker(
@@ -96,7 +52,7 @@ def run_worker(
     with computing(config, team.place.local_rank), contextlib.closing(worker.journal):
         try:
             worker.begin(checkpoint)
-            with _stop_on_signals(worker):
+            with stop_on_signals(worker.request_stop):
                 worker.train()
             report = worker.report("finished", None, 0)
         except (KeyboardInterrupt, SystemExit, Exception) as error:  # noqa: BLE001 - told in the report
@@ -143,9 +99,8 @@ class _Worker:
         self.stop_requested: str | None = None
         self.loop: TrainingLoop | None = None
         self.progress = Progress()
-        self.account_before: state.Account = {}
-        self.iteration_seconds_before: Sequence[float] = ()
         self.replica = _build_replica(config, prepared, team, clock)
+        self.ledger = Ledger(clock, self.replica, team.store)
         train = prepared.dataset.train
         self.order = SampleOrder(
             len(train), config.global_batch_size, config.seed, config.reshuffle
@@ -164,15 +119,10 @@ class _Worker:
         strategy.attach(self.replica)
         if checkpoint:
             self.warnings += checkpoint.warnings
-            self.progress, self.account_before = state.restore(
-                checkpoint.state, self.replica, strategy
-            )
-            if "traffic" in self.account_before:
-                self.team.communicator.traffic.restore(self.account_before["traffic"])
-            self.journal.recent_losses.extend(self.account_before.get("recent_losses", ()))
-            self.iteration_seconds_before = read_iteration_seconds(
-                self.folder.events_file(self.team.place.rank), self.progress.steps
-            )
+            self.progress, account = state.restore(checkpoint.state, self.replica, strategy)
+            events = self.folder.events_file(self.team.place.rank)
+            self.ledger.take_up(account, events, self.progress.steps, checkpoint.iteration)
+            self.journal.recent_losses.extend(account.get("recent_losses", ()))
             self.journal.display.say(f"resuming after iteration {checkpoint.iteration}")
         self.journal.events.write(
             "start", iteration=self.progress.iteration, resumed=checkpoint is not None
@@ -247,39 +197,30 @@ class _Worker:
             self.progress,
             self._checkpoint if config.checkpoint_every != "never" else None,
             tracer,
+            self.ledger.seconds_before,
         )
 
     def request_stop(self, cause: str) -> None:
-        if self.stop_requested:
-            raise KeyboardInterrupt
         self.stop_requested = cause
         if self.loop:
             self.loop.stop_requested = cause
 
     def _checkpoint(self) -> None:
-        account = {
-            "phases": self._phases(),
-            "traffic": self._traffic(),
-            "recent_losses": [*self.journal.recent_losses],
-        }
-        saved = state.gather(self.replica, self.prepared.strategy, self.progress, account)
         store = self.team.store
+        blocked = store.blocked_seconds if store else 0.0
+        if store:
+            # Else the one that is still being written would be missing in the account.
+            store.close()
+        account = {**self.ledger.to_dict(), "recent_losses": [*self.journal.recent_losses]}
+        saved = state.gather(self.replica, self.prepared.strategy, self.progress, account)
         if saved is None or store is None:
             return
-        blocked = store.blocked_seconds
         store.save(self.progress.iteration, saved)
         self.journal.events.write(
             "checkpoint",
             iteration=self.progress.iteration,
             blocked_seconds=store.blocked_seconds - blocked,
         )
-
-    def _phases(self) -> dict[str, float]:
-        before = self.account_before.get("phases", {})
-        return {name: before.get(name, 0.0) + spent for name, spent in self.clock.seconds.items()}
-
-    def _traffic(self) -> dict[str, Any]:
-        return self.team.communicator.traffic.to_dict()
 
     def report(self, status: str, cause: str | None, exit_code: int) -> WorkerReport:
         store = self.team.store
@@ -306,18 +247,12 @@ class _Worker:
             worker=account_of(
                 self.team.place,
                 self.progress.samples,
-                self._phases(),
-                [*self.iteration_seconds_before, *self.clock.lap_seconds],
+                self.ledger.phases,
+                self.ledger.iteration_seconds,
                 self.replica,
                 self.prepared.strategy,
             ),
-            checkpoints={
-                "count": store.count if store else 0,
-                "bytes": store.bytes if store else 0,
-                "blocked_seconds": store.blocked_seconds if store else 0.0,
-                "background_seconds": store.background_seconds if store else 0.0,
-                "extra_memory_bytes": store.extra_memory_bytes if store else 0,
-            },
+            checkpoints=self.ledger.checkpoints,
             measuring_fraction=measuring / max(self.clock.wall_seconds, 1e-9),
             warnings=self.warnings,
             samples_before=self.progress.samples_before,
@@ -350,26 +285,3 @@ def _build_replica(config: RunConfig, prepared: Prepared, team: Team, clock: Pha
         clip_norm=config.clip_norm,
         servers=team.servers,
     )
-
-
-@contextlib.contextmanager
-def _stop_on_signals(worker: _Worker) -> Iterator[None]:
-    """Let Ctrl-C or a termination signal end the loop between iterations; another Ctrl-C, at once.
-
-    Termination may be asked for again without haste: SLURM does so at a job's time limit.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signals = (signal.SIGINT, signal.SIGTERM)
-
-    def request(number: int, frame: FrameType | None) -> None:
-        if not worker.stop_requested or number == signal.SIGINT:
-            worker.request_stop(f"stopped by {signal.Signals(number).name}")
-
-    before = [signal.signal(number, request) for number in signals]
-    try:
-        yield
-    finally:
-        for number, handler in zip(signals, before, strict=True):
-            signal.signal(number, handler)

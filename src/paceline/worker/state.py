@@ -79,10 +79,13 @@ def _own_part(
     if len(workers) == communicator.world_size:
         mine = workers[communicator.rank]
         return Progress(**mine["progress"]), mine["account"]
-    # A resized run: iteration and history are everybody's, samples and times start anew.
+    # A resized run: iteration and history are everybody's, samples start anew. Times go on where
+    # there was a worker of this rank.
     first = workers[0]["progress"]
     before = first.get("samples_before", 0) + sum(each["progress"]["samples"] for each in workers)
-    return Progress(**{**first, "samples": 0, "samples_before": before}), {}
+    progress = Progress(**{**first, "samples": 0, "samples_before": before})
+    has_account = communicator.rank < len(workers)
+    return progress, workers[communicator.rank]["account"] if has_account else {}
 
 
 def _own_state(replica: Replica) -> dict[str, Any]:
