@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check format docs bench clean
+.PHONY: demo test check format docs pictures bench clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)  ## the main job: train, measure, show
@@ -25,6 +25,9 @@ format: $(READY)
 
 docs: $(READY)  ## the pages that are written from the code
 	$(BIN)/python -m paceline.cli.reference > docs/config.md.new && mv docs/config.md.new docs/config.md
+
+pictures: $(READY)  ## those of docs/, of the newest demo and the live page; needs chromium and its driver
+	PYTHONPATH=tests $(BIN)/python -m ui.pictures
 
 bench: $(READY)  ## every benchmark, one after the other, each printing its table
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
