@@ -38,6 +38,10 @@ class FakeRun:
         default_factory=lambda: {"count": 0, "bytes": 0, "blocked_seconds": 0.0}
     )
     evaluate_seconds: float = 0.5
+    nodes: int = 1
+    """Workers are spread over them evenly; node n uses n + 1 times the CPU of node 0."""
+    shares: Sequence[int] = ()
+    """Samples of an iteration, for each worker; 32 where none are given."""
     more: dict[str, Any] = field(default_factory=dict)
     """Further keys of the result, or other values of its keys."""
 
@@ -47,6 +51,16 @@ class FakeRun:
             (2 * usual if index == 0 else usual) + self.noise[index % len(self.noise)]
             for index in range(self.iterations)
         ]
+
+    def history(self) -> list[dict[str, float]]:
+        """After each half of the run; an epoch has 50 iterations."""
+        trained = sum(self.seconds(0))
+        return [
+            {"iteration": done, "epoch": done / 50, "seconds": trained * done / self.iterations,
+             "test_loss": 1.0 - 0.5 * done / self.iterations,
+             "test_accuracy": self.accuracy * done / self.iterations, "learning_rate": 0.01}
+            for done in (self.iterations // 2, self.iterations)
+        ] if self.status == "finished" else []  # fmt: skip
 
     def losses(self) -> list[float]:
         return [2.0 / (1 + index / 20) for index in range(self.iterations)]
@@ -62,7 +76,8 @@ def write_run(root: Path, run: FakeRun) -> Path:
     folder = RunFolder.create(config)
     for rank in range(workers):
         _write_events(folder, run, rank)
-    _write_resources(folder, run)
+    for node in range(run.nodes):
+        _write_resources(folder, run, node)
     if run.status != "unfinished":
         folder.write_result(_result(folder, run, config.to_dict()))
     return folder.path
@@ -76,16 +91,19 @@ def _write_events(folder: RunFolder, run: FakeRun, rank: int) -> None:
         block = slice(first, first + BLOCK)
         events.write("iterations", first=first, seconds=seconds[block], loss=losses[block],
                      learning_rate=0.01)  # fmt: skip
+    for entry in run.history():
+        events.write("evaluation", **entry, rank=rank, wall_seconds=2.0 + entry["seconds"])
     events.write("end", status=run.status, cause=run.cause)
     events.close()
 
 
-def _write_resources(folder: RunFolder, run: FakeRun) -> None:
-    with folder.resources_file(0).open("w") as file:
+def _write_resources(folder: RunFolder, run: FakeRun, node: int) -> None:
+    with folder.resources_file(node).open("w") as file:
         for index in range(10):
             sample = {
-                "node": 0, "started": 1000.0, "time": 1000.0 + index, "seconds": 0.5 * index,
-                "cpu_percent": None if index == 0 else 90.0 + index, "rss_bytes": run.rss_bytes,
+                "node": node, "started": 1000.0, "time": 1000.0 + index, "seconds": 0.5 * index,
+                "cpu_percent": None if index == 0 else 90.0 + index + 10 * node,
+                "rss_bytes": run.rss_bytes,
                 "network_bytes_sent": 1000 * index * index, "network_bytes_received": 500 * index,
             }  # fmt: skip
             file.write(json.dumps(sample) + "\n")
@@ -113,7 +131,8 @@ def _worker(run: FakeRun, rank: int) -> dict[str, Any]:
         }
     rest = sorted(seconds[1:])
     return {
-        "rank": rank, "node": 0, "samples": 32 * run.iterations,
+        "rank": rank, "node": rank * run.nodes // len(run.phases),
+        "samples": (run.shares[rank] if run.shares else 32) * run.iterations,
         "wall_seconds": sum(phases.values()),
         "iteration_seconds": {
             "first": seconds[0], "mean": statistics.fmean(rest), "median": statistics.median(rest),
@@ -125,14 +144,7 @@ def _worker(run: FakeRun, rank: int) -> dict[str, Any]:
 
 def _result(folder: RunFolder, run: FakeRun, config: dict[str, Any]) -> dict[str, Any]:
     workers = [_worker(run, rank) for rank in range(len(run.phases))]
-    trained = sum(run.seconds(0))
     finished = run.status == "finished"
-    history = [
-        {"iteration": done, "epoch": done / 50, "seconds": trained * done / run.iterations,
-         "test_loss": 1.0 - 0.5 * done / run.iterations,
-         "test_accuracy": run.accuracy * done / run.iterations}
-        for done in (run.iterations // 2, run.iterations)
-    ] if finished else []  # fmt: skip
     return {
         "schema": SCHEMA, "id": folder.id, "status": run.status, "cause": run.cause,
         "config": config, "software": {"paceline": "0.1.0", "torch": "2.13.0"},
@@ -142,10 +154,12 @@ def _result(folder: RunFolder, run: FakeRun, config: dict[str, Any]) -> dict[str
         "weights_sha256": "0" * 64,
         "final": {"train_loss": 0.4, "test_loss": 0.5 if finished else None,
                   "test_accuracy": run.accuracy if finished else None},
-        "seconds_to_target": run.seconds_to_target, "history": history, "workers": workers,
-        "nodes": [{"node": 0, "cpu_percent_mean": 95.0, "rss_bytes_mean": run.rss_bytes,
+        "seconds_to_target": run.seconds_to_target, "history": run.history(), "workers": workers,
+        "nodes": [{"node": node, "cpu_percent_mean": 95.0 * (node + 1),
+                   "rss_bytes_mean": run.rss_bytes,
                    "rss_bytes_peak": run.rss_bytes + 1, "pss_bytes_peak": run.rss_bytes,
-                   "network_bytes_sent": 81_000, "network_bytes_received": 4_500, "gpus": []}],
+                   "network_bytes_sent": 81_000, "network_bytes_received": 4_500, "gpus": []}
+                  for node in range(run.nodes)],
         "checkpoints": dict(run.checkpoints),
         "measurement_overhead": {"fraction": 0.001}, "warnings": [], **run.more,
     }  # fmt: skip
@@ -166,3 +180,26 @@ def write_repeats(root: Path, run: FakeRun, factors: Sequence[float]) -> None:
                 }
             ),
         )
+
+
+def write_trace(path: Path) -> None:
+    """Three steps; of the second the transfer runs from 3 to 9 ms beside backward from 2 to 6."""
+
+    def event(name: str, category: str, begin: float, length: float) -> dict[str, Any]:
+        return {
+            "name": name,
+            "cat": category,
+            "ph": "X",
+            "pid": 0,
+            "ts": begin * 1000,
+            "dur": length * 1000,
+            "args": {"bytes": 5000} if category == "transfer" else {},
+        }
+
+    laps = [{"iteration": 10 + index, "ts": 20000.0 * index, "dur": 1000.0 * length}
+            for index, length in enumerate((8, 10, 15))]  # fmt: skip
+    events = [event("forward", "phase", 20, 2), event("backward", "phase", 22, 4),
+              event("exchange", "phase", 26, 3), event("update", "phase", 29, 1),
+              event("gradients", "transfer", 23, 6), event("forward", "phase", 40, 9)]  # fmt: skip
+    path.write_text(json.dumps({"schema": 1, "rank": 0, "iterations": laps,
+                                "traceEvents": [{"ph": "M"}, *events]}))  # fmt: skip

@@ -28,14 +28,14 @@ from paceline.report.run import open_run, read_iterations
 from paceline.report.section.bandwidth import exchange_rate, read_comm
 from paceline.report.section.batch_size import batch_rows
 from paceline.report.section.checkpoint import checkpoint_costs
-from paceline.report.section.iteration_time import rank_times
 from paceline.report.section.outline import outline
+from paceline.report.section.ranks import rank_times
 from paceline.report.section.resources import node_use
 from paceline.report.section.scaling import families
 from paceline.report.section.timeline import read_step
 from paceline.report.section.traffic import run_traffic
 from paceline.report.sections import build_sections
-from report.records import FakeRun, write_repeats, write_run
+from report.records import FakeRun, write_repeats, write_run, write_trace
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -305,29 +305,6 @@ def test_traffic_is_the_sum_over_the_workers(tmp_path: Path) -> None:
     assert run_traffic(run)["gradients"].messages == 300
 
 
-def write_trace(path: Path) -> None:
-    """Three steps; of the second the transfer runs from 3 to 9 ms beside backward from 2 to 6."""
-
-    def event(name: str, category: str, begin: float, length: float) -> dict[str, Any]:
-        return {
-            "name": name,
-            "cat": category,
-            "ph": "X",
-            "pid": 0,
-            "ts": begin * 1000,
-            "dur": length * 1000,
-            "args": {"bytes": 5000} if category == "transfer" else {},
-        }
-
-    laps = [{"iteration": 10 + index, "ts": 20000.0 * index, "dur": 1000.0 * length}
-            for index, length in enumerate((8, 10, 15))]  # fmt: skip
-    events = [event("forward", "phase", 20, 2), event("backward", "phase", 22, 4),
-              event("exchange", "phase", 26, 3), event("update", "phase", 29, 1),
-              event("gradients", "transfer", 23, 6), event("forward", "phase", 40, 9)]  # fmt: skip
-    path.write_text(json.dumps({"schema": 1, "rank": 0, "iterations": laps,
-                                "traceEvents": [{"ph": "M"}, *events]}))  # fmt: skip
-
-
 def test_the_traced_step_of_median_length_is_drawn_with_what_overlaps(tmp_path: Path) -> None:
     path = write_run(tmp_path, FakeRun("a"))
     write_trace(path / "trace-0.json")
@@ -383,3 +360,34 @@ def test_the_whole_split_of_a_cell_is_the_mean_of_its_workers(tmp_path: Path) ->
     split = of_cell(collect(path).cells[0])
     assert split is not None
     assert split.seconds["forward"] == pytest.approx(0.0202)
+
+
+def rewrite_events(path: Path, **block: Any) -> None:
+    """One block of iterations, and the end."""
+    lines = [{"event": "iterations", "first": 0, **block}, {"event": "end", "status": "finished"}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_out_of_step_an_iteration_is_as_long_as_its_samples_take_all(tmp_path: Path) -> None:
+    """Both workers used 3,200 samples in a second: the one in 100 parts, the other in 50."""
+    path = write_run(tmp_path, FakeRun("a", {}, [{"forward": 0.01}] * 2))
+    for rank, count in enumerate((100, 50)):
+        rewrite_events(
+            path / f"events-{rank}.jsonl", seconds=[1 / count] * count, loss=[1.0] * count
+        )
+    # 6,400 samples a second, and 64 of them in an iteration of the run.
+    assert collect(path).cells[0].iteration_means == pytest.approx([0.01])
+
+
+def test_meeting_after_the_last_iteration_is_no_part_of_an_iteration(tmp_path: Path) -> None:
+    """The workers exchanged for 0.2 s in five iterations, and for 0.1 s when these had ended."""
+    spent = {"forward": 0.10, "exchange": 0.06}
+    path = write_run(tmp_path, FakeRun("a", {}, [spent] * 2, iterations=5))
+    phases = {**dict.fromkeys(IN_ITERATION, 0.0), "forward": 0.60, "exchange": 0.26}
+    for rank in range(2):
+        rewrite_events(path / f"events-{rank}.jsonl", seconds=[0.172] * 5, loss=[1.0] * 5,
+                       phases=phases)  # fmt: skip
+    split = of_cell(collect(path).cells[0])
+    assert split is not None
+    assert split.seconds["exchange"] == pytest.approx(0.26 / 5)
+    assert split.total == pytest.approx(0.172)

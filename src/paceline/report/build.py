@@ -14,7 +14,7 @@ from paceline.report.document import ChapterPage, Document, Items, Section, Text
 from paceline.report.html import FIGURES, to_html
 from paceline.report.markdown import to_markdown
 from paceline.report.section.outline import outline
-from paceline.report.sections import SECTIONS, build_sections, unknown, wanted
+from paceline.report.sections import SECTIONS, VERDICT, build_sections, unknown, wanted
 from paceline.report.verdict import Verdict, judge
 
 
@@ -50,18 +50,19 @@ def _write_figures(document: Document, folder: Path) -> None:
 
 def to_document(collection: Collection) -> Document:
     verdicts = [judge(chapter.cells) for chapter in collection.chapters]
-    collection.headlines = [verdict.headline for verdict in verdicts]
-    chapters = [
-        _page(chapter, verdict, collection.comm, is_alone=len(verdicts) == 1)
-        for chapter, verdict in zip(collection.chapters, verdicts, strict=True)
-    ]
+    chapters, answers = [], []
+    for chapter, verdict in zip(collection.chapters, verdicts, strict=True):
+        page, answer = _page(chapter, verdict, collection.comm, is_alone=len(verdicts) == 1)
+        chapters.append(page)
+        answers.append(answer)
+    collection.headlines = answers
     if len(verdicts) > 1:
         chapters.append(_together(collection))
     document = Document(
         title=collection.title,
         subtitle=_subtitle(collection),
         about=collection.about,
-        headline=verdicts[0].headline if verdicts else "Nothing was run yet.",
+        headline=answers[0] if verdicts else "Nothing was run yet.",
         points=[],
         next_steps=[],
         chapters=chapters,
@@ -71,7 +72,7 @@ def to_document(collection: Collection) -> Document:
         document.points = _points(verdicts[0])
         document.next_steps = verdicts[0].next_steps
     else:
-        _sum_up(document, collection, verdicts)
+        _sum_up(document, collection)
     return document
 
 
@@ -84,38 +85,51 @@ def _together(collection: Collection) -> ChapterPage:
     return ChapterPage(name, "All parts together", "", "", sections)
 
 
-def _sum_up(document: Document, collection: Collection, verdicts: Sequence[Verdict]) -> None:
+def _sum_up(document: Document, collection: Collection) -> None:
     """Of several parts: the answer of each, and what went wrong anywhere."""
     troubled = [cell.label for cell in collection.cells if len(cell.finished) < len(cell.runs)]
     count = _count(collection.cells)
-    document.headline = f"{count} in {len(verdicts)} parts, each with its own answer" + (
+    parts = len(collection.chapters)
+    document.headline = f"{count} in {parts} parts, each with its own answer" + (
         f"; {len(troubled)} did not finish." if troubled else "; all that ran finished."
     )
     document.points = [
-        (chapter.title, verdict.headline)
-        for chapter, verdict in zip(collection.chapters, verdicts, strict=True)
+        (chapter.title, headline)
+        for chapter, headline in zip(collection.chapters, collection.headlines, strict=True)
     ]
 
 
 def _page(
     chapter: Chapter, verdict: Verdict, comm: Sequence[Path], *, is_alone: bool
-) -> ChapterPage:
+) -> tuple[ChapterPage, str]:
+    """A chapter, and what it answers."""
     name = slug(chapter.title)
     about_cells = outline("" if is_alone else name, chapter.cells, comm)
     sections = build_sections(about_cells, wanted(chapter.sections, is_alone=is_alone))
+    answer = _answer(chapter, sections) or verdict.headline
     if not is_alone:
-        sections.insert(0, _verdict_section(verdict))
+        sections.insert(0, _verdict_section(verdict, answer))
     strange = unknown(chapter.sections)
     about = chapter.about
     if strange:
         about = f"{about} (No such section: {', '.join(strange)}.)".strip()
-    return ChapterPage(name, chapter.title, about, chapter.context, sections)
+    return ChapterPage(name, chapter.title, about, chapter.context, sections), answer
 
 
-def _verdict_section(verdict: Verdict) -> Section:
-    items = [(f"{subject}:", text) for subject, text in _points(verdict)]
+def _answer(chapter: Chapter, sections: Sequence[Section]) -> str:
+    """Of the first section that has one, where a study asks for others before the verdict."""
+    if not chapter.sections or chapter.sections[0] == VERDICT:
+        return ""
+    blocks = (block for section in sections for block in section.blocks)
+    texts = (block for block in blocks if isinstance(block, Text) and block.kind == "answer")
+    return next((block.text for block in texts), "")
+
+
+def _verdict_section(verdict: Verdict, answer: str) -> Section:
+    items = [] if answer == verdict.headline else [("Pace:", verdict.headline)]
+    items += [(f"{subject}:", text) for subject, text in _points(verdict)]
     items += [("Try next:", step) for step in verdict.next_steps]
-    return Section("verdict", "Verdict", [Text(verdict.headline), Items(items)])
+    return Section("verdict", "Verdict", [Text(answer), Items(items)])
 
 
 def _points(verdict: Verdict) -> list[tuple[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -34,6 +34,8 @@ class Cell:
     runs: list[Run]
     trouble: str = ""
     """Why there is no run, of a study's cell that has none."""
+    axes: dict[str, str] = field(default_factory=dict)
+    """A study's cell's place in its grid: axis -> label of the value."""
 
     @cached_property
     def finished(self) -> list[Run]:
@@ -74,7 +76,7 @@ class Cell:
     @cached_property
     def iteration_means(self) -> list[float]:
         """Seconds per iteration of each finished run, the first iteration left out."""
-        return [run.timing.mean for run in self.timed if run.timing is not None]
+        return [mean for run in self.timed if (mean := run.iteration_seconds) is not None]
 
     @cached_property
     def iteration_seconds(self) -> Interval | None:

@@ -100,12 +100,19 @@ def _collect(path: Path | str) -> Collection:
 
 
 def _is_run(place: Path) -> bool:
-    return (place / "config.json").is_file() or (place / "result.json").is_file()
+    try:
+        return (place / "config.json").is_file() or (place / "result.json").is_file()
+    except OSError:
+        return False
 
 
 def _runs_below(place: Path, depth: int) -> Iterator[Path]:
-    with os.scandir(place) as entries:
-        folders = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    try:
+        with os.scandir(place) as entries:
+            folders = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        # Not ours to read, or gone since it was listed.
+        return
     for folder in sorted(folders, key=_by_number):
         if _is_run(folder):
             yield folder
@@ -164,9 +171,10 @@ def _chapter(
     runs: dict[str, list[Run]] = {}
     labels: dict[str, str] = {}
     troubles: dict[str, str] = {}
+    axes: dict[str, dict[str, str]] = {}
     for cell in study.cells_of(part.name):
         runs.setdefault(cell.group, [])
-        labels[cell.group] = cell.label
+        labels[cell.group], axes[cell.group] = cell.label, cell.axes
         place = folder.run_folder(cell).path
         if cell.run not in opened:
             opened[cell.run] = (
@@ -179,5 +187,5 @@ def _chapter(
             troubles.setdefault(cell.group, f"{cell.trouble.status}: {cell.trouble.cause}")
         else:
             troubles.setdefault(cell.group, NOT_RUN)
-    cells = [Cell(labels[name], runs[name], troubles.get(name, "")) for name in runs]
+    cells = [Cell(labels[name], runs[name], troubles.get(name, ""), axes[name]) for name in runs]
     return Chapter(part.title or part.name, cells, part.about, part.context, part.report)

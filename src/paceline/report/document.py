@@ -12,7 +12,7 @@ class Text:
     text: str
     """Plain; `backticks` mark what is to be typed."""
     kind: str = ""
-    """"" or note: what a reader may skip."""
+    """"", answer (to the question of a section), or note: what a reader may skip."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from paceline.report.run import Run
 
 
@@ -26,8 +28,17 @@ def first_epoch_seconds(run: Run) -> float | None:
 
 def exchange_seconds_in_epoch(run: Run) -> float | None:
     """Exposed communication, on average over the workers."""
+    return _in_epoch(run, [worker["phases"]["exchange"] for worker in run.workers])
+
+
+def hidden_seconds_in_epoch(run: Run) -> float | None:
+    """Communication behind computing, on average over the workers."""
+    return _in_epoch(run, [worker.get("hidden_exchange_seconds", 0.0) for worker in run.workers])
+
+
+def _in_epoch(run: Run, spent: Sequence[float]) -> float | None:
+    """The mean of what each worker spent in the whole run, as a part for one epoch."""
     count = iterations_in_epoch(run)
-    if count is None or not run.workers or not run.iterations:
+    if count is None or not spent or not run.iterations:
         return None
-    spent = sum(worker["phases"]["exchange"] for worker in run.workers) / len(run.workers)
-    return float(spent / run.iterations * count)
+    return float(sum(spent) / len(spent) / run.iterations * count)

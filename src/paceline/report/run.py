@@ -104,6 +104,30 @@ class Run:
         values = [value for node in self.nodes if is_number(value := node.get(key))]
         return sum(values) if values and len(values) == len(self.nodes) else None
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether all workers did the same number of iterations."""
+        return self.timing is None or len({rank.count for rank in self.timing.ranks}) == 1
+
+    @cached_property
+    def iteration_seconds(self) -> float | None:
+        """Mean time of an iteration, the first one left out; None where none was timed.
+
+        Out of step, some workers do more iterations than others: there it is the time in which all
+        of them together get through as many samples as an iteration of the run has.
+        """
+        timing = self.timing
+        if timing is None or self.is_in_step:
+            return None if timing is None else timing.mean
+        samples = {worker["rank"]: worker.get("samples") or 0 for worker in self.workers}
+        per_second = math.fsum(
+            samples.get(rank.rank, 0) / rank.count / rank.mean for rank in timing.ranks if rank.mean
+        )
+        total = (self.result or {}).get("samples")
+        if not total or not per_second or not self.iterations:
+            return timing.mean
+        return float(total) / self.iterations / per_second
+
     @cached_property
     def timing(self) -> Timing | None:
         """None where no iteration was timed."""
@@ -186,7 +210,7 @@ def _block(event: dict[str, Any]) -> tuple[Floats, Floats] | None:
     try:
         seconds = np.array(event["seconds"], dtype=np.float64)
         losses = np.array(event["loss"], dtype=np.float64)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None
     fits = seconds.ndim == 1 and seconds.shape == losses.shape and len(seconds) > 0
     return (seconds, losses) if fits and np.isfinite(seconds).all() else None
@@ -199,7 +223,7 @@ def _of_rank(rank: int, seconds: Floats) -> RankTiming:
         count=len(seconds),
         first=float(seconds[0]),
         mean=float(rest.mean()),
-        median=float(np.median(rest)),
+        median=float(rest[(len(rest) - 1) // 2] + rest[len(rest) // 2]) / 2,
         p95=float(rest[min(len(rest) - 1, round(0.95 * (len(rest) - 1)))]),
         total=float(seconds.sum()),
     )

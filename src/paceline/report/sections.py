@@ -10,19 +10,24 @@ from dataclasses import dataclass
 
 from paceline.report.document import Block, Section
 from paceline.report.section import (
+    accuracy,
     bandwidth,
     batch_size,
     checkpoint,
     configuration,
     curves,
+    evaluations,
     iteration_time,
+    order,
     overview,
     phases,
+    ranks,
     resources,
     scaling,
     target,
     timeline,
     traffic,
+    winners,
 )
 from paceline.report.section.outline import Outline
 
@@ -39,9 +44,12 @@ class Kind:
 SECTIONS = {
     "overview": Kind(overview.TITLE, overview.build),
     "target": Kind(target.TITLE, target.build),
+    "winners": Kind(winners.TITLE, winners.build),
     "curves": Kind(curves.TITLE, curves.build),
+    "accuracy": Kind(accuracy.TITLE, accuracy.build),
+    "evaluations": Kind(evaluations.TITLE, evaluations.build),
     "iteration_time": Kind(iteration_time.TITLE, iteration_time.build),
-    "ranks": Kind(iteration_time.RANKS_TITLE, iteration_time.build_ranks),
+    "ranks": Kind(ranks.TITLE, ranks.build),
     "phases": Kind(phases.TITLE, phases.build),
     "timeline": Kind(timeline.TITLE, timeline.build),
     "scaling": Kind(scaling.TITLE, scaling.build),
@@ -50,6 +58,7 @@ SECTIONS = {
     "traffic": Kind(traffic.TITLE, traffic.build),
     "bandwidth": Kind(bandwidth.TITLE, bandwidth.build),
     "resources": Kind(resources.TITLE, resources.build),
+    "order": Kind(order.TITLE, order.build),
     "configuration": Kind(configuration.TITLE, configuration.build),
 }
 

@@ -14,6 +14,8 @@ def seconds(value: float | None) -> str:
         return f"{value * 1e6:.0f} us"
     if value < 1:
         return f"{value * 1e3:.2f} ms"
+    if value < 9.995:
+        return f"{value:.2f} s"
     return f"{value:.1f} s" if value < 1000 else f"{value:,.0f} s"
 
 
@@ -57,6 +59,8 @@ def spread(values: Sequence[float], text: Callable[[float], str]) -> str:
     if len(values) == 1:
         return mean
     low, high = text(min(values)), text(max(values))
+    if low == high:
+        return mean
     unit = mean.rpartition(" ")[2] if " " in mean else ""
     if unit and low.endswith(f" {unit}") and high.endswith(f" {unit}"):
         low, high = (one.removesuffix(f" {unit}") for one in (low, high))

@@ -125,7 +125,7 @@ def _rank(verdict: Verdict, pace: Pace) -> None:
         for other in pace.ranking[1:]
         if (found := pace.between(first, other)).known and not found.is_significant
     ]
-    verdict.headline = _headline(pace, first, second, lead)
+    verdict.headline = headline(pace)
     if len(verdict.ties) > 1:
         names = "; ".join(tie.cell.label for tie in verdict.ties[1 : NAMED + 1])
         more = f" and {len(verdict.ties) - NAMED - 1} more" if len(verdict.ties) > NAMED + 1 else ""
@@ -153,10 +153,13 @@ def _rank(verdict: Verdict, pace: Pace) -> None:
     if lead.is_significant or clear or not lead.known:
         verdict.explanation = explain(first.cell, against)
         if verdict.explanation is not None and verdict.explanation.seconds > 0:
-            verdict.points.append(_why(verdict.explanation))
+            verdict.points.append(Point("Why", why(verdict.explanation)))
 
 
-def _headline(pace: Pace, first: Paced, second: Paced, lead: Difference) -> str:
+def headline(pace: Pace) -> str:
+    """The fastest of two or more, by how much, and how surely."""
+    first, second = pace.ranking[:2]
+    lead = pace.between(first, second)
     time = f"{units.seconds(first.mean)} {pace.name}"
     if lead.is_significant:
         return f"{first.cell.label} is fastest: {time}, {_less(lead)} than {second.cell.label}."
@@ -201,18 +204,19 @@ def _confidence(pace: Pace, lead: Difference) -> Point:
     return Point("Confidence", "one repeat of a cell: the spread between runs is unknown.")
 
 
-def _why(why: Explanation) -> Point:
-    part, phase = why.by_phase[why.largest], why.largest
+def why(reason: Explanation) -> str:
+    """A sentence on the phase in which the two differ most."""
+    part, phase = reason.by_phase[reason.largest], reason.largest
     text = (
-        f"{why.slower} needs {units.seconds(why.seconds)} longer for {why.work} than"
-        f" {why.faster}; most of it is {phase}: {units.seconds(part)} more"
+        f"{reason.slower} needs {units.seconds(reason.seconds)} longer for {reason.work} than"
+        f" {reason.faster}; most of it is {phase}: {units.seconds(part)} more"
     )
     against = [
         f"{name} {units.seconds(-value)} less"
-        for name, value in sorted(why.by_phase.items(), key=lambda item: item[1])
-        if value < -0.1 * why.seconds
+        for name, value in sorted(reason.by_phase.items(), key=lambda item: item[1])
+        if value < -0.1 * reason.seconds
     ]
-    return Point("Why", f"{text}{'; ' + ', '.join(against[:2]) if against else ''}.")
+    return f"{text}{'; ' + ', '.join(against[:2]) if against else ''}."
 
 
 def _bound_points(bounds: Sequence[Bound]) -> list[Point]:

@@ -4,7 +4,10 @@ SECTION_NAMES = (
     "verdict",
     "overview",
     "target",
+    "winners",
     "curves",
+    "accuracy",
+    "evaluations",
     "iteration_time",
     "ranks",
     "phases",
@@ -15,5 +18,6 @@ SECTION_NAMES = (
     "traffic",
     "bandwidth",
     "resources",
+    "order",
     "configuration",
 )

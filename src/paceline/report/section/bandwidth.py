@@ -46,7 +46,7 @@ class ExchangeRate:
     seconds: float
     """With transfers of gradients under way, in one iteration, of the worker that waited least."""
     link_bytes_per_second: float | None
-    """As measured, where the run was in an emulated cluster."""
+    """As measured: in an emulated cluster, or by `paceline comm` with as many workers."""
 
     @property
     def algorithm_bandwidth(self) -> float:
@@ -70,7 +70,7 @@ class ExchangeRate:
         return self.bus_bandwidth / link if link else None
 
 
-def exchange_rate(cell: Cell) -> ExchangeRate | None:
+def exchange_rate(cell: Cell, measured: Sequence[Measured] = ()) -> ExchangeRate | None:
     """Of the first finished run; None where no gradients were summed, or nothing was timed."""
     if not cell.finished or not _sums_over_the_wire(cell.config):
         return None
@@ -85,8 +85,18 @@ def exchange_rate(cell: Cell) -> ExchangeRate | None:
         workers,
         sent / (2 * (workers - 1)) / run.iterations,
         min(seconds) / run.iterations,
-        link_bytes_per_second(run),
+        link_bytes_per_second(run) or _limit(measured, workers),
     )
+
+
+def _limit(measured: Sequence[Measured], workers: int) -> float | None:
+    """What the measurement with as many workers took for the most that there is."""
+    limits = [
+        one.bus_bandwidth / one.limit_share
+        for one in measured
+        if one.workers == workers and one.limit_share
+    ]
+    return max(limits, default=None)
 
 
 def _sums_over_the_wire(config: RunConfig) -> bool:
@@ -148,9 +158,10 @@ def _measured(workers: int, one: dict[str, Any]) -> Measured:
 
 
 def build(outline: Outline) -> list[Block]:
-    rates = [rate for cell in outline.cells if (rate := exchange_rate(cell)) is not None]
-    blocks: list[Block] = _of_runs(rates) if rates else []
     measured = [one for path in outline.comm for one in read_comm(path)]
+    found = (exchange_rate(cell, measured) for cell in outline.cells)
+    rates = [rate for rate in found if rate is not None]
+    blocks: list[Block] = _of_runs(rates) if rates else []
     if measured:
         columns = ("measured alone", "workers", "size", "time, median", "algorithm bandwidth",
                    "bus bandwidth", "of the limit")  # fmt: skip
@@ -195,7 +206,8 @@ def _of_runs(rates: Sequence[ExchangeRate]) -> list[Block]:
             " worker that waited least. Algorithm bandwidth is bytes / T; bus bandwidth is that"
             " times 2 (P - 1) / P; the reference's is bytes log2 P / T, with utilisation"
             " 2 (P - 1) bytes / T over it. What overlaps computing takes longer without holding"
-            " anything up. The link is as measured, where the cluster was emulated.",
+            " anything up. The link is as measured: in an emulated cluster, or the limit that"
+            " `paceline comm` found with as many workers.",
             "note",
         ),
     ]

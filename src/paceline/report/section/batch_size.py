@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from paceline.report import units
 from paceline.report.cells import Cell
 from paceline.report.chart.bars import Bar, BarChart, Part, draw_bars
-from paceline.report.document import Block, Figure, Table
+from paceline.report.document import Block, Figure, Table, Text
 from paceline.report.epochs import epoch_seconds, first_epoch_seconds
 from paceline.report.run import Run
 from paceline.report.section.outline import Outline, known
@@ -80,7 +80,35 @@ def build(outline: Outline) -> list[Block]:
         )
         for row in rows
     ]
-    return [*_figures(outline, rows), Table(columns, shown)]
+    told = answer(rows)
+    lead = [Text(told, "answer")] if told else []
+    return [*lead, *_figures(outline, rows), Table(columns, shown)]
+
+
+def answer(rows: Sequence[BatchRow]) -> str:
+    """The largest batch against the smallest; empty where several cells have one of these."""
+    small, large = rows[0], rows[-1]
+    sizes = [row.batch for row in rows]
+    if sizes.count(small.batch) > 1 or sizes.count(large.batch) > 1:
+        return ""
+    parts = [
+        f"{name} {100 * (_mean(after) / _mean(before) - 1):+.0f} %"
+        for name, before, after in (
+            ("wall time", small.wall_seconds, large.wall_seconds),
+            ("time per epoch", small.epoch_seconds, large.epoch_seconds),
+            ("CPU", small.cpu_percent, large.cpu_percent),
+            ("peak memory", small.peak_memory_bytes, large.peak_memory_bytes),
+        )
+        if before and after and _mean(before)
+    ]
+    if small.test_accuracy and large.test_accuracy:
+        first, last = _mean(small.test_accuracy), _mean(large.test_accuracy)
+        parts.append(f"accuracy {last:.4f} instead of {first:.4f}")
+    return f"Batch {large.batch:,} against {small.batch:,}: {', '.join(parts)}."
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _figures(outline: Outline, rows: Sequence[BatchRow]) -> list[Block]:

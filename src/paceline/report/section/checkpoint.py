@@ -108,13 +108,46 @@ def build(outline: Outline) -> list[Block]:
     note = f"Compared: {'; '.join(pairs)}." if pairs else (
         "There is no run that differs only in having no checkpoints to compare with."
     )  # fmt: skip
-    return [Table(columns, rows), Text(note, "note")]
+    plain = [cell for cell in outline.cells if cell.label in {cost.without for cost in costs}]
+    return [
+        *([Text(answer(costs), "answer")] if pairs else []),
+        Table(columns, [*map(_plain_row, plain), *rows]),
+        Text(note, "note"),
+    ]
+
+
+def _plain_row(cell: Cell) -> tuple[str, ...]:
+    """The run without checkpoints that others are held against."""
+    wall = units.spread(_walls(cell), units.seconds)
+    return (cell.label, "0", "-", "-", wall, units.spread(_memory(cell), units.size), "-", "-")
+
+
+def answer(costs: Sequence[CheckpointCost]) -> str:
+    texts = []
+    for cost in costs:
+        if cost.longer is not None:
+            text = f"{cost.label}: {_held_up(cost)}; against {cost.without} wall time"
+            text += f" {_longer(cost.longer)}"
+            if cost.more_memory_bytes is not None:
+                before = sum(cost.memory_bytes) / len(cost.memory_bytes) - cost.more_memory_bytes
+                share = f" ({100 * cost.more_memory_bytes / before:+.1f} %)" if before else ""
+                text += f", memory {_signed_size(cost.more_memory_bytes)}{share}"
+            texts.append(text)
+    return f"{'. '.join(texts)}."
+
+
+def _held_up(cost: CheckpointCost) -> str:
+    """What was measured as such, whatever else made the runs differ."""
+    held, wall = sum(cost.blocked_seconds), sum(cost.wall_seconds)
+    share = f" ({units.share(held / wall)} of the wall time)" if wall else ""
+    return f"training held up for {units.seconds(held / len(cost.wall_seconds))}{share}"
 
 
 def _longer(longer: Difference | None) -> str:
     if longer is None:
         return "-"
-    text = f"{units.seconds(longer.seconds)} ({100 * longer.share:+.1f} %)"
+    sign = "+" if longer.seconds >= 0 else ""
+    text = f"{sign}{units.seconds(longer.seconds)} ({100 * longer.share:+.1f} %)"
     if not longer.known:
         return f"{text}, spread unknown"
     doubt = "" if longer.is_significant else ", within noise"

@@ -91,7 +91,8 @@ def build(outline: Outline) -> list[Block]:
         figures = []
         for axis, (name, quantity, tab) in AXES.items():
             drawn = _series(outline, key, axis)
-            if not drawn:
+            # One evaluation of each is a figure of dots: tables tell as much.
+            if not drawn or all(len(one.x) < 2 for one in drawn):
                 continue
             chart = LineChart(
                 label=f"{title} against {name}",
@@ -111,7 +112,7 @@ def build(outline: Outline) -> list[Block]:
     note = (
         "Shading and whiskers reach from the least to the greatest value: of repeats, and in long"
         " runs of the iterations that share a point. Against time, the training loss is the first"
-        " repeat's. Training time leaves evaluation out. Curves that coincide take turns in stripes."
+        " repeat's. Training time leaves evaluation out. Curves that coincide are one in stripes."
     )
     return [*blocks, Text(note, "note"), *outline.drawn_note()]
 

@@ -1,4 +1,4 @@
-"""Time per iteration: against the iteration, and as one figure for each cell and each worker."""
+"""Time per iteration: against the iteration, and as one figure for each cell."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from paceline.report.document import Block, Figure, Table, Text
 from paceline.report.section.outline import Outline, series
 
 TITLE = "Time per iteration"
-RANKS_TITLE = "Time per iteration by worker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +30,6 @@ class CellTime:
     """Of the slowest worker of each run."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankTimes:
-    """Mean seconds per iteration of the workers of a cell, over its finished runs."""
-
-    label: str
-    by_rank: dict[int, list[float]]
-
-    @property
-    def rank_0(self) -> list[float]:
-        return self.by_rank.get(0, [])
-
-    @property
-    def others(self) -> list[float]:
-        return [mean for rank, means in self.by_rank.items() if rank for mean in means]
-
-
 def cell_time(cell: Cell) -> CellTime | None:
     timings = [run.timing for run in cell.timed if run.timing is not None]
     if not timings:
@@ -58,14 +41,6 @@ def cell_time(cell: Cell) -> CellTime | None:
         [timing.p95 for timing in timings],
         [max(rank.first for rank in timing.ranks) for timing in timings],
     )
-
-
-def rank_times(cell: Cell) -> RankTimes:
-    by_rank: dict[int, list[float]] = {}
-    for run in cell.timed:
-        for rank in run.timing.ranks if run.timing is not None else ():
-            by_rank.setdefault(rank.rank, []).append(rank.mean)
-    return RankTimes(cell.label, by_rank)
 
 
 def curve_of(cell: Cell) -> Curve | None:
@@ -161,33 +136,3 @@ def _table(times: list[CellTime]) -> Table:
         for time in times
     ]
     return Table(("cell", "runs", "mean", "median", "95th percentile", "first"), rows)
-
-
-def build_ranks(outline: Outline) -> list[Block]:
-    """As rank 0 and the others, and each worker."""
-    times = [rank_times(cell) for cell in outline.finished]
-    several = [time for time in times if len(time.by_rank) > 1]
-    if not several:
-        return []
-    rows = [
-        (
-            time.label,
-            units.spread(time.rank_0, units.seconds),
-            units.spread(time.others, units.seconds),
-            _each(time),
-        )
-        for time in times
-        if time.by_rank
-    ]
-    columns = ("cell", "rank 0", "other ranks", "each worker")
-    return [
-        Table(columns, rows),
-        Text("Mean time per iteration of each worker, the first left out.", "note"),
-    ]
-
-
-def _each(time: RankTimes) -> str:
-    shown = [
-        units.seconds(sum(means) / len(means)) for _, means in sorted(time.by_rank.items())[:8]
-    ]
-    return ", ".join(shown) + (" ..." if len(time.by_rank) > 8 else "")

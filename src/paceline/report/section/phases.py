@@ -10,6 +10,7 @@ from paceline.report.chart.bars import Bar, BarChart, Part, draw_bars
 from paceline.report.document import Block, Figure, Table, Text
 from paceline.report.pace import iteration_pace
 from paceline.report.phases import (
+    COMPUTING,
     IN_ITERATION,
     OUTSIDE,
     Explanation,
@@ -40,19 +41,44 @@ def build(outline: Outline) -> list[Block]:
         *_workers(outline),
         *_wholes(outline),
         *outline.drawn_note(),
+        *_shares(splits),
         _table(splits),
         *_explanations(outline),
     ]
-    hidden = [
-        (cell.label, units.seconds(seconds)) for cell, _ in splits if (seconds := _hidden(cell))
-    ]
-    if hidden:
-        blocks.append(Text("Hidden behind the backward pass, beside the phases and not in them:"))
-        blocks.append(Table(("cell", "hidden communication per iteration"), hidden))
     return blocks
 
 
-def _hidden(cell: Cell) -> float:
+def _shares(splits: Sequence[tuple[Cell, Split]]) -> list[Block]:
+    """Computing and communicating in one figure each, and what of the latter did not hold up."""
+    if all(cell.workers == 1 for cell, _ in splits):
+        return []
+    rows = []
+    for cell, split in splits:
+        hidden = hidden_seconds(cell)
+        communicating = hidden + split.seconds["exchange"]
+        rows.append(
+            (
+                cell.label,
+                units.share(split.of(COMPUTING) / split.total if split.total else None),
+                units.share(split.share("exchange")),
+                units.share(split.share("wait")),
+                units.seconds(hidden) if hidden else "-",
+                units.share(hidden / communicating) if hidden else "-",
+            )
+        )
+    columns = ("cell, of an iteration", "computing", "communicating", "waiting",
+               "hidden behind computing", "hidden, of all communication")  # fmt: skip
+    return [
+        Table(columns, rows),
+        Text(
+            "Communicating is what training waited for. What is hidden behind the backward pass"
+            " goes on beside the phases and is not in them.",
+            "note",
+        ),
+    ]
+
+
+def hidden_seconds(cell: Cell) -> float:
     """Communication behind computing, per iteration, on average over runs and workers."""
     values = [
         worker.get("hidden_exchange_seconds", 0.0) / run.iterations
@@ -178,7 +204,9 @@ def _explanations(outline: Outline) -> list[Block]:
 
 
 def _row(one: Explanation) -> tuple[str, ...]:
-    explained = one.explained / one.seconds if one.seconds else None
+    # Of next to nothing there is no share to tell.
+    is_told = abs(one.seconds) > 0.05 * sum(map(abs, one.by_phase.values()))
+    explained = one.explained / one.seconds if is_told else None
     return (
         one.slower,
         units.seconds(one.seconds),

@@ -12,6 +12,7 @@ import numpy as np
 from paceline.measure.resources import read_resources
 from paceline.report import units
 from paceline.report.buckets import Curve, shorten
+from paceline.report.cells import Cell
 from paceline.report.chart.line import LineChart, Series, draw_lines
 from paceline.report.document import Block, Figure, Table, Text
 from paceline.report.run import Run
@@ -97,13 +98,22 @@ def build(outline: Outline) -> list[Block]:
                 several = f", node {node}" if run.config.nnodes > 1 else ""
                 uses.append((f"{cell.label}{several}", use, outline.place(cell)))
     blocks: list[Block] = []
+    if len(outline.finished) == 1:
+        blocks.append(Text(answer(outline.finished[0]), "answer"))
     if uses:
         blocks += _figures(outline, uses)
     if len(uses) > MOST_SERIES:
-        blocks.append(Text(f"Figures show {MOST_SERIES} of {len(uses)} nodes.", "note"))
+        count = len(_shown(uses))
+        blocks.append(
+            Text(
+                f"Figures show {count} of {len(uses)} nodes, the first of each cell.",
+                "note",
+            )
+        )
     rows = _rows(outline)
     if rows:
         blocks.append(Table(_COLUMNS, rows))
+    blocks += _first_node(outline)
     gpus = _gpu_rows(outline)
     if gpus:
         columns = ("cell, node, GPU", "utilisation, mean", "memory, peak", "power, mean")
@@ -120,14 +130,38 @@ def build(outline: Outline) -> list[Block]:
     return blocks
 
 
+def answer(cell: Cell) -> str:
+    """What one cell took in time, CPU and memory, all nodes together."""
+    runs = cell.finished
+    walls = [run.result["wall_seconds"] for run in runs if run.result is not None]
+    figures = (
+        (walls, units.seconds, "of wall time"),
+        (known(run.node_sum("cpu_percent_mean") for run in runs), units.percent, "CPU on average"),
+        (known(run.node_sum("rss_bytes_mean") for run in runs), units.size, "of memory on average"),
+        (known(run.node_sum("rss_bytes_peak") for run in runs), units.size, "at its peak"),
+    )
+    told = [f"{units.spread(values, text)} {what}" for values, text, what in figures if values]
+    return f"{cell.label}: {', '.join(told)}."
+
+
 _COLUMNS = (
     "cell, node", "CPU, mean", "memory, mean", "memory, peak", "peak, shared pages once",
     "network sent", "network received",
 )  # fmt: skip
 
 
+def _shown(uses: Sequence[tuple[str, NodeUse, int]]) -> Sequence[tuple[str, NodeUse, int]]:
+    """As many nodes of each cell as can be told apart, the first ones; all where these are few."""
+    most = max(use.node for _, use, _ in uses) + 1
+    for count in range(most, 0, -1):
+        shown = [one for one in uses if one[1].node < count]
+        if len(shown) <= MOST_SERIES:
+            return shown
+    return shown[:MOST_SERIES]
+
+
 def _figures(outline: Outline, uses: Sequence[tuple[str, NodeUse, int]]) -> list[Block]:
-    shown = uses[:MOST_SERIES]
+    shown = _shown(uses)
     by_cell = len({place for _, _, place in shown}) == len(shown)
     quantities = (
         ("cpu", "CPU", "CPU, % of one core", "", [use.cpu_percent for _, use, _ in shown]),
@@ -174,6 +208,39 @@ def _rows(outline: Outline) -> list[tuple[str, ...]]:
                 )
             )
     return rows
+
+
+_OVER_OTHERS = {
+    "CPU": ("cpu_percent_mean",),
+    "memory": ("rss_bytes_mean",),
+    "network": ("network_bytes_sent", "network_bytes_received"),
+}
+
+
+def first_node_over_others(run: Run) -> dict[str, float] | None:
+    """What node 0 uses over the mean of the other nodes; None where there is only one."""
+    first = [node for node in run.nodes if not node.get("node", 0)]
+    others = [node for node in run.nodes if node.get("node", 0)]
+    if not first or not others:
+        return None
+    found = {}
+    for name, keys in _OVER_OTHERS.items():
+        own = sum(sum(_of(first, key)) for key in keys)
+        theirs = sum(sum(_of(others, key)) for key in keys) / len(others)
+        if own and theirs:
+            found[name] = own / theirs
+    return found or None
+
+
+def _first_node(outline: Outline) -> list[Block]:
+    """Of the first finished run of each cell."""
+    rows = [
+        (cell.label, *(f"{times[name]:.2f}" if name in times else "-" for name in _OVER_OTHERS))
+        for cell in outline.finished
+        if (times := first_node_over_others(cell.finished[0])) is not None
+    ]
+    columns = ("node 0 over the mean of the other nodes", *_OVER_OTHERS)
+    return [Table(columns, rows)] if rows else []
 
 
 def _gpu_rows(outline: Outline) -> list[tuple[str, ...]]:

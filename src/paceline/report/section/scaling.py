@@ -11,11 +11,17 @@ from paceline.config import RunConfig
 from paceline.report import units
 from paceline.report.cells import BESIDE_THE_POINT, Cell, setting_text
 from paceline.report.chart.line import LineChart, Series, draw_lines
-from paceline.report.document import Block, Figure, Table, Text
-from paceline.report.epochs import epoch_seconds, exchange_seconds_in_epoch
+from paceline.report.document import Block, Figure, Items, Table, Text
+from paceline.report.epochs import (
+    epoch_seconds,
+    exchange_seconds_in_epoch,
+    hidden_seconds_in_epoch,
+)
+from paceline.report.phases import COMPUTING, Split, of_cell
 from paceline.report.section.outline import Outline, known
 
 TITLE = "Scaling"
+MOST_TOLD = 4
 
 _OF_SCALE = BESIDE_THE_POINT | {
     "nnodes", "nproc_per_node", "hosts", "cluster", "batch_size", "batch_per_worker", "strategy",
@@ -36,6 +42,9 @@ class ScalePoint:
     epoch_seconds: list[float]
     exchange_seconds_in_epoch: list[float]
     """Exposed communication."""
+    hidden_seconds_in_epoch: list[float]
+    split: Split | None
+    """Of an iteration."""
 
     @property
     def speedup(self) -> float:
@@ -47,6 +56,8 @@ class Family:
     """Cells that differ only in the number of workers, and the one they are held against."""
 
     name: str
+    """The way, with the batch where several families go the same way."""
+    batch: str
     kind: str
     """strong: the same global batch; weak: the same batch for each worker."""
     base_workers: int
@@ -73,8 +84,14 @@ def families(cells: Sequence[Cell]) -> list[Family]:
         for way in names:
             for kind in ("strong", "weak"):
                 for family in _of_kind(together, way, kind):
-                    found.setdefault((family.name, kind), family)
-    return list(found.values())
+                    found.setdefault((f"{family.name}, {family.batch}", kind), family)
+    ways = [(family.name, family.kind) for family in found.values()]
+    return [
+        dataclasses.replace(family, name=f"{family.name}, {family.batch}")
+        if ways.count((family.name, family.kind)) > 1
+        else family
+        for family in found.values()
+    ]
 
 
 def _of_kind(cells: Sequence[Cell], way: str, kind: str) -> list[Family]:
@@ -88,11 +105,11 @@ def _of_kind(cells: Sequence[Cell], way: str, kind: str) -> list[Family]:
     return [
         family
         for size, group in groups.items()
-        if (family := _family(group, way, kind, f"{way}, {kind}, batch {size:g}")) is not None
+        if (family := _family(group, way, kind, f"batch {size:g}")) is not None
     ]
 
 
-def _family(cells: Sequence[Cell], way: str, kind: str, name: str) -> Family | None:
+def _family(cells: Sequence[Cell], way: str, kind: str, batch: str) -> Family | None:
     by_workers: dict[int, Cell] = {}
     for cell in cells:
         # Of two with one worker, the one that is named alike comes first.
@@ -112,10 +129,14 @@ def _family(cells: Sequence[Cell], way: str, kind: str, name: str) -> Family | N
             [throughput / mean for throughput in throughputs(cell)],
             known(map(epoch_seconds, cell.timed)),
             known(map(exchange_seconds_in_epoch, cell.timed)),
+            known(map(hidden_seconds_in_epoch, cell.timed)),
+            of_cell(cell),
         )
         for cell in ordered
     ]
-    return Family(f"{name} {unit}", kind, ordered[0].workers, points)
+    # A study has its own names for what it compares.
+    name = ordered[-1].axes.get("strategy", way)
+    return Family(name, f"{batch} {unit}", kind, ordered[0].workers, points)
 
 
 def _way(config: RunConfig) -> str:
@@ -142,16 +163,60 @@ def build(outline: Outline) -> list[Block]:
     ):
         own = [family for family in found if family.kind == kind]
         if own:
-            blocks += [Text(about), *_figures(outline, kind, own), _table(own)]
+            blocks += [
+                Text(about),
+                Text(answer(own), "answer"),
+                *_figures(outline, kind, own),
+                _table(own),
+                Items([(f"{family.name}:", text) for family in own if (text := _why(family))]),
+            ]
     if blocks:
         blocks.append(
             Text(
                 "Speedup: samples a second over those of the fewest workers. Efficiency: speedup"
-                " over the ideal. Whiskers: from the least to the greatest repeat.",
+                " over the ideal. Communication per epoch is what training waited for; hidden is"
+                " what went on behind computing. Whiskers: from the least to the greatest repeat.",
                 "note",
             )
         )
     return blocks
+
+
+def answer(found: Sequence[Family]) -> str:
+    """With most workers: how much faster each is than with the fewest."""
+    most = max(family.points[-1].workers for family in found)
+    reach = [(family, last) for family in found if (last := family.points[-1]).workers == most]
+    reach.sort(key=lambda one: -one[1].speedup)
+    texts = [
+        f"{family.name} {last.speedup:.2f} times as fast"
+        f" (efficiency {units.share(family.efficiency(last))})"
+        for family, last in reach[:MOST_TOLD]
+    ]
+    more = f"; and {len(reach) - MOST_TOLD} more" if len(reach) > MOST_TOLD else ""
+    base = reach[0][0].base_workers
+    return f"With {most} workers instead of {base}: {'; '.join(texts)}{more}."
+
+
+def _why(family: Family) -> str:
+    """What became of an iteration from the fewest workers to the most; empty without phases."""
+    base, last = family.points[0], family.points[-1]
+    if base.split is None or last.split is None:
+        return ""
+    before, after = base.split.of(COMPUTING), last.split.of(COMPUTING)
+    shrunk = family.kind == "strong"
+    ideal = before * base.workers / last.workers if shrunk else before
+    little = 0.005 * last.split.total
+    parts = [
+        f"{name} from {units.seconds(first) if first > little else 'nothing'} to"
+        f" {units.seconds(then) if then > little else 'nothing'}"
+        for name, phase in (("communication", "exchange"), ("waiting", "wait"))
+        if max(first := base.split.seconds[phase], then := last.split.seconds[phase]) > little
+    ]
+    return (
+        f"from {base.workers} to {last.workers} workers computing goes from"
+        f" {units.seconds(before)} to {units.seconds(after)} an iteration"
+        f" ({units.seconds(ideal)} would be ideal){''.join(f', {part}' for part in parts)}."
+    )
 
 
 def _figures(outline: Outline, kind: str, found: Sequence[Family]) -> list[Block]:
@@ -188,16 +253,20 @@ def _table(found: Sequence[Family]) -> Table:
     rows = [
         (
             family.name,
+            family.batch.removeprefix("batch "),
             str(point.workers),
             units.spread(point.throughputs, lambda value: f"{value:,.0f}"),
             units.spread(point.speedups, lambda value: f"{value:.2f}"),
             units.share(family.efficiency(point)),
             units.spread(point.epoch_seconds, units.seconds),
-            units.spread(point.exchange_seconds_in_epoch, units.seconds),
+            *(
+                units.spread(values, units.seconds) if point.workers > 1 else "-"
+                for values in (point.exchange_seconds_in_epoch, point.hidden_seconds_in_epoch)
+            ),
         )
         for family in found
         for point in family.points
     ]
-    columns = ("strategy", "workers", "samples a second", "speedup", "efficiency",
-               "time per epoch", "communication per epoch")  # fmt: skip
+    columns = ("strategy", "batch", "workers", "samples a second", "speedup", "efficiency",
+               "time per epoch", "communication per epoch", "hidden per epoch")  # fmt: skip
     return Table(columns, rows)

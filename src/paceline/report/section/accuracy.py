@@ -1,0 +1,173 @@
+"""What was learned: accuracy at the end, and how many epochs it took to get there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.report import units
+from paceline.report.cells import Cell
+from paceline.report.chart.bars import Bar, BarChart, Part, draw_bars
+from paceline.report.document import Block, Figure, Table, Text
+from paceline.report.run import Run
+from paceline.report.section.outline import Outline, known
+from paceline.report.shape import is_number
+from paceline.report.statistics import difference
+
+TITLE = "What was learned"
+SETTLED = 0.02
+"""A test loss has settled when it stays this close to its end, as a share of all its fall."""
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """Values of each finished run of a cell."""
+
+    cell: Cell
+    accuracies: list[float]
+    """At the end."""
+    losses: list[float]
+    best: float
+    """The best accuracy of any evaluation of any run."""
+    settled_epoch: float | None
+    """Of the first run, from which on its test loss moved no more; None: it still did."""
+
+    @property
+    def accuracy(self) -> float:
+        return math.fsum(self.accuracies) / len(self.accuracies)
+
+
+def learned(cells: Sequence[Cell]) -> list[Learned]:
+    """Of the cells that were evaluated, the best first."""
+    found = []
+    for cell in cells:
+        accuracies = known(run.final("test_accuracy") for run in cell.finished)
+        if accuracies:
+            seen = [value for run in cell.finished for _, value in _curve(run, "test_accuracy")]
+            found.append(
+                Learned(
+                    cell,
+                    accuracies,
+                    known(run.final("test_loss") for run in cell.finished),
+                    max([*seen, *accuracies]),
+                    settled_epoch(cell.finished[0]),
+                )
+            )
+    return sorted(found, key=lambda one: -one.accuracy)
+
+
+def _curve(run: Run, key: str) -> list[tuple[float, float]]:
+    return [(one["epoch"], one[key]) for one in run.history if is_number(one.get(key))]
+
+
+def settled_epoch(run: Run) -> float | None:
+    """None where it fell up to the last evaluation, or there are too few to tell."""
+    curve = _curve(run, "test_loss")
+    if len(curve) < 3:
+        return None
+    end = curve[-1][1]
+    near = SETTLED * (max(loss for _, loss in curve) - end)
+    epoch = curve[-1][0]
+    for at, loss in reversed(curve):
+        if abs(loss - end) > near:
+            break
+        epoch = at
+    return epoch if epoch < curve[-1][0] else None
+
+
+def common_accuracy(found: Sequence[Learned]) -> float:
+    """What all of them reached at some time, rounded down."""
+    return math.floor(100 * min(one.best for one in found)) / 100
+
+
+def epochs_to(cell: Cell, accuracy: float) -> list[float]:
+    """Of each finished run, to the first evaluation that is as good."""
+    firsts = (
+        next((epoch for epoch, value in _curve(run, "test_accuracy") if value >= accuracy), None)
+        for run in cell.finished
+    )
+    return known(firsts)
+
+
+def build(outline: Outline) -> list[Block]:
+    found = learned(outline.cells)
+    if not found:
+        return []
+    common = common_accuracy(found)
+    rows = [
+        (
+            one.cell.label,
+            units.spread(one.accuracies, units.number),
+            units.number(found[0].accuracy - one.accuracy) if one is not found[0] else "-",
+            units.spread(one.losses, units.number),
+            units.number(one.best),
+            units.spread(epochs_to(one.cell, common), lambda value: f"{value:.3g}"),
+            "-" if one.settled_epoch is None else f"{one.settled_epoch:.3g}",
+        )
+        for one in found
+    ]
+    columns = ("cell", "accuracy at the end", "below the best", "test loss", "best accuracy",
+               f"epochs to {common:.2f}", "settled after epoch")  # fmt: skip
+    return [
+        Text(answer(found), "answer"),
+        *_figure(outline, found),
+        Table(columns, rows),
+        Text(
+            f"Epochs to {common:.2f}: to the first evaluation with the accuracy that all cells"
+            " reached. Settled: the epoch from which on the test loss stayed within"
+            f" {units.share(SETTLED)} of its whole fall from where it ended.",
+            "note",
+        ),
+    ]
+
+
+def answer(found: Sequence[Learned]) -> str:
+    best = found[0]
+    if len(found) == 1:
+        text = f"{best.cell.label}: test accuracy {best.accuracy:.4f}"
+        if best.settled_epoch is None:
+            return f"{text}; the test loss was still moving at the end."
+        return f"{text}; the test loss settled after epoch {best.settled_epoch:.3g}."
+    second, last = found[1], found[-1]
+    gap = best.accuracy - second.accuracy
+    text = (
+        f"{best.cell.label} learned most: test accuracy {best.accuracy:.4f}; next is"
+        f" {second.cell.label} with {second.accuracy:.4f}, {gap:.4f} less{_doubt(best, second)}"
+    )
+    if last is not second:
+        text += f"; least {last.cell.label}: {last.accuracy:.4f}"
+    return f"{text}."
+
+
+def _doubt(best: Learned, second: Learned) -> str:
+    """Whether chance could have done it: by the repeats, or by the size of the test set."""
+    if min(len(best.accuracies), len(second.accuracies)) > 1:
+        found = difference(second.accuracies, best.accuracies)
+        return "" if found.is_significant else ", within noise"
+    samples = best.cell.config.test_samples
+    if not samples:
+        return " (one repeat)"
+    chance = sum(one.accuracy * (1 - one.accuracy) / samples for one in (best, second))
+    within = best.accuracy - second.accuracy <= 1.96 * math.sqrt(chance)
+    return f", within the noise of {samples:,} test samples" if within else " (one repeat)"
+
+
+def _figure(outline: Outline, found: Sequence[Learned]) -> list[Block]:
+    drawn = [one for one in found if id(one.cell) in outline.places]
+    if len(drawn) < 2:
+        return []
+    bars = [
+        Bar(
+            one.cell.label,
+            [Part("mean", one.accuracy, units.number(one.accuracy))],
+            units.number(one.accuracy),
+            min(one.accuracies),
+            max(one.accuracies),
+            outline.place(one.cell),
+        )
+        for one in drawn
+    ]
+    title = "Test accuracy at the end"
+    chart = BarChart(title, "test accuracy", bars, "")
+    return [Figure(outline.figure("accuracy"), title, draw_bars(chart))]

@@ -1,0 +1,72 @@
+"""The evaluations as the console showed them: epoch, rank, loss, accuracy, rate, wall time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from paceline.report import units
+from paceline.report.document import Block, Fold, Table
+from paceline.report.section.outline import Outline
+from paceline.report.shape import is_number
+
+TITLE = "Evaluations"
+MOST_ROWS = 25
+"""Of one cell: the first, the last, and evenly between them."""
+KEYS = ("epoch", "rank", "test_loss", "test_accuracy", "learning_rate", "wall_seconds")
+
+
+def read_evaluations(path: Path) -> list[dict[str, Any]]:
+    """Of one worker's events, which are mostly something else: only what may fit is parsed."""
+    try:
+        with path.open("rb") as file:
+            events = [_evaluation(line) for line in file if b'"evaluation"' in line]
+    except OSError:
+        return []
+    return [event for event in events if event is not None]
+
+
+def _evaluation(line: bytes) -> dict[str, Any] | None:
+    """None for a line that was cut short or is something else."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(event, dict) or event.get("event") != "evaluation":
+        return None
+    return event if all(is_number(event.get(key)) for key in KEYS) else None
+
+
+def build(outline: Outline) -> list[Block]:
+    blocks: list[Block] = []
+    for cell in outline.drawn:
+        run = next(iter(cell.finished or cell.runs), None)
+        entries = read_evaluations(run.folder.events_file(0)) if run is not None else []
+        if entries:
+            blocks.append(Fold(f"{cell.label} ({len(entries)})", [_table(_thinned(entries))]))
+    return blocks
+
+
+def _thinned(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    if len(entries) <= MOST_ROWS:
+        return entries
+    step = (len(entries) - 1) / (MOST_ROWS - 1)
+    return [entries[round(index * step)] for index in range(MOST_ROWS)]
+
+
+def _table(entries: list[dict[str, Any]]) -> Table:
+    columns = ("epoch", "rank", "validation loss", "validation accuracy", "learning rate",
+               "wall time")  # fmt: skip
+    rows = [
+        (
+            f"{entry['epoch']:.2f}",
+            str(entry["rank"]),
+            units.number(entry["test_loss"]),
+            units.number(entry["test_accuracy"]),
+            f"{entry['learning_rate']:.3g}",
+            units.seconds(entry["wall_seconds"]),
+        )
+        for entry in entries
+    ]
+    return Table(columns, rows)

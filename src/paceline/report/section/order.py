@@ -1,0 +1,85 @@
+"""The order in which samples came, epoch by epoch: shows a sampler that was not told the epoch.
+
+The order is a function of the seed and the epoch, so the settings of a run tell it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.report.cells import Cell
+from paceline.report.document import Block, Table, Text
+from paceline.report.run import Run
+from paceline.report.section.outline import Outline
+
+TITLE = "The order of the samples"
+MOST_EPOCHS = 4
+MOST_SAMPLES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    label: str
+    first_samples: list[list[int]]
+    """Of each epoch that the run began."""
+
+    @property
+    def distinct(self) -> int:
+        return len({tuple(one) for one in self.first_samples})
+
+
+def orders(cell: Cell) -> Orders | None:
+    """Of the first finished run; None where the number of its samples is not known."""
+    run = cell.finished[0]
+    samples, epochs = _samples_and_epochs(run)
+    if not samples or not epochs:
+        return None
+    # Only the few reports that show this pay for loading it.
+    from paceline.data.order import SampleOrder
+
+    config = run.config
+    order = SampleOrder(samples, config.global_batch_size, config.seed, config.reshuffle)
+    begins = [order.permutation(epoch)[:MOST_SAMPLES].tolist() for epoch in range(epochs)]
+    return Orders(cell.label, begins)
+
+
+def _samples_and_epochs(run: Run) -> tuple[int, int]:
+    """As the last evaluation tells."""
+    last = run.history[-1] if run.history else None
+    if last is None or run.result is None or not last["epoch"]:
+        return 0, 0
+    samples = run.config.train_samples or round(run.result["samples"] / last["epoch"])
+    return samples, max(1, round(last["epoch"]))
+
+
+def build(outline: Outline) -> list[Block]:
+    if all(cell.config.reshuffle for cell in outline.finished):
+        return []
+    found = [one for cell in outline.finished if (one := orders(cell)) is not None]
+    if not found:
+        return []
+    rows = [
+        (one.label, str(epoch + 1), ", ".join(map(str, samples)))
+        for one in found
+        for epoch, samples in enumerate(one.first_samples[:MOST_EPOCHS])
+    ]
+    return [
+        Text(answer(found), "answer"),
+        Table(("cell", "epoch", f"its first {MOST_SAMPLES} samples"), rows, words=3),
+    ]
+
+
+def answer(found: Sequence[Orders]) -> str:
+    texts = []
+    for one in found:
+        count = len(one.first_samples)
+        if one.distinct == count:
+            texts.append(f"{one.label}: each of {count} epochs has an order of its own")
+        else:
+            texts.append(f"{one.label}: {count} epochs in {one.distinct} order{_s(one.distinct)}")
+    return f"{'; '.join(texts)}."
+
+
+def _s(count: int) -> str:
+    return "s" * (count != 1)
