@@ -1,0 +1,447 @@
+"""Pages of the studies that come with paceline: what the experiments showed is there, and right.
+
+The runs never were; their files agree with one another as a run's do. What a page shows is computed
+here a second time, from these files.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from paceline.config import RunConfig
+from paceline.data.order import SampleOrder
+from paceline.report import units
+from paceline.report.build import to_document
+from paceline.report.collection import collect
+from paceline.report.document import (
+    Block,
+    ChapterPage,
+    Document,
+    Figure,
+    Fold,
+    Items,
+    Table,
+    Tabs,
+    Text,
+)
+from paceline.study import named
+from paceline.study.folder import Cell, Study, StudyFolder
+from paceline.study.plan import load
+from report.records import FakeRun, write_run, write_trace
+
+SVG = "{http://www.w3.org/2000/svg}"
+TOLERANCE = 0.006
+"""Tables show three digits or more."""
+BUSY = ("input", "forward", "backward", "update", "exchange", "wait")
+
+WANTED: dict[str, dict[str, str]] = {
+    "first-look": {
+        "first-look": "Time per iteration against iteration; One iteration by phase; kind;"
+        " One step: phases, and below them transfers",
+    },
+    "street-numbers": {
+        "baseline": "CPU against time; Memory against time; CPU, mean; memory, mean; wall time",
+        "checkpoints": "time against none; memory against none; wall time; Memory against time",
+        "batch-size": "time; CPU, mean; peak memory; Test loss against epoch;"
+        " Test accuracy against epoch",
+        "nodes": "wall time; One iteration by phase; Speedup against workers, strong scaling;"
+        " CPU against time; Memory against time; explained",
+        "processes": "wall time; One iteration by phase; speedup",
+        "servers": "given; way; of the fastest; One iteration by phase",
+    },
+    "street-race": {
+        "street-race": "Training time to the target accuracy; time to it; epoch; rank;"
+        " validation loss; validation accuracy; learning rate; wall time",
+    },
+    "four-ways": {
+        "ways": "rank 0; other ranks; first; computing; communicating; hidden behind computing;"
+        " Training loss against iteration; Time per iteration against iteration; test accuracy;"
+        " One step: phases, and below them transfers; explained",
+        "scaling": "Speedup against workers, strong scaling; efficiency; rank 0; other ranks",
+    },
+    "parameter-server": {
+        "regression": "Training loss against epoch; Test loss against epoch;"
+        " Test accuracy against epoch; settled after epoch",
+        "nodes": "training time; CPU, mean; memory, mean; network sent; test accuracy;"
+        " node 0 over the mean of the other nodes",
+        "softmax-batch": "time; test loss; test accuracy; peak memory; CPU, mean",
+        "cnn-batch": "time; test loss; test accuracy; peak memory; CPU, mean",
+    },
+    "gpu-scaling": {
+        "batch": "time per epoch; first epoch",
+        "weak": "time per epoch; speedup; efficiency; communication per epoch; kind; messages;"
+        " Speedup against workers, weak scaling; Efficiency against workers, weak scaling",
+        "strong": "time per epoch; speedup; efficiency; Speedup against workers, strong scaling",
+        "link": "algorithm bandwidth; bus bandwidth; reference bandwidth; reference utilisation;"
+        " bus, of the link",
+        "large-batch": "Test accuracy at the end; below the best; Test accuracy against epoch",
+        "batch-norm": "accuracy at the end; messages",
+        "order": "its first 8 samples; Test accuracy against epoch",
+        "balance": "balance of computing; samples; waiting",
+    },
+}
+"""Titles of figures and headings of tables that each part of each study has, after `;`."""
+
+Plant = Callable[[FakeRun, Cell, RunConfig], None]
+
+
+@dataclass
+class Page:
+    document: Document
+    study: Study
+    folder: StudyFolder
+
+    def chapter(self, part: str) -> ChapterPage:
+        place = [one.name for one in self.study.parts].index(part)
+        return self.document.chapters[place]
+
+    def results(self, part: str) -> dict[str, dict[str, Any]]:
+        """What the runs of a part left, by the labels of the cells."""
+        return {
+            cell.label: json.loads(self.folder.run_folder(cell).result_file.read_text())
+            for cell in self.study.cells_of(part)
+        }
+
+    def blocks(self, part: str) -> Iterator[Block]:
+        for section in self.chapter(part).sections:
+            yield from flat(section.blocks)
+
+    def table(self, part: str, heading: str) -> list[dict[str, str]]:
+        """The rows of the first table with such a column, each by its headings; "" is the cell."""
+        for block in self.blocks(part):
+            if isinstance(block, Table) and heading in block.columns:
+                return [
+                    dict(zip(block.columns, row, strict=True)) | {"": row[0]} for row in block.rows
+                ]
+        raise AssertionError(f"no column {heading}")
+
+    def marks(self, part: str, title: str, what: str) -> list[ElementTree.Element]:
+        """The marks of a class in the figure of a title."""
+        for block in self.blocks(part):
+            if isinstance(block, Figure) and block.title == title:
+                found = ElementTree.fromstring(block.svg).iter()
+                return [one for one in found if what in one.attrib.get("class", "").split()]
+        raise AssertionError(f"no figure {title}")
+
+    def answers(self, part: str) -> list[str]:
+        blocks = self.blocks(part)
+        return [one.text for one in blocks if isinstance(one, Text) and one.kind == "answer"]
+
+
+def flat(blocks: Any) -> Iterator[Block]:
+    for block in blocks:
+        if isinstance(block, Tabs):
+            yield from (figure for _, figure in block.figures)
+        elif isinstance(block, Fold):
+            yield from flat(block.blocks)
+        else:
+            yield block
+
+
+def page_of(name: str, out: Path, plant: Plant = lambda run, cell, config: None) -> Page:
+    """The report of a study's quick scale with runs as planted."""
+    plan = load(named.find(name), "quick")
+    folder = StudyFolder(out / name)
+    folder.write(plan.study)
+    for number, cell in enumerate(plan.in_running_order()):
+        config = plan.configs[cell.id]
+        settings = {key: value for key, value in cell.settings.items()
+                    if key not in ("epochs", "iterations", "out", "name")}  # fmt: skip
+        settings["nproc_per_node"] = config.nproc_per_node
+        alone = config.workers == 1
+        phases = [
+            {"forward": 0.010 + 0.001 * number, "backward": 0.020,
+             "exchange": 0.0 if alone else 0.004 + 0.001 * number, "wait": 0.001 * rank}
+            for rank in range(config.workers)
+        ]  # fmt: skip
+        run = FakeRun(cell.run, settings, phases, nodes=config.nnodes,
+                      gradient_bytes=0 if alone else 1_500_000)  # fmt: skip
+        plant(run, cell, config)
+        write_run(folder.cells, run)
+    return Page(to_document(collect(folder.path)), plan.study, folder)
+
+
+def numbers(mark: ElementTree.Element, key: str) -> list[float]:
+    return [float(text) for text in mark.attrib[key].split(",")]
+
+
+def numeral(text: str) -> float:
+    return float(text.split()[0].replace(",", ""))
+
+
+def in_seconds(text: str) -> float:
+    """What a cell of a table says, to its last digit; compare with TOLERANCE."""
+    value, unit = text.split()[:2]
+    return float(value.replace(",", "")) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[unit]
+
+
+def wall(result: dict[str, Any]) -> str:
+    return units.seconds(result["wall_seconds"])
+
+
+def mean_iteration(result: dict[str, Any]) -> float:
+    return statistics.fmean(one["iteration_seconds"]["mean"] for one in result["workers"])
+
+
+@pytest.mark.parametrize("name", list(WANTED))
+def test_a_page_has_what_its_experiment_showed(name: str, tmp_path: Path) -> None:
+    def traced(run: FakeRun, cell: Cell, config: RunConfig) -> None:
+        run.seconds_to_target = 1.0 if config.target_accuracy else None
+        if config.checkpoint_every != "never":
+            run.checkpoints = {"count": 2, "bytes": 10, "blocked_seconds": 0.1}
+
+    page = page_of(name, tmp_path, traced)
+    for cell in page.study.cells:
+        if cell.settings.get("trace"):
+            write_trace(page.folder.run_folder(cell).path / "trace-0.json")
+    page.document = to_document(collect(page.folder.path))
+    missing = []
+    for part, wanted in WANTED[name].items():
+        there: set[str] = set()
+        for block in page.blocks(part):
+            if isinstance(block, Figure):
+                there.add(block.title)
+            elif isinstance(block, Table):
+                there |= {*block.columns}
+        missing += [f"{part}: {one}" for one in wanted.split("; ") if one not in there]
+    assert missing == []
+    assert {part.name for part in page.study.parts} == set(WANTED[name])
+
+
+def plant_street_numbers(run: FakeRun, cell: Cell, config: RunConfig) -> None:
+    if config.checkpoint_every != "never":
+        run.checkpoints = {"count": 4, "bytes": 4000, "blocked_seconds": 0.2}
+        run.rss_bytes, run.more = 600_000_000, {"wall_seconds": 8.0}
+    if config.global_batch_size == 256:
+        run.rss_bytes = 900_000_000
+    if cell.part == "servers":
+        slow = cell.axes["machines"] != "equal"
+        fast = "server out of step" if slow else "all-reduce"
+        spent = 0.001 if cell.axes["strategy"] == fast else 0.030
+        run.phases = [{"forward": 0.01, "exchange": spent}] * 3
+
+
+def test_street_numbers_tells_what_the_records_hold(tmp_path: Path) -> None:
+    page = page_of("street-numbers", tmp_path, plant_street_numbers)
+    baseline = page.study.cells_of("baseline")[0]
+    sampled = [
+        json.loads(line)
+        for line in page.folder.run_folder(baseline).resources_file(0).read_text().splitlines()
+    ]
+    (mark,) = page.marks("baseline", "Memory against time", "series")
+    assert numbers(mark, "data-y") == [one["rss_bytes"] for one in sampled]
+    (mark,) = page.marks("baseline", "CPU against time", "series")
+    assert numbers(mark, "data-y") == [one["cpu_percent"] for one in sampled[1:]]
+
+    results = page.results("checkpoints")
+    plain, each = results["none"], results["each epoch"]
+    row = next(one for one in page.table("checkpoints", "time against none")
+               if one[""] == "each epoch")  # fmt: skip
+    assert row["wall time"] == "8.00 s"
+    assert in_seconds(row["time against none"]) == pytest.approx(
+        each["wall_seconds"] - plain["wall_seconds"], rel=TOLERANCE
+    )
+    assert row["memory against none"] == "+100.0 MB"
+    assert "memory +100.0 MB (+20.0 %)" in page.answers("checkpoints")[0]
+
+    rows = page.table("batch-size", "peak memory")
+    assert [row["batch"] for row in rows] == ["32", "64", "256"]
+    for row, result in zip(rows, page.results("batch-size").values(), strict=True):
+        assert row["time"] == wall(result)
+        assert row["peak memory"] == units.size(result["nodes"][0]["rss_bytes_peak"])
+
+    for row, (label, result) in zip(
+        page.table("nodes", "wall time"), page.results("nodes").items(), strict=True
+    ):
+        assert (row[""], row["wall time"]) == (label, wall(result))
+    assert len(page.marks("nodes", "CPU against time", "series")) == 1 + 2 + 3
+
+    answer = page.answers("servers")[0]
+    assert answer.startswith(
+        "The fastest depends on what is given. Equal: all-reduce; one at half speed: server out of"
+    )
+
+
+def test_street_race_tells_what_the_records_hold(tmp_path: Path) -> None:
+    def plant(run: FakeRun, cell: Cell, config: RunConfig) -> None:
+        run.accuracy = 0.95
+        run.seconds_to_target = 2.0 if config.strategy == "easgd" else 3.0 + config.lr
+
+    page = page_of("street-race", tmp_path, plant)
+    results = page.results("street-race")
+    for row in page.table("street-race", "time to it"):
+        assert row["time to it"] == units.seconds(results[row[""]]["seconds_to_target"])
+    assert "elastic averaging" in page.document.headline
+    entry = next(iter(results.values()))["history"][-1]
+    row = page.table("street-race", "validation loss")[-1]
+    assert (row["epoch"], row["rank"]) == ("2.00", "0")
+    assert float(row["validation loss"]) == entry["test_loss"]
+    assert float(row["validation accuracy"]) == entry["test_accuracy"]
+    assert row["wall time"] == units.seconds(2.0 + entry["seconds"])
+
+
+def plant_four_ways(run: FakeRun, cell: Cell, config: RunConfig) -> None:
+    """The first root has more to send than the others, who wait for it."""
+    if config.strategy == "gather_scatter":
+        first, *others = run.phases
+        run.phases = [{**first, "exchange": 0.020}, *({**one, "wait": 0.014} for one in others)]
+
+
+def test_four_ways_tells_what_the_records_hold(tmp_path: Path) -> None:
+    page = page_of("four-ways", tmp_path, plant_four_ways)
+    results = page.results("ways")
+    for row in page.table("ways", "rank 0"):
+        first, *others = (one["iteration_seconds"]["mean"] for one in results[row[""]]["workers"])
+        assert row["rank 0"] == units.seconds(first)
+        if others:
+            assert row["other ranks"].split(" (")[0] == units.seconds(statistics.fmean(others))
+    for row in page.table("ways", "hidden behind computing"):
+        shares = {key: statistics.fmean(one["phases"][key] for one in results[row[""]]["workers"])
+                  for key in BUSY}  # fmt: skip
+        whole = sum(shares.values())
+        computing = shares["input"] + shares["forward"] + shares["backward"] + shares["update"]
+        assert row["computing"] == units.share(computing / whole)
+        assert row["communicating"] == units.share(shares["exchange"] / whole)
+    marks = page.marks("ways", "Time per iteration against iteration", "series")
+    assert len(marks) == len(results)
+    for mark, result in zip(marks, results.values(), strict=True):
+        assert numbers(mark, "data-y") == pytest.approx([mean_iteration(result)] * 99, rel=1e-5)
+    marks = page.marks("ways", "Training loss against iteration", "series")
+    assert len(marks) == len(results)
+    reasons = [one for block in page.blocks("ways") if isinstance(block, Items)
+               for one in block.items]  # fmt: skip
+    (why,) = [text for lead, text in reasons if lead == "gather + scatter:"]
+    assert "longer in exchange" in why
+    assert "shorter in wait" in why
+
+
+def test_the_phases_of_four_ways_explain_its_times(tmp_path: Path) -> None:
+    page = page_of("four-ways", tmp_path, plant_four_ways)
+    results = page.results("ways")
+
+    def spent(result: dict[str, Any], phases: tuple[str, ...]) -> float:
+        workers = result["workers"]
+        total = sum(one["phases"][phase] for one in workers for phase in phases)
+        return float(total / len(workers) / result["iterations"])
+
+    def timed(result: dict[str, Any]) -> float:
+        """Mean time of an iteration, the first included."""
+        count = result["iterations"]
+        each = [one["iteration_seconds"] for one in result["workers"]]
+        return float(
+            statistics.fmean((one["mean"] * (count - 1) + one["first"]) / count for one in each)
+        )
+
+    fastest = min(results.values(), key=mean_iteration)
+    rows = page.table("ways", "explained")
+    assert len(rows) == len(results) - 1
+    for row in rows:
+        own = results[row[""]]
+        gap = timed(own) - timed(fastest)
+        assert in_seconds(row["longer by"]) == pytest.approx(gap, rel=TOLERANCE)
+        for phase in ("forward", "exchange", "wait"):
+            more = spent(own, (phase,)) - spent(fastest, (phase,))
+            assert in_seconds(row[phase]) == pytest.approx(more, rel=TOLERANCE, abs=1e-6)
+        assert spent(own, BUSY) - spent(fastest, BUSY) == pytest.approx(gap, rel=0.05)
+        assert 95 <= numeral(row["explained"]) <= 105
+
+
+def test_parameter_server_tells_what_the_records_hold(tmp_path: Path) -> None:
+    page = page_of("parameter-server", tmp_path)
+    results = page.results("nodes")
+    trained = {
+        f"{label}: rank {one['rank']}, node {one['node']}": one["iteration_seconds"]
+        for label, result in results.items()
+        for one in result["workers"]
+        if len(result["workers"]) > 1
+    }
+    rows = page.table("nodes", "training time")
+    assert {row[""] for row in rows} == set(trained)
+    for row in rows:
+        spent = trained[row[""]]
+        whole = 99 * spent["mean"] + spent["first"]
+        assert in_seconds(row["training time"]) == pytest.approx(whole, rel=TOLERANCE)
+    for row in page.table("nodes", "node 0 over the mean of the other nodes"):
+        # Node n uses n + 1 times the CPU of node 0, and as much memory.
+        others = [node + 1 for node in range(1, len(results[row[""]]["nodes"]))]
+        assert row["CPU"] == f"{1 / statistics.fmean(others):.2f}"
+        assert row["memory"] == "1.00"
+    for part in ("softmax-batch", "cnn-batch"):
+        rows = page.table(part, "peak memory")
+        assert [row["batch"] for row in rows] == ["128", "256", "512", "1,024", "4,096"]
+        for row, result in zip(rows, page.results(part).values(), strict=True):
+            assert row["time"] == wall(result)
+            assert float(row["test accuracy"]) == result["final"]["test_accuracy"]
+            assert row["CPU, mean"] == units.percent(result["nodes"][0]["cpu_percent_mean"])
+    (mark,) = page.marks("regression", "Test loss against epoch", "series")
+    history = page.results("regression").popitem()[1]["history"]
+    assert numbers(mark, "data-x") == [one["epoch"] for one in history]
+    assert numbers(mark, "data-y") == [one["test_loss"] for one in history]
+
+
+def plant_gpu_scaling(run: FakeRun, cell: Cell, config: RunConfig) -> None:
+    if config.cluster:
+        run.more = {"cluster": {"got": [{"what": "bandwidth out", "node": 0, "asked": 1e9,
+                                         "got": 0.8e9, "unit": "bit/s"}]}}  # fmt: skip
+    if config.slow:
+        run.phases = [{"forward": 0.010, "wait": 0.010}, {"forward": 0.020}]
+    if config.shares:
+        run.phases, run.shares = [{"forward": 0.013}, {"forward": 0.013}], (43, 21)
+    run.accuracy = {"none": 0.3, "small batch": 0.9}.get(cell.axes.get("remedy", ""), 0.6)
+
+
+def test_gpu_scaling_tells_what_the_records_hold(tmp_path: Path) -> None:
+    page = page_of("gpu-scaling", tmp_path, plant_gpu_scaling)
+    for row, result in zip(
+        page.table("batch", "first epoch"), page.results("batch").values(), strict=True
+    ):
+        # 50 iterations make an epoch, and the first ends with the first evaluation.
+        assert row["time per epoch"] == units.seconds(50 * mean_iteration(result))
+        assert row["first epoch"] == units.seconds(result["history"][0]["seconds"])
+
+    one, two = page.results("strong").values()
+    _, row = page.table("strong", "speedup")
+    rate = [one["samples"] / 100 / mean_iteration(one), two["samples"] / 100 / mean_iteration(two)]
+    assert row["speedup"] == f"{rate[1] / rate[0]:.2f}"
+    assert row["efficiency"] == units.share(rate[1] / rate[0] / 2)
+    exchange = statistics.fmean(worker["phases"]["exchange"] for worker in two["workers"])
+    assert row["communication per epoch"] == units.seconds(exchange / 2)
+
+    # Four workers that send 1.5 MB each summed 1 MB.
+    four = page.table("link", "bus, of the link")[-1]
+    seconds = page.results("link").popitem()[1]["workers"][0]["phases"]["exchange"] / 100
+    assert four["algorithm bandwidth"] == units.rate(1e6 / seconds)
+    assert four["bus bandwidth"] == units.rate(1e6 / seconds * 2 * 3 / 4)
+    assert four["reference bandwidth"] == units.rate(1e6 / seconds * 2)
+    assert four["bus, of the link"] == units.share(1e6 / seconds * 1.5 / 1e8)
+
+    assert page.answers("large-batch")[0].startswith("small batch learned most: test accuracy 0.90")
+    assert page.answers("large-batch")[0].endswith("least none: 0.3000.")
+
+    order = SampleOrder(2048, 64, 0)
+    rows = page.table("order", "its first 8 samples")
+    shown = {(row[""], row["epoch"]): row["its first 8 samples"] for row in rows}
+    for epoch in (1, 2):
+        anew = ", ".join(map(str, order.permutation(epoch - 1)[:8].tolist()))
+        assert shown["told the epoch", str(epoch)] == anew
+        assert shown["not told", str(epoch)] == shown["told the epoch", "1"]
+
+    weak = page.results("weak")
+    for row in page.table("weak", "messages"):
+        count = [one["traffic"][row["kind"]] for one in weak[row[""]]["workers"]]
+        assert row["messages"] == units.count(sum(one["messages"] for one in count))
+        assert row["bytes in all"] == units.size(sum(one["bytes_sent"] for one in count))
+
+    balance = {row[""]: row for row in page.table("balance", "balance of computing")}
+    assert balance["one slow"]["balance of computing"] == "75.0 %"
+    assert balance["one slow, shares by speed"]["balance of computing"] == "100.0 %"
+    samples = [(row["samples"], row["of all"]) for row in page.table("balance", "samples")]
+    assert samples[-2:] == [("4,300", "67.2 %"), ("2,100", "32.8 %")]
