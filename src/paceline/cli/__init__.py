@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import logging
 import os
 import sys
@@ -37,6 +38,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns 0: done, 1: a run failed, 2: something to mend, 130: stopped."""
     _show_notices()
+    _print_whatever_comes()
     try:
         arguments = _parse(list(sys.argv[1:] if argv is None else argv))
         code: int = arguments.run(arguments)
@@ -52,6 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output has gone (`paceline list | head`): nobody is left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _print_whatever_comes() -> None:
+    """A name that this terminal has no letters for must not end a command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

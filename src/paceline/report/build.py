@@ -45,7 +45,9 @@ def _write_figures(document: Document, folder: Path) -> None:
         return
     folder.mkdir(exist_ok=True)
     for figure in figures:
-        (folder / f"{figure.name}.svg").write_text(standalone(figure.svg), encoding="utf-8")
+        (folder / f"{figure.name}.svg").write_text(
+            standalone(figure.svg), encoding="utf-8", errors="replace"
+        )
 
 
 def to_document(collection: Collection) -> Document:

@@ -43,7 +43,8 @@ def to_markdown(document: Document) -> str:
     if document.left_out:
         parts.append("## Left out")
         parts.append("\n".join(f"- `{name}`: {_plain(why)}" for name, why in document.left_out))
-    return "\n\n".join(parts) + "\n"
+    # A name that is no text in any encoding must not cost the page.
+    return ("\n\n".join(parts) + "\n").encode("utf-8", "replace").decode()
 
 
 def _section(section: Section, level: int) -> list[str]:
