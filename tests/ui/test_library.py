@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
@@ -71,6 +71,25 @@ def test_an_interrupted_run_that_goes_on_is_running_again(tmp_path: Path) -> Non
     assert library.entries()[0].status == "interrupted"
     os.utime(events)
     assert library.entries()[0].status == "running"
+
+
+def test_a_file_that_is_renamed_meanwhile_does_not_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Renamed:
+        name = ".result.json.123"
+
+        def is_file(self) -> bool:
+            return True
+
+        def stat(self) -> os.stat_result:
+            raise FileNotFoundError
+
+    folder = begun(tmp_path, "one")
+    real = os.scandir
+    listed = nullcontext([*real(folder.path), Renamed()])
+    monkeypatch.setattr("paceline.ui.library.os.scandir", lambda path: listed)
+    assert not Follower(folder.path).is_over
 
 
 def test_a_study_is_running_while_a_cell_is(tmp_path: Path) -> None:

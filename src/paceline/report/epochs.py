@@ -9,7 +9,7 @@ from paceline.report.run import Run
 
 def iterations_in_epoch(run: Run) -> float | None:
     """As the evaluations tell; None where there are none."""
-    entries = [entry for entry in run.history if entry["epoch"] > 0]
+    entries = [entry for entry in run.history if entry["epoch"] > 0 and entry["iteration"] > 0]
     if not entries:
         return None
     return float(entries[-1]["iteration"] / entries[-1]["epoch"])

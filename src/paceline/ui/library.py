@@ -132,13 +132,14 @@ def _is_run(path: Path) -> bool:
 
 def _stamp(inside: Mapping[str, os.DirEntry[str]]) -> Stamp:
     """Other whenever a record that the list shows was written."""
-    return tuple(_written(inside.get(name)) for name in STAMPED)
+    return tuple(_written(inside[name]) if name in inside else 0 for name in STAMPED)
 
 
-def _written(entry: os.DirEntry[str] | None) -> int:
+def _written(entry: os.DirEntry[str]) -> int:
     try:
-        return 0 if entry is None else entry.stat().st_mtime_ns
+        return entry.stat().st_mtime_ns if entry.is_file() else 0
     except OSError:
+        # Records are replaced by renaming: a file can be gone since it was listed.
         return 0
 
 
@@ -146,7 +147,7 @@ def newest_seconds(path: Path) -> float:
     """When anything in a run's folder was last written."""
     try:
         with os.scandir(path) as files:
-            return max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)
+            return max(map(_written, files), default=0) / 1e9
     except OSError:
         return 0.0
 
