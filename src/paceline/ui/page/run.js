@@ -64,7 +64,7 @@ function draw(id) {
   const points = curves[id];
   svg.dataset.points = points.length;
   if (!points.length) {
-    svg.replaceChildren(make("text", { x: 240, y: 125, "text-anchor": "middle", class: "tick" }, "nothing yet"));
+    svg.replaceChildren(make("text", { x: 240, y: 125, "text-anchor": "middle", class: "tick" }, "none so far"));
     return;
   }
   const [left, right] = [0, Math.max(1, points[points.length - 1][0])];
