@@ -5,13 +5,16 @@ The commands are played by a stand-in that leaves the records that a run would l
 
 from __future__ import annotations
 
+import argparse
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from paceline.cli.flags import add_config_flags, given_flags
 from paceline.config import from_mapping
 from paceline.errors import UsageError
 from paceline.study import machine, runner
@@ -24,6 +27,13 @@ from study.study_files import planned, pretend_run
 TWO_CELLS = """
     grid: {batch_size: [8, 16]}
 """
+
+
+def flags_of(words: list[str]) -> dict[str, Any]:
+    """The settings that a cell's command gives; nothing where it resumes."""
+    parser = argparse.ArgumentParser()
+    add_config_flags(parser)
+    return given_flags(parser.parse_known_args(words)[0])
 
 
 class Stage:
@@ -60,13 +70,7 @@ class Stage:
         run = self.folder.cells / name
         if "--resume" in words:
             run.rename(run.with_name("before"))
-        flags = dict(word[2:].partition("=")[::2] for word in words if "=" in word)
-        pretend_run(
-            self.folder,
-            name,
-            from_mapping({key.replace("-", "_"): text for key, text in flags.items()}),
-            act,
-        )
+        pretend_run(self.folder, name, from_mapping(flags_of(words)), act)
         return 0 if act == "finished" else 1
 
     def stop(self) -> None:
@@ -76,10 +80,9 @@ class Stage:
     def names(self) -> list[str]:
         """Of the cells whose commands were started."""
         return [
-            Path(words[-1]).name if "--resume" in words
-            else next(word[7:] for word in words if word.startswith("--name="))
+            Path(words[-1]).name if "--resume" in words else str(flags_of(words)["name"])
             for words in self.commands
-        ]  # fmt: skip
+        ]
 
 
 @pytest.fixture

@@ -89,7 +89,8 @@ def build(outline: Outline) -> list[Block]:
     blocks: list[Block] = []
     for key, title in QUANTITIES.items():
         figures = []
-        for axis, (name, quantity, tab) in AXES.items():
+        for axis in _axes(outline):
+            name, quantity, tab = AXES[axis]
             drawn = _series(outline, key, axis)
             # One evaluation of each is a figure of dots: tables tell as much.
             if not drawn or all(len(one.x) < 2 for one in drawn):
@@ -115,6 +116,12 @@ def build(outline: Outline) -> list[Block]:
         " repeat's. Training time leaves evaluation out. Curves that coincide are one in stripes."
     )
     return [*blocks, Text(note, "note"), *outline.drawn_note()]
+
+
+def _axes(outline: Outline) -> list[str]:
+    """The most telling first: iterations of different batches do not compare."""
+    batches = {cell.config.global_batch_size for cell in outline.drawn if cell.runs}
+    return sorted(AXES, key=lambda axis: len(batches) > 1 and axis != "epoch")
 
 
 def _top(outline: Outline, drawn: list[Series]) -> float | None:

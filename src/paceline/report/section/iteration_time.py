@@ -23,7 +23,8 @@ class CellTime:
 
     label: str
     means: list[float]
-    """Of each finished run, the mean over its workers; so are medians and p95s."""
+    """Of each finished run, the mean over its workers (out of step, see `Run`); so are medians and
+    p95s."""
     medians: list[float]
     p95s: list[float]
     firsts: list[float]
@@ -36,7 +37,7 @@ def cell_time(cell: Cell) -> CellTime | None:
         return None
     return CellTime(
         cell.label,
-        [timing.mean for timing in timings],
+        cell.iteration_means,
         [timing.median for timing in timings],
         [timing.p95 for timing in timings],
         [max(rank.first for rank in timing.ranks) for timing in timings],
@@ -87,7 +88,9 @@ def build(outline: Outline) -> list[Block]:
             Text(
                 "Mean, median and 95th percentile are each worker's, averaged over the workers; the"
                 " first iteration, which pays for warming up, is left out and is the slowest"
-                " worker's. In brackets and as whiskers: from the least to the greatest repeat.",
+                " worker's. Where workers are out of step, the mean is the time in which they all"
+                " get through the samples of an iteration. In brackets and as whiskers: from the"
+                " least to the greatest repeat.",
                 "note",
             )
         )

@@ -36,14 +36,15 @@ def build(outline: Outline) -> list[Block]:
     ]
     if restarts:
         blocks.append(Items(restarts[:50]))
-    warnings = dict.fromkeys(
-        (run.id, str(text))
+    warnings = {
+        run.id: "; ".join(dict.fromkeys(map(str, texts)))
         for cell in outline.cells
         for run in cell.runs
-        for text in (run.result or {}).get("warnings") or ()
-    )
+        if (texts := (run.result or {}).get("warnings"))
+    }
     if warnings:
-        blocks.append(Items([(f"Warning of {name}.", text) for name, text in list(warnings)[:20]]))
+        items = list(warnings.items())[:20]
+        blocks.append(Items([(f"Warning of {name}.", text) for name, text in items]))
     return blocks
 
 
@@ -54,7 +55,7 @@ def _row(cell: Cell) -> tuple[str, ...]:
         key: known(run.final(key) for run in runs)
         for key in ("test_accuracy", "test_loss", "train_loss")
     }
-    means = [run.timing.mean for run in runs if run.timing is not None]
+    means = known(run.iteration_seconds for run in runs)
     return (
         cell.label,
         cell.status if cell.runs else cell.trouble.partition(":")[0] or "not run",

@@ -22,6 +22,8 @@ from paceline.report.section.outline import Outline, known
 
 TITLE = "Scaling"
 MOST_TOLD = 4
+NOTHING_SECONDS = 1e-4
+"""Less communication than this in an epoch is none: the clock changed phases, and that was all."""
 
 _OF_SCALE = BESIDE_THE_POINT | {
     "nnodes", "nproc_per_node", "hosts", "cluster", "batch_size", "batch_per_worker", "strategy",
@@ -260,7 +262,7 @@ def _table(found: Sequence[Family]) -> Table:
             units.share(family.efficiency(point)),
             units.spread(point.epoch_seconds, units.seconds),
             *(
-                units.spread(values, units.seconds) if point.workers > 1 else "-"
+                units.spread(values, units.seconds) if sum(values) > NOTHING_SECONDS else "-"
                 for values in (point.exchange_seconds_in_epoch, point.hidden_seconds_in_epoch)
             ),
         )
