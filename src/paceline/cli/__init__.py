@@ -6,6 +6,7 @@ Nothing here imports torch; a command does so when it runs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import io
 import logging
@@ -60,7 +61,9 @@ def _print_whatever_comes() -> None:
     """A name that this terminal has no letters for must not end a command."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+            # Not where a pipe has taken the place of the file that the stream was made for.
+            with contextlib.suppress(OSError):
+                stream.reconfigure(errors="replace")
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
