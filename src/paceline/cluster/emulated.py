@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from paceline.cluster import groups, latency, links, measuring, namespaces, subnet
@@ -113,12 +112,7 @@ class EmulatedCluster:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.down()
 
 

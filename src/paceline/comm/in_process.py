@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from threading import Condition, Thread
-from types import TracebackType
 from typing import Self, TypeVar
 
 from torch import Tensor
@@ -81,12 +80,7 @@ class Hub:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _is_decided(self, route: Route, number: int) -> bool:

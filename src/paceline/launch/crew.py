@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from signal import Signals
 from time import monotonic, sleep
-from types import TracebackType
 from typing import Self
 
 from paceline.comm.communicator import name_ranks
@@ -73,12 +72,7 @@ class Crew:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from time import monotonic
-from types import TracebackType
 from typing import Protocol, Self
 
 from paceline.errors import PacelineError, RunError, StoppedError, UsageError
@@ -117,12 +116,7 @@ class Watch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for node in self._nodes:
             node.close()
         self._selector.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 from paceline.errors import StoppedError
@@ -36,12 +36,7 @@ class Interruptions:
             self._before = [signal.signal(number, self._receive) for number in SIGNALS]
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in zip(SIGNALS, self._before, strict=False):
             signal.signal(number, handler)
 

@@ -26,7 +26,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, TypeVar
 
 import psutil
@@ -135,12 +134,7 @@ class ResourceSampler:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # The warning stays to be fetched: leaving a block has no way to return it.
         self._warning = self.stop()
 
