@@ -23,7 +23,8 @@ from paceline.report.epochs import (
     exchange_seconds_in_epoch,
     first_epoch_seconds,
 )
-from paceline.report.phases import IN_ITERATION, explain, of_cell, of_worker
+from paceline.report.iteration_phases import IN_ITERATION
+from paceline.report.phases import explain, of_cell, of_worker
 from paceline.report.run import open_run, read_iterations
 from paceline.report.section.bandwidth import exchange_rate, read_comm
 from paceline.report.section.batch_size import batch_rows

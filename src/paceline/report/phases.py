@@ -2,33 +2,23 @@
 
 The phases of a result are sums over the whole run. Those of an iteration are the ones below, each
 over the number of iterations the worker did; its first one is in them, so the time that they are
-held against has it too. In a short run it shows that workers also meet after the last iteration:
-there the phases are taken as the worker wrote them when that had ended.
+held against has it too.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from paceline.records import PHASES
 from paceline.report.cells import Cell
+from paceline.report.iteration_phases import IN_ITERATION
 from paceline.report.run import Run
-from paceline.report.shape import is_number
 
-IN_ITERATION = ("input", "forward", "backward", "update", "exchange", "wait")
-"""Computing first, then what comes of being several."""
 COMPUTING = ("input", "forward", "backward", "update")
 OUTSIDE = tuple(phase for phase in PHASES if phase not in IN_ITERATION)
-TAIL_BYTES = 1_000_000
-"""Of a file of events: enough for the last lines of it."""
-BESIDE = 0.002
-"""More than this of the iterations' time beside them is worth leaving out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,46 +80,11 @@ def by_rank(run: Run) -> dict[int, Split]:
         timing = timings.get(worker["rank"])
         count = (timing.count if timing else 0) or run.iterations
         if count:
-            spent = _in_iterations(run, worker, timing.total if timing else 0.0)
+            spent = run.iteration_phases[int(worker["rank"])]
             splits[int(worker["rank"])] = Split(
                 {key: value / count for key, value in spent.items()}
             )
     return splits
-
-
-def _in_iterations(run: Run, worker: dict[str, Any], total: float) -> dict[str, float]:
-    """A worker's phases up to the end of its last iteration; all of them took `total`."""
-    whole = {phase: float(worker["phases"][phase]) for phase in IN_ITERATION}
-    spent = math.fsum(whole.values())
-    if not total or spent <= (1 + BESIDE) * total:
-        return whole
-    written = last_phases(run.folder.events_file(int(worker["rank"])))
-    if written is None or abs(math.fsum(written.values()) - total) > spent - total:
-        return whole
-    # What of an exchange was waiting is known only at the end of a run.
-    both = whole["exchange"] + whole["wait"]
-    meeting = written["exchange"] + written["wait"]
-    waiting = meeting * whole["wait"] / both if both else 0.0
-    return {**written, "exchange": meeting - waiting, "wait": waiting}
-
-
-def last_phases(path: Path) -> dict[str, float] | None:
-    """The phases of iterations as a worker last wrote them; None where it wrote none."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return None
-    for line in reversed(lines):
-        try:
-            event = json.loads(line) if b'"phases"' in line else {}
-        except ValueError:
-            continue
-        found = event.get("phases") if isinstance(event, dict) else None
-        if isinstance(found, dict) and all(is_number(found.get(phase)) for phase in IN_ITERATION):
-            return {phase: float(found[phase]) for phase in IN_ITERATION}
-    return None
 
 
 def of_cell(cell: Cell) -> Split | None:

@@ -14,6 +14,7 @@ from paceline.config import RunConfig, from_mapping
 from paceline.errors import ConfigError, RecordsError
 from paceline.records import Result, RunFolder, read_lines
 from paceline.report.buckets import Curve, Floats, shorten
+from paceline.report.iteration_phases import in_iterations
 from paceline.report.shape import check_result, is_number
 from paceline.report.statistics import block_means
 
@@ -127,6 +128,17 @@ class Run:
         if not total or not per_second or not self.iterations:
             return timing.mean
         return float(total) / self.iterations / per_second
+
+    @cached_property
+    def iteration_phases(self) -> dict[int, dict[str, float]]:
+        """Seconds by phase in the iterations of each worker, all together."""
+        totals = {rank.rank: rank.total for rank in self.timing.ranks} if self.timing else {}
+        return {
+            (rank := int(worker["rank"])): in_iterations(
+                worker, totals.get(rank, 0.0), self.folder.events_file(rank)
+            )
+            for worker in self.workers
+        }
 
     @cached_property
     def timing(self) -> Timing | None:

@@ -8,10 +8,10 @@ from paceline.report import units
 from paceline.report.cells import Cell
 from paceline.report.chart.bars import Bar, BarChart, Part, draw_bars
 from paceline.report.document import Block, Figure, Table, Text
+from paceline.report.iteration_phases import IN_ITERATION
 from paceline.report.pace import iteration_pace
 from paceline.report.phases import (
     COMPUTING,
-    IN_ITERATION,
     OUTSIDE,
     Explanation,
     Split,
