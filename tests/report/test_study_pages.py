@@ -32,11 +32,13 @@ from paceline.report.document import (
     Tabs,
     Text,
 )
+from paceline.report.phases import explain
 from paceline.study import named
 from paceline.study.folder import Cell, Study, StudyFolder
 from paceline.study.plan import load
 from report.records import FakeRun, write_run, write_trace
 
+RECORDED = Path(__file__).parent / "recorded" / "four-ways"
 SVG = "{http://www.w3.org/2000/svg}"
 TOLERANCE = 0.006
 """Tables show three digits or more."""
@@ -352,6 +354,25 @@ def test_the_phases_of_four_ways_explain_its_times(tmp_path: Path) -> None:
             assert in_seconds(row[phase]) == pytest.approx(more, rel=TOLERANCE, abs=1e-6)
         assert spent(own, BUSY) - spent(fastest, BUSY) == pytest.approx(gap, rel=0.05)
         assert 95 <= numeral(row["explained"]) <= 105
+
+
+def test_recorded_phases_explain_recorded_times() -> None:
+    """Runs of the quick scale on a machine of two cores, as they were written down."""
+
+    def mean_seconds(folder: Path) -> float:
+        files = sorted(folder.glob("events-*.jsonl"))
+        events = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+        blocks = [one["seconds"] for one in events if one["event"] == "iterations"]
+        return sum(map(sum, blocks)) / sum(map(len, blocks))
+
+    cells = {cell.runs[0].id: cell for cell in collect(RECORDED).cells}
+    times = {name: mean_seconds(RECORDED / name) for name in cells}
+    assert len(times) == 5
+    fastest = min(times, key=lambda name: times[name])
+    for name in times.keys() - {fastest}:
+        found = explain(cells[fastest], cells[name])
+        assert found is not None
+        assert found.explained == pytest.approx(times[name] - times[fastest], rel=0.05)
 
 
 def test_parameter_server_tells_what_the_records_hold(tmp_path: Path) -> None:
