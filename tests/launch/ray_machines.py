@@ -18,6 +18,7 @@ from typing import IO, Any
 
 import psutil
 
+from cluster.inside import set_link
 from launch.commands import HERE, TINY, Ended, flags
 from paceline.cluster.emulated import EmulatedCluster
 from paceline.cluster_spec import parse
@@ -37,10 +38,13 @@ class RayMachines:
         self.cluster = cluster
         self.out = folder / "runs"
         """The path of `--out`, behind which everybody has another folder."""
-        self.out.mkdir()
+        # Paths of sockets may have 107 bytes.
+        self._sockets = folder / "ray"
+        for place in (self.out, self._sockets):
+            place.mkdir()
         self.records = folder / "disk-driver"
-        self.first_disk = folder / "disk-0"
         self._folder = folder
+        self.head = f"{cluster.addresses[0]}:{PORT}"
         self._variables = {
             **os.environ,
             "RAY_AUTH_MODE": "token",
@@ -49,24 +53,35 @@ class RayMachines:
             # A machine that is gone refuses to answer, and is asked often enough to be found out.
             "RAY_health_check_period_ms": "500",
             "OWN_SLEEP_SECONDS": "0.3",
-            "RAY_ADDRESS": f"{cluster.addresses[0]}:{PORT}",
+            "RAY_ADDRESS": self.head,
         }
         self._raylets: dict[int, subprocess.Popen[bytes]] = {}
+        self.away: set[int] = set()
+        """Machines that were lost."""
 
     def start(self) -> None:
-        # Sockets lie below it, whose paths may have 107 bytes.
-        temporary = f"--temp-dir={self._folder}/ray"
-        head = ["--head", f"--port={PORT}", "--include-dashboard=false", temporary]
+        temporary = f"--temp-dir={self._sockets}"
+        port = f"--port={PORT}"
+        head = ["--head", port, "--include-dashboard=false", "--no-monitor", temporary]
         self._start_raylets([0], head)
-        joining = [f"--address={self.cluster.addresses[0]}:{PORT}"]
-        self._start_raylets([*range(1, MACHINES)], joining)
+        self._join(range(1, MACHINES))
+
+    def bring_back(self) -> None:
+        """Those that were lost, as if they had been started again."""
+        for machine in self.away:
+            set_link(self.cluster, machine, "up")
+        self._join(sorted(self.away))
+        self.away.clear()
+
+    def _join(self, machines: Sequence[int]) -> None:
+        self._start_raylets([*machines], [f"--address={self.head}"])
 
     def _start_raylets(self, machines: list[int], words: Sequence[str]) -> None:
         """A raylet gives up after 30 s, which a machine with much other work may need."""
         late = machines
         for _ in range(TRIES):
             for machine in late:
-                self.cut_off(machine)
+                self._kill_all(machine)
                 self._start_raylet(machine, words)
             wait_until(lambda: all(map(self._is_decided, machines)), "they have started or not")
             late = [machine for machine in machines if not self._has_started(machine)]
@@ -77,9 +92,12 @@ class RayMachines:
     def _start_raylet(self, machine: int, words: Sequence[str]) -> None:
         address = f"--node-ip-address={self.cluster.addresses[machine]}"
         fixed = ["--block", "--disable-usage-stats", "--num-cpus=1", address]
-        memory = "--object-store-memory=80000000"
+        # Each process that is not needed saves seconds of a machine with few cores.
+        lean = ["--object-store-memory=80000000", "--include-log-monitor=false"]
         program = str(Path(sys.executable).with_name("ray"))
-        command = [program, "start", *fixed, memory, *words]
+        command = [program, "start", *fixed, *lean, *words]
+        if before := self._raylets.get(machine):
+            before.wait()
         with self._output(machine).open("wb") as output:
             self._raylets[machine] = self._run(machine, f"disk-{machine}", command, output)
 
@@ -99,9 +117,12 @@ class RayMachines:
         words: Sequence[str],
         output: int | IO[bytes],
     ) -> subprocess.Popen[bytes]:
-        own = self._folder / disk
-        own.mkdir(exist_ok=True)
-        script = f"mount --bind {own} {self.out} && exec {shlex.join(words)}"
+        # By what lies beside its sockets, Ray knows which machine it is on.
+        own = {self.out: self._folder / disk, self._sockets: self._folder / f"sockets-{machine}"}
+        for folder in own.values():
+            folder.mkdir(exist_ok=True)
+        mounts = [f"mount --bind {folder} {place}" for place, folder in own.items()]
+        script = " && ".join([*mounts, f"exec {shlex.join(words)}"])
         return subprocess.Popen(
             self.cluster.command(machine, ["unshare", "-m", "sh", "-c", script]),
             stdin=subprocess.DEVNULL,
@@ -113,10 +134,10 @@ class RayMachines:
         )
 
     @contextmanager
-    def paceline(self, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+    def paceline(self, *words: str, machine: int = 0) -> Iterator[subprocess.Popen[bytes]]:
         """A command with `--launcher ray`, ended with the block."""
         command = [sys.executable, "-m", "paceline", *words, "--launcher", "ray", "--threads", "1"]
-        process = self._run(0, "disk-driver", command, subprocess.PIPE)
+        process = self._run(machine, "disk-driver", command, subprocess.PIPE)
         try:
             yield process
         finally:
@@ -124,30 +145,47 @@ class RayMachines:
                 process.kill()
             end_of(process)
 
-    def train(self, name: str, **settings: Any) -> AbstractContextManager[subprocess.Popen[bytes]]:
+    def train(
+        self, name: str, machine: int = 0, **settings: Any
+    ) -> AbstractContextManager[subprocess.Popen[bytes]]:
+        """`machine` is the one that the command runs on."""
         fixed = {"out": self.out, "name": name}
-        return self.paceline("train", *flags({**TINY, **fixed, **settings}))
+        return self.paceline("train", *flags({**TINY, **fixed, **settings}), machine=machine)
 
     def worker(self, rank: int) -> psutil.Process | None:
         """A worker's process; its parent is its machine's launcher, whose parent is the actor."""
         for machine in range(MACHINES):
-            for pid in self.cluster.processes(machine):
-                try:
-                    process = psutil.Process(pid)
-                    is_worker = "paceline.launch.child" in process.cmdline()
-                    if is_worker and process.environ()["RANK"] == str(rank):
+            for process in self.workers_on(machine):
+                with contextlib.suppress(psutil.Error, KeyError):
+                    if process.environ()["RANK"] == str(rank):
                         return process
-                except (psutil.Error, KeyError):
-                    continue
         return None
+
+    def workers_on(self, machine: int) -> list[psutil.Process]:
+        found = []
+        for pid in self.cluster.processes(machine):
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                if "paceline.launch.child" in process.cmdline():
+                    found.append(process)
+        return found
 
     def machine_of(self, process: psutil.Process) -> int:
         return next(
             machine for machine in range(MACHINES) if process.pid in self.cluster.processes(machine)
         )
 
-    def cut_off(self, machine: int) -> None:
+    def power_off(self, machine: int) -> None:
         """End all that runs on a machine, at once and for good."""
+        self.away.add(machine)
+        self._kill_all(machine)
+
+    def cut_off(self, machine: int) -> None:
+        """Pull its cable: what runs there goes on, and nobody hears of it."""
+        self.away.add(machine)
+        set_link(self.cluster, machine, "down")
+
+    def _kill_all(self, machine: int) -> None:
         for pid in self.cluster.processes(machine):
             with contextlib.suppress(psutil.NoSuchProcess):
                 psutil.Process(pid).kill()
@@ -162,9 +200,12 @@ class RayMachines:
                         found.append(pid)
         return found
 
+    def disk(self, machine: int) -> Path:
+        return self._folder / f"disk-{machine}"
+
     def newest_checkpoint(self, name: str) -> int:
         """Of the run's first machine, which is the one that commands run on."""
-        return max(iterations(self.first_disk / name / "checkpoints"), default=0)
+        return max(iterations(self.disk(0) / name / "checkpoints"), default=0)
 
     def close(self) -> None:
         self.cluster.down()

@@ -7,13 +7,14 @@ come after the others by way of their fixtures.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 import pytest
 
+from cluster.inside import cut_for_a_while
 from launch.commands import Ended, flags, is_training, names_in
 from launch.ray_machines import RayMachines, end_of, ray_machines, wait_until
 from paceline.records import read_json
@@ -55,25 +56,37 @@ def quiet_run(machines: RayMachines) -> Run:
         return Run(end_of(process), machines.records / "quiet")
 
 
-def strike(machines: RayMachines, what: str, victim: psutil.Process) -> None:
-    """End the actor of a worker's machine, or all that runs there."""
-    if what == "actor":
-        victim.parents()[1].kill()
-    else:
-        machines.cut_off(machines.machine_of(victim))
+SLOW: dict[str, Any] = {"model": "own_code:Slow", "nnodes": 2, "checkpoint_every": 1}
+BLOWS: dict[str, Callable[[RayMachines, psutil.Process], None]] = {
+    "cut": lambda machines, victim: cut_for_a_while(machines.cluster, machines.machine_of(victim)),
+    "worker": lambda _, victim: victim.kill(),
+    "actor": lambda _, victim: victim.parents()[1].kill(),
+    "machine": lambda machines, victim: machines.power_off(machines.machine_of(victim)),
+}
+"""What befalls the second worker, or the machine that it is on."""
 
 
 @pytest.fixture(scope="module")
 def struck_run(machines: RayMachines, quiet_run: Run) -> Run:
-    """On two machines; it loses an actor, then the whole machine that it was on."""
-    settings = {"model": "own_code:Slow", "nnodes": 2, "checkpoint_every": 1}
-    with machines.train("struck", **settings) as process:
+    """On two machines; all these things befall the second one, one after the other."""
+    with machines.train("struck", **SLOW) as process:
         seen, before = 0, None
-        for what in ("actor", "machine"):
-            before = next_worker(machines, "struck", seen, before)
+        for what, blow in BLOWS.items():
+            victim = next_worker(machines, "struck", seen, before)
             seen = machines.newest_checkpoint("struck") + 1
-            strike(machines, what, before)
+            blow(machines, victim)
+            before = None if what == "cut" else victim
         return Run(end_of(process), machines.records / "struck")
+
+
+@pytest.fixture(scope="module")
+def cut_off_run(machines: RayMachines, struck_run: Run) -> Run:
+    """On two machines, of which one is cut off from the others for good."""
+    machines.bring_back()
+    with machines.train("cut-off", **SLOW, timeout_seconds=6) as process:
+        victim = next_worker(machines, "cut-off", 0, None)
+        machines.cut_off(machines.machine_of(victim))
+        return Run(end_of(process), machines.records / "cut-off")
 
 
 def next_worker(
@@ -125,10 +138,12 @@ def test_what_was_lost_and_gone_on_with_has_the_weights_of_an_undisturbed_run(
 def test_each_loss_is_told_in_a_line_and_in_the_result(struck_run: Run) -> None:
     lines = struck_run.ended.err.splitlines()
     restarts = struck_run.result["restarts"]
-    assert len(restarts) == 2
-    assert restarts[0]["cause"].startswith("lost node 1 (")
-    assert restarts[0]["cause"].endswith("): its Ray actor was killed")
-    assert "node 1" in restarts[1]["cause"]
+    causes = [restart["cause"] for restart in restarts]
+    assert len(causes) == 3, "a link that comes back costs none"
+    assert causes[0] == "rank 1 was killed by SIGKILL"
+    assert causes[1].startswith("lost node 1 (")
+    assert causes[1].endswith("): its Ray actor was killed")
+    assert "node 1" in causes[2]
     assert [line for line in lines if "restart" in line] == [
         f"paceline: {each['cause']}: restart {number} of 3 after iteration {each['iteration']}"
         for number, each in enumerate(restarts, 1)
@@ -136,12 +151,20 @@ def test_each_loss_is_told_in_a_line_and_in_the_result(struck_run: Run) -> None:
     assert all(line.startswith("paceline: ") for line in lines), "Ray is to say nothing"
 
 
+def test_a_machine_that_is_cut_off_is_replaced(cut_off_run: Run, quiet_run: Run) -> None:
+    assert cut_off_run.ended.code == 0, cut_off_run.ended.err
+    assert cut_off_run.result["weights_sha256"] == quiet_run.result["weights_sha256"]
+    assert "node 1" in cut_off_run.result["restarts"][0]["cause"]
+    lines = cut_off_run.ended.err.splitlines()
+    assert all(line.startswith("paceline: ") for line in lines), lines
+
+
 def test_ctrl_c_stops_with_a_checkpoint_and_leaves_no_actor(
     machines: RayMachines, quiet_run: Run
 ) -> None:
-    settings = {"model": "own_code:Slow", "iterations": 100_000, "checkpoint_every": 100_000}
+    settings = {**SLOW, "nnodes": 1, "iterations": 100_000, "checkpoint_every": 100_000}
     with machines.train("stopped", nproc_per_node=1, **settings) as process:
-        wait_until(lambda: is_training(machines.first_disk / "stopped", [0]), "it trains")
+        wait_until(lambda: is_training(machines.disk(0) / "stopped", [0]), "it trains")
         process.send_signal(signal.SIGINT)
         run = Run(end_of(process), machines.records / "stopped")
     assert (run.ended.code, run.result["status"]) == (130, "stopped")
@@ -175,12 +198,11 @@ def test_too_few_slots_are_refused(machines: RayMachines) -> None:
 
 
 def test_too_few_machines_that_are_left_are_told_with_the_first_cause(
-    machines: RayMachines, struck_run: Run
+    machines: RayMachines, cut_off_run: Run
 ) -> None:
     """Of three machines one is gone already."""
-    settings = {"model": "own_code:Slow", "nnodes": 2, "checkpoint_every": 1}
-    with machines.train("left", **settings, rendezvous_seconds=15) as process:
-        strike(machines, "machine", next_worker(machines, "left", 0, None))
+    with machines.train("left", **SLOW, rendezvous_seconds=15) as process:
+        BLOWS["machine"](machines, next_worker(machines, "left", 0, None))
         run = Run(end_of(process), machines.records / "left")
     assert run.ended.code == 1
     last = run.ended.err.splitlines()[-1]
@@ -188,3 +210,33 @@ def test_too_few_machines_that_are_left_are_told_with_the_first_cause(
     assert "node 1" in last
     assert "a restart needs 2 machines with 1 free CPU each; the Ray cluster at" in last
     assert "has 1 machine (1 CPUs, 1 free)" in last
+
+
+@pytest.fixture(scope="module")
+def all_machines(machines: RayMachines, cut_off_run: Run) -> RayMachines:
+    """Those that were lost are back."""
+    machines.bring_back()
+    return machines
+
+
+def test_the_loss_of_rays_head_ends_runs_within_bounds(all_machines: RayMachines) -> None:
+    """The machine with the head is lost, and with it the first machine and command of one run."""
+    machines = all_machines
+    settings = {**SLOW, "iterations": 100_000}
+    with (
+        machines.train("headless", machine=1, **settings | {"nnodes": 1}) as other,
+        machines.train("first", **settings) as process,
+    ):
+        disks = [machines.disk(machine) / "headless" for machine in (1, 2)]
+        wait_until(lambda: any(is_training(disk, [0]) for disk in disks), "one run trains")
+        wait_until(lambda: machines.newest_checkpoint("first") > 0, "and the other")
+        machines.power_off(0)
+        run = Run(end_of(other), machines.records / "headless")
+        assert end_of(process).code != 0
+    said = run.ended.err.splitlines()
+    done = run.result["iterations"]
+    cause = f"lost Ray's head at {machines.head}: stopped after iteration {done}"
+    assert (run.ended.code, run.result["status"], run.result["cause"]) == (1, "failed", cause)
+    assert said[-1] == f"paceline: error: {cause}", said
+    assert done in iterations(run.folder / "checkpoints")
+    wait_until(lambda: not any(map(machines.workers_on, (1, 2))), "all workers are gone")

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from paceline.launch.outcome import Outcome
 from paceline.launch.ray import cluster, run
 from paceline.launch.ray.claim import TooFewError, Wanted
 from paceline.launch.ray.cluster import LostError
+from paceline.launch.ray.head import Head
 from paceline.records import SCHEMA, RunFolder, read_json
 
 
@@ -30,6 +32,8 @@ class Script:
     """Results, errors that running raises, or a refusal to give machines."""
     lost: bool = False
     """Whether the actors of a failed attempt are gone."""
+    headless: bool = False
+    """Whether Ray's head is lost meanwhile."""
     resumed: list[bool] = field(default_factory=list)
     firsts: list[str | None] = field(default_factory=list)
     aside: list[tuple[Path, str]] = field(default_factory=list)
@@ -80,7 +84,10 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setattr(run, "has_gpus", lambda *_: False)
         config = from_mapping({"out": str(tmp_path), "name": "run", "nnodes": 2, **settings})
         with Interruptions() as interruptions:
-            return run._Attempts(config, "head:6379", False, interruptions).run(None)
+            head: Any = SimpleNamespace(
+                address="head:6379", is_lost=script.headless, answers=lambda: not script.headless
+            )
+            return run._Attempts(config, head, False, interruptions).run(None)
 
     return play
 
@@ -91,6 +98,13 @@ KILLED = {
     "status": "failed",
     "cause": "rank 1 was killed by SIGKILL",
     "is_loss": True,
+}
+STOPPED = {
+    "schema": SCHEMA,
+    "status": "stopped",
+    "cause": "stopped by SIGTERM after iteration 5",
+    "iterations": 5,
+    "is_loss": False,
 }
 RAISED = {
     "schema": SCHEMA,
@@ -142,6 +156,48 @@ def test_an_attempt_that_is_lost_at_its_start_does_not_lose_the_checkpoint(play:
     script = Script([KILLED, LostError("an actor of Ray does not answer"), FINISHED])
     assert play(script, checkpoint_every=7).exit_code == 0
     assert script.resumed == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("end", "came_to"),
+    [
+        (KILLED, "rank 1 was killed by SIGKILL"),
+        (STOPPED, "stopped after iteration 5"),
+    ],
+)
+def test_without_rays_head_a_run_ends_and_says_so(play: Any, end: Any, came_to: str) -> None:
+    """Workers that still answer are stopped by us; no restart is tried, as Ray would hang."""
+    script = Script([end], headless=True)
+    outcome = play(script, checkpoint_every=7)
+    cause = f"lost Ray's head at head:6379: {came_to}"
+    assert (outcome.exit_code, outcome.result["cause"]) == (1, cause)
+    assert outcome.result["status"] == "failed"
+
+
+def test_a_head_that_is_silent_for_a_moment_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.launch.ray.head.LOOK_SECONDS", 0.01)
+    told = iter([None, "no route to host", "timed out", None])
+    monkeypatch.setattr("paceline.launch.ray.head.try_to_connect", lambda _: next(told, None))
+    with contextlib.closing(Head("10.0.0.1:6379")) as head:
+        assert head.answers()
+
+
+def test_a_head_that_stays_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.launch.ray.head.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("paceline.launch.ray.head.SILENCE_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        head = Head(f"127.0.0.1:{taken.getsockname()[1]}")
+    with contextlib.closing(head):
+        assert not head.answers()
+        assert head.is_lost
+
+
+def test_a_head_that_was_never_reached_is_not_lost() -> None:
+    """Where a proxy stands between."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    with contextlib.closing(Head(address)) as head:
+        assert head.answers()
 
 
 def test_restarts_are_used_up(play: Any) -> None:

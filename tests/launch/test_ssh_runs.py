@@ -9,6 +9,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -131,8 +132,9 @@ def test_hosts_train_what_one_machine_trains_and_all_records_come_here(
 ) -> None:
     """Stopped by Ctrl-C and resumed, the hosts in another order: the run travels both ways."""
     monkeypatch.setenv(SSH, machines.ssh)
-    settings = {"model": "own_code:Slow", "threads": 1, "checkpoint_every": 100}
-    with train(machines.out, hosts=",".join(machines.hosts), **settings) as command:
+    settings: dict[str, Any] = {"threads": 1, "checkpoint_every": 100}
+    settings |= {"model": "own_code:Slow", "hosts": ",".join(machines.hosts)}
+    with train(machines.out, **settings) as command:
         wait_until(lambda: machines.both_train("run"), "both hosts train")
         command.process.send_signal(signal.SIGINT)
         ended = command.end()
@@ -161,7 +163,8 @@ def test_a_killed_worker_on_a_host_ends_all_with_one_cause(
     machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SSH, machines.ssh)
-    settings = {**ENDLESS, "hosts": ",".join(machines.hosts), "threads": 1, "name": "struck"}
+    settings: dict[str, Any] = {**ENDLESS, "threads": 1, "name": "struck"}
+    settings |= {"hosts": ",".join(machines.hosts)}
     with train(machines.out, **settings) as command:
         wait_until(lambda: machines.both_train("struck"), "both hosts train")
         processes = machines.remote_processes()

@@ -12,6 +12,7 @@ from typing import Any
 
 from paceline.errors import UsageError
 from paceline.launch.ray.cluster import Say, ask_all, load
+from paceline.launch.ray.head import Head
 from paceline.launch.ray.post import Post
 
 PREFERRED_SECONDS = 2.0
@@ -62,7 +63,7 @@ class Machine:
 
 @contextlib.contextmanager
 def claimed(
-    wanted: Wanted, at: str, seconds: float, say: Say, first: str | None = None
+    wanted: Wanted, head: Head, seconds: float, say: Say, first: str | None = None
 ) -> Iterator[list[Machine]]:
     """Inside, these machines' slots are ours, with an actor on each; refused if there are too few.
 
@@ -72,19 +73,20 @@ def claimed(
     ray = load()
     first = first or str(ray.get_runtime_context().get_node_id())
     posts: list[Any] = []
-    with _placed(wanted, at, seconds, say, first) as group:
+    with _placed(wanted, head, seconds, say, first) as group:
         try:
             posts += (_start_post(ray, group, wanted, number) for number in range(wanted.machines))
             told = ask_all([post.whereabouts.remote() for post in posts], seconds)
             machines = [Machine(post, *where) for post, where in zip(posts, told, strict=True)]
             yield sorted(machines, key=lambda machine: machine.node_id != first)
         finally:
-            for post in posts:
-                ray.kill(post)
+            if not head.is_lost:
+                for post in posts:
+                    ray.kill(post)
 
 
 @contextlib.contextmanager
-def _placed(wanted: Wanted, at: str, seconds: float, say: Say, first: str) -> Iterator[Any]:
+def _placed(wanted: Wanted, head: Head, seconds: float, say: Say, first: str) -> Iterator[Any]:
     """A placement group, ready, with a bundle for each machine."""
     util = importlib.import_module("ray.util")
     each = {"CPU": float(wanted.slots)} | ({"GPU": float(wanted.gpus)} if wanted.gpus else {})
@@ -92,23 +94,24 @@ def _placed(wanted: Wanted, at: str, seconds: float, say: Say, first: str) -> It
     others = [each] * (wanted.machines - 1)
     if machine := _resource_of(first, each):
         group = util.placement_group([{**each, machine: A_LITTLE}, *others], strategy=strategy)
-        with _removed(group):
+        with _removed(group, head):
             if group.wait(timeout_seconds=PREFERRED_SECONDS):
                 yield group
                 return
     group = util.placement_group([each, *others], strategy=strategy)
-    with _removed(group):
-        _wait(group, wanted, at, seconds, say)
+    with _removed(group, head):
+        _wait(group, wanted, head.address, seconds, say)
         yield group
 
 
 @contextlib.contextmanager
-def _removed(group: Any) -> Iterator[None]:
+def _removed(group: Any, head: Head) -> Iterator[None]:
     """At the end of the block."""
     try:
         yield
     finally:
-        importlib.import_module("ray.util").remove_placement_group(group)
+        if not head.is_lost:
+            importlib.import_module("ray.util").remove_placement_group(group)
 
 
 def _resource_of(node_id: str, wanted: dict[str, float]) -> str | None:

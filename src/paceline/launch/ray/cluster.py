@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.util
 import os
-import re
-import socket
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,8 +14,10 @@ from types import ModuleType
 from typing import Any
 
 from paceline.errors import RunError, UsageError, in_a_line
+from paceline.launch.ray.head import Head, try_to_connect
 
-CONNECT_SECONDS = 5.0
+FIRST_SECONDS = 5.0
+"""How long a cluster may take to answer when it is first asked."""
 STORE_BYTES = 100_000_000
 """Of a Ray that is started here, which has few and small objects to hold."""
 QUIET = {
@@ -43,8 +45,8 @@ def _check_that_it_is_installed() -> None:
 
 
 @contextlib.contextmanager
-def connected(slots: int, say: Say) -> Iterator[str]:
-    """Inside, this process drives a Ray cluster; gives its address.
+def connected(slots: int, say: Say) -> Iterator[Head]:
+    """Inside, this process drives a Ray cluster; gives its head, which is watched meanwhile.
 
     $RAY_ADDRESS names it, else one that runs on this machine is found, else one of this machine
     alone, with at least so many slots, is started and ended with the block.
@@ -61,8 +63,25 @@ def connected(slots: int, say: Say) -> Iterator[str]:
         if not _is_connected(ray, address):
             say("no Ray cluster is running: starting one on this machine")
             _start(ray, slots, stack.enter_context(_short_folder()))
-        stack.callback(ray.shutdown)
-        yield str(ray.get_runtime_context().gcs_address)
+        head = Head(str(ray.get_runtime_context().gcs_address))
+        stack.callback(_leave, ray, head)
+        stack.callback(head.close)
+        yield head
+
+
+def _leave(ray: ModuleType, head: Head) -> None:
+    if not head.is_lost:
+        ray.shutdown()
+        return
+    # Taking leave would hang, now or at the end of this process.
+    atexit.register(_end_at_once)
+
+
+def _end_at_once() -> None:
+    """Before Ray's own ways of ending, since what is registered last comes first."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(RunError.exit_code)
 
 
 def _short_folder() -> tempfile.TemporaryDirectory[str]:
@@ -100,13 +119,8 @@ def _start(ray: ModuleType, slots: int, folder: str) -> None:
 
 def _check_that_it_answers(address: str | None) -> None:
     """Ray itself would try for a minute, and then end this process."""
-    match = re.fullmatch(r"(?:ray://)?\[?([^\[\]]+)\]?:(\d+)", address or "")
-    if address is None or match is None:
-        return
-    try:
-        socket.create_connection((match[1], int(match[2])), CONNECT_SECONDS).close()
-    except OSError as error:
-        raise UsageError(_unreachable(address, error.strerror or str(error))) from None
+    if address is not None and (problem := try_to_connect(address, FIRST_SECONDS)):
+        raise UsageError(_unreachable(address, problem))
 
 
 def _unreachable(address: str, why: str) -> str:

@@ -14,6 +14,7 @@ from paceline.launch.fleet import describe_end
 from paceline.launch.node_process import NodeEnd
 from paceline.launch.ray.claim import Machine, Wanted, claimed
 from paceline.launch.ray.cluster import Say, ask_all, load
+from paceline.launch.ray.head import Head
 from paceline.launch.ray.post import PYTHON
 from paceline.launch.ray.process import LOST, RayProcess
 from paceline.sources import search_path
@@ -30,10 +31,11 @@ class RayFleet:
     python = PYTHON
     cluster_file = None
 
-    def __init__(self, machines: Sequence[Machine]) -> None:
+    def __init__(self, machines: Sequence[Machine], head: Head) -> None:
         self.addresses = [machine.address for machine in machines]
         self.first_node_id = machines[0].node_id
         self._machines = machines
+        self._head = head
         self._processes: list[tuple[int, RayProcess]] = []
 
     def free_port(self) -> int:
@@ -50,7 +52,8 @@ class RayFleet:
         ask_all(asked, ANSWER_SECONDS)
 
     def start(self, node: int, words: Sequence[str], given: bytes) -> subprocess.Popen[bytes]:
-        process = RayProcess(self._machines[node].post, words, given, _variables(), str(Path.cwd()))
+        machine, folder = self._machines[node], str(Path.cwd())
+        process = RayProcess(machine.post, self._head, words, given, _variables(), folder)
         self._processes.append((node, process))
         # It has all that is asked of a process that a fleet starts.
         return cast("subprocess.Popen[bytes]", process)
@@ -66,6 +69,8 @@ class RayFleet:
         return sorted({node for node, process in self._processes if process.is_lost})
 
     def _how_it_was_lost(self, node: int) -> str:
+        if not self._head.answers():
+            return "no answer"
         living = {each["NodeID"] for each in load().nodes() if each["Alive"]}
         if self._machines[node].node_id not in living:
             return "the machine left the Ray cluster"
@@ -80,8 +85,8 @@ def _variables() -> dict[str, str]:
 
 @contextlib.contextmanager
 def ray_fleet(
-    wanted: Wanted, at: str, seconds: float, say: Say, first: str | None = None
+    wanted: Wanted, head: Head, seconds: float, say: Say, first: str | None = None
 ) -> Iterator[RayFleet]:
-    """Machines of the connected cluster at `at`, for as long as the block lasts."""
-    with claimed(wanted, at, seconds, say, first) as machines:
-        yield RayFleet(machines)
+    """Machines of the connected cluster, for as long as the block lasts."""
+    with claimed(wanted, head, seconds, say, first) as machines:
+        yield RayFleet(machines, head)

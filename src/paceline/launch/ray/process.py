@@ -17,11 +17,14 @@ from time import monotonic
 from typing import IO, Any
 
 from paceline.launch.ray.cluster import cause_of, load
+from paceline.launch.ray.head import Head
 from paceline.launch.ray.post import PIPE_BYTES, Heard
 
 POLL_SECONDS = 0.2
 KILL_SECONDS = 3.0
 """How long a machine may take to say that it has ended a process; it will end with its actor."""
+LAST_WORDS_SECONDS = 15.0
+"""What machines get to stop and to hand in their records when Ray's head is lost."""
 LOST = 255
 """The exit code of a process whose actor is gone, as ssh has it for a lost connection."""
 
@@ -32,6 +35,7 @@ class RayProcess:
     def __init__(
         self,
         post: Any,
+        head: Head,
         words: Sequence[str],
         given: bytes,
         variables: Mapping[str, str],
@@ -42,6 +46,7 @@ class RayProcess:
         self.cause = ""
         """What Ray said of an actor that was lost."""
         self._post = post
+        self._head = head
         self._given = given
         self._killed_at: float | None = None
         self._has_ended = Event()
@@ -103,6 +108,8 @@ class RayProcess:
         while True:
             if is_ready and not is_let_go and not words:
                 words, is_let_go = self._take_input()
+            # Without Ray's head nobody can go on for long: a last checkpoint, while there is time.
+            is_let_go = is_let_go or self._head.is_lost
             heard: Heard = self._ask("exchange", words, is_let_go)
             words, is_ready = b"", heard.is_ready
             self._put(self._out, heard.out)
@@ -136,7 +143,10 @@ class RayProcess:
     def _check_killed(self) -> None:
         if self._killed_at is not None and monotonic() - self._killed_at > KILL_SECONDS:
             raise _SilentError
+        # Of what was lost together with the head, Ray would not tell.
+        if monotonic() - self._head.lost_at > LAST_WORDS_SECONDS:
+            raise _SilentError
 
 
 class _SilentError(Exception):
-    """The process was killed from here, and its machine did not answer."""
+    """The process was killed from here, or Ray's head is lost, and its machine did not answer."""

@@ -23,14 +23,15 @@ from paceline.launch.outcome import Outcome
 from paceline.launch.ray.claim import TooFewError, Wanted, has_gpus
 from paceline.launch.ray.cluster import LostError, connected
 from paceline.launch.ray.fleet import RayFleet, ray_fleet
+from paceline.launch.ray.head import Head
 from paceline.records import RunFolder
 from paceline.worker.checkpoint import iterations
 
 
 def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
     """Train on a Ray cluster; the records are here at the end."""
-    with _cluster(config, quiet) as (at, interruptions):
-        return _Attempts(config, at, quiet, interruptions).run(resumed)
+    with _cluster(config, quiet) as (head, interruptions):
+        return _Attempts(config, head, quiet, interruptions).run(resumed)
 
 
 @contextlib.contextmanager
@@ -39,19 +40,19 @@ def machines_for(config: RunConfig, quiet: bool) -> Iterator[tuple[RayFleet, Int
 
     Signals are noted meanwhile.
     """
-    with _cluster(config, quiet) as (at, interruptions):
+    with _cluster(config, quiet) as (head, interruptions):
         patience, say = config.rendezvous_seconds, _say_nothing if quiet else _say
-        with ray_fleet(wanted_for(config), at, patience, say) as fleet:
+        with ray_fleet(wanted_for(config), head, patience, say) as fleet:
             yield fleet, interruptions
 
 
 @contextlib.contextmanager
-def _cluster(config: RunConfig, quiet: bool) -> Iterator[tuple[str, Interruptions]]:
-    """Its address; Ray takes signals for itself when it connects, so they are noted after that."""
+def _cluster(config: RunConfig, quiet: bool) -> Iterator[tuple[Head, Interruptions]]:
+    """Its head; Ray takes signals for itself when it connects, so they are noted after that."""
     _check(config)
     say = _say_nothing if quiet else _say
-    with connected(config.nproc_per_node, say) as at, Interruptions() as interruptions:
-        yield at, interruptions
+    with connected(config.nproc_per_node, say) as head, Interruptions() as interruptions:
+        yield head, interruptions
 
 
 def _check(config: RunConfig) -> None:
@@ -102,8 +103,7 @@ class _Ended:
 @dataclass(slots=True)
 class _Attempts:
     config: RunConfig
-    at: str
-    """The address of the cluster."""
+    head: Head
     quiet: bool
     interruptions: Interruptions
     last: Outcome | None = None
@@ -120,6 +120,8 @@ class _Attempts:
         begun = monotonic()
         ended = self._attempt(resumed)
         while ended.is_loss:
+            if not self.head.answers():
+                return self._give_up(self._headless(ended))
             if len(self.restarts) >= self.config.max_restarts:
                 return self._give_up(f"{ended.cause}{self._used_up()}")
             resumed = self._go_on_from(ended, resumed)
@@ -140,7 +142,7 @@ class _Attempts:
         self.interruptions.raises = True
         patience = config.rendezvous_seconds
         try:
-            with ray_fleet(wanted_for(config), self.at, patience, say, self.first) as fleet:
+            with ray_fleet(wanted_for(config), self.head, patience, say, self.first) as fleet:
                 self.first = fleet.first_node_id
                 return self._run_on(fleet, resumed)
         except LostError as error:
@@ -166,7 +168,7 @@ class _Attempts:
         result = outcome.result if outcome else None
         if result and result["status"] == "finished":
             return False
-        return bool(fleet.lost or (result and result.get("is_loss")))
+        return bool(self.head.is_lost or fleet.lost or (result and result.get("is_loss")))
 
     def _go_on_from(self, ended: _Ended, resumed: RunFolder | None) -> RunFolder | None:
         """The folder with a checkpoint; where there is none, what was done is set aside."""
@@ -191,6 +193,14 @@ class _Attempts:
         if not self.quiet:
             _say(f"{cause}: restart {count} of {most} {begin}")
 
+    def _headless(self, ended: _Ended) -> str:
+        result = ended.outcome.result if ended.outcome else None
+        if result and result["status"] == "stopped":
+            came_to = f"stopped after iteration {result['iterations']}"
+        else:
+            came_to = ended.cause
+        return f"lost Ray's head at {self.head.address}: {came_to}"
+
     def _used_up(self) -> str:
         most = self.config.max_restarts
         return f" (--max-restarts {most} are used up)" if most else ""
@@ -203,7 +213,7 @@ class _Attempts:
             # It was set aside for an attempt that did not come about.
             path, name = self.aside.pop()
             path.with_name(name).rename(path)
-        result = {**self.last.result, "cause": cause}
+        result = {**self.last.result, "status": "failed", "cause": cause}
         return self._told(Outcome(folder, result, RunError.exit_code))
 
     def _told(self, outcome: Outcome) -> Outcome:
