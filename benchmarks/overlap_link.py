@@ -1,111 +1,253 @@
 """How much of the link `overlap` uses while it communicates, and its pace against DDP's.
 
-    python benchmarks/overlap_link.py [--repeats 3] [--iterations 12] [--batch-per-worker 16]
+    python benchmarks/overlap_link.py [--cluster nodes=4,cpus=0.5,bandwidth=1gbit] [--rounds 6]
+                                      [--updates 3] [--batch-per-worker 16] [-o bucket_mib=25]
 
-`vgg11` on four emulated nodes with half a core each at 1 Gbit/s (needs root; on a machine with
-nothing else to do); `overlap` and `ddp` take turns. The k-th bucket of an iteration is under way
-from the moment at which the last worker has it until the last worker is done with it; its rate is
-what a worker sent of gradients in that time, against the link as it was measured when the cluster
-came up. Times of an iteration are medians over iterations, of the slowest worker.
+Needs root, and a machine with nothing else to do. A worker of `vgg11` is started in each node of an
+emulated cluster; `overlap` and `ddp` are attached at the same time and take turns in blocks of
+updates. For every update, by the clock that the nodes of one machine share:
+
+- A bucket is under way from the moment at which the last worker hands it over until the last worker
+  has its sum. Communication is under way while at least one bucket is.
+- The rate is what one worker sends in that time over its link in one direction: 2 (P - 1) / P of
+  the gradients by formula; or what its node's interface counts, which has acknowledgements and some
+  headers besides.
+- An update lasts from the first worker's beginning to the last one's end. It cannot be shorter than
+  the CPU time that it takes divided by the node's share of the CPU.
+
+The link is what calibration measures before and after: the mean of all nodes and both directions.
+Figures are medians with their least and greatest values; the ratio is that of the medians of blocks
+that ran one after the other.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from time import perf_counter, process_time
 
-CLUSTER = "nodes=4,cpus=0.5,bandwidth=1gbit"
-TRACED = 5
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.optim import SGD
+
+from paceline.cluster import measuring
+from paceline.cluster.emulated import EmulatedCluster
+from paceline.cluster_spec import parse
+from paceline.comm.communicator import Communicator
+from paceline.comm.rendezvous import Meeting
+from paceline.comm.torch_distributed import connect
+from paceline.measure.clock import PhaseClock
+from paceline.measure.machine import hardware, software
+from paceline.measure.network import NetworkCounter
+from paceline.models.loading import build_model
+from paceline.sync.options import create_strategy
+from paceline.sync.replica import Replica
+from paceline.sync.strategy import Strategy
+from paceline.worker.process import keep_freed_memory
+
+MODEL, SHAPE, CLASSES = "vgg11", (3, 32, 32), 10
+STRATEGIES = ("overlap", "ddp")
+FIRST_UPDATES = 3
+"""Not measured: buckets settle in them."""
+PORT = 29_511
+PATIENCE_SECONDS = 900.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the workers are told."""
+
+    world_size: int
+    address: str
+    rounds: int
+    updates: int
+    batch_per_worker: int
+    options: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Update:
+    """As one worker saw it."""
+
+    began: float
+    ended: float
+    buckets: list[tuple[float, float, int]]
+    """Of each: when it was handed over, when its sum was there, bytes sent by the formula."""
+    interface_bytes: int
+    cpu_seconds: float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--iterations", type=int, default=12)
-    parser.add_argument("--batch-per-worker", type=int, default=16)
-    given = parser.parse_args()
-    seconds: dict[str, list[float]] = {"overlap": [], "ddp": []}
-    shares: list[float] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for repeat in range(given.repeats):
-            for strategy, times in seconds.items():
-                run = train(Path(folder), f"{strategy}-{repeat}", strategy, given)
-                result = json.loads((run / "result.json").read_text())
-                medians = [one["iteration_seconds"]["median"] for one in result["workers"]]
-                times.append(max(medians))
-                line = f"{strategy:8} {max(medians):6.3f} s an iteration"
-                if strategy == "overlap":
-                    rate = gradient_rate(run)
-                    link = measured_link(result)
-                    shares.append(rate / link)
-                    line += f"; {rate / 1e6:5.0f} of {link / 1e6:.0f} Mbit/s: {rate / link:.1%}"
-                print(line, flush=True)
-    ratios = [ddp / own for ddp, own in zip(seconds["ddp"], seconds["overlap"], strict=True)]
-    print(f"share of the link   {spread(shares)}   (aim: 0.90 and more)")
-    print(f"ddp / overlap       {spread(ratios)}   (aim: 1.00 and more)")
-
-
-def train(out: Path, name: str, strategy: str, given: argparse.Namespace) -> Path:
-    command = "train --quiet --model vgg11 --data digits --train-samples 2048 --test-samples 64"
-    command += f" --iterations {given.iterations} --eval-every never --threads 1 --device cpu"
-    command += f" --batch-per-worker {given.batch_per_worker} --trace {TRACED}"
-    command += f" --strategy {strategy} --cluster {CLUSTER} --out {out} --name {name}"
-    subprocess.run(
-        [sys.executable, "-m", "paceline", *command.split()],
-        check=True,
-        stdout=subprocess.DEVNULL,
-        timeout=900,
+    if sys.argv[1:2] == ["worker"]:
+        work(int(sys.argv[2]), Job(**json.loads(sys.argv[3])))
+        return
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    return out / name
-
-
-def gradient_rate(run: Path) -> float:
-    """Bits that a worker sent in a second of communication, over the traced iterations."""
-    by_rank = [transfers(json.loads(path.read_text())) for path in sorted(run.glob("trace-*.json"))]
-    under_way = []
-    for same in zip(*by_rank, strict=True):
-        begin = max(began for began, _, _ in same)
-        under_way.append((begin, max(ended for _, ended, _ in same)))
-    sent_bytes = sum(size for _, _, size in by_rank[0])
-    return 8 * sent_bytes / covered_seconds(under_way)
-
-
-def transfers(trace: dict[str, Any]) -> list[tuple[float, float, int]]:
-    """Begin and end of each exchange of gradients by the first worker's clock, and its bytes."""
-    zero = trace["began_seconds"]
-    return [
-        (
-            zero + event["ts"] / 1e6,
-            zero + (event["ts"] + event["dur"]) / 1e6,
-            event["args"]["bytes_sent"],
+    parser.add_argument("--cluster", default="nodes=4,cpus=0.5,bandwidth=1gbit")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--updates", type=int, default=3, help="of a strategy in a round")
+    parser.add_argument("--batch-per-worker", type=int, default=16)
+    parser.add_argument("-o", action="append", default=[], help="key=value: an option of overlap")
+    given = parser.parse_args()
+    machine = hardware()
+    print(
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['kernel']}, torch"
+        f" {software()['torch']}; {MODEL}, {given.cluster}, batch of {given.batch_per_worker}"
+        f" a worker, {given.rounds} rounds of {given.updates} updates"
+    )
+    with EmulatedCluster.up(parse(given.cluster), calibrate=False) as cluster:
+        job = Job(
+            cluster.spec.nodes,
+            cluster.addresses[0],
+            given.rounds,
+            given.updates,
+            given.batch_per_worker,
+            dict(option.split("=", 1) for option in given.o),
         )
-        for event in sorted(trace["traceEvents"], key=lambda one: one.get("ts", 0))
-        if event.get("cat") == "transfer" and event["args"]["kind"] == "gradients"
+        rates = link_rates(cluster)
+        seen = run(cluster, job)
+        rates += link_rates(cluster)
+    show(job, statistics.mean(rates), rates, seen)
+
+
+def link_rates(cluster: EmulatedCluster) -> list[float]:
+    """Bits a second of what TCP carries, of every node, out and in."""
+    return [each.got for each in measuring.link_rates(cluster.state)]
+
+
+def run(cluster: EmulatedCluster, job: Job) -> dict[str, list[list[Update]]]:
+    """For each strategy the updates in their order, each as all workers saw it."""
+    processes = []
+    try:
+        for rank in range(job.world_size):
+            words = [sys.executable, __file__, "worker", str(rank), json.dumps(asdict(job))]
+            processes.append(
+                subprocess.Popen(cluster.command(rank, words), stdout=subprocess.PIPE, text=True)
+            )
+        told = [json.loads(one.communicate(timeout=PATIENCE_SECONDS)[0]) for one in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return {
+        name: [
+            [Update(**one) for one in same] for same in zip(*(t[name] for t in told), strict=True)
+        ]
+        for name in STRATEGIES
+    }
+
+
+def show(job: Job, link: float, rates: list[float], seen: dict[str, list[list[Update]]]) -> None:
+    print(f"link {link / 1e6:.0f} Mbit/s ({min(rates) / 1e6:.0f} to {max(rates) / 1e6:.0f})")
+    for name, updates in seen.items():
+        busy = [communicating_seconds(one) for one in updates]
+        sent = [8 * sum(size for _, _, size in one[0].buckets) for one in updates]
+        counted = [8 * statistics.mean(each.interface_bytes for each in one) for one in updates]
+        shares = [bits / time / link for bits, time in zip(sent, busy, strict=True)]
+        on_wire = [bits / time / link for bits, time in zip(counted, busy, strict=True)]
+        cpu = [each.cpu_seconds for one in updates for each in one]
+        print(f"{name}, {len(updates)} updates of {len(updates[0][0].buckets)} buckets")
+        print(f"  seconds an update            {spread([lasted(one) for one in updates])}")
+        print(f"  CPU seconds of a worker      {spread(cpu)}")
+        print(f"  seconds communicating        {spread(busy)}")
+        print(f"  share of the link            {spread(shares)}")
+        print(f"  share by the interface       {spread(on_wire)}")
+    own, other = (blocks(seen[name], job.updates) for name in STRATEGIES)
+    ratios = [second / first for first, second in zip(own, other, strict=True)]
+    print(f"ddp / overlap, {len(ratios)} pairs of blocks: {spread(ratios)}")
+
+
+def blocks(updates: list[list[Update]], size: int) -> list[float]:
+    """The median update of every block."""
+    return [
+        statistics.median(map(lasted, updates[begin : begin + size]))
+        for begin in range(0, len(updates), size)
     ]
 
 
-def covered_seconds(spans: list[tuple[float, float]]) -> float:
+def lasted(update: Sequence[Update]) -> float:
+    return max(each.ended for each in update) - min(each.began for each in update)
+
+
+def communicating_seconds(update: Sequence[Update]) -> float:
     total, until = 0.0, float("-inf")
-    for begin, end in sorted(spans):
+    for same in zip(*(each.buckets for each in update), strict=True):
+        begin = max(handed_over for handed_over, _, _ in same)
+        end = max(there for _, there, _ in same)
         total += max(0.0, end - max(begin, until))
         until = max(until, end)
     return total
 
 
-def measured_link(result: dict[str, Any]) -> float:
-    """Bits a second of the slowest node's link, as the cluster measured it when it came up."""
-    got = result["cluster"]["got"]
-    return min(float(one["got"]) for one in got if one["what"].startswith("bandwidth"))
-
-
 def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def work(rank: int, job: Job) -> None:
+    """What each worker does; it prints its updates."""
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(rank)
+    inputs = torch.randn(job.batch_per_worker, *SHAPE, generator=generator)
+    labels = torch.randint(CLASSES, (job.batch_per_worker,), generator=generator)
+    seen: dict[str, list[Update]] = {name: [] for name in STRATEGIES}
+    with connect(Meeting(rank, job.world_size, job.address, PORT)) as communicator:
+        strategies = {name: attach(communicator, name, job) for name in STRATEGIES}
+        for strategy in strategies.values():
+            for _ in range(FIRST_UPDATES):
+                update(strategy, inputs, labels)
+        for number in range(job.rounds):
+            # Each begins every other round.
+            for name in STRATEGIES if number % 2 == 0 else STRATEGIES[::-1]:
+                for _ in range(job.updates):
+                    seen[name].append(update(strategies[name], inputs, labels))
+        for strategy in strategies.values():
+            strategy.finish()
+        communicator.barrier().wait()
+    print(json.dumps({name: [asdict(one) for one in updates] for name, updates in seen.items()}))
+
+
+def attach(communicator: Communicator, name: str, job: Job) -> Strategy:
+    model = build_model(MODEL, SHAPE, CLASSES, seed=0)
+    replica = Replica(
+        model=model,
+        optimizer=SGD(model.parameters(), lr=1e-4, momentum=0.9, fused=True),
+        clock=PhaseClock(),
+        forward=model,
+        scaler=torch.amp.GradScaler("cpu", enabled=False),
+        communicator=communicator,
+    )
+    replica.share = 1 / communicator.world_size
+    strategy = create_strategy(name, job.options if name == "overlap" else {})
+    strategy.attach(replica)
+    return strategy
+
+
+def update(strategy: Strategy, inputs: Tensor, labels: Tensor) -> Update:
+    replica = strategy.replica
+    traffic = replica.communicator.traffic
+    replica.communicator.barrier().wait()
+    traffic.log = []
+    interface = NetworkCounter(os.getpid())
+    began, used = perf_counter(), process_time()
+    strategy.backward(F.cross_entropy(replica.forward(inputs), labels) * replica.share)
+    strategy.step()
+    ended, used = perf_counter(), process_time() - used
+    counts, buckets = interface.totals(), []
+    for each in traffic.log:
+        assert each.completed is not None
+        buckets.append((each.began, each.completed, each.bytes_sent))
+    traffic.log = None
+    sent = counts["network_bytes_sent"] - counts["loopback_bytes_sent"]
+    return Update(began, ended, buckets, sent, used)
 
 
 if __name__ == "__main__":
