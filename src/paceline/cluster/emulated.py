@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from paceline.cluster import groups, latency, links, measuring, namespaces, subnet
+from paceline.cluster import groups, latency, links, measuring, namespaces, placement, subnet
 from paceline.cluster.calibration import Calibration
 from paceline.cluster.processes import ProcessId
 from paceline.cluster.removal import pids_of, remove, sweep
@@ -93,8 +93,7 @@ class EmulatedCluster:
                 f"node {node} of cluster {self.name} is gone: `paceline cluster down {self.name}`"
             )
         entered = inside.words(["env", f"{VARIABLE}={self.state.path}", *words])
-        if cores := self.state.cores.get(node):
-            entered = [namespaces.program("taskset"), "-c", ",".join(map(str, cores)), *entered]
+        entered = [*placement.words_on(self.state.cores.get(node)), *entered]
         group = self.state.groups.get(node)
         if group is None:
             return entered
@@ -194,6 +193,8 @@ def _limit_cpus(state: State) -> None:
                 f"the nodes' CPU groups are in {made[min(made)].parent}, not in the group that "
                 "this was started in: its limits do not hold for them"
             )
+        if len(limited) == state.spec.nodes:
+            state.cores = placement.core_each(limited, cores, _taken_by_others(state))
         return
     turns = itertools.cycle(cores)
     state.cores = {
@@ -204,6 +205,20 @@ def _limit_cpus(state: State) -> None:
         "no CPU quotas: no control group takes them (ask for a delegated one or run as root, "
         "and for no more than its own quota); nodes are only held to cores of their own"
     )
+
+
+def _taken_by_others(state: State) -> dict[int, float]:
+    """Of each core, the cpus of other clusters' nodes that are held to it."""
+    taken: dict[int, float] = {}
+    for path in all_paths():
+        if path == state.path:
+            continue
+        with contextlib.suppress(ClusterError):
+            other = load(path)
+            for node, cores in other.cores.items():
+                for core in cores:
+                    taken[core] = taken.get(core, 0.0) + (other.spec.cpus_of(node, 1) or 1.0)
+    return taken
 
 
 def _offering_already(planned: dict[int, Path]) -> Path | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from paceline.cluster import groups, probe
+from paceline.cluster import groups, placement, probe
 from paceline.cluster.calibration import Calibration, Measured
 from paceline.cluster.namespaces import Namespace
 from paceline.cluster.state import State
@@ -100,7 +100,8 @@ def _cpus_at_once(state: State) -> list[Measured]:
     try:
         for node, group in state.groups.items():
             asked = state.spec.cpus_of(node, cores) or cores
-            words = [*groups.join_words(group), *_probe("spin", str(SPIN_SECONDS))]
+            on_cores = placement.words_on(state.cores.get(node))
+            words = [*groups.join_words(group), *on_cores, *_probe("spin", str(SPIN_SECONDS))]
             spinners[node] = [
                 subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
                 for _ in range(math.ceil(asked))

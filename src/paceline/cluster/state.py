@@ -38,7 +38,7 @@ class State:
     offering: Path | None = None
     """The group that offers its children the CPU controller for the sake of clusters only."""
     cores: dict[int, list[int]] = field(default_factory=dict)
-    """Cores that a node is held to where no quota could be set."""
+    """Cores that a node is held to."""
     delay: str = "none"
     """What makes the latency: none, netem or forwarder."""
     forwarder: ProcessId | None = None
