@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from threading import Thread
 
 import psutil
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.comm.communicator import Communicator
+from paceline.comm.torch_backends import urgent_threads
 from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.errors import PeerError
 from worker_pool import WorkerPool
@@ -104,3 +106,22 @@ def sum_on_gpu(communicator: Communicator) -> list[float]:
     tensor = torch.full((5,), communicator.rank + 1.0, device="cuda:0")
     communicator.all_reduce(tensor, "gradients").wait()
     return tensor.tolist()
+
+
+@pytest.mark.root
+def test_threads_that_communicate_come_before_the_one_that_made_them() -> None:
+    usual, seen = os.getpriority(os.PRIO_PROCESS, 0), []
+    with urgent_threads():
+        thread = Thread(target=lambda: seen.append(os.getpriority(os.PRIO_PROCESS, 0)))
+        thread.start()
+        thread.join()
+    assert seen[0] < usual == os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def test_who_may_not_raise_priorities_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    with urgent_threads():
+        pass
