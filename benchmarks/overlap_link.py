@@ -1,7 +1,7 @@
 """How much of the link `overlap` uses while it communicates, and its pace against DDP's.
 
     python benchmarks/overlap_link.py [--cluster nodes=4,cpus=0.5,bandwidth=1gbit] [--rounds 6]
-                                      [--updates 3] [--batch-per-worker 16] [-o bucket_mib=25]
+                                      [--updates 3] [--batch-per-worker 16] [-o bucket_mib=4]
 
 Needs root, and a machine with nothing else to do. A worker of `vgg11` is started in each node of an
 emulated cluster; `overlap` and `ddp` are attached at the same time and take turns in blocks of
@@ -224,6 +224,7 @@ def attach(communicator: Communicator, name: str, job: Job) -> Strategy:
         forward=model,
         scaler=torch.amp.GradScaler("cpu", enabled=False),
         communicator=communicator,
+        node=communicator.rank,
     )
     replica.share = 1 / communicator.world_size
     strategy = create_strategy(name, job.options if name == "overlap" else {})

@@ -49,3 +49,20 @@ def test_a_gradient_that_comes_in_two_pieces_is_refused() -> None:
         strategy.finish()
 
     in_process.run(1, work)
+
+
+@pytest.mark.parametrize(("nodes", "buckets"), [((0, 0), 2), ((0, 1), 3)])
+def test_buckets_are_smaller_between_machines(nodes: tuple[int, int], buckets: int) -> None:
+    """Of three layers of 4.6 MiB, the first is full at once; the others wait for one another."""
+
+    def work(communicator: Communicator) -> int:
+        layers = nn.Sequential(*(nn.Linear(1100, 1100, bias=False) for _ in range(3)))
+        replica = odd.build(communicator, toy.sgd(), layers, node=nodes[communicator.rank])
+        strategy = odd.attached(create_strategy("overlap", {}), replica)
+        strategy.backward(replica.forward(torch.ones(1, 1100)).sum())
+        strategy.step()
+        strategy.finish()
+        return communicator.traffic.counts["gradients"].messages
+
+    messages_each = 2  # of a ring of two
+    assert in_process.run(2, work) == [messages_each * buckets] * 2

@@ -4,7 +4,9 @@ The backward pass makes gradients in about the reverse order of the layers. They
 that order and cut into buckets, and a bucket travels as soon as its last gradient is there: handed
 to the library, which has threads of its own, or, with a codec or an algorithm of comm/algorithms,
 to a thread of ours. What is left to wait for after the backward pass is only the last buckets. The
-first bucket is small, so that communication starts early.
+first bucket is small, so that communication starts early. Between machines the others are small as
+well: the link is what training waits for, and must not wait itself. Within a machine, where the
+same cores compute and communicate, fewer interruptions are worth more.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 
 from paceline.comm.background import Background
 from paceline.comm.communicator import Communicator
-from paceline.comm.objects import broadcast_json
+from paceline.comm.objects import broadcast_json, gather_json
 from paceline.comm.work import Work
 from paceline.errors import RunError
 from paceline.sync.averaging import GradientAveraging
@@ -26,6 +28,9 @@ from paceline.sync.flat import FlatGradients
 from paceline.sync.independent import at_least
 from paceline.sync.replica import Replica
 from paceline.sync.state_exchange import broadcast_model
+
+MIB = 2**20
+BETWEEN_MACHINES_MIB, WITHIN_MACHINE_MIB = 4.0, 25.0
 
 
 @dataclass(slots=True)
@@ -46,21 +51,24 @@ class Overlap(GradientAveraging):
         self,
         *,
         algorithm: str = "library",
-        bucket_mib: float = 25.0,
+        bucket_mib: float | None = None,
         first_bucket_mib: float = 1.0,
         codec: str = "none",
         chunk: str | None = None,
         ratio: str | None = None,
         rank: str | None = None,
     ) -> None:
-        at_least("bucket_mib", bucket_mib, 0)
+        """`bucket_mib`: None is 4 between machines and 25 within one."""
+        at_least("bucket_mib", bucket_mib or 0, 0)
         at_least("first_bucket_mib", first_bucket_mib, 0)
         super().__init__(algorithm=algorithm, codec=codec, chunk=chunk, ratio=ratio, rank=rank)
-        self._limits = (first_bucket_mib * 2**20, bucket_mib * 2**20)
+        self._bucket_mib, self._first_bucket_mib = bucket_mib, first_bucket_mib
 
     def attach(self, replica: Replica) -> None:
         self.replica = replica
         broadcast_model(replica.model, replica.communicator)
+        if self._bucket_mib is None:
+            self._bucket_mib = BETWEEN_MACHINES_MIB if is_spread(replica) else WITHIN_MACHINE_MIB
         self._line = replica.communicator.fork() if self.exchange.returns_at_once else None
         self._background = None if self._line else Background(replica.communicator)
         self._underway = Underway()
@@ -80,7 +88,8 @@ class Overlap(GradientAveraging):
         self.replica.flat_gradients = gradients.tensor
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
-        for begin, end in cut(weights, *self._limits):
+        assert self._bucket_mib is not None
+        for begin, end in cut(weights, self._first_bucket_mib * MIB, self._bucket_mib * MIB):
             part = gradients.part(begin, end)
             key, members = str(len(self._buckets)), frozenset(order[begin:end])
             bucket = Bucket(key, part, gradients.shapes[begin:end], members)
@@ -180,6 +189,12 @@ class Overlap(GradientAveraging):
         if "order" in state:
             self._seen = None
             self._lay_out(state["order"])
+
+
+def is_spread(replica: Replica) -> bool:
+    """Whether the workers are on several machines. Collective."""
+    nodes = gather_json(replica.communicator, replica.node)
+    return bool(broadcast_json(replica.communicator, nodes and len(set(nodes)) > 1))
 
 
 def cut(
