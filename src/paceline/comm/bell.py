@@ -3,8 +3,9 @@
 Every worker has a bell in the shared memory. Whoever has changed something that another may wait
 for rings the other's bell: it writes a number there that was never there before, and if the other
 sleeps, it has the kernel wake it (a futex). A worker that finds nothing to do looks at its bell for
-a moment, since an answer often comes at once; then it sleeps and leaves the core to others. Where
-workers outnumber cores it sleeps without looking.
+a moment, since an answer often comes at once; then it sleeps and leaves the core to others. The
+moment gets shorter with every wait that is longer than it is worth, as most are on a busy machine,
+until one is not. Where workers outnumber cores it sleeps without looking.
 
 A worker says that it sleeps before the kernel looks at its bell for the last time, and a caller
 looks at that after what it wrote has left its processor; so none is missed. A sleep is short and
@@ -24,9 +25,10 @@ from collections.abc import Callable, Sequence
 from paceline.comm.arena import LINE_BYTES, Arena, space_of_numbers
 
 NAP_SECONDS = 0.02
-LOOK_SECONDS = 1e-3
+MOST_LOOK_SECONDS = 1e-3
 """Long enough for the small differences between workers that compute the same: waking one that
 sleeps holds up the one who calls it, by 50 to 100 us on a virtual machine."""
+LEAST_LOOK_SECONDS = 3e-5
 
 _FUTEX_NUMBERS = {"x86_64": 202}
 _WAIT, _WAKE = 0, 1
@@ -77,6 +79,7 @@ class Bells:
         self._rings = 0
         # More workers than cores: whoever looks on keeps the one it waits for from running.
         self._looks_on = world_size <= cores
+        self._look_seconds = MOST_LOOK_SECONDS
         self._nap = ctypes.byref(_Timespec(0, int(NAP_SECONDS * 1e9)))
         self._futex = _system_call()
         self._number = _FUTEX_NUMBERS[platform.machine()]
@@ -128,8 +131,9 @@ class Bells:
         stamp = lines[own + _STAMP]
         if found():
             return True
+        began = time.perf_counter()
         if self._looks_on:
-            until = time.perf_counter() + LOOK_SECONDS
+            until = began + self._look_seconds
             while time.perf_counter() < until:
                 if lines[own + _STAMP] != stamp:
                     return found()
@@ -138,6 +142,12 @@ class Bells:
             self._futex(self._number, self._addresses[self._rank], _WAIT, stamp, self._nap)
         finally:
             lines[own + _ASLEEP] = 0
+        is_worth_looking = time.perf_counter() - began < MOST_LOOK_SECONDS
+        self._look_seconds = (
+            MOST_LOOK_SECONDS
+            if is_worth_looking
+            else max(self._look_seconds / 2, LEAST_LOOK_SECONDS)
+        )
         return found()
 
     def leave(self) -> None:
