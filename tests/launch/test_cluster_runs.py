@@ -22,18 +22,19 @@ from launch.commands import (
     ENDLESS,
     LIMIT_SECONDS,
     TINY,
+    Command,
     Ended,
     is_training,
     names_in,
     train,
     wait_until,
 )
+from launch.warm_nodes import WarmFleet
 from paceline.cluster.emulated import EmulatedCluster
 from paceline.cluster.state import all_paths
 from paceline.cluster_spec import ClusterSpec
 from paceline.config import from_mapping
 from paceline.launch import away, start
-from paceline.launch.emulated import EmulatedFleet
 from paceline.launch.interruptions import Interruptions
 from paceline.launch.outcome import Outcome
 from paceline.measure.machine import cores_usable
@@ -56,7 +57,9 @@ def run_in(cluster: EmulatedCluster, out: Path, **settings: Any) -> Outcome:
     values = {**TINY, **PATIENT, "cluster": "nodes=2", "out": str(out), "name": "run"}
     config = from_mapping({**values, **settings})
     with Interruptions() as interruptions:
-        return away.run_on(EmulatedFleet(cluster), config, None, True, interruptions)
+        assert Command.nursery is not None
+        fleet = WarmFleet(cluster, Command.nursery)
+        return away.run_on(fleet, config, None, True, interruptions)
 
 
 @contextlib.contextmanager
@@ -75,12 +78,13 @@ def disturbed(folder: Path, disturb: Callable[[], None]) -> Iterator[None]:
         thread.join()
 
 
-def processes(cluster: EmulatedCluster, node: int, word: str = "paceline") -> list[psutil.Process]:
+def processes(cluster: EmulatedCluster, node: int, name: str = "") -> list[psutil.Process]:
+    """Those whose names begin like this."""
     found = []
     for pid in cluster.processes(node):
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
-            if word in " ".join(process.cmdline()):
+            if process.name().startswith(name):
                 found.append(process)
     return found
 
@@ -156,7 +160,7 @@ def test_a_killed_worker_ends_the_run(
     cluster: EmulatedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OWN_SLEEP_SECONDS", "0.05")
-    strike = lambda: kill_all(processes(cluster, 1, "launch.child"))  # noqa: E731
+    strike = lambda: kill_all(processes(cluster, 1, "worker"))  # noqa: E731
     with disturbed(tmp_path / "run", strike):
         outcome = run_in(cluster, tmp_path, **ENDLESS)
     check_failed(outcome, "rank 1 was killed by SIGKILL")
