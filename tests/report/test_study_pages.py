@@ -282,6 +282,8 @@ def test_street_race_tells_what_the_records_hold(tmp_path: Path) -> None:
     for row in page.table("street-race", "time to it"):
         assert row["time to it"] == units.seconds(results[row[""]]["seconds_to_target"])
     assert "elastic averaging" in page.document.headline
+    why = dict(page.document.points)["Why"]
+    assert "reference recipe, elastic averaging took 100 iterations to the target of" in why
     entry = next(iter(results.values()))["history"][-1]
     row = page.table("street-race", "validation loss")[-1]
     assert (row["epoch"], row["rank"]) == ("2.00", "0")

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from paceline.report.cells import Cell
 from paceline.report.statistics import Difference, difference
 
+TO_TARGET = "to the target"
+
 
 @dataclass(frozen=True, slots=True)
 class Paced:
@@ -43,7 +45,7 @@ def choose_pace(cells: Sequence[Cell]) -> Pace:
     reached = [_to_target(cell) for cell in cells]
     to_target = [paced for paced in reached if paced is not None]
     if to_target:
-        return Pace("to the target", _ranked(to_target))
+        return Pace(TO_TARGET, _ranked(to_target))
     timed = [cell for cell in cells if cell.timed]
     return iteration_pace(timed)
 

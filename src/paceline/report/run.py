@@ -100,6 +100,19 @@ class Run:
         value = self.result["final"].get(key) if self.result else None
         return float(value) if is_number(value) else None
 
+    @property
+    def iterations_to_target(self) -> int | None:
+        """Up to the first evaluation that reached the target accuracy; None where none did."""
+        target = self.config.target_accuracy
+        reached = (
+            int(entry["iteration"])
+            for entry in self.history
+            if target is not None
+            and is_number(accuracy := entry.get("test_accuracy"))
+            and accuracy >= target
+        )
+        return next(reached, None)
+
     def node_sum(self, key: str) -> float | None:
         """Over all nodes; None where one of them has no such figure."""
         values = [value for node in self.nodes if is_number(value := node.get(key))]

@@ -13,7 +13,7 @@ from paceline.report import units
 from paceline.report.advice import advise
 from paceline.report.bound import Bound, bound_of
 from paceline.report.cells import NOT_RUN, Cell
-from paceline.report.pace import Pace, Paced, choose_pace
+from paceline.report.pace import TO_TARGET, Pace, Paced, choose_pace
 from paceline.report.phases import Explanation, explain
 from paceline.report.statistics import FEWEST_ITERATIONS, Difference
 from paceline.report.straggler import Straggler, find_straggler
@@ -152,8 +152,20 @@ def _rank(verdict: Verdict, pace: Pace) -> None:
     against = (clear[0] if verdict.ties and clear else second).cell
     if lead.is_significant or clear or not lead.known:
         verdict.explanation = explain(first.cell, against)
-        if verdict.explanation is not None and verdict.explanation.seconds > 0:
+        if pace.name == TO_TARGET:
+            told = f"{_to_target(first.cell)}; {_to_target(against)}."
+            verdict.points.append(Point("Why", told))
+        elif verdict.explanation is not None and verdict.explanation.seconds > 0:
             verdict.points.append(Point("Why", why(verdict.explanation)))
+
+
+def _to_target(cell: Cell) -> str:
+    """How many iterations it took, and of which length: fewer or shorter ones make it faster."""
+    counts = [count for run in cell.finished if (count := run.iterations_to_target) is not None]
+    text = f"{cell.label} took {units.spread(counts, units.count)} iterations to the target"
+    if cell.iteration_means:
+        text += f" of {units.spread(cell.iteration_means, units.seconds)} each"
+    return text
 
 
 def headline(pace: Pace) -> str:
