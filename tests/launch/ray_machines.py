@@ -98,8 +98,13 @@ class RayMachines:
         command = [program, "start", *fixed, *lean, *words]
         if before := self._raylets.get(machine):
             before.wait()
+        # As after a boot: by what an earlier Ray left, a command would look for that one.
+        shutil.rmtree(self._own_sockets(machine), ignore_errors=True)
         with self._output(machine).open("wb") as output:
             self._raylets[machine] = self._run(machine, f"disk-{machine}", command, output)
+
+    def _own_sockets(self, machine: int) -> Path:
+        return self._folder / f"sockets-{machine}"
 
     def _output(self, machine: int) -> Path:
         return self._folder / f"raylet-{machine}.txt"
@@ -118,7 +123,7 @@ class RayMachines:
         output: int | IO[bytes],
     ) -> subprocess.Popen[bytes]:
         # By what lies beside its sockets, Ray knows which machine it is on.
-        own = {self.out: self._folder / disk, self._sockets: self._folder / f"sockets-{machine}"}
+        own = {self.out: self._folder / disk, self._sockets: self._own_sockets(machine)}
         for folder in own.values():
             folder.mkdir(exist_ok=True)
         mounts = [f"mount --bind {folder} {place}" for place, folder in own.items()]

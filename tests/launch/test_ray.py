@@ -228,7 +228,11 @@ def test_the_loss_of_rays_head_ends_runs_within_bounds(all_machines: RayMachines
         machines.train("first", **settings) as process,
     ):
         disks = [machines.disk(machine) / "headless" for machine in (1, 2)]
-        wait_until(lambda: any(is_training(disk, [0]) for disk in disks), "one run trains")
+        wait_until(
+            lambda: other.poll() is not None or any(is_training(disk, [0]) for disk in disks),
+            "one run trains",
+        )
+        assert other.poll() is None, end_of(other).err
         wait_until(lambda: machines.newest_checkpoint("first") > 0, "and the other")
         machines.power_off(0)
         run = Run(end_of(other), machines.records / "headless")
@@ -240,3 +244,6 @@ def test_the_loss_of_rays_head_ends_runs_within_bounds(all_machines: RayMachines
     assert said[-1] == f"paceline: error: {cause}", said
     assert done in iterations(run.folder / "checkpoints")
     wait_until(lambda: not any(map(machines.workers_on, (1, 2))), "all workers are gone")
+    # What is left of Ray itself there ends a minute later.
+    for machine in (1, 2):
+        machines.power_off(machine)
