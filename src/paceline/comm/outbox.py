@@ -216,23 +216,29 @@ class Meet:
     def __init__(self, boxes: Outboxes) -> None:
         self._boxes, self._number = boxes, boxes.next_piece
         boxes.next_piece += 1
-        self._has_come = self.is_over = False
+        self._has_come = self._has_gone = self.is_over = False
 
     def advance(self) -> bool:
         boxes, number, moved = self._boxes, self._number, False
         if not self._has_come and boxes.is_next(POSTED, number):
+            # There is nothing to take, so who comes last lets everybody go with the same call.
+            self._leave(boxes.skip)
             boxes.publish(POSTED, number)
             self._has_come = moved = True
-        if (
-            self._has_come
-            and not self.is_over
-            and boxes.is_next(TAKEN, number)
-            and boxes.is_everybody_past(POSTED, number)
-        ):
-            boxes.skip(REDUCED, number)
-            boxes.publish(TAKEN, number)
+        if self._has_come and not self._has_gone:
+            moved |= self._leave(boxes.publish)
+        if self._has_gone and not self.is_over and boxes.is_everybody_past(POSTED, number):
             self.is_over = moved = True
         return moved
+
+    def _leave(self, be_past: Callable[[int, int], None]) -> bool:
+        """Be past the last stage, unless earlier pieces are not."""
+        if not self._boxes.is_next(TAKEN, self._number):
+            return False
+        self._boxes.skip(REDUCED, self._number)
+        be_past(TAKEN, self._number)
+        self._has_gone = True
+        return True
 
 
 class ReduceScatter(Collective):
