@@ -35,6 +35,7 @@ from paceline.cluster.state import all_paths
 from paceline.cluster_spec import ClusterSpec
 from paceline.config import from_mapping
 from paceline.launch import away, start
+from paceline.launch.emulated import EmulatedFleet
 from paceline.launch.interruptions import Interruptions
 from paceline.launch.outcome import Outcome
 from paceline.measure.machine import cores_usable
@@ -53,12 +54,14 @@ PATIENT = {"rendezvous_seconds": LIMIT_SECONDS, "timeout_seconds": LIMIT_SECONDS
 """All nodes are this one machine, and load torch at the same time."""
 
 
-def run_in(cluster: EmulatedCluster, out: Path, **settings: Any) -> Outcome:
+def run_in(
+    cluster: EmulatedCluster, out: Path, *, is_warm: bool = True, **settings: Any
+) -> Outcome:
     values = {**TINY, **PATIENT, "cluster": "nodes=2", "out": str(out), "name": "run"}
     config = from_mapping({**values, **settings})
     with Interruptions() as interruptions:
         assert Command.nursery is not None
-        fleet = WarmFleet(cluster, Command.nursery)
+        fleet = WarmFleet(cluster, Command.nursery) if is_warm else EmulatedFleet(cluster)
         return away.run_on(fleet, config, None, True, interruptions)
 
 
@@ -111,7 +114,8 @@ def test_what_a_ring_sends_is_what_the_nodes_interfaces_count(
     cluster: EmulatedCluster, tmp_path: Path
 ) -> None:
     settings = {"model": "own_code:Wide", "strategy": "ring", "iterations": 10}
-    result = run_in(cluster, tmp_path, **settings, eval_every="never").result
+    # Warm nodes would train before the process that reads the interfaces has begun.
+    result = run_in(cluster, tmp_path, is_warm=False, **settings, eval_every="never").result
     assert result is not None
     assert result["config"]["threads"] == max(1, cores_usable() // 2), "all share this machine"
     for worker, node in zip(result["workers"], result["nodes"], strict=True):
