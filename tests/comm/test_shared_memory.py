@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
@@ -304,3 +305,22 @@ def outboxes_changed(communicator: Communicator) -> list[bool]:
 
 def test_a_sum_in_place_copies_nothing_into_outboxes(pool: WorkerPool) -> None:
     assert pool.run(3, outboxes_changed) == [[False, True]] * 3
+
+
+def sum_without_room(communicator: Communicator) -> tuple[float, int]:
+    """A tensor of `zeros` where no more memory can be shared: its sum, and how many are shared."""
+
+    def refuse(size_bytes: int) -> Path:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    with shared_memory.over(communicator) as team, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arena, "_make", refuse)
+        tensor = team.zeros(100_000, torch.float32, torch.device("cpu")).fill_(team.rank + 1)
+        team.all_reduce(tensor, "gradients").wait()
+        return float(tensor.sum()), len(team._blocks)
+
+
+def test_tensors_for_which_there_is_no_room_in_shared_memory_lie_elsewhere(
+    pool: WorkerPool,
+) -> None:
+    assert pool.run(3, sum_without_room) == [(600_000.0, 0)] * 3

@@ -153,10 +153,17 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         return (DirectAllReduce if self.world_size == 2 else AllReduce)(self._boxes, flat)
 
     def zeros(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """In shared memory, until this connection is closed and nobody has the tensor any more."""
+        """In shared memory, until this connection is closed and nobody has the tensor any more.
+
+        Elsewhere if there is too little of it.
+        """
         if device != CPU or self.world_size == 1 or elements == 0:
             return super().zeros(elements, dtype, device)
-        self._blocks.append(Blocks(self, elements, dtype))
+        try:
+            self._blocks.append(Blocks(self, elements, dtype))
+        except UsageError:
+            # Too little room, of which all ranks hear: ordinary memory will do, with copies.
+            return super().zeros(elements, dtype, device)
         return self._blocks[-1].own
 
     def barrier(self) -> Work:

@@ -45,7 +45,8 @@ class GradientAveraging(Strategy):
     def attach(self, replica: Replica) -> None:
         super().attach(replica)
         broadcast_model(replica.model, replica.communicator)
-        self._gradients = FlatGradients(replica.trainable, replica.communicator)
+        summed_by = replica.communicator if self.exchange.returns_at_once else None
+        self._gradients = FlatGradients(replica.trainable, summed_by)
         replica.flat_gradients = self._gradients.tensor
 
     def backward(self, loss: Tensor) -> None:
