@@ -66,3 +66,23 @@ def test_buckets_are_smaller_between_machines(nodes: tuple[int, int], buckets: i
 
     messages_each = 2  # of a ring of two
     assert in_process.run(2, work) == [messages_each * buckets] * 2
+
+
+def test_a_resumed_run_keeps_its_buckets_when_it_moves_to_one_machine() -> None:
+    def work(communicator: Communicator) -> list[int]:
+        messages, state = [], None
+        for node in (communicator.rank, 0):
+            layers = nn.Sequential(*(nn.Linear(1100, 1100, bias=False) for _ in range(3)))
+            replica = odd.build(communicator, toy.sgd(), layers, node=node)
+            strategy = odd.attached(create_strategy("overlap", {}), replica)
+            if state is not None:
+                strategy.load_state_dict(state)
+            before = communicator.traffic.counts["gradients"].messages
+            strategy.backward(replica.forward(torch.ones(1, 1100)).sum())
+            strategy.step()
+            messages.append(communicator.traffic.counts["gradients"].messages - before)
+            state = strategy.state_dict()
+            strategy.finish()
+        return messages
+
+    assert in_process.run(2, work) == [[6, 6]] * 2

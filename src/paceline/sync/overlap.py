@@ -63,6 +63,7 @@ class Overlap(GradientAveraging):
         at_least("first_bucket_mib", first_bucket_mib, 0)
         super().__init__(algorithm=algorithm, codec=codec, chunk=chunk, ratio=ratio, rank=rank)
         self._bucket_mib, self._first_bucket_mib = bucket_mib, first_bucket_mib
+        self._is_given = bucket_mib is not None
 
     def attach(self, replica: Replica) -> None:
         self.replica = replica
@@ -181,13 +182,20 @@ class Overlap(GradientAveraging):
 
     def state_dict(self) -> dict[str, Any]:
         # The order of a sum depends on where in a bucket it is, so a resumed run needs the same.
-        return {**super().state_dict(), "order": list(self._order)}
+        return {
+            **super().state_dict(),
+            "order": list(self._order),
+            "bucket_mib": self._bucket_mib,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         # Another strategy's checkpoint says nothing of an order: then the first step tells it.
         if "order" in state:
             self._seen = None
+            if not self._is_given:
+                # The machines may be others now. Checkpoints once had no word of it.
+                self._bucket_mib = state.get("bucket_mib", WITHIN_MACHINE_MIB)
             self._lay_out(state["order"])
 
 
