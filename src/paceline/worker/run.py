@@ -212,6 +212,8 @@ class _Worker:
             # Else the one that is still being written would be missing in the account.
             store.close()
         account = {**self.ledger.to_dict(), "recent_losses": [*self.journal.recent_losses]}
+        # This checkpoint's event tells how long training waited for it, for that one included.
+        account["checkpoints"]["blocked_seconds"] = blocked
         saved = state.gather(self.replica, self.prepared.strategy, self.progress, account)
         if saved is None or store is None:
             return
