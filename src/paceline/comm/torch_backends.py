@@ -71,11 +71,8 @@ def urgent_threads() -> Iterator[None]:
     priorities, as root has it; for others nothing changes.
     """
     usual = os.getpriority(os.PRIO_PROCESS, 0)  # on Linux that of this thread; new ones inherit it
-    try:
+    with suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, usual - URGENCY)
-    except PermissionError:
-        yield
-        return
     try:
         yield
     finally:

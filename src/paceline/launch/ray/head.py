@@ -60,6 +60,6 @@ def try_to_connect(address: str, seconds: float = CONNECT_SECONDS) -> str | None
         return None
     try:
         socket.create_connection((match[1], int(match[2])), seconds).close()
-    except OSError as error:
-        return error.strerror or str(error)
+    except (OSError, OverflowError, UnicodeError) as error:
+        return getattr(error, "strerror", None) or str(error)
     return None
