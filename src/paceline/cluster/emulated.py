@@ -216,8 +216,9 @@ def _taken_by_others(state: State) -> dict[int, float]:
         with contextlib.suppress(ClusterError):
             other = load(path)
             for node, cores in other.cores.items():
+                cpus = other.spec.cpus_of(node, len(os.sched_getaffinity(0))) or len(cores)
                 for core in cores:
-                    taken[core] = taken.get(core, 0.0) + (other.spec.cpus_of(node, 1) or 1.0)
+                    taken[core] = taken.get(core, 0.0) + min(1.0, cpus / len(cores))
     return taken
 
 

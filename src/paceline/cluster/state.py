@@ -145,7 +145,9 @@ def _folders() -> Iterator[Path]:
         yield Path("/run/paceline/clusters")
         return
     with contextlib.suppress(RuntimeError):  # users without a home
-        states = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+        states = Path(os.environ.get("XDG_STATE_HOME", ""))
+        if not states.is_absolute():
+            states = Path("~/.local/state").expanduser()
         # By machine, since several may share a home, and each knows only its own processes.
         yield states / "paceline" / "clusters" / platform.node()
     yield Path(tempfile.gettempdir()) / f"paceline-{os.geteuid()}" / "clusters"
