@@ -54,14 +54,15 @@ PATIENT = {"rendezvous_seconds": LIMIT_SECONDS, "timeout_seconds": LIMIT_SECONDS
 """All nodes are this one machine, and load torch at the same time."""
 
 
-def run_in(
-    cluster: EmulatedCluster, out: Path, *, is_warm: bool = True, **settings: Any
-) -> Outcome:
+def run_in(cluster: EmulatedCluster, out: Path, **settings: Any) -> Outcome:
+    assert Command.nursery is not None
+    return run_on(WarmFleet(cluster, Command.nursery), out, **settings)
+
+
+def run_on(fleet: EmulatedFleet, out: Path, **settings: Any) -> Outcome:
     values = {**TINY, **PATIENT, "cluster": "nodes=2", "out": str(out), "name": "run"}
     config = from_mapping({**values, **settings})
     with Interruptions() as interruptions:
-        assert Command.nursery is not None
-        fleet = WarmFleet(cluster, Command.nursery) if is_warm else EmulatedFleet(cluster)
         return away.run_on(fleet, config, None, True, interruptions)
 
 
@@ -115,7 +116,7 @@ def test_what_a_ring_sends_is_what_the_nodes_interfaces_count(
 ) -> None:
     settings = {"model": "own_code:Wide", "strategy": "ring", "iterations": 10}
     # Warm nodes would train before the process that reads the interfaces has begun.
-    result = run_in(cluster, tmp_path, is_warm=False, **settings, eval_every="never").result
+    result = run_on(EmulatedFleet(cluster), tmp_path, **settings, eval_every="never").result
     assert result is not None
     assert result["config"]["threads"] == max(1, cores_usable() // 2), "all share this machine"
     for worker, node in zip(result["workers"], result["nodes"], strict=True):
