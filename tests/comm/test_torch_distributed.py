@@ -123,5 +123,6 @@ def test_who_may_not_raise_priorities_goes_without(monkeypatch: pytest.MonkeyPat
         raise PermissionError
 
     monkeypatch.setattr(os, "setpriority", refuse)
+    usual = os.getpriority(os.PRIO_PROCESS, 0)
     with urgent_threads():
-        pass
+        assert os.getpriority(os.PRIO_PROCESS, 0) == usual

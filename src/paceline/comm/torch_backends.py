@@ -71,12 +71,15 @@ def urgent_threads() -> Iterator[None]:
     priorities, as root has it; for others nothing changes.
     """
     usual = os.getpriority(os.PRIO_PROCESS, 0)  # on Linux that of this thread; new ones inherit it
+    is_raised = False
     with suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, usual - URGENCY)
+        is_raised = True
     try:
         yield
     finally:
-        os.setpriority(os.PRIO_PROCESS, 0, usual)
+        if is_raised:
+            os.setpriority(os.PRIO_PROCESS, 0, usual)
 
 
 def break_gloo(gloo: Any, peers: Iterable[int]) -> None:
