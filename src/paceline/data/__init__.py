@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 
 DATASETS: Registry[Loader] = Registry("data")
 DATASETS.register(
-    "digits", "paceline.data.digits:load_digits", "drawn house numbers, 32 x 32 colour; no files"
+    "digits", "paceline.data.digits:DIGITS", "drawn house numbers, 32 x 32 colour; no files"
+)
+DATASETS.register(
+    "plain_digits", "paceline.data.digits:PLAIN_DIGITS", "drawn digits, 28 x 28 grey; no files"
 )
 DATASETS.register("mnist", "paceline.data.mnist:MNIST", "handwritten digits, 28 x 28 grey")
 DATASETS.register(
