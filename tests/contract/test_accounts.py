@@ -130,3 +130,9 @@ def test_communication_behind_the_backward_pass_is_reported_beside_the_phases(
 def test_without_overlap_nothing_is_hidden(pool: WorkerPool, name: str) -> None:
     for own in run_team(pool, 2, account, name, Day()):
         assert own.hidden_seconds == 0
+
+
+@pytest.mark.parametrize("name", ["overlap", "ddp"])
+def test_a_worker_alone_hides_nothing(pool: WorkerPool, name: str) -> None:
+    (own,) = run_team(pool, 1, account, name, Day())
+    assert own.hidden_seconds == 0

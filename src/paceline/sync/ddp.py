@@ -197,8 +197,7 @@ class Ddp(GradientAveraging):
         if clock.log is not None:
             clock.log.relabel("backward", "exchange", ready, ended)
         self.replica.exposed.note(ready, ended)
-        busy = self._underway.take_seconds()
-        self.replica.hidden_exchange_seconds += max(0.0, busy - (ended - ready))
+        self.replica.note_hidden(self._underway.take_seconds(), ended - ready)
 
     def step(self) -> None:
         self.replica.fill_missing_gradients()

@@ -154,7 +154,7 @@ class Overlap(GradientAveraging):
             for work in self._under_way:
                 work.wait()
         exposed = self.replica.exposed.ended[-1] - self.replica.exposed.began[-1]
-        self.replica.hidden_exchange_seconds += max(0.0, self._underway.take_seconds() - exposed)
+        self.replica.note_hidden(self._underway.take_seconds(), exposed)
         self.replica.update()
         self._agree_on_order()
         self._begin_step()
