@@ -32,6 +32,7 @@ from paceline.report.document import (
     Tabs,
     Text,
 )
+from paceline.report.markdown import to_markdown
 from paceline.report.phases import explain
 from paceline.study import named
 from paceline.study.folder import Cell, Study, StudyFolder
@@ -282,6 +283,8 @@ def test_street_race_tells_what_the_records_hold(tmp_path: Path) -> None:
     for row in page.table("street-race", "time to it"):
         assert row["time to it"] == units.seconds(results[row[""]]["seconds_to_target"])
     assert "elastic averaging" in page.document.headline
+    assert page.document.context in to_markdown(page.document).replace("\\", "")
+    assert page.document.context.startswith("The winners by hand")
     why = dict(page.document.points)["Why"]
     assert "reference recipe, elastic averaging took 100 iterations to the target of" in why
     entry = next(iter(results.values()))["history"][-1]
@@ -430,6 +433,8 @@ def test_gpu_scaling_tells_what_the_records_hold(tmp_path: Path) -> None:
         assert row["time per epoch"] == units.seconds(50 * mean_iteration(result))
         assert row["first epoch"] == units.seconds(result["history"][0]["seconds"])
 
+    # Two workers of batch 2 make the batch of one worker with 4, which is beside the point here.
+    assert "batch 4 a worker" in page.answers("weak")[0]
     one, two = page.results("strong").values()
     _, row = page.table("strong", "speedup")
     rate = [one["samples"] / 100 / mean_iteration(one), two["samples"] / 100 / mean_iteration(two)]

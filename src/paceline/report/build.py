@@ -17,6 +17,9 @@ from paceline.report.section.outline import outline
 from paceline.report.sections import SECTIONS, VERDICT, build_sections, unknown, wanted
 from paceline.report.verdict import Verdict, judge
 
+TOGETHER = "all-parts"
+"""Name of the chapter about all parts of a study."""
+
 
 def write_report(path: Path | str, out: Path | None = None) -> tuple[Path, Collection]:
     """Build the report of whatever is at `path`; into that folder unless `out` names another."""
@@ -53,8 +56,9 @@ def _write_figures(document: Document, folder: Path) -> None:
 def to_document(collection: Collection) -> Document:
     verdicts = [judge(chapter.cells) for chapter in collection.chapters]
     chapters, answers = [], []
-    for chapter, verdict in zip(collection.chapters, verdicts, strict=True):
-        page, answer = _page(chapter, verdict, collection.comm, is_alone=len(verdicts) == 1)
+    names = _names([chapter.title for chapter in collection.chapters])
+    for name, chapter, verdict in zip(names, collection.chapters, verdicts, strict=True):
+        page, answer = _page(name, chapter, verdict, collection.comm, is_alone=len(verdicts) == 1)
         chapters.append(page)
         answers.append(answer)
     collection.headlines = answers
@@ -64,6 +68,7 @@ def to_document(collection: Collection) -> Document:
         title=collection.title,
         subtitle=_subtitle(collection),
         about=collection.about,
+        context=collection.chapters[0].context if len(verdicts) == 1 else "",
         headline=answers[0] if verdicts else "Nothing was run yet.",
         points=[],
         next_steps=[],
@@ -78,18 +83,31 @@ def to_document(collection: Collection) -> Document:
     return document
 
 
+def _names(titles: Sequence[str]) -> list[str]:
+    """Of chapters, for links and files: no two are equal."""
+    taken = {TOGETHER}
+    names = []
+    for title in titles:
+        whole = name = slug(title)
+        number = 2
+        while name in taken:
+            name, number = f"{whole}-{number}", number + 1
+        taken.add(name)
+        names.append(name)
+    return names
+
+
 def _together(collection: Collection) -> ChapterPage:
     """What a study asks about all its parts, and the settings of every cell."""
-    name = "all-parts"
     names = [one for one in collection.sections if one in SECTIONS and one != "configuration"]
-    about_all = outline(name, collection.cells, collection.comm)
+    about_all = outline(TOGETHER, collection.cells, collection.comm)
     sections = build_sections(about_all, [*names, "configuration"])
-    return ChapterPage(name, "All parts together", "", "", sections)
+    return ChapterPage(TOGETHER, "All parts together", "", "", sections)
 
 
 def _sum_up(document: Document, collection: Collection) -> None:
     """Of several parts: the answer of each, and what went wrong anywhere."""
-    troubled = [cell.label for cell in collection.cells if len(cell.finished) < len(cell.runs)]
+    troubled = [cell for cell in collection.cells if _did_not_finish(cell)]
     count = _count(collection.cells)
     parts = len(collection.chapters)
     document.headline = f"{count} in {parts} parts, each with its own answer" + (
@@ -101,11 +119,15 @@ def _sum_up(document: Document, collection: Collection) -> None:
     ]
 
 
+def _did_not_finish(cell: Cell) -> bool:
+    """What was skipped did not begin."""
+    return len(cell.finished) < len(cell.runs) or cell.trouble.startswith("failed")
+
+
 def _page(
-    chapter: Chapter, verdict: Verdict, comm: Sequence[Path], *, is_alone: bool
+    name: str, chapter: Chapter, verdict: Verdict, comm: Sequence[Path], *, is_alone: bool
 ) -> tuple[ChapterPage, str]:
     """A chapter, and what it answers."""
-    name = slug(chapter.title)
     about_cells = outline("" if is_alone else name, chapter.cells, comm)
     sections = build_sections(about_cells, wanted(chapter.sections, is_alone=is_alone))
     answer = _answer(chapter, sections) or verdict.headline

@@ -90,6 +90,8 @@ class Document:
     next_steps: list[str]
     chapters: list[ChapterPage]
     left_out: list[tuple[str, str]] = field(default_factory=list)
+    context: str = ""
+    """What others measured; of several chapters each has its own."""
 
     def figures(self) -> Iterator[Figure]:
         for chapter in self.chapters:

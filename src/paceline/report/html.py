@@ -71,16 +71,21 @@ def _head(document: Document) -> str:
         for subject, text in document.points
     )
     steps = "".join(f"<li>{_inline(step)}</li>\n" for step in document.next_steps)
-    about = f'<p class="about">{_inline(document.about)}</p>\n' if document.about else ""
     return (
         f"<header>\n<h1>{escape(document.title)}</h1>\n"
-        f'<p class="subtitle">{escape(document.subtitle)}</p>\n{about}</header>\n'
+        f'<p class="subtitle">{escape(document.subtitle)}</p>\n{_lead(document)}</header>\n'
         f'<section class="verdict" id="verdict">\n<h2>Verdict</h2>\n'
         f'<p class="headline">{_inline(document.headline)}</p>\n'
         + (f"<dl>\n{points}</dl>\n" if points else "")
         + (f"<h3>What to try next</h3>\n<ul>\n{steps}</ul>\n" if steps else "")
         + "</section>\n"
     )
+
+
+def _lead(page: Document | ChapterPage) -> str:
+    """The question, and what others measured."""
+    texts = (("about", page.about), ("context", page.context))
+    return "".join(f'<p class="{kind}">{_inline(text)}</p>\n' for kind, text in texts if text)
 
 
 def _contents(document: Document, single: bool) -> str:
@@ -110,11 +115,9 @@ def _chapter(chapter: ChapterPage, single: bool) -> str:
     )
     if single:
         return sections
-    about = f'<p class="about">{_inline(chapter.about)}</p>\n' if chapter.about else ""
-    context = f'<p class="context">{_inline(chapter.context)}</p>\n' if chapter.context else ""
     return (
         f'<article id="{chapter.name}">\n<h2 class="chapter">{escape(chapter.title)}</h2>\n'
-        f"{about}{context}{sections}</article>\n"
+        f"{_lead(chapter)}{sections}</article>\n"
     )
 
 

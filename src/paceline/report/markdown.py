@@ -23,12 +23,13 @@ from paceline.report.html import FIGURES
 
 def to_markdown(document: Document) -> str:
     parts = [f"# {_plain(document.title)}", _plain(document.subtitle)]
-    if document.about:
-        parts.append(_plain(document.about))
+    parts += [_plain(text) for text in (document.about, document.context) if text]
     parts += ["## Verdict", f"**{_plain(document.headline)}**"]
     if document.points:
         parts.append(
-            "\n".join(f"- **{subject}**: {_plain(text)}" for subject, text in document.points)
+            "\n".join(
+                f"- **{_plain(subject)}**: {_plain(text)}" for subject, text in document.points
+            )
         )
     if document.next_steps:
         parts.append("What to try next:")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from paceline.config import RunConfig
 from paceline.report import units
-from paceline.report.cells import BESIDE_THE_POINT, Cell, setting_text
+from paceline.report.cells import BESIDE_THE_POINT, Cell, differing, setting_text
 from paceline.report.chart.line import LineChart, Series, draw_lines
 from paceline.report.document import Block, Figure, Items, Table, Text
 from paceline.report.epochs import (
@@ -25,10 +25,17 @@ MOST_TOLD = 4
 NOTHING_SECONDS = 1e-4
 """Less communication than this in an epoch is none: the clock changed phases, and that was all."""
 
+KINDS = {
+    "strong": "the global batch stays the same, each worker gets less of it",
+    "weak": "each worker's batch stays the same, the global batch grows",
+}
+
+_OF_WAY = ("slow", "shares", "communicator")
+"""Settings of how workers are kept in step, besides the strategy and its options."""
+
 _OF_SCALE = BESIDE_THE_POINT | {
     "nnodes", "nproc_per_node", "hosts", "cluster", "batch_size", "batch_per_worker", "strategy",
-    "options", "threads", "shares", "slow", "epochs", "iterations", "launcher", "elastic",
-    "communicator",
+    "options", "threads", "epochs", "iterations", "launcher", "elastic", *_OF_WAY,
 }  # fmt: skip
 """Settings that may differ within a family, or are looked at one by one."""
 
@@ -61,7 +68,7 @@ class Family:
     """The way, with the batch where several families go the same way."""
     batch: str
     kind: str
-    """strong: the same global batch; weak: the same batch for each worker."""
+    """One of KINDS."""
     base_workers: int
     points: list[ScalePoint]
     """The base first, then by workers."""
@@ -77,22 +84,38 @@ def throughputs(cell: Cell) -> list[float]:
 def families(cells: Sequence[Cell]) -> list[Family]:
     """Every set of cells that tells how something scales; one cell can be in several."""
     timed = [cell for cell in cells if cell.timed and throughputs(cell)]
-    found: dict[tuple[str, str], Family] = {}
     groups: dict[str, list[Cell]] = {}
     for cell in timed:
         groups.setdefault(_surroundings(cell.config), []).append(cell)
-    for together in groups.values():
-        names = dict.fromkeys(_way(cell.config) for cell in together if cell.workers > 1)
-        for way in names:
-            for kind in ("strong", "weak"):
-                for family in _of_kind(together, way, kind):
-                    found.setdefault((f"{family.name}, {family.batch}", kind), family)
-    ways = [(family.name, family.kind) for family in found.values()]
+    names = _names_of([group[0].config for group in groups.values()])
+    found = [
+        dataclasses.replace(family, name=", ".join(filter(None, (family.name, name))))
+        for group, name in zip(groups.values(), names, strict=True)
+        for way in dict.fromkeys(_way(cell.config) for cell in group if cell.workers > 1)
+        for kind in ("strong", "weak")
+        for family in _of_kind(group, way, kind)
+    ]
+    ways = [(family.name, family.kind) for family in found]
     return [
         dataclasses.replace(family, name=f"{family.name}, {family.batch}")
         if ways.count((family.name, family.kind)) > 1
         else family
-        for family in found.values()
+        for family in found
+    ]
+
+
+def _names_of(configs: Sequence[RunConfig]) -> list[str]:
+    """What sets the surroundings of families apart; empty where there is only one kind."""
+    names = [name for name in differing(configs) if name not in _OF_SCALE]
+    clusters = [_cluster(config) for config in configs]
+    return [
+        ", ".join(
+            [
+                *(setting_text(name, getattr(config, name)) for name in names),
+                *([f"cluster {cluster or 'none'}"] if len(set(clusters)) > 1 else []),
+            ]
+        )
+        for config, cluster in zip(configs, clusters, strict=True)
     ]
 
 
@@ -142,31 +165,39 @@ def _family(cells: Sequence[Cell], way: str, kind: str, batch: str) -> Family | 
 
 
 def _way(config: RunConfig) -> str:
-    options = setting_text("options", config.options)
-    return f"{config.strategy} {options}".strip()
+    usual = RunConfig()
+    words = [f"{config.strategy} {setting_text('options', config.options)}".strip()]
+    words += [
+        setting_text(name, getattr(config, name))
+        for name in _OF_WAY
+        if getattr(config, name) != getattr(usual, name)
+    ]
+    return ", ".join(words)
+
+
+def _cluster(config: RunConfig) -> str:
+    """Whatever its number of nodes."""
+    return re.sub(r"nodes=\d+,?", "", config.cluster or "")
 
 
 def _surroundings(config: RunConfig) -> str:
-    cluster = re.sub(r"nodes=\d+,?", "", config.cluster or "")
     values = [
         getattr(config, item.name)
         for item in dataclasses.fields(RunConfig)
         if item.name not in _OF_SCALE
     ]
-    return repr([*values, cluster])
+    return repr([*values, _cluster(config)])
 
 
 def build(outline: Outline) -> list[Block]:
     blocks: list[Block] = []
     found = families(outline.cells)
-    for kind, about in (
-        ("strong", "Strong scaling: the global batch stays the same, each worker gets less of it."),
-        ("weak", "Weak scaling: each worker's batch stays the same, the global batch grows."),
-    ):
-        own = [family for family in found if family.kind == kind]
+    by_kind = {kind: [family for family in found if family.kind == kind] for kind in KINDS}
+    # What was meant has more families; a few of the other kind come about where batches meet.
+    for kind, own in sorted(by_kind.items(), key=lambda item: -len(item[1])):
         if own:
             blocks += [
-                Text(about),
+                Text(f"{kind.capitalize()} scaling: {KINDS[kind]}."),
                 Text(answer(own), "answer"),
                 *_figures(outline, kind, own),
                 _table(own),
@@ -189,14 +220,16 @@ def answer(found: Sequence[Family]) -> str:
     most = max(family.points[-1].workers for family in found)
     reach = [(family, last) for family in found if (last := family.points[-1]).workers == most]
     reach.sort(key=lambda one: -one[1].speedup)
+    bases = {family.base_workers for family, _ in reach}
     texts = [
         f"{family.name} {last.speedup:.2f} times as fast"
-        f" (efficiency {units.share(family.efficiency(last))})"
+        + (f" as with {family.base_workers}" if len(bases) > 1 else "")
+        + f" (efficiency {units.share(family.efficiency(last))})"
         for family, last in reach[:MOST_TOLD]
     ]
     more = f"; and {len(reach) - MOST_TOLD} more" if len(reach) > MOST_TOLD else ""
-    base = reach[0][0].base_workers
-    return f"With {most} workers instead of {base}: {'; '.join(texts)}{more}."
+    instead = f" instead of {bases.pop()}" if len(bases) == 1 else ""
+    return f"With {most} workers{instead}: {'; '.join(texts)}{more}."
 
 
 def _why(family: Family) -> str:
@@ -223,10 +256,17 @@ def _why(family: Family) -> str:
 
 def _figures(outline: Outline, kind: str, found: Sequence[Family]) -> list[Block]:
     counts = sorted({point.workers for family in found for point in family.points})
-    base = min(family.base_workers for family in found)
-    ideal = Series("ideal", counts, [count / base for count in counts], is_guide=True)
-    whole = Series("ideal", counts, [1.0] * len(counts), is_guide=True)
-    speedups, efficiencies = [ideal], [whole]
+    bases = sorted({family.base_workers for family in found})
+    speedups = [
+        Series(
+            "ideal" if base == bases[0] else f"ideal from {base} on",
+            [count for count in counts if count >= base],
+            [count / base for count in counts if count >= base],
+            is_guide=True,
+        )
+        for base in bases
+    ]
+    efficiencies = [Series("ideal", counts, [1.0] * len(counts), is_guide=True)]
     for place, family in enumerate(found[:8]):
         workers = [point.workers for point in family.points]
         lows = [min(point.speedups) for point in family.points]
