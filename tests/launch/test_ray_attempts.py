@@ -19,8 +19,7 @@ from paceline.launch.interruptions import Interruptions
 from paceline.launch.outcome import Outcome
 from paceline.launch.ray import cluster, run
 from paceline.launch.ray.claim import TooFewError, Wanted
-from paceline.launch.ray.cluster import LostError
-from paceline.launch.ray.head import Head
+from paceline.launch.ray.cluster import HeadLostError, LostError
 from paceline.records import SCHEMA, RunFolder, read_json
 
 
@@ -174,30 +173,13 @@ def test_without_rays_head_a_run_ends_and_says_so(play: Any, end: Any, came_to: 
     assert outcome.result["status"] == "failed"
 
 
-def test_a_head_that_is_silent_for_a_moment_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.launch.ray.head.LOOK_SECONDS", 0.01)
-    told = iter([None, "no route to host", "timed out", None])
-    monkeypatch.setattr("paceline.launch.ray.head.try_to_connect", lambda _: next(told, None))
-    with contextlib.closing(Head("10.0.0.1:6379")) as head:
-        assert head.answers()
-
-
-def test_a_head_that_stays_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.launch.ray.head.LOOK_SECONDS", 0.01)
-    monkeypatch.setattr("paceline.launch.ray.head.SILENCE_SECONDS", 0.1)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        head = Head(f"127.0.0.1:{taken.getsockname()[1]}")
-    with contextlib.closing(head):
-        assert not head.answers()
-        assert head.is_lost
-
-
-def test_a_head_that_was_never_reached_is_not_lost() -> None:
-    """Where a proxy stands between."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-    with contextlib.closing(Head(address)) as head:
-        assert head.answers()
+def test_a_head_that_was_lost_before_training_is_named_once(play: Any) -> None:
+    head: Any = SimpleNamespace(address="head:6379")
+    script = Script([HeadLostError(head, "was waiting for 2 machines")], headless=True)
+    with pytest.raises(
+        RunError, match=r"^lost Ray's head at head:6379: was waiting for 2 machines$"
+    ):
+        play(script)
 
 
 def test_restarts_are_used_up(play: Any) -> None:

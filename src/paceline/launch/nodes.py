@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import socket
 from time import monotonic, sleep
 from typing import Any
 
@@ -18,6 +17,7 @@ from paceline.config import RunConfig
 from paceline.errors import ConfigError, RunError
 from paceline.launch.agreement import differences
 from paceline.launch.ending import Ending, earliest
+from paceline.launch.ports import free_port
 from paceline.launch.store_files import receive_files, send_files
 from paceline.records import RunFolder
 
@@ -186,10 +186,3 @@ class Nodes:
         except RuntimeError:
             self._lost = True
             return False
-
-
-def free_port(address: str) -> int:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

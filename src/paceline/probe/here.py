@@ -10,7 +10,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from paceline.comm.place import Place
-from paceline.errors import PacelineError, RunError, StoppedError, UsageError
+from paceline.errors import PacelineError, RunError, StoppedError
 from paceline.launch.ending import earliest, read_failure
 from paceline.launch.interruptions import Interruptions, signal_name
 from paceline.launch.spawn import spawn
@@ -27,8 +27,6 @@ Processes = dict[int, subprocess.Popen[bytes]]
 
 def run_here(plan: Plan, quiet: bool) -> dict[str, Any] | None:
     """Start this machine's workers and wait for them; on the first machine, their record."""
-    if plan.machines.workers < 2:
-        raise UsageError("comm: takes two workers or more: give --nproc-per-node 2")
     processes: Processes = {}
     with (
         Interruptions("measuring") as interruptions,
@@ -56,7 +54,7 @@ def _serve(plan: Plan) -> tuple[Any, int]:
         return None, machines.master_port
     # Loads torch, which the other machines' launchers need not.
     from paceline.comm.rendezvous import Meeting
-    from paceline.launch.nodes import free_port
+    from paceline.launch.ports import free_port
 
     # Nobody else has to know the port on one machine: any free one will do.
     single = machines.nnodes == 1

@@ -24,8 +24,8 @@ from paceline.launch.elastic.leader import Leader
 from paceline.launch.elastic.rounds import POLL_SECONDS, Rounds, RunOverError
 from paceline.launch.ending import Ending
 from paceline.launch.interruptions import Interruptions
-from paceline.launch.nodes import free_port
 from paceline.launch.outcome import Outcome
+from paceline.launch.ports import free_port
 from paceline.launch.result import write_result
 from paceline.launch.store_files import parts_of, receive_files
 from paceline.launch.team import is_refusal

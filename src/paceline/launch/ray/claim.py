@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.launch.ray.cluster import Say, ask_all, load
+from paceline.launch.ray.cluster import HeadLostError, Say, ask_all, load
 from paceline.launch.ray.head import Head
 from paceline.launch.ray.post import Post
 
@@ -76,11 +76,11 @@ def claimed(
     with _placed(wanted, head, seconds, say, first) as group:
         try:
             posts += (_start_post(ray, group, wanted, number) for number in range(wanted.machines))
-            told = ask_all([post.whereabouts.remote() for post in posts], seconds)
+            told = ask_all([post.whereabouts.remote() for post in posts], head, seconds)
             machines = [Machine(post, *where) for post, where in zip(posts, told, strict=True)]
             yield sorted(machines, key=lambda machine: machine.node_id != first)
         finally:
-            if not head.is_lost:
+            if head.answers():
                 for post in posts:
                     ray.kill(post)
 
@@ -98,9 +98,10 @@ def _placed(wanted: Wanted, head: Head, seconds: float, say: Say, first: str) ->
             if group.wait(timeout_seconds=PREFERRED_SECONDS):
                 yield group
                 return
+    _check(head, wanted)
     group = util.placement_group([each, *others], strategy=strategy)
     with _removed(group, head):
-        _wait(group, wanted, head.address, seconds, say)
+        _wait(group, wanted, head, seconds, say)
         yield group
 
 
@@ -110,7 +111,7 @@ def _removed(group: Any, head: Head) -> Iterator[None]:
     try:
         yield
     finally:
-        if not head.is_lost:
+        if head.answers():
             importlib.import_module("ray.util").remove_placement_group(group)
 
 
@@ -125,14 +126,21 @@ def _resource_of(node_id: str, wanted: dict[str, float]) -> str | None:
     return None
 
 
-def _wait(group: Any, wanted: Wanted, at: str, seconds: float, say: Say) -> None:
+def _wait(group: Any, wanted: Wanted, head: Head, seconds: float, say: Say) -> None:
     begun, is_told = monotonic(), False
     while not group.wait(timeout_seconds=0.5):
+        _check(head, wanted)
         if monotonic() - begun > seconds:
-            raise TooFewError(f"needs {wanted}; {_what_there_is(at)}")
+            raise TooFewError(f"needs {wanted}; {_what_there_is(head.address)}")
         if not is_told and monotonic() - begun > TELL_SECONDS:
-            say(f"waiting for {wanted}; {_what_there_is(at)}")
+            say(f"waiting for {wanted}; {_what_there_is(head.address)}")
             is_told = True
+
+
+def _check(head: Head, wanted: Wanted) -> None:
+    """Without its head Ray would find no machine, and hang if it were asked."""
+    if not head.answers():
+        raise HeadLostError(head, f"was waiting for {wanted}")
 
 
 def _what_there_is(at: str) -> str:

@@ -9,15 +9,18 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 from types import ModuleType
 from typing import Any
 
-from paceline.errors import RunError, UsageError, in_a_line
+from paceline.errors import PacelineError, RunError, StoppedError, UsageError, in_a_line
 from paceline.launch.ray.head import Head, try_to_connect
 
 FIRST_SECONDS = 5.0
 """How long a cluster may take to answer when it is first asked."""
+ANSWER_POLL_SECONDS = 0.5
 STORE_BYTES = 100_000_000
 """Of a Ray that is started here, which has few and small objects to hold."""
 QUIET = {
@@ -34,6 +37,23 @@ class LostError(RunError):
     """An actor is gone, or its machine with it."""
 
 
+class HeadLostError(LostError):
+    """Ray's head, and with it all that it would still have to do."""
+
+    def __init__(self, head: Head, came_to: str) -> None:
+        super().__init__(f"lost Ray's head at {head.address}: {came_to}")
+
+
+@dataclass(slots=True)
+class Connection:
+    """To a Ray cluster."""
+
+    head: Head
+    exit_code: int = 0
+    """What this process ends with where the head is lost; an error that leaves the block has its
+    own."""
+
+
 def load() -> ModuleType:
     """Ray itself, which not everybody has, and which takes a second to load."""
     return importlib.import_module("ray")
@@ -45,8 +65,8 @@ def _check_that_it_is_installed() -> None:
 
 
 @contextlib.contextmanager
-def connected(slots: int, say: Say) -> Iterator[Head]:
-    """Inside, this process drives a Ray cluster; gives its head, which is watched meanwhile.
+def connected(slots: int, say: Say) -> Iterator[Connection]:
+    """Inside, this process drives a Ray cluster, whose head is watched meanwhile.
 
     $RAY_ADDRESS names it, else one that runs on this machine is found, else one of this machine
     alone, with at least so many slots, is started and ended with the block.
@@ -63,25 +83,44 @@ def connected(slots: int, say: Say) -> Iterator[Head]:
         if not _is_connected(ray, address):
             say("no Ray cluster is running: starting one on this machine")
             _start(ray, slots, stack.enter_context(_short_folder()))
-        head = Head(str(ray.get_runtime_context().gcs_address))
-        stack.callback(_leave, ray, head)
-        stack.callback(head.close)
-        yield head
+        with _left(ray, Head(str(ray.get_runtime_context().gcs_address))) as connection:
+            yield connection
 
 
-def _leave(ray: ModuleType, head: Head) -> None:
-    if not head.is_lost:
-        ray.shutdown()
-        return
-    # Taking leave would hang, now or at the end of this process.
-    atexit.register(_end_at_once)
+@contextlib.contextmanager
+def _left(ray: ModuleType, head: Head) -> Iterator[Connection]:
+    """At the end of the block, if Ray can still be taken leave of."""
+    connection = Connection(head)
+    try:
+        yield connection
+    except BaseException as error:
+        connection.exit_code = _exit_code_of(error)
+        raise
+    finally:
+        is_there = False
+        try:
+            is_there = head.answers()
+        finally:
+            head.close()
+            if is_there:
+                ray.shutdown()
+            else:
+                # Taking leave would hang, now or at the end of this process.
+                atexit.register(_end_at_once, connection.exit_code)
 
 
-def _end_at_once() -> None:
+def _exit_code_of(error: BaseException) -> int:
+    """Of the command that it ends."""
+    if isinstance(error, KeyboardInterrupt):
+        return StoppedError.exit_code
+    return error.exit_code if isinstance(error, PacelineError) else RunError.exit_code
+
+
+def _end_at_once(exit_code: int) -> None:
     """Before Ray's own ways of ending, since what is registered last comes first."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(RunError.exit_code)
+    os._exit(exit_code)
 
 
 def _short_folder() -> tempfile.TemporaryDirectory[str]:
@@ -142,13 +181,19 @@ def _variables(values: dict[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
 
 
-def ask_all(answers: list[Any], seconds: float) -> list[Any]:
+def ask_all(answers: list[Any], head: Head, seconds: float) -> list[Any]:
     """What actors answer, all of them."""
-    ray = load()
-    try:
-        return list(ray.get(answers, timeout=seconds))
-    except ray.exceptions.RayError as error:
-        raise LostError(f"an actor of Ray does not answer: {cause_of(error)}") from None
+    ray, deadline = load(), monotonic() + seconds
+    while True:
+        try:
+            return list(ray.get(answers, timeout=ANSWER_POLL_SECONDS))
+        except ray.exceptions.GetTimeoutError:
+            if head.is_lost:
+                raise HeadLostError(head, "an actor of Ray does not answer") from None
+            if monotonic() > deadline:
+                raise LostError(f"an actor of Ray does not answer for {seconds:g} s") from None
+        except ray.exceptions.RayError as error:
+            raise LostError(f"an actor of Ray does not answer: {cause_of(error)}") from None
 
 
 def cause_of(error: Exception) -> str:

@@ -7,7 +7,7 @@ import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from paceline.errors import PacelineError, RunError
 from paceline.launch.fleet import describe_end
@@ -41,7 +41,7 @@ class RayFleet:
     def free_port(self) -> int:
         """On the first machine."""
         first = self._machines[0]
-        return int(ask_all([first.post.free_port.remote(first.address)], ANSWER_SECONDS)[0])
+        return int(self._ask([first.post.free_port.remote(first.address)])[0])
 
     def set_aside(self, path: Path, name: str) -> None:
         """On all machines, give a folder another name beside it, where it exists."""
@@ -49,7 +49,7 @@ class RayFleet:
             machine.post.set_aside.remote(str(path), name, str(Path.cwd()))
             for machine in self._machines
         ]
-        ask_all(asked, ANSWER_SECONDS)
+        self._ask(asked)
 
     def start(self, node: int, words: Sequence[str], given: bytes) -> subprocess.Popen[bytes]:
         machine, folder = self._machines[node], str(Path.cwd())
@@ -67,6 +67,9 @@ class RayFleet:
     @property
     def lost(self) -> list[int]:
         return sorted({node for node, process in self._processes if process.is_lost})
+
+    def _ask(self, answers: list[Any]) -> list[Any]:
+        return ask_all(answers, self._head, ANSWER_SECONDS)
 
     def _how_it_was_lost(self, node: int) -> str:
         if not self._head.answers():

@@ -10,12 +10,13 @@ from __future__ import annotations
 import importlib
 import os
 import selectors
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from paceline.launch.ports import free_port
 
 WAIT_SECONDS = 0.25
 """How long an exchange waits for something to tell."""
@@ -47,10 +48,8 @@ class Post:
         """On their way to the process."""
 
     def free_port(self, address: str) -> int:
-        """On this machine, at the address by which the others reach it."""
-        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-            probe.bind((address, 0))
-            return int(probe.getsockname()[1])
+        """On this machine, which the others reach at this address."""
+        return free_port(address)
 
     def whereabouts(self) -> tuple[str, str]:
         """Ray's name of this machine, and the address by which the others reach it."""

@@ -21,7 +21,7 @@ from paceline.launch.away import run_on
 from paceline.launch.interruptions import Interruptions
 from paceline.launch.outcome import Outcome
 from paceline.launch.ray.claim import TooFewError, Wanted, has_gpus
-from paceline.launch.ray.cluster import LostError, connected
+from paceline.launch.ray.cluster import Connection, HeadLostError, LostError, connected
 from paceline.launch.ray.fleet import RayFleet, ray_fleet
 from paceline.launch.ray.head import Head
 from paceline.records import RunFolder
@@ -30,8 +30,10 @@ from paceline.worker.checkpoint import iterations
 
 def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
     """Train on a Ray cluster; the records are here at the end."""
-    with _cluster(config, quiet) as (head, interruptions):
-        return _Attempts(config, head, quiet, interruptions).run(resumed)
+    with _cluster(config, quiet) as (connection, interruptions):
+        outcome = _Attempts(config, connection.head, quiet, interruptions).run(resumed)
+        connection.exit_code = outcome.exit_code
+        return outcome
 
 
 @contextlib.contextmanager
@@ -40,19 +42,19 @@ def machines_for(config: RunConfig, quiet: bool) -> Iterator[tuple[RayFleet, Int
 
     Signals are noted meanwhile.
     """
-    with _cluster(config, quiet) as (head, interruptions):
+    with _cluster(config, quiet) as (connection, interruptions):
         patience, say = config.rendezvous_seconds, _say_nothing if quiet else _say
-        with ray_fleet(wanted_for(config), head, patience, say) as fleet:
+        with ray_fleet(wanted_for(config), connection.head, patience, say) as fleet:
             yield fleet, interruptions
 
 
 @contextlib.contextmanager
-def _cluster(config: RunConfig, quiet: bool) -> Iterator[tuple[Head, Interruptions]]:
-    """Its head; Ray takes signals for itself when it connects, so they are noted after that."""
+def _cluster(config: RunConfig, quiet: bool) -> Iterator[tuple[Connection, Interruptions]]:
+    """Ray takes signals for itself when it connects, so they are noted after that."""
     _check(config)
     say = _say_nothing if quiet else _say
-    with connected(config.nproc_per_node, say) as head, Interruptions() as interruptions:
-        yield head, interruptions
+    with connected(config.nproc_per_node, say) as connection, Interruptions() as interruptions:
+        yield connection, interruptions
 
 
 def _check(config: RunConfig) -> None:
@@ -194,12 +196,14 @@ class _Attempts:
             _say(f"{cause}: restart {count} of {most} {begin}")
 
     def _headless(self, ended: _Ended) -> str:
+        if isinstance(ended.error, HeadLostError):
+            return str(ended.error)
         result = ended.outcome.result if ended.outcome else None
         if result and result["status"] == "stopped":
             came_to = f"stopped after iteration {result['iterations']}"
         else:
             came_to = ended.cause
-        return f"lost Ray's head at {self.head.address}: {came_to}"
+        return str(HeadLostError(self.head, came_to))
 
     def _used_up(self) -> str:
         most = self.config.max_restarts
