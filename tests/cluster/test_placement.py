@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from paceline.cluster.placement import core_each
+import contextlib
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Barrier, BrokenBarrierError, Thread
+from typing import Any
+
+import pytest
+
+from paceline.cluster import emulated, groups, placement, state
+from paceline.cluster.placement import core_each, words_on
+from paceline.cluster_spec import parse
 
 
 def test_nodes_of_half_a_core_share_the_cores_evenly() -> None:
@@ -23,3 +35,46 @@ def test_nodes_that_cores_cannot_take_whole_are_left_to_the_kernel() -> None:
 def test_cores_that_another_cluster_uses_come_last() -> None:
     assert core_each({0: 0.5}, [0, 1], taken={0: 0.5}) == {0: [1]}
     assert core_each({0: 1.0}, [0, 1], taken={0: 1.0, 1: 0.5}) == {}
+
+
+def test_clusters_that_are_made_at_the_same_moment_get_different_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both_choose = Barrier(2)
+
+    def choose_slowly(*arguments: Any) -> Mapping[int, list[int]]:
+        with contextlib.suppress(BrokenBarrierError):
+            both_choose.wait(0.5)  # in vain, where the other one is kept waiting
+        return core_each(*arguments)
+
+    monkeypatch.setattr(state, "_folders", lambda: [tmp_path / "clusters"])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(placement, "core_each", choose_slowly)
+    monkeypatch.setattr(groups, "make_groups", lambda *_: {0: tmp_path / "group"})
+    clusters = [state.State(state.path_of(name), parse("nodes=1,cpus=1")) for name in "ab"]
+    for cluster in clusters:
+        cluster.create()
+    threads = [Thread(target=emulated._limit_cpus, args=(cluster,)) for cluster in clusters]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(cluster.cores[0] for cluster in clusters) == [[0], [1]]
+
+
+def test_a_core_that_a_command_may_not_use_is_told_in_a_line() -> None:
+    absent = os.cpu_count() or 1
+    words = [*words_on([absent], "node 1 of cluster c"), "echo", "it runs"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"paceline: error: node 1 of cluster c runs on core {absent}, ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_command_runs_on_its_core() -> None:
+    core = max(os.sched_getaffinity(0))
+    program = "taskset -cp $$ | sed 's/.*: //'"
+    done = subprocess.run(
+        [*words_on([core], "node 0"), "sh", "-c", program], capture_output=True, text=True
+    )
+    assert done.stdout.strip() == str(core)

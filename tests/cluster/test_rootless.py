@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import paceline
+from paceline.cluster.processes import process_space
 
 pytestmark = [pytest.mark.root, pytest.mark.iproute]
 
@@ -82,7 +82,7 @@ def test_what_is_sent_arrives_no_faster_than_asked(said: str) -> None:
 def test_it_is_found_again_after_a_logout(said: str) -> None:
     """$XDG_RUNTIME_DIR goes then, and clusters that were to stay do not."""
     path = said.splitlines()[-1].split()[0]
-    assert f"/paceline/clusters/{platform.node()}/run-" in path
+    assert f"/paceline/clusters/{process_space()}/run-" in path
 
 
 def test_it_says_that_there_are_no_quotas(said: str) -> None:

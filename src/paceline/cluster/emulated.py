@@ -15,7 +15,7 @@ from paceline.cluster import groups, latency, links, measuring, namespaces, plac
 from paceline.cluster.calibration import Calibration
 from paceline.cluster.processes import ProcessId
 from paceline.cluster.removal import pids_of, remove, sweep
-from paceline.cluster.state import VARIABLE, State, all_paths, load, path_of
+from paceline.cluster.state import VARIABLE, State, all_paths, choosing, load, path_of
 from paceline.cluster_spec import ClusterSpec
 from paceline.errors import ClusterError
 
@@ -87,13 +87,11 @@ class EmulatedCluster:
             raise ClusterError(
                 f"cluster {self.name} has nodes 0 to {self.spec.nodes - 1}, not {node}"
             )
-        inside = self.state.nodes[node]
+        inside, who = self.state.nodes[node], self.state.name_of(node)
         if not inside.is_held():
-            raise ClusterError(
-                f"node {node} of cluster {self.name} is gone: `paceline cluster down {self.name}`"
-            )
+            raise ClusterError(f"{who} is gone: `paceline cluster down {self.name}`")
         entered = inside.words(["env", f"{VARIABLE}={self.state.path}", *words])
-        entered = [*placement.words_on(self.state.cores.get(node)), *entered]
+        entered = [*placement.words_on(self.state.cores.get(node), who), *entered]
         group = self.state.groups.get(node)
         if group is None:
             return entered
@@ -152,7 +150,9 @@ def _build(state: State) -> None:
     """Each thing is in the state file as soon as it exists, so that a crash leaves no orphan."""
     as_root = namespaces.can_be_root()
     environment = state.environment()
-    state.addresses = subnet.addresses(state.name, state.spec.nodes + 1)
+    with choosing():
+        state.addresses = subnet.addresses(state.name, state.spec.nodes + 1)
+        state.save()
     state.switch = namespaces.hold(environment, None, as_root=as_root)
     state.save()
     for _ in range(state.spec.nodes):
@@ -194,7 +194,9 @@ def _limit_cpus(state: State) -> None:
                 "this was started in: its limits do not hold for them"
             )
         if len(limited) == state.spec.nodes:
-            state.cores = placement.core_each(limited, cores, _taken_by_others(state))
+            with choosing():
+                state.cores = placement.core_each(limited, cores, _taken_by_others(state))
+                state.save()
         return
     turns = itertools.cycle(cores)
     state.cores = {

@@ -100,7 +100,7 @@ def _cpus_at_once(state: State) -> list[Measured]:
     try:
         for node, group in state.groups.items():
             asked = state.spec.cpus_of(node, cores) or cores
-            on_cores = placement.words_on(state.cores.get(node))
+            on_cores = placement.words_on(state.cores.get(node), state.name_of(node))
             words = [*groups.join_words(group), *on_cores, *_probe("spin", str(SPIN_SECONDS))]
             spinners[node] = [
                 subprocess.Popen(words, stdout=subprocess.PIPE, text=True)

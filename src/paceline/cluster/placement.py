@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from paceline.cluster.namespaces import program
+from paceline.errors import ClusterError
 
 FULL = 1.0 + 1e-9
 """Of a core, with room for rounding."""
+
+HOLD_SCRIPT = (
+    f'"$1" -cp "$2" $$ > /dev/null 2>&1 || {{ echo "$3" >&2; exit {ClusterError.exit_code}; }}; '
+    'shift 3; exec "$@"'
+)
 
 
 def core_each(
@@ -31,6 +37,17 @@ def core_each(
     return placed
 
 
-def words_on(cores: Sequence[int] | None) -> list[str]:
-    """Before a command's own words: it runs on these cores; None: on any."""
-    return [] if not cores else [program("taskset"), "-c", ",".join(map(str, cores))]
+def words_on(cores: Sequence[int] | None, who: str) -> list[str]:
+    """Before a command's own words: it runs on these cores; None: on any.
+
+    Where it may not, it says so and ends. That is found out there, since a control group that it
+    joins may allow other cores than this process's own does.
+    """
+    if not cores:
+        return []
+    listed = ",".join(map(str, cores))
+    refusal = (
+        f"paceline: error: {who} runs on core {' or '.join(map(str, cores))}, which commands from"
+        " here may not use: take the cluster down, and make it from here"
+    )
+    return ["sh", "-c", HOLD_SCRIPT, "sh", program("taskset"), listed, refusal]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -38,6 +39,18 @@ def boot_id() -> str:
         return (PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return ""
+
+
+def process_space() -> str:
+    """What all processes have in common that know one another by their numbers, and no others.
+
+    The machine's name would not do: it may change meanwhile.
+    """
+    try:
+        numbering = str((PROC / "self/ns/pid").stat().st_ino)
+    except OSError:
+        numbering = "all"
+    return f"{boot_id() or platform.node()}-{numbering}"
 
 
 def network_namespace(pid: int) -> int | None:

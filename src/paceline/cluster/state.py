@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
-import platform
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.cluster.calibration import Calibration
 from paceline.cluster.namespaces import Namespace
-from paceline.cluster.processes import ProcessId, boot_id
+from paceline.cluster.processes import ProcessId, boot_id, process_space
 from paceline.cluster_spec import ClusterSpec
 from paceline.errors import ClusterError
 
@@ -57,6 +57,10 @@ class State:
         """How the names of its CPU groups begin; two users may have clusters of one name."""
         digest = hashlib.sha256(str(self.path).encode()).hexdigest()[:8]
         return f"paceline-{self.name}-{digest}"
+
+    def name_of(self, node: int) -> str:
+        """What users know a node by."""
+        return f"node {node} of cluster {self.name}"
 
     def is_whole(self) -> bool:
         """Whether all that was made is still there."""
@@ -118,6 +122,19 @@ def all_paths() -> Iterator[Path]:
     return iter(sorted(state_folder().glob("[!.]*.json")))
 
 
+@contextlib.contextmanager
+def choosing() -> Iterator[None]:
+    """Inside, no other command of this user chooses what clusters are not to have in common.
+
+    What was chosen is to be saved inside, so that the next one sees it.
+    """
+    with (state_folder() / ".lock").open("a") as lock:
+        # Not every file system of a shared home has locks.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def state_folder() -> Path:
     """Where this user's state files are; made where it is missing."""
     problem = ""
@@ -148,8 +165,8 @@ def _folders() -> Iterator[Path]:
         states = Path(os.environ.get("XDG_STATE_HOME", ""))
         if not states.is_absolute():
             states = Path("~/.local/state").expanduser()
-        # By machine, since several may share a home, and each knows only its own processes.
-        yield states / "paceline" / "clusters" / platform.node()
+        # Several machines may share a home, and each knows only its own processes.
+        yield states / "paceline" / "clusters" / process_space()
     yield Path(tempfile.gettempdir()) / f"paceline-{os.geteuid()}" / "clusters"
 
 
