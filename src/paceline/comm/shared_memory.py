@@ -146,9 +146,9 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         if flat.nbytes <= DIRECT_BYTES:
             return DirectAllReduce(self._boxes, flat)
         for blocks in self._blocks:
-            tensors = blocks.everybodys(flat)
-            if tensors is not None:
-                return AllReduceInPlace(self._boxes, tensors)
+            part = blocks.everybodys(flat)
+            if part is not None:
+                return AllReduceInPlace(self._boxes, part)
         # Two workers read no more by summing everything than by summing halves and taking halves.
         return (DirectAllReduce if self.world_size == 2 else AllReduce)(self._boxes, flat)
 
