@@ -6,11 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from cluster.inside import cut_for_a_while, set_link
+from cluster.inside import set_link
 from launch.commands import Ended
-from launch.test_cluster_runs import cluster, disturbed, run_in
+from launch.test_cluster_runs import (
+    check_undisturbed,
+    cluster,
+    disturbed,
+    run_in,
+    run_through_a_cut,
+)
 from paceline.cluster.emulated import EmulatedCluster
-from paceline.records import read_json
 
 __all__ = ["cluster"]
 
@@ -47,13 +52,8 @@ def test_a_link_that_comes_back_leaves_the_weights_as_they_would_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A node that is silent for six seconds is lost, so it may cost a restart, and no more."""
-    monkeypatch.setenv("OWN_SLEEP_SECONDS", "0.3")
-    with disturbed(tmp_path / "run", lambda: cut_for_a_while(cluster, 1)):
-        outcome = run_in(
-            cluster, tmp_path, model="own_code:Slow", elastic="2:2", checkpoint_every=1
-        )
-    assert outcome.result is not None
-    assert (outcome.result["status"], outcome.result["iterations"]) == ("finished", 12)
-    assert len(outcome.result["restarts"]) <= 1
-    undisturbed = read_json(talkative_run[0] / "result.json")
-    assert outcome.result["weights_sha256"] == undisturbed["weights_sha256"]
+    settings = {"elastic": "2:2", "checkpoint_every": 1}
+    result = run_through_a_cut(cluster, tmp_path, monkeypatch, **settings).result
+    check_undisturbed(result, talkative_run)
+    assert result is not None
+    assert len(result["restarts"]) <= 1

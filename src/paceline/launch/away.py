@@ -28,7 +28,6 @@ from paceline.launch.parcel import PASSING
 from paceline.launch.result import write_result
 from paceline.launch.ssh import SshFleet
 from paceline.launch.transport import deliver, fetch
-from paceline.measure.machine import cores_usable
 from paceline.records import Result, RunFolder, default_name
 
 LOOPBACK = "127.0.0.1"
@@ -74,7 +73,7 @@ def run_on(
     words = [fleet.python, "-m", "paceline.launch.node"]
 
     def task(node: int) -> bytes:
-        own = replace(config, node_rank=node, threads=_threads(config, node))
+        own = replace(config, node_rank=node)
         return Task(__version__, own.to_dict(), resumed is not None, quiet, columns).to_bytes()
 
     limits = config.elastic_limits
@@ -136,15 +135,6 @@ def _settle(config: RunConfig, fleet: Fleet, folder: RunFolder) -> RunConfig:
         out=str(out),
         name=folder.id,
     )
-
-
-def _threads(config: RunConfig, node: int) -> int | None:
-    """Of each worker; emulated machines share the cores of this one, where no quota parts them."""
-    if config.threads is not None or not config.cluster:
-        return config.threads
-    cores = cores_usable()
-    has_quota = cluster_spec.parse(config.cluster).cpus_of(node, cores) is not None
-    return None if has_quota else max(1, cores // config.workers)
 
 
 def _path(config: RunConfig) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from paceline.cluster_spec import parse
 from paceline.config import RunConfig
 from paceline.errors import ConfigError
 from paceline.measure.machine import cores_usable
@@ -49,4 +50,13 @@ def computing(config: RunConfig, local_rank: int | None = None) -> Iterator[None
 
 
 def threads_of(config: RunConfig) -> int:
-    return config.threads or max(1, cores_usable() // config.nproc_per_node)
+    """A worker's share of the cores, unless the config says otherwise."""
+    return config.threads or max(1, cores_usable() // _workers_on_the_same_cores(config))
+
+
+def _workers_on_the_same_cores(config: RunConfig) -> int:
+    spec = parse(config.cluster) if config.cluster else None
+    if spec is None or spec.cpus_of(config.node_rank, cores_usable()) is not None:
+        return config.nproc_per_node
+    # Emulated machines share the cores of this one, where no quota parts them.
+    return spec.nodes * config.nproc_per_node

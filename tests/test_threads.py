@@ -1,0 +1,31 @@
+"""How many threads a worker computes with where nobody has said so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from paceline.config import from_mapping
+from paceline.worker import device
+
+
+@pytest.mark.parametrize(
+    ("settings", "node", "threads"),
+    [
+        ({"nproc_per_node": 2}, 0, 4),
+        ({"cluster": "nodes=4"}, 0, 2),
+        ({"cluster": "nodes=2", "nproc_per_node": 8}, 0, 1),
+        ({"cluster": "nodes=4,cpus=8"}, 0, 8),
+        ({"cluster": "nodes=4,slow=3:0.5"}, 3, 8),
+        ({"cluster": "nodes=4", "threads": 3}, 0, 3),
+    ],
+)
+def test_a_worker_gets_its_share_of_the_cores_that_it_may_use(
+    settings: dict[str, Any], node: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes of a cluster with no quota of their own share the machine; `cores_usable` knows one."""
+    monkeypatch.setattr(device, "cores_usable", lambda: 8)
+    config = from_mapping({"strategy": "allreduce", **settings})
+    assert device.threads_of(replace(config, node_rank=node)) == threads
