@@ -69,9 +69,14 @@ def test_a_worker_that_stalls_ends_the_run(tmp_path: Path) -> None:
     check_failed(outcome, busy)
 
 
-@pytest.mark.parametrize("at_start", [True, False])
-def test_workers_end_with_their_launcher(at_start: bool, tmp_path: Path) -> None:
-    with train(tmp_path, SLOW, **TWO) as command:
+@pytest.mark.parametrize(
+    ("at_start", "more"),
+    [(True, {}), (False, {}), (False, {"elastic": "1:1", "checkpoint_every": 1000})],
+)
+def test_workers_end_with_their_launcher(
+    at_start: bool, more: dict[str, Any], tmp_path: Path
+) -> None:
+    with train(tmp_path, SLOW, **TWO, **more) as command:
         launcher = command.process
         wait_until(lambda: len(workers_of(launcher.pid)) == 2, "both workers run")
         workers = list(workers_of(launcher.pid).values())
