@@ -85,6 +85,37 @@ def test_include_adds_a_cell_with_its_own_settings(tmp_path: Path) -> None:
     assert cells[1].axes == {"strategy": "single"}
 
 
+def test_an_included_cell_has_its_place_on_the_axes_in_their_words(tmp_path: Path) -> None:
+    text = """
+        grid: {reshuffle: [true]}
+        include:
+          - {label: one order, reshuffle: false}
+    """
+    assert [cell.axes["reshuffle"] for cell in planned(tmp_path, text).study.cells] == ["on", "off"]
+
+
+def test_merged_settings_give_way_to_those_beside_them(tmp_path: Path) -> None:
+    text = """
+        base: &common {seed: 1, lr: 0.5}
+        parts:
+          one:
+            base: {<<: *common, seed: 2}
+          two:
+            base: {seed: 3, <<: *common}
+    """
+    cells = planned(tmp_path, text).study.cells
+    assert [cell.settings for cell in cells] == [{"seed": 2, "lr": 0.5}, {"seed": 3, "lr": 0.5}]
+
+
+def test_labels_of_any_alphabet_make_names(tmp_path: Path) -> None:
+    text = """
+        include:
+          - {label: 速度, seed: 1}
+          - {label: "größte ../Rate", seed: 2}
+    """
+    assert ids(tmp_path, text) == ["速度.r1", "größte-..-rate.r1"]
+
+
 def test_exclude_takes_away_what_matches_all_of_a_rule(tmp_path: Path) -> None:
     text = """
         grid:

@@ -108,6 +108,28 @@ def problems(folder: Path, text: str) -> list[str]:
         ),
         ("base: {seed: 1}\nscales:\n  big: {}\n",
          "mine.yaml:3: scales.big: no such scale 'big': choose from quick, full"),
+        ("base: {seed: 1}\nscales: [quick]\n",
+         "mine.yaml:2: scales: must be settings under quick and full"),
+        ("title:\n  - a\nbase: {seed: 1}\n", "mine.yaml:1: title: must be text"),
+        ("include:\n  - {label: [a], seed: 1}\n", "mine.yaml:2: include.label: must be text"),
+        ("base:\n  seed: 2020-13-45\n",
+         "mine.yaml:2: base.seed: is no timestamp: '2020-13-45' (quote what is text)"),
+        ("base: {seed: 1}\n? [a, b]\n: 1\n", "mine.yaml:2: a key must be a word"),
+        ("base:\n  <<: 3\n", "mine.yaml:2: base: << takes settings by name, or a list of such"),
+        ("parts: {one: {}}\nexclude:\n  - {seed: 1}\n",
+         "mine.yaml:2: exclude: a study with parts has it there: move it into one"),
+        ("grid: {seed: [1]}\nexclude: [{seed: 1}]\n",
+         "mine.yaml:1: no cells are left: exclude fewer of them"),
+        ("grid:\n  seed: [1, 1]\n", "mine.yaml:2: grid.seed: two values are called '1'"),
+        (
+            "grid: {lr: [0.5]}\ninclude:\n  - {label: half, lr: 0.50}\n",
+            "mine.yaml:3: include: half has the settings of lr-0.5, seeds included:"
+            " leave one of them out",
+        ),
+        (
+            "repeats: 2\ngrid:\n  seed: [1, 2]\n",
+            "mine.yaml:1: seed-2 has the settings of seed-1, seeds included: leave one of them out",
+        ),
     ],
 )  # fmt: skip
 def test_a_problem_is_one_line_with_its_place(text: str, message: str, tmp_path: Path) -> None:
@@ -135,6 +157,8 @@ def test_all_problems_are_told_at_once_in_the_order_of_the_file(tmp_path: Path) 
     [
         ("base: {seed: 1\n", "mine.yaml:2: not YAML"),
         ("", "is empty"),
+        ("base:\n  seed: \x01\n", "mine.yaml:2: not YAML: special characters are not allowed"),
+        ("base:\n  lr: &a [*a]\n", "mine.yaml:2: too deeply nested"),
         ("base: !!python/object/apply:os.system [ls]\n", "mine.yaml:1"),
         ("a: &a [1, 1]\nb: &b [*a, *a]\nc: &c " + "[*b, *b]\n", "no such key 'a'"),
     ],
@@ -151,9 +175,17 @@ def test_aliases_cannot_make_a_small_file_large(tmp_path: Path) -> None:
         load(write_study(tmp_path, "\n".join(lines)))
 
 
-def test_a_grid_of_more_cells_than_anyone_runs_is_refused_at_once(tmp_path: Path) -> None:
-    axes = "".join(f"  axis{n}: [{{label: a}}, {{label: b}}]\n" for n in range(60))
-    assert problems(tmp_path, f"grid:\n{axes}") == ["mine.yaml:1: more than 10,000 cells"]
+@pytest.mark.parametrize(
+    "text",
+    [
+        "grid:\n" + "".join(f"  axis{n}: [{{label: a}}, {{label: b}}]\n" for n in range(60)),
+        "repeats: 1000\ninclude:\n" + "".join(f"  - {{label: a{n}}}\n" for n in range(11)),
+        "repeats: 1000\nparts:\n" + "".join(f"  p{n}: {{}}\n" for n in range(11)),
+    ],
+    ids=["axes", "include", "parts"],
+)
+def test_more_cells_than_anyone_runs_are_refused_at_once(text: str, tmp_path: Path) -> None:
+    assert problems(tmp_path, text) == ["mine.yaml:1: more than 10,000 cells"]
 
 
 def test_an_unknown_study_is_refused_with_the_nearest_name() -> None:

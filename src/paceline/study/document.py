@@ -27,6 +27,7 @@ class Document:
     def __init__(self, root: Node, scale: str | None, problems: Problems) -> None:
         self.root, self.problems = root, problems
         self._check_shape(root)
+        problems.raise_if_any()
         scales = root.get("scales")
         given = [name for name in SCALES if scales is not None and scales.get(name)]
         if scale is not None and not given:
@@ -44,6 +45,8 @@ class Document:
             self._check_keys(part, PART_KEYS)
             self._check_nothing_is_empty(part)
         scales = root.get("scales")
+        if scales is not None and not scales.is_mapping:
+            self.problems.add(scales, f"must be settings under {' and '.join(SCALES)}")
         for name, scale in scales.items() if scales else ():
             if name not in SCALES:
                 self.problems.add(scale, f"no such scale {name!r}: {nearest(name, SCALES)}")
@@ -82,7 +85,7 @@ class Document:
         return None
 
     def bases(self, part: str | None) -> list[Node]:
-        layers = self._layers_of(None) + (self._layers_of(part) if part else [])
+        layers = self._layers_of(None) + (self._layers_of(part) if part is not None else [])
         return [base for layer in layers if (base := layer.get("base"))]
 
     def grid(self, part: str | None) -> Node | None:
@@ -105,7 +108,7 @@ class Document:
 
     def place(self, part: str | None) -> Node:
         layers = self._layers_of(part)
-        return layers[-1] if part and layers else self.root
+        return layers[-1] if part is not None and layers else self.root
 
     def _layers_of(self, part: str | None) -> list[Node]:
         if part is None:

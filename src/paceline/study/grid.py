@@ -62,13 +62,14 @@ def read_axes(grid: Node | None, problems: Problems) -> tuple[Axis, ...]:
         if not isinstance(node.content, list) or not node.content:
             problems.add(node, "must be a list of values")
             continue
-        values = [_read_value(name, item, problems) for item in node.content]
-        axis = Axis(name, tuple(value for value in values if value is not None))
-        labels = [value.label for value in axis.values]
-        twice = {label for label in labels if labels.count(label) > 1}
-        if twice:
-            problems.add(node, f"two values are called {sorted(twice)[0]!r}")
-        axes.append(axis)
+        values: dict[str, Value] = {}
+        for item in node.content:
+            value = _read_value(name, item, problems)
+            if value is not None and value.label in values:
+                problems.add(item, f"two values are called {value.label!r}")
+            elif value is not None:
+                values[value.label] = value
+        axes.append(Axis(name, tuple(values.values())))
     return tuple(axes)
 
 
@@ -90,15 +91,16 @@ def _read_value(axis: str, node: Node, problems: Problems) -> Value | None:
 
 def _labelled(node: Node, problems: Problems) -> tuple[str, dict[str, Node]] | None:
     """The label and the settings of a mapping; None, and told, where it is not usable."""
-    label = node.get("label")
-    if label is None or not str(label.plain()).strip():
+    given = node.get("label")
+    label = text_of(given, problems) if given else ""
+    if not label:
         problems.add(node, "needs a label")
         return None
     pairs = [(key, value) for key, value in node.items() if key != "label"]
     # All keys are looked at, so that all problems are told at once.
     known = [check_key(key, Node(None, value.file, value.line, node.path), problems)
              for key, value in pairs]  # fmt: skip
-    return (as_text(label.plain()), dict(pairs)) if all(known) else None
+    return (label, dict(pairs)) if all(known) else None
 
 
 def expand(
@@ -148,9 +150,7 @@ def _included(
                 problems.add(entry, "must be a list of settings, each with a label")
             continue
         label, layer = labelled
-        places = {
-            axis.name: as_text(layer[axis.name].plain()) for axis in axes if axis.name in layer
-        }
+        places = {axis.name: _label_of(layer[axis.name]) for axis in axes if axis.name in layer}
         name = f"{prefix}.{slug(label)}" if prefix else slug(label)
         points.append(Point(name, label, places, (layer,), entry))
     return points
@@ -200,6 +200,13 @@ def _label_of(node: Node) -> str:
     return as_text(value) if value not in (None, [], "") else "none"
 
 
+def text_of(node: Node, problems: Problems) -> str:
+    """A label or a title, in one line."""
+    if isinstance(node.content, list | dict):
+        problems.add(node, "must be text")
+    return " ".join(as_text(node.plain()).split())
+
+
 def slug(label: str) -> str:
-    """A label as part of a folder's name."""
-    return re.sub(r"[^a-z0-9_.]+", "-", label.lower()).strip("-.") or "x"
+    """A label as part of a folder's name; letters of any alphabet stay."""
+    return re.sub(r"[^\w.]+", "-", label.lower()).strip("-.") or "x"

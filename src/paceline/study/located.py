@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.constructor import SafeConstructor
+from yaml.reader import ReaderError
 
 from paceline.errors import ConfigError, UsageError
 
 MOST_VALUES = 20_000
 """In one file: aliases of aliases could make any number of them out of a few lines."""
+MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,53 +90,97 @@ def read(path: Path, problems: Problems) -> Node:
     except (OSError, UnicodeDecodeError) as error:
         cause = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
         raise UsageError(f"cannot read {path}: {cause}") from None
-    loader = yaml.SafeLoader(text)
+    reader = _Reader(str(path), problems)
     try:
-        root = loader.get_single_node()
-        if root is None:
-            raise UsageError(f"{path} is empty")
-        return _Reader(str(path), loader, problems).convert(root, ())
+        loader = yaml.SafeLoader(text)
+        try:
+            root = loader.get_single_node()
+            if root is None:
+                raise UsageError(f"{path} is empty")
+            return reader.convert(root, ())
+        except RecursionError:
+            line = reader.line or loader.line + 1
+            raise UsageError(f"{path}:{line}: too deeply nested") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
         raise UsageError(f"{path}:{line}: not YAML: {error.problem or error.context}") from None
-    except yaml.YAMLError as error:
-        raise UsageError(f"{path}: not YAML: {str(error).splitlines()[0]}") from None
-    except RecursionError:
-        raise UsageError(f"{path}: not usable: too deeply nested") from None
-    finally:
-        loader.dispose()
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise UsageError(f"{path}:{line}: not YAML: {error.reason}") from None
 
 
 class _Reader:
-    def __init__(self, file: str, loader: yaml.SafeLoader, problems: Problems) -> None:
-        self._file, self._loader, self._problems = file, loader, problems
+    def __init__(self, file: str, problems: Problems) -> None:
+        self._file, self._problems = file, problems
+        self._scalars = SafeConstructor()
         self._count = 0
+        self.line = 0
+        """Where it is; 0 before it begins."""
 
     def convert(self, node: yaml.Node, path: tuple[str, ...]) -> Node:
-        self._count += 1
-        line = node.start_mark.line + 1
-        if self._count > MOST_VALUES:
-            raise UsageError(f"{self._file}:{line}: more than {MOST_VALUES:,} values")
+        self._enter(node)
+        line = self.line
         if isinstance(node, yaml.MappingNode):
             return Node(self._mapping(node, path), self._file, line, path)
         if isinstance(node, yaml.SequenceNode):
             values = [self.convert(item, path) for item in node.value]
             return Node(values, self._file, line, path)
-        value = self._loader.construct_object(node)
-        return Node(value, self._file, line, path)
+        return Node(self._scalar(node, path), self._file, line, path)
+
+    def _enter(self, node: yaml.Node) -> None:
+        self._count += 1
+        self.line = node.start_mark.line + 1
+        if self._count > MOST_VALUES:
+            raise UsageError(f"{self._file}:{self.line}: more than {MOST_VALUES:,} values")
+
+    def _scalar(self, node: yaml.Node, path: tuple[str, ...]) -> Any:
+        try:
+            value = self._scalars.construct_object(node)
+        except (ArithmeticError, AttributeError, LookupError, ValueError):
+            kind = node.tag.rpartition(":")[2]
+            self._tell(node, path, f"is no {kind}: {str(node.value)[:40]!r} (quote what is text)")
+            return None
+        # A date, which no setting is, stays as it is written.
+        return value if isinstance(value, str | bool | int | float | None) else str(node.value)
 
     def _mapping(self, node: yaml.MappingNode, path: tuple[str, ...]) -> dict[str, Node]:
-        self._loader.flatten_mapping(node)
         values: dict[str, Node] = {}
-        for key, value in node.value:
-            # A key is taken as it is written: `on` and `1` are words here.
-            name = str(key.value)
-            if name in values:
-                place = Node(None, self._file, key.start_mark.line + 1, path)
-                self._problems.add(place, f"{name!r} is given twice")
+        for name, (key, value) in self._pairs(node, path).items():
             converted = self.convert(value, (*path, name))
             # The line of the key: a value may begin on the next one.
             where = key.start_mark.line + 1
             values[name] = Node(converted.content, self._file, where, converted.path)
         return values
+
+    def _pairs(
+        self, node: yaml.MappingNode, path: tuple[str, ...]
+    ) -> dict[str, tuple[yaml.Node, yaml.Node]]:
+        """Keys and values by name; what `<<` merges in gives way to the mapping's own."""
+        merged: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        own: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        for key, value in node.value:
+            # A key is taken as it is written: `on` and `1` are words here.
+            name = str(key.value)
+            if key.tag == MERGE_TAG:
+                for source in reversed(self._sources(value, path)):
+                    self._enter(source)
+                    merged |= self._pairs(source, path)
+            elif not isinstance(key, yaml.ScalarNode):
+                self._tell(key, path, "a key must be a word")
+            else:
+                if name in own:
+                    self._tell(key, path, f"{name!r} is given twice")
+                own[name] = key, value
+        return merged | own
+
+    def _sources(self, value: yaml.Node, path: tuple[str, ...]) -> list[yaml.MappingNode]:
+        """Of a merge, the first of which counts most."""
+        listed = value.value if isinstance(value, yaml.SequenceNode) else [value]
+        mappings = [source for source in listed if isinstance(source, yaml.MappingNode)]
+        if len(mappings) < len(listed):
+            self._tell(value, path, "<< takes settings by name, or a list of such")
+        return mappings
+
+    def _tell(self, node: yaml.Node, path: tuple[str, ...], text: str) -> None:
+        self._problems.add(Node(None, self._file, node.start_mark.line + 1, path), text)

@@ -15,16 +15,17 @@ from paceline.config import RunConfig
 from paceline.errors import nearest
 from paceline.study.document import Document
 from paceline.study.folder import Cell, Part, Study
-from paceline.study.grid import Point, expand, read_axes, slug
+from paceline.study.grid import Point, expand, read_axes, slug, text_of
 from paceline.study.located import Node, Problems, read
 from paceline.study.sections import SECTION_NAMES
 from paceline.study.settings import Settings, check_key
 
 ORDERS = ("interleaved", "sequential")
+OF_A_GRID = ("grid", "include", "exclude", "context")
 MOST_REPEATS = 1000
 MOST_CELLS = 10_000
 LONGEST_ID = 150
-"""Folders' names end at 255 bytes on the usual file systems, and a run kept aside gets a suffix."""
+"""In bytes. Folders' names end at 255 on the usual file systems; a run kept aside gets a suffix."""
 DEFAULT_LIMIT_MINUTES = 12 * 60.0
 
 
@@ -64,7 +65,6 @@ def load(path: Path, scale: str | None = None, repeats: int | None = None) -> Pl
     problems = Problems()
     root = read(path, problems)
     document = Document(root, scale, problems)
-    problems.raise_if_any()
     plan = _Planner(document, path.stem, repeats, problems).plan()
     problems.raise_if_any()
     return plan
@@ -78,14 +78,16 @@ class _Planner:
         self._repeats = repeats or int(self._number("repeats", 1, 1, MOST_REPEATS))
         self._configs: dict[str, RunConfig] = {}
         self._given: dict[str, tuple[Settings, Node]] = {}
-        self._runs: dict[str, str] = {}
+        self._runs: dict[str, Cell] = {}
+        """The first cell with each run's settings."""
+        self._planned = 0
 
     def plan(self) -> Plan:
         document = self._document
         names: list[str | None] = list(document.part_names())
-        if names and document.grid(None):
-            place = document.find("grid") or document.root
-            self._problems.add(place, "a study with parts has its grids there: move it into one")
+        for key in OF_A_GRID if names else ():
+            if (misplaced := document.find(key)) is not None:
+                self._problems.add(misplaced, "a study with parts has it there: move it into one")
         parts, cells = [], []
         for name in names or [None]:
             part, its_cells = self._part(name)
@@ -124,16 +126,20 @@ class _Planner:
             report=self._sections(name),
             axes={axis.name: tuple(value.label for value in axis.values) for axis in axes},
         )
+        include, exclude = document.find("include", name), document.find("exclude", name)
         # Before the grid is expanded: a few long axes make more cells than memory holds.
-        if math.prod(len(axis.values) for axis in axes) * self._repeats > MOST_CELLS:
-            problems.add(document.place(name), f"more than {MOST_CELLS:,} cells")
+        points_at_most = math.prod(len(axis.values) for axis in axes)
+        points_at_most += len(include.listed()) if include else 0
+        self._planned += points_at_most * self._repeats
+        if self._planned > MOST_CELLS:
+            problems.add(document.root, f"more than {MOST_CELLS:,} cells")
             return part, []
         points = expand(
-            slug(name) if name else "",
+            "" if name is None else slug(name),
             title,
             axes,
-            document.find("include", name),
-            document.find("exclude", name),
+            include,
+            exclude,
             document.place(name),
             problems,
         )
@@ -165,7 +171,7 @@ class _Planner:
             cell_id = f"{point.name}.r{repeat}"
             self._configs[cell_id] = own
             self._given[cell_id] = settings, point.place
-            yield Cell(
+            cell = Cell(
                 id=cell_id,
                 part=part.name,
                 group=point.name,
@@ -173,8 +179,14 @@ class _Planner:
                 repeat=repeat,
                 axes=point.axes,
                 settings=values,
-                run=self._runs.setdefault(_identity(own), cell_id),
+                run=cell_id,
             )
+            first = self._runs.setdefault(_identity(own), cell)
+            if first.part == cell.part and first.group != cell.group:
+                # They would be one run, compared with itself.
+                text = f"{cell.group} has the settings of {first.group}, seeds included"
+                self._problems.add(point.place, f"{text}: leave one of them out")
+            yield dataclasses.replace(cell, run=first.id)
 
     def _check_ids(self, cells: list[Cell]) -> None:
         counts = Counter(cell.id for cell in cells)
@@ -182,14 +194,14 @@ class _Planner:
             _, place = self._given[cell_id]
             if count > 1:
                 self._problems.add(place, f"{count} cells would be called {cell_id}")
-            if len(cell_id) > LONGEST_ID:
+            if len(cell_id.encode()) > LONGEST_ID:
                 self._problems.add(place, f"too long a name for a folder: {cell_id}")
         if not cells and not self._problems:
-            self._problems.add(self._document.root, "no cells: give a base or a grid")
+            self._problems.add(self._document.root, "no cells are left: exclude fewer of them")
 
     def _text(self, key: str, part: str | None = None) -> str:
         node = self._document.find(key, part)
-        return " ".join(str(node.plain()).split()) if node else ""
+        return text_of(node, self._problems) if node else ""
 
     def _sections(self, part: str | None = None) -> tuple[str, ...]:
         node = self._document.find("report", part)
