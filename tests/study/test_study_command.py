@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
 from paceline.cli import main
 from paceline.study.folder import StudyFolder
@@ -15,7 +16,7 @@ STUDY = f"""
     {TINY_BASE.strip()}
     grid:
       way:
-        - {{label: alone, seed: 1}}
+        - {{label: alone, seed: 1, tensorboard: true}}
         - {{label: too large a batch, batch_size: 33}}
 """
 
@@ -29,7 +30,7 @@ def shown(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str
 def test_a_study_from_file_to_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One cell trains, one is refused; the table, the exit code and the report say so."""
+    """One cell trains, one is refused; table, exit code, report and TensorBoard show it."""
     monkeypatch.chdir(tmp_path)
     path = str(write_study(tmp_path, STUDY))
     assert "2 cells to run in studies/mine; estimated time: unknown" in shown(
@@ -45,6 +46,8 @@ def test_a_study_from_file_to_report(
     assert study.cells[1].trouble is not None
     assert "--batch-size: must be at most 32" in study.cells[1].trouble.cause
     assert (folder.path / "report.html").is_file()
+    curves = EventMultiplexer().AddRunsFromDirectory(str(folder.cells)).Runs()
+    assert list(curves) == ["way-alone.r1/tensorboard"]
     dry = shown(capsys, "run", path, "--dry-run")
     assert "1 cell to run in studies/mine; estimated time: 0:" in dry
 

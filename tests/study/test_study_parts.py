@@ -102,6 +102,19 @@ def test_the_lock_ends_with_its_owner(tmp_path: Path) -> None:
         pass
 
 
+def test_a_cell_that_outlives_its_runner_keeps_the_folder_until_it_ends(tmp_path: Path) -> None:
+    folder = StudyFolder(tmp_path)
+    with lock.held(folder):
+        process = CellProcess(["-c", "import time; time.sleep(60)"], tmp_path / "log.txt")
+    try:
+        with pytest.raises(UsageError, match="run by another process"), lock.held(folder):
+            pass
+    finally:
+        process.stop()
+    with lock.held(folder):
+        pass
+
+
 @pytest.mark.parametrize("name", named.names())
 def test_a_cells_command_says_the_cells_settings(name: str) -> None:
     parser = argparse.ArgumentParser()
@@ -216,3 +229,12 @@ def test_a_summary_puts_repeats_together(tmp_path: Path) -> None:
     (row,) = rows(folder, plan.study)
     assert (row.label, row.status) == ("batch size 8", "1 finished, 1 waiting")
     assert (row.accuracies, row.iteration_seconds) == ((0.5,), (0.25,))
+
+
+def test_a_summary_calls_a_strange_result_damaged(tmp_path: Path) -> None:
+    plan = planned(tmp_path, "grid: {batch_size: [8]}")
+    folder = StudyFolder(tmp_path / "study")
+    run = pretend_run(folder, "batch_size-8.r1", plan.configs["batch_size-8.r1"])
+    run.result_file.write_text(run.result_file.read_text().replace('"mean"', '"other"'))
+    (row,) = rows(folder, plan.study)
+    assert (row.status, row.accuracies) == ("damaged", ())

@@ -6,6 +6,7 @@ The commands are played by a stand-in that leaves the records that a run would l
 from __future__ import annotations
 
 import argparse
+import errno
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from rich.console import Console
 
 from paceline.cli.flags import add_config_flags, given_flags
 from paceline.config import from_mapping
-from paceline.errors import UsageError
+from paceline.errors import RecordsError, UsageError
 from paceline.study import machine, runner
 from paceline.study.folder import StudyFolder
 from paceline.study.plan import Plan
@@ -167,6 +168,20 @@ def test_a_failed_cell_is_tried_again(stage: Stage, tmp_path: Path) -> None:
     assert stage.names[2:] == ["batch_size-8.r1"]
     assert outcome.exit_code == 0
     assert (stage.folder.aside / "batch_size-8.r1~1").is_dir()
+
+
+def test_a_failed_cell_whose_retry_is_stopped_has_not_failed(stage: Stage, tmp_path: Path) -> None:
+    stage.acts["batch_size-8.r1"] = 2
+    run(stage, planned(tmp_path, TWO_CELLS))
+    stage.acts["batch_size-8.r1"] = KeyboardInterrupt()
+    outcome = run(stage, planned(tmp_path, TWO_CELLS))
+    assert (outcome.exit_code, outcome.failed) == (130, [])
+
+
+def test_what_cannot_be_written_is_one_line(stage: Stage, tmp_path: Path) -> None:
+    stage.acts["batch_size-8.r1"] = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(RecordsError, match=r"cannot write to .*study: No space left on device"):
+        run(stage, planned(tmp_path, TWO_CELLS))
 
 
 def test_a_cell_over_its_time_limit_has_failed(stage: Stage, tmp_path: Path) -> None:

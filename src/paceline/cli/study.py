@@ -152,26 +152,26 @@ def _print_dry_run(console: Console, plan: Plan, folder: StudyFolder, only: str 
     from paceline.study.runner import State, chosen_cells, state_of, with_what_is_known
 
     known = with_what_is_known(plan, folder).cells
+    words = {
+        State.DONE: "done",
+        State.NEW: "to run",
+        State.RESUME: "to go on with",
+        State.AGAIN: "to run again",
+    }
     rows = []
     to_run = []
     for cell in chosen_cells(plan, only):
         config = plan.configs[cell.id]
         state = state_of(folder, cell, config)
         reason = machine.unable(config) if state is not State.DONE else None
-        words = {
-            State.DONE: "done",
-            State.NEW: "to run",
-            State.RESUME: "to go on with",
-            State.AGAIN: "to run again",
-        }
-        seconds = None
+        told, clock = f"skipped: {reason}" if reason else words[state], ""
         if state is not State.DONE and reason is None:
             to_run.append(cell)
-            seconds = estimate.seconds_of(cell, known)
-        clock = estimate.as_clock(seconds) if cell in to_run else ""
-        rows.append((cell.id, cell.label, f"skipped: {reason}" if reason else words[state], clock))
+            clock = estimate.as_clock(estimate.seconds_of(cell, known))
+        rows.append((cell.id, cell.label, told, clock))
     _print_by_cell(console, ("cell", "what", "state", "estimate"), rows)
-    total = estimate.as_clock(estimate.seconds_of_all(to_run, known))
+    seconds = estimate.seconds_of_all(to_run, known)
+    total = "unknown until one is done" if seconds is None else estimate.as_clock(seconds)
     cells = f"{len(to_run)} cell{'s' * (len(to_run) != 1)}"
     console.print(f"\n{cells} to run in {folder.path}; estimated time: {total}", soft_wrap=True)
 

@@ -40,13 +40,15 @@ class CellProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
         tied = [sys.executable, "-m", "paceline.study.tied", str(os.getpid())]
         with log.open("wb") as output:
-            # In a group of its own: Ctrl-C reaches this process alone, which passes it on once.
             self._process = subprocess.Popen(
                 [*tied, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                # In a group of its own: Ctrl-C reaches this process alone, which passes it on once.
                 start_new_session=True,
+                # The study's lock is the only one that may be inherited.
+                close_fds=False,
             )
 
     def wait(self, limit_seconds: float, tick: Callable[[float], None]) -> int | None:

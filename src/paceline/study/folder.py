@@ -24,6 +24,8 @@ from paceline.errors import RecordsError
 from paceline.records import SCHEMA, Result, RunFolder, read_json, write_json
 
 STUDY_FILE = "study.json"
+DONE = ("finished", "diverged")
+"""How a run may have ended that need not be run again: it would end the same way."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from paceline.errors import RecordsError, UsageError
 from paceline.study.folder import StudyFolder
@@ -13,10 +13,13 @@ from paceline.study.folder import StudyFolder
 
 @contextmanager
 def held(folder: StudyFolder) -> Iterator[None]:
-    """Hold the folder's lock; the kernel takes it back when this process ends, however it does."""
+    """Hold the folder's lock; the kernel takes it back when this process ends, however it does.
+
+    A cell that it has started then holds it on, for the moments in which it writes what it has.
+    """
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
-        file = folder.lock_file.open("a+", encoding="utf-8")
+        file = folder.lock_file.open("ab+", buffering=0)
     except OSError as error:
         raise RecordsError(f"cannot write to {folder.path}: {error.strerror}") from None
     with file:
@@ -24,13 +27,16 @@ def held(folder: StudyFolder) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            owner = file.read().strip() or "another one"
+            number = file.read().decode().strip()
+            owner = f"process {number}" if number else "another process"
             raise UsageError(
-                f"{folder.path} is being run by process {owner}: wait for it, or give another --out"
+                f"{folder.path} is being run by {owner}: wait for it, or give another --out"
             ) from None
+        os.set_inheritable(file.fileno(), True)
         file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
+        # On a full disk it stays empty: the runner itself will say that it cannot write.
+        with suppress(OSError):
+            file.write(f"{os.getpid()}\n".encode())
         yield
         # Emptied, so that a later reader is not told of a process that has gone.
         file.truncate(0)

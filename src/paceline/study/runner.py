@@ -22,13 +22,10 @@ from paceline.config import RunConfig
 from paceline.errors import RecordsError, UsageError
 from paceline.study import estimate, machine
 from paceline.study.command import CellProcess, last_words, resume_words, train_words
-from paceline.study.folder import Cell, Study, StudyFolder, Trouble
+from paceline.study.folder import DONE, Cell, Study, StudyFolder, Trouble
 from paceline.study.plan import Plan
 from paceline.study.progress import Display
 from paceline.worker.checkpoint import iterations as checkpointed_iterations
-
-DONE = ("finished", "diverged")
-"""How a run may have ended that need not be run again: it would end the same way."""
 
 WHERE_NOT_WHAT = ("out", "name", "data_dir", "node_rank", "master_addr", "master_port")
 """Settings that say where a run happens and are no reason to run it again."""
@@ -131,6 +128,9 @@ class Runner:
                     self._run_cell(cell, number + 1, waiting)
         except KeyboardInterrupt:
             self._outcome.is_stopped = True
+        except OSError as error:
+            place = error.filename or self._folder.path
+            raise RecordsError(f"cannot write to {place}: {error.strerror}") from None
         self._outcome.failed = self._troubled(cells, "failed")
         self._outcome.skipped = self._troubled(cells, "skipped")
         return self._outcome
@@ -163,6 +163,8 @@ class Runner:
             return None if others is None or own is None else others + max(0.0, own - spent)
 
         self._display.begin(cell.id, number, len(waiting), left(0.0))
+        # What went wrong the last time is no longer so, also if this one is interrupted.
+        self._note(cell, trouble=None)
         begin = time.monotonic()
         is_whole = state_of(self._folder, cell, self._plan.configs[cell.id]) is not State.RESUME
         trouble = self._attempt(cell, lambda spent: self._display.tick(spent, left(spent)))

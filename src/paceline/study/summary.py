@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean
@@ -31,31 +32,30 @@ def rows(folder: StudyFolder, study: Study) -> Iterator[Row]:
 
 
 def _row(folder: StudyFolder, part: str, cells: list[Cell]) -> Row:
-    statuses: dict[str, int] = {}
-    results: list[Result] = []
+    statuses: Counter[str] = Counter()
+    figures: list[tuple[float | None, float | None]] = []
     for cell in cells:
         try:
             status, result = folder.status(cell), folder.result(cell)
-        except RecordsError:
-            status, result = "damaged", None
-        statuses[status] = statuses.get(status, 0) + 1
-        if status == "finished" and result is not None:
-            results.append(result)
+            if status == "finished" and result is not None:
+                figures.append(_figures(result))
+        except (RecordsError, LookupError, TypeError, AttributeError):
+            # A result can be whole JSON and still hold what no run writes.
+            status = "damaged"
+        statuses[status] += 1
     words = [status if len(cells) == 1 else f"{count} {status}"
              for status, count in statuses.items()]  # fmt: skip
-    accuracies = (result["final"].get("test_accuracy") for result in results)
-    means = (
-        [
-            mean
-            for worker in result["workers"]
-            if (mean := worker["iteration_seconds"]["mean"]) is not None
-        ]
-        for result in results
-    )
     return Row(
         part=part,
         label=cells[0].label,
         status=", ".join(words),
-        accuracies=tuple(value for value in accuracies if value is not None),
-        iteration_seconds=tuple(fmean(each) for each in means if each),
+        accuracies=tuple(value for value, _ in figures if value is not None),
+        iteration_seconds=tuple(value for _, value in figures if value is not None),
     )
+
+
+def _figures(result: Result) -> tuple[float | None, float | None]:
+    """Accuracy, and seconds of an iteration."""
+    means = [worker["iteration_seconds"]["mean"] for worker in result["workers"]]
+    known = [mean for mean in means if mean is not None]
+    return result["final"].get("test_accuracy"), fmean(known) if known else None
