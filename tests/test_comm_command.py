@@ -88,11 +88,13 @@ def test_the_figure_is_drawn(measured: tuple[Ended, Path]) -> None:
     ("words", "told"),
     [
         (["--nproc-per-node", "1"], "takes two workers or more: give --nproc-per-node 2"),
+        (["--cluster", "nodes=1"], "takes two workers or more: give --nproc-per-node 2"),
         (["--sizes", "1x"], "--sizes: must be a size from 4 to 8g such as 4k, 1m or 256m"),
         (["--repeats", "some"], "--repeats: must be a whole number, got 'some'"),
         (["--operations", "sum"], "--operations: must be some of all_reduce"),
         (["--figure", "comm.pdf"], "--figure: must end in .svg or .png, got 'comm.pdf'"),
         (["--json", "nowhere/comm.json"], "--json: there is no folder nowhere"),
+        (["--json", "."], "--json: . is a folder: give a file in it"),
         (["--cluster", "nodes=0"], "--cluster: must be given nodes=1"),
         (["--hosts", "a,b", "--cluster", "nodes=2"], "--hosts and --cluster: give one of them"),
     ],

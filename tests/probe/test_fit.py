@@ -64,7 +64,14 @@ def test_a_latency_below_nothing_counts_as_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "points", [[], [Point(1024, [1e-3])], [Point(1000, [2.0]), Point(10_000, [1.0])]]
+    "points",
+    [
+        [],
+        [Point(1024, [1e-3])],
+        [Point(1000, [2.0]), Point(10_000, [1.0])],
+        [Point(1000, [1.0, 3.0]), Point(2000, [1.0, 3.0]), Point(3000, [1.1, 3.0])],
+    ],
+    ids=["none", "one size", "falling", "level"],
 )
 def test_times_that_say_nothing_give_no_line(points: list[Point]) -> None:
     assert fit(points) is None

@@ -119,5 +119,7 @@ def _check_files(arguments: argparse.Namespace) -> None:
     for flag, name in (("--json", arguments.json), ("--figure", arguments.figure)):
         if name and not Path(name).absolute().parent.is_dir():
             raise RecordsError(f"{flag}: there is no folder {Path(name).parent}")
+        if name and Path(name).is_dir():
+            raise RecordsError(f"{flag}: {name} is a folder: give a file in it")
     if arguments.figure and Path(arguments.figure).suffix.lower() not in FIGURE_SUFFIXES:
         raise UsageError(f"--figure: must end in .svg or .png, got {arguments.figure!r}")

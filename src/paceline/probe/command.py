@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from paceline import __version__
 from paceline.errors import PacelineError, RunError
 from paceline.launch import environment
-from paceline.probe.plan import Plan
+from paceline.probe.plan import Plan, check_workers
 
 if TYPE_CHECKING:
     from paceline.launch.fleet import Fleet
@@ -34,6 +34,7 @@ def measure(plan: Plan, quiet: bool = False) -> dict[str, Any] | None:
         except PacelineError as error:
             error.is_told = place.rank > 0
             raise
+    check_workers(plan.machines.workers)
     if plan.machines.launcher == "ray":
         return _measure_on_ray(plan, quiet)
     if plan.machines.hosts or plan.machines.cluster:

@@ -43,7 +43,8 @@ class Line:
 
 
 def fit(points: Sequence[Point]) -> Line | None:
-    """None where the times say nothing of both, as from one size or from times that fall.
+    """None where the times say nothing of both, as from one size, or from times that fall, or that
+    rise by no more than the error of their rise.
 
     The errors are one standard deviation, None with fewer than FEWEST_FOR_ERRORS sizes. Where the
     times are further from the line than their own errors explain, the errors are widened by as
@@ -59,13 +60,12 @@ def fit(points: Sequence[Point]) -> Line | None:
         return None
     misfit = sum(((p.middle - a - b * p.size_bytes) / p.error) ** 2 for p in points)
     widening = math.sqrt(max(1.0, misfit / max(1, len(points) - 2)))
-    has_errors = sizes >= FEWEST_FOR_ERRORS
-    return Line(
-        latency_seconds=a,
-        latency_error_seconds=math.sqrt(a_variance) * widening if has_errors else None,
-        bytes_per_second=1 / b,
-        bytes_per_second_error=math.sqrt(b_variance) * widening / b**2 if has_errors else None,
-    )
+    if sizes < FEWEST_FOR_ERRORS:
+        return Line(a, None, 1 / b, None)
+    a_error, b_error = (math.sqrt(each) * widening for each in (a_variance, b_variance))
+    if b_error >= b:
+        return None
+    return Line(a, a_error, 1 / b, b_error / b**2)
 
 
 def _solve(points: Sequence[Point]) -> tuple[float, float, float, float]:

@@ -11,7 +11,7 @@ from paceline import cluster_spec
 from paceline.comm import ALGORITHMS
 from paceline.comm.bus import BUS_FACTORS
 from paceline.config import RunConfig, from_mapping
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, UsageError
 from paceline.probe.sizes import LAST_BYTES, doubling, parse_size, parse_sizes
 
 OPERATIONS = tuple(BUS_FACTORS)
@@ -96,6 +96,11 @@ def machines(values: Mapping[str, Any]) -> RunConfig:
     return from_mapping({**values, "batch_per_worker": 1, "device": "cpu"})
 
 
+def check_workers(count: int) -> None:
+    if count < 2:
+        raise UsageError("comm: takes two workers or more: give --nproc-per-node 2")
+
+
 def make_plan(
     where: Mapping[str, Any],
     *,
@@ -132,8 +137,8 @@ def make_plan(
     names = [entry.name for entry in ALGORITHMS]
     picked = {
         "operations": _pick("--operations", operations, OPERATIONS, problems),
-        "algorithms": _pick("--algorithms", algorithms or ",".join(names), names, problems),
-        "communicators": _pick("--communicators", communicators or "", COMMUNICATORS, problems),
+        "algorithms": _pick("--algorithms", algorithms, names, problems),
+        "communicators": _pick("--communicators", communicators, COMMUNICATORS, problems),
     }
     try:
         config = machines(where)
@@ -141,10 +146,9 @@ def make_plan(
         raise ConfigError([*error.problems, *problems]) from None
     if problems:
         raise ConfigError(problems)
-    if not picked["communicators"]:
+    if communicators is None and config.nproc_per_node == 1:
         # Where every machine has one worker, the two are the same.
-        several = config.nproc_per_node > 1
-        picked["communicators"] = COMMUNICATORS if several else COMMUNICATORS[:1]
+        picked["communicators"] = COMMUNICATORS[:1]
     return Plan(
         machines=config,
         sizes=chosen or doubling(last),
@@ -156,11 +160,13 @@ def make_plan(
     )
 
 
-def _pick(flag: str, text: str, known: Sequence[str], problems: list[str]) -> tuple[str, ...]:
+def _pick(
+    flag: str, text: str | None, known: Sequence[str], problems: list[str]
+) -> tuple[str, ...]:
+    """All where nothing is said."""
+    if text is None:
+        return tuple(known)
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    problems += [
-        f"{flag}: must be some of {', '.join(known)}, got {name!r}"
-        for name in names
-        if name not in known
-    ]
+    unknown = [name for name in names if name not in known] if names else [text]
+    problems += [f"{flag}: must be some of {', '.join(known)}, got {name!r}" for name in unknown]
     return names

@@ -12,7 +12,8 @@
                       bytes, repeats, operations_per_repeat, samples_seconds,
                       seconds {mean, median, p95, least},
                       algorithm_bytes_per_second, bus_bytes_per_second, share_of_limit
-    fits              one for each operation, communicator and algorithm with two sizes or more:
+    fits              one for each operation, communicator and algorithm with two sizes or more,
+                      whose times clearly rise with the size:
                       latency_seconds, bus_bytes_per_second, each also with _error (null with two
                       sizes); share_of_limit
     left_out          sizes that would have taken too long, by way

@@ -18,7 +18,7 @@ from paceline.launch.cluster_account import cluster_account
 from paceline.launch.member import connection
 from paceline.probe.limits import Limit, link_limit
 from paceline.probe.operations import ELEMENT_BYTES
-from paceline.probe.plan import Plan, Way
+from paceline.probe.plan import Plan, Way, check_workers
 from paceline.probe.progress import Show
 from paceline.probe.results import Record, make_record
 from paceline.probe.sizes import size_text
@@ -34,8 +34,7 @@ def run(place: Place, plan: Plan, show: Show = lambda text, done, total: None) -
 
     The first worker's plan counts.
     """
-    if place.world_size < 2:
-        raise UsageError("comm: takes two workers or more: give --nproc-per-node 2")
+    check_workers(place.world_size)
     config = replace(
         plan.machines, nnodes=place.nnodes, nproc_per_node=place.local_world_size, hosts=()
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -52,9 +53,9 @@ def _by_size(entries: list[dict[str, Any]]) -> Table:
         table.add_row(
             size_text(entry["bytes"]) if entry["bytes"] != shown else "",
             entry["algorithm"],
-            *(_seconds(seconds[name]) for name in ("mean", "median", "p95")),
-            _rate(entry["algorithm_bytes_per_second"]),
-            _rate(entry["bus_bytes_per_second"]),
+            *(seconds_text(seconds[name]) for name in ("mean", "median", "p95")),
+            rate_text(entry["algorithm_bytes_per_second"]),
+            rate_text(entry["bus_bytes_per_second"]),
             _share(entry["share_of_limit"]),
         )
         shown = entry["bytes"]
@@ -66,10 +67,10 @@ def _fitted(fits: list[dict[str, Any]]) -> Table:
     for entry in fits:
         table.add_row(
             entry["algorithm"],
-            _seconds(entry["latency_seconds"]),
-            _or_dash(_seconds, entry["latency_seconds_error"]),
-            _rate(entry["bus_bytes_per_second"]),
-            _or_dash(_rate, entry["bus_bytes_per_second_error"]),
+            seconds_text(entry["latency_seconds"]),
+            _or_dash(seconds_text, entry["latency_seconds_error"]),
+            rate_text(entry["bus_bytes_per_second"]),
+            _or_dash(rate_text, entry["bus_bytes_per_second_error"]),
             _share(entry["share_of_limit"]),
         )
     return table
@@ -88,10 +89,15 @@ def _footer(record: dict[str, Any]) -> str:
     for kind, limit in record["limits"].items():
         if limit:
             lines.append(
-                f"limit of the {kind}: {_rate(limit['bytes_per_second'])}, {limit['source']}"
+                f"limit of the {kind}: {rate_text(limit['bytes_per_second'])}, {limit['source']}"
             )
     if any(entry["latency_seconds_error"] is None for entry in record["fits"]):
         lines.append("two sizes are too few for errors of the fit: give three or more in --sizes")
+    if unfitted := _unfitted(record):
+        lines.append(
+            f"{unfitted} without a fit, since times did not clearly rise with size: give larger"
+            " sizes or a quieter machine"
+        )
     lines += [f"warning: {text}" for text in (record["cluster"] or {}).get("warnings", ())]
     if record["left_out"]:
         count = len(record["left_out"])
@@ -99,7 +105,14 @@ def _footer(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _seconds(value: float) -> str:
+def _unfitted(record: dict[str, Any]) -> int:
+    """Ways that were measured at two sizes or more, and have no line through them."""
+    sizes = Counter((*_section(each), each["algorithm"]) for each in record["measurements"])
+    fitted = {(*_section(each), each["algorithm"]) for each in record["fits"]}
+    return sum(count > 1 and way not in fitted for way, count in sizes.items())
+
+
+def seconds_text(value: float) -> str:
     """In eight characters."""
     if value < 0.0009995:
         return f"{value * 1e6:.3g} us" if value < 99.5e-6 else f"{value * 1e6:.0f} us"
@@ -108,7 +121,7 @@ def _seconds(value: float) -> str:
     return f"{value:.3g} s" if value < 99.5 else f"{value:.0f} s"
 
 
-def _rate(bytes_per_second: float) -> str:
+def rate_text(bytes_per_second: float) -> str:
     """In nine characters."""
     value, units = bytes_per_second, iter(("B/s", "kB/s", "MB/s"))
     unit = next(units)
