@@ -45,6 +45,8 @@ def test_a_run_shows_up_grows_and_its_report_opens(tmp_path: Path) -> None:
             page.find_element("css selector", f"tr[data-name='{name}'] input").click()
         page.find_element("id", "compare").click()
         wait(page, lambda: "before" in page.find_element("tag name", "main").text)
+        page.back()
+        wait(page, lambda: page.find_element("id", "compare").text == "Compare 2")
         page.get(f"{address}/report/before")
         wait(page, lambda: bool(page.find_elements("css selector", "svg.chart")))
         complaints = [entry["message"] for entry in page.get_log("browser")]

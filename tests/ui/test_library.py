@@ -93,10 +93,7 @@ def test_a_file_that_is_renamed_meanwhile_does_not_end_a_run(
 
 
 def test_a_study_is_running_while_a_cell_is(tmp_path: Path) -> None:
-    part = Part("one", "One", "", "", (), {})
-    cell = Cell("a.r1", "one", "a", "A", 1, {}, {}, "a.r1")
-    folder = StudyFolder(tmp_path / "deep" / "study")
-    folder.write(Study("mine", "", "Mine", "", (), (part,), (cell,)))
+    folder = a_study(tmp_path / "deep" / "study", "a.r1")
     library = Library(tmp_path)
     assert [(one.name, one.status) for one in library.entries()] == [("deep/study", "unfinished")]
     write_run(folder.cells, FakeRun("a.r1", status="unfinished"))
@@ -129,6 +126,39 @@ def test_what_lies_elsewhere_is_no_run_of_the_library(tmp_path: Path, name: str)
     assert [entry.name for entry in library.entries()] == ["good"]
     with pytest.raises(RecordsError):
         library.path_of(name)
+
+
+def a_study(path: Path, *runs: str) -> StudyFolder:
+    folder = StudyFolder(path)
+    part = Part("one", "One", "", "", (), {})
+    cells = tuple(Cell(run, "one", run, run, 1, {}, {}, run) for run in runs)
+    folder.write(Study("mine", "", "Mine", "", (), (part,), cells))
+    return folder
+
+
+@pytest.mark.parametrize("linked", ["config.json", "events-0.jsonl", "cells", "cells/a"])
+def test_links_in_a_run_or_study_that_lead_out_are_not_followed(
+    tmp_path: Path, linked: str
+) -> None:
+    study = a_study(tmp_path / "runs" / "study", "a")
+    path = study.path if linked.startswith("cells") else study.cells / "a"
+    write_run(study.cells, FakeRun(name="a"))
+    inside, outside = path / linked, tmp_path / "outside"
+    inside.rename(outside)
+    inside.symlink_to(outside)
+    library = Library(tmp_path / "runs")
+    told = {entry.name: entry.cause for entry in library.entries() if entry.status == "damaged"}
+    assert linked in told["study"]
+    with pytest.raises(RecordsError, match="leads out of runs"):
+        library.path_of(str(path.relative_to(library.root)))
+
+
+def test_a_study_tells_how_its_cells_ended(tmp_path: Path) -> None:
+    study = a_study(tmp_path / "study", "a", "b", "c", "d")
+    for name, status in (("a", "finished"), ("b", "failed"), ("c", "diverged")):
+        write_run(study.cells, FakeRun(name=name, status=status))
+    entry = next(entry for entry in Library(tmp_path).entries() if entry.kind == "study")
+    assert (entry.status, entry.cause) == ("unfinished", "2 of 4 cells, 1 failed")
 
 
 def test_a_follower_tells_each_line_once_and_waits_for_half_ones(tmp_path: Path) -> None:
@@ -184,14 +214,13 @@ def test_what_is_no_number_is_not_told(tmp_path: Path) -> None:
         '{"event": "iterations", "first": "x", "seconds": [1], "loss": [1]}',
         '{"event": "iterations", "phases": {"forward": "long"}}',
         '{"event": "evaluation", "iteration": null, "test_accuracy": 0.5}',
-        '{"event": "end", "status": 3, "cause": null}',
         "[" * 100_000,
     ]
     folder.events_file(0).write_text("\n".join(lines) + "\n")
     news = Follower(folder.path).news()
     assert news is not None
     assert news["points"] == [[2, 1, 0.5], [4, None, 0.5]]
-    assert news.keys() <= {"points", "evaluations", "end"}
+    assert news.keys() <= {"points", "evaluations"}
     assert news.get("evaluations", []) == []
     json.dumps(news, allow_nan=False)
 

@@ -13,6 +13,7 @@ from urllib.request import urlopen
 
 import pytest
 
+from paceline.ui.serve import names_of
 from report.records import FakeRun, write_run
 from ui.serving import served
 
@@ -106,7 +107,10 @@ def test_foreign_paths_are_refused(page: str, target: str) -> None:
     assert ask(page, target)[0] == 404
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example"])
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "127.0.0.1@evil", "[::1]:1", " "],
+)
 def test_foreign_names_for_this_address_are_refused(page: str, host: str) -> None:
     assert ask(page, "/runs", host)[0] == 400
 
@@ -116,7 +120,21 @@ def test_the_stream_of_an_ended_run_tells_all_and_ends(page: str) -> None:
     assert status == 200
     first = json.loads(body.split("\n")[0].removeprefix("data: "))
     assert first["points"]
-    assert body.rstrip().endswith("data: {}")
+    assert body.endswith('event: over\ndata: {"status": "finished", "cause": ""}\n\n')
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "names"),
+    [
+        ("LocalHost", "127.0.0.1", {"localhost", "127.0.0.1"}),
+        ("127.1", "127.0.0.1", {"127.1", "127.0.0.1", "localhost"}),
+        ("Desk", "10.0.0.7", {"desk", "10.0.0.7"}),
+    ],
+)
+def test_the_page_answers_to_its_names_as_browsers_write_them(
+    host: str, address: str, names: set[str]
+) -> None:
+    assert set(names_of(host, address)) == names
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "0", ""])

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from importlib.util import find_spec
+from pathlib import Path
 
 from paceline.errors import UsageError
 
+DEFAULT_FOLDER = "runs"
 SUMMARY = "watch runs, read reports and compare in the browser"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "folder", metavar="DIR", nargs="?", default="runs", help="folder of runs (default: runs)"
-    )
+    parser.add_argument("folder", metavar="DIR", nargs="?", help="folder of runs (default: runs)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on, and no other")
     parser.add_argument("--port", type=int, default=8600, help="0 takes any free one")
 
@@ -24,5 +25,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"the page needs {' and '.join(missing)}: pip install 'paceline[ui]'")
     from paceline.ui.serve import serve
 
-    serve(arguments.folder, arguments.host, arguments.port)
+    if arguments.folder is None:
+        # Where the first run will be, which may be yet to come.
+        with contextlib.suppress(OSError):
+            Path(DEFAULT_FOLDER).mkdir(exist_ok=True)
+    serve(arguments.folder or DEFAULT_FOLDER, arguments.host, arguments.port)
     return 0

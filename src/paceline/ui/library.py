@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,14 +18,17 @@ from typing import Any
 from paceline.errors import PacelineError, RecordsError
 from paceline.records import Result, RunFolder
 from paceline.report.shape import check_result, is_number
-from paceline.study.folder import STUDY_FILE, StudyFolder
+from paceline.study.folder import DONE, STUDY_FILE, Cell, StudyFolder
 
 DEPTH = 4
 """Runs and studies are looked for so many folders deep; a study's cells lie two deeper."""
 SILENT_SECONDS = 60.0
 """A run without a result that has written nothing for so long does not run any more."""
 STAMPED = ("config.json", "result.json", "events-0.jsonl", STUDY_FILE, ".lock")
-"""The records that an entry is made of, and one that is written when a run goes on."""
+"""The records that an entry is made of, and what a study's runner writes when it ends."""
+
+TROUBLES = ("failed", "skipped", "stopped", "damaged")
+"""What is told of a study's cells besides how many are done."""
 
 TAIL_BYTES = 65536
 """Read of the events of a run that goes on."""
@@ -71,7 +75,9 @@ class Library:
         """The folder of a run or study; RecordsError for whatever is none of this library's."""
         try:
             path = (self.root / name).resolve()
-            if path.is_relative_to(self.root) and (_is_run(path) or StudyFolder.is_one(path)):
+            is_here = path.is_relative_to(self.root)
+            if is_here and (_is_run(path) or StudyFolder.is_one(path)):
+                self._check_links(path)
                 return path
         except (OSError, ValueError):
             pass
@@ -88,7 +94,7 @@ class Library:
                 if known is not None and known[0] == stamp and known[1].status != "running":
                     found[name] = known
                 else:
-                    found[name] = (stamp, _entry(Path(path), name, of_study))
+                    found[name] = (stamp, self._entry(Path(path), name, of_study))
             self._known = found
         entries = [entry for _, entry in found.values()]
         running = {entry.study for entry in entries if entry.status == "running"}
@@ -96,6 +102,24 @@ class Library:
             (replace(one, status="running") if one.name in running else one for one in entries),
             key=lambda one: -one.changed,
         )
+
+    def _entry(self, path: Path, name: str, study: str) -> Entry:
+        blank = Entry(name, "run", "damaged", "", study, "", "", "", 0, newest_seconds(path))
+        try:
+            self._check_links(path)
+            if StudyFolder.is_one(path):
+                return _study_entry(path, blank)
+            return _run_entry(RunFolder(path), blank)
+        except PacelineError as error:
+            return replace(blank, cause=str(error).replace(f"{path}{os.sep}", ""))
+        except OSError as error:
+            return replace(blank, cause=f"cannot be read: {error.strerror}")
+
+    def _check_links(self, path: Path) -> None:
+        """RecordsError where a record of a run or study is a link that leads out of the library."""
+        for link in _links_among_records(path):
+            if not link.resolve().is_relative_to(self.root):
+                raise RecordsError(f"{link.relative_to(path)} leads out of {self.root.name}")
 
     def _name(self, path: str) -> str:
         # Names of files are bytes; what is no text gets a name that shows it, and leads nowhere.
@@ -114,7 +138,8 @@ def _walk(folder: str, depth: int, study: str | None) -> Iterator[tuple[str, str
         yield folder, study, _stamp(inside)
     elif _is_file(inside, STUDY_FILE):
         yield folder, None, _stamp(inside)
-        yield from _walk(str(StudyFolder(Path(folder)).cells), 2, folder)
+        if "cells" in inside and inside["cells"].is_dir(follow_symlinks=False):
+            yield from _walk(inside["cells"].path, 2, folder)
     elif depth:
         for name, entry in sorted(inside.items()):
             # A link may lead anywhere.
@@ -152,16 +177,23 @@ def newest_seconds(path: Path) -> float:
         return 0.0
 
 
-def _entry(path: Path, name: str, study: str) -> Entry:
-    blank = Entry(name, "run", "damaged", "", study, "", "", "", 0, newest_seconds(path))
-    try:
-        if StudyFolder.is_one(path):
-            return _study_entry(path, blank)
-        return _run_entry(RunFolder(path), blank)
-    except PacelineError as error:
-        return replace(blank, cause=str(error).replace(f"{path}{os.sep}", ""))
-    except OSError as error:
-        return replace(blank, cause=f"cannot be read: {error.strerror}")
+def _links_among_records(path: Path) -> Iterator[Path]:
+    """Of a run, or of a study and its cells."""
+    yield from _links(path, (".json", ".jsonl", "cells"))
+    cells = StudyFolder(path).cells
+    if StudyFolder.is_one(path) and cells.is_dir():
+        yield from _links(cells, ("",))
+        for cell in filter(Path.is_dir, cells.iterdir()):
+            yield from _links(cell, (".json", ".jsonl"))
+
+
+def _links(folder: Path, endings: tuple[str, ...]) -> list[Path]:
+    with os.scandir(folder) as entries:
+        return [
+            Path(entry.path)
+            for entry in entries
+            if entry.is_symlink() and entry.name.endswith(endings)
+        ]
 
 
 def _run_entry(folder: RunFolder, blank: Entry) -> Entry:
@@ -220,11 +252,19 @@ def _standing(events: Path) -> dict[str, Any]:
 def _study_entry(path: Path, blank: Entry) -> Entry:
     folder = StudyFolder(path)
     study = folder.read()
-    finished = sum(folder.run_folder(cell).result_file.is_file() for cell in study.cells)
-    count = len(study.cells)
+    statuses = Counter(_status(folder, cell) for cell in study.cells)
+    done = sum(statuses.pop(status, 0) for status in DONE)
+    others = (f"{count} {status}" for status, count in statuses.items() if status in TROUBLES)
     return replace(
         blank,
         kind="study",
-        status="finished" if finished == count else "unfinished",
-        cause=f"{finished} of {count} cells",
+        status="unfinished" if statuses else "finished",
+        cause=", ".join([f"{done} of {len(study.cells)} cells", *others]),
     )
+
+
+def _status(folder: StudyFolder, cell: Cell) -> str:
+    try:
+        return folder.status(cell)
+    except RecordsError:
+        return "damaged"

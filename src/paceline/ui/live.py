@@ -9,6 +9,7 @@ from pathlib import Path
 from time import time
 from typing import Any
 
+from paceline.errors import RecordsError
 from paceline.records import RunFolder
 from paceline.report.shape import is_number
 from paceline.ui.library import SILENT_SECONDS, newest_seconds
@@ -45,8 +46,6 @@ class Follower:
                     points += _points(event)
                 elif kind == "evaluation":
                     news.setdefault("evaluations", []).extend(_evaluation(event))
-                elif kind == "end":
-                    news["end"] = {key: str(event.get(key) or "") for key in ("status", "cause")}
         if points:
             news["points"] = thinned(points)
         return news or None
@@ -62,6 +61,16 @@ class Follower:
         if self._folder.result_file.is_file():
             return True
         return time() - newest_seconds(self._folder.path) > SILENT_SECONDS
+
+    def outcome(self) -> dict[str, str]:
+        """How a run that is over ended: its status, and the cause."""
+        try:
+            result = self._folder.read_result()
+        except RecordsError as error:
+            return {"status": "damaged", "cause": str(error)}
+        if result is None:
+            return {"status": "interrupted", "cause": ""}
+        return {key: str(result[key] or "") for key in ("status", "cause")}
 
 
 class _Worker:

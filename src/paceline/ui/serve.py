@@ -13,7 +13,7 @@ from paceline.errors import UsageError
 from paceline.ui.app import make_app
 from paceline.ui.library import Library
 
-LOOPBACK = ["127.0.0.1", "localhost"]
+LOOPBACK = "127.0.0.1"
 EVERYWHERE = "0.0.0.0"
 
 
@@ -23,14 +23,18 @@ def serve(folder: Path | str, host: str, port: int) -> None:
     address = f"http://{host}:{listening.getsockname()[1]}/"
     sys.stdout.write(f"{library.root}\n{address}   (Ctrl-C ends it)\n")
     sys.stdout.flush()
-    # Browsers ask in small letters.
-    hosts = LOOPBACK if host in LOOPBACK else [host.lower()]
+    hosts = names_of(host, listening.getsockname()[0])
     app = make_app(library, hosts, is_closing=lambda: server.should_exit)
     # Whoever watches is let go of at once; a report that is being built is waited for so long.
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2)
     server = uvicorn.Server(config)
     with listening, contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listening])
+
+
+def names_of(host: str, address: str) -> list[str]:
+    """By which the page may be asked for: as browsers write them, in small letters."""
+    return [host.lower(), address, *(["localhost"] if address == LOOPBACK else [])]
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -57,7 +57,7 @@ async def run_changes(follower: Follower, is_closing: IsClosing) -> AsyncIterato
         if follower.is_behind:
             continue
         if is_over:
-            yield "event: over\ndata: {}\n\n"
+            yield f"event: over\ndata: {json.dumps(follower.outcome())}\n\n"
             return
         if not await pulse.wait(spent):
             return

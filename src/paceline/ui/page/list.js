@@ -6,13 +6,16 @@ const filter = document.getElementById("filter");
 const compare = document.getElementById("compare");
 const count = document.getElementById("count");
 const more = document.getElementById("more");
-const ticked = new Set();
-const folded = new Map(); // Name of a study -> whether its reader has closed it.
+// What a reader has chosen is there again after a look at another page and the way back.
+const before = history.state || {};
+const ticked = new Set(before.ticked);
+const folded = new Map(before.folded); // Name of a study -> whether its reader has closed it.
 const rows = new Map(); // Name -> the row as it stands, and what it was made of.
 const MOST_ROWS = 2000;
 const MOST_COMPARED = 24;
 const MOST_CELLS_OPEN = 24; // A study with more is closed until its reader opens it.
 let entries = null;
+filter.value = before.filter || "";
 
 const seconds = (value) => {
   if (value === null) return "";
@@ -154,9 +157,15 @@ function showCompare() {
   compare.disabled = ticked.size < 2 || ticked.size > MOST_COMPARED;
   compare.title = ticked.size > MOST_COMPARED ? `at most ${MOST_COMPARED}` : "";
   compare.textContent = ticked.size ? `Compare ${ticked.size}` : "Compare";
+  remember();
+}
+
+function remember() {
+  history.replaceState({ ticked: [...ticked], folded: [...folded], filter: filter.value }, "");
 }
 
 function draw() {
+  remember();
   if (entries === null) return;
   const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
   const text = (one) => `${one.name} ${one.model} ${one.strategy} ${one.status} ${one.kind}`.toLowerCase();
@@ -181,6 +190,7 @@ document.getElementById("bar").addEventListener("submit", (event) => {
   if (!compare.disabled) window.location.assign(`/compare?${query}`);
 });
 filter.addEventListener("input", draw);
+setInterval(draw, 60000); // What is some minutes ago becomes more, though nothing is pushed.
 
 const source = new EventSource("/stream");
 source.addEventListener("message", (event) => {

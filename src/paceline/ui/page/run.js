@@ -159,7 +159,7 @@ function add(news) {
   }
   for (const [rank, spent] of Object.entries(news.phases || {})) phases.set(Number(rank), spent);
   if (phases.size) drawPhases();
-  show(news.end ? news.end.status : "running", news.end && news.end.cause);
+  show("running");
 }
 
 function show(text, why) {
@@ -173,9 +173,10 @@ function show(text, why) {
 for (const id of Object.keys(curves)) draw(id);
 const source = new EventSource(`/stream/${path}`);
 source.addEventListener("message", (event) => add(JSON.parse(event.data)));
-source.addEventListener("over", () => {
+source.addEventListener("over", (event) => {
   source.close();
-  if (["running", "connecting"].includes(status.textContent)) show("interrupted");
+  const outcome = JSON.parse(event.data);
+  show(outcome.status, outcome.cause);
 });
 source.addEventListener("error", () => {
   if (source.readyState === EventSource.CLOSED) show("no connection");
