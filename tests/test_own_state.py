@@ -44,3 +44,26 @@ def test_each_worker_gets_its_own_batch_norm_statistics_back() -> None:
     assert not torch.equal(first[0], second[0])
     assert torch.equal(first[0], first[1])
     assert torch.equal(second[0], second[1])
+
+
+def test_in_a_resized_run_each_rank_goes_on_with_its_own_steps_and_times() -> None:
+    """Two workers out of step become three; what they trained on counts for all of them."""
+    saved: list[dict[str, Any]] = []
+
+    def begin(communicator: Communicator) -> None:
+        strategy = normed(communicator)
+        rank = communicator.rank
+        progress = Progress(iteration=50, steps=(60, 40)[rank], samples=(600, 400)[rank])
+        gathered = state.gather(strategy.replica, strategy, progress, {"rank": rank})
+        if gathered is not None:
+            saved.append(gathered)
+
+    def go_on(communicator: Communicator) -> tuple[Progress, dict[str, Any]]:
+        strategy = normed(communicator)
+        return state.restore(saved[0], strategy.replica, strategy)
+
+    in_process.run(2, begin)
+    found = in_process.run(3, go_on)
+    assert [progress.steps for progress, _ in found] == [60, 40, 60]
+    assert [account for _, account in found] == [{"rank": 0}, {"rank": 1}, {}]
+    assert {(one.iteration, one.samples, one.samples_before) for one, _ in found} == {(50, 0, 1000)}

@@ -9,7 +9,14 @@ import pytest
 
 from paceline.config import from_mapping
 from paceline.errors import RecordsError
-from paceline.records import EventWriter, RunFolder, read_json, read_lines, write_json
+from paceline.records import (
+    EventWriter,
+    RunFolder,
+    read_iteration_seconds,
+    read_json,
+    read_lines,
+    write_json,
+)
 
 
 def config_in(folder: Path, **values: object) -> RunFolder:
@@ -75,6 +82,16 @@ def test_events_go_on_after_a_line_cut_by_a_crash(tmp_path: Path) -> None:
     events.write("end", status="finished")
     events.close()
     assert [event["event"] for event in read_lines(path)] == ["start", "end"]
+
+
+def test_iterations_done_again_by_a_worker_that_joined_later_count_once(tmp_path: Path) -> None:
+    """It was there from iteration 50 on, and the run went on from 52 after that."""
+    events = EventWriter(tmp_path / "events-1.jsonl")
+    events.write("iterations", first=50, seconds=[1.0, 2.0, 3.0])
+    events.write("iterations", first=52, seconds=[4.0, 5.0])
+    events.close()
+    assert read_iteration_seconds(tmp_path / "events-1.jsonl", 54) == [1.0, 2.0, 4.0, 5.0]
+    assert read_iteration_seconds(tmp_path / "events-1.jsonl", 52) == [1.0, 2.0]
 
 
 def test_json_lines_are_readable_by_a_strict_reader(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@
 Whole files are replaced atomically and JSON lines are appended, so that a reader sees the old or
 the new state and never half of one. Events are objects with an "event" key:
 
-    start       run began or was resumed: iteration, resumed
+    start       run began or was resumed: iteration, resumed, workers
     iterations  a block of them: first (iteration), seconds [...], loss [...], learning_rate,
                 phases (seconds in each so far, in this process); out of step also
                 batch, part, ahead and behind [...]: docs/metrics.md
@@ -31,6 +31,7 @@ import os
 import re
 import shutil
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -260,14 +261,18 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 def read_iteration_seconds(path: Path, until: int) -> list[float]:
     """How long the iterations before `until` took, by a rank's events.
 
-    Where a run was resumed, iterations that were done again count as they were the last time.
+    Where a run was resumed, iterations that were done again count as they were the last time. Those
+    in which there was no worker of this rank are not among them.
     """
+    numbers: list[int] = []
     seconds: list[float] = []
     for event in read_lines(path):
         if event.get("event") == "iterations":
-            del seconds[event["first"] :]
+            again = bisect_left(numbers, event["first"])
+            del numbers[again:], seconds[again:]
+            numbers += range(event["first"], event["first"] + len(event["seconds"]))
             seconds += event["seconds"]
-    return seconds[:until]
+    return seconds[: bisect_left(numbers, until)]
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -17,6 +17,8 @@ from torch import Tensor
 from launch.commands import SLOW, Ended, is_training, launch, train, wait_until, workers_of
 from paceline.launch import start
 from paceline.records import Result, RunFolder
+from paceline.report.run import open_run
+from paceline.report.worlds import World
 from paceline.worker.checkpoint import iterations, newest_checkpoint
 
 SETTINGS = {"model": "own_code:Slow", "iterations": 160, "nproc_per_node": 2}
@@ -97,6 +99,7 @@ def test_another_number_of_workers_goes_on_with_the_same_samples(
     assert result is not None
     assert result["iterations"] == 12
     assert [worker["samples"] for worker in result["workers"]] == [6 * 12 // workers] * workers
+    assert open_run(cut).worlds == [World(0, 2), World(6, workers)]
     assert distance(halfway, expected) > 1e-3, "the second half changes too little to tell"
     assert distance(weights_after(cut), expected) < 1e-5
 

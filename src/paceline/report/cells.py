@@ -33,13 +33,18 @@ class Cell:
     label: str
     runs: list[Run]
     trouble: str = ""
-    """Why there is no run, of a study's cell that has none."""
+    """Why there is no run, or one less than a study asks for."""
     axes: dict[str, str] = field(default_factory=dict)
     """A study's cell's place in its grid: axis -> label of the value."""
 
     @cached_property
     def finished(self) -> list[Run]:
         return [run for run in self.runs if run.is_finished]
+
+    @property
+    def shown(self) -> list[Run]:
+        """The finished runs; where there are none, those that did not finish."""
+        return self.finished or self.runs
 
     @cached_property
     def timed(self) -> list[Run]:
@@ -71,7 +76,12 @@ class Cell:
         """The first thing that went wrong, a failure before others; empty where nothing did."""
         runs = sorted(self.runs, key=lambda run: run.status != "failed")
         causes = (run.cause for run in runs if not run.is_finished)
-        return self.trouble or next(filter(None, causes), "")
+        return next(filter(None, causes), self.trouble)
+
+    @property
+    def is_troubled(self) -> bool:
+        """Whether something went wrong, or was not brought to its end."""
+        return len(self.finished) < len(self.runs) or self.trouble not in ("", NOT_RUN)
 
     @cached_property
     def iteration_means(self) -> list[float]:
@@ -90,9 +100,13 @@ class Cell:
                 return float(run.result["samples"]) / run.iterations
         return float(self.config.global_batch_size)
 
+    def finals(self, key: str) -> list[float]:
+        """A final figure such as test_accuracy, of each finished run that has it."""
+        return [value for run in self.finished if (value := run.final(key)) is not None]
+
     def mean_of(self, key: str) -> Interval | None:
-        """Of a final figure such as test_accuracy, over the finished runs."""
-        values = [value for run in self.finished if (value := run.final(key)) is not None]
+        """Of such a figure, over the finished runs."""
+        values = self.finals(key)
         return interval(values) if values else None
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable
+from typing import Any
 
 from paceline.report.run import Run
 
@@ -17,8 +19,8 @@ def iterations_in_epoch(run: Run) -> float | None:
 
 def epoch_seconds(run: Run) -> float | None:
     """Of an epoch of usual iterations, the first of the run left out."""
-    count = iterations_in_epoch(run)
-    return None if count is None or run.timing is None else run.timing.mean * count
+    count, seconds = iterations_in_epoch(run), run.iteration_seconds
+    return None if count is None or seconds is None else seconds * count
 
 
 def first_epoch_seconds(run: Run) -> float | None:
@@ -28,17 +30,22 @@ def first_epoch_seconds(run: Run) -> float | None:
 
 def exchange_seconds_in_epoch(run: Run) -> float | None:
     """Exposed communication, on average over the workers."""
-    return _in_epoch(run, [worker["phases"]["exchange"] for worker in run.workers])
+    return _in_epoch(run, lambda worker: worker["phases"]["exchange"])
 
 
 def hidden_seconds_in_epoch(run: Run) -> float | None:
     """Communication behind computing, on average over the workers."""
-    return _in_epoch(run, [worker.get("hidden_exchange_seconds", 0.0) for worker in run.workers])
+    return _in_epoch(run, lambda worker: worker.get("hidden_exchange_seconds", 0.0))
 
 
-def _in_epoch(run: Run, spent: Sequence[float]) -> float | None:
-    """The mean of what each worker spent in the whole run, as a part for one epoch."""
+def _in_epoch(run: Run, spent: Callable[[dict[str, Any]], float]) -> float | None:
+    """The mean of what each worker spent in all its iterations, as a part for one epoch."""
     count = iterations_in_epoch(run)
-    if count is None or not spent or not run.iterations:
+    of_iteration = [
+        spent(worker) / iterations
+        for worker in run.workers
+        if (iterations := run.iterations_of(int(worker["rank"])))
+    ]
+    if count is None or not of_iteration:
         return None
-    return float(sum(spent) / len(spent) / run.iterations * count)
+    return math.fsum(of_iteration) / len(of_iteration) * count

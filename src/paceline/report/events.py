@@ -27,11 +27,14 @@ def missing_events(run: Run) -> list[str]:
             continue
         if not path.is_file():
             told.append(f"events of rank {worker['rank']} are missing")
-        elif not _has_end(path):
-            count = _count(run, worker["rank"])
-            told.append(
-                f"events of rank {worker['rank']} end at iteration {count:,} of {run.iterations:,}"
-            )
+        else:
+            end = _end(run, worker["rank"])
+            # Out of step, a worker's iterations are not those of the run.
+            if not _has_end(path) or (run.is_in_step and end < run.iterations):
+                told.append(
+                    f"events of rank {worker['rank']} end at iteration {end:,}"
+                    f" of {run.iterations:,}"
+                )
     return told
 
 
@@ -46,6 +49,6 @@ def _has_end(path: Path) -> bool:
     return isinstance(event, dict) and event.get("event") == "end"
 
 
-def _count(run: Run, rank: int) -> int:
+def _end(run: Run, rank: int) -> int:
     ranks = run.timing.ranks if run.timing is not None else []
-    return next((one.count for one in ranks if one.rank == rank), 0)
+    return next((one.end for one in ranks if one.rank == rank), 0)

@@ -2,7 +2,9 @@
 
 The phases of a result are sums over the whole run. Those of an iteration are the ones below, each
 over the number of iterations the worker did; its first one is in them, so the time that they are
-held against has it too.
+held against has it too. In a short run it shows that workers also meet after the last iteration,
+and in a run whose number of workers has changed a sum is of unlike iterations: there the phases are
+taken as they were written beside the iterations.
 """
 
 from __future__ import annotations
@@ -14,10 +16,13 @@ from typing import Any
 
 from paceline.records import PHASES
 from paceline.report.cells import Cell
-from paceline.report.iteration_phases import IN_ITERATION
+from paceline.report.iterations import IN_ITERATION
 from paceline.report.run import Run
+from paceline.report.timing import RankTiming
 
 COMPUTING = ("input", "forward", "backward", "update")
+BESIDE = 0.002
+"""More than this of the iterations' time beside them is worth leaving out."""
 OUTSIDE = tuple(phase for phase in PHASES if phase not in IN_ITERATION)
 
 
@@ -77,14 +82,32 @@ def by_rank(run: Run) -> dict[int, Split]:
     timings = {rank.rank: rank for rank in run.timing.ranks} if run.timing else {}
     splits = {}
     for worker in run.workers:
-        timing = timings.get(worker["rank"])
-        count = (timing.count if timing else 0) or run.iterations
+        rank = int(worker["rank"])
+        spent, count = _in_iterations(run, worker, timings.get(rank))
         if count:
-            spent = run.iteration_phases[int(worker["rank"])]
-            splits[int(worker["rank"])] = Split(
-                {key: value / count for key, value in spent.items()}
-            )
+            splits[rank] = Split({phase: value / count for phase, value in spent.items()})
     return splits
+
+
+def _in_iterations(
+    run: Run, worker: dict[str, Any], timing: RankTiming | None
+) -> tuple[dict[str, float], int]:
+    """A worker's phases in its iterations, and the number of these."""
+    whole = {phase: float(worker["phases"][phase]) for phase in IN_ITERATION}
+    if timing is None or not timing.count:
+        return whole, run.iterations_of(int(worker["rank"]))
+    if timing.phases is None:
+        return whole, run.iterations_of(timing.rank) if run.is_resized else timing.count
+    spent, written = math.fsum(whole.values()), math.fsum(timing.phases.values())
+    beside = spent - timing.total
+    is_near = beside <= BESIDE * timing.total or abs(written - timing.total) > beside
+    if is_near and not run.is_resized:
+        return whole, timing.count
+    # What of an exchange was waiting is known only at the end of a run.
+    both = whole["exchange"] + whole["wait"]
+    meeting = timing.phases["exchange"] + timing.phases["wait"]
+    waiting = meeting * whole["wait"] / both if both else 0.0
+    return {**timing.phases, "exchange": meeting - waiting, "wait": waiting}, timing.count
 
 
 def of_cell(cell: Cell) -> Split | None:

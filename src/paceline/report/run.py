@@ -8,48 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from paceline.config import RunConfig, from_mapping
 from paceline.errors import ConfigError, RecordsError
-from paceline.records import Result, RunFolder, read_lines
-from paceline.report.buckets import Curve, Floats, shorten
-from paceline.report.iteration_phases import in_iterations
+from paceline.records import Result, RunFolder
 from paceline.report.shape import check_result, is_number
-from paceline.report.statistics import block_means
-
-
-@dataclass(frozen=True, slots=True)
-class RankTiming:
-    """Seconds per iteration of one worker; the first iteration is in `first` alone."""
-
-    rank: int
-    count: int
-    first: float
-    mean: float
-    median: float
-    p95: float
-    total: float
-    """Of all iterations, the first one too."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """The iterations of a run: exact figures, and curves short enough to draw."""
-
-    ranks: list[RankTiming]
-    mean: float
-    """Mean over the workers of each one's, the first iteration left out; so are the next two."""
-    median: float
-    p95: float
-    blocks: list[float]
-    """Means of long stretches, for the uncertainty of `mean`."""
-    seconds: Curve
-    """Mean over the workers, against the iteration."""
-    loss: Curve
-    """Of the first worker that wrote events, against the iteration."""
-    loss_by_time: Curve
-    """The same against seconds of training."""
+from paceline.report.timing import Timing, read_timing, timing_of_result
+from paceline.report.worlds import World, joined, starts_of_result, worlds_of
 
 
 @dataclass(frozen=True)
@@ -94,7 +58,7 @@ class Run:
     def iterations(self) -> int:
         if self.result is not None:
             return int(self.result["iterations"])
-        return max((rank.count for rank in self.timing.ranks), default=0) if self.timing else 0
+        return max((rank.end for rank in self.timing.ranks), default=0) if self.timing else 0
 
     def final(self, key: str) -> float | None:
         value = self.result["final"].get(key) if self.result else None
@@ -119,9 +83,26 @@ class Run:
         return sum(values) if values and len(values) == len(self.nodes) else None
 
     @property
+    def worlds(self) -> list[World]:
+        """More than one where the number of workers has changed while the run went on."""
+        return self.timing.worlds if self.timing else worlds_of(starts_of_result(self.result))
+
+    @property
+    def is_resized(self) -> bool:
+        """Then times of iterations are those since the last change."""
+        return len(self.worlds) > 1
+
+    def iterations_of(self, rank: int) -> int:
+        """Those that a worker's account in the result is of: since it joined."""
+        return self.iterations - joined(self.worlds, rank)
+
+    @cached_property
     def is_in_step(self) -> bool:
-        """Whether all workers did the same number of iterations."""
-        return self.timing is None or len({rank.count for rank in self.timing.ranks}) == 1
+        """Whether each iteration of the run was one of every worker."""
+        if any("staleness" in worker for worker in self.workers):
+            return False
+        ranks = self.timing.ranks if self.timing else []
+        return self.result is None or all(rank.end <= self.iterations for rank in ranks)
 
     @cached_property
     def iteration_seconds(self) -> float | None:
@@ -133,9 +114,12 @@ class Run:
         timing = self.timing
         if timing is None or self.is_in_step:
             return None if timing is None else timing.mean
+        # Both counts of a worker, samples and iterations, are since the number of workers changed.
         samples = {worker["rank"]: worker.get("samples") or 0 for worker in self.workers}
         per_second = math.fsum(
-            samples.get(rank.rank, 0) / rank.count / rank.mean for rank in timing.ranks if rank.mean
+            samples.get(rank.rank, 0) / rank.count / rank.mean
+            for rank in timing.ranks
+            if rank.mean and rank.count
         )
         total = (self.result or {}).get("samples")
         if not total or not per_second or not self.iterations:
@@ -143,20 +127,10 @@ class Run:
         return float(total) / self.iterations / per_second
 
     @cached_property
-    def iteration_phases(self) -> dict[int, dict[str, float]]:
-        """Seconds by phase in the iterations of each worker, all together."""
-        totals = {rank.rank: rank.total for rank in self.timing.ranks} if self.timing else {}
-        return {
-            (rank := int(worker["rank"])): in_iterations(
-                worker, totals.get(rank, 0.0), self.folder.events_file(rank)
-            )
-            for worker in self.workers
-        }
-
-    @cached_property
     def timing(self) -> Timing | None:
         """None where no iteration was timed."""
-        return read_timing(self.folder) or _timing_of_result(self.workers)
+        timing = read_timing(self.folder, self.result)
+        return timing or (None if self.result is None else timing_of_result(self.result))
 
 
 def open_run(path: Path) -> Run:
@@ -171,125 +145,3 @@ def open_run(path: Path) -> Run:
     except ConfigError as error:
         raise RecordsError(f"{folder.result_file}: {error.problems[0]}") from None
     return Run(folder, config, result)
-
-
-def read_timing(folder: RunFolder) -> Timing | None:
-    """From the events of all workers; one worker's at a time, to hold little of a long run."""
-    ranks: list[RankTiming] = []
-    total = losses = ends = np.zeros(0)
-    for rank in _ranks_with_events(folder):
-        seconds, own_losses = read_iterations(folder.events_file(rank))
-        if not len(seconds):
-            continue
-        if not ranks:
-            total, losses, ends = seconds.copy(), own_losses, np.cumsum(seconds)
-        else:
-            # Out of step, workers do not all do the same number of iterations.
-            shared = min(len(total), len(seconds))
-            total = total[:shared] + seconds[:shared]
-        ranks.append(_of_rank(rank, seconds))
-    if not ranks:
-        return None
-    mean = total / len(ranks)
-    rest = mean[1:] if len(mean) > 1 else mean
-    return Timing(
-        ranks=ranks,
-        **_over_workers(ranks),
-        blocks=block_means(rest),
-        seconds=shorten(_counting(mean), mean),
-        loss=shorten(_counting(losses), losses, use_mean=True),
-        loss_by_time=shorten(ends, losses, use_mean=True),
-    )
-
-
-def read_iterations(path: Path) -> tuple[Floats, Floats]:
-    """Seconds and losses of a worker's iterations; lines of another shape are passed over.
-
-    Where a run was resumed, iterations that were done again count as they were the last time. A
-    loss that was no number is NaN.
-    """
-    blocks: list[tuple[Floats, Floats]] = []
-    done = 0
-    for event in read_lines(path):
-        if event.get("event") != "iterations":
-            continue
-        block = _block(event)
-        first = event.get("first")
-        if block is None or not isinstance(first, int) or not 0 <= first <= done:
-            continue
-        while blocks and done > first:
-            seconds, losses = blocks.pop()
-            done -= len(seconds)
-            if done < first:
-                kept = first - done
-                blocks.append((seconds[:kept], losses[:kept]))
-                done = first
-        blocks.append(block)
-        done += len(block[0])
-    if not blocks:
-        return np.zeros(0), np.zeros(0)
-    return np.concatenate([one for one, _ in blocks]), np.concatenate([two for _, two in blocks])
-
-
-def _block(event: dict[str, Any]) -> tuple[Floats, Floats] | None:
-    try:
-        seconds = np.array(event["seconds"], dtype=np.float64)
-        losses = np.array(event["loss"], dtype=np.float64)
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return None
-    fits = seconds.ndim == 1 and seconds.shape == losses.shape and len(seconds) > 0
-    return (seconds, losses) if fits and np.isfinite(seconds).all() else None
-
-
-def _of_rank(rank: int, seconds: Floats) -> RankTiming:
-    rest = np.sort(seconds[1:]) if len(seconds) > 1 else seconds
-    return RankTiming(
-        rank=rank,
-        count=len(seconds),
-        first=float(seconds[0]),
-        mean=float(rest.mean()),
-        median=float(rest[(len(rest) - 1) // 2] + rest[len(rest) // 2]) / 2,
-        p95=float(rest[min(len(rest) - 1, round(0.95 * (len(rest) - 1)))]),
-        total=float(seconds.sum()),
-    )
-
-
-def _timing_of_result(workers: list[dict[str, Any]]) -> Timing | None:
-    """What the result alone tells, where the events are gone."""
-    ranks = [
-        RankTiming(
-            rank=worker["rank"],
-            count=0,
-            total=0.0,
-            **{key: worker["iteration_seconds"][key] for key in ("first", "mean", "median", "p95")},
-        )
-        for worker in workers
-        if is_number(worker["iteration_seconds"].get("mean"))
-    ]
-    if not ranks:
-        return None
-    empty = shorten(np.zeros(0), np.zeros(0))
-    return Timing(
-        ranks=ranks,
-        **_over_workers(ranks),
-        blocks=[],
-        seconds=empty,
-        loss=empty,
-        loss_by_time=empty,
-    )
-
-
-def _over_workers(ranks: list[RankTiming]) -> dict[str, float]:
-    return {
-        key: math.fsum(getattr(rank, key) for rank in ranks) / len(ranks)
-        for key in ("mean", "median", "p95")
-    }
-
-
-def _ranks_with_events(folder: RunFolder) -> list[int]:
-    names = (path.stem.partition("-")[2] for path in folder.path.glob("events-*.jsonl"))
-    return sorted(int(name) for name in names if name.isdecimal())
-
-
-def _counting(values: Floats) -> Floats:
-    return np.arange(1, len(values) + 1, dtype=np.float64)

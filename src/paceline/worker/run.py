@@ -125,7 +125,10 @@ class _Worker:
             self.journal.recent_losses.extend(account.get("recent_losses", ()))
             self.journal.display.say(f"resuming after iteration {checkpoint.iteration}")
         self.journal.events.write(
-            "start", iteration=self.progress.iteration, resumed=checkpoint is not None
+            "start",
+            iteration=self.progress.iteration,
+            resumed=checkpoint is not None,
+            workers=self.team.place.world_size,
         )
         for text in self.warnings:
             self.journal.warn(text)

@@ -79,13 +79,15 @@ def _own_part(
     if len(workers) == communicator.world_size:
         mine = workers[communicator.rank]
         return Progress(**mine["progress"]), mine["account"]
-    # A resized run: iteration and history are everybody's, samples start anew. Times go on where
-    # there was a worker of this rank.
+    # A resized run: iteration and history are everybody's, samples start anew. Steps and times go
+    # on where there was a worker of this rank.
     first = workers[0]["progress"]
     before = first.get("samples_before", 0) + sum(each["progress"]["samples"] for each in workers)
-    progress = Progress(**{**first, "samples": 0, "samples_before": before})
-    has_account = communicator.rank < len(workers)
-    return progress, workers[communicator.rank]["account"] if has_account else {}
+    had_rank = communicator.rank < len(workers)
+    own = workers[communicator.rank] if had_rank else {**workers[0], "account": {}}
+    steps = own["progress"]["steps"]
+    progress = Progress(**{**first, "steps": steps, "samples": 0, "samples_before": before})
+    return progress, own["account"]
 
 
 def _own_state(replica: Replica) -> dict[str, Any]:

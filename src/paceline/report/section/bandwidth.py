@@ -71,14 +71,16 @@ class ExchangeRate:
 
 
 def exchange_rate(cell: Cell, measured: Sequence[Measured] = ()) -> ExchangeRate | None:
-    """Of the first finished run; None where no gradients were summed, or nothing was timed."""
+    """Of the first finished run; None where no gradients were summed, nothing was timed, or the
+    number of workers has changed: what was sent is then not of the same sums."""
     if not cell.finished or not _sums_over_the_wire(cell.config):
         return None
     run, workers = cell.finished[0], cell.workers
     counts = [worker.get("traffic", {}).get("gradients", {}) for worker in run.workers]
     sent = sum(count.get("bytes_sent") or 0 for count in counts)
     seconds = [count.get("seconds") or 0.0 for count in counts]
-    if workers < 2 or not sent or not run.iterations or min(seconds) <= 0:
+    is_timed = run.iterations and min(seconds, default=0.0) > 0
+    if workers < 2 or not sent or not is_timed or run.is_resized:
         return None
     return ExchangeRate(
         cell.label,

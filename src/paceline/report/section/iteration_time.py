@@ -9,10 +9,10 @@ import numpy as np
 from paceline.report import units
 from paceline.report.buckets import Curve, together
 from paceline.report.cells import Cell
-from paceline.report.chart.bars import Bar, BarChart, Part, draw_bars
+from paceline.report.chart.bars import BarChart, draw_bars
 from paceline.report.chart.line import LineChart, draw_lines
 from paceline.report.document import Block, Figure, Table, Text
-from paceline.report.section.outline import Outline, series
+from paceline.report.section.outline import Outline, mean_bar, series
 
 TITLE = "Time per iteration"
 
@@ -46,13 +46,9 @@ def cell_time(cell: Cell) -> CellTime | None:
 
 def curve_of(cell: Cell) -> Curve | None:
     """Seconds against the iteration, over the repeats; the first iteration is left out."""
-    curves = [run.timing.seconds for run in cell.runs if run.timing is not None]
-    curves = [_without_first(curve) for curve in curves if len(curve) > 1]
+    curves = [run.timing.seconds for run in cell.shown if run.timing is not None]
+    curves = [curve for curve in curves if len(curve)]
     return together(curves)[0] if curves else None
-
-
-def _without_first(curve: Curve) -> Curve:
-    return Curve(*(values[1:] for values in (curve.x, curve.middle, curve.low, curve.high)))
 
 
 def build(outline: Outline) -> list[Block]:
@@ -108,19 +104,9 @@ def _cut(curves: list[tuple[Cell, Curve | None]]) -> float | None:
 
 
 def _bars(outline: Outline, times: list[tuple[Cell, CellTime]]) -> Figure:
-    bars = []
-    for cell, time in times:
-        mean = sum(time.means) / len(time.means)
-        bars.append(
-            Bar(
-                time.label,
-                [Part("mean", mean, units.seconds(mean))],
-                units.seconds(mean),
-                min(time.means),
-                max(time.means),
-                outline.place(cell),
-            )
-        )
+    bars = [
+        mean_bar(time.label, time.means, units.seconds, outline.place(cell)) for cell, time in times
+    ]
     chart = BarChart("Mean time per iteration of each cell", "time per iteration", bars, "seconds")
     return Figure(outline.figure("iteration-time", "means"), "Mean time per iteration",
                   draw_bars(chart))  # fmt: skip

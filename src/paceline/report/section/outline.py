@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.report.buckets import Curve
 from paceline.report.cells import Cell
+from paceline.report.chart.bars import Bar, Part
 from paceline.report.chart.line import Series
 from paceline.report.document import Text
 from paceline.report.pace import choose_pace
@@ -85,6 +87,13 @@ def series(label: str, curve: Curve, place: int) -> Series:
         curve.high.tolist() if has_spread else (),
         place=place,
     )
+
+
+def mean_bar(label: str, values: Sequence[float], text: Callable[[float], str], place: int) -> Bar:
+    """The mean of a cell's runs, with their spread."""
+    mean = math.fsum(values) / len(values)
+    part = Part("mean", mean, text(mean))
+    return Bar(label, [part], text(mean), min(values), max(values), place)
 
 
 def known(values: Iterable[float | None]) -> list[float]:

@@ -7,8 +7,13 @@ from paceline.report.cells import NOT_RUN, Cell
 from paceline.report.document import Block, Items, Table
 from paceline.report.section.outline import Outline, known
 from paceline.report.summary import describe_restart
+from paceline.report.worlds import described
 
 TITLE = "All cells"
+SINCE = (
+    "Times, phases and samples of iterations and workers are of the iterations since the last"
+    " change, traffic of a worker since it joined; curves and wall time are of the whole run."
+)
 
 
 def build(outline: Outline) -> list[Block]:
@@ -24,7 +29,7 @@ def build(outline: Outline) -> list[Block]:
     troubled += [
         (f"{cell.label}.", cell.trouble)
         for cell in outline.cells
-        if cell.trouble not in ("", NOT_RUN) and not cell.runs
+        if cell.trouble not in ("", NOT_RUN)
     ]
     if troubled:
         blocks.append(Items(troubled[:50]))
@@ -36,6 +41,14 @@ def build(outline: Outline) -> list[Block]:
     ]
     if restarts:
         blocks.append(Items(restarts[:50]))
+    resized = [
+        (f"{run.id}: the number of workers changed.", f"{described(run.worlds)}. {SINCE}")
+        for cell in outline.cells
+        for run in cell.runs
+        if run.is_resized
+    ]
+    if resized:
+        blocks.append(Items(resized[:50]))
     warnings = {
         run.id: "; ".join(dict.fromkeys(map(str, texts)))
         for cell in outline.cells
@@ -49,7 +62,7 @@ def build(outline: Outline) -> list[Block]:
 
 
 def _row(cell: Cell) -> tuple[str, ...]:
-    runs = cell.finished or cell.runs
+    runs = cell.shown
     walls = [run.result["wall_seconds"] for run in runs if run.result]
     finals = {
         key: known(run.final(key) for run in runs)
@@ -70,4 +83,4 @@ def _row(cell: Cell) -> tuple[str, ...]:
 
 
 def _differs(cell: Cell) -> bool:
-    return len({run.iterations for run in cell.finished or cell.runs}) > 1
+    return len({run.iterations for run in cell.shown}) > 1

@@ -8,7 +8,7 @@ from paceline.report import units
 from paceline.report.cells import Cell
 from paceline.report.chart.bars import Bar, BarChart, Part, draw_bars
 from paceline.report.document import Block, Figure, Table, Text
-from paceline.report.iteration_phases import IN_ITERATION
+from paceline.report.iterations import IN_ITERATION
 from paceline.report.pace import iteration_pace
 from paceline.report.phases import (
     COMPUTING,
@@ -78,13 +78,24 @@ def _shares(splits: Sequence[tuple[Cell, Split]]) -> list[Block]:
     ]
 
 
+def spent(split: Split | None) -> tuple[str, str, str]:
+    """Computing, communicating and waiting, as tables have them side by side."""
+    if split is None:
+        return "-", "-", "-"
+    return (
+        units.seconds(split.of(COMPUTING)),
+        units.seconds(split.seconds["exchange"]),
+        units.seconds(split.seconds["wait"]),
+    )
+
+
 def hidden_seconds(cell: Cell) -> float:
     """Communication behind computing, per iteration, on average over runs and workers."""
     values = [
-        worker.get("hidden_exchange_seconds", 0.0) / run.iterations
+        worker.get("hidden_exchange_seconds", 0.0) / count
         for run in cell.finished
         for worker in run.workers
-        if run.iterations
+        if (count := run.iterations_of(int(worker["rank"])))
     ]
     return sum(values) / len(values) if values else 0.0
 

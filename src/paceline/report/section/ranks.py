@@ -12,6 +12,8 @@ from paceline.report.document import Block, Items, Table, Text
 from paceline.report.phases import COMPUTING, Split, by_rank
 from paceline.report.run import Run
 from paceline.report.section.outline import Outline
+from paceline.report.section.phases import spent
+from paceline.report.timing import RankTiming
 
 TITLE = "Time and work of each worker"
 MOST_ROWS = 80
@@ -70,13 +72,19 @@ def workers(run: Run) -> list[Worker]:
             int(worker["node"]),
             timing.mean,
             splits[rank],
-            timing.total or timing.mean * run.iterations,
+            timing.total or timing.mean * run.iterations_of(rank),
             int(worker.get("samples") or 0),
-            _moved(worker) / (timing.count or run.iterations),
+            _moved(worker) / _iterations(run, timing),
         )
         for worker in sorted(run.workers, key=lambda one: int(one["rank"]))
         if (rank := int(worker["rank"])) in splits and (timing := timings.get(rank)) is not None
     ]
+
+
+def _iterations(run: Run, timing: RankTiming) -> int:
+    """That a worker's traffic is of: its own, where it is out of step with the others."""
+    own = timing.count if not run.is_in_step and not run.is_resized else 0
+    return own or run.iterations_of(timing.rank)
 
 
 def _moved(worker: dict[str, dict[str, dict[str, float]]]) -> float:
@@ -146,14 +154,11 @@ _COLUMNS = (
 def _worker_rows(cell: Cell, found: Sequence[Worker]) -> Iterator[tuple[str, ...]]:
     samples = sum(worker.samples for worker in found)
     for worker in found:
-        split = worker.split
         place = f", node {worker.node}" if cell.config.nnodes > 1 else ""
         yield (
             f"{cell.label}: rank {worker.rank}{place}",
             units.seconds(worker.mean_seconds),
-            units.seconds(split.of(COMPUTING)),
-            units.seconds(split.seconds["exchange"]),
-            units.seconds(split.seconds["wait"]),
+            *spent(worker.split),
             units.seconds(worker.training_seconds),
             units.count(worker.samples),
             units.share(worker.samples / samples if samples else None),
@@ -162,9 +167,14 @@ def _worker_rows(cell: Cell, found: Sequence[Worker]) -> Iterator[tuple[str, ...
 
 
 def _reasons(several: Sequence[tuple[Cell, list[Worker]]]) -> Iterator[tuple[str, str]]:
-    """In what rank 0 differs, cell by cell; those in which it does not are named together."""
+    """In what rank 0 differs, cell by cell; those in which it does not are named together.
+
+    Where it was not timed, there is nothing to say.
+    """
     alike = []
     for cell, found in several:
+        if found[0].rank:
+            continue
         text = _reason(found)
         if text:
             yield f"{cell.label}:", text

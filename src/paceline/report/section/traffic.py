@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from paceline.report.run import Run
 from paceline.report.section.outline import Outline
 
 TITLE = "Traffic by kind"
+LOST = " What was sent by workers that were lost on the way is not in it."
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,7 @@ class KindTraffic:
     """Of all workers of a run together."""
 
     bytes_sent: int
+    bytes_per_iteration: float
     messages: int
     seconds: float
     """Of the worker that had transfers of the kind under way for longest."""
@@ -31,19 +34,23 @@ def run_traffic(run: Run) -> dict[str, KindTraffic]:
     found = {}
     for kind in TRAFFIC_KINDS:
         counts = [worker.get("traffic", {}).get(kind, {}) for worker in run.workers]
-        sent = sum(int(count.get("bytes_sent") or 0) for count in counts)
+        each = [int(count.get("bytes_sent") or 0) for count in counts]
         messages = sum(int(count.get("messages") or 0) for count in counts)
-        if sent or messages:
+        if any(each) or messages:
             seconds = max(float(count.get("seconds") or 0.0) for count in counts)
-            found[kind] = KindTraffic(sent, messages, seconds)
+            # Of a worker that has joined later, the traffic is since then.
+            rates = [
+                sent / iterations
+                for sent, worker in zip(each, run.workers, strict=True)
+                if (iterations := run.iterations_of(int(worker["rank"])))
+            ]
+            found[kind] = KindTraffic(sum(each), math.fsum(rates), messages, seconds)
     return found
 
 
 def build(outline: Outline) -> list[Block]:
     found = [
-        (cell, cell.finished[0], traffic)
-        for cell in outline.finished
-        if (traffic := run_traffic(cell.finished[0]))
+        (cell, traffic) for cell in outline.finished if (traffic := run_traffic(cell.finished[0]))
     ]
     if not found:
         return []
@@ -55,42 +62,41 @@ def build(outline: Outline) -> list[Block]:
                 (
                     cell.label,
                     kind,
-                    units.size(one.bytes_sent / run.iterations if run.iterations else None),
+                    units.size(one.bytes_per_iteration),
                     units.size(one.bytes_sent),
                     units.count(one.messages),
                     units.seconds(one.seconds),
                 )
-                for cell, run, traffic in found
+                for cell, traffic in found
                 for kind, one in traffic.items()
             ],
             words=2,
         ),
         Text(
             "Sent by all workers together, payload only, in the first finished run of a cell."
-            " Under way: how long the worker that was longest at it had such a transfer open.",
+            " Under way: how long the worker that was longest at it had such a transfer open."
+            + (LOST if any(cell.finished[0].is_resized for cell, _ in found) else ""),
             "note",
         ),
     ]
 
 
-def _figure(
-    outline: Outline, found: Sequence[tuple[Cell, Run, dict[str, KindTraffic]]]
-) -> list[Block]:
+def _figure(outline: Outline, found: Sequence[tuple[Cell, dict[str, KindTraffic]]]) -> list[Block]:
     bars = [
         Bar(
             cell.label,
             [
-                Part(kind, size := one.bytes_sent / run.iterations, units.size(size))
+                Part(kind, one.bytes_per_iteration, units.size(one.bytes_per_iteration))
                 for kind, one in traffic.items()
             ],
-            units.size(sum(one.bytes_sent for one in traffic.values()) / run.iterations),
+            units.size(sum(one.bytes_per_iteration for one in traffic.values())),
         )
-        for cell, run, traffic in found
-        if run.iterations and id(cell) in outline.places
-    ]  # fmt: skip
+        for cell, traffic in found
+        if cell.finished[0].iterations and id(cell) in outline.places
+    ]
     if not bars:
         return []
     title = "Bytes sent per iteration by all workers"
-    kinds = [kind for kind in TRAFFIC_KINDS if any(kind in traffic for *_, traffic in found)]
+    kinds = [kind for kind in TRAFFIC_KINDS if any(kind in traffic for _, traffic in found)]
     chart = BarChart(title, "sent per iteration", bars, "bytes", kinds)
     return [Figure(outline.figure("traffic"), title, draw_bars(chart))]

@@ -1,0 +1,41 @@
+"""Sections of a report and the marks of their figures, for tests that read them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from paceline.report.cells import Cell
+from paceline.report.document import Figure, Section, Tabs
+from paceline.report.section.outline import outline
+from paceline.report.sections import build_sections
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def result_of(folder: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return values
+
+
+def section(cells: list[Cell], name: str) -> Section:
+    return next(one for one in build_sections(outline("", cells), [name]) if one.name == name)
+
+
+def figure(of: Section, name: str) -> ElementTree.Element:
+    for block in of.blocks:
+        figures = [one for _, one in block.figures] if isinstance(block, Tabs) else [block]
+        for one in figures:
+            if isinstance(one, Figure) and one.name == name:
+                return ElementTree.fromstring(one.svg)
+    raise AssertionError(f"no figure {name}")
+
+
+def numbers(mark: ElementTree.Element, key: str) -> list[float]:
+    return [float(text) for text in mark.attrib[key].split(",")]
+
+
+def series(svg: ElementTree.Element) -> list[ElementTree.Element]:
+    return [one for one in svg.iter(f"{SVG}g") if one.attrib.get("class", "").startswith("series")]

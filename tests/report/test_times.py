@@ -1,0 +1,121 @@
+"""Times of iterations and their phases, against the events that they are made of."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.report.collection import collect
+from paceline.report.epochs import (
+    epoch_seconds,
+    exchange_seconds_in_epoch,
+    first_epoch_seconds,
+)
+from paceline.report.iterations import IN_ITERATION, read_iterations
+from paceline.report.phases import explain, of_cell
+from paceline.report.run import open_run
+from report.marks import result_of
+from report.records import FakeRun, write_run
+
+
+def test_times_of_a_run_are_those_of_its_events(tmp_path: Path) -> None:
+    noise = (0.0, 0.002, -0.001, 0.0005, 0.001)
+    phases = [{"forward": 0.01}, {"forward": 0.01, "wait": 0.003}]
+    path = write_run(tmp_path, FakeRun("a", {}, phases, iterations=123, noise=noise))
+    timing = open_run(path).timing
+    assert timing is not None
+    for rank in timing.ranks:
+        written = result_of(path)["workers"][rank.rank]["iteration_seconds"]
+        for key in ("first", "mean", "median", "p95"):
+            assert getattr(rank, key) == pytest.approx(written[key])
+    assert timing.mean == pytest.approx(
+        statistics.fmean(one["iteration_seconds"]["mean"] for one in result_of(path)["workers"])
+    )
+
+
+def test_iterations_done_again_after_a_resume_count_once(tmp_path: Path) -> None:
+    lines = [
+        {"event": "iterations", "first": 0, "seconds": [1, 2, 3, 4], "loss": [4, 3, 2, 1]},
+        {"event": "iterations", "first": 2, "seconds": [5, 6], "loss": [None, 9]},
+    ]
+    path = tmp_path / "events-0.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    told = read_iterations(path)
+    assert told.seconds.tolist() == [1, 2, 5, 6]
+    assert told.losses[:2].tolist() == [4, 3]
+    assert math.isnan(told.losses[2])
+
+
+def test_an_epoch_is_told_with_the_first_one_apart(tmp_path: Path) -> None:
+    """50 iterations make an epoch; 12 ms each, of which 2 ms are exchange, and the first double."""
+    phases = [{"forward": 0.010, "exchange": 0.002}] * 2
+    run = open_run(write_run(tmp_path, FakeRun("a", {}, phases, iterations=100)))
+    assert epoch_seconds(run) == pytest.approx(50 * 0.012)
+    assert exchange_seconds_in_epoch(run) == pytest.approx(50 * 0.002 * 1.01)
+    assert first_epoch_seconds(run) == result_of(tmp_path / "a")["history"][0]["seconds"]
+
+
+def rewrite_events(path: Path, **block: Any) -> None:
+    """One block of iterations, and the end."""
+    lines = [{"event": "iterations", "first": 0, **block}, {"event": "end", "status": "finished"}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_out_of_step_an_iteration_is_as_long_as_its_samples_take_all(tmp_path: Path) -> None:
+    """Both workers used 3,200 samples in a second: the one in 100 parts, the other in 50."""
+    path = write_run(tmp_path, FakeRun("a", {}, [{"forward": 0.01}] * 2))
+    result = result_of(path)
+    for worker in result["workers"]:
+        worker["staleness"] = {}
+    (path / "result.json").write_text(json.dumps(result))
+    for rank, count in enumerate((100, 50)):
+        rewrite_events(
+            path / f"events-{rank}.jsonl", seconds=[1 / count] * count, loss=[1.0] * count
+        )
+    # 6,400 samples a second, and 64 of them in an iteration of the run; 50 of these in an epoch.
+    (cell,) = collect(path).cells
+    assert cell.iteration_means == pytest.approx([0.01])
+    assert epoch_seconds(cell.runs[0]) == pytest.approx(0.5)
+
+
+def test_phases_explain_the_difference_of_two_cells(tmp_path: Path) -> None:
+    noise = (0.0, 0.0004, -0.0003)
+    write_run(tmp_path, FakeRun("a", {"lr": 0.01}, [{"forward": 0.010, "wait": 0.001}] * 2,
+                                noise=noise))  # fmt: skip
+    write_run(tmp_path, FakeRun("b", {"lr": 0.02}, [{"forward": 0.008, "exchange": 0.010}] * 2,
+                                noise=noise))  # fmt: skip
+    first, second = collect(tmp_path).cells
+    found = explain(first, second)
+    assert found is not None
+    assert found.largest == "exchange"
+    # 100 iterations, of which the first takes double.
+    assert found.by_phase["forward"] == pytest.approx(-0.002 * 1.01)
+    assert found.by_phase["exchange"] == pytest.approx(0.010 * 1.01)
+    assert found.by_phase["wait"] == pytest.approx(-0.001 * 1.01)
+    assert found.explained == pytest.approx(found.seconds, rel=0.05)
+
+
+def test_the_whole_split_of_a_cell_is_the_mean_of_its_workers(tmp_path: Path) -> None:
+    path = write_run(tmp_path, FakeRun("a", {}, [{"forward": 0.01}, {"forward": 0.03}]))
+    split = of_cell(collect(path).cells[0])
+    assert split is not None
+    assert split.seconds["forward"] == pytest.approx(0.0202)
+
+
+def test_meeting_after_the_last_iteration_is_no_part_of_an_iteration(tmp_path: Path) -> None:
+    """The workers exchanged for 0.2 s in five iterations, and for 0.1 s when these had ended."""
+    spent = {"forward": 0.10, "exchange": 0.06}
+    path = write_run(tmp_path, FakeRun("a", {}, [spent] * 2, iterations=5))
+    phases = {**dict.fromkeys(IN_ITERATION, 0.0), "forward": 0.60, "exchange": 0.26}
+    for rank in range(2):
+        rewrite_events(path / f"events-{rank}.jsonl", seconds=[0.172] * 5, loss=[1.0] * 5,
+                       phases=phases)  # fmt: skip
+    split = of_cell(collect(path).cells[0])
+    assert split is not None
+    assert split.seconds["exchange"] == pytest.approx(0.26 / 5)
+    assert split.total == pytest.approx(0.172)
