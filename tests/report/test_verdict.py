@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from paceline.report.cells import NOT_RUN, Cell
 from paceline.report.collection import collect
 from paceline.report.phases import explain
+from paceline.report.run import open_run
 from paceline.report.verdict import Verdict, judge
 from report.records import FakeRun, write_repeats, write_run
 
@@ -141,11 +143,45 @@ def test_iterations_of_different_batches_are_held_against_each_other_by_samples(
     assert "batch 128 is fastest: 156.25 ms per 1,000 samples" in verdict.headline
 
 
+def test_who_cannot_be_told_from_the_fastest_is_named_wherever_it_ranks(tmp_path: Path) -> None:
+    """The third and last varies so much that it may be the fastest."""
+    write_repeats(tmp_path, FakeRun("a", {"lr": 0.01}), (1.0, 1.01, 1.02))
+    write_repeats(tmp_path, FakeRun("b", {"lr": 0.02}), (1.2, 1.21, 1.22))
+    write_repeats(tmp_path, FakeRun("c", {"lr": 0.03}), (0.7, 1.3, 1.9))
+    verdict = judged(tmp_path)
+    assert verdict.headline.startswith("lr 0.01 is fastest")
+    assert texts(verdict, "Also within noise") == ["of the fastest: lr 0.03."]
+    assert texts(verdict, "Slowest") == []
+
+
+def test_intervals_over_stretches_are_not_passed_off_as_over_repeats(tmp_path: Path) -> None:
+    write_repeats(tmp_path, FakeRun("a", {"lr": 0.01}), (1.0, 1.01, 1.02))
+    write_repeats(tmp_path, FakeRun("b", {"lr": 0.02}), (1.2, 1.21, 1.22))
+    write_run(tmp_path, FakeRun("c", {"lr": 0.03}, [{"forward": 0.05}]))
+    (told,) = texts(judged(tmp_path), "Confidence")
+    assert told.startswith("intervals are over 3 repeats of each cell (Welch's t); against a cell")
+
+
+def test_a_phase_that_is_less_than_half_of_a_difference_is_not_most_of_it(tmp_path: Path) -> None:
+    even = {"forward": 0.014, "backward": 0.014, "exchange": 0.005, "wait": 0.004}
+    write_run(tmp_path, FakeRun("a", {"lr": 0.01}, two_workers(0.0)))
+    write_run(tmp_path, FakeRun("b", {"lr": 0.02}, [even] * 2))
+    (why,) = texts(judged(tmp_path), "Why")
+    assert "the largest part of it is backward" in why
+
+
+def test_waiting_that_is_more_than_communication_is_named_beside_computing(tmp_path: Path) -> None:
+    """Computing 72 %, waiting 20 %, communication 8 %."""
+    write_run(tmp_path, FakeRun("a", {}, [{**COMPUTE, "wait": 0.005, "exchange": 0.002}] * 2))
+    (told,) = texts(judged(tmp_path), "Computing and waiting")
+    assert "waiting 20.0 %" in told
+
+
 def test_accuracy_that_the_fastest_lost_is_told(tmp_path: Path) -> None:
     write_run(tmp_path, FakeRun("a", {"lr": 0.01}, [{"forward": 0.01}], accuracy=0.7))
     write_run(tmp_path, FakeRun("b", {"lr": 0.02}, [{"forward": 0.03}], accuracy=0.9))
     (told,) = texts(judged(tmp_path), "Accuracy")
-    assert told == "the fastest ends at 0.7000, lr 0.02 at 0.9000."
+    assert told == "the fastest ends at 0.7000, lr 0.02 at 0.9000 (one repeat)."
 
 
 def test_a_target_that_was_reached_decides_who_is_fastest(tmp_path: Path) -> None:
@@ -156,6 +192,36 @@ def test_a_target_that_was_reached_decides_who_is_fastest(tmp_path: Path) -> Non
         write_run(tmp_path, FakeRun(f"b{number}", {**reach, "lr": 0.02, "seed": number},
                                     [{"forward": 0.01}], seconds_to_target=second))  # fmt: skip
     assert judged(tmp_path).headline.startswith("lr 0.01 is fastest: 10.1 s to the target")
+
+
+def test_times_to_different_targets_are_not_compared(tmp_path: Path) -> None:
+    for name, target, seconds in (("a", 0.8, 1.0), ("b", 0.9, 2.0)):
+        write_run(tmp_path, FakeRun(name, {"target_accuracy": target}, seconds_to_target=seconds))
+    assert "to the target" not in judged(tmp_path).headline
+
+
+def test_who_did_not_reach_the_target_is_named(tmp_path: Path) -> None:
+    reach = {"target_accuracy": 0.8}
+    write_run(tmp_path, FakeRun("a", {**reach, "lr": 0.01}, seconds_to_target=1.0))
+    write_run(tmp_path, FakeRun("b", {**reach, "lr": 0.02}, accuracy=0.7))
+    verdict = judged(tmp_path)
+    assert verdict.headline.startswith("lr 0.01: 1.00 s to the target")
+    assert texts(verdict, "Target not reached") == ["lr 0.02 (0.8)."]
+
+
+def test_finished_runs_without_times_are_not_called_unfinished(tmp_path: Path) -> None:
+    path = write_run(tmp_path, FakeRun("a", more={"workers": []}))
+    (path / "events-0.jsonl").unlink()
+    assert judged(tmp_path).headline == "No iteration of a finished run was timed."
+
+
+def test_a_repeat_that_failed_is_told_before_one_that_has_not_come(tmp_path: Path) -> None:
+    path = write_run(tmp_path, FakeRun("a", status="failed", cause="the cable was cut"))
+    failed = Cell("one", [open_run(path)], NOT_RUN)
+    assert texts(judge([failed]), "Not finished") == ["one: failed: the cable was cut"]
+    whole = open_run(write_run(tmp_path, FakeRun("b")))
+    refused = Cell("two", [whole], "failed: no such model")
+    assert texts(judge([refused]), "Not finished") == ["two: a repeat failed: no such model"]
 
 
 def test_cells_are_named_by_what_sets_them_apart(tmp_path: Path) -> None:
@@ -237,3 +303,13 @@ def test_events_that_were_cut_short_or_lost_are_named(tmp_path: Path) -> None:
         ("a", "events of rank 0 end at iteration 50 of 100"),
         ("a", "events of rank 1 are missing"),
     ]
+    # What is left tells the pace.
+    assert collect(tmp_path).cells[0].iteration_means == pytest.approx([0.018])
+
+
+def test_a_line_that_is_lost_amid_events_is_named(tmp_path: Path) -> None:
+    events = write_run(tmp_path, FakeRun("a", iterations=150)) / "events-0.jsonl"
+    lines = events.read_text().splitlines(keepends=True)
+    events.write_text("".join(lines[:2] + lines[3:]))
+    (told,) = collect(tmp_path).left_out
+    assert told.why == "events of rank 0 end at iteration 50 of 150"

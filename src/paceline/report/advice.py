@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from paceline.report import units
-from paceline.report.bound import Bound, bound_of
+from paceline.report.bound import bound_of
 from paceline.report.cells import Cell
 from paceline.report.pace import Pace, Paced
 from paceline.report.phases import Split, of_cell, whole_of_cell
+from paceline.report.section.bandwidth import SUMMING
+from paceline.report.shape import is_number
 from paceline.report.statistics import repeats_to_tell
 from paceline.report.straggler import Straggler
 
@@ -46,9 +48,10 @@ def _of_doubt(pace: Pace | None, ties: Sequence[Paced]) -> Iterator[str]:
     elif ties:
         first = pace.ranking[0]
         needed = repeats_to_tell(first.values, ties[0].values)
-        if needed is not None and needed > len(first.values):
+        if needed is not None:
+            more = max(needed, 1 + max(len(first.values), len(ties[0].values)))
             yield (
-                f"Run {needed} repeats of {first.cell.label} and {ties[0].cell.label}: with their"
+                f"Run {more} repeats of {first.cell.label} and {ties[0].cell.label}: with their"
                 " spread so many would tell a difference of this size."
             )
         else:
@@ -59,8 +62,7 @@ def _of_doubt(pace: Pace | None, ties: Sequence[Paced]) -> Iterator[str]:
 
 
 def _of_stragglers(stragglers: Sequence[Straggler]) -> Iterator[str]:
-    if stragglers:
-        one = stragglers[0]
+    for one in [one for one in stragglers if one.can_be_dealt_less][:1]:
         yield (
             f"Try --shares auto with {one.label}: worker {one.rank} needs"
             f" {one.computing_seconds / one.others_seconds:.1f} times as long for its share, and"
@@ -69,17 +71,18 @@ def _of_stragglers(stragglers: Sequence[Straggler]) -> Iterator[str]:
 
 
 def _of_network(fastest: Cell, cells: Sequence[Cell]) -> Iterator[str]:
-    bound = bound_of(fastest)
-    if bound is None or bound.shares["communication"] < 0.25:
+    bound, split = bound_of(fastest), of_cell(fastest)
+    if bound is None or split is None or bound.shares["communication"] < 0.25:
         return
     exposed = units.share(bound.shares["communication"])
     tried = {cell.config.strategy for cell in cells}
     if not tried & {"overlap", "ddp"}:
         yield (
             f"Try --strategy overlap: {exposed} of an iteration is exposed communication, and"
-            f" {_hideable(bound)} of it could hide behind the backward pass at best."
+            f" {_hideable(split)} of it could hide behind the backward pass at best."
         )
-    if not any("codec" in cell.config.options for cell in cells):
+    is_summing = fastest.config.strategy in SUMMING
+    if is_summing and not any("codec" in cell.config.options for cell in cells):
         yield (
             f"Try a codec (-o codec=fp16 halves the bytes): {exposed} of an iteration goes to"
             " the wire."
@@ -91,29 +94,37 @@ def _of_network(fastest: Cell, cells: Sequence[Cell]) -> Iterator[str]:
         )
 
 
-def _hideable(bound: Bound) -> str:
-    most = min(1.0, bound.shares["computing"] / 2 / bound.shares["communication"])
-    return units.share(most)
+def _hideable(split: Split) -> str:
+    return units.share(min(1.0, split.seconds["backward"] / split.seconds["exchange"]))
 
 
 def _of_computing(fastest: Cell, cells: Sequence[Cell]) -> Iterator[str]:
     bound = bound_of(fastest)
     if bound is None or bound.kind != "compute-bound":
         return
-    more = 2 * fastest.workers
+    more, computing = 2 * fastest.workers, units.share(bound.shares["computing"])
     if more <= max(cell.workers for cell in cells):
         return
     if fastest.workers == 1:
         yield (
-            f"Try 2 workers: {units.share(bound.shares['computing'])} of an iteration is"
+            f"Try 2 workers{_elsewhere(fastest, more)}: {computing} of an iteration is"
             " computing, which is shared out; communication comes on top."
         )
         return
     serial = 1 - bound.shares["computing"]
     yield (
-        f"Try {more} workers: {units.share(bound.shares['computing'])} of an iteration is"
+        f"Try {more} workers{_elsewhere(fastest, more)}: {computing} of an iteration is"
         f" computing, so at best {1 / (serial + (1 - serial) / 2):.2f} times the pace."
     )
+
+
+def _elsewhere(cell: Cell, workers: int) -> str:
+    """Said where the machine has a core less than there would be workers."""
+    hardware = (cell.finished[0].result or {}).get("hardware", {})
+    cores = hardware.get("cores")
+    if cell.config.nnodes > 1 or hardware.get("gpus") or not is_number(cores) or workers <= cores:
+        return ""
+    return f" on more cores than the {cores:g} of this machine"
 
 
 def _of_input(fastest: Cell, cells: Sequence[Cell]) -> Iterator[str]:
@@ -130,8 +141,10 @@ def _beside_training(fastest: Cell, cells: Sequence[Cell]) -> Iterator[str]:
     if whole is None:
         return
     if whole.share("checkpoint") > COSTLY:
+        is_background = fastest.config.checkpoint_mode == "background"
+        remedy = "a rarer --checkpoint-every" if is_background else "--checkpoint-mode background"
         yield (
-            "Try --checkpoint-mode background: checkpoints hold training up for"
+            f"Try {remedy}: checkpoints hold training up for"
             f" {_of_wall(whole, 'checkpoint')} of {fastest.label}."
         )
     if whole.share("evaluate") > 0.2:

@@ -54,4 +54,6 @@ def bound_of(cell: Cell) -> Bound | None:
         return Bound(cell.label, "held up by waiting", "waiting", shares)
     if 1 - shares["computing"] <= LITTLE:
         return Bound(cell.label, "compute-bound", "computing", shares)
+    if shares["waiting"] > shares["communication"]:
+        return Bound(cell.label, "computing and waiting", "waiting", shares)
     return Bound(cell.label, "computing and network", "communication", shares)

@@ -38,19 +38,16 @@ class Pace:
 
 
 def choose_pace(cells: Sequence[Cell]) -> Pace:
-    """Time to the target where one was set and reached, else time per iteration.
-
-    Iterations of different batches are not the same work: then it is the time for 1,000 samples.
-    """
-    reached = [_to_target(cell) for cell in cells]
-    to_target = [paced for paced in reached if paced is not None]
-    if to_target:
+    """Time to the target where all have the same and some reached it, else time per iteration."""
+    targets = {cell.config.target_accuracy for cell in cells if cell.finished}
+    to_target = [paced for cell in cells if (paced := _to_target(cell)) is not None]
+    if to_target and len(targets) == 1:
         return Pace(TO_TARGET, _ranked(to_target))
-    timed = [cell for cell in cells if cell.timed]
-    return iteration_pace(timed)
+    return iteration_pace(cells)
 
 
 def iteration_pace(cells: Sequence[Cell]) -> Pace:
+    """Iterations of different batches are not the same work: then it is by 1,000 samples."""
     timed = [cell for cell in cells if cell.timed]
     if len({cell.config.global_batch_size for cell in timed}) <= 1:
         return Pace("per iteration", _ranked([_scaled(cell, 1.0) for cell in timed]))

@@ -32,6 +32,8 @@ class Straggler:
     """Of the others' iteration."""
     is_asked_for: bool
     """Whether the run was told to slow this worker down."""
+    can_be_dealt_less: bool
+    """Whether samples could go to workers by their speed, and do not yet."""
 
 
 def find_straggler(cell: Cell) -> Straggler | None:
@@ -54,7 +56,8 @@ def _in_run(label: str, run: Run) -> Straggler | None:
     total = math.fsum(splits[rank].total for rank in others) / len(others)
     usual = statistics.median(computing[rank] for rank in others)
     extra_wait = wait - splits[slowest].seconds["wait"]
-    if not total or extra_wait < WAIT_SHARE * total or computing[slowest] < SLOWER * usual:
+    is_slower = 0 < SLOWER * usual <= computing[slowest]
+    if not total or extra_wait < WAIT_SHARE * total or not is_slower:
         return None
     node = next(worker["node"] for worker in run.workers if worker["rank"] == slowest)
     return Straggler(
@@ -66,4 +69,5 @@ def _in_run(label: str, run: Run) -> Straggler | None:
         wait,
         wait / total,
         is_asked_for=run.config.slowness(slowest) > 1,
+        can_be_dealt_less=run.is_in_step and run.config.shares != ("auto",),
     )

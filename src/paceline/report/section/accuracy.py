@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from paceline.report import units
 from paceline.report.cells import Cell
-from paceline.report.chart.bars import Bar, BarChart, Part, draw_bars
+from paceline.report.chance import doubt
+from paceline.report.chart.bars import BarChart, draw_bars
 from paceline.report.document import Block, Figure, Table, Text
 from paceline.report.run import Run
-from paceline.report.section.outline import Outline, known
+from paceline.report.section.outline import Outline, known, mean_bar
 from paceline.report.shape import is_number
-from paceline.report.statistics import difference
 
 TITLE = "What was learned"
 SETTLED = 0.02
@@ -42,14 +42,14 @@ def learned(cells: Sequence[Cell]) -> list[Learned]:
     """Of the cells that were evaluated, the best first."""
     found = []
     for cell in cells:
-        accuracies = known(run.final("test_accuracy") for run in cell.finished)
+        accuracies = cell.finals("test_accuracy")
         if accuracies:
             seen = [value for run in cell.finished for _, value in _curve(run, "test_accuracy")]
             found.append(
                 Learned(
                     cell,
                     accuracies,
-                    known(run.final("test_loss") for run in cell.finished),
+                    cell.finals("test_loss"),
                     max([*seen, *accuracies]),
                     settled_epoch(cell.finished[0]),
                 )
@@ -133,24 +133,12 @@ def answer(found: Sequence[Learned]) -> str:
     gap = best.accuracy - second.accuracy
     text = (
         f"{best.cell.label} learned most: test accuracy {best.accuracy:.4f}; next is"
-        f" {second.cell.label} with {second.accuracy:.4f}, {gap:.4f} less{_doubt(best, second)}"
+        f" {second.cell.label} with {second.accuracy:.4f}, {gap:.4f} less"
+        f"{doubt(best.cell, second.cell)}"
     )
     if last is not second:
         text += f"; least {last.cell.label}: {last.accuracy:.4f}"
     return f"{text}."
-
-
-def _doubt(best: Learned, second: Learned) -> str:
-    """Whether chance could have done it: by the repeats, or by the size of the test set."""
-    if min(len(best.accuracies), len(second.accuracies)) > 1:
-        found = difference(second.accuracies, best.accuracies)
-        return "" if found.is_significant else ", within noise"
-    samples = best.cell.config.test_samples
-    if not samples:
-        return " (one repeat)"
-    chance = sum(one.accuracy * (1 - one.accuracy) / samples for one in (best, second))
-    within = best.accuracy - second.accuracy <= 1.96 * math.sqrt(chance)
-    return f", within the noise of {samples:,} test samples" if within else " (one repeat)"
 
 
 def _figure(outline: Outline, found: Sequence[Learned]) -> list[Block]:
@@ -158,14 +146,7 @@ def _figure(outline: Outline, found: Sequence[Learned]) -> list[Block]:
     if len(drawn) < 2:
         return []
     bars = [
-        Bar(
-            one.cell.label,
-            [Part("mean", one.accuracy, units.number(one.accuracy))],
-            units.number(one.accuracy),
-            min(one.accuracies),
-            max(one.accuracies),
-            outline.place(one.cell),
-        )
+        mean_bar(one.cell.label, one.accuracies, units.number, outline.place(one.cell))
         for one in drawn
     ]
     title = "Test accuracy at the end"

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from paceline.report import units
 from paceline.report.cells import Cell
 from paceline.report.document import Block, Items, Table, Text
-from paceline.report.pace import Pace, iteration_pace
-from paceline.report.phases import COMPUTING, explain, of_cell
+from paceline.report.headline import headline, why
+from paceline.report.pace import Pace, Paced, iteration_pace
+from paceline.report.phases import explain, of_cell
 from paceline.report.section.outline import Outline
-from paceline.report.verdict import headline, why
+from paceline.report.section.phases import spent
 
 TITLE = "Which wins when"
 
@@ -42,11 +43,18 @@ def contests(cells: Sequence[Cell]) -> list[Contest]:
         if len(cell.axes) > 1 and cell.timed:
             *given, way = cell.axes.values()
             groups.setdefault(", ".join(given), []).append(dataclasses.replace(cell, label=way))
+    # One measure for all, as they share a table.
+    whole = iteration_pace([cell for group in groups.values() for cell in group])
     return [
-        Contest(condition, iteration_pace(group))
+        Contest(condition, Pace(whole.name, _of(group, whole)))
         for condition, group in groups.items()
         if len(group) > 1
     ]
+
+
+def _of(group: Sequence[Cell], pace: Pace) -> list[Paced]:
+    own = {id(cell) for cell in group}
+    return [one for one in pace.ranking if id(one.cell) in own]
 
 
 def build(outline: Outline) -> list[Block]:
@@ -56,7 +64,9 @@ def build(outline: Outline) -> list[Block]:
     items = []
     for contest in found:
         first, second = contest.pace.ranking[:2]
-        reason = explain(first.cell, second.cell)
+        gap = contest.pace.between(first, second)
+        # Noise has no reason.
+        reason = explain(first.cell, second.cell) if gap.is_significant or not gap.known else None
         told = f" {_sentence(why(reason))}" if reason is not None and reason.seconds > 0 else ""
         items.append((f"{contest.condition}:", headline(contest.pace) + told))
     return [
@@ -85,7 +95,9 @@ def answer(found: Sequence[Contest]) -> str:
         given = "; ".join(contest.condition for contest in found)
         return f"{found[0].winner} is fastest in every case ({given}).{doubt}"
     each = "; ".join(f"{contest.condition}: {contest.winner}" for contest in found)
-    return f"The fastest depends on what is given. {_sentence(each)}.{doubt}"
+    if len({contest.winner for contest in found if contest.is_clear}) > 1:
+        return f"The fastest depends on what is given. {_sentence(each)}.{doubt}"
+    return f"The fastest may depend on what is given. {_sentence(each)}.{doubt}"
 
 
 def _sentence(text: str) -> str:
@@ -96,12 +108,6 @@ def _rows(contest: Contest) -> list[tuple[str, ...]]:
     fastest = contest.pace.ranking[0].mean
     rows: list[tuple[str, ...]] = []
     for paced in contest.pace.ranking:
-        split = of_cell(paced.cell)
-        phases = ("-",) * 3 if split is None else (
-            units.seconds(split.of(COMPUTING)),
-            units.seconds(split.seconds["exchange"]),
-            units.seconds(split.seconds["wait"]),
-        )  # fmt: skip
         accuracy = paced.cell.mean_of("test_accuracy")
         rows.append(
             (
@@ -109,7 +115,7 @@ def _rows(contest: Contest) -> list[tuple[str, ...]]:
                 paced.cell.label,
                 units.spread(paced.values, units.seconds),
                 f"{paced.mean / fastest:.2f} times" if fastest else "-",
-                *phases,
+                *spent(of_cell(paced.cell)),
                 units.number(accuracy.mean if accuracy else None),
             )
         )

@@ -1,0 +1,121 @@
+"""What there is to say of cells besides who is fastest: limits, stragglers, accuracy, trouble."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.report import units
+from paceline.report.bound import Bound
+from paceline.report.cells import NOT_RUN, Cell
+from paceline.report.chance import doubt
+from paceline.report.pace import Paced
+from paceline.report.straggler import Straggler
+
+WORSE_BY = 0.01
+"""Accuracy that a faster cell may lose before it is said."""
+NAMED = 4
+"""Cells that are told one by one."""
+MOST_LISTED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One finding: a word or two for its subject, and a sentence."""
+
+    subject: str
+    text: str
+
+
+def bound_points(bounds: Sequence[Bound]) -> list[Point]:
+    """One point for each kind of limit, naming the cells that it holds for."""
+    kinds: dict[str, list[Bound]] = {}
+    for bound in bounds:
+        kinds.setdefault(bound.kind, []).append(bound)
+    return [Point(kind.capitalize(), _bound_text(found)) for kind, found in kinds.items()]
+
+
+def _bound_text(found: Sequence[Bound]) -> str:
+    one = found[0]
+    if len(found) == 1:
+        return f"{one.label}: {one.reason()}."
+    names = listed([bound.label for bound in found], NAMED)
+    shares = [bound.shares[one.telling] for bound in found]
+    low, high = units.share(min(shares)), units.share(max(shares))
+    span = low if low == high else f"{low} to {high}"
+    return f"{names}: {one.telling} is {span} of an iteration."
+
+
+def straggler_points(found: Sequence[Straggler]) -> list[Point]:
+    return [
+        Point(
+            "Straggler",
+            f"{one.label}: worker {one.rank} on node {one.node}"
+            f"{' (slowed down on purpose)' if one.is_asked_for else ''} computes"
+            f" {units.seconds(one.computing_seconds)} an iteration, the others"
+            f" {units.seconds(one.others_seconds)}; they wait {units.seconds(one.wait_seconds)} for"
+            f" it, {units.share(one.wait_share)} of their time.",
+        )
+        for one in found[:NAMED]
+    ]
+
+
+def learning_points(ranking: Sequence[Paced]) -> list[Point]:
+    """Whether being fast cost accuracy."""
+    known = [
+        (paced.cell, found.mean)
+        for paced in ranking
+        if (found := paced.cell.mean_of("test_accuracy")) is not None
+    ]
+    if len(known) < 2 or known[0][0] is not ranking[0].cell:
+        return []
+    (fastest, of_fastest), (best, accuracy) = known[0], max(known, key=lambda item: item[1])
+    if accuracy - of_fastest <= WORSE_BY:
+        return []
+    text = f"the fastest ends at {of_fastest:.4f}, {best.label} at {accuracy:.4f}"
+    return [Point("Accuracy", f"{text}{doubt(best, fastest)}.")]
+
+
+def target_points(cells: Sequence[Cell]) -> list[Point]:
+    """Cells that finished without reaching the target that they had."""
+    missed = []
+    for cell in cells:
+        if not cell.finished or cell.config.target_accuracy is None:
+            continue
+        reached = sum(run.iterations_to_target is not None for run in cell.finished)
+        if reached < len(cell.finished):
+            part = f", reached by {reached} of {len(cell.finished)} runs" if reached else ""
+            missed.append(f"{cell.label} ({cell.config.target_accuracy:g}{part})")
+    return [Point("Target not reached", f"{listed(missed, MOST_LISTED)}.")] if missed else []
+
+
+def trouble_points(cells: Sequence[Cell]) -> list[Point]:
+    """Each cell that failed with its cause; those whose turn has not come are only named."""
+    waiting = [cell for cell in cells if not cell.runs and cell.trouble == NOT_RUN]
+    troubled = [cell for cell in cells if cell.is_troubled]
+    troubled.sort(key=has_not_failed)
+    points = [Point("Not finished", describe_trouble(cell)) for cell in troubled[:NAMED]]
+    if len(troubled) > NAMED:
+        rest = [cell.label for cell in troubled[NAMED:]]
+        points.append(Point("Not finished", f"also {listed(rest, MOST_LISTED)}"))
+    if waiting:
+        names = [cell.label for cell in waiting]
+        points.append(Point("Not run yet", listed(names, MOST_LISTED)))
+    return points
+
+
+def has_not_failed(cell: Cell) -> bool:
+    """Sorts what went wrong before what was not brought to its end."""
+    return "failed" not in (*(run.status for run in cell.runs), cell.trouble.partition(":")[0])
+
+
+def describe_trouble(cell: Cell) -> str:
+    if cell.runs and len(cell.finished) == len(cell.runs):
+        return f"{cell.label}: a repeat {cell.cause}"
+    said = cell.status if cell.runs else ""
+    return ": ".join(filter(None, (cell.label, said, cell.cause)))
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return "; ".join(names[:most]) + more
