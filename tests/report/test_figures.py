@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import math
 import statistics
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -17,82 +16,23 @@ from paceline.report.buckets import BUCKETS, shorten
 from paceline.report.cells import Cell
 from paceline.report.chart.timeline import MOST_SPANS, Span, merged
 from paceline.report.collection import collect
-from paceline.report.document import Figure, Section, Table, Tabs
-from paceline.report.epochs import (
-    epoch_seconds,
-    exchange_seconds_in_epoch,
-    first_epoch_seconds,
-)
-from paceline.report.iteration_phases import IN_ITERATION
-from paceline.report.phases import explain, of_cell, of_worker
-from paceline.report.run import open_run, read_iterations
+from paceline.report.document import Items, Table
+from paceline.report.iterations import IN_ITERATION
+from paceline.report.phases import of_worker
+from paceline.report.run import open_run
 from paceline.report.section.bandwidth import exchange_rate, read_comm
+from paceline.report.section.batch_size import answer as batch_answer
 from paceline.report.section.batch_size import batch_rows
 from paceline.report.section.checkpoint import checkpoint_costs
+from paceline.report.section.evaluations import read_evaluations
 from paceline.report.section.outline import outline
 from paceline.report.section.ranks import rank_times
 from paceline.report.section.resources import node_use
-from paceline.report.section.scaling import families
 from paceline.report.section.timeline import read_step
 from paceline.report.section.traffic import run_traffic
 from paceline.report.sections import build_sections
+from report.marks import SVG, figure, numbers, result_of, section, series
 from report.records import FakeRun, write_repeats, write_run, write_trace
-
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-def result_of(folder: Path) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    return values
-
-
-def section(cells: list[Cell], name: str) -> Section:
-    return next(one for one in build_sections(outline("", cells), [name]) if one.name == name)
-
-
-def figure(of: Section, name: str) -> ElementTree.Element:
-    for block in of.blocks:
-        figures = [one for _, one in block.figures] if isinstance(block, Tabs) else [block]
-        for one in figures:
-            if isinstance(one, Figure) and one.name == name:
-                return ElementTree.fromstring(one.svg)
-    raise AssertionError(f"no figure {name}")
-
-
-def numbers(mark: ElementTree.Element, key: str) -> list[float]:
-    return [float(text) for text in mark.attrib[key].split(",")]
-
-
-def series(svg: ElementTree.Element) -> list[ElementTree.Element]:
-    return [one for one in svg.iter(f"{SVG}g") if one.attrib.get("class", "").startswith("series")]
-
-
-def test_times_of_a_run_are_those_of_its_events(tmp_path: Path) -> None:
-    noise = (0.0, 0.002, -0.001, 0.0005, 0.001)
-    phases = [{"forward": 0.01}, {"forward": 0.01, "wait": 0.003}]
-    path = write_run(tmp_path, FakeRun("a", {}, phases, iterations=123, noise=noise))
-    timing = open_run(path).timing
-    assert timing is not None
-    for rank in timing.ranks:
-        written = result_of(path)["workers"][rank.rank]["iteration_seconds"]
-        for key in ("first", "mean", "median", "p95"):
-            assert getattr(rank, key) == pytest.approx(written[key])
-    assert timing.mean == pytest.approx(
-        statistics.fmean(one["iteration_seconds"]["mean"] for one in result_of(path)["workers"])
-    )
-
-
-def test_iterations_done_again_after_a_resume_count_once(tmp_path: Path) -> None:
-    lines = [
-        {"event": "iterations", "first": 0, "seconds": [1, 2, 3, 4], "loss": [4, 3, 2, 1]},
-        {"event": "iterations", "first": 2, "seconds": [5, 6], "loss": [None, 9]},
-    ]
-    path = tmp_path / "events-0.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    seconds, losses = read_iterations(path)
-    assert seconds.tolist() == [1, 2, 5, 6]
-    assert losses[:2].tolist() == [4, 3]
-    assert math.isnan(losses[2])
 
 
 def test_marks_of_the_curves_carry_the_recorded_numbers(tmp_path: Path) -> None:
@@ -139,23 +79,6 @@ def test_shares_of_phases_sum_to_the_whole(tmp_path: Path) -> None:
         assert sum(split.share(phase) for phase in PHASES) == pytest.approx(1.0)
 
 
-def test_phases_explain_the_difference_of_two_cells(tmp_path: Path) -> None:
-    noise = (0.0, 0.0004, -0.0003)
-    write_run(tmp_path, FakeRun("a", {"lr": 0.01}, [{"forward": 0.010, "wait": 0.001}] * 2,
-                                noise=noise))  # fmt: skip
-    write_run(tmp_path, FakeRun("b", {"lr": 0.02}, [{"forward": 0.008, "exchange": 0.010}] * 2,
-                                noise=noise))  # fmt: skip
-    first, second = collect(tmp_path).cells
-    found = explain(first, second)
-    assert found is not None
-    assert found.largest == "exchange"
-    # 100 iterations, of which the first takes double.
-    assert found.by_phase["forward"] == pytest.approx(-0.002 * 1.01)
-    assert found.by_phase["exchange"] == pytest.approx(0.010 * 1.01)
-    assert found.by_phase["wait"] == pytest.approx(-0.001 * 1.01)
-    assert found.explained == pytest.approx(found.seconds, rel=0.05)
-
-
 def test_a_bar_stands_for_each_worker(tmp_path: Path) -> None:
     path = write_run(tmp_path, FakeRun("a", {}, [{"forward": 0.01}, {"forward": 0.02}]))
     svg = figure(section(collect(path).cells, "phases"), "phases-workers")
@@ -169,46 +92,6 @@ def test_times_of_rank_0_and_of_the_others_stand_apart(tmp_path: Path) -> None:
     times = rank_times(collect(path).cells[0])
     assert times.rank_0 == pytest.approx([0.01])
     assert times.others == pytest.approx([0.02])
-
-
-def write_scaling(root: Path, *, is_weak: bool) -> None:
-    """1, 2 and 4 workers at 10, 6 and 4 ms an iteration."""
-    for workers, seconds in ((1, 0.010), (2, 0.006), (4, 0.004)):
-        batch = 32 * workers if is_weak else 128
-        run = FakeRun(f"w{workers}", {"batch_size": batch}, [{"forward": seconds}] * workers)
-        run.more = {"samples": batch * run.iterations}
-        write_run(root, run)
-
-
-def test_strong_scaling_is_time_against_time(tmp_path: Path) -> None:
-    write_scaling(tmp_path, is_weak=False)
-    (family,) = families(collect(tmp_path).cells)
-    assert family.kind == "strong"
-    speedups = [point.speedup for point in family.points]
-    assert speedups == pytest.approx([1, 10 / 6, 10 / 4])
-    efficiencies = [family.efficiency(point) for point in family.points]
-    assert efficiencies == pytest.approx([1, 10 / 12, 10 / 16])
-    svg = figure(section(collect(tmp_path).cells, "scaling"), "scaling-strong-speedup")
-    ideal, measured = series(svg)
-    assert numbers(ideal, "data-y") == [1, 2, 4]
-    assert numbers(measured, "data-y") == pytest.approx(speedups)
-
-
-def test_weak_scaling_is_samples_a_second(tmp_path: Path) -> None:
-    write_scaling(tmp_path, is_weak=True)
-    (family,) = families(collect(tmp_path).cells)
-    assert family.kind == "weak"
-    speedups = [point.speedup for point in family.points]
-    assert speedups == pytest.approx([1, 2 * 10 / 6, 4 * 10 / 4])
-
-
-def test_an_epoch_is_told_with_the_first_one_apart(tmp_path: Path) -> None:
-    """50 iterations make an epoch; 12 ms each, of which 2 ms are exchange, and the first double."""
-    phases = [{"forward": 0.010, "exchange": 0.002}] * 2
-    run = open_run(write_run(tmp_path, FakeRun("a", {}, phases, iterations=100)))
-    assert epoch_seconds(run) == pytest.approx(50 * 0.012)
-    assert exchange_seconds_in_epoch(run) == pytest.approx(50 * 0.002 * 1.01)
-    assert first_epoch_seconds(run) == result_of(tmp_path / "a")["history"][0]["seconds"]
 
 
 def test_use_of_a_node_is_what_was_sampled(tmp_path: Path) -> None:
@@ -356,39 +239,40 @@ def test_the_points_of_a_figure_are_bounded(tmp_path: Path) -> None:
     assert max(numbers(mark, "data-high")) == pytest.approx(0.021)
 
 
-def test_the_whole_split_of_a_cell_is_the_mean_of_its_workers(tmp_path: Path) -> None:
-    path = write_run(tmp_path, FakeRun("a", {}, [{"forward": 0.01}, {"forward": 0.03}]))
-    split = of_cell(collect(path).cells[0])
-    assert split is not None
-    assert split.seconds["forward"] == pytest.approx(0.0202)
+def test_curves_of_a_cell_are_of_the_repeats_that_finished(tmp_path: Path) -> None:
+    cut = FakeRun("a", iterations=10, status="failed", cause="the cable was cut")
+    runs = [open_run(write_run(tmp_path, run)) for run in (cut, FakeRun("b", iterations=40))]
+    cell = Cell("one", runs)
+    (mark,) = series(figure(section([cell], "curves"), "curves-train-loss-iteration"))
+    assert numbers(mark, "data-x") == list(range(1, 41))
+    (mark,) = series(figure(section([cell], "iteration_time"), "iteration-time-curve"))
+    assert numbers(mark, "data-x") == list(range(2, 41))
 
 
-def rewrite_events(path: Path, **block: Any) -> None:
-    """One block of iterations, and the end."""
-    lines = [{"event": "iterations", "first": 0, **block}, {"event": "end", "status": "finished"}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+def test_evaluations_that_were_done_again_are_told_once(tmp_path: Path) -> None:
+    path = write_run(tmp_path, FakeRun("a", iterations=100)) / "events-0.jsonl"
+    lines = path.read_text().splitlines()
+    again = json.dumps({"event": "start", "iteration": 50, "resumed": True})
+    path.write_text("\n".join([*lines, again, lines[-2]]) + "\n")
+    assert [one["iteration"] for one in read_evaluations(path)] == [50, 100]
 
 
-def test_out_of_step_an_iteration_is_as_long_as_its_samples_take_all(tmp_path: Path) -> None:
-    """Both workers used 3,200 samples in a second: the one in 100 parts, the other in 50."""
-    path = write_run(tmp_path, FakeRun("a", {}, [{"forward": 0.01}] * 2))
-    for rank, count in enumerate((100, 50)):
-        rewrite_events(
-            path / f"events-{rank}.jsonl", seconds=[1 / count] * count, loss=[1.0] * count
-        )
-    # 6,400 samples a second, and 64 of them in an iteration of the run.
-    assert collect(path).cells[0].iteration_means == pytest.approx([0.01])
+def test_a_larger_batch_is_judged_where_nothing_else_differs(tmp_path: Path) -> None:
+    for batch, factors in ((64, (1.0, 1.01)), (256, (2.0, 2.02))):
+        write_repeats(tmp_path, FakeRun(f"b{batch}", {"batch_size": batch}), factors)
+    told = batch_answer(batch_rows(collect(tmp_path).cells))
+    assert "time per epoch +100 %, CPU +0 % (within noise)" in told
+    write_run(tmp_path, FakeRun("other", {"batch_size": 512, "model": "softmax"}))
+    assert batch_answer(batch_rows(collect(tmp_path).cells)) == ""
 
 
-def test_meeting_after_the_last_iteration_is_no_part_of_an_iteration(tmp_path: Path) -> None:
-    """The workers exchanged for 0.2 s in five iterations, and for 0.1 s when these had ended."""
-    spent = {"forward": 0.10, "exchange": 0.06}
-    path = write_run(tmp_path, FakeRun("a", {}, [spent] * 2, iterations=5))
-    phases = {**dict.fromkeys(IN_ITERATION, 0.0), "forward": 0.60, "exchange": 0.26}
-    for rank in range(2):
-        rewrite_events(path / f"events-{rank}.jsonl", seconds=[0.172] * 5, loss=[1.0] * 5,
-                       phases=phases)  # fmt: skip
-    split = of_cell(collect(path).cells[0])
-    assert split is not None
-    assert split.seconds["exchange"] == pytest.approx(0.26 / 5)
-    assert split.total == pytest.approx(0.172)
+def test_ways_within_noise_have_no_reason(tmp_path: Path) -> None:
+    write_repeats(tmp_path, FakeRun("a", {"lr": 0.01}), (0.9, 1.0, 1.1))
+    write_repeats(tmp_path, FakeRun("b", {"lr": 0.02}), (0.91, 1.01, 1.12))
+    cells = [
+        dataclasses.replace(cell, axes={"machines": "equal", "rate": cell.label})
+        for cell in collect(tmp_path).cells
+    ]
+    (items,) = [one for one in section(cells, "winners").blocks if isinstance(one, Items)]
+    assert "within noise" in items.items[0][1]
+    assert "longer for an iteration" not in items.items[0][1]

@@ -67,7 +67,7 @@ def to_document(collection: Collection) -> Document:
     document = Document(
         title=collection.title,
         subtitle=_subtitle(collection),
-        about=collection.about,
+        about=_about(collection, chapters),
         context=collection.chapters[0].context if len(verdicts) == 1 else "",
         headline=answers[0] if verdicts else "Nothing was run yet.",
         points=[],
@@ -81,6 +81,14 @@ def to_document(collection: Collection) -> Document:
     else:
         _sum_up(document, collection)
     return document
+
+
+def _about(collection: Collection, chapters: Sequence[ChapterPage]) -> str:
+    """Of a study with one part, what that says as well."""
+    if len(chapters) != 1:
+        return collection.about
+    own = chapters[0].about
+    return own if own.startswith(collection.about) else f"{collection.about} {own}".strip()
 
 
 def _names(titles: Sequence[str]) -> list[str]:

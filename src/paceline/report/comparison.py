@@ -124,7 +124,7 @@ def _blocks(cell: Cell) -> list[float]:
 
 
 def _each(cell: Cell, value: Callable[[Run], float | None]) -> list[float]:
-    return known(value(run) for run in cell.finished or cell.runs)
+    return known(value(run) for run in cell.shown)
 
 
 def _wall(cell: Cell) -> list[float]:
@@ -145,7 +145,7 @@ def _mean(values: Sequence[float], text: Callable[[float | None], str]) -> str:
 
 def _ranks(cell: Cell, figure: str) -> str:
     """Over workers and runs."""
-    timings = [run.timing for run in cell.finished or cell.runs if run.timing is not None]
+    timings = [run.timing for run in cell.shown if run.timing is not None]
     values = [getattr(rank, figure) for timing in timings for rank in timing.ranks]
     return _mean(values, units.seconds)
 
@@ -154,7 +154,7 @@ def _sent(cell: Cell) -> str:
     """By all workers, in all."""
     values = [
         sum(one.bytes_sent for one in run_traffic(run).values())
-        for run in cell.finished or cell.runs
+        for run in cell.shown
         if len(run.workers) > 1
     ]
     return _mean(values, units.size)
@@ -190,7 +190,9 @@ FIGURES: dict[str, Callable[[Cell], str]] = {
     "wall time": lambda cell: _mean(_wall(cell), units.seconds),
     "time to target": lambda cell: _mean(_each(cell, _target), units.seconds),
     "updates done": lambda cell: _mean(_each(cell, lambda run: run.iterations), units.count),
-    "iteration, mean": lambda cell: _ranks(cell, "mean"),
+    "iteration, mean": lambda cell: _mean(
+        _each(cell, lambda run: run.iteration_seconds), units.seconds
+    ),
     "iteration, median": lambda cell: _ranks(cell, "median"),
     "iteration, p95": lambda cell: _ranks(cell, "p95"),
     "traffic sent": _sent,

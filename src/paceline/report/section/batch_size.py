@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
+from paceline.config import RunConfig
 from paceline.report import units
-from paceline.report.cells import Cell
-from paceline.report.chart.bars import Bar, BarChart, Part, draw_bars
+from paceline.report.cells import Cell, differing
+from paceline.report.chart.bars import BarChart, draw_bars
 from paceline.report.document import Block, Figure, Table, Text
 from paceline.report.epochs import epoch_seconds, first_epoch_seconds
 from paceline.report.run import Run
-from paceline.report.section.outline import Outline, known
+from paceline.report.section.outline import Outline, known, mean_bar
+from paceline.report.statistics import Difference, difference
 
 TITLE = "Batch size"
+OF_BATCH = frozenset(
+    ("batch_size", "batch_per_worker", "iterations", "epochs", "eval_every", "checkpoint_every")
+)
+"""Settings that go with the batch: how many iterations make the same number of samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +28,7 @@ class BatchRow:
     """Values of each finished run of a cell."""
 
     label: str
+    config: RunConfig
     batch: int
     wall_seconds: list[float]
     iteration_seconds: list[float]
@@ -46,13 +54,14 @@ def _row(cell: Cell) -> BatchRow:
 
     return BatchRow(
         cell.label,
+        cell.config,
         cell.config.global_batch_size,
         each(lambda run: run.result["wall_seconds"] if run.result else None),
         cell.iteration_means,
         each(epoch_seconds),
         each(first_epoch_seconds),
-        each(lambda run: run.final("test_loss")),
-        each(lambda run: run.final("test_accuracy")),
+        cell.finals("test_loss"),
+        cell.finals("test_accuracy"),
         each(lambda run: run.node_sum("rss_bytes_peak")),
         each(lambda run: run.node_sum("cpu_percent_mean")),
     )
@@ -86,29 +95,37 @@ def build(outline: Outline) -> list[Block]:
 
 
 def answer(rows: Sequence[BatchRow]) -> str:
-    """The largest batch against the smallest; empty where several cells have one of these."""
+    """The largest batch against the smallest; empty where more than the batch sets them apart."""
     small, large = rows[0], rows[-1]
     sizes = [row.batch for row in rows]
     if sizes.count(small.batch) > 1 or sizes.count(large.batch) > 1:
         return ""
+    if set(differing([small.config, large.config])) - OF_BATCH:
+        return ""
     parts = [
-        f"{name} {100 * (_mean(after) / _mean(before) - 1):+.0f} %"
+        f"{name} {round(-100 * found.share, 0) or 0.0:+.0f} %{_doubt(found)}"
         for name, before, after in (
             ("wall time", small.wall_seconds, large.wall_seconds),
             ("time per epoch", small.epoch_seconds, large.epoch_seconds),
             ("CPU", small.cpu_percent, large.cpu_percent),
             ("peak memory", small.peak_memory_bytes, large.peak_memory_bytes),
         )
-        if before and after and _mean(before)
+        # How much less than before, as a share of that.
+        if before and after and sum(before) and (found := difference(after, before))
     ]
-    if small.test_accuracy and large.test_accuracy:
-        first, last = _mean(small.test_accuracy), _mean(large.test_accuracy)
-        parts.append(f"accuracy {last:.4f} instead of {first:.4f}")
-    return f"Batch {large.batch:,} against {small.batch:,}: {', '.join(parts)}."
+    before, after = small.test_accuracy, large.test_accuracy
+    if before and after:
+        doubt = _doubt(difference(after, before))
+        parts.append(f"accuracy {fmean(after):.4f} instead of {fmean(before):.4f}{doubt}")
+    is_one = min(len(small.wall_seconds), len(large.wall_seconds)) < 2
+    return (
+        f"Batch {large.batch:,} against {small.batch:,}: {', '.join(parts)}"
+        f"{' (one repeat)' if is_one else ''}."
+    )
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def _doubt(found: Difference) -> str:
+    return " (within noise)" if found.known and not found.is_significant else ""
 
 
 def _figures(outline: Outline, rows: Sequence[BatchRow]) -> list[Block]:
@@ -122,14 +139,7 @@ def _figures(outline: Outline, rows: Sequence[BatchRow]) -> list[Block]:
          [row.test_accuracy for row in drawn], units.number),
     ):  # fmt: skip
         bars = [
-            Bar(
-                f"batch {row.batch:,}: {row.label}",
-                [Part("mean", mean := sum(own) / len(own), text(mean))],
-                text(mean),
-                min(own),
-                max(own),
-                places[row.label],
-            )
+            mean_bar(f"batch {row.batch:,}: {row.label}", own, text, places[row.label])
             for row, own in zip(drawn, values, strict=True)
             if own
         ]

@@ -40,7 +40,7 @@ class CellCurve:
 
 def evaluations(cell: Cell, key: str, axis: str) -> CellCurve | None:
     """A test figure of a cell's runs, with the spread of its repeats."""
-    curves = [curve for run in cell.runs if len(curve := _evaluations(run, key, axis))]
+    curves = [curve for run in cell.shown if len(curve := _evaluations(run, key, axis))]
     if not curves:
         return None
     if axis == "seconds":
@@ -67,7 +67,7 @@ def _evaluations(run: Run, key: str, axis: str) -> Curve:
 def training(cell: Cell, axis: str) -> CellCurve | None:
     """The training loss of a cell's runs, as written at each iteration by the first worker."""
     curves = []
-    for run in cell.runs:
+    for run in cell.shown:
         if run.timing is None or not len(run.timing.loss):
             continue
         curve = run.timing.loss_by_time if axis == "seconds" else run.timing.loss
@@ -111,8 +111,9 @@ def build(outline: Outline) -> list[Block]:
     if not blocks:
         return []
     note = (
-        "Shading and whiskers reach from the least to the greatest value: of repeats, and in long"
-        " runs of the iterations that share a point. Against time, the training loss is the first"
+        "Shading and whiskers reach from the least to the greatest value: of repeats that are as"
+        " long as the first, and in long runs of the iterations that share a point. Against time,"
+        " the training loss is the first"
         " repeat's. Training time leaves evaluation out. Curves that coincide are one in stripes."
     )
     return [*blocks, Text(note, "note"), *outline.drawn_note()]

@@ -14,34 +14,43 @@ from paceline.report.shape import is_number
 TITLE = "Evaluations"
 MOST_ROWS = 25
 """Of one cell: the first, the last, and evenly between them."""
-KEYS = ("epoch", "rank", "test_loss", "test_accuracy", "learning_rate", "wall_seconds")
+KEYS = ("iteration", "epoch", "rank", "test_loss", "test_accuracy", "learning_rate", "wall_seconds")
 
 
 def read_evaluations(path: Path) -> list[dict[str, Any]]:
-    """Of one worker's events, which are mostly something else: only what may fit is parsed."""
+    """Of one worker's events, which are mostly something else: only what may fit is parsed.
+
+    What a resumed run did again is told as it was the last time.
+    """
+    found: list[dict[str, Any]] = []
     try:
         with path.open("rb") as file:
-            events = [_evaluation(line) for line in file if b'"evaluation"' in line]
+            for line in file:
+                if b'"evaluation"' in line or b'"start"' in line:
+                    _take(line, found)
     except OSError:
         return []
-    return [event for event in events if event is not None]
+    return found
 
 
-def _evaluation(line: bytes) -> dict[str, Any] | None:
-    """None for a line that was cut short or is something else."""
+def _take(line: bytes, found: list[dict[str, Any]]) -> None:
+    """A line that was cut short or is something else is passed over."""
     try:
         event = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(event, dict) or event.get("event") != "evaluation":
-        return None
-    return event if all(is_number(event.get(key)) for key in KEYS) else None
+    except (ValueError, RecursionError):
+        return
+    kind = event.get("event") if isinstance(event, dict) else None
+    if kind == "start" and is_number(event.get("iteration")):
+        while found and found[-1]["iteration"] > event["iteration"]:
+            found.pop()
+    if kind == "evaluation" and all(is_number(event.get(key)) for key in KEYS):
+        found.append(event)
 
 
 def build(outline: Outline) -> list[Block]:
     blocks: list[Block] = []
     for cell in outline.drawn:
-        run = next(iter(cell.finished or cell.runs), None)
+        run = next(iter(cell.shown), None)
         entries = read_evaluations(run.folder.events_file(0)) if run is not None else []
         if entries:
             blocks.append(Fold(f"{cell.label} ({len(entries)})", [_table(_thinned(entries))]))

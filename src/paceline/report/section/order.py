@@ -5,6 +5,7 @@ The order is a function of the seed and the epoch, so the settings of a run tell
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from paceline.report.section.outline import Outline
 TITLE = "The order of the samples"
 MOST_EPOCHS = 4
 MOST_SAMPLES = 8
+MOST_LOOKED_AT = 50
+MOST_TO_SHUFFLE = 10**8
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,8 @@ class Orders:
     label: str
     first_samples: list[list[int]]
     """Of each epoch that the run began."""
+    is_all: bool = True
+    """Whether these are all epochs, and not only the first ones."""
 
     @property
     def distinct(self) -> int:
@@ -33,15 +38,16 @@ def orders(cell: Cell) -> Orders | None:
     """Of the first finished run; None where the number of its samples is not known."""
     run = cell.finished[0]
     samples, epochs = _samples_and_epochs(run)
-    if not samples or not epochs:
+    if not 0 < samples <= MOST_TO_SHUFFLE or not epochs:
         return None
     # Only the few reports that show this pay for loading it.
     from paceline.data.order import SampleOrder
 
     config = run.config
     order = SampleOrder(samples, config.global_batch_size, config.seed, config.reshuffle)
-    begins = [order.permutation(epoch)[:MOST_SAMPLES].tolist() for epoch in range(epochs)]
-    return Orders(cell.label, begins)
+    looked_at = range(min(epochs, MOST_LOOKED_AT))
+    begins = [order.permutation(epoch)[:MOST_SAMPLES].tolist() for epoch in looked_at]
+    return Orders(cell.label, begins, is_all=epochs <= MOST_LOOKED_AT)
 
 
 def _samples_and_epochs(run: Run) -> tuple[int, int]:
@@ -50,7 +56,7 @@ def _samples_and_epochs(run: Run) -> tuple[int, int]:
     if last is None or run.result is None or not last["epoch"]:
         return 0, 0
     samples = run.config.train_samples or round(run.result["samples"] / last["epoch"])
-    return samples, max(1, round(last["epoch"]))
+    return samples, math.ceil(last["epoch"])
 
 
 def build(outline: Outline) -> list[Block]:
@@ -71,15 +77,14 @@ def build(outline: Outline) -> list[Block]:
 
 
 def answer(found: Sequence[Orders]) -> str:
-    texts = []
-    for one in found:
-        count = len(one.first_samples)
-        if one.distinct == count:
-            texts.append(f"{one.label}: each of {count} epochs has an order of its own")
-        else:
-            texts.append(f"{one.label}: {count} epochs in {one.distinct} order{_s(one.distinct)}")
-    return f"{'; '.join(texts)}."
+    return f"{'; '.join(map(_told, found))}."
 
 
-def _s(count: int) -> str:
-    return "s" * (count != 1)
+def _told(one: Orders) -> str:
+    count = len(one.first_samples)
+    epochs = f"{count} epoch{'s' * (count != 1)}"
+    if not one.is_all:
+        epochs = f"the first {epochs}"
+    if one.distinct == count:
+        return f"{one.label}: each of {epochs} has an order of its own"
+    return f"{one.label}: {epochs} in {one.distinct} order{'s' * (one.distinct != 1)}"

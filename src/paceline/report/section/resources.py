@@ -89,7 +89,7 @@ def _curve(pairs: Sequence[tuple[float, float]]) -> Curve:
 def build(outline: Outline) -> list[Block]:
     uses = []
     for cell in outline.drawn:
-        run = next(iter(cell.finished or cell.runs), None)
+        run = next(iter(cell.shown), None)
         if run is None:
             continue
         for node in range(run.config.nnodes):

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from paceline.report import units
 from paceline.report.cells import Cell
-from paceline.report.chart.bars import Bar, BarChart, Part, draw_bars
+from paceline.report.chart.bars import BarChart, draw_bars
 from paceline.report.document import Block, Figure, Table
-from paceline.report.section.outline import Outline
+from paceline.report.section.outline import Outline, mean_bar
 
 TITLE = "Time to the target"
 
@@ -54,11 +54,10 @@ def build(outline: Outline) -> list[Block]:
         return []
     places = {cell.label: outline.place(cell) for cell in outline.drawn}
     bars = [
-        Bar(row.label, [Part("mean", mean, units.seconds(mean))], units.seconds(mean),
-            min(row.seconds), max(row.seconds), places[row.label])
+        mean_bar(row.label, row.seconds, units.seconds, places[row.label])
         for row in rows
-        if row.seconds and row.label in places and (mean := sum(row.seconds) / len(row.seconds))
-    ]  # fmt: skip
+        if row.seconds and row.label in places
+    ]
     title = "Training time to the target accuracy"
     blocks: list[Block] = []
     if bars:

@@ -115,7 +115,7 @@ def _length(covered: Sequence[tuple[float, float]]) -> float:
 
 def steps_of(cell: Cell) -> list[TracedStep]:
     """Of the first and the last worker of the first run that was traced."""
-    for run in cell.runs:
+    for run in cell.shown:
         files = sorted(
             (path for path in run.folder.path.glob("trace-*.json") if path.stem[6:].isdecimal()),
             key=lambda path: int(path.stem[6:]),

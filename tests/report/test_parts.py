@@ -1,0 +1,85 @@
+"""Studies of several parts: each is told by itself, with what it asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+from paceline.report.build import TOGETHER, to_document, write_report
+from paceline.report.collection import collect
+from paceline.report.sections import SECTIONS
+from paceline.report.verdict import judge
+from paceline.study.folder import Cell, Part, Study, StudyFolder, Trouble
+from report.records import FakeRun, write_run
+
+
+def write_study(root: Path) -> StudyFolder:
+    """Two parts; the first asks for its sections in an order of its own."""
+    folder = StudyFolder(root / "study")
+    cells = []
+    for part, rates in (("one", (0.01, 0.02)), ("two", (0.01, 0.03))):
+        for rate in rates:
+            name = f"{part}.lr-{rate}"
+            run = "one.lr-0.01" if rate == 0.01 else name
+            trouble = Trouble("skipped", "needs a GPU") if rate == 0.03 else None
+            cells.append(
+                Cell(f"{name}.r1", part, name, f"rate {rate}", 1, {"lr": str(rate)},
+                     {"lr": rate}, run, trouble=trouble)
+            )  # fmt: skip
+            if not trouble and not (folder.cells / run).exists():
+                write_run(folder.cells, FakeRun(run, {"lr": rate}))
+    parts = (
+        Part("one", "The first part", "What does it ask?", "Others found 3.",
+             ("phases", "curves", "no_such"), {"lr": ("0.01", "0.02")}),
+        Part("two", "The second part", "", "", (), {"lr": ("0.01", "0.03")}),
+    )  # fmt: skip
+    folder.write(Study("rates", "small", "Two rates", "About rates.", ("traffic",), parts,
+                       tuple(cells)))  # fmt: skip
+    return folder
+
+
+def test_a_study_is_told_part_by_part_with_the_sections_it_wants(tmp_path: Path) -> None:
+    folder = write_study(tmp_path)
+    page, collection = write_report(folder.path)
+    text = page.read_text()
+    assert collection.title == "Two rates"
+    assert "What does it ask?" in text
+    assert "Others found 3." in text
+    first = text[text.index('<article id="the-first-part"') : text.index('id="the-second-part"')]
+    titles = re.findall(r"<h3>(.*?)</h3>", first)
+    wanted = [SECTIONS[name].title for name in ("overview", "phases", "curves")]
+    assert titles == ["Verdict", *wanted]
+    last = text[text.index('<article id="all-parts"') :]
+    assert re.findall(r"<h3>(.*?)</h3>", last) == [SECTIONS["configuration"].title]
+    assert "No such section: no_such" in first
+    assert "skipped: needs a GPU" in text, "a cell without a run is named with its cause"
+
+
+def test_a_run_of_two_cells_is_read_once(tmp_path: Path) -> None:
+    collection = collect(write_study(tmp_path).path)
+    assert [run.id for run in collection.runs] == ["one.lr-0.01", "one.lr-0.02"]
+
+
+def test_cells_whose_turn_has_not_come_are_named_together(tmp_path: Path) -> None:
+    folder = write_study(tmp_path)
+    (folder.path / "cells").rename(tmp_path / "elsewhere")
+    first, second = collect(folder.path).chapters
+    verdict = judge(first.cells)
+    assert verdict.headline == "Nothing was run yet."
+    assert [(point.subject, point.text) for point in verdict.points] == [
+        ("Not run yet", "rate 0.01; rate 0.02")
+    ]
+    told = [(point.subject, point.text) for point in judge(second.cells).points]
+    assert ("Not finished", "rate 0.03: skipped: needs a GPU") in told
+
+
+def test_parts_with_titles_that_sound_alike_have_figures_of_their_own(tmp_path: Path) -> None:
+    folder = write_study(tmp_path)
+    study = folder.read()
+    titles = [dataclasses.replace(part, title="Same; same") for part in study.parts]
+    folder.write(dataclasses.replace(study, parts=tuple(titles)))
+    document = to_document(collect(folder.path))
+    assert [chapter.name for chapter in document.chapters] == ["same-same", "same-same-2", TOGETHER]
+    names = [figure.name for figure in document.figures()]
+    assert len(names) == len(set(names))

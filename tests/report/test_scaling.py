@@ -1,0 +1,77 @@
+"""Speedup and efficiency: what is held against what, and what is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.report.collection import collect
+from paceline.report.section.scaling import answer, families
+from report.marks import figure, numbers, section, series
+from report.records import FakeRun, write_run
+
+
+def write_scaling(root: Path, *, is_weak: bool) -> None:
+    """1, 2 and 4 workers at 10, 6 and 4 ms an iteration."""
+    for workers, seconds in ((1, 0.010), (2, 0.006), (4, 0.004)):
+        batch = 32 * workers if is_weak else 128
+        run = FakeRun(f"w{workers}", {"batch_size": batch}, [{"forward": seconds}] * workers)
+        run.more = {"samples": batch * run.iterations}
+        write_run(root, run)
+
+
+def test_strong_scaling_is_time_against_time(tmp_path: Path) -> None:
+    write_scaling(tmp_path, is_weak=False)
+    (family,) = families(collect(tmp_path).cells)
+    assert family.kind == "strong"
+    speedups = [point.speedup for point in family.points]
+    assert speedups == pytest.approx([1, 10 / 6, 10 / 4])
+    efficiencies = [family.efficiency(point) for point in family.points]
+    assert efficiencies == pytest.approx([1, 10 / 12, 10 / 16])
+    svg = figure(section(collect(tmp_path).cells, "scaling"), "scaling-strong-speedup")
+    ideal, measured = series(svg)
+    assert numbers(ideal, "data-y") == [1, 2, 4]
+    assert numbers(measured, "data-y") == pytest.approx(speedups)
+
+
+def test_weak_scaling_is_samples_a_second(tmp_path: Path) -> None:
+    write_scaling(tmp_path, is_weak=True)
+    (family,) = families(collect(tmp_path).cells)
+    assert family.kind == "weak"
+    speedups = [point.speedup for point in family.points]
+    assert speedups == pytest.approx([1, 2 * 10 / 6, 4 * 10 / 4])
+
+
+def test_each_model_scales_by_itself(tmp_path: Path) -> None:
+    for model, seconds in (("lenet", 0.010), ("vgg11", 0.100)):
+        for workers in (1, 2):
+            settings = {"model": model, "batch_size": 64}
+            phases = [{"forward": seconds / workers}] * workers
+            write_run(tmp_path, FakeRun(f"{model}-{workers}", settings, phases))
+    found = families(collect(tmp_path).cells)
+    assert [family.name for family in found] == ["allreduce, lenet", "allreduce, vgg11"]
+    assert [family.points[-1].speedup for family in found] == pytest.approx([4, 4])
+
+
+def test_workers_that_were_slowed_down_are_another_way(tmp_path: Path) -> None:
+    write_scaling(tmp_path, is_weak=False)
+    slowed = FakeRun("slow", {"batch_size": 128, "slow": "0=2"}, [{"forward": 0.5}] * 2)
+    write_run(tmp_path, slowed)
+    names = {family.name: len(family.points) for family in families(collect(tmp_path).cells)}
+    assert names == {"allreduce": 3, "allreduce, slow 0=2": 2}
+
+
+def test_each_is_held_against_the_ideal_from_where_it_begins(tmp_path: Path) -> None:
+    """One way begins with two workers, where no cell has one."""
+    for strategy, counts in (("ring", (2, 4)), ("tree", (4, 8))):
+        for workers in counts:
+            settings = {"strategy": strategy, "batch_size": 128}
+            phases = [{"forward": 0.08 / workers}] * workers
+            write_run(tmp_path, FakeRun(f"{strategy}-{workers}", settings, phases,
+                                        more={"samples": 12_800}))  # fmt: skip
+    cells = collect(tmp_path).cells
+    svg = figure(section(cells, "scaling"), "scaling-strong-speedup")
+    found = {(tuple(numbers(one, "data-x")), tuple(numbers(one, "data-y"))) for one in series(svg)}
+    assert found == {((2, 4, 8), (1, 2, 4)), ((4, 8), (1, 2)), ((2, 4), (1, 2))}
+    assert answer(families(cells)).startswith("With 8 workers instead of 4: tree 2.00 times")
