@@ -177,6 +177,13 @@ def test_a_follower_tells_each_line_once_and_waits_for_half_ones(tmp_path: Path)
     assert follower.news() == {"evaluations": [[2, 0.5]]}
 
 
+def test_a_run_ended_as_its_result_says_whatever_its_workers_could_write(tmp_path: Path) -> None:
+    killed = write_run(tmp_path, FakeRun("killed", status="failed", cause="killed by SIGKILL"))
+    (killed / "events-0.jsonl").unlink()
+    assert Follower(killed).outcome() == {"status": "failed", "cause": "killed by SIGKILL"}
+    assert Follower(begun(tmp_path, "silent").path).outcome()["status"] == "interrupted"
+
+
 def test_phases_are_told_without_the_start_and_anew_after_a_resume(tmp_path: Path) -> None:
     folder = begun(tmp_path, "one")
     follower = Follower(folder.path)

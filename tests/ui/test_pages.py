@@ -13,6 +13,7 @@ from urllib.request import urlopen
 
 import pytest
 
+from paceline.ui.library import Library
 from paceline.ui.serve import names_of
 from report.records import FakeRun, write_run
 from ui.serving import served
@@ -145,6 +146,16 @@ def test_listening_everywhere_is_refused(
 
     assert main(["ui", str(tmp_path), "--host", host, "--port", "0"]) == 2
     assert "by which it will be asked for" in capsys.readouterr().err
+
+
+def test_the_page_can_be_opened_before_there_is_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paceline.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("paceline.ui.serve.serve", lambda folder, *_: Library(folder))
+    assert main(["ui"]) == 0
 
 
 def test_a_folder_that_is_none_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
