@@ -53,6 +53,17 @@ def test_a_run_shows_up_grows_and_its_report_opens(tmp_path: Path) -> None:
     assert complaints == []
 
 
+@pytest.mark.browser
+def test_more_tabs_than_a_browser_has_connections_show_the_list(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    write_run(root, FakeRun(name="before"))
+    with served(root) as address, browser(tmp_path / "profile") as page:
+        for _ in range(7):
+            page.switch_to.new_window("tab")
+            page.get(f"{address}/")
+            wait(page, lambda: "finished" in row(page, "before"))
+
+
 def row(page: Any, name: str) -> str:
     found = page.find_elements("css selector", f"tr[data-name='{name}']")
     return str(found[0].text) if found else ""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import AsyncIterator, Callable
 from html import escape
 from importlib import resources
@@ -121,12 +122,10 @@ async def _run_page(request: Request) -> Response:
     if StudyFolder.is_one(path):
         return RedirectResponse(f"/report/{quote(name)}", headers=HEADERS)
     total, facts = await run_in_threadpool(_facts, path)
-    body = _page_text("run.html")
     # A run that is all there is has no name below the folder.
     title = name or path.name
     texts = {"facts": facts, "total": str(total or ""), "title": title, "name": name}
-    for key, text in texts.items():
-        body = body.replace(f"{{{key}}}", escape(text))
+    body = re.sub(r"\{(\w+)\}", lambda mark: escape(texts[mark[1]]), _page_text("run.html"))
     return _html(_shell(title, body, "run.js"))
 
 

@@ -192,14 +192,26 @@ document.getElementById("bar").addEventListener("submit", (event) => {
 filter.addEventListener("input", draw);
 setInterval(draw, 60000); // What is some minutes ago becomes more, though nothing is pushed.
 
-const source = new EventSource("/stream");
-source.addEventListener("message", (event) => {
+function take(event) {
   entries = JSON.parse(event.data);
   const names = new Set(entries.map((entry) => entry.name));
   for (const known of [rows, ticked]) for (const name of known.keys()) if (!names.has(name)) known.delete(name);
   showCompare();
   draw();
-});
-source.addEventListener("error", () => {
-  count.textContent = "no connection to paceline ui: trying again";
-});
+}
+
+let source = null;
+
+// A page that nobody sees lets go of its connection: a browser has six for all pages of a server.
+function listen() {
+  source?.close();
+  if (document.hidden) return;
+  source = new EventSource("/stream");
+  source.addEventListener("message", take);
+  source.addEventListener("error", () => {
+    count.textContent = "no connection to paceline ui: trying again";
+  });
+}
+
+document.addEventListener("visibilitychange", listen);
+listen();

@@ -171,13 +171,24 @@ function show(text, why) {
 }
 
 for (const id of Object.keys(curves)) draw(id);
-const source = new EventSource(`/stream/${path}`);
-source.addEventListener("message", (event) => add(JSON.parse(event.data)));
-source.addEventListener("over", (event) => {
-  source.close();
-  const outcome = JSON.parse(event.data);
-  show(outcome.status, outcome.cause);
-});
-source.addEventListener("error", () => {
-  if (source.readyState === EventSource.CLOSED) show("no connection");
-});
+let source = null;
+
+// A page that nobody sees lets go of its connection: a browser has six for all pages of a server.
+function listen() {
+  source?.close();
+  if (document.hidden) return;
+  source = new EventSource(`/stream/${path}`);
+  source.addEventListener("message", (event) => add(JSON.parse(event.data)));
+  source.addEventListener("over", (event) => {
+    source.close();
+    document.removeEventListener("visibilitychange", listen);
+    const outcome = JSON.parse(event.data);
+    show(outcome.status, outcome.cause);
+  });
+  source.addEventListener("error", () => {
+    if (source.readyState === EventSource.CLOSED) show("no connection");
+  });
+}
+
+document.addEventListener("visibilitychange", listen);
+listen();
