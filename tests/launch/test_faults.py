@@ -6,6 +6,8 @@ That no process, shared memory or socket is left is checked after every test (te
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from launch.commands import (
     ENDLESS,
     SLOW,
+    TINY,
     are_gone,
     launch,
     names_in,
@@ -23,8 +26,14 @@ from launch.commands import (
     workers_of,
 )
 from paceline import cli
+from paceline.config import from_mapping
+from paceline.errors import StoppedError
+from paceline.launch.crew import Crew
+from paceline.launch.ending import Ending, write_failure
+from paceline.launch.interruptions import Interruptions
+from paceline.launch.nodes import Nodes
 from paceline.launch.outcome import Outcome
-from paceline.records import read_json
+from paceline.records import RunFolder, read_json
 
 TWO: dict[str, Any] = {**ENDLESS, "nproc_per_node": 2}
 
@@ -94,6 +103,24 @@ def test_ctrl_c_at_the_start_leaves_nothing(tmp_path: Path) -> None:
     line = "paceline: error: stopped by SIGINT before training began\n"
     assert (ended.code, ended.err) == (130, line)
     assert not names_in(tmp_path)
+
+
+def test_ctrl_c_does_not_wait_for_a_worker_that_waits_for_a_stopped_one(tmp_path: Path) -> None:
+    """Deep in the library that connects them, where it would hear no signal for a long time."""
+    config = from_mapping({**TINY, "out": str(tmp_path), "name": "run", "nproc_per_node": 2})
+    folder, interruptions = RunFolder.create(config), Interruptions()
+    crew = Crew(config, folder, port=0, resumed=False, quiet=True)
+    line = "stopped by SIGINT before training began"
+    write_failure(folder, 0, Ending(line, StoppedError.exit_code, "stopped"))
+    deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(80)"
+    for rank, program in enumerate(["raise SystemExit(130)", deaf]):
+        crew._processes[rank] = subprocess.Popen([sys.executable, "-I", "-S", "-c", program])
+    crew._processes[0].wait()
+    interruptions.received.append(signal.SIGINT)
+    ending = crew.watch(Nodes(from_mapping({})), interruptions)
+    assert crew._processes[1].returncode == -signal.SIGKILL
+    assert ending is not None
+    assert (ending.cause, ending.exit_code) == (line, 130)
 
 
 @pytest.mark.parametrize(

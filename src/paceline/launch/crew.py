@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from signal import Signals
@@ -107,8 +108,7 @@ class Crew:
             codes = self.codes()
             if all(code is not None for code in codes.values()):
                 return self.explain(codes, interruptions)
-            # One that was asked to stop may be done while another still writes a checkpoint.
-            failed = any(code not in (None, 0, StoppedError.exit_code) for code in codes.values())
+            failed = self.has_failed(codes)
             if failed:
                 nodes.alarm()
             if failed or nodes.hears_alarm():
@@ -132,6 +132,18 @@ class Crew:
     def codes(self) -> dict[int, int | None]:
         """How each process has ended, by rank; None while it runs."""
         return {rank: process.poll() for rank, process in self._processes.items()}
+
+    def has_failed(self, codes: Mapping[int, int | None]) -> bool:
+        """Whether one has ended that the others cannot go on without.
+
+        One that was asked to stop may be done while another still writes a checkpoint; but where it
+        had not begun to train, others may wait for it in vain.
+        """
+        return any(
+            code not in (None, 0, StoppedError.exit_code)
+            or (code == StoppedError.exit_code and failure_file(self.folder, rank).exists())
+            for rank, code in codes.items()
+        )
 
     def wind_down(self, grace_seconds: float = GRACE_SECONDS) -> dict[int, int | None]:
         """Give the others time to write down their part, then end them; who had ended, and how."""

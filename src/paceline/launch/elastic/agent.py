@@ -85,9 +85,7 @@ class NodeAgent(SimpleElasticAgent):
         if not any(codes.values()) and None not in codes.values():
             ranks = (worker.global_rank for worker in worker_group.workers)
             return RunResult(WorkerState.SUCCEEDED, dict.fromkeys(ranks))
-        # One that was asked to stop may be done while another still writes a checkpoint.
-        failed = any(code not in (None, 0, StoppedError.exit_code) for code in codes.values())
-        if failed or None not in codes.values():
+        if self.crew.has_failed(codes) or None not in codes.values():
             return RunResult(WorkerState.FAILED)
         return RunResult(WorkerState.HEALTHY)
 
