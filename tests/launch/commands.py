@@ -18,11 +18,12 @@ from threading import Thread
 from typing import Any, Self
 
 import psutil
+import pytest
 
 from paceline.config import flag_of, from_mapping
 from paceline.launch import start
 from paceline.launch.outcome import Outcome
-from warm import Nursery
+from warm import Nursery, warm_spawning
 
 HERE = Path(__file__).parent
 """Where own_code.py lies; programs are started here, since the current folder is searched."""
@@ -98,6 +99,15 @@ class Command:
         """Wait for the end, for a limited time."""
         out, err = self.process.communicate(timeout=LIMIT_SECONDS)
         return Ended(self.process.returncode, out, err)
+
+
+@contextmanager
+def warm_commands(nursery: Nursery) -> Iterator[pytest.MonkeyPatch]:
+    """Commands start warm, where own_code.py is found, and so do workers of this process."""
+    with pytest.MonkeyPatch.context() as patch, warm_spawning(nursery):
+        patch.chdir(HERE)
+        patch.setattr(Command, "nursery", nursery)
+        yield patch
 
 
 def train(out: Path, variables: Mapping[str, str] | None = None, **settings: Any) -> Command:

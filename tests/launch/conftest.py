@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from launch.commands import HERE, Command, Ended, train
+from launch.commands import Ended, train, warm_commands
 from warm import Nursery
 
 
 @pytest.fixture(autouse=True)
-def in_folder_of_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(HERE)
-
-
-@pytest.fixture(autouse=True)
-def warm_commands(nursery: Nursery, warm_workers: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands start warm, and so do workers that this process launches."""
-    monkeypatch.setattr(Command, "nursery", nursery)
+def warm(nursery: Nursery) -> Iterator[None]:
+    with warm_commands(nursery):
+        yield
 
 
 @pytest.fixture(scope="session")

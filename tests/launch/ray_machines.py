@@ -52,6 +52,8 @@ class RayMachines:
             "RAY_USAGE_STATS_ENABLED": "0",
             # A machine that is gone refuses to answer, and is asked often enough to be found out.
             "RAY_health_check_period_ms": "500",
+            # One that is cut off says nothing: five times so long, which is more than CUT_SECONDS.
+            "RAY_health_check_timeout_ms": "2000",
             "OWN_SLEEP_SECONDS": "0.3",
             "RAY_ADDRESS": self.head,
         }
@@ -196,9 +198,9 @@ class RayMachines:
                 psutil.Process(pid).kill()
 
     def posts(self) -> list[int]:
-        """The actors of paceline that there are."""
+        """The actors of paceline that there are on machines that can be reached."""
         found = []
-        for machine in range(MACHINES):
+        for machine in set(range(MACHINES)) - self.away:
             for pid in self.cluster.processes(machine):
                 with contextlib.suppress(psutil.Error):
                     if psutil.Process(pid).cmdline()[0].startswith("ray::Post"):

@@ -30,6 +30,7 @@ from launch.commands import (
     launch,
     node,
     wait_until,
+    warm_commands,
     workers_of,
 )
 from paceline import cli
@@ -85,10 +86,8 @@ def kill_node(command: Command) -> None:
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[Story]:
     base = tmp_path_factory.mktemp("story")
-    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
-        patch.chdir(Path(__file__).parent)
+    with warm_commands(nursery) as patch, contextlib.ExitStack() as stack:
         patch.setenv("OWN_NOTES", str(base))
-        patch.setattr(Command, "nursery", nursery)
         undisturbed = launch(base / "alone", **{**SETTINGS, "strategy": "single"}).folder.path
         for note in ("slow", "record"):
             (base / note).touch()

@@ -30,11 +30,13 @@ from launch.commands import (
     sabotage,
     train,
     wait_until,
+    warm_commands,
     workers_of,
 )
 from paceline.launch import start
 from paceline.records import Result, read_json
 from paceline.worker.checkpoint import iterations, newest_checkpoint
+from warm import Nursery
 
 
 def finished(result: Result | None) -> Result:
@@ -94,11 +96,15 @@ def test_two_nodes_of_two_workers_train_as_one_worker_does(
 
 
 @pytest.fixture(scope="module")
-def killed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def killed_run(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Path:
     """With `shared`, all of whose processes were killed some time after the fourth iteration."""
     out = tmp_path_factory.mktemp("killed")
     settings = {"model": "own_code:Slow", "strategy": "shared", "nproc_per_node": 2}
-    with train(out, {"OWN_SLEEP_SECONDS": "0.4"}, checkpoint_every=2, **settings) as command:
+    slow = {"OWN_SLEEP_SECONDS": "0.4"}
+    with (
+        warm_commands(nursery),
+        train(out, slow, checkpoint_every=2, **settings) as command,
+    ):
         wait_until(lambda: len(iterations(out / "run" / "checkpoints")) > 1, "it has checkpoints")
         for worker in workers_of(command.process.pid).values():
             worker.kill()
