@@ -65,5 +65,6 @@ def test_in_a_resized_run_each_rank_goes_on_with_its_own_steps_and_times() -> No
     in_process.run(2, begin)
     found = in_process.run(3, go_on)
     assert [progress.steps for progress, _ in found] == [60, 40, 60]
+    assert [progress.steps_before for progress, _ in found] == [60, 40, 60]
     assert [account for _, account in found] == [{"rank": 0}, {"rank": 1}, {}]
     assert {(one.iteration, one.samples, one.samples_before) for one, _ in found} == {(50, 0, 1000)}

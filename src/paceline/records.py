@@ -258,7 +258,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield value
 
 
-def read_iteration_seconds(path: Path, until: int) -> list[float]:
+def read_iteration_seconds(path: Path, until: int, since: int = 0) -> list[float]:
     """How long the iterations before `until` took, by a rank's events.
 
     Where a run was resumed, iterations that were done again count as they were the last time. Those
@@ -272,7 +272,7 @@ def read_iteration_seconds(path: Path, until: int) -> list[float]:
             del numbers[again:], seconds[again:]
             numbers += range(event["first"], event["first"] + len(event["seconds"]))
             seconds += event["seconds"]
-    return seconds[: bisect_left(numbers, until)]
+    return seconds[bisect_left(numbers, since) : bisect_left(numbers, until)]
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ import pytest
 from paceline.report.build import to_document
 from paceline.report.collection import collect
 from paceline.report.document import Items
+from paceline.report.epochs import exchange_seconds_in_epoch
 from paceline.report.iterations import IN_ITERATION
 from paceline.report.markdown import to_markdown
 from paceline.report.phases import by_rank
@@ -67,7 +68,6 @@ def run(tmp_path: Path) -> Run:
     second["phases"] |= {"forward": 20 * 0.011, "exchange": 20 * 0.003}
     for worker in (first, second):
         worker["samples"] = 20 * 32
-    second["traffic"]["gradients"]["bytes_sent"] = 20 * GRADIENT_BYTES
     (path / "result.json").write_text(json.dumps(result))
     return open_run(path)
 
@@ -95,14 +95,18 @@ def test_phases_are_of_the_same_iterations_as_the_times(run: Run) -> None:
         assert split.seconds["exchange"] == pytest.approx(AFTER[rank]["exchange"])
 
 
-def test_traffic_and_samples_are_over_the_iterations_that_they_are_of(run: Run) -> None:
-    assert run_traffic(run)["gradients"].bytes_per_iteration == pytest.approx(2 * GRADIENT_BYTES)
-    first, second = workers(run)
-    # As much was received as sent, by the second worker since it was back.
-    assert first.moved_bytes == pytest.approx(2 * GRADIENT_BYTES)
-    assert second.moved_bytes == pytest.approx((100 + 20) * GRADIENT_BYTES / 20)
-    assert second.training_seconds == pytest.approx(20 * 0.014)
+def test_traffic_of_unlike_iterations_is_not_told_by_iteration(run: Run) -> None:
+    assert run_traffic(run)["gradients"].bytes_sent == 200 * GRADIENT_BYTES
+    assert run_traffic(run)["gradients"].bytes_per_iteration is None
+    assert {worker.moved_bytes for worker in workers(run)} == {None}
+    assert exchange_seconds_in_epoch(run) is None
     assert exchange_rate(collect(run.folder.path).cells[0]) is None
+
+
+def test_samples_of_a_worker_are_of_the_iterations_that_its_time_is_of(run: Run) -> None:
+    second = workers(run)[1]
+    assert second.samples == 20 * 32
+    assert second.training_seconds == pytest.approx(20 * 0.014)
 
 
 def test_the_page_says_what_its_figures_are_of(run: Run) -> None:

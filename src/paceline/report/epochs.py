@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
 
 from paceline.report.run import Run
 
@@ -30,22 +28,18 @@ def first_epoch_seconds(run: Run) -> float | None:
 
 def exchange_seconds_in_epoch(run: Run) -> float | None:
     """Exposed communication, on average over the workers."""
-    return _in_epoch(run, lambda worker: worker["phases"]["exchange"])
+    return _in_epoch(run, [worker["phases"]["exchange"] for worker in run.workers])
 
 
 def hidden_seconds_in_epoch(run: Run) -> float | None:
-    """Communication behind computing, on average over the workers."""
-    return _in_epoch(run, lambda worker: worker.get("hidden_exchange_seconds", 0.0))
+    """Communication behind computing, on average over the workers; one that is alone has none."""
+    hidden = [worker.get("hidden_exchange_seconds", 0.0) for worker in run.workers]
+    return _in_epoch(run, hidden if len(hidden) > 1 else [0.0])
 
 
-def _in_epoch(run: Run, spent: Callable[[dict[str, Any]], float]) -> float | None:
-    """The mean of what each worker spent in all its iterations, as a part for one epoch."""
+def _in_epoch(run: Run, spent: Sequence[float]) -> float | None:
+    """The mean of what each worker spent in the whole run, as a part for one epoch."""
     count = iterations_in_epoch(run)
-    of_iteration = [
-        spent(worker) / iterations
-        for worker in run.workers
-        if (iterations := run.iterations_of(int(worker["rank"])))
-    ]
-    if count is None or not of_iteration:
+    if count is None or not spent or not run.iterations or run.is_resized:
         return None
-    return math.fsum(of_iteration) / len(of_iteration) * count
+    return float(sum(spent) / len(spent) / run.iterations * count)

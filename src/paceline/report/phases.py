@@ -92,12 +92,11 @@ def by_rank(run: Run) -> dict[int, Split]:
 def _in_iterations(
     run: Run, worker: dict[str, Any], timing: RankTiming | None
 ) -> tuple[dict[str, float], int]:
-    """A worker's phases in its iterations, and the number of these."""
+    """A worker's phases in its iterations, and the number of these; 0 where they are not known."""
     whole = {phase: float(worker["phases"][phase]) for phase in IN_ITERATION}
-    if timing is None or not timing.count:
-        return whole, run.iterations_of(int(worker["rank"]))
-    if timing.phases is None:
-        return whole, run.iterations_of(timing.rank) if run.is_resized else timing.count
+    if timing is None or not timing.count or timing.phases is None:
+        count = (timing.count if timing else 0) or run.iterations
+        return whole, 0 if run.is_resized else count
     spent, written = math.fsum(whole.values()), math.fsum(timing.phases.values())
     beside = spent - timing.total
     is_near = beside <= BESIDE * timing.total or abs(written - timing.total) > beside

@@ -13,7 +13,7 @@ from paceline.errors import ConfigError, RecordsError
 from paceline.records import Result, RunFolder
 from paceline.report.shape import check_result, is_number
 from paceline.report.timing import Timing, read_timing, timing_of_result
-from paceline.report.worlds import World, joined, starts_of_result, worlds_of
+from paceline.report.worlds import World, starts_of_result, worlds_of
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,12 @@ class Run:
 
     @property
     def is_resized(self) -> bool:
-        """Then times of iterations are those since the last change."""
-        return len(self.worlds) > 1
+        """Then times of iterations are those since the last change.
 
-    def iterations_of(self, rank: int) -> int:
-        """Those that a worker's account in the result is of: since it joined."""
-        return self.iterations - joined(self.worlds, rank)
+        A worker's account of phases and traffic goes further back, to when it joined: what it comes
+        to per iteration is not known of any number of workers.
+        """
+        return len(self.worlds) > 1
 
     @cached_property
     def is_in_step(self) -> bool:

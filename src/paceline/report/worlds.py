@@ -39,16 +39,6 @@ def starts_of_result(result: Result | None) -> list[tuple[int, int]]:
     return [(int(world["iteration"]), int(world["workers"])) for world in known]
 
 
-def joined(worlds: Sequence[World], rank: int) -> int:
-    """The iteration from which on there was always a worker of this rank."""
-    begin = 0
-    for world in reversed(worlds):
-        if world.workers <= rank:
-            break
-        begin = world.begin
-    return begin
-
-
 def described(worlds: Sequence[World]) -> str:
     first, *others = worlds
     changes = [f"{_workers(world.workers)} from iteration {world.begin:,} on" for world in others]

@@ -21,10 +21,10 @@ class Ledger:
         self._phases_before: dict[str, float] = {}
         self._iteration_seconds_before: Sequence[float] = ()
 
-    def take_up(self, account: Account, events: Path, steps: int, iteration: int) -> None:
-        """Go on from what the checkpoint of `iteration` holds, and `events` of the steps so far."""
+    def take_up(self, account: Account, events: Path, steps: range, iteration: int) -> None:
+        """Go on from what the checkpoint of `iteration` holds, and `events` of these steps."""
         self._phases_before = account.get("phases", {})
-        self._iteration_seconds_before = read_iteration_seconds(events, steps)
+        self._iteration_seconds_before = read_iteration_seconds(events, steps.stop, steps.start)
         self._replica.hidden_exchange_seconds = account.get("hidden_exchange_seconds", 0.0)
         if "traffic" in account:
             self._replica.communicator.traffic.restore(account["traffic"])

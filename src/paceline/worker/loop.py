@@ -41,6 +41,8 @@ class Progress:
     """That this worker has trained on."""
     samples_before: int = 0
     """That all workers together had trained on when their number changed last."""
+    steps_before: int = 0
+    """That this worker had done then."""
     trained_seconds: float = 0.0
     """Since the first iteration began, evaluation left out; a resumed run's earlier parts count."""
     seconds_to_target: float | None = None

@@ -121,7 +121,8 @@ class _Worker:
             self.warnings += checkpoint.warnings
             self.progress, account = state.restore(checkpoint.state, self.replica, strategy)
             events = self.folder.events_file(self.team.place.rank)
-            self.ledger.take_up(account, events, self.progress.steps, checkpoint.iteration)
+            steps = range(self.progress.steps_before, self.progress.steps)
+            self.ledger.take_up(account, events, steps, checkpoint.iteration)
             self.journal.recent_losses.extend(account.get("recent_losses", ()))
             self.journal.display.say(f"resuming after iteration {checkpoint.iteration}")
         self.journal.events.write(

@@ -79,15 +79,15 @@ def _own_part(
     if len(workers) == communicator.world_size:
         mine = workers[communicator.rank]
         return Progress(**mine["progress"]), mine["account"]
-    # A resized run: iteration and history are everybody's, samples start anew. Steps and times go
-    # on where there was a worker of this rank.
+    # A resized run: iteration and history are everybody's; samples, and times of iterations, start
+    # anew. Steps and phases go on where there was a worker of this rank.
     first = workers[0]["progress"]
     before = first.get("samples_before", 0) + sum(each["progress"]["samples"] for each in workers)
     had_rank = communicator.rank < len(workers)
     own = workers[communicator.rank] if had_rank else {**workers[0], "account": {}}
     steps = own["progress"]["steps"]
-    progress = Progress(**{**first, "steps": steps, "samples": 0, "samples_before": before})
-    return progress, own["account"]
+    anew = {"steps": steps, "steps_before": steps, "samples": 0, "samples_before": before}
+    return Progress(**{**first, **anew}), own["account"]
 
 
 def _own_state(replica: Replica) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from paceline.report.worlds import described
 TITLE = "All cells"
 SINCE = (
     "Times, phases and samples of iterations and workers are of the iterations since the last"
-    " change, traffic of a worker since it joined; curves and wall time are of the whole run."
+    " change; what an iteration sent or hid is left out; curves and wall time are of the whole run."
 )
 
 

@@ -90,12 +90,15 @@ def spent(split: Split | None) -> tuple[str, str, str]:
 
 
 def hidden_seconds(cell: Cell) -> float:
-    """Communication behind computing, per iteration, on average over runs and workers."""
+    """Communication behind computing, per iteration, on average over runs and workers.
+
+    A worker that is alone has hidden none, whatever its strategy went through.
+    """
     values = [
-        worker.get("hidden_exchange_seconds", 0.0) / count
+        worker.get("hidden_exchange_seconds", 0.0) / run.iterations
         for run in cell.finished
         for worker in run.workers
-        if (count := run.iterations_of(int(worker["rank"])))
+        if run.iterations and len(run.workers) > 1 and not run.is_resized
     ]
     return sum(values) / len(values) if values else 0.0
 

@@ -13,7 +13,6 @@ from paceline.report.phases import COMPUTING, Split, by_rank
 from paceline.report.run import Run
 from paceline.report.section.outline import Outline
 from paceline.report.section.phases import spent
-from paceline.report.timing import RankTiming
 
 TITLE = "Time and work of each worker"
 MOST_ROWS = 80
@@ -50,8 +49,8 @@ class Worker:
     training_seconds: float
     """All iterations."""
     samples: int
-    moved_bytes: float
-    """Sent and received in an iteration."""
+    moved_bytes: float | None
+    """Sent and received in an iteration; None where the number of workers has changed."""
 
 
 def rank_times(cell: Cell) -> RankTimes:
@@ -72,19 +71,13 @@ def workers(run: Run) -> list[Worker]:
             int(worker["node"]),
             timing.mean,
             splits[rank],
-            timing.total or timing.mean * run.iterations_of(rank),
+            timing.total or timing.mean * run.iterations,
             int(worker.get("samples") or 0),
-            _moved(worker) / _iterations(run, timing),
+            None if run.is_resized else _moved(worker) / (timing.count or run.iterations),
         )
         for worker in sorted(run.workers, key=lambda one: int(one["rank"]))
         if (rank := int(worker["rank"])) in splits and (timing := timings.get(rank)) is not None
     ]
-
-
-def _iterations(run: Run, timing: RankTiming) -> int:
-    """That a worker's traffic is of: its own, where it is out of step with the others."""
-    own = timing.count if not run.is_in_step and not run.is_resized else 0
-    return own or run.iterations_of(timing.rank)
 
 
 def _moved(worker: dict[str, dict[str, dict[str, float]]]) -> float:
@@ -107,7 +100,8 @@ def first_against_others(found: Sequence[Worker]) -> tuple[dict[str, float], flo
         phase: seconds - math.fsum(worker.split.seconds[phase] for worker in others) / len(others)
         for phase, seconds in first.split.seconds.items()
     }
-    return more, first.moved_bytes, math.fsum(one.moved_bytes for one in others) / len(others)
+    by_others = math.fsum(worker.moved_bytes or 0.0 for worker in others) / len(others)
+    return more, first.moved_bytes or 0.0, by_others
 
 
 def build(outline: Outline) -> list[Block]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,9 @@ from paceline.report.run import Run
 from paceline.report.section.outline import Outline
 
 TITLE = "Traffic by kind"
-LOST = " What was sent by workers that were lost on the way is not in it."
+RESIZED = (
+    " Where the number of workers changed, it is what those at the end sent, each since it joined."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,8 @@ class KindTraffic:
     """Of all workers of a run together."""
 
     bytes_sent: int
-    bytes_per_iteration: float
+    bytes_per_iteration: float | None
+    """None where there were no iterations, or not always as many workers."""
     messages: int
     seconds: float
     """Of the worker that had transfers of the kind under way for longest."""
@@ -34,17 +36,13 @@ def run_traffic(run: Run) -> dict[str, KindTraffic]:
     found = {}
     for kind in TRAFFIC_KINDS:
         counts = [worker.get("traffic", {}).get(kind, {}) for worker in run.workers]
-        each = [int(count.get("bytes_sent") or 0) for count in counts]
+        sent = sum(int(count.get("bytes_sent") or 0) for count in counts)
         messages = sum(int(count.get("messages") or 0) for count in counts)
-        if any(each) or messages:
+        if sent or messages:
             seconds = max(float(count.get("seconds") or 0.0) for count in counts)
-            # Of a worker that has joined later, the traffic is since then.
-            rates = [
-                sent / iterations
-                for sent, worker in zip(each, run.workers, strict=True)
-                if (iterations := run.iterations_of(int(worker["rank"])))
-            ]
-            found[kind] = KindTraffic(sum(each), math.fsum(rates), messages, seconds)
+            is_known = run.iterations and not run.is_resized
+            per_iteration = sent / run.iterations if is_known else None
+            found[kind] = KindTraffic(sent, per_iteration, messages, seconds)
     return found
 
 
@@ -75,25 +73,20 @@ def build(outline: Outline) -> list[Block]:
         Text(
             "Sent by all workers together, payload only, in the first finished run of a cell."
             " Under way: how long the worker that was longest at it had such a transfer open."
-            + (LOST if any(cell.finished[0].is_resized for cell, _ in found) else ""),
+            + (RESIZED if any(cell.finished[0].is_resized for cell, _ in found) else ""),
             "note",
         ),
     ]
 
 
 def _figure(outline: Outline, found: Sequence[tuple[Cell, dict[str, KindTraffic]]]) -> list[Block]:
-    bars = [
-        Bar(
-            cell.label,
-            [
-                Part(kind, one.bytes_per_iteration, units.size(one.bytes_per_iteration))
-                for kind, one in traffic.items()
-            ],
-            units.size(sum(one.bytes_per_iteration for one in traffic.values())),
-        )
-        for cell, traffic in found
-        if cell.finished[0].iterations and id(cell) in outline.places
-    ]
+    bars = []
+    for cell, traffic in found:
+        rates = {kind: one.bytes_per_iteration for kind, one in traffic.items()}
+        known = {kind: rate for kind, rate in rates.items() if rate is not None}
+        if known and id(cell) in outline.places:
+            parts = [Part(kind, rate, units.size(rate)) for kind, rate in known.items()]
+            bars.append(Bar(cell.label, parts, units.size(sum(known.values()))))
     if not bars:
         return []
     title = "Bytes sent per iteration by all workers"
