@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from paceline.report.collection import collect
+from paceline.report.document import Table
 from paceline.report.section.scaling import answer, families
-from report.marks import figure, numbers, section, series
+from report.marks import figure, numbers, result_of, section, series
 from report.records import FakeRun, write_run
 
 
@@ -75,3 +77,18 @@ def test_each_is_held_against_the_ideal_from_where_it_begins(tmp_path: Path) -> 
     found = {(tuple(numbers(one, "data-x")), tuple(numbers(one, "data-y"))) for one in series(svg)}
     assert found == {((2, 4, 8), (1, 2, 4)), ((4, 8), (1, 2)), ((2, 4), (1, 2))}
     assert answer(families(cells)).startswith("With 8 workers instead of 4: tree 2.00 times")
+
+
+def test_one_worker_communicates_with_nobody(tmp_path: Path) -> None:
+    """The clock passes through the phase, and the strategy through its motions."""
+    for workers, exchange in ((1, 1e-6), (2, 1e-3)):
+        phases = [{"forward": 0.01, "exchange": exchange}] * workers
+        path = write_run(tmp_path, FakeRun(f"w{workers}", {"batch_size": 64}, phases))
+        result = result_of(path)
+        for worker in result["workers"]:
+            worker["hidden_exchange_seconds"] = 0.2
+        (path / "result.json").write_text(json.dumps(result))
+    built = section(collect(tmp_path).cells, "scaling")
+    (table,) = [block for block in built.blocks if isinstance(block, Table)]
+    # 50 of 100 iterations make an epoch; the first takes double.
+    assert [row[-2:] for row in table.rows] == [("-", "-"), ("50.50 ms", "100.00 ms")]

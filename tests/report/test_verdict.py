@@ -87,6 +87,13 @@ def test_workers_that_are_alike_have_no_straggler(tmp_path: Path) -> None:
     assert judged(tmp_path).stragglers == []
 
 
+def test_who_is_waited_for_longer_than_it_computes_is_no_straggler(tmp_path: Path) -> None:
+    """Rank 0 serves the others and computes 2 ms longer, but they wait 10 ms."""
+    first = {"forward": 0.012, "backward": 0.008, "exchange": 0.010}
+    write_run(tmp_path, FakeRun("a", {}, [first, {**COMPUTE, "wait": 0.010}]))
+    assert judged(tmp_path).stragglers == []
+
+
 def test_mostly_communication_is_network_bound(tmp_path: Path) -> None:
     """18 ms of computing beside 54 ms of exchange: 75 %."""
     write_run(tmp_path, FakeRun("a", {"strategy": "allreduce"}, two_workers(0.054)))

@@ -14,6 +14,8 @@ WAIT_SHARE = 0.05
 """Others waiting for less of an iteration than this is no matter."""
 SLOWER = 1.1
 """A straggler computes so much longer than the others at least."""
+MOSTLY = 0.5
+"""What it computes longer is so much of the time that they wait for it at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class Straggler:
     others_seconds: float
     """Median of the others' computing."""
     wait_seconds: float
-    """That the others wait in an iteration, on average."""
+    """That the others wait in an iteration longer than it does, on average."""
     wait_share: float
     """Of the others' iteration."""
     is_asked_for: bool
@@ -57,7 +59,9 @@ def _in_run(label: str, run: Run) -> Straggler | None:
     usual = statistics.median(computing[rank] for rank in others)
     extra_wait = wait - splits[slowest].seconds["wait"]
     is_slower = 0 < SLOWER * usual <= computing[slowest]
-    if not total or extra_wait < WAIT_SHARE * total or not is_slower:
+    # Where they wait for much longer than it computes, it is for something else.
+    is_cause = computing[slowest] - usual >= MOSTLY * extra_wait
+    if not total or extra_wait < WAIT_SHARE * total or not is_slower or not is_cause:
         return None
     node = next(worker["node"] for worker in run.workers if worker["rank"] == slowest)
     return Straggler(
@@ -66,8 +70,8 @@ def _in_run(label: str, run: Run) -> Straggler | None:
         int(node),
         computing[slowest],
         usual,
-        wait,
-        wait / total,
+        extra_wait,
+        extra_wait / total,
         is_asked_for=run.config.slowness(slowest) > 1,
         can_be_dealt_less=run.is_in_step and run.config.shares != ("auto",),
     )

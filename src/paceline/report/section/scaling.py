@@ -22,8 +22,8 @@ from paceline.report.section.outline import Outline, known
 
 TITLE = "Scaling"
 MOST_TOLD = 4
-NOTHING_SECONDS = 1e-4
-"""Less communication than this in an epoch is none: the clock changed phases, and that was all."""
+NOTHING = 0.0005
+"""Communication of a smaller share of an epoch is none: the clock changed phases, that was all."""
 
 KINDS = {
     "strong": "the global batch stays the same, each worker gets less of it",
@@ -302,7 +302,9 @@ def _table(found: Sequence[Family]) -> Table:
             units.share(family.efficiency(point)),
             units.spread(point.epoch_seconds, units.seconds),
             *(
-                units.spread(values, units.seconds) if sum(values) > NOTHING_SECONDS else "-"
+                units.spread(values, units.seconds)
+                if sum(values) > NOTHING * sum(point.epoch_seconds)
+                else "-"
                 for values in (point.exchange_seconds_in_epoch, point.hidden_seconds_in_epoch)
             ),
         )
