@@ -30,6 +30,7 @@ DAMAGES: dict[str, Any] = {
     "history-text": {"history": ["x"]},
     "final-text": {"final": {"test_loss": "low"}},
     "wall-null": {"wall_seconds": None},
+    "wall-huge": {"wall_seconds": 1e300},
     "status-strange": {"status": "fine"},
 }  # fmt: skip
 

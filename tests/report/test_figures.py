@@ -130,8 +130,9 @@ def test_checkpoints_cost_what_the_run_without_them_did_not(tmp_path: Path) -> N
     (cost,) = checkpoint_costs(collect(tmp_path).cells)
     assert cost.without == "no checkpoints"
     assert cost.longer is not None
-    assert cost.longer.seconds == pytest.approx(4.0 - result_of(tmp_path / "plain")["wall_seconds"])
-    assert cost.more_memory_bytes == 300_000_000
+    assert cost.longer.amount == pytest.approx(4.0 - result_of(tmp_path / "plain")["wall_seconds"])
+    assert cost.more_memory is not None
+    assert cost.more_memory.amount == 300_000_000
     assert cost.blocked_seconds == [0.4]
 
 

@@ -142,7 +142,7 @@ def test_street_numbers_tells_what_the_records_hold(tmp_path: Path) -> None:
     assert in_seconds(row["time against none"]) == pytest.approx(
         each["wall_seconds"] - plain["wall_seconds"], rel=TOLERANCE
     )
-    assert row["memory against none"] == "+100.0 MB"
+    assert row["memory against none"] == "+100.0 MB (+20.0 %)"
     assert "memory +100.0 MB (+20.0 %)" in page.answers("checkpoints")[0]
 
     rows = page.table("batch-size", "peak memory")

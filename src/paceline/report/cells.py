@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from statistics import fmean
 from typing import Any
 
 from paceline.config import RunConfig
 from paceline.report.run import Run
-from paceline.report.statistics import Interval, interval
 
 BESIDE_THE_POINT = frozenset(
     (
@@ -89,10 +89,6 @@ class Cell:
         return [mean for run in self.timed if (mean := run.iteration_seconds) is not None]
 
     @cached_property
-    def iteration_seconds(self) -> Interval | None:
-        return interval(self.iteration_means) if self.timed else None
-
-    @cached_property
     def samples_in_iteration(self) -> float:
         """On average over the run: a last, smaller batch of an epoch counts as it is."""
         for run in self.timed:
@@ -104,10 +100,10 @@ class Cell:
         """A final figure such as test_accuracy, of each finished run that has it."""
         return [value for run in self.finished if (value := run.final(key)) is not None]
 
-    def mean_of(self, key: str) -> Interval | None:
+    def mean_of(self, key: str) -> float | None:
         """Of such a figure, over the finished runs."""
         values = self.finals(key)
-        return interval(values) if values else None
+        return fmean(values) if values else None
 
 
 def group(runs: Iterable[Run]) -> list[Cell]:

@@ -16,7 +16,7 @@ from paceline.report.phases import whole_of_cell
 from paceline.report.run import Run
 from paceline.report.section.outline import known
 from paceline.report.section.traffic import run_traffic
-from paceline.report.statistics import Difference, difference
+from paceline.report.statistics import Difference, excess
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +107,8 @@ def significance(cells: Sequence[Cell]) -> list[Significance]:
             if first and second and sum(second):
                 by_iteration = name == "time per iteration"
                 blocks = [_blocks(cell) if by_iteration else [] for cell in (cells[0], other)]
-                found.append(Significance(name, other.label, _more(first, second, blocks)))
+                found.append(Significance(name, other.label, excess(first, second, *blocks)))
     return found
-
-
-def _more(
-    first: Sequence[float], second: Sequence[float], blocks: Sequence[Sequence[float]]
-) -> Difference:
-    gap = difference(first, second, *blocks)
-    return Difference(-gap.seconds, -gap.share, -gap.high, -gap.low, gap.over_repeats, gap.known)
 
 
 def _blocks(cell: Cell) -> list[float]:

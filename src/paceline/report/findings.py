@@ -63,7 +63,7 @@ def straggler_points(found: Sequence[Straggler]) -> list[Point]:
 def learning_points(ranking: Sequence[Paced]) -> list[Point]:
     """Whether being fast cost accuracy."""
     known = [
-        (paced.cell, found.mean)
+        (paced.cell, found)
         for paced in ranking
         if (found := paced.cell.mean_of("test_accuracy")) is not None
     ]

@@ -32,7 +32,7 @@ def alone(pace: Pace, only: Paced) -> str:
     text = f"{only.cell.label}: {units.seconds(only.mean)} {pace.name}"
     accuracy = only.cell.mean_of("test_accuracy")
     if accuracy is not None:
-        text += f", test accuracy {accuracy.mean:.4f}"
+        text += f", test accuracy {accuracy:.4f}"
     return f"{text}."
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from paceline.records import read_lines
 from paceline.report.buckets import Floats
-from paceline.report.shape import is_number
+from paceline.report.shape import TOO_LARGE, is_number
 
 IN_ITERATION = ("input", "forward", "backward", "update", "exchange", "wait")
 """Phases of an iteration: computing first, then what comes of being several."""
@@ -132,7 +132,8 @@ def _block(event: dict[str, Any], process: int, began: int) -> Block | None:
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
     fits = seconds.ndim == 1 and seconds.shape == losses.shape and len(seconds) > 0
-    if not fits or not np.isfinite(seconds).all() or not _is_count(first):
+    is_time = ((seconds >= 0) & (seconds < TOO_LARGE)).all()
+    if not fits or not is_time or not _is_count(first):
         return None
     is_whole = isinstance(phases, dict) and all(is_number(phases.get(one)) for one in IN_ITERATION)
     spent = {one: float(phases[one]) for one in IN_ITERATION} if phases and is_whole else None

@@ -6,7 +6,6 @@ this file may take what it reads for granted.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
@@ -16,6 +15,8 @@ from paceline.records import PHASES, Result
 STATUSES = ("finished", "diverged", "failed", "stopped")
 BEYOND = 2**63
 """Whole numbers from here on count nothing, and do not all fit a float."""
+TOO_LARGE = 1e60
+"""No loss in single precision gets there; below it, sums of squares are finite."""
 
 
 def check_result(result: Result, name: str) -> None:
@@ -26,9 +27,9 @@ def check_result(result: Result, name: str) -> None:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """A finite number of those that JSON has; what it calls true is none."""
+    """A number of those that JSON has, of a size to reckon with; what it calls true is none."""
     if type(value) is float:
-        return math.isfinite(value)
+        return abs(value) < TOO_LARGE
     return type(value) is int and abs(value) < BEYOND
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -32,21 +32,13 @@ _POINTS = [1.960, 1.980, 2.000, 2.021, *reversed(_T)]
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
-    """A mean and where it lies with 95 % confidence; `count` independent values are behind it."""
-
-    mean: float
-    low: float
-    high: float
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
 class Difference:
-    """How much longer the second takes than the first, as a share of the second."""
+    """How much longer the second takes than the first, or how much more it has."""
 
-    seconds: float
+    amount: float
+    """In the unit of the values."""
     share: float
+    """Of the second; so are the ends of the interval."""
     low: float
     high: float
     over_repeats: bool
@@ -62,15 +54,6 @@ class Difference:
 def student(degrees: float) -> float:
     """The 97.5 % point of Student's t."""
     return float(np.interp(1 / max(degrees, 1.0), _RECIPROCALS, _POINTS))
-
-
-def interval(values: Sequence[float]) -> Interval:
-    """Of one value the interval is the value: ask `count`."""
-    mean, count = math.fsum(values) / len(values), len(values)
-    if count == 1:
-        return Interval(mean, mean, mean, 1)
-    half = student(count - 1) * math.sqrt(_variance(values) / count)
-    return Interval(mean, mean - half, mean + half, count)
 
 
 def block_means(values: Floats) -> list[float]:
@@ -91,22 +74,33 @@ def difference(
 ) -> Difference:
     """Of two means over repeats, by Welch's test; with one repeat, over the blocks of the runs."""
     means = math.fsum(first) / len(first), math.fsum(second) / len(second)
-    seconds = means[1] - means[0]
+    amount = means[1] - means[0]
     over_repeats = min(len(first), len(second)) > 1
     samples = (first, second) if over_repeats else (first_blocks, second_blocks)
     if min(map(len, samples)) < 2 or means[1] == 0:
-        share = seconds / means[1] if means[1] else 0.0
-        return Difference(seconds, share, share, share, over_repeats=False, known=False)
+        share = amount / means[1] if means[1] else 0.0
+        return Difference(amount, share, share, share, over_repeats=False, known=False)
     variances = [_variance(values) / len(values) for values in samples]
     half = _welch(variances, [len(values) for values in samples]) * math.sqrt(sum(variances))
     return Difference(
-        seconds,
-        seconds / means[1],
-        (seconds - half) / means[1],
-        (seconds + half) / means[1],
+        amount,
+        amount / means[1],
+        (amount - half) / means[1],
+        (amount + half) / means[1],
         over_repeats=over_repeats,
         known=True,
     )
+
+
+def excess(
+    first: Sequence[float],
+    second: Sequence[float],
+    first_blocks: Sequence[float] = (),
+    second_blocks: Sequence[float] = (),
+) -> Difference:
+    """How much more the first has than the second, as a share of the second; else as above."""
+    gap = difference(first, second, first_blocks, second_blocks)
+    return replace(gap, amount=-gap.amount, share=-gap.share, low=-gap.high, high=-gap.low)
 
 
 def repeats_to_tell(first: Sequence[float], second: Sequence[float]) -> int | None:

@@ -14,7 +14,7 @@ from paceline.report.document import Block, Figure, Table, Text
 from paceline.report.epochs import epoch_seconds, first_epoch_seconds
 from paceline.report.run import Run
 from paceline.report.section.outline import Outline, known, mean_bar
-from paceline.report.statistics import Difference, difference
+from paceline.report.statistics import Difference, excess
 
 TITLE = "Batch size"
 OF_BATCH = frozenset(
@@ -103,19 +103,18 @@ def answer(rows: Sequence[BatchRow]) -> str:
     if set(differing([small.config, large.config])) - OF_BATCH:
         return ""
     parts = [
-        f"{name} {round(-100 * found.share, 0) or 0.0:+.0f} %{_doubt(found)}"
+        f"{name} {round(100 * found.share, 0) or 0.0:+.0f} %{_doubt(found)}"
         for name, before, after in (
             ("wall time", small.wall_seconds, large.wall_seconds),
             ("time per epoch", small.epoch_seconds, large.epoch_seconds),
             ("CPU", small.cpu_percent, large.cpu_percent),
             ("peak memory", small.peak_memory_bytes, large.peak_memory_bytes),
         )
-        # How much less than before, as a share of that.
-        if before and after and sum(before) and (found := difference(after, before))
+        if before and after and sum(before) and (found := excess(after, before))
     ]
     before, after = small.test_accuracy, large.test_accuracy
     if before and after:
-        doubt = _doubt(difference(after, before))
+        doubt = _doubt(excess(after, before))
         parts.append(f"accuracy {fmean(after):.4f} instead of {fmean(before):.4f}{doubt}")
     is_one = min(len(small.wall_seconds), len(large.wall_seconds)) < 2
     return (

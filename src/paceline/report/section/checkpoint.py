@@ -11,7 +11,7 @@ from paceline.report import units
 from paceline.report.cells import BESIDE_THE_POINT, Cell
 from paceline.report.document import Block, Table, Text
 from paceline.report.section.outline import Outline, known
-from paceline.report.statistics import Difference, difference
+from paceline.report.statistics import Difference, excess
 
 TITLE = "What checkpoints cost"
 
@@ -32,7 +32,8 @@ class CheckpointCost:
     """Label of the cell that differs only in having none."""
     longer: Difference | None = None
     """Than that one."""
-    more_memory_bytes: float | None = None
+    more_memory: Difference | None = None
+    """Than that one, in bytes."""
 
 
 def checkpoint_costs(cells: Sequence[Cell]) -> list[CheckpointCost]:
@@ -59,12 +60,12 @@ def _cost(cell: Cell, without: Cell | None) -> CheckpointCost:
     if without is None:
         return cost
     before = _memory(without)
-    more = sum(memory) / len(memory) - sum(before) / len(before) if memory and before else None
-    # `difference` tells how much longer its second takes, as a share of the second.
-    longer = difference(walls, _walls(without))
-    share = {key: -getattr(longer, key) for key in ("seconds", "share")}
-    turned = dataclasses.replace(longer, **share, low=-longer.high, high=-longer.low)
-    return dataclasses.replace(cost, without=without.label, longer=turned, more_memory_bytes=more)
+    return dataclasses.replace(
+        cost,
+        without=without.label,
+        longer=excess(walls, _walls(without)),
+        more_memory=excess(memory, before) if memory and before else None,
+    )
 
 
 def _counts(cell: Cell, key: str) -> list[float]:
@@ -100,7 +101,7 @@ def build(outline: Outline) -> list[Block]:
             units.spread(cost.wall_seconds, units.seconds),
             units.spread(cost.memory_bytes, units.size),
             _longer(cost.longer),
-            "-" if cost.more_memory_bytes is None else _signed_size(cost.more_memory_bytes),
+            _more_memory(cost.more_memory),
         )
         for cost in costs
     ]
@@ -128,10 +129,8 @@ def answer(costs: Sequence[CheckpointCost]) -> str:
         if cost.longer is not None:
             text = f"{cost.label}: {_held_up(cost)}; against {cost.without} wall time"
             text += f" {_longer(cost.longer)}"
-            if cost.more_memory_bytes is not None:
-                before = sum(cost.memory_bytes) / len(cost.memory_bytes) - cost.more_memory_bytes
-                share = f" ({100 * cost.more_memory_bytes / before:+.1f} %)" if before else ""
-                text += f", memory {_signed_size(cost.more_memory_bytes)}{share}"
+            if cost.more_memory is not None:
+                text += f", memory {_more_memory(cost.more_memory)}"
             texts.append(text)
     return f"{'. '.join(texts)}."
 
@@ -146,13 +145,17 @@ def _held_up(cost: CheckpointCost) -> str:
 def _longer(longer: Difference | None) -> str:
     if longer is None:
         return "-"
-    sign = "+" if longer.seconds >= 0 else ""
-    text = f"{sign}{units.seconds(longer.seconds)} ({100 * longer.share:+.1f} %)"
+    sign = "+" if longer.amount >= 0 else ""
+    text = f"{sign}{units.seconds(longer.amount)} ({100 * longer.share:+.1f} %)"
     if not longer.known:
         return f"{text}, spread unknown"
     doubt = "" if longer.is_significant else ", within noise"
     return f"{text}, 95 % CI {100 * longer.low:+.1f} to {100 * longer.high:+.1f} %{doubt}"
 
 
-def _signed_size(value: float) -> str:
-    return f"+{units.size(value)}" if value >= 0 else units.size(value)
+def _more_memory(more: Difference | None) -> str:
+    if more is None:
+        return "-"
+    sign = "+" if more.amount >= 0 else ""
+    doubt = ", within noise" if more.known and not more.is_significant else ""
+    return f"{sign}{units.size(more.amount)} ({100 * more.share:+.1f} %){doubt}"

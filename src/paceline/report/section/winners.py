@@ -106,17 +106,14 @@ def _sentence(text: str) -> str:
 
 def _rows(contest: Contest) -> list[tuple[str, ...]]:
     fastest = contest.pace.ranking[0].mean
-    rows: list[tuple[str, ...]] = []
-    for paced in contest.pace.ranking:
-        accuracy = paced.cell.mean_of("test_accuracy")
-        rows.append(
-            (
-                contest.condition,
-                paced.cell.label,
-                units.spread(paced.values, units.seconds),
-                f"{paced.mean / fastest:.2f} times" if fastest else "-",
-                *spent(of_cell(paced.cell)),
-                units.number(accuracy.mean if accuracy else None),
-            )
+    return [
+        (
+            contest.condition,
+            paced.cell.label,
+            units.spread(paced.values, units.seconds),
+            f"{paced.mean / fastest:.2f} times" if fastest else "-",
+            *spent(of_cell(paced.cell)),
+            units.number(paced.cell.mean_of("test_accuracy")),
         )
-    return rows
+        for paced in contest.pace.ranking
+    ]
