@@ -85,6 +85,8 @@ def read_timing(folder: RunFolder, result: Result | None) -> Timing | None:
         latest = told.since(worlds[-1].begin) if len(worlds) > 1 else told
         if latest.blocks and (rank in last_ranks or not last_ranks):
             ranks.append(_of_rank(rank, latest))
+        # Else it would stay until the next worker's are read.
+        del told, latest
     if times is None or not ranks:
         return None
     index, means = times.over_workers()
@@ -108,14 +110,18 @@ class _Times:
         self.index = index
         self._begins = np.array([world.begin for world in worlds[1:]], dtype=np.int64)
         self._sizes = np.array([float(world.workers) for world in worlds] or [math.inf])
-        self._world = np.searchsorted(self._begins, index, side="right")
         self._told = np.zeros(len(self._sizes), dtype=np.int64)
         self._sums = np.zeros(len(index))
-        self._counts = np.zeros(len(index), dtype=np.int64)
+        self._counts = np.zeros(len(index), dtype=np.int32)
 
     def add(self, rank: int, told: Told) -> None:
         index, seconds = told.index, told.seconds
-        worlds = np.searchsorted(self._begins, index, side="right")
+        if len(self._sizes) == 1 and np.array_equal(index, self.index):
+            self._told += 1
+            self._sums += seconds
+            self._counts += 1
+            return
+        worlds = self._worlds(index)
         # A worker that was lost has gone on to where the others no longer had it.
         was_there = self._sizes[worlds] > rank
         self._told[np.unique(worlds[was_there])] += 1
@@ -127,8 +133,13 @@ class _Times:
 
     def over_workers(self) -> tuple[NDArray[np.int64], Floats]:
         """The iterations that all their workers told of, and the mean over these."""
-        whole = (self._counts > 0) & (self._counts == self._told[self._world])
+        whole = (self._counts > 0) & (self._counts == self._told[self._worlds(self.index)])
+        if whole.all():
+            return self.index, self._sums / self._counts
         return self.index[whole], self._sums[whole] / self._counts[whole]
+
+    def _worlds(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.searchsorted(self._begins, index, side="right")
 
 
 def _of_rank(rank: int, told: Told) -> RankTiming:

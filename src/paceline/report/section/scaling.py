@@ -32,6 +32,7 @@ KINDS = {
 
 _OF_WAY = ("slow", "shares", "communicator")
 """Settings of how workers are kept in step, besides the strategy and its options."""
+_USUAL = {name: getattr(RunConfig(), name) for name in _OF_WAY}
 
 _OF_SCALE = BESIDE_THE_POINT | {
     "nnodes", "nproc_per_node", "hosts", "cluster", "batch_size", "batch_per_worker", "strategy",
@@ -165,12 +166,11 @@ def _family(cells: Sequence[Cell], way: str, kind: str, batch: str) -> Family | 
 
 
 def _way(config: RunConfig) -> str:
-    usual = RunConfig()
     words = [f"{config.strategy} {setting_text('options', config.options)}".strip()]
     words += [
         setting_text(name, getattr(config, name))
         for name in _OF_WAY
-        if getattr(config, name) != getattr(usual, name)
+        if getattr(config, name) != _USUAL[name]
     ]
     return ", ".join(words)
 
