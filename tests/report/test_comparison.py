@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import main
-from paceline.report.comparison import cells_to_compare, result_rows, setting_rows, significance
+from paceline.report.comparison import read_compared, result_rows, setting_rows, significance
 from report.records import FakeRun, write_repeats, write_run
 
 LONG = "a-run-with-a-name-that-is-so-long-that-no-table-could-hold-it-beside-any-others-at-all"
@@ -35,7 +35,7 @@ def test_the_table_fits_and_no_row_comes_twice(
 
 
 def test_only_what_differs_in_the_settings_is_told(folder: Path) -> None:
-    cells = cells_to_compare([str(path) for path in sorted(folder.iterdir())])
+    cells = read_compared([str(path) for path in sorted(folder.iterdir())]).cells
     assert [row.name for row in setting_rows(cells)] == ["lr"]
     results = {row.name: row.cells for row in result_rows(cells)}
     assert results["iteration, mean"] == ["20.00 ms", "20.00 ms"]
@@ -46,7 +46,7 @@ def test_a_difference_beyond_the_repeats_is_significant_and_another_is_not(tmp_p
     for name, factors, accuracy in (("a", (1.0, 1.01, 1.02), 0.9), ("b", (1.5, 1.51, 1.52), 0.9)):
         run = FakeRun(name, {"lr": 0.01 if name == "a" else 0.02}, accuracy=accuracy)
         write_repeats(tmp_path / name, run, factors)
-    found = significance(cells_to_compare([str(tmp_path / "a"), str(tmp_path / "b")]))
+    found = significance(read_compared([str(tmp_path / "a"), str(tmp_path / "b")]).cells)
     by_name = {one.name: one for one in found}
     pace = by_name["time per iteration"]
     # 20.2 ms against 30.2 ms.
@@ -58,8 +58,8 @@ def test_a_difference_beyond_the_repeats_is_significant_and_another_is_not(tmp_p
 
 def test_repeats_of_a_folder_are_one_cell_and_runs_given_one_by_one_are_not(tmp_path: Path) -> None:
     write_repeats(tmp_path, FakeRun("a"), (1.0, 1.1))
-    assert len(cells_to_compare([str(tmp_path)])) == 1
-    assert len(cells_to_compare([str(tmp_path / "a-0"), str(tmp_path / "a-1")])) == 2
+    assert len(read_compared([str(tmp_path)]).cells) == 1
+    assert len(read_compared([str(tmp_path / "a-0"), str(tmp_path / "a-1")]).cells) == 2
 
 
 def test_the_page_of_a_comparison_has_the_same_rows(folder: Path, tmp_path: Path) -> None:
@@ -69,3 +69,14 @@ def test_the_page_of_a_comparison_has_the_same_rows(folder: Path, tmp_path: Path
     assert "What differs in the settings" in text
     assert "What is significant" in text
     assert "200.0\u00a0MB" in text
+
+
+def test_records_that_cannot_be_read_are_named_in_the_terminal_and_on_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_repeats(tmp_path / "runs", FakeRun("a"), (1.0, 1.1))
+    (tmp_path / "runs" / "a-1" / "result.json").write_text("{")
+    page = tmp_path / "compared.html"
+    assert main(["compare", str(tmp_path / "runs"), "--html", str(page)]) == 0
+    assert "left out    a-1: result.json is damaged" in capsys.readouterr().out
+    assert "<code>a-1</code>" in page.read_text()

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from paceline.cli import main
-from paceline.cli.report import MOST_LEFT_OUT
 from paceline.report.build import to_document, write_report
-from paceline.report.collection import collect
+from paceline.report.collection import MOST_LEFT_OUT, collect
 from paceline.report.html import to_html
 from report.records import FakeRun, write_run
 

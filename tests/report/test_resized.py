@@ -11,6 +11,7 @@ import pytest
 
 from paceline.report.build import to_document
 from paceline.report.collection import collect
+from paceline.report.comparison import result_rows
 from paceline.report.document import Items
 from paceline.report.epochs import exchange_seconds_in_epoch
 from paceline.report.iterations import IN_ITERATION
@@ -119,6 +120,11 @@ def test_the_page_says_what_its_figures_are_of(run: Run) -> None:
         "2 workers at first, 1 worker from iteration 50 on, 2 workers from iteration 80 on."
     )
     assert "since the last change" in to_markdown(document)
+
+
+def test_a_comparison_says_that_the_number_changed(run: Run) -> None:
+    rows = {row.name: row.cells for row in result_rows(collect(run.folder.path).cells)}
+    assert rows["workers changed"][0].startswith("2 workers at first, 1 worker from iteration 50")
 
 
 def test_a_restart_with_as_many_workers_changes_nothing() -> None:

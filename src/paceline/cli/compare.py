@@ -17,11 +17,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from paceline.report.comparison import cells_to_compare
+    from paceline.report.comparison import read_compared
     from paceline.report.comparison_output import print_comparison, write_comparison
 
-    cells = cells_to_compare(arguments.paths)
-    print_comparison(cells)
+    compared = read_compared(arguments.paths)
+    print_comparison(compared)
     if arguments.html is not None:
-        write_comparison(cells, Path(arguments.html))
+        write_comparison(compared, Path(arguments.html))
     return 0

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 
 SUMMARY = "make a page of a run, a folder of runs or a study"
-MOST_LEFT_OUT = 5
-"""Records that are named in the terminal, of those that cannot be read."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +18,7 @@ def run(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
     from paceline.report.build import write_report
+    from paceline.report.collection import left_out_lines
     from paceline.terminal import open_console, paragraph
 
     out = None if arguments.out is None else Path(arguments.out)
@@ -27,11 +26,8 @@ def run(arguments: argparse.Namespace) -> int:
     console = open_console()
     for headline in collection.headlines:
         console.print(paragraph(headline, console))
-    for left in collection.left_out[:MOST_LEFT_OUT]:
-        console.print(f"left out    {left.name}: {left.why}")
-    if len(collection.left_out) > MOST_LEFT_OUT:
-        more = len(collection.left_out) - MOST_LEFT_OUT
-        console.print(f"left out    and {more:,} more: the end of the report names all")
+    for line in left_out_lines(collection.left_out):
+        console.print(line)
     # Paths are not broken: they are there to be copied.
     console.print(f"report      {page}", soft_wrap=True)
     console.print(f"report      {page.with_suffix('.md')}", soft_wrap=True)

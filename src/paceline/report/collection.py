@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,12 +19,23 @@ from paceline.study.folder import Part, Study, StudyFolder
 
 DEPTH = 3
 """Runs are looked for so many folders deep."""
+MOST_LEFT_OUT = 5
+"""Records that are named in the terminal, of those that cannot be read; a page names all."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
     name: str
     why: str
+
+
+def left_out_lines(left_out: Sequence[LeftOut]) -> list[str]:
+    """For the terminal: a few of them, and how many more there are."""
+    lines = [f"left out    {one.name}: {one.why}" for one in left_out[:MOST_LEFT_OUT]]
+    if len(left_out) > MOST_LEFT_OUT:
+        more = len(left_out) - MOST_LEFT_OUT
+        lines.append(f"left out    and {more:,} more: the end of the page names all")
+    return lines
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,20 @@ from dataclasses import dataclass
 from paceline.records import PHASES
 from paceline.report import units
 from paceline.report.cells import Cell, differing, places, value_text
-from paceline.report.collection import collect
+from paceline.report.collection import LeftOut, collect
 from paceline.report.phases import whole_of_cell
 from paceline.report.run import Run
 from paceline.report.section.outline import known
 from paceline.report.section.traffic import run_traffic
 from paceline.report.statistics import Difference, excess
+from paceline.report.worlds import described
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    cells: list[Cell]
+    """No two labels are equal."""
+    left_out: list[LeftOut]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +60,16 @@ def _percent(share: float) -> str:
     return f"{rounded:+.1f}" if rounded else "0.0"
 
 
-def cells_to_compare(paths: Sequence[str]) -> list[Cell]:
-    """A run is a cell of its own; of a folder or a study it is each cell. No two labels are equal.
+def read_compared(paths: Sequence[str]) -> Compared:
+    """A run is a cell of its own; of a folder or a study it is each cell.
 
     RecordsError where a path holds nothing that can be read.
     """
     cells: list[Cell] = []
+    left_out: list[LeftOut] = []
     for path in paths:
         collection = collect(path)
+        left_out += collection.left_out
         if collection.kind == "run":
             cells.append(Cell(collection.title, collection.runs))
             continue
@@ -72,7 +82,7 @@ def cells_to_compare(paths: Sequence[str]) -> list[Cell]:
         seen[cell.label] = seen.get(cell.label, 0) + 1
         if seen[cell.label] > 1:
             cells[index] = Cell(f"{cell.label} ({seen[cell.label]})", cell.runs)
-    return cells
+    return Compared(cells, left_out)
 
 
 def setting_rows(cells: Sequence[Cell]) -> list[Row]:
@@ -162,6 +172,12 @@ def _target(run: Run) -> float | None:
     return run.result["seconds_to_target"] if run.result else None
 
 
+def _worlds(cell: Cell) -> str:
+    """Where their number did: times and phases of iterations are since the last change."""
+    resized = [run.worlds for run in cell.shown if run.is_resized]
+    return described(resized[0]) if resized else "-"
+
+
 def _weights(cell: Cell) -> str:
     hashes = {str(run.result["weights_sha256"] or "-")[:8] for run in cell.runs if run.result}
     return hashes.pop() if len(hashes) == 1 else ("differ" if hashes else "-")
@@ -183,6 +199,7 @@ FIGURES: dict[str, Callable[[Cell], str]] = {
     "wall time": lambda cell: _mean(_wall(cell), units.seconds),
     "time to target": lambda cell: _mean(_each(cell, _target), units.seconds),
     "updates done": lambda cell: _mean(_each(cell, lambda run: run.iterations), units.count),
+    "workers changed": _worlds,
     "iteration, mean": lambda cell: _mean(
         _each(cell, lambda run: run.iteration_seconds), units.seconds
     ),

@@ -11,7 +11,8 @@ from rich.table import Table as TerminalTable
 
 from paceline.errors import RecordsError
 from paceline.report.cells import Cell
-from paceline.report.comparison import Row, result_rows, setting_rows, significance
+from paceline.report.collection import left_out_lines
+from paceline.report.comparison import Compared, Row, result_rows, setting_rows, significance
 from paceline.report.document import Block, ChapterPage, Document, Section, Table, Text
 from paceline.report.html import to_html
 from paceline.report.section.outline import outline
@@ -27,8 +28,9 @@ MOST_TESTED = 8
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-def print_comparison(cells: Sequence[Cell]) -> None:
+def print_comparison(compared: Compared) -> None:
     """Cells are called by letters, so that long names break no table."""
+    cells = compared.cells
     console = open_console(width=WIDTH)
     letters = [_letter(index) for index in range(len(cells))]
     for letter, cell in zip(letters, cells, strict=True):
@@ -42,6 +44,8 @@ def print_comparison(cells: Sequence[Cell]) -> None:
     if len(cells) > 1:
         _print_significance(console, cells, letters)
         console.print(paragraph(judge(cells).headline, console))
+    for line in left_out_lines(compared.left_out):
+        console.print(line)
 
 
 def _letter(index: int) -> str:
@@ -71,16 +75,17 @@ def _print_significance(console: Console, cells: Sequence[Cell], letters: Sequen
             console.print(f"A against {named[one.other]}, {one.name}: {one.words()}")
 
 
-def write_comparison(cells: Sequence[Cell], page: Path) -> None:
+def write_comparison(compared: Compared, page: Path) -> None:
     """The same as one HTML file, with curves and phases of the cells."""
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(to_html(to_document(cells)), encoding="utf-8")
+        page.write_text(to_html(to_document(compared)), encoding="utf-8")
     except OSError as error:
         raise RecordsError(f"cannot write {page}: {error.strerror}") from None
 
 
-def to_document(cells: Sequence[Cell]) -> Document:
+def to_document(compared: Compared) -> Document:
+    cells = compared.cells
     verdict = judge(cells)
     columns = ("", *(cell.label for cell in cells))
     sections = [_rows("settings", "What differs in the settings", columns, setting_rows(cells))]
@@ -107,6 +112,7 @@ def to_document(cells: Sequence[Cell]) -> Document:
         chapters=[
             ChapterPage("comparison", "Comparison", "", "", [s for s in sections if s.blocks])
         ],
+        left_out=[(one.name, one.why) for one in compared.left_out],
     )
 
 

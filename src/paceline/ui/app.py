@@ -42,7 +42,7 @@ from paceline.records import RunFolder
 from paceline.report.build import to_document
 from paceline.report.cells import places
 from paceline.report.collection import collect
-from paceline.report.comparison import cells_to_compare
+from paceline.report.comparison import read_compared
 from paceline.report.comparison_output import to_document as comparison_document
 from paceline.report.document import Document
 from paceline.report.html import script, to_html
@@ -182,7 +182,7 @@ async def _compare(request: Request) -> Response:
     if not 0 < len(paths) <= MOST_COMPARED:
         advice = f"Tick up to {MOST_COMPARED} runs or studies in the list first."
         return _html(_shell("Compare", f"{_CRUMB}<h1>Compare</h1>\n<p>{advice}</p>\n"), 400)
-    return await _document(lambda: comparison_document(cells_to_compare(paths)))
+    return await _document(lambda: comparison_document(read_compared(paths)))
 
 
 async def _document(make: Callable[[], Document]) -> Response:
