@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from launch.commands import (
     Command,
@@ -82,6 +83,26 @@ def test_a_fit_over_two_sizes_says_that_it_has_no_errors(measured: tuple[Ended, 
 
 def test_the_figure_is_drawn(measured: tuple[Ended, Path]) -> None:
     assert "<svg" in (measured[1] / "comm.svg").read_text()[:1000]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+def test_gpus_that_are_not_there_are_refused_in_one_line() -> None:
+    ended = run("--device", "cuda", "--sizes", "1k")
+    assert (ended.code, ended.err) == (
+        2, "paceline: error: --device: there is no CUDA device here; use cpu or auto\n"
+    )  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_tensors_on_gpus_are_summed_right_and_said_to_be_there(tmp_path: Path) -> None:
+    ended = run("--sizes", "1k,1m", "--operations", ",".join(OPERATIONS), "--repeats", "2",
+                "--json", str(tmp_path / "comm.json"))  # fmt: skip
+    assert (ended.code, ended.err) == (0, "")
+    record = read_json(tmp_path / "comm.json")
+    own = torch.cuda.device_count() > 1
+    assert record["tensors"] == ("own GPUs" if own else "shared GPUs")
+    assert f"all_reduce, {'NCCL' if own else 'gloo'} (torch), 2 workers" in ended.out
+    assert record["limits"]["memory"] is None
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,9 @@ def record_of(samples: Sequence[float], size: int, limit: Limit | None) -> dict[
     plan = quick_plan(algorithms="ring", sizes="1m")
     place = ALONE.__class__(0, 4, 0, 4, 0, 1, "127.0.0.1", 0, False)
     timed = Timed(plan.ways()[0], size, row=1, repeats=len(samples), samples=list(samples))
-    return make_record(plan, place, [timed], [], {"link": limit, "memory": None}, None)
+    return make_record(
+        plan, place, [timed], [], {"link": limit, "memory": None}, None, tensors="main memory"
+    )
 
 
 def test_bandwidths_are_of_the_median_and_the_bus_carries_what_an_all_reduce_must_move() -> None:

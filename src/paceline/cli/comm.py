@@ -36,8 +36,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--communicators",
         metavar="A,B",
-        help="torch (gloo) or hierarchical (shared memory inside a machine); default: both where"
-        " a machine has several workers",
+        help="torch (gloo, or NCCL between GPUs) or hierarchical (shared memory inside a machine);"
+        " default: both where a machine has several workers",
     )
     what.add_argument(
         "--link", metavar="RATE", help="what a link should carry, as 1gbit; shows the part of it"

@@ -157,7 +157,7 @@ def connection(
         # Whoever starts failed workers anew keeps the store.
         name=f"{name}/{place.attempt}",
     )
-    gpu = device if _has_own_gpu(place) and device.type == "cuda" else None
+    gpu = device if has_own_gpu(place) and device.type == "cuda" else None
     with connect(meeting, gpu=gpu, timeout_seconds=config.timeout_seconds) as network:
         if not is_agreed:
             agree_on_config(config, network)
@@ -168,7 +168,8 @@ def connection(
             yield communicator
 
 
-def _has_own_gpu(place: Place) -> bool:
+def has_own_gpu(place: Place) -> bool:
+    """Whether every worker of this machine has one to itself, as NCCL needs."""
     return torch.cuda.is_available() and torch.cuda.device_count() >= place.local_world_size
 
 

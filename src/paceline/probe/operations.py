@@ -197,16 +197,16 @@ def make(way: Way, communicator: Communicator, buffer: Tensor, size_bytes: int) 
 
 
 def write(tensor: Tensor, plus: int) -> None:
-    pattern = _pattern()
+    pattern = _pattern(tensor.device)
     for part in tensor.split(PERIOD):
         torch.add(pattern[: part.numel()], plus, out=part)
 
 
 def holds(tensor: Tensor, times: int, plus: int) -> bool:
     """Whether it is what `write` has written, so many times, and so much more."""
-    expected = _pattern() * times + plus
+    expected = _pattern(tensor.device) * times + plus
     return all(torch.equal(part, expected[: part.numel()]) for part in tensor.split(PERIOD))
 
 
-def _pattern() -> Tensor:
-    return (torch.arange(PERIOD) % _NUMBERS).to(torch.float32)
+def _pattern(device: torch.device) -> Tensor:
+    return (torch.arange(PERIOD, device=device) % _NUMBERS).to(torch.float32)

@@ -28,11 +28,12 @@ MACHINE_FIELDS = (
     "hosts",
     "cluster",
     "launcher",
+    "device",
     "threads",
     "rendezvous_seconds",
     "timeout_seconds",
 )
-"""The settings of a run that say where its workers are; here they mean the same."""
+"""The settings of a run that say where its workers and their tensors are, with the same meaning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +93,8 @@ class Plan:
 
 
 def machines(values: Mapping[str, Any]) -> RunConfig:
-    """The settings of a run with these workers; tensors are in main memory."""
-    return from_mapping({**values, "batch_per_worker": 1, "device": "cpu"})
+    """The settings of a run with these workers."""
+    return from_mapping({**values, "batch_per_worker": 1})
 
 
 def check_workers(count: int) -> None:

@@ -5,6 +5,8 @@
     time              Unix time of the end
     software, hardware   of the first machine, as in result.json
     workers, nodes    how many
+    tensors           where they were: main memory, own GPUs (one for each worker of a machine, and
+                      NCCL between them) or shared GPUs (by way of main memory)
     plan              what was asked (probe/plan.py)
     cluster           the emulated cluster that this was in, as in result.json; null outside of one
     limits            link and memory: bytes_per_second, source; null where nothing is known
@@ -48,6 +50,7 @@ def make_record(
     left_out: Sequence[tuple[Way, int]],
     limits: dict[str, Limit | None],
     cluster: dict[str, Any] | None,
+    tensors: str,
 ) -> Record:
     limit = limits["link"] or limits["memory"]
     rate = limit.bytes_per_second if limit else None
@@ -59,6 +62,7 @@ def make_record(
         "hardware": hardware(),
         "workers": place.world_size,
         "nodes": place.nnodes,
+        "tensors": tensors,
         "plan": plan.to_dict(),
         "cluster": cluster,
         "limits": {kind: asdict(each) if each else None for kind, each in limits.items()},

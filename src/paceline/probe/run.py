@@ -15,7 +15,7 @@ from paceline.comm.place import Place
 from paceline.errors import UsageError
 from paceline.launch.agreement import succeed_together
 from paceline.launch.cluster_account import cluster_account
-from paceline.launch.member import connection
+from paceline.launch.member import connection, has_own_gpu
 from paceline.probe.limits import Limit, link_limit
 from paceline.probe.operations import ELEMENT_BYTES
 from paceline.probe.plan import Plan, Way, check_workers
@@ -23,7 +23,7 @@ from paceline.probe.progress import Show
 from paceline.probe.results import Record, make_record
 from paceline.probe.sizes import size_text
 from paceline.probe.timing import Timed, copy_bytes_per_second, time_size
-from paceline.worker.device import computing
+from paceline.worker.device import choose_device, computing
 
 LEAST_COPIED_BYTES = 2**26
 """More than caches hold, so that it is the memory that is measured."""
@@ -49,10 +49,12 @@ def run(place: Place, plan: Plan, show: Show = lambda text, done, total: None) -
             communicators["hierarchical"] = stack.enter_context(
                 hierarchical.over(network, place.node)
             )
-        buffer = succeed_together(network, lambda: _allocate(plan, place.world_size))
+        device = choose_device(config, place.local_rank)
+        buffer = succeed_together(network, lambda: _allocate(plan, place.world_size, device))
         timed, left_out = _time_all(plan, communicators, buffer, show)
         memory: Limit | None = None
-        if place.nnodes == 1:
+        # Between GPUs the memory of neither is what limits.
+        if place.nnodes == 1 and device.type == "cpu":
             rate = copy_bytes_per_second(buffer, network)
             memory = Limit("memory", rate, "a plain copy by all workers at once")
         network.barrier().wait()
@@ -60,7 +62,7 @@ def run(place: Place, plan: Plan, show: Show = lambda text, done, total: None) -
         return None
     cluster = cluster_account()
     limits = {"link": link_limit(plan, cluster), "memory": memory}
-    return make_record(plan, place, timed, left_out, limits, cluster)
+    return make_record(plan, place, timed, left_out, limits, cluster, _tensors(device, place))
 
 
 def _time_all(
@@ -81,11 +83,18 @@ def _time_all(
     return timed, left_out
 
 
-def _allocate(plan: Plan, workers: int) -> Tensor:
+def _tensors(device: torch.device, place: Place) -> str:
+    """Where the tensors are; as record and tables say it."""
+    if device.type == "cpu":
+        return "main memory"
+    return "own GPUs" if has_own_gpu(place) else "shared GPUs"
+
+
+def _allocate(plan: Plan, workers: int, device: torch.device) -> Tensor:
     size_bytes = max(plan.sizes[-1], LEAST_COPIED_BYTES)
     try:
         # Written to, so that the memory is there before anything is timed.
-        return torch.ones(size_bytes // ELEMENT_BYTES + workers)
+        return torch.ones(size_bytes // ELEMENT_BYTES + workers, device=device)
     except RuntimeError:
         raise UsageError(
             f"--max-size: a worker has no memory for {size_text(size_bytes)}: give less"

@@ -36,13 +36,15 @@ def _of(section: tuple[str, str], entries: list[dict[str, Any]]) -> list[dict[st
 
 
 def _through(communicator: str, record: dict[str, Any]) -> str:
-    workers, nodes = record["workers"], record["nodes"]
+    workers, nodes, tensors = record["workers"], record["nodes"], record["tensors"]
+    between = "NCCL" if tensors == "own GPUs" else "gloo"
     if communicator == "torch":
-        how = "gloo"
+        how = between
     else:
-        how = "shared memory" if nodes == 1 else "shared memory and gloo"
+        how = "shared memory" if nodes == 1 else f"shared memory and {between}"
     where = "one machine" if nodes == 1 else f"{nodes} machines"
-    return f"{how} ({communicator}), {workers} workers on {where}"
+    on = "" if tensors == "main memory" else f", {tensors}"
+    return f"{how} ({communicator}), {workers} workers on {where}{on}"
 
 
 def _by_size(entries: list[dict[str, Any]]) -> Table:

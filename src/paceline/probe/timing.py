@@ -100,6 +100,9 @@ def _once(operation: Operation, control: Communicator, row: int) -> float:
     began = perf_counter()
     for _ in range(row):
         operation.run()
+    if operation.tensor.is_cuda:
+        # What was begun on a GPU may have been waited for only there.
+        torch.cuda.synchronize(operation.tensor.device)
     return (perf_counter() - began) / (row * operation.transfers)
 
 
