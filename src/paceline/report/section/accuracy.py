@@ -17,7 +17,9 @@ from paceline.report.shape import is_number
 
 TITLE = "What was learned"
 SETTLED = 0.02
-"""A test loss has settled when it stays this close to its end, as a share of all its fall."""
+"""A test loss has settled when it stays this close to where it ended, as a share of that ..."""
+SETTLED_EPOCHS = 0.2
+"""... for this share of the epochs at least: the last but one is always near the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +64,17 @@ def _curve(run: Run, key: str) -> list[tuple[float, float]]:
 
 
 def settled_epoch(run: Run) -> float | None:
-    """None where it fell up to the last evaluation, or there are too few to tell."""
+    """None where it still moved at the end, or there are too few evaluations to tell."""
     curve = _curve(run, "test_loss")
     if len(curve) < 3:
         return None
-    end = curve[-1][1]
-    near = SETTLED * (max(loss for _, loss in curve) - end)
-    epoch = curve[-1][0]
+    last, end = curve[-1]
+    epoch = last
     for at, loss in reversed(curve):
-        if abs(loss - end) > near:
+        if abs(loss - end) > SETTLED * end:
             break
         epoch = at
-    return epoch if epoch < curve[-1][0] else None
+    return epoch if last - epoch >= SETTLED_EPOCHS * last else None
 
 
 def common_accuracy(found: Sequence[Learned]) -> float:
@@ -115,8 +116,8 @@ def build(outline: Outline) -> list[Block]:
         Table(columns, rows),
         Text(
             f"Epochs to {common:.2f}: to the first evaluation with the accuracy that all cells"
-            " reached. Settled: the epoch from which on the test loss stayed within"
-            f" {units.share(SETTLED)} of its whole fall from where it ended.",
+            " reached. Settled: the epoch from which on, and for a fifth of the run at least, the"
+            f" test loss stayed within {units.share(SETTLED)} of where it ended.",
             "note",
         ),
     ]
