@@ -112,6 +112,7 @@ def test_samples_of_a_worker_are_of_the_iterations_that_its_time_is_of(run: Run)
 
 def test_the_page_says_what_its_figures_are_of(run: Run) -> None:
     document = to_document(collect(run.folder.path))
+    assert "times are since the last change" in dict(document.points)["Workers changed"]
     sections = document.chapters[0].sections
     lists = [one for section in sections for one in section.blocks if isinstance(one, Items)]
     told = [item for one in lists for item in one.items]

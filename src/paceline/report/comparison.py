@@ -168,10 +168,6 @@ def _checkpoints(cell: Cell) -> str:
     return _mean(values, units.count) if any(values) else "-"
 
 
-def _target(run: Run) -> float | None:
-    return run.result["seconds_to_target"] if run.result else None
-
-
 def _worlds(cell: Cell) -> str:
     """Where their number did: times and phases of iterations are since the last change."""
     resized = [run.worlds for run in cell.shown if run.is_resized]
@@ -197,7 +193,9 @@ FIGURES: dict[str, Callable[[Cell], str]] = {
     "test loss": lambda cell: _mean(_final("test_loss")(cell), units.number),
     "training loss": lambda cell: _mean(_final("train_loss")(cell), units.number),
     "wall time": lambda cell: _mean(_wall(cell), units.seconds),
-    "time to target": lambda cell: _mean(_each(cell, _target), units.seconds),
+    "time to target": lambda cell: _mean(
+        _each(cell, lambda run: run.seconds_to_target), units.seconds
+    ),
     "updates done": lambda cell: _mean(_each(cell, lambda run: run.iterations), units.count),
     "workers changed": _worlds,
     "iteration, mean": lambda cell: _mean(

@@ -11,6 +11,7 @@ from paceline.report.cells import NOT_RUN, Cell
 from paceline.report.chance import doubt
 from paceline.report.pace import Paced
 from paceline.report.straggler import Straggler
+from paceline.report.worlds import described
 
 WORSE_BY = 0.01
 """Accuracy that a faster cell may lose before it is said."""
@@ -82,11 +83,23 @@ def target_points(cells: Sequence[Cell]) -> list[Point]:
     for cell in cells:
         if not cell.finished or cell.config.target_accuracy is None:
             continue
-        reached = sum(run.iterations_to_target is not None for run in cell.finished)
+        reached = sum(run.seconds_to_target is not None for run in cell.finished)
         if reached < len(cell.finished):
             part = f", reached by {reached} of {len(cell.finished)} runs" if reached else ""
             missed.append(f"{cell.label} ({cell.config.target_accuracy:g}{part})")
     return [Point("Target not reached", f"{listed(missed, MOST_LISTED)}.")] if missed else []
+
+
+def resized_points(cells: Sequence[Cell]) -> list[Point]:
+    """Runs whose times are not of all their iterations."""
+    resized = [(cell, run) for cell in cells for run in cell.finished if run.is_resized]
+    return [
+        Point(
+            "Workers changed",
+            f"{cell.label}: {described(run.worlds)}; times are since the last change.",
+        )
+        for cell, run in resized[:NAMED]
+    ]
 
 
 def trouble_points(cells: Sequence[Cell]) -> list[Point]:

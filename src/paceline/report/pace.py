@@ -71,11 +71,7 @@ def _scaled(cell: Cell, factor: float) -> Paced:
 
 def _to_target(cell: Cell) -> Paced | None:
     """None unless every run of the cell was to reach a target, and did."""
-    seconds = [
-        run.result["seconds_to_target"]
-        for run in cell.finished
-        if run.result is not None and run.result["seconds_to_target"] is not None
-    ]
+    seconds = [spent for run in cell.finished if (spent := run.seconds_to_target) is not None]
     if not seconds or len(seconds) < len(cell.runs):
         return None
     return Paced(cell, seconds, [])

@@ -65,6 +65,11 @@ class Run:
         return float(value) if is_number(value) else None
 
     @property
+    def seconds_to_target(self) -> float | None:
+        """Of training; None where no target was set, or none reached."""
+        return self.result["seconds_to_target"] if self.result else None
+
+    @property
     def iterations_to_target(self) -> int | None:
         """Up to the first evaluation that reached the target accuracy; None where none did."""
         target = self.config.target_accuracy

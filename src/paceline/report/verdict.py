@@ -22,6 +22,7 @@ from paceline.report.findings import (
     has_not_failed,
     learning_points,
     listed,
+    resized_points,
     straggler_points,
     target_points,
     trouble_points,
@@ -74,6 +75,7 @@ def judge(cells: Sequence[Cell]) -> Verdict:
     verdict.points += straggler_points(verdict.stragglers)
     verdict.points += learning_points(ranking)
     verdict.points += target_points(cells)
+    verdict.points += resized_points(cells)
     verdict.points += trouble_points(cells)
     verdict.next_steps = advise(verdict.pace, cells, verdict.ties, verdict.stragglers)
     return verdict

@@ -9,7 +9,7 @@ from paceline.report import units
 from paceline.report.cells import Cell
 from paceline.report.chart.bars import BarChart, draw_bars
 from paceline.report.document import Block, Figure, Table
-from paceline.report.section.outline import Outline, mean_bar
+from paceline.report.section.outline import Outline, known, mean_bar
 
 TITLE = "Time to the target"
 
@@ -30,11 +30,7 @@ def target_rows(cells: Sequence[Cell]) -> list[TargetRow]:
     for cell in cells:
         if not cell.runs or cell.config.target_accuracy is None:
             continue
-        seconds = [
-            run.result["seconds_to_target"]
-            for run in cell.runs
-            if run.result and run.result["seconds_to_target"] is not None
-        ]
+        seconds = known(run.seconds_to_target for run in cell.runs)
         accuracies = [
             entry["test_accuracy"]
             for run in cell.runs
