@@ -220,33 +220,31 @@ def all_machines(machines: RayMachines, cut_off_run: Run) -> RayMachines:
 
 
 def test_the_loss_of_rays_head_ends_runs_within_bounds(all_machines: RayMachines) -> None:
-    """The machine with the head is lost, and with it the first machine and command of one run."""
+    """The machine with the head is lost, and with it the first machine and command of one run.
+
+    Another run's command is not where its worker is, from where the records have to come.
+    """
     machines = all_machines
     settings = {**SLOW, "iterations": 100_000}
-    with (
-        machines.train("headless", machine=1, **settings | {"nnodes": 1}) as other,
-        machines.train("first", **settings) as process,
-    ):
-        disks = [machines.disk(machine) / "headless" for machine in (1, 2)]
-        wait_until(
-            lambda: other.poll() is not None or any(is_training(disk, [0]) for disk in disks),
-            "one run trains",
-        )
-        assert other.poll() is None, end_of(other).err
-        wait_until(lambda: machines.newest_checkpoint("first") > 0, "and the other")
-        machines.power_off(0)
-        run = Run(end_of(other), machines.records / "headless")
+    with machines.train("first", **settings) as process:
+        near = machines.machine_of(next_worker(machines, "first", 0, None))
+        [far] = {1, 2} - {near}
+        with machines.train("headless", machine=near, **settings | {"nnodes": 1}) as other:
+            folder = machines.disk(far) / "headless"
+            wait_until(
+                lambda: other.poll() is not None or is_training(folder, [0]), "the other trains"
+            )
+            assert other.poll() is None, end_of(other).err
+            machines.power_off(0)
+            run = Run(end_of(other), machines.records / "headless")
         assert end_of(process).code != 0
     try:
-        assert run.ended.code != 0
-        assert "ray" in run.ended.err.lower(), run.ended.err
-        # They come home only if the machine that has them answers soon enough after the loss.
-        if (run.folder / "result.json").exists():
-            done = run.result["iterations"]
-            cause = f"lost Ray's head at {machines.head}: stopped after iteration {done}"
-            assert (run.result["status"], run.result["cause"]) == ("failed", cause)
-            assert run.ended.err.splitlines()[-1] == f"paceline: error: {cause}"
-            assert done in iterations(run.folder / "checkpoints")
+        done = run.result["iterations"]
+        cause = f"lost Ray's head at {machines.head}: stopped after iteration {done}"
+        assert (run.ended.code, run.result["status"]) == (1, "failed")
+        assert run.result["cause"] == cause
+        assert run.ended.err.splitlines()[-1] == f"paceline: error: {cause}"
+        assert done in iterations(run.folder / "checkpoints")
         wait_until(lambda: not any(map(machines.workers_on, (1, 2))), "all workers are gone")
     finally:
         # What is left of Ray itself there ends a minute later.

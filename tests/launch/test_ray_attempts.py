@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from paceline.config import RunConfig, from_mapping
-from paceline.errors import ConfigError, PacelineError, RunError, UsageError
+from paceline.errors import ConfigError, PacelineError, RunError, StoppedError, UsageError
 from paceline.launch.interruptions import Interruptions
 from paceline.launch.outcome import Outcome
 from paceline.launch.ray import cluster, run
@@ -171,6 +171,13 @@ def test_without_rays_head_a_run_ends_and_says_so(play: Any, end: Any, came_to: 
     cause = f"lost Ray's head at head:6379: {came_to}"
     assert (outcome.exit_code, outcome.result["cause"]) == (1, cause)
     assert outcome.result["status"] == "failed"
+
+
+def test_without_rays_head_a_run_whose_records_stay_away_says_so_too(play: Any) -> None:
+    """Its workers were stopped because of that, and by nobody else."""
+    stopped = StoppedError("b: stopped by SIGTERM after iteration 5")
+    with pytest.raises(RunError, match=rf"^lost Ray's head at head:6379: {stopped}$"):
+        play(Script([stopped], headless=True))
 
 
 def test_a_head_that_was_lost_before_training_is_named_once(play: Any) -> None:

@@ -82,13 +82,16 @@ class Post:
         assert self._process.stdin is not None
         os.set_blocking(self._process.stdin.fileno(), False)
 
-    def exchange(self, words: bytes, is_let_go: bool) -> Heard:
-        """Pass words on to the process, and hear what it says; `is_let_go` ends its input."""
+    def exchange(self, words: bytes, is_let_go: bool, most_bytes: int) -> Heard:
+        """Pass words on to the process, and hear so much of what it says at the most.
+
+        `is_let_go` ends its input.
+        """
         process = self._process
         if process is None or process.stdin is None:
             raise RuntimeError("nothing was started")
         self._words += words
-        out, err = self._wait_for_news(process)
+        out, err = self._wait_for_news(process, most_bytes)
         if is_let_go and not self._words:
             process.stdin.close()
         code = process.poll() if not out and not err else None
@@ -100,7 +103,9 @@ class Post:
             self._process.kill()
             self._process.wait()
 
-    def _wait_for_news(self, process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
+    def _wait_for_news(
+        self, process: subprocess.Popen[bytes], most_bytes: int
+    ) -> tuple[bytes, bytes]:
         heard = {"out": b"", "err": b""}
         with selectors.DefaultSelector() as selector:
             for name, pipe in (("out", process.stdout), ("err", process.stderr)):
@@ -112,7 +117,7 @@ class Post:
                 if key.data == "in":
                     self._send(key.fd)
                 else:
-                    heard[key.data] = os.read(key.fd, PIPE_BYTES)
+                    heard[key.data] = os.read(key.fd, most_bytes)
                     if not heard[key.data]:
                         # At its end it would always be ready, and nobody could wait for the other.
                         key.fileobj.close()  # type: ignore[union-attr]  # registered above

@@ -25,6 +25,8 @@ KILL_SECONDS = 3.0
 """How long a machine may take to say that it has ended a process; it will end with its actor."""
 LAST_WORDS_SECONDS = 15.0
 """What machines get to stop and to hand in their records when Ray's head is lost."""
+HEADLESS_BYTES = 1 << 15
+"""Heard at once then: of each stream, since Ray brings over 100 kB by ways that need its head."""
 LOST = 255
 """The exit code of a process whose actor is gone, as ssh has it for a lost connection."""
 
@@ -110,7 +112,8 @@ class RayProcess:
                 words, is_let_go = self._take_input()
             # Without Ray's head nobody can go on for long: a last checkpoint, while there is time.
             is_let_go = is_let_go or self._head.is_lost
-            heard: Heard = self._ask("exchange", words, is_let_go)
+            most_bytes = HEADLESS_BYTES if self._head.is_lost else PIPE_BYTES
+            heard: Heard = self._ask("exchange", words, is_let_go, most_bytes)
             words, is_ready = b"", heard.is_ready
             self._put(self._out, heard.out)
             self._put(self._err, heard.err)

@@ -165,12 +165,17 @@ class _Attempts:
     def _is_loss(
         self, fleet: RayFleet, outcome: Outcome | None, error: PacelineError | None
     ) -> bool:
-        if self.interruptions.received or isinstance(error, UsageError | StoppedError):
+        if self.interruptions.received or isinstance(error, UsageError):
             return False
         result = outcome.result if outcome else None
         if result and result["status"] == "finished":
             return False
-        return bool(self.head.is_lost or fleet.lost or (result and result.get("is_loss")))
+        if self.head.is_lost:
+            # Then it was stopped by us.
+            return True
+        if isinstance(error, StoppedError):
+            return False
+        return bool(fleet.lost or (result and result.get("is_loss")))
 
     def _go_on_from(self, ended: _Ended, resumed: RunFolder | None) -> RunFolder | None:
         """The folder with a checkpoint; where there is none, what was done is set aside."""
