@@ -6,6 +6,9 @@ import dataclasses
 import re
 from pathlib import Path
 
+import pytest
+
+from paceline.cli import main
 from paceline.report.build import TOGETHER, to_document, write_report
 from paceline.report.collection import collect
 from paceline.report.sections import SECTIONS
@@ -54,6 +57,15 @@ def test_a_study_is_told_part_by_part_with_the_sections_it_wants(tmp_path: Path)
     assert re.findall(r"<h3>(.*?)</h3>", last) == [SECTIONS["configuration"].title]
     assert "No such section: no_such" in first
     assert "skipped: needs a GPU" in text, "a cell without a run is named with its cause"
+
+
+def test_the_terminal_says_which_part_an_answer_is_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(write_study(tmp_path).path)]) == 0
+    out = capsys.readouterr().out
+    assert "The first part: " in out
+    assert "The second part: rate 0.01: " in out
 
 
 def test_a_run_of_two_cells_is_read_once(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ def run(arguments: argparse.Namespace) -> int:
     out = None if arguments.out is None else Path(arguments.out)
     page, collection = write_report(arguments.path, out)
     console = open_console()
-    for headline in collection.headlines:
-        console.print(paragraph(headline, console))
+    for answer in collection.answers:
+        console.print(paragraph(answer, console))
     for line in left_out_lines(collection.left_out):
         console.print(line)
     # Paths are not broken: they are there to be copied.

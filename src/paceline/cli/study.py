@@ -137,13 +137,12 @@ def show_study(given: str, scale: str | None) -> int:
 
 def _report(folder: StudyFolder, console: Console) -> None:
     from paceline.report.build import write_report
-    from paceline.report.verdict import judge
     from paceline.terminal import paragraph
 
     page, collection = write_report(folder.path)
     console.print()
-    for chapter in collection.chapters:
-        console.print(paragraph(judge(chapter.cells).headline, console))
+    for answer in collection.answers:
+        console.print(paragraph(answer, console))
     console.print(f"\nreport      {page}", soft_wrap=True)
 
 

@@ -68,6 +68,14 @@ class Collection:
     """The verdict of each chapter, once a report was made."""
 
     @property
+    def answers(self) -> list[str]:
+        """The headlines; of several chapters each with its title."""
+        if len(self.chapters) == 1:
+            return self.headlines
+        titles = (chapter.title for chapter in self.chapters)
+        return [f"{title}: {told}" for title, told in zip(titles, self.headlines, strict=True)]
+
+    @property
     def cells(self) -> list[Cell]:
         """Each once, also where two chapters show it."""
         seen: dict[int, Cell] = {}
