@@ -72,8 +72,11 @@ class Collection:
         """The headlines; of several chapters each with its title."""
         if len(self.chapters) == 1:
             return self.headlines
-        titles = (chapter.title for chapter in self.chapters)
-        return [f"{title}: {told}" for title, told in zip(titles, self.headlines, strict=True)]
+        leads = [f"{chapter.title}: " for chapter in self.chapters]
+        # A part of one cell may have its name.
+        return [
+            lead + told.removeprefix(lead) for lead, told in zip(leads, self.headlines, strict=True)
+        ]
 
     @property
     def cells(self) -> list[Cell]:
