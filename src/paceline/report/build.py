@@ -122,7 +122,7 @@ def _sum_up(document: Document, collection: Collection) -> None:
         f"; {len(troubled)} did not finish." if troubled else "; all that ran finished."
     )
     document.points = [
-        (chapter.title, headline)
+        (chapter.title, headline.removeprefix(f"{chapter.title}: "))
         for chapter, headline in zip(collection.chapters, collection.headlines, strict=True)
     ]
 

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from paceline.report.cells import Cell
 from paceline.report.statistics import difference
 
 
-def doubt(better: Cell, worse: Cell) -> str:
-    """By the repeats, or by the size of the test set; empty where there is no doubt."""
-    values = [better.finals("test_accuracy"), worse.finals("test_accuracy")]
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    is_chance: bool
+    """Whether noise alone could have made the difference."""
+    words: str
+    """What to add to a sentence about it, after a comma; may be empty."""
+
+    def __str__(self) -> str:
+        return f", {self.words}" if self.words else ""
+
+
+def doubt(one: Cell, other: Cell) -> Doubt:
+    """By the repeats, or else by the size of the test set."""
+    values = [cell.finals("test_accuracy") for cell in (one, other)]
     if min(map(len, values)) > 1:
-        found = difference(*reversed(values))
-        return "" if found.is_significant else ", within noise"
-    samples = better.config.test_samples
-    if not samples:
-        return " (one repeat)"
-    best, second = (math.fsum(each) / len(each) for each in values)
-    chance = sum(accuracy * (1 - accuracy) / samples for accuracy in (best, second))
-    within = best - second <= 1.96 * math.sqrt(max(0.0, chance))
-    return f", within the noise of {samples:,} test samples" if within else " (one repeat)"
+        is_chance = not difference(*values).is_significant
+        return Doubt(is_chance, "within noise" if is_chance else "")
+    samples = one.config.test_samples
+    if samples:
+        means = [math.fsum(each) / len(each) for each in values]
+        variance = sum(max(0.0, mean * (1 - mean)) / samples for mean in means)
+        if abs(means[0] - means[1]) <= 1.96 * math.sqrt(variance):
+            return Doubt(is_chance=True, words=f"within the noise of {samples:,} test samples")
+    return Doubt(is_chance=False, words="in one repeat")

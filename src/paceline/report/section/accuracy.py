@@ -132,11 +132,17 @@ def answer(found: Sequence[Learned]) -> str:
         return f"{text}; the test loss settled after epoch {best.settled_epoch:.3g}."
     second, last = found[1], found[-1]
     gap = best.accuracy - second.accuracy
-    text = (
-        f"{best.cell.label} learned most: test accuracy {best.accuracy:.4f}; next is"
-        f" {second.cell.label} with {second.accuracy:.4f}, {gap:.4f} less"
-        f"{doubt(best.cell, second.cell)}"
-    )
+    unsure = doubt(best.cell, second.cell)
+    if unsure.is_chance:
+        text = (
+            f"Nothing clearly learned most: test accuracy {best.accuracy:.4f} of {best.cell.label}"
+            f" and {second.accuracy:.4f} of {second.cell.label} are {unsure.words}"
+        )
+    else:
+        text = (
+            f"{best.cell.label} learned most: test accuracy {best.accuracy:.4f}; next is"
+            f" {second.cell.label} with {second.accuracy:.4f}, {gap:.4f} less{unsure}"
+        )
     if last is not second:
         text += f"; least {last.cell.label}: {last.accuracy:.4f}"
     return f"{text}."

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from paceline.config import RunConfig
 from paceline.report import units
 from paceline.report.cells import Cell, differing
+from paceline.report.chance import doubt
 from paceline.report.chart.bars import BarChart, draw_bars
 from paceline.report.document import Block, Figure, Table, Text
 from paceline.report.epochs import epoch_seconds, first_epoch_seconds
@@ -27,8 +27,7 @@ OF_BATCH = frozenset(
 class BatchRow:
     """Values of each finished run of a cell."""
 
-    label: str
-    config: RunConfig
+    cell: Cell
     batch: int
     wall_seconds: list[float]
     iteration_seconds: list[float]
@@ -53,8 +52,7 @@ def _row(cell: Cell) -> BatchRow:
         return known(value(run) for run in cell.finished)
 
     return BatchRow(
-        cell.label,
-        cell.config,
+        cell,
         cell.config.global_batch_size,
         each(lambda run: run.result["wall_seconds"] if run.result else None),
         cell.iteration_means,
@@ -76,7 +74,7 @@ def build(outline: Outline) -> list[Block]:
                "peak memory", "CPU, mean")  # fmt: skip
     shown = [
         (
-            row.label,
+            row.cell.label,
             units.count(row.batch),
             units.spread(row.wall_seconds, units.seconds),
             units.spread(row.iteration_seconds, units.seconds),
@@ -100,7 +98,7 @@ def answer(rows: Sequence[BatchRow]) -> str:
     sizes = [row.batch for row in rows]
     if sizes.count(small.batch) > 1 or sizes.count(large.batch) > 1:
         return ""
-    if set(differing([small.config, large.config])) - OF_BATCH:
+    if set(differing([small.cell.config, large.cell.config])) - OF_BATCH:
         return ""
     parts = [
         f"{name} {round(100 * found.share, 0) or 0.0:+.0f} %{_doubt(found)}"
@@ -114,8 +112,9 @@ def answer(rows: Sequence[BatchRow]) -> str:
     ]
     before, after = small.test_accuracy, large.test_accuracy
     if before and after:
-        doubt = _doubt(excess(after, before))
-        parts.append(f"accuracy {fmean(after):.4f} instead of {fmean(before):.4f}{doubt}")
+        unsure = doubt(small.cell, large.cell)
+        noise = f" ({unsure.words})" if unsure.is_chance else ""
+        parts.append(f"accuracy {fmean(after):.4f} instead of {fmean(before):.4f}{noise}")
     is_one = min(len(small.wall_seconds), len(large.wall_seconds)) < 2
     return (
         f"Batch {large.batch:,} against {small.batch:,}: {', '.join(parts)}"
@@ -128,8 +127,7 @@ def _doubt(found: Difference) -> str:
 
 
 def _figures(outline: Outline, rows: Sequence[BatchRow]) -> list[Block]:
-    drawn = [row for row in rows if row.label in {cell.label for cell in outline.drawn}]
-    places = {cell.label: outline.place(cell) for cell in outline.drawn}
+    drawn = [row for row in rows if id(row.cell) in outline.places]
     figures: list[Block] = []
     for name, title, quantity, values, text in (
         ("time", "Wall time by batch size", "seconds",
@@ -138,7 +136,7 @@ def _figures(outline: Outline, rows: Sequence[BatchRow]) -> list[Block]:
          [row.test_accuracy for row in drawn], units.number),
     ):  # fmt: skip
         bars = [
-            mean_bar(f"batch {row.batch:,}: {row.label}", own, text, places[row.label])
+            mean_bar(_name(row), own, text, outline.place(row.cell))
             for row, own in zip(drawn, values, strict=True)
             if own
         ]
@@ -146,3 +144,9 @@ def _figures(outline: Outline, rows: Sequence[BatchRow]) -> list[Block]:
             chart = BarChart(title, title.partition(" by")[0].lower(), bars, quantity)
             figures.append(Figure(outline.figure("batch-size", name), title, draw_bars(chart)))
     return figures
+
+
+def _name(row: BatchRow) -> str:
+    """With the batch, where the cell's own name does not say it."""
+    label = row.cell.label
+    return label if str(row.batch) in label.split() else f"batch {row.batch:,}: {label}"

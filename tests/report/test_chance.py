@@ -1,0 +1,39 @@
+"""Differences of accuracy that a test set of its size or the spread of repeats could make."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.report.cells import Cell
+from paceline.report.chance import Doubt, doubt
+from paceline.report.run import open_run
+from report.records import FakeRun, write_run
+
+
+def cell_of(folder: Path, name: str, accuracies: list[float], test_samples: int) -> Cell:
+    settings = {"test_samples": test_samples}
+    runs = [
+        open_run(write_run(folder, FakeRun(f"{name}{number}", settings, accuracy=accuracy)))
+        for number, accuracy in enumerate(accuracies)
+    ]
+    return Cell(name, runs)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "samples", "expected"),
+    [
+        # One deviation of the difference is sqrt(2 x 0.9 x 0.1 / 100) = 0.042.
+        ([0.90], [0.83], 100, Doubt(True, "within the noise of 100 test samples")),
+        ([0.90], [0.80], 100, Doubt(False, "in one repeat")),
+        ([0.90], [0.83], 10_000, Doubt(False, "in one repeat")),
+        ([0.90, 0.91, 0.89], [0.80, 0.81, 0.79], 100, Doubt(False, "")),
+        ([0.90, 0.80, 0.70], [0.80, 0.82, 0.78], 100, Doubt(True, "within noise")),
+    ],
+)
+def test_chance_is_told_from_a_difference(
+    tmp_path: Path, one: list[float], other: list[float], samples: int, expected: Doubt
+) -> None:
+    cells = [cell_of(tmp_path, "a", one, samples), cell_of(tmp_path, "b", other, samples)]
+    assert doubt(*cells) == doubt(*reversed(cells)) == expected
