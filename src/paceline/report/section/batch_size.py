@@ -116,10 +116,8 @@ def answer(rows: Sequence[BatchRow]) -> str:
         noise = f" ({unsure.words})" if unsure.is_chance else ""
         parts.append(f"accuracy {fmean(after):.4f} instead of {fmean(before):.4f}{noise}")
     is_one = min(len(small.wall_seconds), len(large.wall_seconds)) < 2
-    return (
-        f"Batch {large.batch:,} against {small.batch:,}: {', '.join(parts)}"
-        f"{' (one repeat)' if is_one else ''}."
-    )
+    once = ", in one repeat" if is_one else ""
+    return f"Batch {large.batch:,} against {small.batch:,}{once}: {', '.join(parts)}."
 
 
 def _doubt(found: Difference) -> str:
