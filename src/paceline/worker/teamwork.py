@@ -64,7 +64,8 @@ class Teamwork:
             samples=self._samples,
             seconds_per_iteration=self._seconds / self._iterations,
         )
-        with self._clock.during("exchange"):
+        # Between iterations, so in no phase of theirs: else phases would not add up to their times.
+        with self._clock.during("other"):
             agreement = huddle(self._communicator, notes)
             self.settle()
         self._iterations_left = agreement.iterations_to_next
