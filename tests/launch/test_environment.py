@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from paceline import cli
-from paceline.comm.place import Place
+from paceline.comm.place import ALONE, Place
 from paceline.errors import UsageError
 from paceline.launch.environment import detect
+from paceline.launch.member import has_own_gpu
 
 TORCHRUN = {
     "RANK": "5",
@@ -142,3 +144,15 @@ def test_settings_are_checked_against_the_workers_that_srun_started(
         monkeypatch.setenv(name, value)
     assert cli.main(["train", "--shares", "2,1"]) == 2
     assert "--shares: must be auto or 6 numbers above 0" in capsys.readouterr().err
+
+
+def test_a_node_of_an_emulated_cluster_has_no_gpu_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its GPU is that of all nodes, which NCCL refuses."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("PACELINE_CLUSTER", raising=False)
+    assert has_own_gpu(ALONE)
+    monkeypatch.setenv("PACELINE_CLUSTER", "/run/paceline/clusters/c.json")
+    assert not has_own_gpu(ALONE)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from paceline.cluster.state import VARIABLE as CLUSTER_VARIABLE
 from paceline.comm import hierarchical
 from paceline.comm.communicator import Communicator
 from paceline.comm.objects import broadcast_json
@@ -170,6 +171,9 @@ def connection(
 
 def has_own_gpu(place: Place) -> bool:
     """Whether every worker of this machine has one to itself, as NCCL needs."""
+    if CLUSTER_VARIABLE in os.environ:
+        # All nodes of an emulated cluster have the same GPUs, and NCCL would go round their links.
+        return False
     return torch.cuda.is_available() and torch.cuda.device_count() >= place.local_world_size
 
 
