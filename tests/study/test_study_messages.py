@@ -127,6 +127,12 @@ def problems(folder: Path, text: str) -> list[str]:
             " leave one of them out",
         ),
         (
+            "parts:\n  a: {base: {lr: 0.5}}\n  b:\n    grid: {lr: [0.5]}\n"
+            "    include:\n      - {label: half, lr: 0.50}\n",
+            "mine.yaml:6: parts.b.include: b.half has the settings of b.lr-0.5, seeds included:"
+            " leave one of them out",
+        ),
+        (
             "repeats: 2\ngrid:\n  seed: [1, 2]\n",
             "mine.yaml:1: seed-2 has the settings of seed-1, seeds included: leave one of them out",
         ),

@@ -78,8 +78,10 @@ class _Planner:
         self._repeats = repeats or int(self._number("repeats", 1, 1, MOST_REPEATS))
         self._configs: dict[str, RunConfig] = {}
         self._given: dict[str, tuple[Settings, Node]] = {}
-        self._runs: dict[str, Cell] = {}
-        """The first cell with each run's settings."""
+        self._runs: dict[str, str] = {}
+        """Of each run's settings, the first cell that has them."""
+        self._groups: dict[tuple[str, str], str] = {}
+        """Of each part and a run's settings, the first group that has them."""
         self._planned = 0
 
     def plan(self) -> Plan:
@@ -171,7 +173,13 @@ class _Planner:
             cell_id = f"{point.name}.r{repeat}"
             self._configs[cell_id] = own
             self._given[cell_id] = settings, point.place
-            cell = Cell(
+            identity = _identity(own)
+            first = self._groups.setdefault((part.name, identity), point.name)
+            if first != point.name:
+                # They would be one run, compared with itself.
+                text = f"{point.name} has the settings of {first}, seeds included"
+                self._problems.add(point.place, f"{text}: leave one of them out")
+            yield Cell(
                 id=cell_id,
                 part=part.name,
                 group=point.name,
@@ -179,14 +187,8 @@ class _Planner:
                 repeat=repeat,
                 axes=point.axes,
                 settings=values,
-                run=cell_id,
+                run=self._runs.setdefault(identity, cell_id),
             )
-            first = self._runs.setdefault(_identity(own), cell)
-            if first.part == cell.part and first.group != cell.group:
-                # They would be one run, compared with itself.
-                text = f"{cell.group} has the settings of {first.group}, seeds included"
-                self._problems.add(point.place, f"{text}: leave one of them out")
-            yield dataclasses.replace(cell, run=first.id)
 
     def _check_ids(self, cells: list[Cell]) -> None:
         counts = Counter(cell.id for cell in cells)
