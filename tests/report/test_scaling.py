@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -62,6 +63,17 @@ def test_workers_that_were_slowed_down_are_another_way(tmp_path: Path) -> None:
     write_run(tmp_path, slowed)
     names = {family.name: len(family.points) for family in families(collect(tmp_path).cells)}
     assert names == {"allreduce": 3, "allreduce, slow 0=2": 2}
+
+
+def test_ways_that_a_study_calls_the_same_are_told_apart(tmp_path: Path) -> None:
+    write_scaling(tmp_path, is_weak=False)
+    slowed = {"batch_size": 128, "slow": "0=2"}
+    write_run(tmp_path, FakeRun("slow", slowed, [{"forward": 0.5}] * 2))
+    cells = [
+        dataclasses.replace(cell, axes={"strategy": "all"}) for cell in collect(tmp_path).cells
+    ]
+    names = sorted(family.name for family in families(cells))
+    assert names == ["allreduce", "allreduce, slow 0=2"]
 
 
 def test_each_is_held_against_the_ideal_from_where_it_begins(tmp_path: Path) -> None:

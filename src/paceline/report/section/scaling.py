@@ -123,16 +123,22 @@ def _names_of(configs: Sequence[RunConfig]) -> list[str]:
 def _of_kind(cells: Sequence[Cell], way: str, kind: str) -> list[Family]:
     """One worker has nothing to keep in step: whatever it is called, it is the base of all."""
     own = [cell for cell in cells if _way(cell.config) == way or cell.workers == 1]
-    groups: dict[float, list[Cell]] = {}
+    groups: dict[int, list[Cell]] = {}
     for cell in own:
         batch = cell.config.global_batch_size
         size = batch if kind == "strong" else round(batch / cell.workers)
         groups.setdefault(size, []).append(cell)
     return [
-        family
+        dataclasses.replace(family, name=way) if _is_of_several(family.name, cells) else family
         for size, group in groups.items()
-        if (family := _family(group, way, kind, f"batch {size:g}")) is not None
+        if (family := _family(group, way, kind, f"batch {size}")) is not None
     ]
+
+
+def _is_of_several(name: str, cells: Sequence[Cell]) -> bool:
+    """Whether a study calls more than one way so, because another of its axes sets them apart."""
+    named = [cell for cell in cells if cell.workers > 1 and cell.axes.get("strategy") == name]
+    return len({_way(cell.config) for cell in named}) > 1
 
 
 def _family(cells: Sequence[Cell], way: str, kind: str, batch: str) -> Family | None:
