@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from paceline.report.section.accuracy import settled_epoch
+from paceline.report.collection import collect
+from paceline.report.section.accuracy import answer, learned, settled_epoch
+from report.records import FakeRun, write_run
 
 
 @pytest.mark.parametrize(
@@ -29,3 +32,9 @@ def test_a_loss_has_settled_once_it_stays_near_its_end(
     history = [{"epoch": number + 1, "test_loss": loss} for number, loss in enumerate(losses)]
     run: Any = SimpleNamespace(history=history)
     assert settled_epoch(run) == epoch
+
+
+def test_two_evaluations_do_not_tell_whether_a_loss_still_moves(tmp_path: Path) -> None:
+    write_run(tmp_path, FakeRun("a"))
+    told = answer(learned(collect(tmp_path).cells))
+    assert told == "lenet on digits, single: test accuracy 0.9000."

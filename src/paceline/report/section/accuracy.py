@@ -20,6 +20,8 @@ SETTLED = 0.02
 """A test loss has settled when it stays this close to where it ended, as a share of that ..."""
 SETTLED_EPOCHS = 0.2
 """... for this share of the epochs at least: the last but one is always near the last."""
+FEWEST_EVALUATIONS = 3
+"""Fewer do not tell whether a loss still moves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ def _curve(run: Run, key: str) -> list[tuple[float, float]]:
 def settled_epoch(run: Run) -> float | None:
     """None where it still moved at the end, or there are too few evaluations to tell."""
     curve = _curve(run, "test_loss")
-    if len(curve) < 3:
+    if len(curve) < FEWEST_EVALUATIONS:
         return None
     last, end = curve[-1]
     epoch = last
@@ -127,6 +129,8 @@ def answer(found: Sequence[Learned]) -> str:
     best = found[0]
     if len(found) == 1:
         text = f"{best.cell.label}: test accuracy {best.accuracy:.4f}"
+        if len(_curve(best.cell.finished[0], "test_loss")) < FEWEST_EVALUATIONS:
+            return f"{text}."
         if best.settled_epoch is None:
             return f"{text}; the test loss was still moving at the end."
         return f"{text}; the test loss settled after epoch {best.settled_epoch:.3g}."
