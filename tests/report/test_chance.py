@@ -27,6 +27,7 @@ def cell_of(folder: Path, name: str, accuracies: list[float], test_samples: int)
         # One deviation of the difference is sqrt(2 x 0.9 x 0.1 / 100) = 0.042.
         ([0.90], [0.83], 100, Doubt(True, "within the noise of 100 test samples")),
         ([0.90], [0.80], 100, Doubt(False, "in one repeat")),
+        ([0.90], [0.90], 10_000, Doubt(True, "the same")),
         ([0.90], [0.83], 10_000, Doubt(False, "in one repeat")),
         ([0.90, 0.91, 0.89], [0.80, 0.81, 0.79], 100, Doubt(False, "")),
         ([0.90, 0.80, 0.70], [0.80, 0.82, 0.78], 100, Doubt(True, "within noise")),

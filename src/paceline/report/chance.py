@@ -26,9 +26,11 @@ def doubt(one: Cell, other: Cell) -> Doubt:
     if min(map(len, values)) > 1:
         is_chance = not difference(*values).is_significant
         return Doubt(is_chance, "within noise" if is_chance else "")
+    means = [math.fsum(each) / len(each) for each in values]
+    if means[0] == means[1]:
+        return Doubt(is_chance=True, words="the same")
     samples = one.config.test_samples
     if samples:
-        means = [math.fsum(each) / len(each) for each in values]
         variance = sum(max(0.0, mean * (1 - mean)) / samples for mean in means)
         if abs(means[0] - means[1]) <= 1.96 * math.sqrt(variance):
             return Doubt(is_chance=True, words=f"within the noise of {samples:,} test samples")
