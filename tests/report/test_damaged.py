@@ -57,13 +57,16 @@ def test_damaged_foreign_and_newer_records_are_named_and_left_out(damaged: Path)
         assert f"<code>{name}</code>" in page.read_text()
 
 
+@pytest.mark.parametrize(
+    ("command", "place"), [("report", "the end of the page"), ("compare", "the page that --html")]
+)
 def test_the_terminal_names_a_few_of_the_records_that_are_left_out(
-    damaged: Path, capsys: pytest.CaptureFixture[str]
+    command: str, place: str, damaged: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["report", str(damaged)]) == 0
+    assert main([command, str(damaged)]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out")]
     assert len(lines) == MOST_LEFT_OUT + 1
-    assert f"and {len(DAMAGES) - MOST_LEFT_OUT} more" in lines[-1]
+    assert f"and {len(DAMAGES) - MOST_LEFT_OUT} more: {place}" in lines[-1]
 
 
 def places_in(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:

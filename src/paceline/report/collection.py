@@ -29,12 +29,14 @@ class LeftOut:
     why: str
 
 
-def left_out_lines(left_out: Sequence[LeftOut]) -> list[str]:
-    """For the terminal: a few of them, and how many more there are."""
+def left_out_lines(
+    left_out: Sequence[LeftOut], names_all: str = "the end of the page"
+) -> list[str]:
+    """For the terminal: a few of them, how many more there are, and where these are named."""
     lines = [f"left out    {one.name}: {one.why}" for one in left_out[:MOST_LEFT_OUT]]
     if len(left_out) > MOST_LEFT_OUT:
         more = len(left_out) - MOST_LEFT_OUT
-        lines.append(f"left out    and {more:,} more: the end of the page names all")
+        lines.append(f"left out    and {more:,} more: {names_all} names all")
     return lines
 
 

@@ -44,7 +44,7 @@ def print_comparison(compared: Compared) -> None:
     if len(cells) > 1:
         _print_significance(console, cells, letters)
         console.print(paragraph(judge(cells).headline, console))
-    for line in left_out_lines(compared.left_out):
+    for line in left_out_lines(compared.left_out, "the page that --html writes"):
         console.print(line)
 
 
