@@ -147,4 +147,5 @@ def _figures(outline: Outline, rows: Sequence[BatchRow]) -> list[Block]:
 def _name(row: BatchRow) -> str:
     """With the batch, where the cell's own name does not say it."""
     label = row.cell.label
-    return label if str(row.batch) in label.split() else f"batch {row.batch:,}: {label}"
+    is_said = str(row.batch) in label.replace(",", "").split()
+    return label if is_said else f"batch {row.batch:,}: {label}"
