@@ -231,6 +231,12 @@ def test_a_repeat_that_failed_is_told_before_one_that_has_not_come(tmp_path: Pat
     assert texts(judge([refused]), "Not finished") == ["two: a repeat failed: no such model"]
 
 
+def test_what_was_not_run_is_no_reason_why_a_run_did_not_finish(tmp_path: Path) -> None:
+    cut = open_run(write_run(tmp_path, FakeRun("a", status="stopped", cause="by hand")))
+    cells = [Cell("one", [], "failed: no such model"), Cell("two", [cut])]
+    assert judge(cells).headline == "The run did not finish: by hand."
+
+
 def test_cells_are_named_by_what_sets_them_apart(tmp_path: Path) -> None:
     write_run(tmp_path, FakeRun("a", {"lr": 0.05}))
     write_run(tmp_path, FakeRun("b", {"lr": 0.05, "batch_size": 256}))

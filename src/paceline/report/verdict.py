@@ -105,7 +105,9 @@ def _nothing_ranked(cells: Sequence[Cell]) -> str:
     if any(cell.finished for cell in cells):
         return "No iteration of a finished run was timed."
     text = "The run did not finish" if count == 1 else f"None of the {count} runs finished"
-    troubled = sorted((cell for cell in cells if cell.cause), key=has_not_failed)
+    # A cell that was not run is no reason why others did not finish.
+    ran = [cell for cell in cells if cell.runs]
+    troubled = sorted((cell for cell in ran if cell.cause), key=has_not_failed)
     if not troubled:
         return f"{text}."
     reason = troubled[0].cause if count == 1 else describe_trouble(troubled[0])
