@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,6 +55,28 @@ def test_a_difference_beyond_the_repeats_is_significant_and_another_is_not(tmp_p
     assert pace.words().startswith("-33.1 % (95 % CI ")
     assert pace.words().endswith("significant")
     assert by_name["test accuracy"].words().endswith("within noise")
+
+
+def test_pace_is_of_as_many_samples_where_batches_differ_and_of_one_model_only(
+    tmp_path: Path,
+) -> None:
+    cells: list[tuple[str, dict[str, Any], float]] = [
+        ("a", {"batch_size": 32}, 0.02),
+        ("b", {"batch_size": 128}, 0.04),
+        ("c", {"model": "mlp"}, 0.01),
+    ]
+    for name, settings, seconds in cells:
+        run = FakeRun(name, settings, [{"forward": seconds}])
+        run.more = {"samples": settings.get("batch_size", 32) * run.iterations}
+        write_run(tmp_path, run)
+    paths = [str(tmp_path / name) for name in ("a", "b", "c")]
+    found = significance(read_compared(paths).cells)
+    (pace,) = [one for one in found if "time per" in one.name]
+    assert (pace.name, pace.other) == ("time per 1,000 samples", "b")
+    # 625 ms against 312.5 ms.
+    assert pace.difference.share == pytest.approx(1.0)
+    assert pace.words().endswith("over iterations): clear in one repeat")
+    assert [one.name for one in found if one.other == "c"] == ["test loss", "test accuracy"]
 
 
 def test_repeats_of_a_folder_are_one_cell_and_runs_given_one_by_one_are_not(tmp_path: Path) -> None:

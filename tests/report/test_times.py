@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paceline.report import units
+from paceline.report.build import to_document
 from paceline.report.collection import collect
+from paceline.report.document import Table
 from paceline.report.epochs import (
     epoch_seconds,
     exchange_seconds_in_epoch,
@@ -21,6 +25,7 @@ from paceline.report.phases import explain, of_cell
 from paceline.report.run import open_run
 from report.marks import result_of
 from report.records import FakeRun, write_run
+from report.study_page import flat
 
 
 def test_times_of_a_run_are_those_of_its_events(tmp_path: Path) -> None:
@@ -119,3 +124,34 @@ def test_meeting_after_the_last_iteration_is_no_part_of_an_iteration(tmp_path: P
     assert split is not None
     assert split.seconds["exchange"] == pytest.approx(0.26 / 5)
     assert split.total == pytest.approx(0.172)
+
+
+def test_the_same_work_is_meant_in_all_of_a_table_of_differences(tmp_path: Path) -> None:
+    """Two of three cells have the same batch: their difference too is told for 1,000 samples."""
+    for name, batch, seconds in (("a", 32, 0.010), ("b", 32, 0.011), ("c", 64, 0.030)):
+        settings = {"batch_size": batch, "lr": seconds}
+        run = FakeRun(name, settings, [{"forward": seconds}])
+        run.more = {"samples": batch * run.iterations}
+        write_run(tmp_path, run)
+    document = to_document(collect(tmp_path))
+    (table,) = [
+        block
+        for section in document.chapters[0].sections
+        for block in flat(section.blocks)
+        if isinstance(block, Table) and "explained" in block.columns
+    ]
+    rows = {row[0]: row[1] for row in table.rows}
+    (near,) = [rows[label] for label in rows if "0.011" in label]
+    # 1 ms for 32 samples; of 100 iterations the first takes double.
+    assert near == units.seconds(1.01 / 32)
+
+
+def test_no_cell_lies_above_the_picture_of_the_times(tmp_path: Path) -> None:
+    """A few slow iterations of one cell beside many quick ones of another."""
+    write_run(tmp_path, FakeRun("a", {"lr": 0.01}, [{"forward": 0.01}], iterations=1000))
+    write_run(tmp_path, FakeRun("b", {"lr": 0.02}, [{"forward": 5.0}], iterations=6))
+    document = to_document(collect(tmp_path))
+    (figure,) = [one for one in document.figures() if one.name == "iteration-time-curve"]
+    lines = re.findall(r'<polyline points="([^"]*)" class="line"', figure.svg)
+    assert len(lines) == 2
+    assert min(float(point.split(",")[1]) for line in lines for point in line.split()) >= 0

@@ -66,7 +66,7 @@ def test_with_one_repeat_the_spread_between_runs_is_said_to_be_unknown(tmp_path:
     write_run(tmp_path, FakeRun("b", {"lr": 0.02}, [{"forward": 0.02, "backward": 0.02}],
                                 noise=noise))  # fmt: skip
     verdict = judged(tmp_path)
-    assert "lr 0.01 is fastest" in verdict.headline
+    assert "lr 0.01 was fastest in one repeat" in verdict.headline
     assert "spread between runs is unknown" in texts(verdict, "Confidence")[0]
     assert any("Repeat each cell" in step for step in verdict.next_steps)
 
@@ -147,7 +147,7 @@ def test_iterations_of_different_batches_are_held_against_each_other_by_samples(
     write_run(tmp_path, large)
     verdict = judged(tmp_path)
     # 0.02 s for 128 samples are 156.25 ms for 1,000.
-    assert "batch 128 is fastest: 156.25 ms per 1,000 samples" in verdict.headline
+    assert "batch 128 was fastest in one repeat: 156.25 ms per 1,000 samples" in verdict.headline
 
 
 def test_who_cannot_be_told_from_the_fastest_is_named_wherever_it_ranks(tmp_path: Path) -> None:

@@ -49,9 +49,11 @@ class Significance:
         # No figure is below zero, so that none can be less by more than all of the other.
         low = max(self.difference.low, -1.0)
         span = f"95 % CI {_percent(low)} to {_percent(self.difference.high)} %"
-        sure = "significant" if self.difference.is_significant else "within noise"
-        source = "" if self.difference.over_repeats else ", over iterations of one repeat"
-        return f"{share} ({span}{source}): {sure}"
+        if self.difference.over_repeats:
+            sure = "significant" if self.difference.is_significant else "within noise"
+            return f"{share} ({span}): {sure}"
+        clear = "clear" if self.difference.is_significant else "within noise"
+        return f"{share} ({span} over iterations): {clear} in one repeat"
 
 
 def _percent(share: float) -> str:
@@ -109,16 +111,49 @@ def result_rows(cells: Sequence[Cell]) -> list[Row]:
 
 
 def significance(cells: Sequence[Cell]) -> list[Significance]:
-    """The first cell against each other one: pace, wall time, loss and accuracy."""
+    """The first cell against each other one: pace, wall time, loss and accuracy.
+
+    Times only where both train the same model on the same data, and what was learned where they
+    have the same data.
+    """
     found = []
     for other in cells[1:]:
-        for name, values in MEASURES.items():
-            first, second = values(cells[0]), values(other)
-            if first and second and sum(second):
-                by_iteration = name == "time per iteration"
-                blocks = [_blocks(cell) if by_iteration else [] for cell in (cells[0], other)]
-                found.append(Significance(name, other.label, excess(first, second, *blocks)))
+        pair = cells[0], other
+        has_same_data = cells[0].config.data == other.config.data
+        if has_same_data and cells[0].config.model == other.config.model:
+            found += _pace(*pair)
+            found += _measured(*pair, "wall time", _wall)
+        if has_same_data:
+            for key in ("test_loss", "test_accuracy"):
+                found += _measured(*pair, key.replace("_", " "), _final(key))
     return found
+
+
+def _pace(first: Cell, other: Cell) -> list[Significance]:
+    """Of iterations, or of as many samples where these are not alike."""
+    batches = [cell.samples_in_iteration for cell in (first, other)]
+    name, scales = "time per iteration", [1.0, 1.0]
+    if batches[0] != batches[1]:
+        name, scales = "time per 1,000 samples", [1000 / batch for batch in batches if batch]
+    if len(scales) < 2:
+        return []
+    means, blocks = (
+        [
+            [value * scale for value in values(cell)]
+            for cell, scale in zip((first, other), scales, strict=True)
+        ]
+        for values in (lambda cell: cell.iteration_means, _blocks)
+    )
+    if not means[0] or not sum(means[1]):
+        return []
+    return [Significance(name, other.label, excess(*means, *blocks))]
+
+
+def _measured(
+    first: Cell, other: Cell, name: str, values: Callable[[Cell], list[float]]
+) -> list[Significance]:
+    own, others = values(first), values(other)
+    return [Significance(name, other.label, excess(own, others))] if own and sum(others) else []
 
 
 def _blocks(cell: Cell) -> list[float]:
@@ -178,13 +213,6 @@ def _weights(cell: Cell) -> str:
     hashes = {str(run.result["weights_sha256"] or "-")[:8] for run in cell.runs if run.result}
     return hashes.pop() if len(hashes) == 1 else ("differ" if hashes else "-")
 
-
-MEASURES: dict[str, Callable[[Cell], list[float]]] = {
-    "time per iteration": lambda cell: cell.iteration_means,
-    "wall time": _wall,
-    "test loss": _final("test_loss"),
-    "test accuracy": _final("test_accuracy"),
-}
 
 FIGURES: dict[str, Callable[[Cell], str]] = {
     "status": lambda cell: cell.status,

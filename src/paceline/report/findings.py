@@ -9,6 +9,7 @@ from paceline.report import units
 from paceline.report.bound import Bound
 from paceline.report.cells import NOT_RUN, Cell
 from paceline.report.chance import doubt
+from paceline.report.disturbance import Disturbance
 from paceline.report.pace import Paced
 from paceline.report.straggler import Straggler
 from paceline.report.worlds import described
@@ -58,6 +59,19 @@ def straggler_points(found: Sequence[Straggler]) -> list[Point]:
             f" it, {units.share(one.wait_share)} of their time.",
         )
         for one in found[:NAMED]
+    ]
+
+
+def disturbance_points(found: Sequence[Disturbance]) -> list[Point]:
+    if not found:
+        return []
+    names = [f"{one.label} ({units.share(one.share)})" for one in found]
+    return [
+        Point(
+            "Busy machine",
+            f"other processes used part of it during {listed(names, NAMED)}: differences may be"
+            " theirs.",
+        )
     ]
 
 

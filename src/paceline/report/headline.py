@@ -15,7 +15,8 @@ def headline(pace: Pace) -> str:
     lead = pace.between(first, second)
     time = f"{units.seconds(first.mean)} {pace.name}"
     if lead.is_significant:
-        return f"{first.cell.label} is fastest: {time}, {less(lead)} than {second.cell.label}."
+        fastest = "is fastest" if lead.over_repeats else "was fastest in one repeat"
+        return f"{first.cell.label} {fastest}: {time}, {less(lead)} than {second.cell.label}."
     if not lead.known:
         return (
             f"{first.cell.label} was fastest: {time}, {units.share(lead.share)} less than"

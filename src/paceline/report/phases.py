@@ -121,8 +121,10 @@ def whole_of_cell(cell: Cell) -> Split | None:
     return _average(splits) if splits else None
 
 
-def explain(faster: Cell, slower: Cell) -> Explanation | None:
-    """The difference of two cells by phase; None where one has no phases.
+def explain(faster: Cell, slower: Cell, *, by_samples: bool = False) -> Explanation | None:
+    """The difference of two cells by phase, for as many samples where asked or batches differ.
+
+    None where one has no phases.
 
     Nor where workers did unequal numbers of iterations: a mean over them explains no pace.
     """
@@ -134,7 +136,7 @@ def explain(faster: Cell, slower: Cell) -> Explanation | None:
         return None
     cells = faster, slower
     scales, work = [1.0, 1.0], "an iteration"
-    if faster.config.global_batch_size != slower.config.global_batch_size:
+    if by_samples or faster.config.global_batch_size != slower.config.global_batch_size:
         scales, work = [1000 / cell.samples_in_iteration for cell in cells], "1,000 samples"
     first, second = splits[0].seconds, splits[1].seconds
     return Explanation(

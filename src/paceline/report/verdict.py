@@ -13,12 +13,14 @@ from paceline.report import units
 from paceline.report.advice import advise
 from paceline.report.bound import Bound, bound_of
 from paceline.report.cells import Cell
+from paceline.report.disturbance import disturbances
 from paceline.report.findings import (
     MOST_LISTED,
     NAMED,
     Point,
     bound_points,
     describe_trouble,
+    disturbance_points,
     has_not_failed,
     learning_points,
     listed,
@@ -71,12 +73,18 @@ def judge(cells: Sequence[Cell]) -> Verdict:
     others = [kind for kind in kinds.values() if kind is not alike or not ranking]
     if len(kinds) > 1:
         verdict.points += [_apart(kind) for kind in others[:MOST_LISTED]]
+    busy = disturbances(cells)
+    verdict.points += disturbance_points(busy)
     verdict.points += bound_points(verdict.bounds)
     verdict.points += straggler_points(verdict.stragglers)
     verdict.points += learning_points(ranking)
     verdict.points += target_points(cells)
     verdict.points += resized_points(cells)
     verdict.points += trouble_points(cells)
+    if busy:
+        # With the answer, which may be all that is read.
+        most = units.share(busy[0].share)
+        verdict.headline += f" Other processes used up to {most} of the machine meanwhile."
     verdict.next_steps = advise(verdict.pace, cells, verdict.ties, verdict.stragglers)
     return verdict
 

@@ -199,19 +199,19 @@ def _explanations(outline: Outline) -> list[Block]:
     ranking = [paced.cell for paced in iteration_pace(outline.finished).ranking]
     if len(ranking) < 2:
         return []
+    # One unit for all of a column.
+    mixed = len({cell.config.global_batch_size for cell in ranking[: MOST_EXPLAINED + 1]}) > 1
     found = [
         one
         for other in ranking[1 : MOST_EXPLAINED + 1]
-        if (one := explain(ranking[0], other)) is not None
+        if (one := explain(ranking[0], other, by_samples=mixed)) is not None
     ]
     if not found:
         return []
-    work = "the same work" if len({one.work for one in found}) > 1 else found[0].work
-    note = "" if work == "an iteration" else "; where batches differ the work is 1,000 samples"
     return [
         Text(
-            f"Time for {work} beyond that of {ranking[0].label}, phase by phase (the first"
-            f" iteration is in these means, as it is in the phases{note}):"
+            f"Time for {found[0].work} beyond that of {ranking[0].label}, phase by phase (the first"
+            " iteration is in these means, as it is in the phases):"
         ),
         Table(("cell", "longer by", *IN_ITERATION, "explained"), [_row(one) for one in found]),
     ]
