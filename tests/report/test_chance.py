@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from paceline.report.build import to_document
 from paceline.report.cells import Cell
 from paceline.report.chance import Doubt, doubt
+from paceline.report.collection import collect
+from paceline.report.document import Table, Text
 from paceline.report.run import open_run
 from report.records import FakeRun, write_run
 
@@ -38,3 +41,17 @@ def test_chance_is_told_from_a_difference(
 ) -> None:
     cells = [cell_of(tmp_path, "a", one, samples), cell_of(tmp_path, "b", other, samples)]
     assert doubt(*cells) == doubt(*reversed(cells)) == expected
+
+
+def test_accuracies_of_different_data_are_not_held_against_each_other(tmp_path: Path) -> None:
+    for name, data in (("a", "digits"), ("b", "cifar10")):
+        write_run(tmp_path, FakeRun(name, {"data": data}, accuracy=0.9 if name == "a" else 0.5))
+    (section,) = [
+        section
+        for section in to_document(collect(tmp_path)).chapters[0].sections
+        if section.name == "accuracy"
+    ]
+    text, table = section.blocks[0], section.blocks[-2]
+    assert text == Text("Not compared: accuracies are of different data.", "answer")
+    assert isinstance(table, Table)
+    assert "below the best" not in table.columns

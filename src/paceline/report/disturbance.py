@@ -47,4 +47,4 @@ def others_share(run: Run) -> float | None:
         # Emulated machines are one: what its other nodes use is the run's as well.
         machine = sum(whole for whole, _ in used) / len(used)
         used = [(machine, sum(own for _, own in used))]
-    return max(0.0, max(whole / 100 - own / 100 / cores for whole, own in used))
+    return max(0.0, *(float(whole / 100 - own / 100 / cores) for whole, own in used))

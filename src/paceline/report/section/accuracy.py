@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.report import units
@@ -97,36 +97,50 @@ def build(outline: Outline) -> list[Block]:
     found = learned(outline.cells)
     if not found:
         return []
-    common = common_accuracy(found)
-    rows = [
-        (
-            one.cell.label,
-            units.spread(one.accuracies, units.number),
-            units.number(found[0].accuracy - one.accuracy) if one is not found[0] else "-",
-            units.spread(one.losses, units.number),
-            units.number(one.best),
-            units.spread(epochs_to(one.cell, common), lambda value: f"{value:.3g}"),
-            "-" if one.settled_epoch is None else f"{one.settled_epoch:.3g}",
+    common, best = common_accuracy(found), found[0]
+    columns: dict[str, Callable[[Learned], str]] = {
+        "accuracy at the end": lambda one: units.spread(one.accuracies, units.number),
+        "below the best": lambda one: (
+            "-" if one is best else units.number(best.accuracy - one.accuracy)
+        ),
+        "test loss": lambda one: units.spread(one.losses, units.number),
+        "best accuracy": lambda one: units.number(one.best),
+        f"epochs to {common:.2f}": lambda one: units.spread(
+            epochs_to(one.cell, common), lambda value: f"{value:.3g}"
+        ),
+        "settled after epoch": lambda one: (
+            "-" if one.settled_epoch is None else f"{one.settled_epoch:.3g}"
+        ),
+    }
+    note = (
+        "Settled: the epoch from which on, and for a fifth of the run at least, the test loss"
+        f" stayed within {units.share(SETTLED)} of where it ended."
+    )
+    if have_same_data(found):
+        note = (
+            f"Epochs to {common:.2f}: to the first evaluation with the accuracy that all cells"
+            f" reached. {note}"
         )
-        for one in found
-    ]
-    columns = ("cell", "accuracy at the end", "below the best", "test loss", "best accuracy",
-               f"epochs to {common:.2f}", "settled after epoch")  # fmt: skip
+    else:
+        del columns["below the best"], columns[f"epochs to {common:.2f}"]
+    rows = [(one.cell.label, *(text(one) for text in columns.values())) for one in found]
     return [
         Text(answer(found), "answer"),
         *_figure(outline, found),
-        Table(columns, rows),
-        Text(
-            f"Epochs to {common:.2f}: to the first evaluation with the accuracy that all cells"
-            " reached. Settled: the epoch from which on, and for a fifth of the run at least, the"
-            f" test loss stayed within {units.share(SETTLED)} of where it ended.",
-            "note",
-        ),
+        Table(("cell", *columns), rows),
+        Text(note, "note"),
     ]
+
+
+def have_same_data(found: Sequence[Learned]) -> bool:
+    """Else there is nothing to compare."""
+    return len({one.cell.config.data for one in found}) == 1
 
 
 def answer(found: Sequence[Learned]) -> str:
     best = found[0]
+    if not have_same_data(found):
+        return "Not compared: accuracies are of different data."
     if len(found) == 1:
         text = f"{best.cell.label}: test accuracy {best.accuracy:.4f}"
         if len(_curve(best.cell.finished[0], "test_loss")) < FEWEST_EVALUATIONS:
