@@ -57,9 +57,9 @@ def test_more_workers_than_cores_are_for_another_machine(
     cores: int, is_told: bool, tmp_path: Path
 ) -> None:
     more: dict[str, Any] = {"hardware": {"cpu": "a CPU", "cores": cores}}
-    write_run(tmp_path, FakeRun("a", {}, [COMPUTE] * 2, more=more))
+    write_run(tmp_path, FakeRun("a", {"threads": 1}, [COMPUTE] * 2, more=more))
     assert "Try 4 workers" in steps(tmp_path)
-    assert ("on more cores than the 2 of this machine" in steps(tmp_path)) == is_told
+    assert ("on more cores than the" in steps(tmp_path)) == is_told
 
 
 def test_a_tie_that_another_repeat_would_end_is_worth_it(tmp_path: Path) -> None:
@@ -68,3 +68,14 @@ def test_a_tie_that_another_repeat_would_end_is_worth_it(tmp_path: Path) -> None
     write_repeats(tmp_path, FakeRun("b", {"lr": 0.02}, [{"forward": 0.001}]), (22.8, 24.8))
     assert judge(collect(tmp_path).cells).headline.startswith("No clear winner")
     assert "Run 3 repeats of lr 0.01 and lr 0.02" in steps(tmp_path)
+
+
+@pytest.mark.parametrize(("threads", "is_told"), [(None, True), (1, False)])
+def test_a_worker_with_all_the_cores_leaves_none_to_a_second(
+    threads: int | None, is_told: bool, tmp_path: Path
+) -> None:
+    settings = {} if threads is None else {"threads": threads}
+    more: dict[str, Any] = {"hardware": {"cpu": "a CPU", "cores": 2}}
+    write_run(tmp_path, FakeRun("a", settings, [COMPUTE], more=more))
+    assert "Try 2 workers" in steps(tmp_path)
+    assert ("on more cores than the" in steps(tmp_path)) == is_told

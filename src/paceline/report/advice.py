@@ -119,10 +119,14 @@ def _of_computing(fastest: Cell, cells: Sequence[Cell]) -> Iterator[str]:
 
 
 def _elsewhere(cell: Cell, workers: int) -> str:
-    """Said where the machine has a core less than there would be workers."""
+    """Said where so many workers would have more threads than the machine has cores."""
     hardware = (cell.finished[0].result or {}).get("hardware", {})
     cores = hardware.get("cores")
-    if cell.config.nnodes > 1 or hardware.get("gpus") or not is_number(cores) or workers <= cores:
+    if cell.config.nnodes > 1 or hardware.get("gpus") or not is_number(cores):
+        return ""
+    # Where nobody said, the workers there are have all the cores.
+    threads = cell.config.threads or max(1, cores // cell.workers)
+    if workers * threads <= cores:
         return ""
     return f" on more cores than the {cores:g} of this machine"
 
