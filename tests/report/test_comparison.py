@@ -79,6 +79,21 @@ def test_pace_is_of_as_many_samples_where_batches_differ_and_of_one_model_only(
     assert [one.name for one in found if one.other == "c"] == ["test loss", "test accuracy"]
 
 
+@pytest.mark.parametrize(
+    ("batch", "samples", "name"),
+    # The last batch of an epoch is smaller, so that the mean is below the batch.
+    [(64, 320, "time per 1,000 samples"), (32, 150, "time per iteration")],
+)
+def test_the_pace_of_short_runs_is_told_in_the_terminal_by_what_their_batches_share(
+    tmp_path: Path, batch: int, samples: int, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = FakeRun("a", {"batch_size": 32}, iterations=5, more={"samples": 160})
+    other = FakeRun("b", {"batch_size": batch}, iterations=5, more={"samples": samples})
+    paths = [str(write_run(tmp_path, run)) for run in (own, other)]
+    assert main(["compare", *paths]) == 0
+    assert f"A against B, {name}: " in capsys.readouterr().out
+
+
 def test_repeats_of_a_folder_are_one_cell_and_runs_given_one_by_one_are_not(tmp_path: Path) -> None:
     write_repeats(tmp_path, FakeRun("a"), (1.0, 1.1))
     assert len(read_compared([str(tmp_path)]).cells) == 1

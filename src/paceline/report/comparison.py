@@ -130,13 +130,11 @@ def significance(cells: Sequence[Cell]) -> list[Significance]:
 
 
 def _pace(first: Cell, other: Cell) -> list[Significance]:
-    """Of iterations, or of as many samples where these are not alike."""
-    batches = [cell.samples_in_iteration for cell in (first, other)]
+    """Of iterations, or of as many samples where batches differ."""
     name, scales = "time per iteration", [1.0, 1.0]
-    if batches[0] != batches[1]:
-        name, scales = "time per 1,000 samples", [1000 / batch for batch in batches if batch]
-    if len(scales) < 2:
-        return []
+    if first.config.global_batch_size != other.config.global_batch_size:
+        name = "time per 1,000 samples"
+        scales = [1000 / cell.samples_in_iteration for cell in (first, other)]
     means, blocks = (
         [
             [value * scale for value in values(cell)]

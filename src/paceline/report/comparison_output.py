@@ -71,7 +71,7 @@ def _table(
 def _print_significance(console: Console, cells: Sequence[Cell], letters: Sequence[str]) -> None:
     named = dict(zip((cell.label for cell in cells), letters, strict=True))
     for one in significance(cells[:MOST_TESTED]):
-        if one.name == "time per iteration" or one.difference.known:
+        if one.name.startswith("time per") or one.difference.known:
             console.print(f"A against {named[one.other]}, {one.name}: {one.words()}")
 
 
