@@ -2,6 +2,7 @@
 const SVG = "http://www.w3.org/2000/svg";
 const BOX = { left: 50, right: 466, top: 12, bottom: 214 };
 const MOST_POINTS = 1200;
+const NEWEST_POINTS = 50;
 const PHASES = ["input", "forward", "backward", "update", "exchange", "wait", "evaluate", "checkpoint", "other"];
 const heading = document.getElementById("name");
 const { name } = heading.dataset;
@@ -116,6 +117,8 @@ function drawPhases() {
     bars.push(element("p", "worker", `worker ${rank}`), bar);
   }
   document.getElementById("phases").replaceChildren(...bars);
+  const whose = workers.length > 1 ? `workers 0 to ${workers.length - 1} together` : "worker 0";
+  document.getElementById("whose").textContent = `in training, without start-up; shares of ${whose}`;
   const whole = sum(workers.flatMap(([, spent]) => Object.values(spent)));
   const keys = PHASES.map((phase) => [phase, sum(workers.map(([, spent]) => spent[phase] || 0)) / whole])
     .filter(([, share]) => share >= 0.0005)
@@ -125,14 +128,25 @@ function drawPhases() {
 
 const clock = (left) => `${Math.floor(left / 60)}:${String(Math.round(left) % 60).padStart(2, "0")}`;
 
+// Three digits, and never an exponent.
+function duration(milliseconds) {
+  const [value, unit] = milliseconds < 999.5 ? [milliseconds, "ms"] : [milliseconds / 1000, "s"];
+  const digits = { minimumSignificantDigits: 3, maximumSignificantDigits: 3 };
+  return `${value.toLocaleString("en", digits)} ${unit}`;
+}
+
 function drawStanding(isRunning) {
   const times = curves.seconds;
   const last = times[times.length - 1];
   if (!last) return;
-  const recent = times.slice(-50).map((point) => point[1]);
-  const each = sum(recent) / recent.length;
+  const begin = Math.max(0, times.length - NEWEST_POINTS);
+  const start = begin ? times[begin - 1][0] : times[0][0] - 1;
+  // A point that stands for a stretch of iterations counts for all of them.
+  const spent = times.slice(begin).map(([at, one], index) => (at - (index ? times[begin + index - 1][0] : start)) * one);
+  const count = last[0] - start;
+  const each = sum(spent) / count;
   const words = [`iteration ${last[0].toLocaleString("en")}${total ? ` of ${total.toLocaleString("en")}` : ""}`];
-  words.push(`${each.toPrecision(3)} ms each`);
+  words.push(`${duration(each)} each, the mean of the newest ${count.toLocaleString("en")}`);
   if (isRunning && total > last[0]) words.push(`about ${clock(((total - last[0]) * each) / 1000)} left`);
   standing.textContent = words.join(" · ");
   progress.hidden = !isRunning || !total;
