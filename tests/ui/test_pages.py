@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import http.client
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote, urlsplit
@@ -67,6 +71,31 @@ def test_a_browser_runs_no_script_but_those_of_the_pages(page: str) -> None:
     script = body.partition(b"<script>")[2].partition(b"</script>")[0]
     known = base64.b64encode(hashlib.sha256(script).digest()).decode()
     assert f"script-src 'self' 'sha256-{known}';" in policy
+
+
+def test_a_second_ctrl_c_ends_it_without_a_word(tmp_path: Path) -> None:
+    write_run(tmp_path, FakeRun("one", status="unfinished"))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline", "ui", str(tmp_path), "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    address = process.stdout.readline().split()[0]
+    with urlopen(f"{address}stream/one", timeout=30) as stream:
+        stream.readline()
+        for _ in range(500):
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.02)
+                break
+        process.kill()
+        said, complaints = process.communicate(timeout=20)
+    assert said + complaints == ""
+    # A shell tells both as 130: ended by itself, or by the signal once it was leaving.
+    assert process.returncode in (130, -signal.SIGINT)
 
 
 def test_who_watches_does_not_keep_the_server_from_ending(tmp_path: Path) -> None:

@@ -15,8 +15,14 @@ SUMMARY = "watch runs, read reports and compare in the browser"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", nargs="?", help="folder of runs (default: runs)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on, and no other")
-    parser.add_argument("--port", type=int, default=8600, help="0 takes any free one")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on, and no other (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--port", type=int, default=8600, help="0 takes any free one (default: %(default)s)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

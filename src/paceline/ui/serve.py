@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import socket
 import sys
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 
@@ -15,6 +18,7 @@ from paceline.ui.library import Library
 
 LOOPBACK = "127.0.0.1"
 EVERYWHERE = "0.0.0.0"
+STOPPED_BY_CTRL_C = 130
 
 
 def serve(folder: Path | str, host: str, port: int) -> None:
@@ -27,9 +31,19 @@ def serve(folder: Path | str, host: str, port: int) -> None:
     app = make_app(library, hosts, is_closing=lambda: server.should_exit)
     # Whoever watches is let go of at once; a report that is being built is waited for so long.
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2)
-    server = uvicorn.Server(config)
+    server = _Server(config)
     with listening, contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listening])
+    # Whoever presses it again while Python takes its leave is to see no traceback either.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+class _Server(uvicorn.Server):
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A second Ctrl-C ends it at once: there is nothing to be written that could be lost."""
+        if self.should_exit and sig == signal.SIGINT:
+            os._exit(STOPPED_BY_CTRL_C)
+        super().handle_exit(sig, frame)
 
 
 def names_of(host: str, address: str) -> list[str]:
