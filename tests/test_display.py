@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 
-from paceline.worker.display import PlainDisplay
+from paceline.worker.display import COLUMNS_VARIABLE, LiveDisplay, PlainDisplay, Standing
 
 
 @pytest.mark.parametrize("loss", [0.5, 9999.9, 12345.6, 5e11, float("nan")])
@@ -18,3 +19,17 @@ def test_columns_stay_apart_however_large_the_loss_is(loss: float) -> None:
     row = out.getvalue().splitlines()[1].split()
     assert len(row) == 7
     assert float(row[2]) == pytest.approx(loss, rel=1e-3, nan_ok=True)
+
+
+@pytest.mark.parametrize("iterations", [120, 100_000])
+def test_the_live_line_says_all_it_has_to_in_80_columns(
+    iterations: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(COLUMNS_VARIABLE, "80")
+    display = LiveDisplay(80)
+    display.standing(Standing(iterations, iterations, 0.1234, 0.0012, 12_345.0, 0.9876, 3723.0))
+    display.close()
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
+    line = next(line for line in re.split(r"[\r\n]+", shown) if "loss" in line).rstrip()
+    assert line.endswith("12,345 samples/s 1:02:03 left")
+    assert len(line) <= 80

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TextIO
 COLUMNS_VARIABLE = "PACELINE_COLUMNS"
 """How wide a terminal is that another process shows this one's output on."""
 COLUMNS = "   epoch  rank  val loss  val acc         lr    wall s  samples/s"
+MOST_BAR_COLUMNS = 18
 LARGEST_PLAIN_LOSS = 1e4
 """From here on four decimals would fill the column up to the one before it."""
 
@@ -90,8 +91,9 @@ class LiveDisplay:
         self._console = Console(
             highlight=False, markup=False, width=width, force_terminal=is_terminal
         )
+        self._bar = BarColumn(bar_width=MOST_BAR_COLUMNS)
         self._progress = Progress(
-            BarColumn(bar_width=18),
+            self._bar,
             TextColumn("{task.description}"),
             console=self._console,
             auto_refresh=False,
@@ -102,11 +104,12 @@ class LiveDisplay:
         self._headed = False
 
     def standing(self, standing: Standing) -> None:
+        told = _describe(standing)
+        # Words before the bar: it gives way to them, and to the space between.
+        room = self._console.width - len(told) - 1
+        self._bar.bar_width = min(MOST_BAR_COLUMNS, max(1, room))
         self._progress.update(
-            self._task,
-            total=standing.iterations,
-            completed=standing.iteration,
-            description=_describe(standing),
+            self._task, total=standing.iterations, completed=standing.iteration, description=told
         )
         self._progress.refresh()
 
@@ -137,7 +140,7 @@ def _describe(standing: Standing) -> str:
     left = _duration(standing.seconds_left)
     return (
         f"{standing.iteration}/{standing.iterations} loss {_loss(standing.loss)}{accuracy}"
-        f" lr {standing.learning_rate:.2g} {standing.samples_per_second:,.0f}/s {left} left"
+        f" lr {standing.learning_rate:.2g} {standing.samples_per_second:,.0f} samples/s {left} left"
     )
 
 
