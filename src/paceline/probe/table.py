@@ -48,7 +48,7 @@ def _through(communicator: str, record: dict[str, Any]) -> str:
 
 
 def _by_size(entries: list[dict[str, Any]]) -> Table:
-    table = _table("size", "algorithm", "mean", "median", "p95", "algbw", "busbw", "limit")
+    table = _table("size", "algorithm", "mean", "median", "p95", "algbw", "busbw", "of limit")
     shown = None
     for entry in entries:
         seconds = entry["seconds"]
@@ -65,7 +65,7 @@ def _by_size(entries: list[dict[str, Any]]) -> Table:
 
 
 def _fitted(fits: list[dict[str, Any]]) -> Table:
-    table = _table("fitted over the sizes", "latency", "error", "busbw", "error", "limit")
+    table = _table("fitted over the sizes", "latency", "error", "busbw", "error", "of limit")
     for entry in fits:
         table.add_row(
             entry["algorithm"],
