@@ -220,6 +220,25 @@ def test_a_failed_download_is_a_data_error(tmp_path: Path, monkeypatch: pytest.M
         )
 
 
+def test_without_a_network_a_line_says_where_to_put_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    assert CIFAR10.archive is not None
+    nowhere = dataclasses.replace(CIFAR10.archive, addresses=("http://127.0.0.1:1/",))
+    with pytest.raises(DataError) as told:
+        command.fetch_sets(
+            [dataclasses.replace(CIFAR10, archive=nowhere)],
+            tmp_path,
+            patience=Patience(fruitless_attempts=1, pause_seconds=0),
+        )
+    line = str(told.value)
+    assert f"put {nowhere.path} by hand into {tmp_path} " in line
+    assert "--data-dir or PACELINE_DATA" in line
+    assert "`paceline data verify cifar10`" in line
+    assert "\n" not in line
+
+
 def test_cifar10_is_fetched_as_one_archive() -> None:
     assert CIFAR10.archive is not None
     assert CIFAR10.download_bytes == CIFAR10.archive.size_bytes

@@ -45,6 +45,10 @@ class Patience:
     """Before the second attempt; doubled for each further one."""
 
 
+class NowhereError(DataError):
+    """No address has the file, or there is no way to any of them."""
+
+
 class _AddressError(Exception):
     """This address will not do; the next one may."""
 
@@ -56,7 +60,7 @@ class _BrokenError(Exception):
 def download(
     file: OfficialFile, target: Path, watch: Watcher, patience: Patience | None = None
 ) -> None:
-    """Bring an official file to `target`; DataError in one line where no address has it."""
+    """Bring an official file to `target`; NowhereError in one line where no address has it."""
     patience = patience or Patience()
     part = target.with_name(target.name + ".part")
     failures = []
@@ -75,7 +79,7 @@ def download(
                 return
     except OSError as error:
         raise DataError(_cannot_write(part, error)) from None
-    raise DataError(f"could not fetch {target.name}: {'; '.join(failures)}")
+    raise NowhereError(f"could not fetch {target.name}: {'; '.join(failures)}")
 
 
 @contextmanager

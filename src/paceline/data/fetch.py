@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.data.catalogue import OfficialFile, OfficialSet
+from paceline.data.catalogue import FOLDER_VARIABLE, OfficialFile, OfficialSet
 from paceline.data.checksums import Verdict, judge, keep_official
 from paceline.data.damage import DamageError
-from paceline.data.download import Patience, download
+from paceline.data.download import NowhereError, Patience, download
 from paceline.data.unpack import unpack
 from paceline.errors import DataError
 
@@ -43,7 +43,10 @@ def fetch(
 
     def bring(file: OfficialFile) -> Path:
         target = folder / file.path
-        download(file, target, lambda done: watch(target.name, done, file.size_bytes), patience)
+        try:
+            download(file, target, lambda done: watch(target.name, done, file.size_bytes), patience)
+        except NowhereError as error:
+            raise DataError(f"{error}; {_by_hand(official, folder)}") from None
         return target
 
     if needed and official.archive is not None:
@@ -54,6 +57,17 @@ def fetch(
     for file in needed:
         keep_official(file, folder)
     return len(needed)
+
+
+def _by_hand(official: OfficialSet, folder: Path) -> str:
+    """What whoever has no network can do."""
+    where = f"by hand into {folder} (or set --data-dir or {FOLDER_VARIABLE})"
+    check = f"`paceline data verify {official.name}`"
+    if official.archive is None:
+        names = ", ".join(file.path for file in official.files)
+        return f"put {names} {where} and run {check}"
+    again = f"`paceline data fetch {official.name}`, which unpacks it"
+    return f"put {official.archive.path} {where} and run {again}, then {check}"
 
 
 def _from_archive(
