@@ -67,6 +67,20 @@ def test_a_tool_that_is_missing_is_said_with_its_use_and_remedy(
     assert "SLURM cluster" in tool.advice
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("ui", "paceline[ui]"), ("ray", "paceline[ray]"), ("C compiler", "gcc")]
+)
+def test_what_only_some_commands_need_is_said_with_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, remedy: str
+) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda module: None)
+    monkeypatch.setattr("paceline.cluster.compile.compiler", lambda: None)
+    missing = finding(doctor.examine(tmp_path, None), name)
+    assert missing.status == "absent"
+    assert remedy in missing.advice
+    assert not missing.blocks_training
+
+
 def test_a_gpu_that_torch_cannot_use_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "paceline.measure.gpus.describe_gpus", lambda: [{"name": "A GPU", "memory_bytes": None}]

@@ -9,8 +9,9 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -22,10 +23,16 @@ LEAST_SHARED_MEMORY_BYTES = 512 << 20
 """A few copies of a model of 25 million weights; containers often have 64 MiB."""
 
 TOOLS = {
+    "ssh": ("starting workers on other machines (--hosts)", "install an OpenSSH client"),
     "srun": ("starting workers under SLURM", "run on a SLURM cluster"),
     "tensorboard": ("looking at a run's scalars", "pip install tensorboard"),
 }
 """Programs that only some features use: what for, and how to get them."""
+PACKAGES = {
+    "ui": (("starlette", "uvicorn"), "paceline ui"),
+    "ray": (("ray",), "--launcher ray"),
+}
+"""Extras of this package that are not needed to train: the modules they bring, and what for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,8 @@ def examine(out: Path, data_dir: str | None) -> list[Finding]:
         _emulated_cluster(),
         *_datasets(data_dir),
         *(_tool(name, purpose, remedy) for name, (purpose, remedy) in TOOLS.items()),
+        *(_extra(name, modules, purpose) for name, (modules, purpose) in PACKAGES.items()),
+        _compiler(),
     ]
 
 
@@ -232,6 +241,23 @@ def _tool(name: str, purpose: str, remedy: str) -> Finding:
     if shutil.which(name) or shutil.which(name, path=beside):
         return Finding(name, "ok", f"for {purpose}")
     return Finding(name, "absent", f"needed for {purpose}", remedy)
+
+
+def _extra(name: str, modules: Sequence[str], purpose: str) -> Finding:
+    missing = [module for module in modules if find_spec(module) is None]
+    if not missing:
+        return Finding(name, "ok", f"for {purpose}")
+    fact = f"needed for {purpose}: {' and '.join(missing)}"
+    return Finding(name, "absent", fact, f"pip install 'paceline[{name}]'")
+
+
+def _compiler() -> Finding:
+    from paceline.cluster.compile import compiler
+
+    purpose = "latency of emulated links where the kernel has no netem"
+    if compiler():
+        return Finding("C compiler", "ok", f"for {purpose}")
+    return Finding("C compiler", "absent", f"needed for {purpose}", "install gcc")
 
 
 def _gibibytes(count: int) -> str:
