@@ -54,21 +54,26 @@ def drag(page: Any, *shares: float) -> None:
     )
 
 
+def readout_amid(page: Any, figure: str) -> str:
+    """What is read at iteration 51 of 100, just right of the middle of a plot."""
+    text = page.execute_script(
+        """const figure = document.getElementById(arguments[0]);
+        const plot = figure.querySelector('.plot'), box = plot.getBoundingClientRect();
+        plot.dispatchEvent(new PointerEvent('pointermove', {bubbles: true,
+          clientX: box.left + 0.5025 * box.width, clientY: box.top + 20}));
+        return figure.querySelector('.readout').innerText;""",
+        figure,
+    )
+    return str(text)
+
+
 def test_nothing_went_wrong_and_nothing_was_fetched(page: Any) -> None:
     assert page.get_log("browser") == []
     assert page.execute_script("return performance.getEntriesByType('resource').length") == 0
 
 
 def test_resting_on_a_curve_reads_its_values(page: Any) -> None:
-    page.execute_script(
-        f"""{FIND}
-        const plot = svg.querySelector('.plot'), box = plot.getBoundingClientRect();
-        plot.dispatchEvent(new PointerEvent('pointermove', {{bubbles: true,
-          clientX: box.left + box.width / 2, clientY: box.top + 20}}));"""
-    )
-    text = page.execute_script(
-        "return document.querySelector('#iteration-time-curve .readout').innerText"
-    )
+    text = readout_amid(page, "iteration-time-curve")
     assert "iteration 51" in text
     assert "lr 0.01: 20 ms" in text
     assert "lr 0.02: 30 ms" in text
@@ -84,6 +89,25 @@ def test_dragging_looks_closer_and_a_double_click_goes_back(page: Any) -> None:
         f"{FIND} svg.querySelector('.plot').dispatchEvent(new MouseEvent('dblclick'))"
     )
     assert page.execute_script(TICKS) == before
+
+
+def test_a_closer_look_has_no_readout_over_it_and_a_way_back(page: Any) -> None:
+    before = page.execute_script(TICKS)
+    part = "return document.querySelector('#iteration-time-curve .{}').hidden"
+    assert page.execute_script(part.format("reset"))
+    drag(page, 0.5, 0.7)
+    assert page.execute_script(part.format("readout"))
+    assert not page.execute_script(part.format("reset"))
+    page.execute_script("document.querySelector('#iteration-time-curve .reset').click()")
+    assert page.execute_script(TICKS) == before
+    assert page.execute_script(part.format("reset"))
+
+
+def test_a_readout_has_one_digit_more_than_the_axis(page: Any) -> None:
+    """The loss of iteration 51 is 2 / 3.5 = 0.5714..., and its axis has a tick at every 0.5."""
+    text = readout_amid(page, "curves-train-loss-iteration")
+    assert "iteration 51" in text
+    assert "lr 0.01: 0.57 " in text.replace("\n", " ")
 
 
 def test_a_name_in_the_legend_hides_and_shows_its_curve(page: Any) -> None:

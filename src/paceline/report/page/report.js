@@ -50,13 +50,25 @@
     return value.toLocaleString("en", { maximumSignificantDigits: 5 });
   };
 
-  function niceTicks(low, high) {
+  function niceStep(low, high) {
     const rough = (high - low) / 5;
     const power = 10 ** Math.floor(Math.log10(rough));
-    const step = [1, 2, 2.5, 5, 10].map((f) => f * power).find((s) => s >= rough * 0.999);
+    return [1, 2, 2.5, 5, 10].map((f) => f * power).find((s) => s >= rough * 0.999);
+  }
+
+  function niceTicks(low, high) {
+    const step = niceStep(low, high);
     const ticks = [];
     for (let n = Math.ceil(low / step - 1e-9); n * step <= high + 1e-9 * step; n++) ticks.push(n * step + 0);
     return ticks;
+  }
+
+  // To one digit more than the labels of an axis with these limits need to be told apart.
+  function reading(value, [low, high], factor) {
+    const step = niceStep(low, high) / factor;
+    const digits = Math.max(0, 1 - Math.floor(Math.log10(step) + 1e-9));
+    if (digits > 5 || Math.abs(value / factor) >= 1e6) return short(value / factor);
+    return (value / factor).toLocaleString("en", { maximumFractionDigits: digits });
   }
 
   class Lines {
@@ -82,6 +94,10 @@
       this.plot.addEventListener("pointerdown", (event) => this.press(event));
       this.plot.addEventListener("pointerup", (event) => this.release(event));
       this.plot.addEventListener("dblclick", () => this.look(this.whole));
+      this.reset = document.createElement("button");
+      Object.assign(this.reset, { type: "button", className: "reset", textContent: "reset zoom", hidden: true });
+      this.reset.addEventListener("click", () => this.look(this.whole));
+      this.canvas.append(this.reset);
     }
 
     visible() {
@@ -106,7 +122,10 @@
 
     move(event) {
       const value = this.valueAt(event);
-      if (this.start !== undefined) this.choose(this.start, value);
+      if (this.start !== undefined) {
+        this.choose(this.start, value);
+        return;
+      }
       const data = this.svg.dataset;
       const found = this.visible()
         .filter((one) => one.x.length)
@@ -119,11 +138,12 @@
         });
       if (!found.length) return;
       const nearest = found.reduce((a, b) => (Math.abs(a.x - value) <= Math.abs(b.x - value) ? a : b));
-      const rows = [line(`${data.xLabel} ${short(nearest.x / data.xFactor)} ${data.xUnit}`)];
+      const rows = [line(`${data.xLabel} ${reading(nearest.x, this.view.x, data.xFactor)} ${data.xUnit}`)];
+      const told = (y) => reading(y, this.view.y, data.yFactor);
       for (const { one, best, y } of found.slice(0, 12)) {
-        let text = `${one.group.dataset.label}: ${short(y / data.yFactor)} ${data.yUnit}`;
+        let text = `${one.group.dataset.label}: ${told(y)} ${data.yUnit}`;
         if (one.low.length) {
-          text += ` (${short(one.low[best] / data.yFactor)} to ${short(one.high[best] / data.yFactor)})`;
+          text += ` (${told(one.low[best])} to ${told(one.high[best])})`;
         }
         rows.push(line(text, getComputedStyle(one.group.querySelector(".line")).stroke));
       }
@@ -136,14 +156,21 @@
     }
 
     leave() {
-      readoutOf(this.canvas).hidden = true;
-      this.rule?.remove();
-      this.rule = undefined;
+      this.unread();
       this.unchoose();
     }
 
+    unread() {
+      readoutOf(this.canvas).hidden = true;
+      this.rule?.remove();
+      this.rule = undefined;
+    }
+
     press(event) {
-      if (event.button === 0 && event.pointerType !== "touch") this.start = this.valueAt(event);
+      if (event.button === 0 && event.pointerType !== "touch") {
+        this.start = this.valueAt(event);
+        this.unread();
+      }
     }
 
     choose(from, to) {
@@ -178,6 +205,8 @@
 
     look(view) {
       this.view = view;
+      this.reset.hidden = view === this.whole;
+      this.unread();
       for (const one of this.series) {
         const at = (values) => one.x.map((x, index) => `${this.px(x)},${this.py(values[index])}`);
         one.group.querySelector(".line")?.setAttribute("points", at(one.y).join(" "));
