@@ -62,7 +62,8 @@ def _of_doubt(pace: Pace | None, ties: Sequence[Paced]) -> Iterator[str]:
 
 
 def _of_stragglers(stragglers: Sequence[Straggler]) -> Iterator[str]:
-    for one in [one for one in stragglers if one.can_be_dealt_less][:1]:
+    relieved = [one for one in stragglers if one.can_be_dealt_less]
+    for one in sorted(relieved, key=lambda one: -one.wait_share)[:1]:
         yield (
             f"Try --shares auto with {one.label}: worker {one.rank} needs"
             f" {one.computing_seconds / one.others_seconds:.1f} times as long for its share, and"

@@ -20,7 +20,7 @@ SETTLED = 0.02
 """A test loss has settled when it stays this close to where it ended, as a share of that ..."""
 SETTLED_EPOCHS = 0.2
 """... for this share of the epochs at least: the last but one is always near the last."""
-FEWEST_EVALUATIONS = 3
+FEWEST_EVALUATIONS = 6
 """Fewer do not tell whether a loss still moves."""
 
 
