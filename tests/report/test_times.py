@@ -155,3 +155,14 @@ def test_no_cell_lies_above_the_picture_of_the_times(tmp_path: Path) -> None:
     lines = re.findall(r'<polyline points="([^"]*)" class="line"', figure.svg)
     assert len(lines) == 2
     assert min(float(point.split(",")[1]) for line in lines for point in line.split()) >= 0
+
+
+def test_a_run_that_was_gone_on_with_is_said_to_be(tmp_path: Path) -> None:
+    write_run(tmp_path, FakeRun("a", {"lr": 0.01}))
+    path = write_run(tmp_path, FakeRun("b", {"lr": 0.02}))
+    events = path / "events-0.jsonl"
+    again = {"event": "start", "time": 0.0, "iteration": 98, "resumed": True, "workers": 1}
+    done = {"event": "iterations", "first": 98, "seconds": [0.02, 0.02], "loss": [1.0, 1.0]}
+    events.write_text(events.read_text() + json.dumps(again) + "\n" + json.dumps(done) + "\n")
+    points = dict(to_document(collect(tmp_path)).points)
+    assert points["Resumed"] == "lr 0.02 (2 starts); the wall time holds every start."

@@ -116,6 +116,19 @@ def resized_points(cells: Sequence[Cell]) -> list[Point]:
     ]
 
 
+def resumed_points(cells: Sequence[Cell]) -> list[Point]:
+    """Runs whose wall time is not of one piece."""
+    resumed = [
+        f"{cell.label} ({times} starts)"
+        for cell in cells
+        for run in cell.finished
+        if run.timing and (times := run.timing.processes) > 1 and not run.is_resized
+    ]
+    if not resumed:
+        return []
+    return [Point("Resumed", f"{listed(resumed, NAMED)}; the wall time holds every start.")]
+
+
 def trouble_points(cells: Sequence[Cell]) -> list[Point]:
     """Each cell that failed with its cause; those whose turn has not come are only named."""
     waiting = [cell for cell in cells if not cell.runs and cell.trouble == NOT_RUN]

@@ -69,6 +69,11 @@ class Told:
     def end(self) -> int:
         return self.blocks[-1].end if self.blocks else 0
 
+    @property
+    def processes(self) -> int:
+        """How many it took, one after the other."""
+        return len({block.process for block in self.blocks})
+
     def since(self, iteration: int) -> Told:
         """What was done by processes that began there or later."""
         return Told([block for block in self.blocks if block.began >= iteration])

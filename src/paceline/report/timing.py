@@ -58,6 +58,8 @@ class Timing:
     """The same against seconds of training."""
     worlds: list[World]
     """More than one where the number of workers has changed; none where nobody told it."""
+    processes: int
+    """That the first worker's iterations took: more than one where the run was resumed."""
 
 
 def read_timing(folder: RunFolder, result: Result | None) -> Timing | None:
@@ -71,6 +73,7 @@ def read_timing(folder: RunFolder, result: Result | None) -> Timing | None:
     ranks: list[RankTiming] = []
     losses = ends = np.zeros(0)
     worlds: list[World] = []
+    processes = 0
     times: _Times | None = None
     for rank in _ranks_with_events(folder):
         told = read_iterations(folder.events_file(rank))
@@ -81,6 +84,7 @@ def read_timing(folder: RunFolder, result: Result | None) -> Timing | None:
             # Out of step, iterations of a worker are not those of the run.
             times = _Times(told.index, worlds if in_step else [])
             losses, ends = told.losses, np.cumsum(told.seconds)
+            processes = told.processes
         times.add(rank, told)
         latest = told.since(worlds[-1].begin) if len(worlds) > 1 else told
         if latest.blocks and (rank in last_ranks or not last_ranks):
@@ -99,6 +103,7 @@ def read_timing(folder: RunFolder, result: Result | None) -> Timing | None:
         loss=shorten(_counted(times.index), losses, use_mean=True),
         loss_by_time=shorten(ends, losses, use_mean=True),
         worlds=worlds,
+        processes=processes,
     )
 
 
@@ -175,6 +180,7 @@ def timing_of_result(result: Result) -> Timing | None:
         loss=empty,
         loss_by_time=empty,
         worlds=[],
+        processes=1,
     )
 
 

@@ -25,6 +25,7 @@ from paceline.report.findings import (
     learning_points,
     listed,
     resized_points,
+    resumed_points,
     straggler_points,
     target_points,
     trouble_points,
@@ -80,6 +81,7 @@ def judge(cells: Sequence[Cell]) -> Verdict:
     verdict.points += learning_points(ranking)
     verdict.points += target_points(cells)
     verdict.points += resized_points(cells)
+    verdict.points += resumed_points(cells)
     verdict.points += trouble_points(cells)
     if busy:
         # With the answer, which may be all that is read.
