@@ -30,6 +30,7 @@ from paceline.report.section.ranks import rank_times
 from paceline.report.section.resources import node_use
 from paceline.report.section.timeline import read_step
 from paceline.report.section.traffic import run_traffic
+from paceline.report.section.winners import contests
 from paceline.report.sections import build_sections
 from report.marks import SVG, figure, numbers, result_of, section, series
 from report.records import FakeRun, write_repeats, write_run, write_trace
@@ -277,3 +278,21 @@ def test_ways_within_noise_have_no_reason(tmp_path: Path) -> None:
     (items,) = [one for one in section(cells, "winners").blocks if isinstance(one, Items)]
     assert "within noise" in items.items[0][1]
     assert "longer for an iteration" not in items.items[0][1]
+
+
+def test_only_cells_that_differ_in_the_same_axis_are_in_a_contest(tmp_path: Path) -> None:
+    """A study with three axes includes two cells that lack the last of them."""
+    axes: list[dict[str, str]] = [
+        {"batch_size": "32", "cluster.nodes": "2", "strategy": "ddp"},
+        {"batch_size": "32", "cluster.nodes": "2", "strategy": "overlap"},
+        {"batch_size": "32", "cluster.nodes": "1"},
+    ]
+    for number in range(3):
+        write_run(tmp_path, FakeRun(f"run{number}", {"lr": 0.01 * (number + 1)}))
+    cells = [
+        dataclasses.replace(cell, axes=own)
+        for cell, own in zip(collect(tmp_path).cells, axes, strict=True)
+    ]
+    (contest,) = contests(cells)
+    assert contest.condition == "batch size 32, nodes 2"
+    assert {one.cell.label for one in contest.pace.ranking} == {"ddp", "overlap"}

@@ -38,18 +38,28 @@ class Contest:
 
 def contests(cells: Sequence[Cell]) -> list[Contest]:
     """By condition; none where cells have fewer than two axes, or nothing to choose from."""
-    groups: dict[str, list[Cell]] = {}
+    # By what is chosen too: cells that a study includes may lack its last axis.
+    groups: dict[tuple[str, str], list[Cell]] = {}
     for cell in cells:
         if len(cell.axes) > 1 and cell.timed:
-            *given, way = cell.axes.values()
-            groups.setdefault(", ".join(given), []).append(dataclasses.replace(cell, label=way))
+            *given, (chosen, way) = cell.axes.items()
+            condition = ", ".join(_named(axis, value) for axis, value in given)
+            named = dataclasses.replace(cell, label=_named(chosen, way))
+            groups.setdefault((condition, chosen), []).append(named)
     # One measure for all, as they share a table.
     whole = iteration_pace([cell for group in groups.values() for cell in group])
     return [
         Contest(condition, Pace(whole.name, _of(group, whole)))
-        for condition, group in groups.items()
+        for (condition, _), group in groups.items()
         if len(group) > 1
     ]
+
+
+def _named(axis: str, value: str) -> str:
+    """A number alone does not tell what it is of."""
+    if any(letter.isalpha() for letter in value):
+        return value
+    return f"{axis.rpartition('.')[2].replace('_', ' ')} {value}"
 
 
 def _of(group: Sequence[Cell], pace: Pace) -> list[Paced]:

@@ -117,7 +117,7 @@ function drawPhases() {
     bars.push(element("p", "worker", `worker ${rank}`), bar);
   }
   document.getElementById("phases").replaceChildren(...bars);
-  const whose = workers.length > 1 ? `workers 0 to ${workers.length - 1} together` : "worker 0";
+  const whose = workers.length > 1 ? `all ${workers.length} workers together` : "worker 0";
   document.getElementById("whose").textContent = `in training, without start-up; shares of ${whose}`;
   const whole = sum(workers.flatMap(([, spent]) => Object.values(spent)));
   const keys = PHASES.map((phase) => [phase, sum(workers.map(([, spent]) => spent[phase] || 0)) / whole])
