@@ -24,12 +24,12 @@ def main() -> None:
     arguments = parser.parse_args()
     wanted = Wanted(arguments.machines, arguments.slots, 0)
     begun = perf_counter()
-    with connected(arguments.slots, print) as at:
+    with connected(arguments.slots, print) as connection:
         print(f"Ray {load().__version__}: connected after {perf_counter() - begun:.2f} s")
         seconds = []
         for _ in range(arguments.repeats):
             begun = perf_counter()
-            with ray_fleet(wanted, at, 60.0, print):
+            with ray_fleet(wanted, connection.head, 60.0, print):
                 seconds.append(perf_counter() - begun)
     print(
         f"{wanted}: an actor on each after {statistics.median(seconds):.2f} s (median of"
