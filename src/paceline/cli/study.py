@@ -148,6 +148,7 @@ def _report(folder: StudyFolder, console: Console) -> None:
 
 def _print_dry_run(console: Console, plan: Plan, folder: StudyFolder, only: str | None) -> None:
     from paceline.study import estimate, machine
+    from paceline.study.forecast import Forecast
     from paceline.study.runner import State, chosen_cells, state_of, with_what_is_known
 
     known = with_what_is_known(plan, folder).cells
@@ -158,19 +159,28 @@ def _print_dry_run(console: Console, plan: Plan, folder: StudyFolder, only: str 
         State.AGAIN: "to run again",
     }
     rows = []
-    to_run = []
+    to_run: list[float | None] = []
+    # Cells that are done tell more than a step of a model can.
+    forecast = Forecast() if not any(cell.elapsed_seconds for cell in known) else None
+    if forecast and console.is_terminal:
+        console.print("timing a step of each model ...", style="dim")
     for cell in chosen_cells(plan, only):
         config = plan.configs[cell.id]
         state = state_of(folder, cell, config)
         reason = machine.unable(config) if state is not State.DONE else None
         told, clock = f"skipped: {reason}" if reason else words[state], ""
         if state is not State.DONE and reason is None:
-            to_run.append(cell)
-            clock = estimate.as_clock(estimate.seconds_of(cell, known))
+            seconds = forecast.seconds_of(config) if forecast else estimate.seconds_of(cell, known)
+            to_run.append(seconds)
+            clock = estimate.as_clock(seconds)
         rows.append((cell.id, cell.label, told, clock))
     _print_by_cell(console, ("cell", "what", "state", "estimate"), rows)
-    seconds = estimate.seconds_of_all(to_run, known)
-    total = "unknown until one is done" if seconds is None else estimate.as_clock(seconds)
+    total = "unknown until one is done"
+    guessed = [seconds for seconds in to_run if seconds is not None]
+    if len(guessed) == len(to_run):
+        total = estimate.as_clock(sum(guessed))
+        if forecast and to_run:
+            total += ", by a step of each model here; communicating comes on top"
     cells = f"{len(to_run)} cell{'s' * (len(to_run) != 1)}"
     console.print(f"\n{cells} to run in {folder.path}; estimated time: {total}", soft_wrap=True)
 

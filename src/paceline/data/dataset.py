@@ -59,5 +59,17 @@ class DataRequest:
     seed: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class SetOutline:
+    """What the loaders of registered sets know before anything is loaded, as `outline`."""
+
+    sample_shape: tuple[int, int, int]
+    """Channels, height, width."""
+    classes: int
+    train_samples: int
+    test_samples: int
+    """All there are, or as many as come where nobody asks for a number."""
+
+
 Loader = Callable[[DataRequest], Dataset]
 """The type of a registered dataset: it may return more samples than asked for."""

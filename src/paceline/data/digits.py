@@ -16,7 +16,7 @@ import numpy as np
 from torch import Generator, Tensor
 
 from paceline.data.catalogue import data_folder
-from paceline.data.dataset import DataRequest, Dataset, Split
+from paceline.data.dataset import DataRequest, Dataset, SetOutline, Split
 from paceline.data.drawing import DRAWING_VERSION, draw_plain_digits, draw_street_numbers
 from paceline.data.order import mix
 from paceline.data.storage import Chunk, mapped_split, resident_split
@@ -53,6 +53,10 @@ class DrawnSet:
         }
         train, test = (self._load(split, samples, request) for split, samples in wanted.items())
         return Dataset(self.name, train, test, CLASSES, self.mean, self.std)
+
+    @property
+    def outline(self) -> SetOutline:
+        return SetOutline(self.shape, CLASSES, TRAIN_SAMPLES, TEST_SAMPLES)
 
     def draw(self, split: str, samples: int, seed: int) -> Iterator[Chunk]:
         """The first `samples` images and labels of a split, chunk by chunk."""

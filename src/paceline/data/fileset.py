@@ -11,7 +11,7 @@ from pathlib import Path
 from paceline.data.catalogue import OfficialFile, OfficialSet, data_folder
 from paceline.data.checksums import Verdict, judge
 from paceline.data.damage import DamageError
-from paceline.data.dataset import DataRequest, Dataset, Split
+from paceline.data.dataset import DataRequest, Dataset, SetOutline, Split
 from paceline.data.storage import Chunk, mapped_split, resident_split
 from paceline.errors import DataError
 
@@ -34,6 +34,11 @@ class FileSet:
 
     official: OfficialSet
     read: Reader
+
+    @property
+    def outline(self) -> SetOutline:
+        own = self.official
+        return SetOutline(own.sample_shape, own.classes, own.train_samples, own.test_samples)
 
     def __call__(self, request: DataRequest) -> Dataset:
         folder = data_folder(request.folder)

@@ -1,0 +1,70 @@
+"""What is guessed of a cell's time before any cell is done."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.config import from_mapping
+from paceline.data.dataset import SetOutline
+from paceline.study import forecast
+from paceline.study.forecast import Forecast, samples_per_worker, speed
+
+OUTLINE = SetOutline((1, 28, 28), 10, train_samples=1000, test_samples=300)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # Ten epochs of 1,000, each with an evaluation of 300 that takes a third.
+        ({"batch_size": 100, "epochs": 10}, 10 * 1000 + 10 * 100),
+        ({"batch_size": 100, "epochs": 10, "nproc_per_node": 2}, (10 * 1000 + 10 * 100) / 2),
+        ({"batch_size": 100, "iterations": 7, "eval_every": "never"}, 7 * 100 + 100),
+        ({"batch_size": 100, "iterations": 7, "eval_every": 2}, 7 * 100 + 3 * 100),
+        ({"batch_size": 50, "epochs": 2, "train_samples": 200, "test_samples": 60,
+          "eval_every": "never"}, 2 * 200 + 20),
+    ],
+)  # fmt: skip
+def test_samples_are_those_of_the_budget_and_a_third_of_those_evaluated(
+    settings: dict[str, object], expected: float
+) -> None:
+    assert samples_per_worker(from_mapping(settings), OUTLINE) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, 4.0),
+        ({"threads": 1}, 1.0),
+        ({"nproc_per_node": 8, "threads": 1}, 0.5),
+        ({"nproc_per_node": 2}, 2.0),
+        ({"cluster": "nodes=2,cpus=0.5", "threads": 1}, 0.5),
+        ({"cluster": "nodes=8,cpus=1", "threads": 1}, 0.5),
+    ],
+)
+def test_workers_share_the_cores_and_keep_to_quotas(
+    settings: dict[str, object], expected: float
+) -> None:
+    assert speed(from_mapping(settings), cores=4) == expected
+
+
+def test_a_cell_takes_its_samples_and_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forecast, "time_a_sample", lambda *key: 0.01)
+    monkeypatch.setattr(forecast, "time_an_import", lambda: 2.0)
+    monkeypatch.setattr(forecast, "cores_usable", lambda: 2)
+    settings = {
+        **{"model": "lenet", "batch_size": 100, "iterations": 10, "test_samples": 300},
+        **{"eval_every": "never", "nproc_per_node": 2, "threads": 1, "device": "cpu"},
+    }
+    # 550 samples of each worker, then the command and two workers at once.
+    assert Forecast().seconds_of(from_mapping(settings)) == pytest.approx(5.5 + 2 * 2.0)
+
+
+@pytest.mark.parametrize("settings", [{"model": "mine:net"}, {"data": "mine:set"}])
+def test_nothing_is_guessed_of_a_users_own(settings: dict[str, object]) -> None:
+    assert Forecast().seconds_of(from_mapping({**settings, "device": "cpu"})) is None
+
+
+def test_a_sample_of_a_larger_model_takes_longer() -> None:
+    """A factor of about a hundred, so that no noise can hide it."""
+    small = forecast.time_a_sample("softmax", (3, 32, 32), 10)
+    assert 0 < small < forecast.time_a_sample("vgg11", (3, 32, 32), 10)
