@@ -52,8 +52,14 @@ def test_a_cell_takes_its_samples_and_its_start(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(forecast, "time_an_import", lambda: 2.0)
     monkeypatch.setattr(forecast, "cores_usable", lambda: 2)
     settings = {
-        **{"model": "lenet", "batch_size": 100, "iterations": 10, "test_samples": 300},
-        **{"eval_every": "never", "nproc_per_node": 2, "threads": 1, "device": "cpu"},
+        "model": "lenet",
+        "batch_size": 100,
+        "iterations": 10,
+        "test_samples": 300,
+        "eval_every": "never",
+        "nproc_per_node": 2,
+        "threads": 1,
+        "device": "cpu",
     }
     # 550 samples of each worker, then the command and two workers at once.
     assert Forecast().seconds_of(from_mapping(settings)) == pytest.approx(5.5 + 2 * 2.0)
