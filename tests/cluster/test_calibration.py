@@ -16,8 +16,13 @@ from paceline.cluster_spec import parse
 def test_only_what_is_over_ten_percent_off_is_told() -> None:
     near = Measured("cpus", 0, 0.5, 0.46, "cores")
     off = Measured("round trip", None, 0.001, 0.0012, "s")
-    (warning,) = Calibration([near, off]).warnings()
-    assert "round trip is 0.0012 s, +20 % from the 0.001 s asked for" in warning
+    slow = Measured("bandwidth in", 3, 1e9, 8.723e8, "bit/s")
+    warnings = Calibration([near, off, slow]).warnings()
+    assert warnings == [
+        "the emulated cluster's round trip is 0.0012 s, +20 % from the 0.001 s asked for",
+        "the emulated cluster's bandwidth in (node 3) is 872.3 Mbit/s, -13 % from the 1 Gbit/s"
+        " asked for",
+    ]
 
 
 def test_what_nobody_asked_for_is_never_off() -> None:

@@ -30,7 +30,6 @@ WANTED = {
 BUSY_CORES = 0.25
 """Kept busy by others, from which on measured figures are called doubtful."""
 MOST_PROCESSES_SHOWN = 3
-PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -227,14 +226,10 @@ def _row(item: Measured) -> tuple[str, ...]:
 
 
 def _amount(value: float, unit: str) -> str:
+    from paceline.cluster.calibration import amount
     from paceline.report.units import seconds
 
-    if unit == "s":
-        return seconds(value)
-    if unit == "bit/s":
-        scale, prefix = next((pair for pair in PREFIXES if value >= pair[0]), PREFIXES[-1])
-        return f"{value / scale:.4g} {prefix}bit/s"
-    return f"{value:.3g} {unit}"
+    return seconds(value) if unit == "s" else amount(value, unit)
 
 
 def _processes(pids: list[int]) -> str:

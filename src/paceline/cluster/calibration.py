@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 TOLERANCE = 0.1
 """How far what was got may be from what was asked before it is told."""
 
@@ -39,10 +40,10 @@ class Calibration:
     def warnings(self) -> list[str]:
         """A line for each thing that is over 10 % from what was asked."""
         return [
-            f"the emulated cluster's {item.what}{_of(item.node)} is {item.got:.4g} {item.unit}, "
-            f"{100 * item.deviation:+.0f} % from the {item.asked:.4g} {item.unit} asked for"
+            f"the emulated cluster's {item.what}{_of(item.node)} is {amount(item.got, item.unit)},"
+            f" {100 * item.deviation:+.0f} % from the {amount(item.asked, item.unit)} asked for"
             for item in self.measured
-            if item.is_off
+            if item.asked is not None and item.is_off
         ]
 
     @classmethod
@@ -52,3 +53,11 @@ class Calibration:
 
 def _of(node: int | None) -> str:
     return "" if node is None else f" (node {node})"
+
+
+def amount(value: float, unit: str) -> str:
+    """A figure with its unit; of a rate with a prefix, as it was asked for."""
+    if unit != "bit/s":
+        return f"{value:.3g} {unit}"
+    scale, prefix = next((pair for pair in PREFIXES if value >= pair[0]), PREFIXES[-1])
+    return f"{value / scale:.4g} {prefix}bit/s"
