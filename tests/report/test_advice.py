@@ -21,14 +21,15 @@ def steps(folder: Path) -> str:
 
 def test_what_can_hide_is_as_long_as_the_backward_pass(tmp_path: Path) -> None:
     write_run(tmp_path, FakeRun("a", {}, NETWORK_BOUND))
-    assert "40.0 % of it could hide behind the backward pass" in steps(tmp_path)
+    assert "40.0% of it can overlap the backward pass" in steps(tmp_path)
 
 
 @pytest.mark.parametrize(("strategy", "is_told"), [("ring", True), ("parameter_server", False)])
 def test_a_codec_is_for_strategies_that_have_codecs(
     strategy: str, is_told: bool, tmp_path: Path
 ) -> None:
-    write_run(tmp_path, FakeRun("a", {"strategy": strategy}, NETWORK_BOUND))
+    settings = {"strategy": strategy, "nnodes": 2, "nproc_per_node": 1}
+    write_run(tmp_path, FakeRun("a", settings, NETWORK_BOUND, nodes=2))
     assert ("codec=fp16" in steps(tmp_path)) == is_told
 
 
@@ -79,3 +80,38 @@ def test_a_worker_with_all_the_cores_leaves_none_to_a_second(
     write_run(tmp_path, FakeRun("a", settings, [COMPUTE], more=more))
     assert "Try 2 workers" in steps(tmp_path)
     assert ("on more cores than the" in steps(tmp_path)) == is_told
+
+
+def tie(root: Path, first: list[float], second: list[float]) -> str:
+    write_repeats(root, FakeRun("a", {"lr": 0.01}), first)
+    write_repeats(root, FakeRun("b", {"lr": 0.02}), second)
+    verdict = judge(collect(root).cells)
+    assert verdict.headline.startswith("No clear winner")
+    return verdict.next_steps[0]
+
+
+def test_noise_that_is_too_large_is_said_to_be(tmp_path: Path) -> None:
+    """Runs between 0.5 and 1.5: even 5% is a twentieth of the spread."""
+    told = tie(tmp_path, [0.5, 1.0, 1.5], [0.51, 1.01, 1.51])
+    assert told.startswith("Reduce the noise before comparing lr 0.01 and lr 0.02")
+    assert "too large to say which is faster" in told
+    # By hand: 2 (1.96 + 0.84)^2 0.25 / (0.05 1.01)^2 = 1,537, and a few more as t is wider.
+    (count,) = [int(word.replace(",", "")) for word in told.split() if word[0].isdigit()
+                and "%" not in word and "." not in word]  # fmt: skip
+    assert count == pytest.approx(1537, abs=10)
+
+
+def test_a_difference_too_small_to_matter_is_bounded_instead(tmp_path: Path) -> None:
+    """Deviations of 0.1% leave room for a difference of a few tenths of a percent."""
+    told = tie(tmp_path, [0.999, 1.0, 1.001], [0.9991, 1.0, 1.0011])
+    assert told.startswith("Choose between lr 0.01 and lr 0.02 by something other than speed")
+    assert "they differ by at most 0.2% (95% CI)" in told
+
+
+def test_repeats_for_a_difference_worth_detecting_are_told_where_this_one_needs_too_many(
+    tmp_path: Path,
+) -> None:
+    told = tie(tmp_path, [0.95, 1.0, 1.05], [0.951, 1.001, 1.051])
+    # By hand: 2 (1.96 + 0.84)^2 0.0025 / 0.05^2 = 15.7, and one or two more as t is wider.
+    assert told.startswith("Run 17 repeats of lr 0.01 and lr 0.02 to detect a difference of 5%")
+    assert "the measured 0.1% would take more than 10,000" in told

@@ -52,7 +52,7 @@ def test_a_difference_beyond_the_repeats_is_significant_and_another_is_not(tmp_p
     pace = by_name["time per iteration"]
     # 20.2 ms against 30.2 ms.
     assert pace.difference.share == pytest.approx(-10 / 30.2)
-    assert pace.words().startswith("-33.1 % (95 % CI ")
+    assert pace.words().startswith("-33.1% (95% CI ")
     assert pace.words().endswith("significant")
     assert by_name["test accuracy"].words().endswith("within noise")
 
@@ -75,7 +75,7 @@ def test_pace_is_of_as_many_samples_where_batches_differ_and_of_one_model_only(
     assert (pace.name, pace.other) == ("time per 1,000 samples", "b")
     # 625 ms against 312.5 ms.
     assert pace.difference.share == pytest.approx(1.0)
-    assert pace.words().endswith("over iterations): clear in one repeat")
+    assert pace.words().endswith("over iterations): single run, significance unknown")
     assert [one.name for one in found if one.other == "c"] == ["test loss", "test accuracy"]
 
 
@@ -118,3 +118,15 @@ def test_records_that_cannot_be_read_are_named_in_the_terminal_and_on_the_page(
     assert main(["compare", str(tmp_path / "runs"), "--html", str(page)]) == 0
     assert "left out    a-1: result.json is damaged" in capsys.readouterr().out
     assert "<code>a-1</code>" in page.read_text()
+
+
+def test_figures_that_are_compared_together_are_corrected_together(tmp_path: Path) -> None:
+    """A t of 3.3 with four degrees has p = 0.03: significant alone, but not one of four figures."""
+    for name, mean in (("a", 1.0), ("b", 1.08)):
+        run = FakeRun(name, {"lr": 0.01 if name == "a" else 0.02})
+        write_repeats(tmp_path / name, run, (mean - 0.03, mean, mean + 0.03))
+    found = significance(read_compared([str(tmp_path / "a"), str(tmp_path / "b")]).cells)
+    (pace,) = [one for one in found if one.name == "time per iteration"]
+    assert pace.difference.p_value == pytest.approx(0.031, abs=0.001)
+    assert pace.difference.comparisons == 4
+    assert pace.words().endswith("within noise")

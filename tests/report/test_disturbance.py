@@ -60,8 +60,49 @@ def test_a_busy_machine_is_told_with_the_answer_and_a_quiet_one_is_not(
     verdict = judge(collect(tmp_path).cells)
     told = [point.text for point in verdict.points if point.subject == "Busy machine"]
     if is_told:
-        assert "Other processes used up to 70.0 % of the machine" in verdict.headline
-        assert "during lr 0.01 (70.0 %): differences" in told[0]
+        assert "Other processes used up to 70.0% of the machine" in verdict.headline
+        assert "during lr 0.01 (70.0%). Contention" in told[0]
     else:
         assert "Other processes" not in verdict.headline
         assert told == []
+
+
+def one_waits_for_the_other(name: str, **settings: object) -> FakeRun:
+    """Rank 1 computes 40 ms, rank 0 18 ms and waits: a straggler on a quiet machine."""
+    waiting = {"forward": 0.010, "backward": 0.008, "wait": 0.022}
+    return FakeRun(name, dict(settings), [waiting, {"forward": 0.040}])
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_a_busy_machine_explains_a_straggler(tmp_path: Path, is_busy: bool) -> None:
+    run_beside_others(tmp_path, one_waits_for_the_other("a"), 100.0 if is_busy else 12.0, [22.0])
+    verdict = judge(collect(tmp_path).cells)
+    assert bool(verdict.stragglers) != is_busy
+    assert any("--shares auto" in step for step in verdict.next_steps) != is_busy
+    if is_busy:
+        assert verdict.next_steps[0].startswith("Rerun on a quiet machine: other processes")
+        assert "89.0%" in verdict.next_steps[0]
+        assert "rerun on a quiet machine before drawing conclusions" in verdict.headline
+
+
+def test_a_worker_that_was_slowed_down_on_purpose_is_named_on_a_busy_machine_too(
+    tmp_path: Path,
+) -> None:
+    run_beside_others(tmp_path, one_waits_for_the_other("a", slow="1=2"), 100.0, [22.0])
+    assert [one.rank for one in judge(collect(tmp_path).cells).stragglers] == [1]
+
+
+def test_a_busy_machine_leads_to_no_bottleneck_and_no_advice_about_it(tmp_path: Path) -> None:
+    phases = [{"forward": 0.010, "backward": 0.008, "exchange": 0.060}] * 2
+    settings = {"nnodes": 2, "nproc_per_node": 1, "strategy": "ring"}
+    run = FakeRun("a", settings, phases, nodes=2)
+    run_beside_others(tmp_path, run, 100.0, [22.0, 22.0])
+    verdict = judge(collect(tmp_path).cells)
+    assert verdict.bounds == []
+    assert len(verdict.next_steps) == 1, "nothing but to rerun"
+
+
+def test_a_quiet_cell_beside_a_disturbed_one_has_its_bottleneck(tmp_path: Path) -> None:
+    run_beside_others(tmp_path, FakeRun("a", {"lr": 0.01}), 100.0, [22.0])
+    run_beside_others(tmp_path, FakeRun("b", {"lr": 0.02}), 12.0, [22.0])
+    assert [one.label for one in judge(collect(tmp_path).cells).bounds] == ["lr 0.02"]

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from paceline.report.collection import collect
-from paceline.report.document import Table
+from paceline.report.document import Items, Table
 from paceline.report.section.scaling import answer, families
+from paceline.report.verdict import judge
 from report.marks import figure, numbers, result_of, section, series
 from report.records import FakeRun, write_run
 
@@ -104,3 +105,53 @@ def test_one_worker_communicates_with_nobody(tmp_path: Path) -> None:
     (table,) = [block for block in built.blocks if isinstance(block, Table)]
     # 50 of 100 iterations make an epoch; the first takes double.
     assert [row[-2:] for row in table.rows] == [("-", "-"), ("50.50 ms", "100.00 ms")]
+
+
+def write_superlinear(root: Path, threads: int | None = None, cores: int = 2) -> None:
+    """73.7 ms with one worker and 10 ms with two: 7.37 times as fast."""
+    for workers, seconds in ((1, 0.0737), (2, 0.010)):
+        settings: dict[str, object] = {"batch_size": 64}
+        if threads is not None:
+            settings["threads"] = threads
+        hardware = {"cpu": "a CPU", "cores": cores, "cores_in_machine": cores, "gpus": []}
+        run = FakeRun(f"w{workers}", settings, [{"forward": seconds}] * workers)
+        run.more = {"samples": 64 * run.iterations, "hardware": hardware}
+        write_run(root, run)
+
+
+@pytest.mark.parametrize(
+    ("threads", "cores", "reason"),
+    [
+        (None, 2, "threads (2 per worker in the base, 1 here) and a slow base run (2 cores cannot"),
+        (1, 2, "a slow base run (2 cores cannot give a speedup of 7.37)"),
+        (1, 16, "CPU cache (each worker has a smaller batch) or a slow base run"),
+    ],
+)
+def test_efficiency_above_100_percent_is_flagged_with_its_likely_reason(
+    threads: int | None, cores: int, reason: str, tmp_path: Path
+) -> None:
+    write_superlinear(tmp_path, threads, cores)
+    cells = collect(tmp_path).cells
+    flag = f"efficiency 368.5%, above 100%; likely reason: {reason}"
+    assert flag in answer(families(cells))
+    items = [block for block in section(cells, "scaling").blocks if isinstance(block, Items)]
+    assert any(flag in text for block in items for _, text in block.items)
+    assert flag in judge(cells).headline, "it wins the verdict, but not silently"
+
+
+def test_efficiency_just_above_100_percent_is_noise(tmp_path: Path) -> None:
+    for workers, seconds in ((1, 0.0202), (2, 0.010)):
+        run = FakeRun(f"w{workers}", {"batch_size": 64, "threads": 1},
+                      [{"forward": seconds}] * workers)  # fmt: skip
+        hardware = {"cpu": "a CPU", "cores": 8, "cores_in_machine": 8, "gpus": []}
+        run.more = {"samples": 64 * run.iterations, "hardware": hardware}
+        write_run(tmp_path, run)
+    told = answer(families(collect(tmp_path).cells))
+    assert "efficiency 101.0%, above 100%; likely reason: noise between runs" in told
+
+
+def test_efficiency_up_to_100_percent_is_not_flagged(tmp_path: Path) -> None:
+    write_scaling(tmp_path, is_weak=False)
+    cells = collect(tmp_path).cells
+    assert "above 100%" not in answer(families(cells))
+    assert "above 100%" not in judge(cells).headline

@@ -159,8 +159,10 @@ def test_street_numbers_tells_what_the_records_hold(tmp_path: Path) -> None:
 
     answer = page.answers("servers")[0]
     assert answer.startswith(
-        "The fastest depends on what is given. Equal: all-reduce; one at half speed: server out of"
+        "all-reduce is the fastest exact choice in every case (equal; one at half speed)."
     )
+    assert "Fastest approximate, which computes something else: " in answer
+    assert "one at half speed: server out of step" in answer
 
 
 def test_street_race_tells_what_the_records_hold(tmp_path: Path) -> None:

@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from paceline.report import units
-from paceline.report.bound import bound_of
+from paceline.report.bound import MOST, Bound
 from paceline.report.cells import Cell
+from paceline.report.disturbance import Disturbance
 from paceline.report.pace import Pace, Paced
 from paceline.report.phases import Split, of_cell, whole_of_cell
 from paceline.report.section.bandwidth import SUMMING
 from paceline.report.shape import is_number
-from paceline.report.statistics import repeats_to_tell
+from paceline.report.statistics import MOST_PLANNED, against_first, repeats_needed
 from paceline.report.straggler import Straggler
 
 MOST_STEPS = 5
+MOST_REPEATS = 100
+"""More of them are no practical advice."""
+WORTH_DETECTING = 0.05
+"""A smaller difference of two cells hardly decides between them."""
 COSTLY = 0.05
 """A share of the wall time from which on something beside training is worth a word."""
 
@@ -24,41 +29,91 @@ def advise(
     cells: Sequence[Cell],
     ties: Sequence[Paced],
     stragglers: Sequence[Straggler],
+    bounds: Sequence[Bound],
+    busy: Sequence[Disturbance],
 ) -> list[str]:
-    """The most telling first; none where nothing stands out."""
-    steps = [*_of_doubt(pace, ties), *_of_stragglers(stragglers)]
+    """The most telling first; none where nothing stands out.
+
+    `bounds` are of cells on a quiet machine: for others there is no advice about a bottleneck.
+    """
+    steps = [*_of_busy_machine(busy)]
+    steps += _of_doubt(pace, ties, is_busy=bool(busy))
+    steps += _of_stragglers(stragglers)
     fastest = pace.ranking[0].cell if pace and pace.ranking else None
     if fastest is not None:
         # A study's cell that was not run, or could not be, has no settings to compare with.
         tried = [cell for cell in cells if cell.runs]
-        for rule in RULES:
-            steps += rule(fastest, tried)
+        for bound in bounds:
+            if bound.label == fastest.label:
+                for rule in RULES:
+                    steps += rule(fastest, tried, bound)
+        steps += _beside_training(fastest)
     steps += _of_failures(cells)
     return list(dict.fromkeys(steps))[:MOST_STEPS]
 
 
-def _of_doubt(pace: Pace | None, ties: Sequence[Paced]) -> Iterator[str]:
+def _of_busy_machine(busy: Sequence[Disturbance]) -> Iterator[str]:
+    if busy:
+        yield (
+            f"Rerun on a quiet machine: other processes used up to"
+            f" {units.percentage(busy[0].share)} of this one, which can explain differences,"
+            " stragglers and bottlenecks."
+        )
+
+
+def _of_doubt(pace: Pace | None, ties: Sequence[Paced], *, is_busy: bool) -> Iterator[str]:
     if pace is None or len(pace.ranking) < 2:
         return
     if min(len(paced.values) for paced in pace.ranking) < 2:
         yield (
-            "Repeat each cell (three times or more, with different seeds): one repeat says nothing"
-            " about the spread between runs."
+            "Repeat each cell (three times or more, with different seeds): single run, significance"
+            " unknown."
         )
-    elif ties:
-        first = pace.ranking[0]
-        needed = repeats_to_tell(first.values, ties[0].values)
-        if needed is not None:
-            more = max(needed, 1 + max(len(first.values), len(ties[0].values)))
-            yield (
-                f"Run {more} repeats of {first.cell.label} and {ties[0].cell.label}: with their"
-                " spread so many would tell a difference of this size."
-            )
-        else:
-            yield (
-                f"Choose between {first.cell.label} and {ties[0].cell.label} by something else"
-                " than speed: repeats will hardly tell them apart."
-            )
+    elif ties and not is_busy:
+        yield _of_tie(pace, ties[0])
+
+
+def _of_tie(pace: Pace, tie: Paced) -> str:
+    """How many repeats separate the two; where none do, why."""
+    first = pace.ranking[0]
+    place = next(index for index, paced in enumerate(pace.ranking) if paced is tie)
+    gap = against_first([pace.samples])[0][place - 1]
+    pair = f"{first.cell.label} and {tie.cell.label}"
+    size = abs(gap.share)
+
+    def needed(share: float) -> int | None:
+        return repeats_needed(first.values, tie.values, share * tie.mean, gap.comparisons)
+
+    count = needed(size)
+    if count is not None and count <= MOST_REPEATS:
+        more = max(count, 1 + max(len(first.values), len(tie.values)))
+        return (
+            f"Run {more} repeats of {pair}: with their spread that many detect a difference of"
+            f" {units.percentage(size)} with a chance of 80%."
+        )
+    largest = max(abs(gap.low), abs(gap.high))
+    if largest <= WORTH_DETECTING:
+        return (
+            f"Choose between {pair} by something other than speed: they differ by at most"
+            f" {units.percentage(largest)} (95% CI)."
+        )
+    worth = f"{WORTH_DETECTING:.0%}"
+    coarse = needed(WORTH_DETECTING)
+    if coarse is None or coarse > MOST_REPEATS:
+        return (
+            f"Reduce the noise before comparing {pair} (quiet machine, longer runs): it is too"
+            f" large to say which is faster. Even a difference of {worth} would take"
+            f" {_many(coarse)} repeats."
+        )
+    more = max(coarse, 1 + max(len(first.values), len(tie.values)))
+    return (
+        f"Run {more} repeats of {pair} to detect a difference of {worth}; the measured"
+        f" {units.percentage(size)} would take {_many(count)}."
+    )
+
+
+def _many(count: int | None) -> str:
+    return f"more than {MOST_PLANNED:,}" if count is None else f"about {count:,}"
 
 
 def _of_stragglers(stragglers: Sequence[Straggler]) -> Iterator[str]:
@@ -71,51 +126,62 @@ def _of_stragglers(stragglers: Sequence[Straggler]) -> Iterator[str]:
         )
 
 
-def _of_network(fastest: Cell, cells: Sequence[Cell]) -> Iterator[str]:
-    bound, split = bound_of(fastest), of_cell(fastest)
-    if bound is None or split is None or bound.shares["communication"] < 0.25:
+def _of_communication(fastest: Cell, cells: Sequence[Cell], bound: Bound) -> Iterator[str]:
+    split = of_cell(fastest)
+    if split is None or bound.shares["communication"] < 0.25:
         return
-    exposed = units.share(bound.shares["communication"])
+    exposed = units.percentage(bound.shares["communication"])
     tried = {cell.config.strategy for cell in cells}
     if not tried & {"overlap", "ddp"}:
         yield (
-            f"Try --strategy overlap: {exposed} of an iteration is exposed communication, and"
-            f" {_hideable(split)} of it could hide behind the backward pass at best."
+            f"Try --strategy overlap: exposed communication is {exposed} of each iteration, and"
+            f" {_hideable(split)} of it can overlap the backward pass at best."
         )
-    is_summing = fastest.config.strategy in SUMMING
-    if is_summing and not any("codec" in cell.config.options for cell in cells):
+    if _can_gain_by_codec(fastest, bound) and not any(
+        "codec" in cell.config.options for cell in cells
+    ):
         yield (
-            f"Try a codec (-o codec=fp16 halves the bytes): {exposed} of an iteration goes to"
-            " the wire."
+            f"Try a codec (-o codec=fp16 halves the bytes; it is lossy, so compare accuracy):"
+            f" exposed communication is {exposed} of each iteration."
         )
     if "local_sgd" not in tried:
         yield (
-            "Try a larger --batch-size or --strategy local_sgd: fewer exchanges for the same"
-            f" samples, of which each now takes {exposed} of its iteration."
+            "Try a larger --batch-size, or --strategy local_sgd, which is approximate, for fewer"
+            f" exchanges: exposed communication is {exposed} of each iteration."
         )
 
 
+def _can_gain_by_codec(cell: Cell, bound: Bound) -> bool:
+    """Fewer bytes help only where bytes are what takes the time."""
+    if cell.config.strategy not in SUMMING or bound.cause:
+        return False
+    if bound.wire is not None:
+        return bound.wire.bytes / bound.wire.bytes_per_second >= MOST * bound.exchange_seconds
+    # Between the processes of one machine an exchange is CPU work, of which a codec adds more.
+    has_gpus = bool((cell.finished[0].result or {}).get("hardware", {}).get("gpus"))
+    return cell.config.nnodes > 1 or has_gpus
+
+
 def _hideable(split: Split) -> str:
-    return units.share(min(1.0, split.seconds["backward"] / split.seconds["exchange"]))
+    return units.percentage(min(1.0, split.seconds["backward"] / split.seconds["exchange"]))
 
 
-def _of_computing(fastest: Cell, cells: Sequence[Cell]) -> Iterator[str]:
-    bound = bound_of(fastest)
-    if bound is None or bound.kind != "compute-bound":
+def _of_computing(fastest: Cell, cells: Sequence[Cell], bound: Bound) -> Iterator[str]:
+    if bound.kind != "compute-bound":
         return
-    more, computing = 2 * fastest.workers, units.share(bound.shares["computing"])
+    more, computing = 2 * fastest.workers, units.percentage(bound.shares["computing"])
     if more <= max(cell.workers for cell in cells):
         return
     if fastest.workers == 1:
         yield (
-            f"Try 2 workers{_elsewhere(fastest, more)}: {computing} of an iteration is"
-            " computing, which is shared out; communication comes on top."
+            f"Try 2 workers{_elsewhere(fastest, more)}: computing is {computing} of each iteration,"
+            " and workers share it; communication is added."
         )
         return
     serial = 1 - bound.shares["computing"]
     yield (
-        f"Try {more} workers{_elsewhere(fastest, more)}: {computing} of an iteration is"
-        f" computing, so at best {1 / (serial + (1 - serial) / 2):.2f} times the pace."
+        f"Try {more} workers{_elsewhere(fastest, more)}: computing is {computing} of each"
+        f" iteration, so throughput is at best {1 / (serial + (1 - serial) / 2):.2f} times as high."
     )
 
 
@@ -132,7 +198,7 @@ def _elsewhere(cell: Cell, workers: int) -> str:
     return f" on more cores than the {cores:g} of this machine"
 
 
-def _of_input(fastest: Cell, cells: Sequence[Cell]) -> Iterator[str]:
+def _of_input(fastest: Cell, cells: Sequence[Cell], bound: Bound) -> Iterator[str]:
     split = of_cell(fastest)
     if split is not None and split.share("input") > 0.2:
         yield (
@@ -141,7 +207,7 @@ def _of_input(fastest: Cell, cells: Sequence[Cell]) -> Iterator[str]:
         )
 
 
-def _beside_training(fastest: Cell, cells: Sequence[Cell]) -> Iterator[str]:
+def _beside_training(fastest: Cell) -> Iterator[str]:
     whole = whole_of_cell(fastest)
     if whole is None:
         return
@@ -172,9 +238,8 @@ def _of_failures(cells: Sequence[Cell]) -> Iterator[str]:
         )
 
 
-RULES: tuple[Callable[[Cell, Sequence[Cell]], Iterator[str]], ...] = (
-    _of_network,
+RULES: tuple[Callable[[Cell, Sequence[Cell], Bound], Iterator[str]], ...] = (
+    _of_communication,
     _of_computing,
     _of_input,
-    _beside_training,
 )

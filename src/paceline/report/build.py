@@ -54,7 +54,7 @@ def _write_figures(document: Document, folder: Path) -> None:
 
 
 def to_document(collection: Collection) -> Document:
-    verdicts = [judge(chapter.cells) for chapter in collection.chapters]
+    verdicts = [judge(chapter.cells, collection.comm) for chapter in collection.chapters]
     chapters, answers = [], []
     names = _names([chapter.title for chapter in collection.chapters])
     for name, chapter, verdict in zip(names, collection.chapters, verdicts, strict=True):

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from paceline.report.cells import Cell
-from paceline.report.statistics import difference
+from paceline.report.statistics import ALPHA, correct, difference, student
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +20,15 @@ class Doubt:
         return f", {self.words}" if self.words else ""
 
 
-def doubt(one: Cell, other: Cell) -> Doubt:
-    """By the repeats, or else by the size of the test set."""
+def doubt(one: Cell, other: Cell, comparisons: int = 1) -> Doubt:
+    """By the repeats, or else by the size of the test set.
+
+    `comparisons` is the number of pairs that these two were selected from.
+    """
     values = [cell.finals("test_accuracy") for cell in (one, other)]
     if min(map(len, values)) > 1:
-        is_chance = not difference(*values).is_significant
+        (gap,) = correct([difference(*values)], comparisons)
+        is_chance = not gap.is_significant
         return Doubt(is_chance, "within noise" if is_chance else "")
     means = [math.fsum(each) / len(each) for each in values]
     if means[0] == means[1]:
@@ -32,6 +36,6 @@ def doubt(one: Cell, other: Cell) -> Doubt:
     samples = one.config.test_samples
     if samples:
         variance = sum(max(0.0, mean * (1 - mean)) / samples for mean in means)
-        if abs(means[0] - means[1]) <= 1.96 * math.sqrt(variance):
+        if abs(means[0] - means[1]) <= student(math.inf, ALPHA / comparisons) * math.sqrt(variance):
             return Doubt(is_chance=True, words=f"within the noise of {samples:,} test samples")
     return Doubt(is_chance=False, words="in one repeat")

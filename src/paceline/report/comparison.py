@@ -6,7 +6,7 @@ The same rows go to the terminal and to the page.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.records import PHASES
 from paceline.report import units
@@ -16,7 +16,7 @@ from paceline.report.phases import whole_of_cell
 from paceline.report.run import Run
 from paceline.report.section.outline import known
 from paceline.report.section.traffic import run_traffic
-from paceline.report.statistics import Difference, excess
+from paceline.report.statistics import Difference, correct, excess
 from paceline.report.worlds import described
 
 
@@ -43,17 +43,17 @@ class Significance:
     """How much more the first has than the other."""
 
     def words(self) -> str:
-        share = f"{_percent(self.difference.share)} %"
+        share = f"{_percent(self.difference.share)}%"
         if not self.difference.known:
-            return f"{share}; one repeat, so there is no telling"
+            return f"{share}; single run, significance unknown"
         # No figure is below zero, so that none can be less by more than all of the other.
         low = max(self.difference.low, -1.0)
-        span = f"95 % CI {_percent(low)} to {_percent(self.difference.high)} %"
+        span = f"95% CI {_percent(low)}% to {_percent(self.difference.high)}%"
         if self.difference.over_repeats:
             sure = "significant" if self.difference.is_significant else "within noise"
             return f"{share} ({span}): {sure}"
-        clear = "clear" if self.difference.is_significant else "within noise"
-        return f"{share} ({span} over iterations): {clear} in one repeat"
+        sure = "within noise" if self.difference.is_tie else "single run, significance unknown"
+        return f"{share} ({span} over iterations): {sure}"
 
 
 def _percent(share: float) -> str:
@@ -126,7 +126,9 @@ def significance(cells: Sequence[Cell]) -> list[Significance]:
         if has_same_data:
             for key in ("test_loss", "test_accuracy"):
                 found += _measured(*pair, key.replace("_", " "), _final(key))
-    return found
+    # All of them are told together, so they are one family of comparisons.
+    corrected = correct([one.difference for one in found])
+    return [replace(one, difference=gap) for one, gap in zip(found, corrected, strict=True)]
 
 
 def _pace(first: Cell, other: Cell) -> list[Significance]:

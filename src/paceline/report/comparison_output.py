@@ -93,7 +93,12 @@ def to_document(compared: Compared) -> Document:
     tests = [(one.name, one.other, one.words()) for one in significance(cells)]
     if tests:
         blocks: list[Block] = [
-            Text(f"{cells[0].label} against the others, as a share of the other's figure:"),
+            Text(
+                f"{cells[0].label} against the others, as a share of the other's figure, corrected"
+                f" for {len(tests):,} comparisons (Holm):"
+                if len(tests) > 1
+                else f"{cells[0].label} against the other, as a share of the other's figure:"
+            ),
             Table(("figure", "against", "difference"), tests, words=3),
         ]
         sections.append(Section("significance", "What is significant", blocks))

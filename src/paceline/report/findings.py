@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.report import units
-from paceline.report.bound import Bound
+from paceline.report.bound import NAMES, Bound
 from paceline.report.cells import NOT_RUN, Cell
 from paceline.report.chance import doubt
 from paceline.report.disturbance import Disturbance
+from paceline.report.exactness import deviations
 from paceline.report.pace import Paced
 from paceline.report.straggler import Straggler
 from paceline.report.worlds import described
@@ -30,11 +31,11 @@ class Point:
 
 
 def bound_points(bounds: Sequence[Bound]) -> list[Point]:
-    """One point for each kind of limit, naming the cells that it holds for."""
-    kinds: dict[str, list[Bound]] = {}
+    """One point for each kind of limit and its cause, naming the cells that it holds for."""
+    kinds: dict[tuple[str, str], list[Bound]] = {}
     for bound in bounds:
-        kinds.setdefault(bound.kind, []).append(bound)
-    return [Point(kind.capitalize(), _bound_text(found)) for kind, found in kinds.items()]
+        kinds.setdefault((bound.kind, bound.cause), []).append(bound)
+    return [Point(kind.capitalize(), _bound_text(found)) for (kind, _), found in kinds.items()]
 
 
 def _bound_text(found: Sequence[Bound]) -> str:
@@ -43,9 +44,16 @@ def _bound_text(found: Sequence[Bound]) -> str:
         return f"{one.label}: {one.reason()}."
     names = listed([bound.label for bound in found], NAMED)
     shares = [bound.shares[one.telling] for bound in found]
-    low, high = units.share(min(shares)), units.share(max(shares))
+    low, high = units.percentage(min(shares)), units.percentage(max(shares))
     span = low if low == high else f"{low} to {high}"
-    return f"{names}: {one.telling} is {span} of an iteration."
+    cause = ""
+    if one.cause:
+        wires = [bound.wire.seconds for bound in found if bound.wire is not None]
+        cause = (
+            f"; the bytes take at most {units.seconds(max(wires))} on the measured link, so the"
+            f" likely cause is {one.cause}"
+        )
+    return f"{names}: {NAMES[one.telling]} is {span} of each iteration{cause}."
 
 
 def straggler_points(found: Sequence[Straggler]) -> list[Point]:
@@ -65,13 +73,25 @@ def straggler_points(found: Sequence[Straggler]) -> list[Point]:
 def disturbance_points(found: Sequence[Disturbance]) -> list[Point]:
     if not found:
         return []
-    names = [f"{one.label} ({units.share(one.share)})" for one in found]
+    names = [f"{one.label} ({units.percentage(one.share)})" for one in found]
     return [
         Point(
             "Busy machine",
-            f"other processes used part of it during {listed(names, NAMED)}: differences may be"
-            " theirs.",
+            f"other processes used CPU time during {listed(names, NAMED)}. Contention can explain"
+            " differences, stragglers and bottlenecks of these cells, so no straggler or bottleneck"
+            " is named for them.",
         )
+    ]
+
+
+def approximate_points(cells: Sequence[Cell]) -> list[Point]:
+    """Cells that compute something else than synchronous training, and how."""
+    reasons: dict[str, list[str]] = {}
+    for cell, reason in deviations(cells):
+        reasons.setdefault(reason, []).append(cell.label)
+    return [
+        Point("Approximate", f"{listed(labels, NAMED)}: {reason}.")
+        for reason, labels in reasons.items()
     ]
 
 
@@ -88,7 +108,8 @@ def learning_points(ranking: Sequence[Paced]) -> list[Point]:
     if accuracy - of_fastest <= WORSE_BY:
         return []
     text = f"the fastest ends at {of_fastest:.4f}, {best.label} at {accuracy:.4f}"
-    return [Point("Accuracy", f"{text}{doubt(best, fastest)}.")]
+    # The best is one of all the others, so chance had as many opportunities.
+    return [Point("Accuracy", f"{text}{doubt(best, fastest, len(known) - 1)}.")]
 
 
 def target_points(cells: Sequence[Cell]) -> list[Point]:

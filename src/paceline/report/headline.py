@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from paceline.report import units
 from paceline.report.cells import Cell
 from paceline.report.pace import Pace, Paced
@@ -9,23 +11,42 @@ from paceline.report.phases import Explanation
 from paceline.report.statistics import FEWEST_ITERATIONS, Difference
 
 
-def headline(pace: Pace) -> str:
-    """The fastest of two or more, by how much, and how surely."""
-    first, second = pace.ranking[:2]
-    lead = pace.between(first, second)
+def headline(pace: Pace, lead: Difference | None, scope: str = "") -> str:
+    """The fastest, by how much, and how surely; `scope` is `exact` or `approximate`.
+
+    `lead` is how much longer the second takes; None where there is no second.
+    """
+    first = pace.ranking[0]
     time = f"{units.seconds(first.mean)} {pace.name}"
-    if lead.is_significant:
-        fastest = "is fastest" if lead.over_repeats else "was fastest in one repeat"
-        return f"{first.cell.label} {fastest}: {time}, {less(lead)} than {second.cell.label}."
-    if not lead.known:
+    label = first.cell.label
+    if lead is None:
+        return f"Fastest {scope}: {label}, {time}." if scope else alone(pace, first)
+    second = pace.ranking[1].cell.label
+    if lead.is_tie:
+        among = f" among {scope} configurations" if scope else ""
         return (
-            f"{first.cell.label} was fastest: {time}, {units.share(lead.share)} less than"
-            f" {second.cell.label}; {_too_few(first, second)} to tell how surely."
+            f"No clear winner{among}: {label} took {time}, {units.percentage(lead.share)} less than"
+            f" {second}, which is within noise (95% CI {_span(lead)})."
         )
-    return (
-        f"No clear winner: {first.cell.label} took {time}, {units.share(lead.share)} less than"
-        f" {second.cell.label}, which is within noise (95 % CI {_span(lead)})."
-    )
+    if lead.is_significant:
+        lead_text = f"{time}, {less(lead)} than {second}"
+    else:
+        gap = units.percentage(lead.share)
+        lead_text = f"{time}, {gap} less than {second} ({_single(pace.ranking[:2])})"
+    if scope:
+        return f"Fastest {scope}: {label}, {lead_text}."
+    return f"{label} {'is' if lead.is_significant else 'was'} fastest: {lead_text}."
+
+
+def beside_exact(pace: Pace, lead: Difference | None, exact: Paced) -> str:
+    """The fastest approximate configuration, and its accuracy beside that of the fastest exact."""
+    text = "Approximate configurations compute something else"
+    first = pace.ranking[0].cell
+    own, other = first.mean_of("test_accuracy"), exact.cell.mean_of("test_accuracy")
+    if own is not None and other is not None:
+        accuracies = f"{first.label} {own:.4f}, {exact.cell.label} {other:.4f}"
+        text += f" (test accuracy: {accuracies})"
+    return f"{headline(pace, lead, 'approximate')} {text}."
 
 
 def alone(pace: Pace, only: Paced) -> str:
@@ -38,7 +59,7 @@ def alone(pace: Pace, only: Paced) -> str:
 
 
 def less(gap: Difference) -> str:
-    return f"{units.share(gap.share)} less (95 % CI {_span(gap)})"
+    return f"{units.percentage(gap.share)} less (95% CI {_span(gap)})"
 
 
 def why(reason: Explanation) -> str:
@@ -73,13 +94,13 @@ def _to_target(cell: Cell) -> str:
     return text
 
 
-def _too_few(first: Paced, second: Paced) -> str:
-    fewest = min(run.iterations for paced in (first, second) for run in paced.cell.finished)
-    if fewest < FEWEST_ITERATIONS:
-        return f"one repeat of {fewest} iterations is too little"
-    return "one repeat is too little"
+def _single(pair: Sequence[Paced]) -> str:
+    fewest = min((run.iterations for paced in pair for run in paced.cell.finished), default=0)
+    if fewest < FEWEST_ITERATIONS and not all(paced.blocks for paced in pair):
+        return f"single run of {fewest} iterations, significance unknown"
+    return "single run, significance unknown"
 
 
 def _span(gap: Difference) -> str:
     # Nothing takes less than no time, whatever the interval's arithmetic gives.
-    return f"{100 * gap.low:.1f} to {100 * min(gap.high, 1.0):.1f} %"
+    return f"{units.percentage(gap.low)} to {units.percentage(min(gap.high, 1.0))}"

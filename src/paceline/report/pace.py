@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.report.cells import Cell
-from paceline.report.statistics import Difference, difference
+from paceline.report.exactness import is_exact
+from paceline.report.statistics import Sample
 
 TO_TARGET = "to the target"
 
@@ -33,8 +34,20 @@ class Pace:
     ranking: list[Paced]
     """The fastest first; cells without a finished run are not in it."""
 
-    def between(self, first: Paced, second: Paced) -> Difference:
-        return difference(first.values, second.values, first.blocks, second.blocks)
+    @property
+    def samples(self) -> list[Sample]:
+        return [Sample(paced.values, paced.blocks) for paced in self.ranking]
+
+    def apart(self) -> tuple[Pace, Pace]:
+        """Exact and approximate cells: a step of the latter computes something else.
+
+        Time to a target is fair to both, so there all stay together.
+        """
+        if self.name == TO_TARGET:
+            return self, Pace(self.name, [])
+        exact = [paced for paced in self.ranking if is_exact(paced.cell)]
+        others = [paced for paced in self.ranking if not is_exact(paced.cell)]
+        return Pace(self.name, exact), Pace(self.name, others)
 
 
 def choose_pace(cells: Sequence[Cell]) -> Pace:

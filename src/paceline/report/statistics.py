@@ -3,15 +3,19 @@
 Repeats of a run are independent: their means give the interval. With a single run its iterations
 have to do. They follow one another and are not independent, so the run is cut into BLOCKS long
 stretches whose means nearly are.
+
+Where several differences are tested together, `correct` applies Holm's method, so that the chance
+of calling any of them significant by accident stays at 5%. The fastest of several cells is chosen
+after seeing the data, so its lead counts as one of all pairwise comparisons (`against_first`).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
+from functools import lru_cache
 
 from paceline.report.buckets import Floats
 
@@ -19,16 +23,15 @@ BLOCKS = 20
 FEWEST_IN_A_BLOCK = 2
 FEWEST_ITERATIONS = 20
 """Fewer say too little of how a run's pace varies."""
-
-# 97.5 % points of Student's t for 1 to 30 degrees of freedom, and for 40, 60, 120 and infinitely
-# many; between them it is nearly linear in the reciprocal of the degrees.
-_T = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
-    2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056,
-    2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
-_RECIPROCALS = [0.0, 1 / 120, 1 / 60, 1 / 40, *(1 / degrees for degrees in range(30, 0, -1))]
-_POINTS = [1.960, 1.980, 2.000, 2.021, *reversed(_T)]
+ALPHA = 0.05
+"""The accepted chance of any false positive among differences that are tested together."""
+POWER = 0.8
+"""The chance of detecting a real difference that a number of repeats is planned for."""
+MOST_PLANNED = 10_000
+"""The largest number of repeats that is worth computing."""
+MOST_PAIRED = 48
+"""With more cells than this, Holm steps over the comparisons with the fastest only: the number of
+all pairs grows with the square."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +42,148 @@ class Difference:
     """In the unit of the values."""
     share: float
     """Of the second; so are the ends of the interval."""
-    low: float
-    high: float
     over_repeats: bool
     """Whether the interval is over repeats; otherwise over stretches of one run each."""
     known: bool
     """Whether there is an interval at all."""
+    error: float = 0.0
+    """Standard error of `share`."""
+    degrees: float = 1.0
+    """Degrees of freedom of `error`, by Welch and Satterthwaite."""
+    level: float = ALPHA
+    """The p-value below which it is significant: smaller where several are tested together."""
+    comparisons: int = 1
+    """How many differences `level` is corrected for."""
+
+    @property
+    def low(self) -> float:
+        return self.share - self._half
+
+    @property
+    def high(self) -> float:
+        return self.share + self._half
+
+    @property
+    def _half(self) -> float:
+        return student(self.degrees, self.level) * self.error if self.error else 0.0
+
+    @property
+    def p_value(self) -> float:
+        """Two-sided, before any correction; 1 where nothing is known."""
+        if not self.known:
+            return 1.0
+        if self.error == 0:
+            return 0.0 if self.share else 1.0
+        return two_sided_p(abs(self.share) / self.error, self.degrees)
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Whether the interval does."""
+        return self.known and self.p_value < self.level
+
+    @property
+    def is_tie(self) -> bool:
+        return self.known and not self.excludes_zero
 
     @property
     def is_significant(self) -> bool:
-        return self.known and (self.low > 0 or self.high < 0)
+        """Never with a single run: its iterations do not show the spread between runs."""
+        return self.over_repeats and self.excludes_zero
 
 
-def student(degrees: float) -> float:
-    """The 97.5 % point of Student's t."""
-    return float(np.interp(1 / max(degrees, 1.0), _RECIPROCALS, _POINTS))
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What is known of a cell's figure."""
+
+    values: Sequence[float]
+    """One of each repeat."""
+    blocks: Sequence[float] = ()
+    """Means of stretches of the first run."""
+
+
+def two_sided_p(statistic: float, degrees: float) -> float:
+    """The chance that Student's t is at least as far from zero."""
+    if math.isinf(degrees):
+        return math.erfc(statistic / math.sqrt(2))
+    return _incomplete_beta(degrees / 2, 0.5, degrees / (degrees + statistic**2))
+
+
+@lru_cache(maxsize=4096)
+def student(degrees: float, alpha: float = ALPHA) -> float:
+    """The two-sided critical value of Student's t: it is further from zero with chance alpha."""
+    low, high = 0.0, 1.0
+    while two_sided_p(high, degrees) > alpha and high < 1e12:
+        low, high = high, 2 * high
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if two_sided_p(middle, degrees) > alpha else (low, middle)
+    return high
+
+
+def _incomplete_beta(a: float, b: float, x: float) -> float:
+    """The regularized incomplete beta function, by its continued fraction (modified Lentz)."""
+    if x <= 0 or x >= 1:
+        return float(x >= 1)
+    if x > (a + 1) / (a + b + 2):
+        return 1 - _incomplete_beta(b, a, 1 - x)
+    log_front = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
+    front = math.exp(log_front + a * math.log(x) + b * math.log1p(-x)) / a
+    c, d = 1.0, 1 / (1 - (a + b) * x / (a + 1))
+    result = d
+    for step in range(1, 300):
+        even = step * (b - step) * x / ((a + 2 * step - 1) * (a + 2 * step))
+        odd = -(a + step) * (a + b + step) * x / ((a + 2 * step) * (a + 2 * step + 1))
+        for term in (even, odd):
+            d = 1 / (1 + term * d)
+            c = 1 + term / c
+            result *= c * d
+        if abs(c * d - 1) < 1e-13:
+            break
+    return front * result
+
+
+def correct(
+    gaps: Sequence[Difference], comparisons: int | None = None, shown: int | None = None
+) -> list[Difference]:
+    """The first `shown` differences, else all, with intervals by Holm's method; in the same order.
+
+    Each interval has the level at which Holm tests that difference, so it excludes zero exactly
+    where the difference is significant after the correction. `comparisons` is the size of the
+    family where it has more members than `gaps`.
+    """
+    p_values = {index: gap.p_value for index, gap in enumerate(gaps) if gap.known}
+    left = family = comparisons or len(p_values)
+    is_rejecting = True
+    levels = {}
+    for index in sorted(p_values, key=lambda index: p_values[index]):
+        levels[index] = ALPHA / left
+        is_rejecting = is_rejecting and p_values[index] < levels[index]
+        left -= is_rejecting
+    return [
+        replace(gap, level=levels[index], comparisons=family) if index in levels else gap
+        for index, gap in enumerate(gaps[:shown])
+    ]
+
+
+def against_first(groups: Sequence[Sequence[Sample]]) -> list[list[Difference]]:
+    """In each group, every later sample against the first, which was chosen for its mean.
+
+    Any sample of a group could have come first, so the family is every pair within the groups.
+    """
+    gaps = [_between(group[0], other) for group in groups for other in group[1:]]
+    shown = len(gaps)
+    for group in groups:
+        if len(group) <= MOST_PAIRED:
+            gaps += [_between(*pair) for pair in itertools.combinations(group[1:], 2)]
+    # A pair without an interval is not tested, and one that is left out counts as not rejected.
+    untested = sum(not gap.known for gap in gaps)
+    family = sum(len(group) * (len(group) - 1) // 2 for group in groups) - untested
+    corrected = iter(correct(gaps, max(1, family), shown))
+    return [list(itertools.islice(corrected, max(0, len(group) - 1))) for group in groups]
+
+
+def _between(first: Sample, second: Sample) -> Difference:
+    return difference(first.values, second.values, first.blocks, second.blocks)
 
 
 def block_means(values: Floats) -> list[float]:
@@ -77,18 +207,17 @@ def difference(
     amount = means[1] - means[0]
     over_repeats = min(len(first), len(second)) > 1
     samples = (first, second) if over_repeats else (first_blocks, second_blocks)
+    share = amount / means[1] if means[1] else 0.0
     if min(map(len, samples)) < 2 or means[1] == 0:
-        share = amount / means[1] if means[1] else 0.0
-        return Difference(amount, share, share, share, over_repeats=False, known=False)
+        return Difference(amount, share, over_repeats=False, known=False)
     variances = [_variance(values) / len(values) for values in samples]
-    half = _welch(variances, [len(values) for values in samples]) * math.sqrt(sum(variances))
     return Difference(
         amount,
-        amount / means[1],
-        (amount - half) / means[1],
-        (amount + half) / means[1],
+        share,
         over_repeats=over_repeats,
         known=True,
+        error=math.sqrt(sum(variances)) / abs(means[1]),
+        degrees=_degrees(variances, [len(values) for values in samples]),
     )
 
 
@@ -100,25 +229,44 @@ def excess(
 ) -> Difference:
     """How much more the first has than the second, as a share of the second; else as above."""
     gap = difference(first, second, first_blocks, second_blocks)
-    return replace(gap, amount=-gap.amount, share=-gap.share, low=-gap.high, high=-gap.low)
+    return replace(gap, amount=-gap.amount, share=-gap.share)
 
 
-def repeats_to_tell(first: Sequence[float], second: Sequence[float]) -> int | None:
-    """Repeats of each that would tell such a difference four times in five; None if hopeless."""
-    gap = abs(math.fsum(first) / len(first) - math.fsum(second) / len(second))
-    if min(len(first), len(second)) < 2 or gap == 0:
+def repeats_needed(
+    first: Sequence[float], second: Sequence[float], gap: float, comparisons: int = 1
+) -> int | None:
+    """Repeats of each that detect a difference of `gap` with a chance of 80%, given their spread.
+
+    None where the spread is unknown, or no sensible number is enough.
+    """
+    if min(len(first), len(second)) < 2 or gap <= 0:
         return None
-    # The usual sample size of a two-sided 5 % test with power 0.8: (1.960 + 0.842) ** 2.
-    needed = math.ceil(7.85 * (_variance(first) + _variance(second)) / gap**2) + 1
-    return needed if needed <= 100 else None
+    variance = _variance(first) + _variance(second)
+    alpha = ALPHA / comparisons
+
+    def is_enough(count: int) -> bool:
+        # With such small numbers both percentiles are of Student's t and not of the normal curve.
+        degrees = 2.0 * (count - 1)
+        reach = student(degrees, alpha) + student(degrees, 2 * (1 - POWER))
+        return reach**2 * variance / gap**2 <= count
+
+    low, high = 1, 2
+    while not is_enough(high):
+        low, high = high, 2 * high
+        if high > MOST_PLANNED:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return high
 
 
-def _welch(variances: Sequence[float], counts: Sequence[int]) -> float:
+def _degrees(variances: Sequence[float], counts: Sequence[int]) -> float:
     total = sum(variances)
     if total == 0:
-        return 0.0
+        return float(sum(counts) - len(counts))
     parts = zip(variances, counts, strict=True)
-    return student(total**2 / sum(part**2 / (count - 1) for part, count in parts))
+    return max(1.0, total**2 / sum(part**2 / (count - 1) for part, count in parts))
 
 
 def _variance(values: Sequence[float]) -> float:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Collection
 from dataclasses import dataclass
 
+from paceline.cluster_spec import parse
 from paceline.report.cells import Cell
 from paceline.report.phases import COMPUTING, by_rank
 from paceline.report.run import Run
@@ -47,6 +49,11 @@ def find_straggler(cell: Cell) -> Straggler | None:
     return found[0] if all(one.rank == found[0].rank for one in found) else None
 
 
+def _slowed_nodes(run: Run) -> Collection[int]:
+    """Of an emulated cluster, those that have less CPU time than the others on purpose."""
+    return parse(run.config.cluster).slow if run.config.cluster else ()
+
+
 def _in_run(label: str, run: Run) -> Straggler | None:
     splits = by_rank(run)
     if len(splits) < 2:
@@ -72,6 +79,6 @@ def _in_run(label: str, run: Run) -> Straggler | None:
         usual,
         extra_wait,
         extra_wait / total,
-        is_asked_for=run.config.slowness(slowest) > 1,
+        is_asked_for=run.config.slowness(slowest) > 1 or int(node) in _slowed_nodes(run),
         can_be_dealt_less=run.is_in_step and run.config.shares != ("auto",),
     )

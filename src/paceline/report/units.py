@@ -43,6 +43,11 @@ def share(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}".replace("%", " %")
 
 
+def percentage(value: float) -> str:
+    """Of a fraction of one, in a sentence."""
+    return f"{value:.1%}"
+
+
 def number(value: float | None, digits: int = 4) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 

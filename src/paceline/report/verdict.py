@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from paceline.report import units
 from paceline.report.advice import advise
 from paceline.report.bound import Bound, bound_of
 from paceline.report.cells import Cell
 from paceline.report.disturbance import disturbances
+from paceline.report.exactness import is_exact
 from paceline.report.findings import (
     MOST_LISTED,
     NAMED,
     Point,
+    approximate_points,
     bound_points,
     describe_trouble,
     disturbance_points,
@@ -30,10 +33,12 @@ from paceline.report.findings import (
     target_points,
     trouble_points,
 )
-from paceline.report.headline import alone, headline, less, why, why_to_target
+from paceline.report.headline import beside_exact, headline, less, why, why_to_target
 from paceline.report.pace import TO_TARGET, Pace, Paced, choose_pace
 from paceline.report.phases import Explanation, explain
-from paceline.report.statistics import Difference
+from paceline.report.section.bandwidth import read_comm
+from paceline.report.section.scaling import superlinear_note
+from paceline.report.statistics import Difference, against_first
 from paceline.report.straggler import Straggler, find_straggler
 
 
@@ -43,6 +48,9 @@ class Verdict:
     points: list[Point] = field(default_factory=list)
     next_steps: list[str] = field(default_factory=list)
     pace: Pace | None = None
+    """Of the exact cells where there are any, else of all."""
+    approximate: Pace | None = None
+    """Of cells that compute something else, where they are ranked apart from exact ones."""
     lead: Difference | None = None
     """How much longer the second takes than the first."""
     ties: list[Paced] = field(default_factory=list)
@@ -52,29 +60,45 @@ class Verdict:
     explanation: Explanation | None = None
 
 
-def judge(cells: Sequence[Cell]) -> Verdict:
+def judge(cells: Sequence[Cell], comm: Sequence[Path] = ()) -> Verdict:
+    """`comm` are files with measurements of the network, by `paceline comm --json`."""
     kinds = _kinds(cells)
     alike = max(kinds.values(), key=len) if len(kinds) > 1 else cells
-    pace = choose_pace(alike)
+    exact, approximate = choose_pace(alike).apart()
+    is_apart = bool(exact.ranking and approximate.ranking)
+    pace = exact if exact.ranking else approximate
     ranking = pace.ranking
-    verdict = Verdict("", pace=pace)
-    verdict.stragglers = [one for cell in cells if (one := find_straggler(cell)) is not None]
-    verdict.bounds = [bound for cell in cells if (bound := bound_of(cell)) is not None]
+    verdict = Verdict("", pace=pace, approximate=approximate if is_apart else None)
+    busy = disturbances(cells)
+    # On a busy machine contention explains what looks like a straggler or a bottleneck.
+    disturbed = {one.label for one in busy}
+    verdict.stragglers = [
+        one
+        for cell in cells
+        if (one := find_straggler(cell)) is not None
+        and (cell.label not in disturbed or one.is_asked_for)
+    ]
+    measured = [one for path in comm for one in read_comm(path)]
+    verdict.bounds = [
+        bound
+        for cell in cells
+        if cell.label not in disturbed and (bound := bound_of(cell, measured)) is not None
+    ]
     if len(kinds) > 1 and len(alike) == 1:
         verdict.headline = "Not compared: each of the cells has a model or data of its own."
         verdict.pace, ranking = None, []
     elif not ranking:
         verdict.headline = _nothing_ranked(cells)
-    elif len(ranking) == 1:
-        verdict.headline = alone(pace, ranking[0])
     else:
-        _rank(verdict, pace)
+        rank(verdict)
+        winners = [one.ranking[0].cell for one in _paces(verdict)]
+        verdict.headline += superlinear_note(winners, alike)
     if len(kinds) > 1 and ranking:
         verdict.headline = f"Of {_kind(alike[0])}: {verdict.headline}"
     others = [kind for kind in kinds.values() if kind is not alike or not ranking]
     if len(kinds) > 1:
         verdict.points += [_apart(kind) for kind in others[:MOST_LISTED]]
-    busy = disturbances(cells)
+    verdict.points += approximate_points(cells)
     verdict.points += disturbance_points(busy)
     verdict.points += bound_points(verdict.bounds)
     verdict.points += straggler_points(verdict.stragglers)
@@ -85,10 +109,19 @@ def judge(cells: Sequence[Cell]) -> Verdict:
     verdict.points += trouble_points(cells)
     if busy:
         # With the answer, which may be all that is read.
-        most = units.share(busy[0].share)
-        verdict.headline += f" Other processes used up to {most} of the machine meanwhile."
-    verdict.next_steps = advise(verdict.pace, cells, verdict.ties, verdict.stragglers)
+        most = units.percentage(busy[0].share)
+        verdict.headline += (
+            f" Other processes used up to {most} of the machine: rerun on a quiet machine before"
+            " drawing conclusions."
+        )
+    verdict.next_steps = advise(
+        verdict.pace, cells, verdict.ties, verdict.stragglers, verdict.bounds, busy
+    )
     return verdict
+
+
+def _paces(verdict: Verdict) -> list[Pace]:
+    return [one for one in (verdict.pace, verdict.approximate) if one is not None]
 
 
 def _kinds(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
@@ -124,20 +157,35 @@ def _nothing_ranked(cells: Sequence[Cell]) -> str:
     return f"{text}: {reason.rstrip('.')}."
 
 
-def _rank(verdict: Verdict, pace: Pace) -> None:
+def rank(verdict: Verdict) -> None:
     """Who is fastest, by how much and how surely; the second and the last are told."""
-    first, second, last = pace.ranking[0], pace.ranking[1], pace.ranking[-1]
-    gaps = [(other, pace.between(first, other)) for other in pace.ranking[1:]]
-    lead = verdict.lead = gaps[0][1]
-    verdict.headline = headline(pace)
+    paces = _paces(verdict)
+    pace, *others = paces
+    found = against_first([one.samples for one in paces])
+    leads = [gaps[0] if gaps else None for gaps in found]
+    if others:
+        verdict.headline = f"{headline(pace, leads[0], 'exact')} " + beside_exact(
+            others[0], leads[1], pace.ranking[0]
+        )
+    else:
+        verdict.headline = headline(pace, leads[0])
+        if len(pace.ranking) > 1 and not any(is_exact(one.cell) for one in pace.ranking):
+            verdict.headline += " All of these are approximate: compare accuracy as well as time."
+    if len(pace.ranking) > 1:
+        _compare(verdict, pace, list(zip(pace.ranking[1:], found[0], strict=True)))
+
+
+def _compare(verdict: Verdict, pace: Pace, gaps: Sequence[tuple[Paced, Difference]]) -> None:
+    first, (second, lead), last = pace.ranking[0], gaps[0], pace.ranking[-1]
+    verdict.lead = lead
     # A difference without an interval cannot be told from noise, but neither is it a tie.
-    verdict.ties = [other for other, gap in gaps if gap.known and not gap.is_significant]
+    verdict.ties = [other for other, gap in gaps if gap.is_tie]
     also = [tie.cell.label for tie in verdict.ties if tie is not second]
     if also:
         verdict.points.append(Point("Also within noise", f"of the fastest: {listed(also, NAMED)}."))
     told = [second, *verdict.ties]
     against = second
-    if lead.known and not lead.is_significant:
+    if lead.is_tie:
         clear = [(other, gap) for other, gap in gaps if gap.is_significant]
         if clear:
             against, gap = clear[0]
@@ -170,21 +218,29 @@ def _explain(verdict: Verdict, pace: Pace, first: Cell, against: Cell) -> None:
 
 def _confidence(pace: Pace, lead: Difference) -> Point:
     repeats = [len(paced.values) for paced in pace.ranking]
-    if lead.known and lead.over_repeats:
+    if lead.over_repeats:
         several = [count for count in repeats if count > 1]
         low, high = min(several), max(several)
         span = f"{low}" if low == high else f"{low} to {high}"
-        text = f"intervals are over {span} repeats of each cell (Welch's t)"
+        text = f"intervals are over {span} repeats of each cell (Welch's t){_corrected(lead)}"
         if len(several) < len(repeats):
             text += (
-                "; against a cell with one repeat they are over stretches of iterations, and too"
-                " narrow rather than too wide"
+                "; for a cell with a single run they are over its iterations and too narrow, and"
+                " its significance is unknown"
             )
         return Point("Confidence", f"{text}.")
     if lead.known:
         return Point(
             "Confidence",
-            "one repeat of a cell: the spread between runs is unknown, and the interval is over"
-            " stretches of the runs' iterations, so it is too narrow rather than too wide.",
+            "single run, significance unknown: intervals are over the iterations of one run"
+            f"{_corrected(lead)}; they do not include the spread between runs and are too narrow.",
         )
-    return Point("Confidence", "one repeat of a cell: the spread between runs is unknown.")
+    return Point(
+        "Confidence", "single run, significance unknown: the spread between runs is not measured."
+    )
+
+
+def _corrected(gap: Difference) -> str:
+    if gap.comparisons < 2:
+        return ""
+    return f", corrected for {gap.comparisons:,} comparisons (Holm)"

@@ -87,11 +87,11 @@ def exchange_rate(cell: Cell, measured: Sequence[Measured] = ()) -> ExchangeRate
         workers,
         sent / (2 * (workers - 1)) / run.iterations,
         min(seconds) / run.iterations,
-        link_bytes_per_second(run) or _limit(measured, workers),
+        link_bytes_per_second(run) or measured_limit(measured, workers),
     )
 
 
-def _limit(measured: Sequence[Measured], workers: int) -> float | None:
+def measured_limit(measured: Sequence[Measured], workers: int) -> float | None:
     """What the measurement with as many workers took for the most that there is."""
     limits = [
         one.bus_bandwidth / one.limit_share

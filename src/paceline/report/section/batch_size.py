@@ -14,7 +14,7 @@ from paceline.report.document import Block, Figure, Table, Text
 from paceline.report.epochs import epoch_seconds, first_epoch_seconds
 from paceline.report.run import Run
 from paceline.report.section.outline import Outline, known, mean_bar
-from paceline.report.statistics import Difference, excess
+from paceline.report.statistics import Difference, correct, excess
 
 TITLE = "Batch size"
 OF_BATCH = frozenset(
@@ -100,15 +100,20 @@ def answer(rows: Sequence[BatchRow]) -> str:
         return ""
     if set(differing([small.cell.config, large.cell.config])) - OF_BATCH:
         return ""
-    parts = [
-        f"{name} {round(100 * found.share, 0) or 0.0:+.0f} %{_doubt(found)}"
+    compared = [
+        (name, excess(after, before))
         for name, before, after in (
             ("wall time", small.wall_seconds, large.wall_seconds),
             ("time per epoch", small.epoch_seconds, large.epoch_seconds),
             ("CPU", small.cpu_percent, large.cpu_percent),
             ("peak memory", small.peak_memory_bytes, large.peak_memory_bytes),
         )
-        if before and after and sum(before) and (found := excess(after, before))
+        if before and after and sum(before)
+    ]
+    gaps = correct([gap for _, gap in compared])
+    parts = [
+        f"{name} {round(100 * gap.share, 0) or 0.0:+.0f}%{_doubt(gap)}"
+        for (name, _), gap in zip(compared, gaps, strict=True)
     ]
     before, after = small.test_accuracy, large.test_accuracy
     if before and after:

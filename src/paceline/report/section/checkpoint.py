@@ -11,7 +11,7 @@ from paceline.report import units
 from paceline.report.cells import BESIDE_THE_POINT, Cell
 from paceline.report.document import Block, Table, Text
 from paceline.report.section.outline import Outline, known
-from paceline.report.statistics import Difference, excess
+from paceline.report.statistics import Difference, correct, excess
 
 TITLE = "What checkpoints cost"
 
@@ -40,10 +40,21 @@ def checkpoint_costs(cells: Sequence[Cell]) -> list[CheckpointCost]:
     plain = {
         _key(cell.config): cell for cell in cells if cell.finished and not _counts(cell, "count")
     }
-    return [
+    costs = [
         _cost(cell, plain.get(_key(cell.config)))
         for cell in cells
         if cell.finished and _counts(cell, "count")
+    ]
+    # Time and memory of all cells are told together: one family of comparisons.
+    gaps = [gap for cost in costs for gap in (cost.longer, cost.more_memory) if gap is not None]
+    corrected = iter(correct(gaps))
+    return [
+        dataclasses.replace(
+            cost,
+            longer=next(corrected) if cost.longer is not None else None,
+            more_memory=next(corrected) if cost.more_memory is not None else None,
+        )
+        for cost in costs
     ]
 
 

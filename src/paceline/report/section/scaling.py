@@ -11,6 +11,7 @@ from paceline.config import RunConfig
 from paceline.report import units
 from paceline.report.cells import BESIDE_THE_POINT, Cell, differing, setting_text
 from paceline.report.chart.line import LineChart, Series, draw_lines
+from paceline.report.disturbance import disturbances
 from paceline.report.document import Block, Figure, Items, Table, Text
 from paceline.report.epochs import (
     epoch_seconds,
@@ -19,9 +20,12 @@ from paceline.report.epochs import (
 )
 from paceline.report.phases import COMPUTING, Split, of_cell
 from paceline.report.section.outline import Outline, known
+from paceline.report.shape import is_number
 
 TITLE = "Scaling"
 MOST_TOLD = 4
+NOISE = 0.05
+"""Single runs differ by so much without any reason."""
 NOTHING = 0.0005
 """Communication of a smaller share of an epoch is none: the clock changed phases, that was all."""
 
@@ -43,6 +47,7 @@ _OF_SCALE = BESIDE_THE_POINT | {
 
 @dataclass(frozen=True, slots=True)
 class ScalePoint:
+    cell: Cell
     workers: int
     label: str
     throughputs: list[float]
@@ -76,6 +81,9 @@ class Family:
 
     def efficiency(self, point: ScalePoint) -> float:
         return point.speedup * self.base_workers / point.workers
+
+    def is_superlinear(self, point: ScalePoint) -> bool:
+        return point is not self.points[0] and self.efficiency(point) > 1 + NOTHING
 
 
 def throughputs(cell: Cell) -> list[float]:
@@ -155,6 +163,7 @@ def _family(cells: Sequence[Cell], way: str, kind: str, batch: str) -> Family | 
     unit = "a worker" if kind == "weak" else "in all"
     points = [
         ScalePoint(
+            cell,
             cell.workers,
             cell.label,
             throughputs(cell),
@@ -207,7 +216,15 @@ def build(outline: Outline) -> list[Block]:
                 Text(answer(own), "answer"),
                 *_figures(outline, kind, own),
                 _table(own),
-                Items([(f"{family.name}:", text) for family in own if (text := _why(family))]),
+                Items(
+                    [(f"{family.name}:", text) for family in own if (text := _why(family))]
+                    + [
+                        (f"{family.name}, {point.workers} workers:", f"{flag}.")
+                        for family in own
+                        for point in family.points
+                        if family.is_superlinear(point) and (flag := efficiency_text(family, point))
+                    ]
+                ),
             ]
     if blocks:
         blocks.append(
@@ -230,12 +247,71 @@ def answer(found: Sequence[Family]) -> str:
     texts = [
         f"{family.name} {last.speedup:.2f} times as fast"
         + (f" as with {family.base_workers}" if len(bases) > 1 else "")
-        + f" (efficiency {units.share(family.efficiency(last))})"
+        + f" ({efficiency_text(family, last)})"
         for family, last in reach[:MOST_TOLD]
     ]
     more = f"; and {len(reach) - MOST_TOLD} more" if len(reach) > MOST_TOLD else ""
     instead = f" instead of {bases.pop()}" if len(bases) == 1 else ""
     return f"With {most} workers{instead}: {'; '.join(texts)}{more}."
+
+
+def efficiency_text(family: Family, point: ScalePoint) -> str:
+    """The efficiency; above 100% with its likely reason, since linear speedup is the limit."""
+    text = f"efficiency {units.percentage(family.efficiency(point))}"
+    if not family.is_superlinear(point):
+        return text
+    return f"{text}, above 100%; likely reason: {superlinear_reason(family, point)}"
+
+
+def superlinear_reason(family: Family, point: ScalePoint) -> str:
+    """Why the base was slow, or the point fast, as far as the records show."""
+    base = family.points[0]
+    ideal = point.workers / family.base_workers
+    reasons = []
+    busy = {one.label: one.share for one in disturbances([base.cell, point.cell])}
+    if busy:
+        used = units.percentage(max(busy.values()))
+        reasons.append(f"CPU contention (other processes used up to {used} of the machine)")
+    threads = [_threads(cell) for cell in (base.cell, point.cell)]
+    if threads[0] != threads[1]:
+        reasons.append(f"threads ({threads[0]} per worker in the base, {threads[1]} here)")
+    cores = _cores(base.cell)
+    if cores is not None and point.speedup > cores:
+        reasons.append(
+            f"a slow base run ({cores:g} cores cannot give a speedup of {point.speedup:.2f})"
+        )
+    if reasons:
+        return " and ".join(reasons)
+    if min(point.speedups) <= ideal or family.efficiency(point) < 1 + NOISE:
+        return "noise between runs"
+    if family.kind == "strong":
+        return "CPU cache (each worker has a smaller batch) or a slow base run"
+    return "a slow base run"
+
+
+def superlinear_note(winners: Sequence[Cell], cells: Sequence[Cell]) -> str:
+    """A sentence for each winner whose efficiency is above 100%; empty where there is none."""
+    flagged = {
+        id(point.cell): f" {point.cell.label}: scaling {efficiency_text(family, point)}."
+        for family in families(cells)
+        for point in family.points
+        if family.is_superlinear(point)
+    }
+    return "".join(flagged.get(id(cell), "") for cell in winners)
+
+
+def _threads(cell: Cell) -> int:
+    """Of each worker; without a setting, the workers of a node share its cores."""
+    cores = _cores(cell) or 1
+    return cell.config.threads or max(1, int(cores) // cell.config.nproc_per_node)
+
+
+def _cores(cell: Cell) -> float | None:
+    """Of the machine; None where several machines or GPUs compute, or it is not known."""
+    hardware = (cell.finished[0].result or {}).get("hardware", {})
+    cores = hardware.get("cores")
+    is_other = cell.config.nnodes > 1 or hardware.get("gpus")
+    return float(cores) if is_number(cores) and not is_other else None
 
 
 def _why(family: Family) -> str:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from paceline.report import units
 from paceline.report.cells import Cell
 from paceline.report.document import Block, Items, Table, Text
-from paceline.report.headline import headline, why
+from paceline.report.headline import beside_exact, headline, why
 from paceline.report.pace import Pace, Paced, iteration_pace
 from paceline.report.phases import explain, of_cell
 from paceline.report.section.outline import Outline
 from paceline.report.section.phases import spent
+from paceline.report.statistics import Difference, against_first
 
 TITLE = "Which wins when"
 
@@ -24,7 +25,12 @@ class Contest:
 
     condition: str
     pace: Pace
-    """Its cells are labelled by their way."""
+    """Of the exact ways where there are any, else of all; labelled by their way."""
+    lead: Difference | None
+    """How much longer the second takes; None where there is no second."""
+    approximate: Pace | None = None
+    """Of ways that compute something else, beside exact ones."""
+    approximate_lead: Difference | None = None
 
     @property
     def winner(self) -> str:
@@ -32,8 +38,14 @@ class Contest:
 
     @property
     def is_clear(self) -> bool:
-        first, second = self.pace.ranking[:2]
-        return self.pace.between(first, second).is_significant
+        return self.lead is not None and self.lead.is_significant
+
+    @property
+    def headline(self) -> str:
+        if self.approximate is None:
+            return headline(self.pace, self.lead)
+        others = beside_exact(self.approximate, self.approximate_lead, self.pace.ranking[0])
+        return f"{headline(self.pace, self.lead, 'exact')} {others}"
 
 
 def contests(cells: Sequence[Cell]) -> list[Contest]:
@@ -48,10 +60,19 @@ def contests(cells: Sequence[Cell]) -> list[Contest]:
             groups.setdefault((condition, chosen), []).append(named)
     # One measure for all, as they share a table.
     whole = iteration_pace([cell for group in groups.values() for cell in group])
+    found: list[tuple[str, Pace, Pace]] = []
+    for (condition, _), group in groups.items():
+        exact, others = Pace(whole.name, _of(group, whole)).apart()
+        if len(group) > 1:
+            found.append((condition, exact, others))
+    # Told together, so all their pairs are one family of comparisons.
+    gaps = iter(against_first([pace.samples for _, *both in found for pace in both]))
+    leads = [[own[0] if own else None for own in (next(gaps), next(gaps))] for _ in found]
     return [
-        Contest(condition, Pace(whole.name, _of(group, whole)))
-        for (condition, _), group in groups.items()
-        if len(group) > 1
+        Contest(condition, exact, of_exact, others, of_others)
+        if exact.ranking and others.ranking
+        else Contest(condition, *((exact, of_exact) if exact.ranking else (others, of_others)))
+        for (condition, exact, others), (of_exact, of_others) in zip(found, leads, strict=True)
     ]
 
 
@@ -73,12 +94,13 @@ def build(outline: Outline) -> list[Block]:
         return []
     items = []
     for contest in found:
-        first, second = contest.pace.ranking[:2]
-        gap = contest.pace.between(first, second)
+        reason = None
         # Noise has no reason.
-        reason = explain(first.cell, second.cell) if gap.is_significant or not gap.known else None
+        if contest.lead is not None and not contest.lead.is_tie:
+            first, second = contest.pace.ranking[:2]
+            reason = explain(first.cell, second.cell)
         told = f" {_sentence(why(reason))}" if reason is not None and reason.seconds > 0 else ""
-        items.append((f"{contest.condition}:", headline(contest.pace) + told))
+        items.append((f"{contest.condition}:", contest.headline + told))
     return [
         Text(answer(found), "answer"),
         Items(items),
@@ -99,15 +121,35 @@ def build(outline: Outline) -> list[Block]:
 
 def answer(found: Sequence[Contest]) -> str:
     names = {contest.winner for contest in found}
-    doubtful = [contest.condition for contest in found if not contest.is_clear]
-    doubt = f" Not beyond doubt: {'; '.join(doubtful)}." if doubtful else ""
+    tail = _doubt(found) + _approximate(found)
     if len(names) == 1:
         given = "; ".join(contest.condition for contest in found)
-        return f"{found[0].winner} is fastest in every case ({given}).{doubt}"
+        fastest = "is the fastest exact choice" if _approximate(found) else "is fastest"
+        return f"{found[0].winner} {fastest} in every case ({given}).{tail}"
     each = "; ".join(f"{contest.condition}: {contest.winner}" for contest in found)
     if len({contest.winner for contest in found if contest.is_clear}) > 1:
-        return f"The fastest depends on what is given. {_sentence(each)}.{doubt}"
-    return f"The fastest may depend on what is given. {_sentence(each)}.{doubt}"
+        return f"The fastest depends on what is given. {_sentence(each)}.{tail}"
+    return f"The fastest may depend on what is given. {_sentence(each)}.{tail}"
+
+
+def _doubt(found: Sequence[Contest]) -> str:
+    """Conditions whose winner is not significantly faster than the second, and why not."""
+    leads = [(contest.condition, contest.lead) for contest in found if contest.lead is not None]
+    ties = [condition for condition, lead in leads if lead.is_tie]
+    single = [condition for condition, lead in leads if not lead.is_tie and not lead.is_significant]
+    text = f" Within noise: {'; '.join(ties)}." if ties else ""
+    return text + (f" Single run, significance unknown: {'; '.join(single)}." if single else "")
+
+
+def _approximate(found: Sequence[Contest]) -> str:
+    fastest = [
+        f"{contest.condition}: {contest.approximate.ranking[0].cell.label}"
+        for contest in found
+        if contest.approximate is not None
+    ]
+    if not fastest:
+        return ""
+    return f" Fastest approximate, which computes something else: {'; '.join(fastest)}."
 
 
 def _sentence(text: str) -> str:
@@ -116,14 +158,15 @@ def _sentence(text: str) -> str:
 
 def _rows(contest: Contest) -> list[tuple[str, ...]]:
     fastest = contest.pace.ranking[0].mean
+    others = contest.approximate.ranking if contest.approximate else []
     return [
         (
             contest.condition,
-            paced.cell.label,
+            paced.cell.label + " (approximate)" * (paced in others),
             units.spread(paced.values, units.seconds),
             f"{paced.mean / fastest:.2f} times" if fastest else "-",
             *spent(of_cell(paced.cell)),
             units.number(paced.cell.mean_of("test_accuracy")),
         )
-        for paced in contest.pace.ranking
+        for paced in (*contest.pace.ranking, *others)
     ]
