@@ -155,3 +155,13 @@ def test_efficiency_up_to_100_percent_is_not_flagged(tmp_path: Path) -> None:
     cells = collect(tmp_path).cells
     assert "above 100%" not in answer(families(cells))
     assert "above 100%" not in judge(cells).headline
+
+
+def test_an_approximate_strategy_is_marked_where_speedups_are_told(tmp_path: Path) -> None:
+    for strategy, workers, seconds in (("single", 1, 0.02), ("ring", 2, 0.015), ("easgd", 2, 0.01)):
+        settings = {"strategy": strategy, "batch_size": 64}
+        write_run(tmp_path, FakeRun(strategy, settings, [{"forward": seconds}] * workers,
+                                    more={"samples": 6400}))  # fmt: skip
+    told = answer(families(collect(tmp_path).cells))
+    assert "easgd (approximate) 2.00 times as fast" in told
+    assert "ring 1.33 times as fast" in told

@@ -416,3 +416,16 @@ def test_a_lead_that_the_correction_takes_away_is_within_noise(tmp_path: Path) -
     assert verdict.headline.startswith("No clear winner: lr 0.01")
     assert texts(verdict, "Beyond noise") == []
     assert "corrected for 15 comparisons (Holm)" in texts(verdict, "Confidence")[0]
+
+
+def test_a_link_that_paceline_comm_measured_is_used_as_well(tmp_path: Path) -> None:
+    """Two workers of one machine send 204 kB each: 408 kB at 10 GB/s take 41 us."""
+    write_run(tmp_path, FakeRun("a", {}, two_workers(0.094), gradient_bytes=204_000))
+    one = {"operation": "all_reduce", "bytes": 1 << 20, "seconds": {"median": 0.001},
+           "algorithm_bytes_per_second": 5e9, "bus_bytes_per_second": 5e9,
+           "share_of_limit": 0.5}  # fmt: skip
+    file = tmp_path / "comm.json"
+    file.write_text(json.dumps({"schema": 1, "workers": 2, "measurements": [one]}))
+    points = judge(collect(tmp_path).cells, [file]).points
+    (told,) = [point.text for point in points if point.subject == "Communication-bound"]
+    assert "408.0 kB take 41 us of the 94.94 ms at the measured 10.0 GB/s" in told

@@ -20,7 +20,7 @@ class Doubt:
         return f", {self.words}" if self.words else ""
 
 
-def doubt(one: Cell, other: Cell, comparisons: int = 1) -> Doubt:
+def doubt(one: Cell, other: Cell, *, comparisons: int = 1) -> Doubt:
     """By the repeats, or else by the size of the test set.
 
     `comparisons` is the number of pairs that these two were selected from.

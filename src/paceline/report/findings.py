@@ -109,7 +109,7 @@ def learning_points(ranking: Sequence[Paced]) -> list[Point]:
         return []
     text = f"the fastest ends at {of_fastest:.4f}, {best.label} at {accuracy:.4f}"
     # The best is one of all the others, so chance had as many opportunities.
-    return [Point("Accuracy", f"{text}{doubt(best, fastest, len(known) - 1)}.")]
+    return [Point("Accuracy", f"{text}{doubt(best, fastest, comparisons=len(known) - 1)}.")]
 
 
 def target_points(cells: Sequence[Cell]) -> list[Point]:

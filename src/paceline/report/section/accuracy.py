@@ -150,7 +150,7 @@ def answer(found: Sequence[Learned]) -> str:
         return f"{text}; the test loss settled after epoch {best.settled_epoch:.3g}."
     second, last = found[1], found[-1]
     gap = best.accuracy - second.accuracy
-    unsure = doubt(best.cell, second.cell, len(found) * (len(found) - 1) // 2)
+    unsure = doubt(best.cell, second.cell, comparisons=math.comb(len(found), 2))
     if unsure.is_chance:
         text = (
             f"Nothing clearly learned most: test accuracy {best.accuracy:.4f} of {best.cell.label}"

@@ -18,6 +18,7 @@ from paceline.report.epochs import (
     exchange_seconds_in_epoch,
     hidden_seconds_in_epoch,
 )
+from paceline.report.exactness import is_exact
 from paceline.report.phases import COMPUTING, Split, of_cell
 from paceline.report.section.outline import Outline, known
 from paceline.report.shape import is_number
@@ -245,7 +246,8 @@ def answer(found: Sequence[Family]) -> str:
     reach.sort(key=lambda one: -one[1].speedup)
     bases = {family.base_workers for family, _ in reach}
     texts = [
-        f"{family.name} {last.speedup:.2f} times as fast"
+        f"{family.name}{'' if is_exact(last.cell) else ' (approximate)'}"
+        f" {last.speedup:.2f} times as fast"
         + (f" as with {family.base_workers}" if len(bases) > 1 else "")
         + f" ({efficiency_text(family, last)})"
         for family, last in reach[:MOST_TOLD]
