@@ -106,3 +106,14 @@ def test_a_quiet_cell_beside_a_disturbed_one_has_its_bottleneck(tmp_path: Path) 
     run_beside_others(tmp_path, FakeRun("a", {"lr": 0.01}), 100.0, [22.0])
     run_beside_others(tmp_path, FakeRun("b", {"lr": 0.02}), 12.0, [22.0])
     assert [one.label for one in judge(collect(tmp_path).cells).bounds] == ["lr 0.02"]
+
+
+def test_a_node_with_less_cpu_time_on_purpose_is_named_on_a_busy_machine_too(
+    tmp_path: Path,
+) -> None:
+    settings = {"nnodes": 2, "nproc_per_node": 1, "cluster": "nodes=2,slow=1:0.5"}
+    run = one_waits_for_the_other("a", **settings)
+    run.nodes = 2
+    run_beside_others(tmp_path, run, 100.0, [22.0, 22.0])
+    (found,) = judge(collect(tmp_path).cells).stragglers
+    assert (found.node, found.is_asked_for) == (1, True)
