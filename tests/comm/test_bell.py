@@ -51,3 +51,29 @@ def test_leaving_on_another_thread_is_not_the_end_of_a_peer() -> None:
             os.close(descriptor)
         assert bells.gone() == ([], [])
         bells._descriptors.clear()
+
+
+def test_a_peer_that_ended_before_it_was_watched_is_gone() -> None:
+    arena = Arena(in_process.Hub(1).communicators[0], Bells.size_bytes(2))
+    own = Bells(arena, 0, rank=0, world_size=2, cores=2)
+    lines = arena.numbers(0, 2 * LINE_BYTES, "I")
+    peer = LINE_BYTES // 4
+    process = subprocess.Popen(["true"])
+    process.wait()  # its number is free again: no process here has it
+    lines[peer + bell._PROCESS] = process.pid
+    lines[peer + bell._SPACE] = lines[bell._SPACE]
+    own.watch_over_peers()
+    assert own.gone() == ([], [1])
+    own.leave()
+
+
+def test_every_rank_rings_with_numbers_of_its_own() -> None:
+    """A worker that waits for its number to change would miss a call that repeats it."""
+    world_size = 1000
+    arena = Arena(in_process.Hub(1).communicators[0], Bells.size_bytes(world_size))
+    lines = arena.numbers(0, world_size * LINE_BYTES, "I")
+    seen = []
+    for rank in range(1, world_size):
+        Bells(arena, 0, rank, world_size, cores=2).ring_one(0)
+        seen.append(lines[bell._STAMP])
+    assert len(set(seen)) == len(seen)

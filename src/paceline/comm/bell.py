@@ -34,6 +34,7 @@ _FUTEX_NUMBERS = {"x86_64": 202}
 _WAIT, _WAKE = 0, 1
 """Of futexes that processes share."""
 
+STAMP_BITS = 32
 _STAMP, _ASLEEP, _LEFT, _PROCESS, _SPACE = range(5)
 """What is on the line of a worker: its bell, and what it says about itself."""
 
@@ -75,7 +76,10 @@ class Bells:
         self._addresses = [
             arena.address(begin_byte + number * LINE_BYTES) for number in range(world_size)
         ]
-        self._stamps = (rank & 0xFF) << 24
+        # The first bits say who rings and the others count, so no two calls write the same number.
+        counting_bits = STAMP_BITS - (world_size - 1).bit_length()
+        self._stamps = rank << counting_bits
+        self._most_rings = (1 << counting_bits) - 1
         self._rings = 0
         # More workers than cores: whoever looks on keeps the one it waits for from running.
         self._looks_on = world_size <= cores
@@ -85,6 +89,8 @@ class Bells:
         self._number = _FUTEX_NUMBERS[platform.machine()]
         self._deaths = select.poll()
         self._descriptors: dict[int, int] = {}
+        self._ended_before: list[int] = []
+        """Peers whose processes had ended when this one began to watch them."""
         self._lines[self._own + _PROCESS] = os.getpid()
         self._lines[self._own + _SPACE] = space_of_numbers() & 0xFFFFFFFF
 
@@ -102,6 +108,9 @@ class Bells:
                 continue
             try:
                 descriptor = os.pidfd_open(process)
+            except ProcessLookupError:
+                self._ended_before.append(peer)
+                continue
             except (AttributeError, OSError):
                 continue  # then its silence has to tell
             self._descriptors[descriptor] = peer
@@ -116,7 +125,7 @@ class Bells:
 
     def _call(self, peers: Sequence[tuple[int, int]]) -> None:
         lines = self._lines
-        self._rings = (self._rings + 1) & 0xFFFFFF
+        self._rings = (self._rings + 1) & self._most_rings
         stamp = self._stamps | self._rings
         for _, line in peers:
             lines[line + _STAMP] = stamp
@@ -167,7 +176,7 @@ class Bells:
         ended = [
             peers[each] for each, event in deaths.poll(0) if event & select.POLLIN and each in peers
         ]
-        return left, [peer for peer in ended if peer not in left]
+        return left, [peer for peer in [*self._ended_before, *ended] if peer not in left]
 
 
 def _system_call() -> Callable[..., int]:
