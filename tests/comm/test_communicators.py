@@ -335,15 +335,15 @@ def expect_silence(communicator: Communicator, operation: str) -> str:
 
 def test_a_silent_peer_ends_a_receive_with_one_line_that_names_it(team_of_three: Team) -> None:
     said = team_of_three.run_fresh(expect_silence, "recv", timeout_seconds=0.4)
-    assert said[1] == "rank 1: recv from rank 0: no answer within 0.4 s"
-    assert said[2] == "rank 2: recv from rank 0: no answer within 0.4 s"
+    assert said[1] == "rank 1: recv from rank 0: no answer within the timeout of 0.4 s"
+    assert said[2] == "rank 2: recv from rank 0: no answer within the timeout of 0.4 s"
 
 
 def test_a_silent_peer_ends_a_collective_with_one_line(team_of_three: Team) -> None:
     said = team_of_three.run_fresh(expect_silence, "all_reduce", timeout_seconds=0.4)
     for rank in (1, 2):
         assert said[rank].startswith(f"rank {rank}: ")
-        assert "no answer within 0.4 s" in said[rank] or "closed" in said[rank]
+        assert "no answer within the timeout of 0.4 s" in said[rank] or "closed" in said[rank]
         assert "\n" not in said[rank]
     assert any("no answer" in line for line in said)
 

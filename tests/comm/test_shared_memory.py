@@ -212,7 +212,79 @@ def stall(communicator: Communicator) -> str:
 
 def test_a_peer_that_stalls_is_given_up_after_the_time_limit(pool: WorkerPool) -> None:
     said = pool.run(2, stall, fresh=True, timeout_seconds=1.0)[0]
-    assert said == "rank 0: all_reduce with rank 1: no answer within 1 s"
+    assert said == "rank 0: all_reduce with rank 1: no answer within the timeout of 1 s"
+
+
+POLLING_SECONDS = 20.0
+"""How long a test looks on; with the defect that it is about, it would do so forever."""
+
+
+def poll(work: Work) -> str:
+    """Ask whether an operation is done until it is; then what `wait()` says."""
+    deadline = time.monotonic() + POLLING_SECONDS
+    while not work.is_done():
+        if time.monotonic() > deadline:
+            return "never done"
+        time.sleep(0.001)
+    try:
+        work.wait()
+    except PeerError as error:
+        return str(error)
+    return "no error"
+
+
+def poll_after_a_death(communicator: Communicator, operation: int) -> str:
+    with shared_memory.over(communicator) as team:
+        team.barrier().wait()
+        if team.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return poll(kinds_of_waiting(team, 1)[operation]())
+
+
+@pytest.mark.parametrize(
+    ("operation", "name"), [(0, "recv from"), (1, "all_reduce with"), (2, "barrier with")]
+)
+def test_an_operation_with_a_dead_peer_is_done_and_raises(operation: int, name: str) -> None:
+    with WorkerPool(2) as mortals:
+        survivor, lost = mortals.outcomes(
+            2, poll_after_a_death, operation, fresh=True, timeout_seconds=1000.0
+        )
+    assert lost.died
+    assert survivor.value == f"rank 0: {name} rank 1: its process has ended"
+
+
+def poll_after_a_stop(communicator: Communicator) -> str:
+    """Rank 1 is stopped, until rank 0 has given up on it."""
+    processes = torch.zeros(2, dtype=torch.int64)
+    processes[communicator.rank] = os.getpid()
+    communicator.all_reduce(processes, "control").wait()
+    with shared_memory.over(communicator) as team:
+        team.barrier().wait()
+        if team.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return ""
+        try:
+            return poll(team.all_reduce(torch.zeros(1000), "gradients"))
+        finally:
+            os.kill(int(processes[1]), signal.SIGCONT)
+
+
+def test_an_operation_with_a_silent_peer_is_done_after_the_timeout(pool: WorkerPool) -> None:
+    said = pool.run(2, poll_after_a_stop, fresh=True, timeout_seconds=1.0)[0]
+    assert said == "rank 0: all_reduce with rank 1: no answer within the timeout of 1 s"
+
+
+def poll_a_closed_connection(communicator: Communicator) -> str:
+    with shared_memory.over(communicator) as team:
+        team.barrier().wait()
+        work = team.all_reduce(torch.zeros(1000), "gradients") if team.rank == 0 else None
+        team.close()
+        return "" if work is None else poll(work)
+
+
+def test_an_operation_on_a_closed_connection_is_done_and_raises(pool: WorkerPool) -> None:
+    said = pool.run(2, poll_a_closed_connection, fresh=True)[0]
+    assert said == "rank 0: all_reduce with rank 1: the connection was closed"
 
 
 def seconds_of_computing(communicator: Communicator) -> float:

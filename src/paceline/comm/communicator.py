@@ -160,7 +160,7 @@ class Operation:
     peers: tuple[int, ...]
 
     def timed_out(self, seconds: float) -> PeerError:
-        return self.failed(f"no answer within {seconds:g} s")
+        return self.failed(f"no answer within the timeout of {seconds:g} s")
 
     def failed(self, cause: str) -> PeerError:
         return PeerError(f"rank {self.rank}: {self.name} {name_ranks(self.peers)}: {cause}")

@@ -96,6 +96,8 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         self._blocks: list[Blocks] = []
         self._pending: deque[_Pending] = deque()
         self._failure: PeerError | None = None
+        self._silent_since: float | None = None
+        """When an operation was first asked about and nothing moved; nothing has moved since."""
         self._is_closed = False
         others.barrier().wait()
         self._bells.watch_over_peers()
@@ -218,6 +220,7 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         for work in self._pending:
             moved |= work.steps.advance()
         if moved:
+            self._silent_since = None
             while self._pending and self._pending[0].steps.is_over:
                 self._pending.popleft()
         return moved
@@ -234,6 +237,18 @@ class SharedMemoryCommunicator(ComposedCommunicator):
                 last_moved = monotonic()
             else:
                 self._failure = self._find_failure(work.operation, monotonic() - last_moved)
+
+    def is_settled(self, work: _Pending) -> bool:
+        """Whether `complete` would return, or raise, at once."""
+        self.advance()
+        if work.steps.is_over or self._is_closed:
+            return True
+        if self._failure is None:
+            now = monotonic()
+            if self._silent_since is None:
+                self._silent_since = now
+            self._failure = self._find_failure(work.operation, now - self._silent_since)
+        return self._failure is not None
 
     def _find_failure(self, operation: Operation, silent_seconds: float) -> PeerError | None:
         left, ended = ([self.known_as[peer] for peer in peers] for peers in self._bells.gone())
@@ -268,8 +283,7 @@ class _Pending(Work):
         self._communicator.complete(self)
 
     def _poll(self) -> bool:
-        self._communicator.advance()
-        return self.steps.is_over
+        return self._communicator.is_settled(self)
 
 
 def _cores_of_all(others: Communicator) -> int:
