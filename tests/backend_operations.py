@@ -179,6 +179,37 @@ def all_to_all_single(case: Case) -> list[Tensor]:
     return [whole]
 
 
+def all_reduce_coalesced(case: Case) -> list[Tensor]:
+    tensors = case.parts()
+    options = dist.AllreduceCoalescedOptions()  # type: ignore[attr-defined]
+    case.group.allreduce_coalesced(tensors, options).wait()
+    return tensors
+
+
+def all_gather_coalesced(case: Case) -> list[Tensor]:
+    """Gloo cannot gather empty tensors this way."""
+    places = [case.places() for _ in range(2)]
+    if case.elements:
+        # Unlike all_gather, it takes a list for each rank.
+        case.group.allgather_coalesced(
+            [list(each) for each in zip(*places, strict=True)], [case.tensor(), case.tensor(1)]
+        ).wait()
+    return [*places[0], *places[1]]
+
+
+def all_gather_into_tensor_coalesced(case: Case) -> list[Tensor]:
+    wholes = [case.empty(case.ranks), case.empty(case.ranks)]
+    case.group.allgather_into_tensor_coalesced(wholes, [case.tensor(), case.tensor(1)]).wait()
+    return wholes
+
+
+def reduce_scatter_tensor_coalesced(case: Case) -> list[Tensor]:
+    tensors = [case.empty(), case.empty()]
+    wholes = [case.tensor(salt, factor=case.ranks) for salt in range(2)]
+    case.group.reduce_scatter_tensor_coalesced(tensors, wholes).wait()
+    return tensors
+
+
 def send_on(case: Case) -> list[Tensor]:
     """To the next rank, blocking, the even ones first."""
     received = case.empty()
@@ -238,6 +269,10 @@ OTHERS: dict[str, Operation] = {
     "scatter": scatter,
     "all_to_all": all_to_all,
     "all_to_all_single": all_to_all_single,
+    "all_reduce_coalesced": all_reduce_coalesced,
+    "all_gather_coalesced": all_gather_coalesced,
+    "all_gather_into_tensor_coalesced": all_gather_into_tensor_coalesced,
+    "reduce_scatter_tensor_coalesced": reduce_scatter_tensor_coalesced,
     "send, recv": send_on,
     "isend, irecv with tags": send_with_tags,
 }

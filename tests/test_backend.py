@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import math
 import os
 import re
 import runpy
@@ -15,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
+from time import monotonic, sleep
 from unittest import mock
 
 import pytest
@@ -27,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import leaks
 from backend_operations import OTHERS, OWN, WAYS, default_group, differences
 from backend_training import OPTIONS, lose_a_peer_in_training, train_twice
+from paceline.backend.group import PacelineGroup
 from paceline.comm.communicator import Communicator
 from paceline.comm.torch_backends import gloo_on
 from paceline.errors import PeerError
@@ -115,6 +118,52 @@ def test_objects_subgroups_and_meshes_work(pool: WorkerPool, tmp_path: Path) -> 
     # 1 + 3 on the first and the last, 2 between them, and then the sum of all.
     expected = [ranks, ["from 2"], 4.0 + 2.0 + 4.0, "paceline", "paceline"]
     assert pool.run(3, use_objects_and_subgroups, tmp_path / "store") == [expected] * 3
+
+
+POLLING_SECONDS = 20.0
+
+COALESCED_ROUNDS = 2000
+
+
+def sum_coalesced(communicator: Communicator, file: Path) -> list[str]:
+    """Rounds whose results are wrong. Threads of gloo's free tensors while this one goes on."""
+    ranks = communicator.world_size
+    expected = {
+        dist.ReduceOp.SUM: ranks * (ranks + 1) // 2,
+        dist.ReduceOp.PRODUCT: math.factorial(ranks),
+        dist.ReduceOp.MIN: 1,
+        dist.ReduceOp.MAX: ranks,
+    }
+    wrong = []
+    with default_group(communicator, file), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PyTorch may give the function up
+        for number in range(COALESCED_ROUNDS // len(expected)):
+            for operation, value in expected.items():
+                tensors = [torch.full((size,), communicator.rank + 1.0) for size in (5, 6, 1000)]
+                dist.all_reduce_coalesced(tensors, operation)
+                if not all(bool((tensor == value).all()) for tensor in tensors):
+                    wrong.append(f"{operation} of round {number}")
+            if number % 20 == 0:
+                dist.barrier()
+    return wrong
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_many_coalesced_sums_come_to_an_end(pool: WorkerPool, tmp_path: Path, workers: int) -> None:
+    assert pool.run(workers, sum_coalesced, tmp_path / "store") == [[]] * workers
+
+
+def test_every_operation_that_pytorch_looks_up_in_python_is_overridden() -> None:
+    """PyTorch runs the others with the interpreter lock held, which threads of gloo's need."""
+    header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/PyProcessGroup.hpp"
+    text = header.read_text()
+    overridable = r"WORK_OVERRIDE\(\s*(?://[^\n]*\s*)?ProcessGroup, /\* Parent class \*/\s*(\w+)"
+    looked_up = set(re.findall(overridable, text))
+    looked_up |= set(re.findall(r'<const ProcessGroup\*>\(this\),\s*"(\w+)"', text))
+    assert {"allreduce", "allreduce_coalesced", "recv"} <= looked_up
+    # Gloo cannot coalesce, and says so without waiting for anything.
+    looked_up -= {"start_coalescing", "end_coalescing"}
+    assert looked_up <= set(vars(PacelineGroup))
 
 
 def receive_before_waiting(communicator: Communicator, file: Path, way: str) -> list[float]:
@@ -220,6 +269,27 @@ def lose_a_peer_of_gloos(communicator: Communicator, file: Path, way: str) -> st
         except PeerError as error:
             return str(error)
         return "no error"
+
+
+def poll_a_lost_peer(communicator: Communicator, file: Path) -> list[object]:
+    with default_group(communicator, file):
+        dist.barrier()
+        if communicator.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        assert work is not None
+        deadline = monotonic() + POLLING_SECONDS
+        while not work.is_completed() and monotonic() < deadline:
+            sleep(0.001)
+        return [work.is_completed(), work.is_success(), str(work.exception())]
+
+
+def test_a_work_with_a_killed_peer_completes_with_an_error(tmp_path: Path) -> None:
+    with WorkerPool(2) as mortals:
+        survivor, victim = mortals.outcomes(2, poll_a_lost_peer, tmp_path / "store", fresh=True)
+    assert victim.died
+    message = "rank 0: all_reduce with rank 1: its process has ended"
+    assert survivor.value == [True, False, message]
 
 
 @pytest.mark.parametrize(

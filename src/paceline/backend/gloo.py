@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch lists neither
@@ -39,13 +40,23 @@ class Gloo:
         self.backend: Any = make_gloo(
             PrefixStore("rest", store), rank, world_size, address, self._seconds
         )
+        # Some operations have a binding only here.
+        self._group: Any = dist.ProcessGroup(store, rank, world_size)
+        self._group._register_backend(
+            torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self.backend
+        )
 
     def start(self, name: str, *call: Any, **named: Any) -> GlooWork:
         peers = (call[1],) if name in PREPOSITIONS else self._peers
         words = f"{name.strip('_')} {PREPOSITIONS.get(name, 'with')}"
         operation = Operation(self._rank, words, peers)
-        handle = self.attempt(operation, lambda: getattr(self.backend, name)(*call, **named))
+        handle = self.attempt(operation, lambda: self._function(name)(*call, **named))
         return GlooWork(self, operation, handle)
+
+    def _function(self, name: str) -> Callable[..., Any]:
+        owner = self.backend if hasattr(self.backend, name) else self._group
+        function: Callable[..., Any] = getattr(owner, name)
+        return function
 
     def all_reduce(self, tensor: Tensor, options: Any) -> GlooWork:
         """Of a tensor with any strides, which gloo's own would get wrong."""

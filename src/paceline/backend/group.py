@@ -136,6 +136,26 @@ class PacelineGroup(dist.ProcessGroup):
     def barrier(self, *_: Any, **__: Any) -> dist.Work:
         return CommunicatorWork(self._communicator.barrier(), [])
 
+    # PyTorch holds the interpreter lock while it runs an operation that is not overridden here, and
+    # a thread of gloo's that frees a tensor needs that lock: each would wait for the other. Gloo's
+    # own bindings release it, so every operation that C++ looks up in Python is overridden.
+
+    def allreduce_coalesced(self, *call: Any, **named: Any) -> dist.Work:
+        return self._gloo.start("allreduce_coalesced", *call, **named)
+
+    def allgather_coalesced(self, *call: Any, **named: Any) -> dist.Work:
+        return self._gloo.start("allgather_coalesced", *call, **named)
+
+    def allgather_into_tensor_coalesced(self, *call: Any, **named: Any) -> dist.Work:
+        return self._gloo.start("allgather_into_tensor_coalesced", *call, **named)
+
+    def reduce_scatter_tensor_coalesced(self, *call: Any, **named: Any) -> dist.Work:
+        return self._gloo.start("reduce_scatter_tensor_coalesced", *call, **named)
+
+    # Their names since torch 2.13.
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
     def reduce(self, *call: Any, **named: Any) -> dist.Work:
         return self._gloo.start("reduce", *call, **named)
 
