@@ -181,7 +181,7 @@ def all_to_all_single(case: Case) -> list[Tensor]:
 
 def all_reduce_coalesced(case: Case) -> list[Tensor]:
     tensors = case.parts()
-    options = dist.AllreduceCoalescedOptions()  # type: ignore[attr-defined]
+    options = dist.AllreduceCoalescedOptions()
     case.group.allreduce_coalesced(tensors, options).wait()
     return tensors
 

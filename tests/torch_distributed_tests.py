@@ -90,12 +90,13 @@ def _cases(backend: str) -> type[unittest.TestCase]:
 
     class Cases(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
         def setUp(self) -> None:
-            super().setUp()
+            super().setUp()  # type: ignore[no-untyped-call]
             self._start_processes(multiprocessing.get_context("fork").Process)
 
         def _barrier(self, wait_for: int | None = None, timeout: float = 0) -> None:
             with _quick_polling():
-                super()._barrier(wait_for=wait_for, timeout=max(timeout, BARRIER_SECONDS))
+                seconds = max(timeout, BARRIER_SECONDS)
+                super()._barrier(wait_for, seconds)  # type: ignore[no-untyped-call]
 
         def _join_processes(self, function: Callable[[], None]) -> None:
             with _quick_polling():

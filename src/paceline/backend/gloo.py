@@ -42,9 +42,14 @@ class Gloo:
         )
         # Some operations have a binding only here.
         self._group: Any = dist.ProcessGroup(store, rank, world_size)
-        self._group._register_backend(
-            torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self.backend
-        )
+        self.serve(self._group)
+
+    def serve(self, group: dist.ProcessGroup) -> None:
+        """Carry out what C++ asks a group for, whichever device the tensors are on."""
+        for device in ("cpu", "cuda"):
+            group._register_backend(
+                torch.device(device), dist.ProcessGroup.BackendType.GLOO, self.backend
+            )
 
     def start(self, name: str, *call: Any, **named: Any) -> GlooWork:
         peers = (call[1],) if name in PREPOSITIONS else self._peers

@@ -67,11 +67,7 @@ class PacelineGroup(dist.ProcessGroup):
         seats = exchange_seats(store, rank, world_size)
         address = address_for(seats)
         self._gloo = Gloo(store, rank, world_size, address, timeout)
-        # C++ looks for what is not overridden here by the tensor's device.
-        for device in ("cpu", "cuda"):
-            self._register_backend(
-                torch.device(device), dist.ProcessGroup.BackendType.GLOO, self._gloo.backend
-            )
+        self._gloo.serve(self)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._communicator = connect(store, rank, seats, address, timeout)
         self._background: Background | None = None
