@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gzip
 import hashlib
 import os
 from pathlib import Path
@@ -85,6 +87,37 @@ def test_afresh_looks_behind_an_unchanged_size_and_time(folder: Path) -> None:
 def test_a_scrambled_file_of_verdicts_is_ignored(folder: Path, scrambled: str) -> None:
     (folder / VERDICTS_FILE).write_text(scrambled)
     assert judge(FILE, folder) is Verdict.OFFICIAL
+
+
+def test_every_compressed_file_of_the_catalogue_is_known_by_its_content() -> None:
+    """A distribution may compress the official content again, which changes the file's bytes."""
+    for official in OFFICIAL_SETS.values():
+        for file in official.files:
+            if file.path.endswith(".gz"):
+                assert len(bytes.fromhex(file.content_sha256 or "")) == 32, file.path
+
+
+def test_a_file_that_was_compressed_again_is_official(tmp_path: Path) -> None:
+    original = gzip.compress(CONTENT, compresslevel=9, mtime=0)
+    content_sha256 = hashlib.sha256(CONTENT).hexdigest()
+    file = OfficialFile(
+        "file.gz",
+        len(original),
+        hashlib.sha256(original).hexdigest(),
+        content_sha256=content_sha256,
+    )
+    (tmp_path / "file.gz").write_bytes(gzip.compress(CONTENT, compresslevel=1, mtime=1))
+    assert judge(file, tmp_path) is Verdict.OFFICIAL
+
+
+def test_a_verdict_from_before_the_content_was_known_is_not_kept(tmp_path: Path) -> None:
+    original = gzip.compress(CONTENT, compresslevel=9, mtime=0)
+    before = OfficialFile("file.gz", len(original), hashlib.sha256(original).hexdigest())
+    (tmp_path / "file.gz").write_bytes(gzip.compress(CONTENT, compresslevel=1, mtime=1))
+    assert judge(before, tmp_path) is Verdict.OTHER
+    content_sha256 = hashlib.sha256(CONTENT).hexdigest()
+    known = dataclasses.replace(before, content_sha256=content_sha256)
+    assert judge(known, tmp_path) is Verdict.OFFICIAL
 
 
 def test_the_catalogue_has_whole_checksums_and_an_address_for_everything() -> None:

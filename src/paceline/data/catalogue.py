@@ -157,6 +157,7 @@ FASHION_MNIST = OfficialSet(
             "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
             60000,
             _FASHION_PLACES,
+            "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
         ),
         _file(
             "fashion_mnist",
@@ -165,6 +166,7 @@ FASHION_MNIST = OfficialSet(
             "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
             60000,
             _FASHION_PLACES,
+            "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
         ),
     ),
     test=(
@@ -175,6 +177,7 @@ FASHION_MNIST = OfficialSet(
             "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
             10000,
             _FASHION_PLACES,
+            "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
         ),
         _file(
             "fashion_mnist",
@@ -183,6 +186,7 @@ FASHION_MNIST = OfficialSet(
             "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
             10000,
             _FASHION_PLACES,
+            "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
         ),
     ),
     train_samples=60000,

@@ -37,8 +37,8 @@ def judge(file: OfficialFile, folder: Path, *, afresh: bool = False) -> Verdict:
         return Verdict.MISSING
     mark = _mark(file, path)
     entry = _read_verdicts(folder).get(file.path)
-    if not afresh and isinstance(entry, list) and entry[:3] == mark and len(entry) == 4:
-        return Verdict.OFFICIAL if entry[3] is True else Verdict.OTHER
+    if not afresh and isinstance(entry, list) and entry[:-1] == mark:
+        return Verdict.OFFICIAL if entry[-1] is True else Verdict.OTHER
     official = _is_official(file, path)
     _keep(file, folder, mark, official)
     return Verdict.OFFICIAL if official else Verdict.OTHER
@@ -52,7 +52,7 @@ def keep_official(file: OfficialFile, folder: Path) -> None:
 def _mark(file: OfficialFile, path: Path) -> list[object]:
     """What a verdict holds for: it changes when the file does."""
     status = path.stat()
-    return [file.sha256, status.st_size, status.st_mtime_ns]
+    return [file.sha256, file.content_sha256, status.st_size, status.st_mtime_ns]
 
 
 def _keep(file: OfficialFile, folder: Path, mark: list[object], official: bool) -> None:
