@@ -20,7 +20,9 @@ from paceline.sync.options import create_strategy
     [("overlap", "bucket_mib"), ("overlap", "first_bucket_mib"), ("ddp", "bucket_mib")],
 )
 def test_a_bucket_of_less_than_nothing_is_refused(strategy: str, option: str) -> None:
-    with pytest.raises(ConfigError, match=f"-o {option}: must be at least 0, got -1"):
+    with pytest.raises(
+        ConfigError, match=f"-o {option}: must be at least 0 and at most 1000000, got -1"
+    ):
         create_strategy(strategy, {option: "-1"})
 
 

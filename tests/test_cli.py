@@ -18,6 +18,9 @@ SMALL = ["--train-samples", "64", "--test-samples", "32", "--batch-size", "16", 
          "--iterations", "4", "--sample-seconds", "0", "--no-tensorboard"]  # fmt: skip
 
 
+LONG = "x" * 100_000
+
+
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """Run a command that must end with exit code 2 and one line; returns the line."""
     assert main(arguments) == 2
@@ -52,11 +55,11 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--out", ""], "--out: must not be empty"),
         (["--train-samples", "999999999999"], "use fewer --train-samples"),
         (["--resume", ""], "is not a run"),
-        (["--threads", "99999999"], "--threads: must be at most 1024"),
-        (["--optimizer", "adam", "--beta1", "1"], "--beta1: must be below 1"),
+        (["--threads", "99999999"], "--threads: must be at least 1 and at most 1024"),
+        (["--optimizer", "adam", "--beta1", "1"], "--beta1: must be at least 0 and below 1"),
         (["--slow", "0=nan"], "--slow: must be rank=factor"),
         (["--lr-steps", "inf:1", "--schedule", "steps"], "--lr-steps: must be"),
-        (["--warmup-epochs", "1e308"], "--warmup-epochs: must be at most"),
+        (["--warmup-epochs", "1e308"], "--warmup-epochs: must be at least 0 and at most 1000000"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -71,6 +74,86 @@ def test_a_bad_flag_is_one_line_and_leaves_nothing(
     line = refused(capsys, "train", *SMALL, "--out", str(tmp_path / "runs"), *flags)
     assert told in line
     assert not list(tmp_path.glob("runs/*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["train", "-o", "a\nb=1"], r"-o 'a\nb': strategy single has no such option"),
+        (["train", "--a\nb"], r"unknown flag '--a\nb'"),
+        (["train", "a\rb"], r"unexpected word 'a\rb'"),
+        (["train", "--model", "a\nb"], r"unknown model 'a\nb'"),
+        (["train", "--lr", "\x1b[31mred"], r"--lr: must be a number, got '\x1b[31mred'"),
+        (["train", "--out", "/proc/no\nwhere"], r"cannot write to /proc/no\nwhere"),
+        (["list", "a\nb"], r"unknown kind 'a\nb'"),
+        (["study", "run", "a\nb"], r"unknown study 'a\nb'"),
+        (["study", "show", "no\nsuch.yaml"], r"cannot read no\nsuch.yaml"),
+        (["a\nb"], r"unknown command 'a\nb'"),
+        (["compare", "no\nrun"], r"no\nrun"),
+    ],
+    ids=lambda value: ascii(value[-1]) if isinstance(value, list) else "",
+)
+def test_control_characters_of_arguments_are_escaped(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "option", "told"),
+    [
+        ("ddp", "bucket_mib=1e300", "at least 0 and at most 1000000, got 1e+300"),
+        ("overlap", "bucket_mib=1e300", "at least 0 and at most 1000000, got 1e+300"),
+        ("overlap", "first_bucket_mib=-1", "at least 0 and at most 1000000, got -1.0"),
+        ("local_sgd", "every=10000000000", "at least 1 and at most 1000000000, got 10000000000"),
+        ("local_sgd", "warmup=-1", "at least 0 and at most 1000000000, got -1"),
+        ("easgd", "tau=0", "at least 1 and at most 1000000000, got 0"),
+        ("easgd", "alpha=2", "above 0 and at most 1, got 2.0"),
+        ("easgd", "alpha=nan", "a finite number, got 'nan'"),
+        ("parameter_server", "staleness=-1", "at least 0 and at most 1000000000, got -1"),
+        ("parameter_server", "servers=1025", "at least 1 and at most 1024, got 1025"),
+    ],
+)
+def test_a_strategy_option_out_of_range_is_told_the_range(
+    strategy: str, option: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refused(capsys, "train", *SMALL, "--strategy", strategy, "-o", option)
+    name = option.partition("=")[0]
+    assert line == f"paceline: error: -o {name}: must be {told}"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "--model", LONG],
+        ["train", "--lr", LONG],
+        ["train", "--strategy", "ddp", "-o", f"{LONG}=1"],
+        ["train", "--strategy", "local_sgd", "-o", f"every={LONG}"],
+        ["train", "--shares", LONG],
+        ["train", "--cluster", LONG],
+        ["train", "--out", LONG],
+        ["train", "--resume", LONG],
+        ["train", f"--{LONG}"],
+        ["train", LONG],
+        ["list", LONG],
+        ["study", "run", LONG],
+        ["study", "run", "first-look", "--repeats", LONG],
+        ["comm", "--sizes", LONG],
+        ["comm", "--operations", LONG],
+        ["slurm", "--nodes", LONG],
+        ["ui", "--port", LONG],
+        ["cluster", "up", "--nodes", LONG],
+        ["report", LONG],
+        [LONG],
+    ],
+    ids=lambda words: " ".join(word[:12] for word in words),
+)
+def test_a_long_argument_is_echoed_in_part(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refused(capsys, *arguments)
+    assert 20 * "x" in line
+    assert len(line) < 2200
 
 
 def test_several_bad_flags_are_told_together(capsys: pytest.CaptureFixture[str]) -> None:

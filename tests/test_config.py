@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
-from paceline.config import RunConfig, fields, from_mapping, option_of, values_to_type, words_of
+from paceline.config import (
+    RunConfig,
+    fields,
+    from_mapping,
+    option_of,
+    type_of,
+    values_to_type,
+    words_of,
+)
 from paceline.errors import ConfigError
 
 
@@ -49,6 +58,80 @@ def test_all_problems_are_told_at_once_each_with_its_flag() -> None:
 def test_a_count_must_be_a_positive_whole_number(name: str, value: object) -> None:
     (line,) = problems_of(**{name: value})
     assert line.startswith("--" + name.replace("_", "-") + ": must be")
+
+
+HUGE = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"epochs": HUGE}, "--epochs: must be a whole number of at most 19 digits, got '999"),
+        ({"epochs": f"-{HUGE}"}, "--epochs: must be a whole number of at most 19 digits"),
+        ({"epochs": 1 << 20_000}, "--epochs: must be a whole number of at most 19 digits, got a"),
+        ({"lr": 1 << 20_000}, "--lr: must be a number, got a number of about 6,021 digits"),
+        ({"slow": f"{HUGE}=2"}, "--slow: must be rank=factor with a rank below 1"),
+        ({"slow": f"0={HUGE}"}, "--slow: must be rank=factor"),
+        ({"elastic": f"1:{HUGE}"}, "--elastic: must be fewest:most such as 2:4, at most 10000"),
+        ({"cluster": f"nodes={HUGE}"}, "--cluster: must be given nodes=1 to nodes=250"),
+        ({"cluster": f"nodes=2,slow={HUGE}:0.5"}, "--cluster: must be given slow of nodes below 2"),
+        ({"cluster": f"nodes=2,bandwidth={HUGE}gbit"}, "--cluster: must be given a rate of 1kbit"),
+        ({"lr_steps": f"1:{HUGE}", "schedule": "steps"}, "--lr-steps: must be rate:epochs pairs"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_a_number_of_thousands_of_digits_is_refused_in_a_short_line(
+    values: dict[str, object], told: str
+) -> None:
+    (line,) = problems_of(**values)
+    assert line.startswith(told)
+    assert len(line) < 300
+
+
+def test_python_callers_get_the_same_line_for_huge_numbers() -> None:
+    with pytest.raises(ConfigError, match="must be at least 1 and at most 1000000, got a number"):
+        RunConfig(epochs=1 << 20_000)
+
+
+def test_every_numeric_setting_has_a_lower_and_an_upper_limit() -> None:
+    for item in fields():
+        if not {"int", "float"} & set(re.findall(r"\w+", str(type_of(item)))):
+            continue
+        option = option_of(item)
+        assert option.minimum is not None or option.above is not None, item.name
+        assert option.maximum is not None or option.below is not None, item.name
+        for value in (float("nan"), float("inf"), float("-inf")):
+            assert not option.limits.allow(value), item.name
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"rendezvous_seconds": "1e300"}, "must be at least 0.1 and at most 604800, got 1e+300"),
+        ({"timeout_seconds": "1e300"}, "must be at least 0.1 and at most 604800, got 1e+300"),
+        ({"shares": "1e308,1e308", "nproc_per_node": 2}, "each at least 1e-06 and at most 1e+06"),
+        ({"shares": "1e-300,1", "nproc_per_node": 2}, "each at least 1e-06 and at most 1e+06"),
+        ({"slow": "0=1e300"}, "a factor of at least 1 and at most 1000"),
+        ({"lr_steps": "1e300:1", "schedule": "steps"}, "rates of at most 1e+09"),
+        ({"sample_seconds": "1e-9"}, "must be 0 for none, or at least 0.01, got 1e-09"),
+        ({"sample_seconds": "1e300"}, "must be at least 0 and at most 86400, got 1e+300"),
+        ({"lr": "1e300"}, "must be above 0 and at most 1e+09, got 1e+300"),
+        ({"seed": 2**63}, "at most 9223372036854775807, got 9223372036854775808"),
+        ({"cluster": "nodes=2,cpus=1e-9"}, "cpus of 0.001 to 10000, not '1e-9'"),
+        ({"cluster": "nodes=2,cpus=inf"}, "cpus of 0.001 to 10000, not 'inf'"),
+        ({"cluster": "nodes=2,cpus=nan"}, "cpus of 0.001 to 10000, not 'nan'"),
+        ({"cluster": "nodes=2,cpus=0.01,slow=1:0.01"}, "cpus times slow of at least 0.001"),
+        ({"cluster": "nodes=2,bandwidth=1bit"}, "a rate of 1kbit to 1000gbit"),
+        ({"cluster": "nodes=2,latency=0.001us"}, "a latency of 1us to 1s"),
+        ({"data_dir": "a\0b"}, "--data-dir: must not contain a null character"),
+    ],
+    ids=lambda value: (
+        ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else ""
+    ),
+)
+def test_a_number_out_of_range_is_told_the_range(values: dict[str, object], told: str) -> None:
+    (line,) = problems_of(**values)
+    assert told in line
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "0", "-1"])

@@ -6,15 +6,23 @@ all nodes names those that differ after a slash: `bandwidth=1gbit/3:100mbit`, `s
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from paceline.errors import shown
 
 MOST_NODES = 250
 """Each needs an address of its own in one small network."""
 
 MOST_LATENCY_SECONDS = 1.0
 """More than any network has; measuring it would take minutes."""
+
+LEAST_CPUS, MOST_CPUS = 0.001, 10_000
+"""The kernel's smallest quota is 1 ms in a period of 1 s."""
+LEAST_BITS, MOST_BITS = 1e3, 1e12
+LEAST_LATENCY_SECONDS = 1e-6
 
 _BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _PER_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
@@ -51,25 +59,34 @@ def parse(text: str) -> ClusterSpec:
         key for key in values if key not in ("nodes", "cpus", "bandwidth", "latency", "slow")
     ]
     if unknown:
-        raise ValueError(f"made of nodes, cpus, bandwidth, latency and slow, not {unknown[0]!r}")
-    if not values.get("nodes", "").isdecimal() or not 1 <= int(values["nodes"]) <= MOST_NODES:
+        raise ValueError(
+            f"made of nodes, cpus, bandwidth, latency and slow, not {shown(unknown[0])}"
+        )
+    nodes = _whole(values.get("nodes", ""))
+    if nodes is None or not 1 <= nodes <= MOST_NODES:
         raise ValueError(f"given nodes=1 to nodes={MOST_NODES}")
-    nodes = int(values["nodes"])
     rate, rate_of = _by_node(values.get("bandwidth", ""), nodes, "bandwidth", bits_per_second)
     latency = values.get("latency")
+    cpus = _cpus(values["cpus"]) if "cpus" in values else None
+    slow = _by_node(values.get("slow", ""), nodes, "slow", _fraction, needs_node=True)[1]
+    if cpus is not None and any(cpus * part < LEAST_CPUS for part in slow.values()):
+        raise ValueError(f"given cpus times slow of at least {LEAST_CPUS:g} for each node")
     return ClusterSpec(
         nodes=nodes,
-        cpus=_positive(values["cpus"], "cpus") if "cpus" in values else None,
+        cpus=cpus,
         bandwidth_bits_per_second=rate,
         bandwidth_of=rate_of,
         latency_seconds=_latency(latency) if latency else 0.0,
-        slow=_by_node(values.get("slow", ""), nodes, "slow", _fraction, needs_node=True)[1],
+        slow=slow,
     )
 
 
 def bits_per_second(text: str) -> float:
     """A rate such as 1gbit, 100mbit or 2.5gbit."""
-    number, unit = _with_unit(text, _BITS, "a rate such as 1gbit or 100mbit")
+    wanted = "a rate of 1kbit to 1000gbit such as 1gbit or 100mbit"
+    number, unit = _with_unit(text, _BITS, wanted)
+    if not LEAST_BITS <= number * _BITS[unit] <= MOST_BITS:
+        raise ValueError(f"given {wanted}, not {shown(text)}")
     return number * _BITS[unit]
 
 
@@ -81,15 +98,15 @@ def seconds(text: str) -> float:
 
 def _latency(text: str) -> float:
     number = seconds(text)
-    if number > MOST_LATENCY_SECONDS:
-        raise ValueError(f"given a latency of at most {MOST_LATENCY_SECONDS:g}s, not {text!r}")
+    if not LEAST_LATENCY_SECONDS <= number <= MOST_LATENCY_SECONDS:
+        raise ValueError(f"given a latency of 1us to {MOST_LATENCY_SECONDS:g}s, not {shown(text)}")
     return number
 
 
 def _pair(part: str) -> tuple[str, str]:
     key, equals, value = part.strip().partition("=")
     if not equals or not value.strip():
-        raise ValueError(f"key=value pairs, not {part.strip()!r}")
+        raise ValueError(f"key=value pairs, not {shown(part.strip())}")
     return key.strip(), value.strip()
 
 
@@ -102,32 +119,44 @@ def _by_node(
         node, colon, value = part.rpartition(":")
         if not colon and not needs_node and common is None:
             common = read(part)
-        elif node.isdecimal() and int(node) < nodes:
-            differing[int(node)] = read(value)
+        elif (number := _whole(node)) is not None and number < nodes:
+            differing[number] = read(value)
         else:
-            raise ValueError(f"given {key} of nodes below {nodes} as node:value, not {part!r}")
+            raise ValueError(f"given {key} of nodes below {nodes} as node:value, not {shown(part)}")
     return common, differing
 
 
 def _with_unit(text: str, units: dict[str, float], wanted: str) -> tuple[float, str]:
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]+)", text.strip().lower())
     if match is None or match[2] not in units or float(match[1]) <= 0:
-        raise ValueError(f"given {wanted}, not {text!r}")
+        raise ValueError(f"given {wanted}, not {shown(text)}")
     return float(match[1]), match[2]
 
 
-def _positive(text: str, key: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < 1e6:
-        raise ValueError(f"given {key} above 0, not {text!r}")
+def _whole(text: str) -> int | None:
+    """A number of at most nine digits; none of the numbers here is larger."""
+    return int(text) if text.isdecimal() and len(text) < 10 else None
+
+
+def _cpus(text: str) -> float:
+    number = _number(text)
+    if not LEAST_CPUS <= number <= MOST_CPUS:
+        raise ValueError(f"given cpus of {LEAST_CPUS:g} to {MOST_CPUS}, not {shown(text)}")
     return number
 
 
 def _fraction(text: str) -> float:
-    number = _positive(text, "slow")
-    if number > 1:
-        raise ValueError(f"given slow as node:part with a part of at most 1, not {text!r}")
+    number = _number(text)
+    if not LEAST_CPUS <= number <= 1:
+        raise ValueError(
+            f"given slow as node:part with a part of {LEAST_CPUS:g} to 1, not {shown(text)}"
+        )
     return number
+
+
+def _number(text: str) -> float:
+    """NaN, which is within no range, where the text is no number."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

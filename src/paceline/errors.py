@@ -8,6 +8,7 @@ started: exit code 1, with the records kept.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Sequence
 
 
@@ -22,17 +23,26 @@ class PacelineError(Exception):
 
 
 class UsageError(PacelineError):
-    """Something the user asked for cannot be done as asked."""
+    """Something the user asked for cannot be done as asked; its message is always one line."""
 
     exit_code = 2
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(one_line(message))
 
 
 class ConfigError(UsageError):
     """Bad values, all that were found at once."""
 
     def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = tuple(problems)
+        self.problems = tuple(map(one_line, problems))
+        # Not UsageError's: it would escape the line breaks between the problems.
+        PacelineError.__init__(self, "\n".join(self.problems))
+
+    @classmethod
+    def from_text(cls, text: str) -> ConfigError:
+        """The error with this text, one problem per line, as another process reported it."""
+        return cls(text.splitlines())
 
 
 class UnknownNameError(UsageError):
@@ -81,6 +91,41 @@ class StoppedError(RunError):
 
 class AgreedStopError(StoppedError):
     """All workers stopped after the same iteration, as they agreed to."""
+
+
+LONGEST_VALUE = 80
+LONGEST_LINE = 2000
+LONGEST_NUMBER_BITS = 256
+"""Python refuses to convert integers of more than 4,300 digits to text."""
+
+
+def shown(value: object) -> str:
+    """A user's value as error messages echo it: quoted if it is text, escaped, one line, short."""
+    if isinstance(value, int) and value.bit_length() > LONGEST_NUMBER_BITS:
+        return f"a number of about {round(value.bit_length() * math.log10(2)):,} digits"
+    if isinstance(value, str):
+        if len(value) <= LONGEST_VALUE:
+            return repr(value)
+        return f"{value[: LONGEST_VALUE // 2]!r}... ({len(value):,} characters)"
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        return f"a {type(value).__name__} too large to show"
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
+
+
+def bare(name: str) -> str:
+    """A user's name or flag as it is; as `shown` where it is long or has control characters."""
+    return name if name.isprintable() and len(name) <= LONGEST_VALUE else shown(name)
+
+
+def one_line(text: str) -> str:
+    """A message without line breaks and other control characters, of bounded length."""
+    if len(text) > LONGEST_LINE:
+        text = f"{text[: LONGEST_LINE // 2]} ... {text[-LONGEST_LINE // 4 :]}"
+    return "".join(
+        letter if letter.isprintable() else repr(letter)[1:-1] for letter in text.rstrip("\n")
+    )
 
 
 def in_a_line(error: BaseException) -> str:

@@ -295,8 +295,10 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RecordsError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, RecursionError):
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
         raise RecordsError(f"{path} is damaged: it is not JSON") from None
+    except ValueError:
+        raise RecordsError(f"{path} is damaged: it has a number of too many digits") from None
     if not isinstance(value, dict) or not isinstance(value.get("schema"), int):
         raise RecordsError(f"{path} is not a paceline record: it has no schema number")
     if value["schema"] > SCHEMA:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar, cast
 
-from paceline.errors import UnknownNameError, UserCodeError, in_a_line, nearest
+from paceline.errors import UnknownNameError, UserCodeError, bare, in_a_line, nearest, shown
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class Registry(Generic[T]):
         hint = nearest(name, self._entries, most=3)
         if not hint.endswith("?"):
             hint += ", or give your own as package.module:name"
-        raise UnknownNameError(f"unknown {self.kind} {name!r}: {hint}")
+        raise UnknownNameError(f"unknown {self.kind} {shown(name)}: {hint}")
 
     def load(self, name: str) -> T:
         """The object behind a registered name or behind a user's `package.module:name`."""
@@ -79,7 +79,7 @@ def load_user_object(kind: str, path: str) -> object:
     """
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
-        raise UserCodeError(f"{kind} {path!r}: write it as package.module:name")
+        raise UserCodeError(f"{kind} {shown(path)}: write it as package.module:name")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -87,12 +87,18 @@ def load_user_object(kind: str, path: str) -> object:
         module = importlib.import_module(module_name)
     except Exception as error:
         cause = in_a_line(error)
-        raise UserCodeError(f"{kind} {path!r}: {module_name} does not import: {cause}") from error
+        raise UserCodeError(
+            f"{kind} {shown(path)}: {bare(module_name)} does not import: {cause}"
+        ) from error
     loaded: object = getattr(module, attribute, None)
     if loaded is None:
-        raise UserCodeError(f"{kind} {path!r}: module {module_name} has no {attribute}")
+        raise UserCodeError(
+            f"{kind} {shown(path)}: module {bare(module_name)} has no {bare(attribute)}"
+        )
     if not callable(loaded):
-        raise UserCodeError(f"{kind} {path!r}: {attribute} must be a class or a function")
+        raise UserCodeError(
+            f"{kind} {shown(path)}: {bare(attribute)} must be a class or a function"
+        )
     return loaded
 
 

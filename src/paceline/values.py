@@ -4,12 +4,67 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, bare, shown
+
+LARGEST_INTEGER = 2**63 - 1
+"""What torch can hold."""
+MOST_DIGITS = len(str(LARGEST_INTEGER))
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The numbers that a setting accepts."""
+
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    """An exclusive lower limit."""
+    below: float | None = None
+    """An exclusive upper limit."""
+
+    def allow(self, value: float) -> bool:
+        """Whether a number is within the limits; NaN never is."""
+        return (
+            not (isinstance(value, float) and math.isnan(value))
+            and (self.minimum is None or value >= self.minimum)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+            and (self.maximum is None or value <= self.maximum)
+        )
+
+    def texts(self) -> list[str]:
+        """Such as "at least 1" and "at most 1024"."""
+        limits = (
+            ("at least", self.minimum),
+            ("above", self.above),
+            ("below", self.below),
+            ("at most", self.maximum),
+        )
+        return [
+            f"{word} {limit if isinstance(limit, int) else format(limit, 'g')}"
+            for word, limit in limits
+            if limit is not None
+        ]
+
+    def __str__(self) -> str:
+        return " and ".join(self.texts())
+
+
+def check_option(name: str, value: float, **limits: float) -> None:
+    """Refuse a strategy's or codec's option that is out of its limits."""
+    accepted = Limits(**limits)
+    if not accepted.allow(value):
+        raise ConfigError([f"-o {name}: must be {accepted}, got {shown(value)}"])
+
+
+_WHOLE = re.compile(r"[+-]?[0-9_]+")
 
 
 def convert(kind: Any, raw: Any) -> Any:
@@ -56,12 +111,12 @@ def convert_options(
     for name, text in options.items():
         if name not in known:
             offer = f"it has {', '.join(known)}" if known else "it has none"
-            problems.append(f"-o {name}: {owner} has no such option; {offer}")
+            problems.append(f"-o {bare(name)}: {owner} has no such option; {offer}")
             continue
         try:
             arguments[name] = convert(known[name], text)
         except ValueError as error:
-            problems.append(f"-o {name}: must be {error}, got {text!r}")
+            problems.append(f"-o {bare(name)}: must be {error}, got {shown(text)}")
     if problems:
         raise ConfigError(problems)
     return arguments
@@ -92,9 +147,14 @@ def _convert_int(raw: Any) -> int:
     try:
         if isinstance(raw, bool) or (isinstance(raw, float) and not raw.is_integer()):
             raise ValueError
-        return int(raw)
+        # Checked before converting: Python refuses text of more than 4,300 digits.
+        is_long = isinstance(raw, str) and len(raw.strip()) > 2 * MOST_DIGITS
+        value = None if is_long and _WHOLE.fullmatch(raw.strip()) else int(raw)
     except (TypeError, ValueError, OverflowError):
         raise ValueError("a whole number") from None
+    if value is None or abs(value) >= 10**MOST_DIGITS:
+        raise ValueError(f"a whole number of at most {MOST_DIGITS} digits")
+    return value
 
 
 def _convert_float(raw: Any) -> float:

@@ -43,7 +43,7 @@ def problems(folder: Path, text: str) -> list[str]:
             "base: {lr: 1}\nreport:\n  - verdict\n  - phase\n",
             "mine.yaml:4: report: no such section 'phase': did you mean phases?",
         ),
-        ("base:\n  lr: -1\n", "mine.yaml:2: base.lr: must be above 0, got -1.0"),
+        ("base:\n  lr: -1\n", "mine.yaml:2: base.lr: must be above 0 and at most 1e+09, got -1.0"),
         (
             "grid:\n  batch_size: [8, many]\n",
             "mine.yaml:2: grid.batch_size: must be a whole number, got 'many'",
@@ -99,6 +99,40 @@ def problems(folder: Path, text: str) -> list[str]:
         ),
         ("base: {seed: 1}\nrepeats: 0\n",
          "mine.yaml:2: repeats: must be a number of 1 to 1000, got 0"),
+        (
+            "repeats: 3\nbase:\n  seed: 9223372036854775807\n",
+            "mine.yaml:3: base.seed: must be at most 9223372036854775805 with 3 repeats,"
+            " got 9223372036854775807",
+        ),
+        (
+            "base:\n  seed: " + "9" * 5000 + "\n",
+            "mine.yaml:2: base.seed: must be a number of at most 19 digits,"
+            " got '" + "9" * 40 + "'... (5,000 characters)",
+        ),
+        (
+            "grid:\n  seed: [1, 0x" + "f" * 5000 + "]\n",
+            "mine.yaml:2: grid.seed: must be a number of at most 19 digits,"
+            " got '0x" + "f" * 38 + "'... (5,002 characters)",
+        ),
+        (
+            "base: {seed: 1}\nrepeats: " + "9" * 5000 + "\n",
+            "mine.yaml:2: repeats: must be a number of at most 19 digits,"
+            " got '" + "9" * 40 + "'... (5,000 characters)",
+        ),
+        (
+            "base:\n  options: {every: 0x" + "f" * 5000 + "}\n",
+            "mine.yaml:2: base.options.every: must be a number of at most 19 digits,"
+            " got '0x" + "f" * 38 + "'... (5,002 characters)",
+        ),
+        (
+            'base:\n  "a\\nb": 1\n',
+            "mine.yaml:2: base: no such setting 'a\\nb': docs/config.md lists all of them",
+        ),
+        (
+            "base:\n  " + "k" * 300 + ": 1\n",
+            "mine.yaml:2: base: no such setting '" + "k" * 40 + "'... (300 characters):"
+            " docs/config.md lists all of them",
+        ),
         ("base: {seed: 1}\norder: random\n",
          "mine.yaml:2: order: must be interleaved or sequential, got 'random'"),
         ("base:\n  seed: 1\n  seed: 2\n", "mine.yaml:3: base: 'seed' is given twice"),
@@ -172,6 +206,38 @@ def test_all_problems_are_told_at_once_in_the_order_of_the_file(tmp_path: Path) 
 def test_a_file_that_is_no_plain_yaml_is_refused(text: str, told: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=told):
         planned(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("content", "scale", "message"),
+    [
+        (
+            b"# a comment\nbase:\n  model: soft\xffmax\n",
+            None,
+            "mine.yaml:3: not UTF-8 text: byte 0xff (invalid start byte)",
+        ),
+        (b"", None, "mine.yaml:1: the file is empty"),
+        (
+            b"# a comment\nbase: {seed: 1}\n",
+            "quick",
+            "mine.yaml:2: the study has no scales: leave --scale out",
+        ),
+        (
+            b"base: {seed: 1}\nscales:\n  full: {repeats: 2}\n",
+            "quick",
+            "mine.yaml:2: scales: no scale 'quick': leave --scale out",
+        ),
+    ],
+    ids=["not UTF-8", "empty", "no scales", "no such scale"],
+)
+def test_a_problem_of_the_whole_file_has_a_line_number(
+    content: bytes, scale: str | None, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(content)
+    with pytest.raises(UsageError) as caught:
+        load(path, scale)
+    assert str(caught.value) == f"{tmp_path}/{message}"
 
 
 def test_aliases_cannot_make_a_small_file_large(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib
 import io
 import logging
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 
 from paceline import __version__
 from paceline.cli.parser import Parser
-from paceline.errors import PacelineError, nearest
+from paceline.errors import PacelineError, UsageError, nearest, one_line, shown
 
 COMMANDS = {
     "demo": "demo",
@@ -55,6 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output has gone (`paceline list | head`): nobody is left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        # Any of a command's paths can be one that no file system takes.
+        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise
+        _complain(f"{os.strerror(error.errno)}: {shown(error.filename)}")
+        return UsageError.exit_code
 
 
 def _print_whatever_comes() -> None:
@@ -84,7 +91,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         if argv[0] not in ("-h", "--help", "--version"):
             parser.unknown(argv[0])
     elif argv[0] not in COMMANDS:
-        parser.error(f"unknown command {argv[0]!r}: {nearest(argv[0], COMMANDS)}")
+        parser.error(f"unknown command {shown(argv[0])}: {nearest(argv[0], COMMANDS)}")
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         command.unknown(unknown[0])
@@ -93,7 +100,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def _complain(message: str) -> None:
     for line in message.splitlines() or [""]:
-        sys.stderr.write(f"paceline: error: {line}\n")
+        sys.stderr.write(f"paceline: error: {one_line(line)}\n")
 
 
 class _Notices(logging.Handler):

@@ -7,8 +7,15 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from paceline.cluster_spec import MOST_LATENCY_SECONDS, MOST_NODES, ClusterSpec, parse
-from paceline.errors import ClusterError, ConfigError, UsageError
+from paceline.cluster_spec import (
+    LEAST_CPUS,
+    MOST_CPUS,
+    MOST_LATENCY_SECONDS,
+    MOST_NODES,
+    ClusterSpec,
+    parse,
+)
+from paceline.errors import ClusterError, ConfigError, UsageError, shown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,10 +28,10 @@ SUMMARY = "make and use an emulated cluster: nodes with shaped links and shares 
 DEFAULT_NAME = "default"
 WANTED = {
     "nodes": f"1 to {MOST_NODES}",
-    "cpus": "a number of cores above 0, such as 0.5",
-    "bandwidth": "a rate such as 1gbit, or with others for some nodes 1gbit/3:100mbit",
-    "latency": f"a time such as 200us or 2ms, at most {MOST_LATENCY_SECONDS:g}s",
-    "slow": "node:part with parts of at most 1, such as 3:0.25 or 2:0.5/3:0.25",
+    "cpus": f"a number of cores of {LEAST_CPUS:g} to {MOST_CPUS}, such as 0.5",
+    "bandwidth": "a rate of 1kbit to 1000gbit, or with others for some nodes 1gbit/3:100mbit",
+    "latency": f"a time such as 200us or 2ms, 1us to {MOST_LATENCY_SECONDS:g}s",
+    "slow": f"node:part with parts of {LEAST_CPUS:g} to 1, such as 3:0.25 or 2:0.5/3:0.25",
 }
 """What a cluster is described by, and what would do for each."""
 BUSY_CORES = 0.25
@@ -88,7 +95,7 @@ def _spec(given: dict[str, str]) -> ClusterSpec:
         # A comma would begin another key's value.
         if "," in value or not _is_spec(text):
             below = f" (nodes below {given['nodes']})" if has_nodes and ":" in value else ""
-            problems.append(f"--{key}: must be {WANTED[key]}{below}, got {value!r}")
+            problems.append(f"--{key}: must be {WANTED[key]}{below}, got {shown(value)}")
     if problems:
         raise ConfigError(problems)
     return parse(",".join(f"{key}={value}" for key, value in given.items()))
@@ -132,7 +139,7 @@ def _name_and_words(name: str | None, rest: list[str]) -> tuple[str | None, list
     options = [flag, value, *rest[1:end]] if value else rest[:end]
     if len(options) != 2 or options[0] != "--name" or end == len(rest):
         raise UsageError(
-            f"cannot run {rest[0]!r}: paceline cluster exec [--name NAME] NODE -- COMMAND ..."
+            f"cannot run {shown(rest[0])}: paceline cluster exec [--name NAME] NODE -- COMMAND ..."
         )
     return options[1], rest[end + 1 :]
 

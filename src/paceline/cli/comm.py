@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from paceline.cli.flags import add_config_flags, given_flags
-from paceline.errors import RecordsError, UsageError
+from paceline.errors import RecordsError, UsageError, shown
 
 SUMMARY = "measure all-reduce and friends by size, algorithm and communicator"
 
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             value: float | None = None if text is None else convert(kind, text)
         except ValueError as error:
-            raise UsageError(f"{flag}: must be {error}, got {text!r}") from None
+            raise UsageError(f"{flag}: must be {error}, got {shown(text)}") from None
         return value
 
     repeats = number("--repeats", int, arguments.repeats)
@@ -122,4 +122,4 @@ def _check_files(arguments: argparse.Namespace) -> None:
         if name and Path(name).is_dir():
             raise RecordsError(f"{flag}: {name} is a folder: give a file in it")
     if arguments.figure and Path(arguments.figure).suffix.lower() not in FIGURE_SUFFIXES:
-        raise UsageError(f"--figure: must end in .svg or .png, got {arguments.figure!r}")
+        raise UsageError(f"--figure: must end in .svg or .png, got {shown(arguments.figure)}")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
 import re
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from paceline.errors import UsageError, nearest
+from paceline.errors import UsageError, bare, nearest, shown
 
 _MISSING = re.compile(r"the following arguments are required: (?P<names>.*)")
 _OF_ARGUMENT = re.compile(r"argument (?P<name>\S+): (?P<what>.*)", re.DOTALL)
-_CHOICE = re.compile(r"invalid choice: '?(?P<value>.*?)'? \(")
+_CHOICE = re.compile(r"invalid choice: (?P<value>.*) \(choose from", re.DOTALL)
 _NUMBER = re.compile(r"invalid int value: (?P<value>.*)")
 _NO_VALUE = re.compile(r"ignored explicit argument (?P<value>.*)")
 
@@ -30,14 +31,14 @@ class Parser(argparse.ArgumentParser):
     def unknown(self, word: str) -> NoReturn:
         """Refuse what no argument takes."""
         if not word.startswith("-"):
-            self.error(f"unexpected word {word!r}: see `{self.prog} --help`")
+            self.error(f"unexpected word {shown(word)}: see `{self.prog} --help`")
         flag = word.partition("=")[0]
         names = [name[2:] for name in self._flags() if name.startswith("--")]
         near = [name for name in names if name.startswith(flag[2:])] if flag[2:] else []
         near = near[:3] or difflib.get_close_matches(flag.lstrip("-"), names, n=1)
         meant = " or ".join(f"--{name}" for name in near)
         hint = f"did you mean {meant}?" if meant else f"see `{self.prog} --help`"
-        self.error(f"unknown flag {flag}: {hint}")
+        self.error(f"unknown flag {bare(flag)}: {hint}")
 
     def _flags(self) -> Iterator[str]:
         for action in self._actions:
@@ -69,17 +70,26 @@ class Parser(argparse.ArgumentParser):
 def _told(action: argparse.Action, what: str) -> str:
     name = _name(action)
     if choice := _CHOICE.match(what):
+        value = _given(choice["value"])
         if action.option_strings:
-            return f"{name}: must be {_wanted(action)}, got {choice['value']!r}"
+            return f"{name}: must be {_wanted(action)}, got {shown(value)}"
         known = map(str, action.choices or ())
-        return f"unknown {name.lower()} {choice['value']!r}: {nearest(choice['value'], known)}"
+        return f"unknown {name.lower()} {shown(value)}: {nearest(value, known)}"
     if number := _NUMBER.match(what):
-        return f"{name}: must be a whole number, got {number['value']}"
+        return f"{name}: must be a whole number, got {shown(_given(number['value']))}"
     if given := _NO_VALUE.match(what):
-        return f"{name}: takes no value, got {given['value']}"
+        return f"{name}: takes no value, got {shown(_given(given['value']))}"
     if what.startswith("expected"):
         return f"{name} needs a value: {_wanted(action)}"
     return f"{name}: {what}"
+
+
+def _given(quoted: str) -> str:
+    """The text that argparse quoted as Python does."""
+    try:
+        return str(ast.literal_eval(quoted))
+    except (SyntaxError, ValueError):
+        return quoted
 
 
 def _name(action: argparse.Action) -> str:

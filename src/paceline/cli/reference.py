@@ -36,17 +36,8 @@ def _row(item: dataclasses.Field[Any]) -> str:
 def _value(item: dataclasses.Field[Any], option: Option) -> str:
     if type_of(item) is bool:
         return f"on, or off as `--no-{flag_of(item.name)[2:]}`"
-    limits = [
-        f"{word} {limit:g}"
-        for word, limit in (
-            ("at least", option.minimum),
-            ("above", option.above),
-            ("at most", option.maximum),
-        )
-        if limit is not None
-    ]
     kind = "`KEY=VALUE`" if type_of(item) == dict[str, str] else f"`{metavar(item)}`"
-    return ", ".join([kind, *limits])
+    return ", ".join([kind, *option.limits.texts()])
 
 
 def _default(item: dataclasses.Field[Any]) -> str:

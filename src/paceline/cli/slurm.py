@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cli.flags import add_config_flags, add_control_flags, given_flags
 from paceline.config import RunConfig, flag_of, from_mapping, words_of
-from paceline.errors import ConfigError, RecordsError, RunError, StoppedError
+from paceline.errors import ConfigError, RecordsError, RunError, StoppedError, bare, shown
 
 if TYPE_CHECKING:
     from paceline.launch.slurm import Job, Request
@@ -106,14 +106,16 @@ def _with_counts(arguments: argparse.Namespace, values: dict[str, Any]) -> dict[
         asked = getattr(arguments, option)
         if asked is None:
             continue
-        if not asked.isdecimal() or not int(asked):
-            problems.append(f"{flag_of(option)}: must be a number above 0, got {asked!r}")
+        if not asked.isdecimal() or not asked.strip("0"):
+            problems.append(f"{flag_of(option)}: must be a number above 0, got {shown(asked)}")
         elif values.setdefault(name, asked) != asked:
-            problems.append(f"{flag_of(name)}: {flag_of(option)} is {asked}, got {values[name]}")
+            problems.append(
+                f"{flag_of(name)}: {flag_of(option)} is {bare(asked)}, got {bare(values[name])}"
+            )
     if arguments.time is not None and not TIME.fullmatch(arguments.time):
         problems.append(
             "--time: must be minutes, hours:minutes:seconds or days-hours:minutes:seconds,"
-            f" got {arguments.time!r}"
+            f" got {shown(arguments.time)}"
         )
     if problems:
         raise ConfigError(problems)

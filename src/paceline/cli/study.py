@@ -58,11 +58,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _repeats(text: str | None) -> int | None:
-    from paceline.errors import UsageError
+    from paceline.errors import UsageError, shown
 
-    if text is not None and not (text.isdecimal() and 1 <= int(text) <= 1000):
-        raise UsageError(f"--repeats: must be 1 to 1000, got {text!r}")
-    return None if text is None else int(text)
+    if text is None:
+        return None
+    if text.isdecimal() and len(text) < 10 and 1 <= int(text) <= 1000:
+        return int(text)
+    raise UsageError(f"--repeats: must be 1 to 1000, got {shown(text)}")
 
 
 def run_study(

@@ -7,7 +7,7 @@ import contextlib
 from importlib.util import find_spec
 from pathlib import Path
 
-from paceline.errors import UsageError
+from paceline.errors import UsageError, shown
 
 DEFAULT_FOLDER = "runs"
 SUMMARY = "watch runs, read reports and compare in the browser"
@@ -26,6 +26,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if not 0 <= arguments.port <= 65535:
+        raise UsageError(f"--port: must be 0 to 65535, got {shown(arguments.port)}")
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
         raise UsageError(f"the page needs {' and '.join(missing)}: pip install 'paceline[ui]'")

@@ -16,15 +16,14 @@ from torch.nn.functional import pad
 
 from paceline.codec.codec import Codec, Exchange, Shapes, State, WireBytes, gathered, pack, unpack
 from paceline.codec.feedback import ErrorFeedback
-from paceline.errors import ConfigError
+from paceline.values import check_option
 
 LARGEST_CODE = 127
 
 
 class Int8(Codec):
     def __init__(self, *, chunk: int = 1024) -> None:
-        if chunk < 1:
-            raise ConfigError([f"-o chunk: must be at least 1, got {chunk}"])
+        check_option("chunk", chunk, minimum=1, maximum=10**16)
         self.chunk = chunk
         self._feedback = ErrorFeedback()
 

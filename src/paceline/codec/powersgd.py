@@ -29,13 +29,13 @@ from torch.nn.functional import pad
 
 from paceline.codec.codec import Codec, Exchange, Shapes, State, WireBytes, summed
 from paceline.codec.feedback import ErrorFeedback, copied
-from paceline.errors import CheckpointError, ConfigError
+from paceline.errors import CheckpointError
+from paceline.values import check_option
 
 
 class PowerSGD(Codec):
     def __init__(self, *, rank: int = 2) -> None:
-        if rank < 1:
-            raise ConfigError([f"-o rank: must be at least 1, got {rank}"])
+        check_option("rank", rank, minimum=1, maximum=10**6)
         self.rank = rank
         self._feedback = ErrorFeedback()
         self._starts: dict[str, Tensor] = {}

@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.codec.codec import Codec, Exchange, Shapes, State, WireBytes, gathered, pack, unpack
 from paceline.codec.feedback import ErrorFeedback
 from paceline.errors import ConfigError
+from paceline.values import check_option
 
 INDEX_TYPE = torch.int32
 LARGEST_GRADIENT = torch.iinfo(INDEX_TYPE).max
@@ -21,8 +22,7 @@ LARGEST_GRADIENT = torch.iinfo(INDEX_TYPE).max
 
 class TopK(Codec):
     def __init__(self, *, ratio: float = 0.01) -> None:
-        if not 0 < ratio <= 1:
-            raise ConfigError([f"-o ratio: must be above 0 and at most 1, got {ratio}"])
+        check_option("ratio", ratio, above=0, maximum=1)
         self.ratio = ratio
         self._feedback = ErrorFeedback()
 

@@ -7,13 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from paceline import cluster_spec
 from paceline.config.option import flag_of, option_of
-from paceline.values import convert
+from paceline.errors import shown
+from paceline.values import Limits, convert
 
 if TYPE_CHECKING:
     from paceline.config.run_config import RunConfig
 
-LARGEST_COUNT = 2**63 - 1
-"""Of any whole number: what torch can hold."""
+MOST_MACHINES = 10_000
+MOST_EPOCHS = 10**6
+HIGHEST_RATE = 1e9
+SHARE = Limits(minimum=1e-6, maximum=1e6)
+SLOWNESS = Limits(minimum=1, maximum=1000)
+SHORTEST_SAMPLE_SECONDS = 0.01
 
 
 def check_alone(item: dataclasses.Field[Any], value: Any) -> list[str]:
@@ -21,20 +26,12 @@ def check_alone(item: dataclasses.Field[Any], value: Any) -> list[str]:
     option, flag = option_of(item), flag_of(item.name)
     for part in value if isinstance(value, tuple) else (value,):
         if option.choices and part not in option.choices:
-            return [f"{flag}: must be one of {', '.join(option.choices)}, got {part!r}"]
+            return [f"{flag}: must be one of {', '.join(option.choices)}, got {shown(part)}"]
     if isinstance(value, bool) or not isinstance(value, int | float):
         return []
-    wanted = []
-    if option.minimum is not None and value < option.minimum:
-        wanted.append(f"at least {option.minimum}")
-    if option.above is not None and value <= option.above:
-        wanted.append(f"above {option.above}")
-    if option.below is not None and value >= option.below:
-        wanted.append(f"below {option.below}")
-    most = LARGEST_COUNT if option.maximum is None and isinstance(value, int) else option.maximum
-    if most is not None and value > most:
-        wanted.append(f"at most {most}")
-    return [f"{flag}: must be {' and '.join(wanted)}, got {value}"] if wanted else []
+    if option.limits.allow(value):
+        return []
+    return [f"{flag}: must be {option.limits}, got {shown(value)}"]
 
 
 def check_together(config: RunConfig) -> list[str]:
@@ -56,16 +53,23 @@ def check_together(config: RunConfig) -> list[str]:
         problems.append("--nesterov: needs --optimizer sgd with a momentum above 0")
     if (config.schedule == "steps") != bool(config.lr_steps):
         problems.append("--lr-steps and --schedule steps: give both or neither")
-    problems += [
-        f"{flag_of(item.name)}: must not be empty"
-        for item in dataclasses.fields(config)
-        if getattr(config, item.name) == ""
-    ]
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if value == "":
+            problems.append(f"{flag_of(item.name)}: must not be empty")
+        if isinstance(value, str) and "\0" in value:
+            # No file, address or module can have such a name.
+            problems.append(f"{flag_of(item.name)}: must not contain a null character")
+    if 0 < config.sample_seconds < SHORTEST_SAMPLE_SECONDS:
+        problems.append(
+            f"--sample-seconds: must be 0 for none, or at least {SHORTEST_SAMPLE_SECONDS:g},"
+            f" got {config.sample_seconds:g}"
+        )
     problems += _check_lr_steps(config.lr_steps)
     problems += _check_workers(config)
     problems += _check_machines(config)
     if config.name and not _is_plain(config.name):
-        problems.append(f"--name: must be a plain folder name, got {config.name!r}")
+        problems.append(f"--name: must be a plain folder name, got {shown(config.name)}")
     return problems
 
 
@@ -73,19 +77,19 @@ def _check_workers(config: RunConfig) -> list[str]:
     """Shares and slowness must be those of the workers that there are."""
     problems = []
     if config.shares and config.shares != ("auto",):
-        numbers = [_number_or_none(text) for text in config.shares]
-        if len(numbers) != config.workers or not all(number and number > 0 for number in numbers):
+        numbers = [_number_within(text, SHARE) for text in config.shares]
+        if len(numbers) != config.workers or None in numbers:
             problems.append(
-                f"--shares: must be auto or {config.workers} numbers above 0, one for each"
-                f" worker, got {','.join(config.shares)!r}"
+                f"--shares: must be auto or {config.workers} numbers, one for each worker, each"
+                f" {SHARE}, got {shown(','.join(config.shares))}"
             )
     for text in config.slow:
         rank, _, factor = text.partition("=")
-        number = _number_or_none(factor)
-        if not rank.isdecimal() or int(rank) >= config.workers or number is None or number < 1:
+        ranks = Limits(minimum=0, below=config.workers)
+        if whole_within(rank, ranks) is None or _number_within(factor, SLOWNESS) is None:
             problems.append(
                 f"--slow: must be rank=factor with a rank below {config.workers} and a factor"
-                f" of at least 1, got {text!r}"
+                f" of {SLOWNESS}, got {shown(text)}"
             )
     return problems
 
@@ -101,7 +105,10 @@ def _check_machines(config: RunConfig) -> list[str]:
         if count and is_wrong:
             problems.append(f"--nnodes: {flag} has {count} machines, got {config.nnodes}")
     if config.elastic is not None and config.elastic_limits is None:
-        problems.append(f"--elastic: must be fewest:most such as 2:4, got {config.elastic!r}")
+        problems.append(
+            f"--elastic: must be fewest:most such as 2:4, at most {MOST_MACHINES},"
+            f" got {shown(config.elastic)}"
+        )
     return problems
 
 
@@ -112,9 +119,13 @@ def nodes_in(cluster: str | None) -> int:
 def _check_lr_steps(steps: tuple[str, ...]) -> list[str]:
     for step in steps:
         rate, _, epochs = step.partition(":")
-        height, length = _number_or_none(rate), _number_or_none(epochs)
-        if height is None or length is None or height < 0 or length <= 0:
-            return [f"--lr-steps: must be rate:epochs pairs such as 1e-2:10,1e-3:10, got {step!r}"]
+        height = _number_within(rate, Limits(minimum=0, maximum=HIGHEST_RATE))
+        length = _number_within(epochs, Limits(above=0, maximum=MOST_EPOCHS))
+        if height is None or length is None:
+            return [
+                "--lr-steps: must be rate:epochs pairs such as 1e-2:10,1e-3:10, with rates of at"
+                f" most {HIGHEST_RATE:g} and at most {MOST_EPOCHS:g} epochs, got {shown(step)}"
+            ]
     return []
 
 
@@ -123,8 +134,18 @@ def _is_plain(name: str) -> bool:
     return bool(name) and name.isprintable() and "/" not in name and not name.startswith(".")
 
 
-def _number_or_none(text: str) -> float | None:
+def _number_within(text: str, limits: Limits) -> float | None:
     try:
-        return float(convert(float, text))
+        number = float(convert(float, text))
     except ValueError:
         return None
+    return number if limits.allow(number) else None
+
+
+def whole_within(text: str, limits: Limits) -> int | None:
+    """A whole number of plain digits, if it is within the limits."""
+    try:
+        number = int(convert(int, text)) if text.isdecimal() else None
+    except ValueError:
+        return None
+    return number if number is not None and limits.allow(number) else None

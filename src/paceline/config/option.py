@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.values import Limits
+
 GROUPS = {
     "task": "What to train",
     "budget": "How long, and in what batches",
@@ -33,6 +35,10 @@ class Option:
     """Whether a resumed run may differ from the original here."""
     short: str | None = None
     """A one-letter flag."""
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.minimum, self.maximum, self.above, self.below)
 
 
 def described(default: Any, group: str, doc: str, **limits: Any) -> Any:

@@ -9,14 +9,16 @@ from paceline import cluster_spec
 from paceline.config.checks import check_alone, nodes_in
 from paceline.config.option import flag_of, option_of
 from paceline.config.run_config import RunConfig, fields, type_of
-from paceline.errors import ConfigError, nearest
+from paceline.errors import ConfigError, nearest, shown
 from paceline.values import convert
 
 
 def from_mapping(values: Mapping[str, Any]) -> RunConfig:
     """A config from text or YAML values by field name; every problem is reported at once."""
     known = {item.name: item for item in fields()}
-    problems = [f"no such setting {name!r}: {_hint(name)}" for name in values if name not in known]
+    problems = [
+        f"no such setting {shown(name)}: {_hint(name)}" for name in values if name not in known
+    ]
     converted: dict[str, Any] = {}
     for name, raw in values.items():
         if name in known:
@@ -24,11 +26,11 @@ def from_mapping(values: Mapping[str, Any]) -> RunConfig:
                 converted[name] = _convert(type_of(known[name]), raw)
             except _UnfitError as unfit:
                 flag = option_of(known[name]).short or flag_of(name)
-                problems.append(f"{flag}: must be {unfit.wanted}, got {unfit.raw!r}")
+                problems.append(f"{flag}: must be {unfit.wanted}, got {shown(unfit.raw)}")
             else:
                 # An empty list is how files say none; a flag that is given is meant to say some.
                 if converted[name] == () and isinstance(raw, str):
-                    problems.append(f"{flag_of(name)}: must not be empty, got {raw!r}")
+                    problems.append(f"{flag_of(name)}: must not be empty, got {shown(raw)}")
     for name, value in converted.items():
         problems += check_alone(known[name], value)
     if converted.get("cluster"):

@@ -7,12 +7,26 @@ import typing
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from paceline.config.checks import check_alone, check_together
+from paceline.config.checks import (
+    HIGHEST_RATE,
+    MOST_EPOCHS,
+    MOST_MACHINES,
+    check_alone,
+    check_together,
+    whole_within,
+)
 from paceline.config.option import described
 from paceline.errors import ConfigError
+from paceline.values import LARGEST_INTEGER, Limits
 
 Every = int | Literal["epoch", "never"]
 """A cadence: a number of iterations, once an epoch, or never."""
+
+MOST_SAMPLES = 10**12
+MOST_ITERATIONS = 10**12
+LARGEST_BATCH = 10**9
+LONGEST_WAIT_SECONDS = 7 * 86_400.0
+"""A week."""
 
 DEFAULT_EPOCHS = 10
 DEFAULT_BATCH_SIZE = 64
@@ -35,10 +49,10 @@ class RunConfig:
         may_change=True,
     )
     train_samples: int | None = described(
-        None, "task", "use only the first so many training samples", minimum=1
+        None, "task", "use only the first so many training samples", minimum=1, maximum=MOST_SAMPLES
     )
     test_samples: int | None = described(
-        None, "task", "use only the first so many test samples", minimum=1
+        None, "task", "use only the first so many test samples", minimum=1, maximum=MOST_SAMPLES
     )
     augment: tuple[str, ...] = described(
         (),
@@ -51,6 +65,7 @@ class RunConfig:
         "task",
         "a set larger than this is memory-mapped instead of held in memory",
         minimum=0,
+        maximum=2**30,
         may_change=True,
     )
 
@@ -59,22 +74,37 @@ class RunConfig:
         "budget",
         f"passes over the training set (default: {DEFAULT_EPOCHS})",
         minimum=1,
+        maximum=MOST_EPOCHS,
         may_change=True,
     )
     iterations: int | None = described(
-        None, "budget", "weight updates, instead of --epochs", minimum=1, may_change=True
+        None,
+        "budget",
+        "weight updates, instead of --epochs",
+        minimum=1,
+        maximum=MOST_ITERATIONS,
+        may_change=True,
     )
     batch_size: int | None = described(
         None,
         "budget",
         f"samples in one update over all workers (default: {DEFAULT_BATCH_SIZE})",
         minimum=1,
+        maximum=LARGEST_BATCH,
     )
     batch_per_worker: int | None = described(
-        None, "budget", "samples in one update of each worker, instead of --batch-size", minimum=1
+        None,
+        "budget",
+        "samples in one update of each worker, instead of --batch-size",
+        minimum=1,
+        maximum=LARGEST_BATCH,
     )
     accumulate: int = described(
-        1, "budget", "parts that a worker's batch is computed in, to save memory", minimum=1
+        1,
+        "budget",
+        "parts that a worker's batch is computed in, to save memory",
+        minimum=1,
+        maximum=10**6,
     )
     reshuffle: bool = described(
         True, "budget", "a new order of samples each epoch; without it all repeat the first"
@@ -84,9 +114,12 @@ class RunConfig:
         "budget",
         "evaluate on the test set every so many iterations; always at the end",
         minimum=1,
+        maximum=MOST_ITERATIONS,
         may_change=True,
     )
-    eval_batch_size: int = described(1000, "budget", "samples in one evaluation batch", minimum=1)
+    eval_batch_size: int = described(
+        1000, "budget", "samples in one evaluation batch", minimum=1, maximum=LARGEST_BATCH
+    )
     target_accuracy: float | None = described(
         None,
         "budget",
@@ -98,18 +131,26 @@ class RunConfig:
 
     optimizer: str = described("sgd", "optimiser", "update rule", choices=("sgd", "adam", "adamw"))
     lr: float = described(
-        0.01, "optimiser", "learning rate before schedule, warm-up and scaling", above=0
+        0.01,
+        "optimiser",
+        "learning rate before schedule, warm-up and scaling",
+        above=0,
+        maximum=HIGHEST_RATE,
     )
     momentum: float = described(0.9, "optimiser", "momentum of sgd", minimum=0, maximum=1)
     nesterov: bool = described(False, "optimiser", "Nesterov's form of momentum")
-    weight_decay: float = described(0.0, "optimiser", "weight decay; decoupled in adamw", minimum=0)
+    weight_decay: float = described(
+        0.0, "optimiser", "weight decay; decoupled in adamw", minimum=0, maximum=1e6
+    )
     beta1: float = described(
         0.9, "optimiser", "adam's and adamw's first decay rate", minimum=0, below=1
     )
     beta2: float = described(
         0.999, "optimiser", "adam's and adamw's second decay rate", minimum=0, below=1
     )
-    epsilon: float = described(1e-8, "optimiser", "adam's and adamw's epsilon", above=0)
+    epsilon: float = described(
+        1e-8, "optimiser", "adam's and adamw's epsilon", above=0, maximum=1e6
+    )
     schedule: str = described(
         "constant",
         "optimiser",
@@ -124,7 +165,7 @@ class RunConfig:
         "optimiser",
         "epochs over which the rate rises from zero",
         minimum=0,
-        maximum=1e6,
+        maximum=MOST_EPOCHS,
     )
     lr_scaling: str = described(
         "none",
@@ -133,10 +174,14 @@ class RunConfig:
         choices=("none", "linear", "sqrt"),
     )
     base_batch_size: int = described(
-        64, "optimiser", "the batch that --lr is meant for, with --lr-scaling", minimum=1
+        64,
+        "optimiser",
+        "the batch that --lr is meant for, with --lr-scaling",
+        minimum=1,
+        maximum=LARGEST_BATCH,
     )
     clip_norm: float | None = described(
-        None, "optimiser", "largest global norm of the gradient", above=0
+        None, "optimiser", "largest global norm of the gradient", above=0, maximum=1e9
     )
     label_smoothing: float = described(
         0.0, "optimiser", "share of the target spread over all classes", minimum=0, maximum=1
@@ -173,6 +218,7 @@ class RunConfig:
         "numerics",
         "seed of initial weights, order and augmentation",
         minimum=0,
+        maximum=LARGEST_INTEGER,
     )
 
     strategy: str = described(
@@ -207,12 +253,19 @@ class RunConfig:
         (), "strategy", "slow workers down on purpose, as rank=factor pairs such as 1=2,3=1.5"
     )
 
-    nnodes: int = described(1, "processes", "machines that take part", minimum=1, may_change=True)
+    nnodes: int = described(
+        1, "processes", "machines that take part", minimum=1, maximum=MOST_MACHINES, may_change=True
+    )
     nproc_per_node: int = described(
-        1, "processes", "workers on each machine", minimum=1, may_change=True
+        1, "processes", "workers on each machine", minimum=1, maximum=1024, may_change=True
     )
     node_rank: int = described(
-        0, "processes", "which of the machines this is", minimum=0, may_change=True
+        0,
+        "processes",
+        "which of the machines this is",
+        minimum=0,
+        maximum=MOST_MACHINES - 1,
+        may_change=True,
     )
     master_addr: str = described(
         "127.0.0.1", "processes", "address of the first machine", may_change=True
@@ -252,16 +305,27 @@ class RunConfig:
         may_change=True,
     )
     max_restarts: int = described(
-        3, "processes", "restarts after failures, with --elastic or Ray", minimum=0, may_change=True
+        3,
+        "processes",
+        "restarts after failures, with --elastic or Ray",
+        minimum=0,
+        maximum=10**4,
+        may_change=True,
     )
     rendezvous_seconds: float = described(
-        60.0, "processes", "how long workers wait for one another to come", above=0, may_change=True
+        60.0,
+        "processes",
+        "how long workers wait for one another to come",
+        minimum=0.1,
+        maximum=LONGEST_WAIT_SECONDS,
+        may_change=True,
     )
     timeout_seconds: float = described(
         300.0,
         "processes",
         "how long a worker waits for an answer before the run fails",
-        above=0,
+        minimum=0.1,
+        maximum=LONGEST_WAIT_SECONDS,
         may_change=True,
     )
 
@@ -270,10 +334,16 @@ class RunConfig:
         "checkpoints",
         "write a checkpoint every so many iterations",
         minimum=1,
+        maximum=MOST_ITERATIONS,
         may_change=True,
     )
     checkpoint_keep: int = described(
-        2, "checkpoints", "how many of the newest to keep", minimum=1, may_change=True
+        2,
+        "checkpoints",
+        "how many of the newest to keep",
+        minimum=1,
+        maximum=10**6,
+        may_change=True,
     )
     checkpoint_mode: str = described(
         "sync",
@@ -292,6 +362,7 @@ class RunConfig:
         "records",
         "seconds between samples of CPU, memory and network; 0 takes none",
         minimum=0,
+        maximum=86_400.0,
         may_change=True,
     )
     trace: int = described(
@@ -314,9 +385,9 @@ class RunConfig:
     def elastic_limits(self) -> tuple[int, int] | None:
         """The fewest and the most machines of an elastic run."""
         fewest, _, most = (self.elastic or "").partition(":")
-        if not fewest.isdecimal() or not most.isdecimal() or not 1 <= int(fewest) <= int(most):
-            return None
-        return int(fewest), int(most)
+        machines = Limits(minimum=1, maximum=MOST_MACHINES)
+        low, high = whole_within(fewest, machines), whole_within(most, machines)
+        return None if low is None or high is None or low > high else (low, high)
 
     @property
     def share_weights(self) -> list[float]:

@@ -51,5 +51,5 @@ def succeed_together(communicator: Communicator, action: Callable[[], T]) -> T:
     refusals = gather_json(communicator, refusal)
     told = broadcast_json(communicator, next(filter(None, refusals or []), None))
     if told is not None:
-        raise UsageError(told)
+        raise ConfigError.from_text(told)
     return result  # type: ignore[return-value]  # the action succeeded, here as everywhere

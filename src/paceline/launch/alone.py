@@ -7,7 +7,7 @@ import os
 from paceline.comm.in_process import Hub
 from paceline.comm.place import ALONE
 from paceline.config import RunConfig
-from paceline.errors import UsageError
+from paceline.errors import ConfigError, UsageError
 from paceline.launch.outcome import Outcome
 from paceline.launch.result import write_result
 from paceline.measure.clock import PhaseClock
@@ -63,7 +63,7 @@ def _train(
         for file in (folder.events_file(0), folder.resources_file(0)):
             file.unlink(missing_ok=True)
         folder.discard()
-        raise UsageError(report.cause)
+        raise ConfigError.from_text(report.cause or "")
     if trouble:
         report.warnings.append(trouble)
     result = write_result(config, folder, [report])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.errors import PacelineError, RunError, StoppedError, UsageError
+from paceline.errors import ConfigError, PacelineError, RunError, StoppedError
 from paceline.records import SCHEMA, RunFolder, read_json, write_json
 from paceline.worker.report import WorkerReport
 
@@ -30,7 +30,10 @@ class Ending:
         return cls(cause, report.exit_code, report.status, report.is_echo, report.ended)
 
     def error(self) -> PacelineError:
-        kinds: dict[int, type[PacelineError]] = {2: UsageError, 130: StoppedError}
+        kinds: dict[int, Callable[[str], PacelineError]] = {
+            2: ConfigError.from_text,
+            130: StoppedError,
+        }
         return kinds.get(self.exit_code, RunError)(self.cause)
 
 

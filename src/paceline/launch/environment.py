@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 
 from paceline.comm.place import Place
-from paceline.errors import UsageError
+from paceline.errors import UsageError, shown
 
 
 def detect(variables: Mapping[str, str] = os.environ) -> Place | None:
@@ -90,5 +90,5 @@ def _number(variables: Mapping[str, str], name: str, default: int | None = None)
         return int(text or "")
     except ValueError:
         raise UsageError(
-            f"environment variable {name}: must be a whole number, got {text!r}"
+            f"environment variable {name}: must be a whole number, got {shown(text)}"
         ) from None

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Protocol, Self
 
-from paceline.errors import PacelineError, RunError, StoppedError, UsageError
+from paceline.errors import ConfigError, PacelineError, RunError, StoppedError, UsageError
 from paceline.launch.interruptions import Interruptions, signal_name
 from paceline.launch.node_process import NodeEnd, NodeProcess
 from paceline.launch.starter import BEAT_SECONDS
@@ -76,7 +76,10 @@ def error_of(fleet: Fleet, failure: NodeEnd, ends: Sequence[NodeEnd]) -> Pacelin
     """A failure by the words of its node where it had any."""
     if not failure.complaint:
         return fleet.explain(failure)
-    kinds: dict[int, type[PacelineError]] = {2: UsageError, 130: StoppedError}
+    kinds: dict[int, Callable[[str], PacelineError]] = {
+        2: ConfigError.from_text,
+        130: StoppedError,
+    }
     # What several tell is about the whole run, and not about one of them.
     others = (end for end in ends if end is not failure)
     is_shared = any(end.complaint == failure.complaint for end in others)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline import __version__
-from paceline.errors import ConfigError, PacelineError, RunError, UsageError
+from paceline.errors import ConfigError, PacelineError, RunError, UsageError, shown
 from paceline.launch.fleet import describe_end
 from paceline.launch.node_process import NodeEnd, open_node
 
@@ -55,9 +55,9 @@ class Host:
         # What begins with a dash, ssh would take for an option.
         is_name = re.fullmatch(r"[\w.:%][\w.:%-]*", address)
         if match is None or not is_name or not re.fullmatch(r"([\w.][\w.@+-]*)?", user):
-            raise ConfigError([f"--hosts: must be host, user@host or host:port, got {text!r}"])
+            raise ConfigError([f"--hosts: must be host, user@host or host:port, got {shown(text)}"])
         if at and not user:
-            raise ConfigError([f"--hosts: the user before @ is missing in {text!r}"])
+            raise ConfigError([f"--hosts: the user before @ is missing in {shown(text)}"])
         return cls(text, address, user or None, match[2] or match[4])
 
     def words(self) -> list[str]:

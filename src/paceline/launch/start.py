@@ -13,6 +13,7 @@ from paceline.errors import (
     RecordsError,
     UnknownNameError,
     UsageError,
+    shown,
 )
 from paceline.launch import alone, away, environment, member, team
 from paceline.launch.elastic.refusals import check_elastic
@@ -63,7 +64,7 @@ def resumed_config(original: RunConfig, changes: dict[str, Any], folder: RunFold
     changed = from_mapping({**values, **changes})
     problems = [
         f"{flag_of(item.name)}: a resumed run keeps its {getattr(original, item.name)!r},"
-        f" got {getattr(changed, item.name)!r}"
+        f" got {shown(getattr(changed, item.name))}"
         for item in fields()
         if item.name in changes
         and not option_of(item).may_change

@@ -11,7 +11,7 @@ from paceline import cluster_spec
 from paceline.comm import ALGORITHMS
 from paceline.comm.bus import BUS_FACTORS
 from paceline.config import RunConfig, from_mapping
-from paceline.errors import ConfigError, UsageError
+from paceline.errors import ConfigError, UsageError, shown
 from paceline.probe.sizes import LAST_BYTES, doubling, parse_size, parse_sizes
 
 OPERATIONS = tuple(BUS_FACTORS)
@@ -131,7 +131,7 @@ def make_plan(
     last = read("--max-size", parse_size, max_size, LAST_BYTES)
     link_rate = read("--link", cluster_spec.bits_per_second, link, None)
     if repeats is not None and not 1 <= repeats <= 10_000:
-        problems.append(f"--repeats: must be from 1 to 10000, got {repeats}")
+        problems.append(f"--repeats: must be from 1 to 10000, got {shown(repeats)}")
     for flag, value in (("--seconds", seconds), ("--most-seconds", most_seconds)):
         if not 0 < value <= 3600:
             problems.append(f"{flag}: must be above 0 and at most 3600, got {value:g}")
@@ -169,5 +169,7 @@ def _pick(
         return tuple(known)
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     unknown = [name for name in names if name not in known] if names else [text]
-    problems += [f"{flag}: must be some of {', '.join(known)}, got {name!r}" for name in unknown]
+    problems += [
+        f"{flag}: must be some of {', '.join(known)}, got {shown(name)}" for name in unknown
+    ]
     return names

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from paceline.errors import shown
+
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 LEAST_BYTES, MOST_BYTES = 4, 8 * 2**30
 FIRST_BYTES, LAST_BYTES = 2**10, 2**28
@@ -12,10 +14,10 @@ FIRST_BYTES, LAST_BYTES = 2**10, 2**28
 
 def parse_size(text: str) -> int:
     """Bytes; ValueError says what would do."""
-    match = re.fullmatch(r"([0-9]+)\s*([kmg]?)(i?b)?", text.strip().lower())
+    match = re.fullmatch(r"([0-9]{1,19})\s*([kmg]?)(i?b)?", text.strip().lower())
     size = int(match[1]) * UNITS[match[2]] if match else 0
     if not LEAST_BYTES <= size <= MOST_BYTES:
-        raise ValueError(f"a size from 4 to 8g such as 4k, 1m or 256m, got {text!r}")
+        raise ValueError(f"a size from 4 to 8g such as 4k, 1m or 256m, got {shown(text)}")
     return size
 
 

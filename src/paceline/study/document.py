@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from paceline.errors import UsageError, nearest
+from paceline.errors import UsageError, nearest, shown
 from paceline.study.located import Node, Problems
 
 SCALES = ("quick", "full")
@@ -31,10 +31,11 @@ class Document:
         scales = root.get("scales")
         given = [name for name in SCALES if scales is not None and scales.get(name)]
         if scale is not None and not given:
-            raise UsageError(f"{root.file} has no scales: leave --scale out")
+            raise UsageError(f"{root.where}: the study has no scales: leave --scale out")
         self.scale = scale or ("quick" if "quick" in given else "full")
         if self.scale not in (*given, "full"):
-            raise UsageError(f"{root.file} has no scale {self.scale!r}: leave --scale out")
+            place = scales or root
+            raise UsageError(f"{place.where}: no scale {self.scale!r}: leave --scale out")
         chosen = scales.get(self.scale) if scales else None
         self._layers = [root] if chosen is None else [root, chosen]
 
@@ -49,7 +50,7 @@ class Document:
             self.problems.add(scales, f"must be settings under {' and '.join(SCALES)}")
         for name, scale in scales.items() if scales else ():
             if name not in SCALES:
-                self.problems.add(scale, f"no such scale {name!r}: {nearest(name, SCALES)}")
+                self.problems.add(scale, f"no such scale {shown(name)}: {nearest(name, SCALES)}")
             if scale.content is not None:
                 self._check_keys(scale, SCALE_KEYS)
                 for part in self._parts_in(scale):
@@ -75,7 +76,7 @@ class Document:
         for key, value in node.items():
             if key not in known:
                 place = Node(None, value.file, value.line, node.path)
-                self.problems.add(place, f"no such key {key!r}: {nearest(key, known)}")
+                self.problems.add(place, f"no such key {shown(key)}: {nearest(key, known)}")
 
     def find(self, key: str, part: str | None = None) -> Node | None:
         """The value of the topmost layer that has the key; null there takes it away."""

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.errors import nearest
+from paceline.errors import bare, nearest, shown
 from paceline.study.located import Node, Problems
 from paceline.study.settings import FIELDS, as_text, check_key, is_setting
 
@@ -66,7 +66,7 @@ def read_axes(grid: Node | None, problems: Problems) -> tuple[Axis, ...]:
         for item in node.content:
             value = _read_value(name, item, problems)
             if value is not None and value.label in values:
-                problems.add(item, f"two values are called {value.label!r}")
+                problems.add(item, f"two values are called {shown(value.label)}")
             elif value is not None:
                 values[value.label] = value
         axes.append(Axis(name, tuple(values.values())))
@@ -178,7 +178,7 @@ def _read_excluded(axes: Sequence[Axis], exclude: Node | None, problems: Problem
             continue
         unclear = [name for name, _ in entry.items() if name not in known]
         for name in unclear:
-            problems.add(entry, f"no axis {name!r} in this grid: {nearest(name, known)}")
+            problems.add(entry, f"no axis {shown(name)} in this grid: {nearest(name, known)}")
         wanted = {
             name: {_label_of(item) for item in node.listed()}
             for name, node in entry.items()
@@ -187,7 +187,7 @@ def _read_excluded(axes: Sequence[Axis], exclude: Node | None, problems: Problem
         for name, labels in wanted.items():
             for label in sorted(labels - set(known[name])):
                 hint = nearest(label, known[name])
-                problems.add(entry, f"no value {label!r} on axis {name}: {hint}")
+                problems.add(entry, f"no value {shown(label)} on axis {bare(name)}: {hint}")
                 unclear.append(label)
         rules.append(_Rule(wanted, entry, not unclear))
     return rules

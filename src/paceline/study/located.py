@@ -14,7 +14,8 @@ import yaml
 from yaml.constructor import SafeConstructor
 from yaml.reader import ReaderError
 
-from paceline.errors import ConfigError, UsageError
+from paceline.errors import ConfigError, UsageError, bare, shown
+from paceline.values import MOST_DIGITS
 
 MOST_VALUES = 20_000
 """In one file: aliases of aliases could make any number of them out of a few lines."""
@@ -33,7 +34,7 @@ class Node:
 
     @property
     def where(self) -> str:
-        path = ".".join(self.path)
+        path = ".".join(map(bare, self.path))
         return f"{self.file}:{self.line}: {path}" if path else f"{self.file}:{self.line}"
 
     @property
@@ -86,17 +87,25 @@ class Problems:
 def read(path: Path, problems: Problems) -> Node:
     """The file as nodes; keys that are given twice are problems, broken YAML ends it at once."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        cause = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
-        raise UsageError(f"cannot read {path}: {cause}") from None
+        raw = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:  # a null byte in the name
+        raise UsageError(f"cannot read {path}: {error}") from None
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise UsageError(
+            f"{path}:{line}: not UTF-8 text: byte 0x{raw[error.start]:02x} ({error.reason})"
+        ) from None
     reader = _Reader(str(path), problems)
     try:
         loader = yaml.SafeLoader(text)
         try:
             root = loader.get_single_node()
             if root is None:
-                raise UsageError(f"{path} is empty")
+                raise UsageError(f"{path}:1: the file is empty")
             return reader.convert(root, ())
         except RecursionError:
             line = reader.line or loader.line + 1
@@ -139,7 +148,14 @@ class _Reader:
             value = self._scalars.construct_object(node)
         except (ArithmeticError, AttributeError, LookupError, ValueError):
             kind = node.tag.rpartition(":")[2]
-            self._tell(node, path, f"is no {kind}: {str(node.value)[:40]!r} (quote what is text)")
+            if kind == "int" and len(node.value) > MOST_DIGITS:
+                self._tell_too_long(node, path)
+            else:
+                text = f"is no {kind}: {shown(str(node.value))} (quote what is text)"
+                self._tell(node, path, text)
+            return None
+        if isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
+            self._tell_too_long(node, path)
             return None
         # A date, which no setting is, stays as it is written.
         return value if isinstance(value, str | bool | int | float | None) else str(node.value)
@@ -170,7 +186,7 @@ class _Reader:
                 self._tell(key, path, "a key must be a word")
             else:
                 if name in own:
-                    self._tell(key, path, f"{name!r} is given twice")
+                    self._tell(key, path, f"{shown(name)} is given twice")
                 own[name] = key, value
         return merged | own
 
@@ -181,6 +197,10 @@ class _Reader:
         if len(mappings) < len(listed):
             self._tell(value, path, "<< takes settings by name, or a list of such")
         return mappings
+
+    def _tell_too_long(self, node: yaml.Node, path: tuple[str, ...]) -> None:
+        got = shown(str(node.value))
+        self._tell(node, path, f"must be a number of at most {MOST_DIGITS} digits, got {got}")
 
     def _tell(self, node: yaml.Node, path: tuple[str, ...], text: str) -> None:
         self._problems.add(Node(None, self._file, node.start_mark.line + 1, path), text)

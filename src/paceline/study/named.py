@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from paceline.errors import UnknownNameError, nearest
+from paceline.errors import UnknownNameError, nearest, shown
 from paceline.registry import Entry
 
 CATALOGUE = Path(__file__).parent / "catalogue"
@@ -25,7 +25,9 @@ def find(given: str) -> Path:
         return path
     if given not in names():
         hint = nearest(given, names())
-        raise UnknownNameError(f"unknown study {given!r}: {hint}, or give a .yaml file of your own")
+        raise UnknownNameError(
+            f"unknown study {shown(given)}: {hint}, or give a .yaml file of your own"
+        )
     return CATALOGUE / f"{given}.yaml"
 
 

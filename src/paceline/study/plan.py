@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import RunConfig
-from paceline.errors import nearest
+from paceline.errors import bare, nearest, shown
 from paceline.study.document import Document
 from paceline.study.folder import Cell, Part, Study
 from paceline.study.grid import Point, expand, read_axes, slug, text_of
 from paceline.study.located import Node, Problems, read
 from paceline.study.sections import SECTION_NAMES
 from paceline.study.settings import Settings, check_key
+from paceline.values import LARGEST_INTEGER
 
 ORDERS = ("interleaved", "sequential")
 OF_A_GRID = ("grid", "include", "exclude", "context")
@@ -164,6 +165,12 @@ class _Planner:
         config = settings.check(point.place, point.name, self._problems)
         if config is None:
             return
+        last_seed = config.seed + self._repeats - 1
+        if last_seed > LARGEST_INTEGER:
+            text = f"--seed: must be at most {LARGEST_INTEGER - self._repeats + 1}"
+            text += f" with {self._repeats} repeats, got {config.seed}"
+            settings.tell(text, point.place, point.name, self._problems)
+            return
         for repeat in range(1, self._repeats + 1):
             values = settings.mapping()
             if repeat > 1:
@@ -197,7 +204,7 @@ class _Planner:
             if count > 1:
                 self._problems.add(place, f"{count} cells would be called {cell_id}")
             if len(cell_id.encode()) > LONGEST_ID:
-                self._problems.add(place, f"too long a name for a folder: {cell_id}")
+                self._problems.add(place, f"too long a name for a folder: {bare(cell_id)}")
         if not cells and not self._problems:
             self._problems.add(self._document.root, "no cells are left: exclude fewer of them")
 
@@ -212,7 +219,7 @@ class _Planner:
             name = str(item.plain())
             if name not in SECTION_NAMES:
                 hint = nearest(name, SECTION_NAMES)
-                self._problems.add(item, f"no such section {name!r}: {hint}")
+                self._problems.add(item, f"no such section {shown(name)}: {hint}")
         return tuple(str(item.plain()) for item in items)
 
     def _order(self) -> str:
@@ -220,7 +227,7 @@ class _Planner:
         if node is None:
             return ORDERS[0]
         if node.plain() not in ORDERS:
-            self._problems.add(node, f"must be {' or '.join(ORDERS)}, got {node.plain()!r}")
+            self._problems.add(node, f"must be {' or '.join(ORDERS)}, got {shown(node.plain())}")
         return str(node.plain())
 
     def _number(self, key: str, default: float, least: float, most: float) -> float:
@@ -230,7 +237,9 @@ class _Planner:
         value = node.plain()
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not least <= value <= most or (key == "repeats" and value % 1):
-            self._problems.add(node, f"must be a number of {least:g} to {most:g}, got {value!r}")
+            self._problems.add(
+                node, f"must be a number of {least:g} to {most:g}, got {shown(value)}"
+            )
             return default
         return float(value)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.config import RunConfig, fields, from_mapping
 from paceline.data import DATASETS
-from paceline.errors import ConfigError, UnknownNameError, nearest
+from paceline.errors import ConfigError, UnknownNameError, nearest, shown
 from paceline.models import MODELS
 from paceline.study.located import Node, Problems
 from paceline.sync import STRATEGIES
@@ -37,16 +37,18 @@ def check_key(key: str, place: Node, problems: Problems) -> bool:
         return True
     head, _, tail = key.partition(".")
     if key in GIVEN_BY_THE_STUDY:
-        problems.add(place, f"{key!r} is the study's to choose: leave it out")
+        problems.add(place, f"{shown(key)} is the study's to choose: leave it out")
     elif head == "cluster":
         known = [f"cluster.{name}" for name in CLUSTER_KEYS]
-        problems.add(place, f"no such setting {key!r}: {nearest(key, known)}")
+        problems.add(place, f"no such setting {shown(key)}: {nearest(key, known)}")
     elif tail:
-        problems.add(place, f"no such setting {key!r}: only options.KEY and cluster.KEY have a dot")
+        problems.add(
+            place, f"no such setting {shown(key)}: only options.KEY and cluster.KEY have a dot"
+        )
     else:
         near = nearest(key, FIELDS)
         hint = near if near.startswith("did") else "docs/config.md lists all of them"
-        problems.add(place, f"no such setting {key!r}: {hint}")
+        problems.add(place, f"no such setting {shown(key)}: {hint}")
     return False
 
 

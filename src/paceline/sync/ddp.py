@@ -23,10 +23,10 @@ from paceline.config import RunConfig
 from paceline.errors import ConfigError, PeerError, RunError
 from paceline.sync.averaging import GradientAveraging
 from paceline.sync.exchange import KIND, Underway
-from paceline.sync.independent import at_least
 from paceline.sync.replica import Replica
 from paceline.sync.state_exchange import broadcast_model
 from paceline.sync.strategy import needs_torch
+from paceline.values import check_option
 
 
 class Ddp(GradientAveraging):
@@ -43,7 +43,7 @@ class Ddp(GradientAveraging):
         rank: str | None = None,
     ) -> None:
         """`find_unused`: look in every pass for weights that have no part in the loss."""
-        at_least("bucket_mib", bucket_mib or 0, 0)
+        check_option("bucket_mib", bucket_mib or 0, minimum=0, maximum=10**6)
         super().__init__(flat=True, codec=codec, chunk=chunk, ratio=ratio, rank=rank)
         self._bucket_mib = bucket_mib
         self._find_unused = find_unused

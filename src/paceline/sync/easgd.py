@@ -18,10 +18,10 @@ from typing import Any
 from torch import Tensor
 
 from paceline.comm.cost import Cost, Network
-from paceline.errors import ConfigError
-from paceline.sync.independent import IndependentReplicas, at_least, spread
+from paceline.sync.independent import IndependentReplicas, spread
 from paceline.sync.replica import Replica
 from paceline.sync.strategy import ModelShape
+from paceline.values import check_option
 
 MOVING_RATE = 0.9
 """Of the centre, for all workers together."""
@@ -31,9 +31,9 @@ class Easgd(IndependentReplicas):
     def __init__(
         self, *, tau: int = 6, alpha: float | None = None, algorithm: str = "library"
     ) -> None:
-        at_least("tau", tau, 1)
-        if alpha is not None and not 0 < alpha <= 1:
-            raise ConfigError([f"-o alpha: must be above 0 and at most 1, got {alpha:g}"])
+        check_option("tau", tau, minimum=1, maximum=10**9)
+        if alpha is not None:
+            check_option("alpha", alpha, above=0, maximum=1)
         super().__init__(algorithm)
         self._tau, self._given_alpha = tau, alpha
 

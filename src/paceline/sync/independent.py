@@ -18,7 +18,6 @@ from torch import Tensor
 
 from paceline.comm import ALGORITHMS
 from paceline.comm.cost import Cost
-from paceline.errors import ConfigError
 from paceline.sync.flat_weights import FlatWeights
 from paceline.sync.replica import Replica
 from paceline.sync.state_exchange import broadcast_model
@@ -104,9 +103,3 @@ def spread(exchange: Cost, steps: int) -> Cost:
         bytes_sent=exchange.bytes_sent / steps,
         messages=-(-exchange.messages // steps),
     )
-
-
-def at_least(name: str, value: float, least: float) -> None:
-    """Refuse an option that is too small."""
-    if value < least:
-        raise ConfigError([f"-o {name}: must be at least {least:g}, got {value:g}"])

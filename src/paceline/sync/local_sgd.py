@@ -16,15 +16,16 @@ from paceline.comm.cost import Cost, Network
 from paceline.config import RunConfig
 from paceline.sync.exchange import KIND
 from paceline.sync.flat import FlatGradients
-from paceline.sync.independent import IndependentReplicas, at_least, optimizer_tensors, spread
+from paceline.sync.independent import IndependentReplicas, optimizer_tensors, spread
 from paceline.sync.replica import Replica
 from paceline.sync.strategy import ModelShape
+from paceline.values import check_option
 
 
 class LocalSgd(IndependentReplicas):
     def __init__(self, *, every: int = 8, warmup: int = 0, algorithm: str = "library") -> None:
-        at_least("every", every, 1)
-        at_least("warmup", warmup, 0)
+        check_option("every", every, minimum=1, maximum=10**9)
+        check_option("warmup", warmup, minimum=0, maximum=10**9)
         super().__init__(algorithm)
         self._every, self._warmup = every, warmup
 

@@ -25,9 +25,9 @@ from paceline.errors import RunError
 from paceline.sync.averaging import GradientAveraging
 from paceline.sync.exchange import Underway
 from paceline.sync.flat import FlatGradients
-from paceline.sync.independent import at_least
 from paceline.sync.replica import Replica
 from paceline.sync.state_exchange import broadcast_model
+from paceline.values import check_option
 
 MIB = 2**20
 BETWEEN_MACHINES_MIB, WITHIN_MACHINE_MIB = 4.0, 25.0
@@ -59,8 +59,8 @@ class Overlap(GradientAveraging):
         rank: str | None = None,
     ) -> None:
         """`bucket_mib`: None is 4 between machines and 25 within one."""
-        at_least("bucket_mib", bucket_mib or 0, 0)
-        at_least("first_bucket_mib", first_bucket_mib, 0)
+        check_option("bucket_mib", bucket_mib or 0, minimum=0, maximum=10**6)
+        check_option("first_bucket_mib", first_bucket_mib, minimum=0, maximum=10**6)
         super().__init__(algorithm=algorithm, codec=codec, chunk=chunk, ratio=ratio, rank=rank)
         self._bucket_mib, self._first_bucket_mib = bucket_mib, first_bucket_mib
         self._is_given = bucket_mib is not None

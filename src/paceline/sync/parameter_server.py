@@ -36,7 +36,6 @@ from paceline.config import RunConfig
 from paceline.errors import ConfigError
 from paceline.sync.flat import FlatGradients
 from paceline.sync.flat_weights import FlatWeights
-from paceline.sync.independent import at_least
 from paceline.sync.replica import Replica
 from paceline.sync.server.client import Servers
 from paceline.sync.server.link import DTYPES, Link
@@ -44,6 +43,7 @@ from paceline.sync.server.serving import Server
 from paceline.sync.server.staleness import Staleness
 from paceline.sync.state_exchange import broadcast_model
 from paceline.sync.strategy import MakeOptimizer, ModelShape, Strategy, Terms, Turn
+from paceline.values import check_option
 
 
 class ParameterServer(Strategy):
@@ -56,8 +56,8 @@ class ParameterServer(Strategy):
         place: Literal["node0", "spread"] = "node0",
     ) -> None:
         """`place`: all servers on the first node, or dealt out to the nodes in turn."""
-        at_least("staleness", staleness, 0)
-        at_least("servers", servers, 1)
+        check_option("staleness", staleness, minimum=0, maximum=10**9)
+        check_option("servers", servers, minimum=1, maximum=1024)
         self.lockstep = self.equal = mode == "sync"
         self._mode, self._staleness = mode, staleness
         self._server_count, self._place = servers, place
