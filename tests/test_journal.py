@@ -40,6 +40,43 @@ def test_each_iteration_is_written_with_its_own_time(journal: Journal, events: P
     assert read_iteration_seconds(events, until=3) == [0.25, 0.5, 1.0]
 
 
+class Noted:
+    """Collects scalars instead of writing them."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, list[tuple[int, float]]] = {}
+
+    def add(self, tag: str, value: float, step: int) -> None:
+        self.values.setdefault(tag, []).append((step, value))
+
+    def close(self) -> None: ...
+
+
+def test_scalars_have_step_time_and_phase_shares_of_each_block(events: Path) -> None:
+    noted = Noted()
+    journal = Journal(EventWriter(events), noted, open_display(quiet=True), 10)  # type: ignore[arg-type]
+    laps = [[0.25, 0.75], [2.0]]
+    phases = [
+        {"forward": 0.0, "wait": 0.0, "other": 40.0},
+        {"forward": 0.75, "wait": 0.0, "other": 40.25},
+        {"forward": 1.75, "wait": 1.0, "other": 40.25},
+    ]
+    journal.take_iteration_seconds = lambda: laps.pop(0)
+    journal.phase_seconds = lambda: phases.pop(0)
+    journal.begin()
+    note(journal, 0)
+    note(journal, 1)
+    journal.flush()
+    note(journal, 2)
+    journal.flush()
+    journal.close()
+    assert noted.values["train/step_seconds"] == [(2, 0.5), (3, 2.0)]
+    assert noted.values["train/samples_per_second"] == [(2, 8.0), (3, 2.0)]
+    assert noted.values["phases/forward"] == [(2, 0.75), (3, 0.5)]
+    assert noted.values["phases/other"] == [(2, 0.25), (3, 0.0)]
+    assert noted.values["phases/wait"] == [(3, 0.5)]
+
+
 def test_waiting_for_the_gpu_to_give_the_losses_is_no_cost_of_measuring(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:

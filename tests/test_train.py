@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
 from torch.nn import functional as F
 
-from paceline.config import from_mapping
+from paceline.config import RunConfig, from_mapping
+from paceline.data.dataset import Dataset
 from paceline.data.input import InputPath
 from paceline.data.loading import load_dataset
 from paceline.data.order import SampleOrder
 from paceline.launch import start
 from paceline.models.loading import build_model
 from paceline.records import PHASES, Result, RunFolder, read_lines
+from paceline.worker import prepare
 from paceline.worker.fingerprint import weights_sha256
 
 SMALL: dict[str, Any] = {
@@ -72,6 +77,46 @@ def test_phases_add_up_to_the_wall_time(tmp_path: Path) -> None:
     assert sum(worker["phases"].values()) == pytest.approx(worker["wall_seconds"], rel=0.01)
     for phase in ("input", "forward", "backward", "update", "evaluate", "checkpoint", "other"):
         assert worker["phases"][phase] > 0, phase
+
+
+def test_the_start_up_is_split_and_lies_in_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow_load(config: RunConfig) -> Dataset:
+        time.sleep(0.2)
+        return load_dataset(config)
+
+    def slow_build(*arguments: Any) -> nn.Module:
+        time.sleep(0.1)
+        return build_model(*arguments)
+
+    monkeypatch.setattr(prepare, "load_dataset", slow_load)
+    monkeypatch.setattr(prepare, "build_model", slow_build)
+    _, result = train(tmp_path, iterations=2)
+    (worker,) = result["workers"]
+    startup = worker["startup_seconds"]
+    assert set(startup) == {"imports", "rendezvous", "data", "model"}
+    assert startup["data"] >= 0.2
+    assert startup["model"] >= 0.1
+    assert startup["rendezvous"] == 0
+    assert startup["data"] + startup["model"] <= worker["phases"]["other"]
+    assert sum(worker["phases"].values()) == pytest.approx(worker["wall_seconds"], rel=0.01)
+
+
+def test_tensorboard_gets_step_time_throughput_and_phase_shares(tmp_path: Path) -> None:
+    folder, _ = train(tmp_path, iterations=6, tensorboard=True)
+    accumulator = EventAccumulator(str(folder.tensorboard), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    scalars = {tag: accumulator.Scalars(tag) for tag in accumulator.Tags()["scalars"]}
+    assert scalars["train/step_seconds"][-1].step == 6
+    for step, rate in zip(
+        scalars["train/step_seconds"], scalars["train/samples_per_second"], strict=True
+    ):
+        assert step.value * rate.value == pytest.approx(32, rel=1e-3)
+    phases = {tag: points for tag, points in scalars.items() if tag.startswith("phases/")}
+    assert {"phases/input", "phases/forward", "phases/backward", "phases/update"} <= set(phases)
+    last = [points[-1].value for points in phases.values() if points[-1].step == 6]
+    assert sum(last) == pytest.approx(1.0, abs=1e-4)
 
 
 def plain_training(settings: dict[str, Any], steps: int) -> str:

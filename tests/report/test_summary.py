@@ -35,6 +35,29 @@ def test_restarts_are_told_with_their_causes(
     )
 
 
+def test_the_start_up_of_the_first_worker_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(write_run(tmp_path, FakeRun("run", {}, iterations=4)))
+    result = folder.read_result()
+    assert result is not None
+    result["workers"][0]["startup_seconds"] = {
+        "imports": 2.0, "rendezvous": 0.0, "data": 0.25, "model": 0.125,
+    }  # fmt: skip
+    print_summary(folder, result)
+    told = " ".join(capsys.readouterr().out.split())
+    assert (
+        "start-up rank 0 before its first iteration:"
+        " imports 2.00 s, data 250.00 ms, model 125.00 ms" in told
+    )
+
+
+def test_records_without_start_up_times_are_shown_without_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "start-up" not in account(tmp_path, capsys)
+
+
 def test_iteration_times_are_the_mean_over_all_workers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ from paceline.cli.flags import add_config_flags, add_control_flags, given_flags
 from paceline.config import from_mapping
 from paceline.errors import StoppedError
 from paceline.launch import environment
+from paceline.measure.startup import importing
 
 SUMMARY = "train one model and write down what it took"
 
@@ -25,10 +26,11 @@ def run(arguments: argparse.Namespace) -> int:
     values = given_flags(arguments)
     # Refused before torch is loaded, which takes two seconds.
     config = from_mapping({**_counts(), **values}) if arguments.resume is None else None
-    from paceline.launch import start
-    from paceline.report.summary import print_summary
-    from paceline.worker.checkpoint import iterations
-    from paceline.worker.process import keep_freed_memory
+    with importing():
+        from paceline.launch import start
+        from paceline.report.summary import print_summary
+        from paceline.worker.checkpoint import iterations
+        from paceline.worker.process import keep_freed_memory
 
     keep_freed_memory()
     if config is None:

@@ -21,11 +21,13 @@ from paceline.worker.run import Team, run_worker
 
 def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
     clock = PhaseClock()
+    clock.startup.begin("model")
     if resumed:
-        return _train(config, resumed, prepare(config), True, quiet, clock)
+        prepared = prepare(config, startup=clock.startup)
+        return _train(config, resumed, prepared, True, quiet, clock)
     folder = RunFolder.create(config)
     try:
-        prepared = prepare(config)
+        prepared = prepare(config, startup=clock.startup)
     except BaseException:
         # Nothing was trained: a refused run leaves no trace, and its name stays free.
         folder.discard()

@@ -15,6 +15,7 @@ import sys
 from typing import NoReturn
 
 from paceline.launch.lifeline import tie_to
+from paceline.measure.startup import importing
 from paceline.worker.process import keep_freed_memory
 
 PROGRAMS = {"worker": "paceline.launch.member", "server": "paceline.launch.servers"}
@@ -25,7 +26,8 @@ def main(arguments: list[str]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     tie_to(int(arguments[0]))
     keep_freed_memory()
-    program = importlib.import_module(PROGRAMS.get(arguments[1], arguments[1]))
+    with importing():
+        program = importlib.import_module(PROGRAMS.get(arguments[1], arguments[1]))
     code: int = program.main(arguments[2:])
     # After a failure, gloo's threads may keep an interpreter that ends in good order waiting.
     atexit._run_exitfuncs()

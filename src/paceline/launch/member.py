@@ -35,6 +35,7 @@ from paceline.launch.result import write_result
 from paceline.launch.servers import hosted, pairs_with_servers
 from paceline.measure.clock import PhaseClock
 from paceline.measure.sampler import ResourceSampler
+from paceline.measure.startup import StartupTimer
 from paceline.records import RunFolder, read_json
 from paceline.worker.checkpoint import Checkpoint, CheckpointStore
 from paceline.worker.device import choose_device
@@ -47,6 +48,7 @@ from paceline.worker.run import Team, run_worker
 def main(arguments: list[str]) -> int:
     """A child of launch/crew.py: `CONFIG FOLDER new|resumed quiet|shown`."""
     clock = PhaseClock()
+    clock.startup.begin("rendezvous")
     config = from_mapping(read_json(Path(arguments[0]))["config"])
     folder = RunFolder(Path(arguments[1]))
     resumed, quiet = arguments[2] == "resumed", arguments[3] == "quiet"
@@ -58,7 +60,7 @@ def main(arguments: list[str]) -> int:
             connection(config, place) as communicator,
             pairs_with_servers(config, place, communicator.traffic) as servers,
         ):
-            ready = _make_ready(config, folder, place, communicator, resumed)
+            ready = _make_ready(config, folder, place, communicator, resumed, clock.startup)
             ready.team.servers = servers
             report = _train(config, folder, ready, quiet, clock)
             interruptions.raises = False
@@ -74,11 +76,14 @@ def main(arguments: list[str]) -> int:
 def run(config: RunConfig, place: Place, resumed: RunFolder | None, quiet: bool) -> Outcome:
     """Train as one of several that nobody of ours watches over (torchrun, srun)."""
     clock = PhaseClock()
+    clock.startup.begin("rendezvous")
     with Interruptions() as interruptions:
         try:
             with connection(config, place, is_agreed=False) as communicator:
                 folder = _agree_on_folder(config, resumed, communicator)
-                ready = _make_ready_or_discard(config, folder, place, communicator, resumed)
+                ready = _make_ready_or_discard(
+                    config, folder, place, communicator, resumed, clock.startup
+                )
                 # Whoever watches over the workers ends all when one fails; the result comes first.
                 interruptions.raises = False
                 with (
@@ -119,9 +124,10 @@ def _make_ready_or_discard(
     place: Place,
     communicator: Communicator,
     resumed: RunFolder | None,
+    startup: StartupTimer,
 ) -> _Ready:
     try:
-        return _make_ready(config, folder, place, communicator, resumed is not None)
+        return _make_ready(config, folder, place, communicator, resumed is not None, startup)
     except PacelineError:
         # Nobody trained: a refused run leaves no trace, and its name stays free.
         if resumed is None and place.local_rank == 0:
@@ -199,10 +205,15 @@ class _Ready:
 
 
 def _make_ready(
-    config: RunConfig, folder: RunFolder, place: Place, communicator: Communicator, resumed: bool
+    config: RunConfig,
+    folder: RunFolder,
+    place: Place,
+    communicator: Communicator,
+    resumed: bool,
+    startup: StartupTimer,
 ) -> _Ready:
     """Load what is needed; what one worker finds to be refused is refused on all. Collective."""
-    prepared = _prepare_in_turns(config, place, communicator)
+    prepared = _prepare_in_turns(config, place, communicator, startup)
     is_first = place.rank == 0
     store = succeed_together(
         communicator, lambda: _open_store(config, folder) if is_first else None
@@ -217,11 +228,20 @@ def _make_ready(
     return _Ready(Team(place, communicator, store), prepared, checkpoint)
 
 
-def _prepare_in_turns(config: RunConfig, place: Place, communicator: Communicator) -> Prepared:
+def _prepare_in_turns(
+    config: RunConfig, place: Place, communicator: Communicator, startup: StartupTimer
+) -> Prepared:
     """The first of each node loads before the others, so that what it caches is made once."""
+
+    def load() -> Prepared:
+        prepared = prepare(config, place.local_rank, startup)
+        # From here on it waits for the other workers.
+        startup.enter("rendezvous")
+        return prepared
+
     leads = place.local_rank == 0
-    prepared = succeed_together(communicator, lambda: prepare(config) if leads else None)
-    return succeed_together(communicator, lambda: prepared or prepare(config, place.local_rank))
+    prepared = succeed_together(communicator, lambda: load() if leads else None)
+    return succeed_together(communicator, lambda: prepared or load())
 
 
 def _open_store(config: RunConfig, folder: RunFolder) -> CheckpointStore:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from time import perf_counter
 
 from paceline.measure.phase_log import PhaseLog, Span
+from paceline.measure.startup import StartupTimer
 from paceline.records import PHASES
 
 
@@ -26,6 +27,7 @@ class PhaseClock:
         self._laps = array("d")
         self._laps_taken = 0
         self._lap_began = self.started
+        self.startup = StartupTimer(self.started)
         self.log: PhaseLog | None = None
         """What was noted while somebody watched; what is found out later is noted there too."""
         self._watcher: PhaseLog | None = None

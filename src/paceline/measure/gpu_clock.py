@@ -41,6 +41,7 @@ class GpuPhaseClock(PhaseClock):
         """`put_mark` puts a mark behind the GPU's work so far, an old one again where given."""
         super().__init__()
         self.started, self.switches = before.started, before.switches
+        self.startup = before.startup
         self._put_mark = put_mark
         self._free: list[Mark] = []
         self._waiting: list[tuple[str, Mark, Lap]] = []

@@ -75,6 +75,8 @@ def summary_rows(result: Result) -> list[tuple[str, str]]:
         spent = units.seconds(result["seconds_to_target"])
         rows.append(("target", f"accuracy {target} after {spent}, evaluation not counted"))
     rows.append(("iterations", f"{result['iterations']:,}; {_iteration_times(result)}"))
+    if startup := result["workers"][0].get("startup_seconds"):
+        rows.append(("start-up", startup_text(startup)))
     if len(result["workers"]) > 1:
         rows.append(("traffic", _traffic(result)))
     rows += [
@@ -91,6 +93,12 @@ def summary_rows(result: Result) -> list[tuple[str, str]]:
             )
         )
     return rows
+
+
+def startup_text(startup: Mapping[str, float]) -> str:
+    """The parts of a worker's start-up; imports are not in its wall time."""
+    parts = [f"{part} {units.seconds(spent)}" for part, spent in startup.items() if spent]
+    return f"rank 0 before its first iteration: {', '.join(parts)}"
 
 
 def _iteration_times(result: Result) -> str:

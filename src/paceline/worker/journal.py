@@ -46,6 +46,8 @@ class Journal:
         """Gives what each phase has taken so far."""
         self.notes: Callable[[], dict[str, list[int]]] = dict
         """Gives what else there is to write about the iterations of a block."""
+        self._phases_before: dict[str, float] = {}
+        """Of each phase, what had been spent when the last block was written."""
         self._scalars = scalars
         self._total = iterations_in_total
         self.recent_losses: deque[float] = deque(maxlen=LOSSES_IN_MEAN)
@@ -54,6 +56,10 @@ class Journal:
         self._rate = 0.0
         self._first = 0
         self._written = perf_counter()
+
+    def begin(self) -> None:
+        """The first iteration begins: what the phases took until now belongs to no block."""
+        self._phases_before = dict(self.phase_seconds())
 
     def iteration(self, index: int, loss: Tensor, samples: int, rate: float, now: float) -> None:
         """Note one iteration that ended at `now`; writes a block when one is due."""
@@ -72,6 +78,7 @@ class Journal:
         begin = perf_counter()
         if losses:
             seconds = self.take_iteration_seconds()
+            phases = dict(self.phase_seconds())
             self.recent_losses.extend(losses)
             self.events.write(
                 "iterations",
@@ -79,17 +86,17 @@ class Journal:
                 seconds=[round(value, 7) for value in seconds],
                 loss=[_finite_or_none(value) for value in losses],
                 learning_rate=self._rate,
-                phases={name: round(spent, 4) for name, spent in self.phase_seconds().items()},
+                phases={name: round(spent, 4) for name, spent in phases.items()},
                 **self.notes(),
             )
-            self._show(losses, sum(seconds))
+            self._show(losses, sum(seconds), phases)
             first = self._first
             self._losses, self._samples = [], 0
             _check_finite(first, losses)
         self._written = perf_counter()
         self.seconds_spent += self._written - begin
 
-    def _show(self, losses: list[float], spent: float) -> None:
+    def _show(self, losses: list[float], spent: float, phases: dict[str, float]) -> None:
         done = self._first + len(losses)
         mean_loss = sum(losses) / len(losses)
         samples_per_second = self._samples / spent if spent else math.inf
@@ -108,6 +115,20 @@ class Journal:
             self._scalars.add("train/loss", mean_loss, done)
             self._scalars.add("train/learning_rate", self._rate, done)
             self._scalars.add("train/samples_per_second", samples_per_second, done)
+            self._scalars.add("train/step_seconds", spent / len(losses), done)
+            self._add_phase_shares(self._scalars, phases, done)
+        self._phases_before = phases
+
+    def _add_phase_shares(
+        self, scalars: ScalarWriter, phases: dict[str, float], iteration: int
+    ) -> None:
+        """Each phase's share of the time since the last block; phases not in use are left out."""
+        before = self._phases_before
+        spent = {name: seconds - before.get(name, 0.0) for name, seconds in phases.items()}
+        total = sum(spent.values())
+        for name, seconds in spent.items():
+            if total > 0 and phases[name]:
+                scalars.add(f"phases/{name}", seconds / total, iteration)
 
     def evaluation(self, entry: dict[str, Any]) -> None:
         self.last_accuracy = entry["test_accuracy"]

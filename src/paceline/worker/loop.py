@@ -104,6 +104,7 @@ class TrainingLoop:
         progress, clock = self.progress, self._clock
         self._begun = clock.enter("other") - progress.trained_seconds
         self._evaluated_before = clock.seconds["evaluate"]
+        self._journal.begin()
         self.replica.model.train()
         while True:
             if self._tracer is not None:

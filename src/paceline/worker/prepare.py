@@ -12,6 +12,7 @@ from paceline.data.dataset import Dataset
 from paceline.data.loading import load_dataset
 from paceline.data.order import SampleOrder
 from paceline.errors import CheckpointError, UserCodeError
+from paceline.measure.startup import StartupTimer
 from paceline.models.loading import build_model
 from paceline.sync.options import create_strategy
 from paceline.sync.strategy import Strategy
@@ -27,11 +28,20 @@ class Prepared:
     device: torch.device
 
 
-def prepare(config: RunConfig, local_rank: int = 0) -> Prepared:
-    """Load and build, refusing with a UsageError what cannot be trained."""
+def prepare(
+    config: RunConfig, local_rank: int = 0, startup: StartupTimer | None = None
+) -> Prepared:
+    """Load and build, refusing with a UsageError what cannot be trained.
+
+    `startup` counts the seconds of it as `data` and `model`, and is left in `model`.
+    """
+    startup = startup or StartupTimer(0.0)
+    startup.enter("model")
     strategy = create_strategy(config.strategy, config.options)
     device = choose_device(config, local_rank)
+    startup.enter("data")
     dataset = load_dataset(config)
+    startup.enter("model")
     model = build_model(config.model, dataset.sample_shape, dataset.classes, config.seed)
     if not any(weight.requires_grad for weight in model.parameters()):
         raise UserCodeError(f"model {config.model!r} has no weights to train")

@@ -47,6 +47,7 @@ def run_worker(
     clock: PhaseClock,
 ) -> WorkerReport:
     """Train, from a checkpoint if one is given; whatever ends the run is told in the report."""
+    clock.startup.enter("model")
     clock = clock_of(prepared.device, clock)
     worker = _Worker(config, folder, prepared, team, checkpoint, display, clock)
     with computing(config, team.place.local_rank), contextlib.closing(worker.journal):
@@ -138,6 +139,7 @@ class _Worker:
         tracer = self._tracer() if self.config.trace else None
         self.loop = self._build_loop(tracer)
         self.loop.stop_requested = self.stop_requested
+        self.clock.startup.end()
         try:
             self.loop.run()
         finally:
@@ -237,6 +239,7 @@ class _Worker:
             with contextlib.suppress(PacelineError):
                 store.close()
         self.clock.enter("other")
+        self.clock.startup.end()
         measuring = self.clock.switches * per_switch + self.journal.seconds_spent
         return WorkerReport(
             status=status,
@@ -250,14 +253,17 @@ class _Worker:
             train_loss=self.journal.train_loss,
             seconds_to_target=self.progress.seconds_to_target,
             history=self.progress.history,
-            worker=account_of(
-                self.team.place,
-                self.progress.samples,
-                self.ledger.phases,
-                self.ledger.iteration_seconds,
-                self.replica,
-                self.prepared.strategy,
-            ),
+            worker={
+                **account_of(
+                    self.team.place,
+                    self.progress.samples,
+                    self.ledger.phases,
+                    self.ledger.iteration_seconds,
+                    self.replica,
+                    self.prepared.strategy,
+                ),
+                "startup_seconds": self.clock.startup.seconds,
+            },
             checkpoints=self.ledger.checkpoints,
             measuring_fraction=measuring / max(self.clock.wall_seconds, 1e-9),
             warnings=self.warnings,

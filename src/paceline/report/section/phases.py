@@ -21,6 +21,7 @@ from paceline.report.phases import (
     whole_of_cell,
 )
 from paceline.report.section.outline import Outline
+from paceline.report.startup import startup_table
 
 TITLE = "Where the time goes"
 MOST_WORKERS = 16
@@ -40,6 +41,7 @@ def build(outline: Outline) -> list[Block]:
         _figure(outline, "share", "One iteration by phase, as shares", shown, IN_ITERATION),
         *_workers(outline),
         *_wholes(outline),
+        *startup_table(outline.finished),
         *outline.drawn_note(),
         *_shares(splits),
         _table(splits),
