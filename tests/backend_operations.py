@@ -18,7 +18,7 @@ import paceline.backend  # noqa: F401 - registers it
 from paceline.backend import group
 from paceline.backend.connect import Seat
 from paceline.comm.communicator import Communicator
-from paceline.comm.torch_backends import gloo_on
+from paceline.comm.torch_backends import sockets_on
 
 DTYPES = (
     torch.float32,
@@ -48,7 +48,7 @@ def default_group(
     if way == "hosts":
         seat = replace(seat, host=f"host {rank % 2}")
     with (
-        gloo_on("127.0.0.1"),
+        sockets_on("127.0.0.1"),
         mock.patch.object(Seat, "own", return_value=seat),
         mock.patch.object(group, "LARGE_BYTES", 1),
     ):

@@ -31,7 +31,7 @@ from backend_operations import OTHERS, OWN, WAYS, default_group, differences
 from backend_training import OPTIONS, lose_a_peer_in_training, train_twice
 from paceline.backend.group import PacelineGroup
 from paceline.comm.communicator import Communicator
-from paceline.comm.torch_backends import gloo_on
+from paceline.comm.torch_backends import sockets_on
 from paceline.errors import PeerError
 from worker_pool import WorkerPool, free_port
 
@@ -367,7 +367,7 @@ def run_example(communicator: Communicator, port: int, backend: str) -> str:
     with (
         mock.patch.dict(os.environ, {name: str(value) for name, value in place.items()}),
         mock.patch.object(sys, "argv", ["own_ddp.py", backend]),
-        gloo_on("127.0.0.1"),
+        sockets_on("127.0.0.1"),
         redirect_stdout(io.StringIO()) as printed,
     ):
         KEPT.append(runpy.run_path(str(ROOT / "examples" / "own_ddp.py")))

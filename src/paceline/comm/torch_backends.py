@@ -93,10 +93,49 @@ def break_gloo(gloo: Any, peers: Iterable[int]) -> None:
             gloo.recv([torch.empty(1)], peer, BREAKING_TAG).wait(timedelta(milliseconds=1))
 
 
-def make_nccl(store: Store, rank: int, world_size: int, timeout_seconds: float) -> Any:
+def make_nccl(
+    store: Store,
+    rank: int,
+    world_size: int,
+    address: str,
+    gpu: torch.device,
+    timeout_seconds: float,
+) -> Any:
+    """NCCL between the GPUs of all ranks, on the network interface of the given address.
+
+    Collective. The NCCL communicator is created here, where every rank takes part: on its first use
+    it would be created by the ranks that have something to send, which then wait, without a
+    timeout, for those that have nothing.
+    """
     options: Any = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_seconds + NCCL_WATCHDOG_SECONDS)
-    return dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, world_size, options)
+    with sockets_on(address):
+        nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, world_size, options)
+        nccl.eager_connect_single_device(gpu)
+    return nccl
+
+
+def start_nccl_messages(
+    nccl: Any,
+    *,
+    send: tuple[torch.Tensor, int] | None = None,
+    recv: tuple[torch.Tensor, int] | None = None,
+) -> Any:
+    """Start sending a tensor to one rank and receiving one from another, or one of the two.
+
+    Always in a group, however many messages there are: torch carries out groups on the communicator
+    of all ranks and single messages on one of two ranks, and the two never match. Outside a group
+    NCCL also runs messages one after the other, so two ranks that both send first never finish.
+    """
+    nccl._start_coalescing()
+    try:
+        if recv is not None:
+            nccl.recv([recv[0]], recv[1], 0)
+        if send is not None:
+            nccl.send([send[0]], send[1], 0)
+    finally:
+        handle = nccl._end_coalescing()
+    return handle
 
 
 def attempt(operation: Operation, seconds: float, action: Callable[[], T]) -> T:
@@ -189,22 +228,28 @@ class NcclWork(BackendWork):
         return bool(self._handle.is_completed())
 
 
-@contextmanager
-def gloo_on(address: str) -> Iterator[None]:
-    """Let torch's default group choose the network that has this address.
+INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
+"""How each library is told its network interface; to NCCL a bare name is a prefix."""
 
-    It asks the environment and offers no other way; what the user has set there stands.
+
+@contextmanager
+def sockets_on(address: str) -> Iterator[None]:
+    """Make torch's default group and NCCL listen on the network interface with this address.
+
+    They read it from the environment and offer no other way; a value that the user set is kept.
     """
-    variable = "GLOO_SOCKET_IFNAME"
     interface = interface_of(address)
-    if variable in os.environ or interface is None:
-        yield
-        return
-    os.environ[variable] = interface
+    added = {
+        variable: form.format(interface)
+        for variable, form in INTERFACE_VARIABLES.items()
+        if interface is not None and variable not in os.environ
+    }
+    os.environ.update(added)
     try:
         yield
     finally:
-        del os.environ[variable]
+        for variable in added:
+            del os.environ[variable]
 
 
 def interface_of(address: str) -> str | None:

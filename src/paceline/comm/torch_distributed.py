@@ -30,9 +30,10 @@ from paceline.comm.torch_backends import (
     NcclWork,
     attempt,
     break_gloo,
-    gloo_on,
     make_gloo,
     make_nccl,
+    sockets_on,
+    start_nccl_messages,
 )
 from paceline.comm.work import Done, Work
 from paceline.measure.traffic import CountedTransfer, Traffic
@@ -89,7 +90,7 @@ class TorchCommunicator(ComposedCommunicator):
             self._nccl = attempt(
                 connecting,
                 timeout_seconds,
-                lambda: make_nccl(store, rank, world_size, timeout_seconds),
+                lambda: make_nccl(store, rank, world_size, address, gpu, timeout_seconds),
             )
 
     def send(self, tensor: Tensor, to: int, kind: str) -> Work:
@@ -98,13 +99,14 @@ class TorchCommunicator(ComposedCommunicator):
             return Done()
         flat = Staged.of(tensor, self._device(tensor)).flat
         transfer = self.traffic.begin(kind, bytes_sent=tensor.nbytes, messages=1)
-        return self._start(
-            self.operation("send to", (to,)),
-            transfer,
-            flat.device,
-            lambda: self._backend(flat.device).send([flat], to, 0),
-            GlooTransfer,
-        )
+
+        def start() -> Any:
+            if flat.device != CPU:
+                return start_nccl_messages(self._nccl, send=(flat, to))
+            return self._gloo.send([flat], to, 0)
+
+        operation = self.operation("send to", (to,))
+        return self._start(operation, transfer, flat.device, start, GlooTransfer)
 
     def recv(self, tensor: Tensor, source: int, kind: str) -> Work:
         self.check_peer(source)
@@ -112,29 +114,30 @@ class TorchCommunicator(ComposedCommunicator):
             return Done()
         staged = Staged.to_fill(tensor, self._device(tensor))
         transfer = self.traffic.begin(kind, bytes_received=tensor.nbytes)
-        work = self._start(
-            self.operation("recv from", (source,)),
-            transfer,
-            staged.flat.device,
-            lambda: self._backend(staged.flat.device).recv([staged.flat], source, 0),
-            GlooTransfer,
-        )
+
+        def start() -> Any:
+            if staged.flat.device != CPU:
+                return start_nccl_messages(self._nccl, recv=(staged.flat, source))
+            return self._gloo.recv([staged.flat], source, 0)
+
+        operation = self.operation("recv from", (source,))
+        work = self._start(operation, transfer, staged.flat.device, start, GlooTransfer)
         return work.on_success(staged.copy_back)
 
     def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int, kind: str) -> Work:
         if self._device(outgoing) == CPU or 0 in (outgoing.numel(), incoming.numel()):
             return super().exchange(outgoing, to, incoming, source, kind)
+        self.check_peer(to)
+        self.check_peer(source)
         sending, receiving = Staged.of(outgoing), Staged.to_fill(incoming)
         transfer = self.traffic.begin(
             kind, bytes_sent=outgoing.nbytes, bytes_received=incoming.nbytes, messages=1
         )
 
         def start() -> Any:
-            # Outside a group NCCL works in turn, and two ranks that both send first never end.
-            self._nccl._start_coalescing(self._gpu)
-            self._nccl.recv([receiving.flat], source, 0)
-            self._nccl.send([sending.flat], to, 0)
-            return self._nccl._end_coalescing(self._gpu)
+            return start_nccl_messages(
+                self._nccl, send=(sending.flat, to), recv=(receiving.flat, source)
+            )
 
         operation = self.operation("exchange with", sorted({to, source}))
         work = self._start(operation, transfer, sending.flat.device, start)
@@ -223,7 +226,7 @@ class TorchCommunicator(ComposedCommunicator):
         Collective at first. For PyTorch's own wrappers; what goes through it is not counted here.
         """
         if not self._made_default_group:
-            with gloo_on(self._address):
+            with sockets_on(self._address):
                 dist.init_process_group(
                     "gloo" if self._gpu is None else "cpu:gloo,cuda:nccl",
                     store=PrefixStore("default", self._store),

@@ -1,0 +1,159 @@
+"""Messages between GPUs, and how NCCL is set up."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch does not list it
+
+from comm.fake_nccl import GPU, FakeNccl, FakeNetwork
+from paceline.comm import torch_distributed
+from paceline.comm.algorithms import ring
+from paceline.comm.communicator import Communicator
+from paceline.comm.torch_backends import make_nccl, start_nccl_messages
+from paceline.comm.torch_distributed import TorchCommunicator
+
+WORLD_SIZE = 4
+TIMEOUT_SECONDS = 10.0
+
+
+@pytest.fixture
+def run_on_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[Callable[[Communicator], object]], list[object]]:
+    """Runs a function on every rank, in threads, with the fake NCCL between them."""
+    network = FakeNetwork(WORLD_SIZE)
+
+    def make(_store: object, rank: int, *_: object) -> FakeNccl:
+        nccl = FakeNccl(network, rank)
+        nccl.eager_connect_single_device(GPU)
+        return nccl
+
+    monkeypatch.setattr(torch_distributed, "make_nccl", make)
+
+    def run(function: Callable[[Communicator], object]) -> list[object]:
+        store = HashStore()
+
+        def on_rank(rank: int) -> object:
+            with TorchCommunicator(
+                store,
+                rank,
+                WORLD_SIZE,
+                address="127.0.0.1",
+                gpu=GPU,
+                timeout_seconds=TIMEOUT_SECONDS,
+            ) as communicator:
+                result = function(communicator)
+                communicator.barrier().wait()
+                return result
+
+        with ThreadPoolExecutor(WORLD_SIZE) as threads:
+            return list(threads.map(on_rank, range(WORLD_SIZE)))
+
+    return run
+
+
+@pytest.mark.parametrize("elements", [0, 1, WORLD_SIZE - 1, WORLD_SIZE, WORLD_SIZE + 1])
+def test_a_ring_finishes_however_few_elements_there_are(
+    run_on_gpus: Callable[..., list[object]], elements: int
+) -> None:
+    def work(communicator: Communicator) -> None:
+        gradient = torch.empty(elements, device=GPU)
+        ring.Ring().all_reduce(communicator, gradient, "gradients")
+
+    run_on_gpus(work)
+
+
+def test_a_send_matches_the_receiving_half_of_an_exchange(
+    run_on_gpus: Callable[..., list[object]],
+) -> None:
+    """Rank 0 only sends, rank 3 only receives, and those between do both."""
+
+    def work(communicator: Communicator) -> None:
+        rank, tensor, arriving = communicator.rank, torch.empty(3, device=GPU), torch.empty(3)
+        arriving = arriving.to(GPU)
+        if rank == 0:
+            communicator.send(tensor, 1, "control").wait()
+        elif rank == WORLD_SIZE - 1:
+            communicator.recv(arriving, rank - 1, "control").wait()
+        else:
+            communicator.exchange(tensor, rank + 1, arriving, rank - 1, "control").wait()
+
+    run_on_gpus(work)
+
+
+class _RecordedNccl:
+    """Notes the environment at each of NCCL's steps that reads it."""
+
+    Options = SimpleNamespace
+    interfaces: list[str | None]
+    connected: list[torch.device]
+
+    def __init__(self, *_: object) -> None:
+        self._note()
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self._note()
+        self.connected.append(device)
+
+    def _note(self) -> None:
+        self.interfaces.append(os.environ.get("NCCL_SOCKET_IFNAME"))
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> type[_RecordedNccl]:
+    class Nccl(_RecordedNccl):
+        interfaces, connected = [], []
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    return Nccl
+
+
+def test_nccl_listens_on_the_interface_of_the_run(
+    recorded: type[_RecordedNccl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    make_nccl(HashStore(), 0, 1, "127.0.0.1", GPU, 5.0)
+    assert recorded.interfaces == ["=lo", "=lo"]
+    assert "NCCL_SOCKET_IFNAME" not in os.environ
+
+
+def test_an_interface_that_the_user_chose_for_nccl_is_kept(
+    recorded: type[_RecordedNccl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    make_nccl(HashStore(), 0, 1, "127.0.0.1", GPU, 5.0)
+    assert recorded.interfaces == ["ib0", "ib0"]
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0"
+
+
+def test_every_rank_creates_its_nccl_communicator_when_it_connects(
+    recorded: type[_RecordedNccl],
+) -> None:
+    """Otherwise a rank with nothing to send would not take part, and the others wait for it."""
+    make_nccl(HashStore(), 0, 1, "127.0.0.1", GPU, 5.0)
+    assert recorded.connected == [GPU]
+
+
+@pytest.fixture
+def real_nccl() -> Any:
+    nccl = make_nccl(HashStore(), 0, 1, "127.0.0.1", torch.device("cuda:0"), 30.0)
+    yield nccl
+    nccl.abort()
+
+
+@pytest.mark.gpu
+def test_a_message_to_oneself_arrives_through_real_nccl(real_nccl: Any) -> None:
+    outgoing = torch.arange(10.0, device="cuda:0")
+    incoming = torch.zeros_like(outgoing)
+    handle = start_nccl_messages(real_nccl, send=(outgoing, 0), recv=(incoming, 0))
+    handle.wait()
+    torch.cuda.synchronize()
+    assert incoming.tolist() == outgoing.tolist()
