@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from threading import Event
 
 import pytest
+import torch
 
+from paceline.comm import gpu_order
 from paceline.comm.background import Background
 from paceline.comm.communicator import Communicator
 from paceline.comm.in_process import Hub, run
 from paceline.errors import PeerError
+from worker_pool import WorkerPool
 
 
 def note(done: list[int], number: int, _: Communicator) -> None:
@@ -68,3 +73,90 @@ def test_of_workers_in_threads_the_first_failure_is_told_and_not_its_echoes() ->
 
     with pytest.raises(ZeroDivisionError, match="the cause"):
         run(3, work)
+
+
+class LazyDevice:
+    """Does the work of a stream only when somebody waits for it; one stream for each thread."""
+
+    def __init__(self) -> None:
+        self.callers: list[Callable[[], None]] = []
+        self.threads: list[Callable[[], None]] = []
+
+    def mark(self) -> int:
+        return len(self.callers)
+
+    @contextmanager
+    def behind(self, mark: object) -> Iterator[None]:
+        assert isinstance(mark, int)
+        for work in self.callers[:mark]:
+            self.threads.append(work)
+        yield
+        for work in self.threads:
+            work()
+
+
+def test_an_operation_follows_the_device_work_of_its_caller_and_completes_with_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without an order between the streams, the sum would be computed before the gradient."""
+    device, memory = LazyDevice(), {"gradient": 0, "sum": 0}
+    monkeypatch.setattr(gpu_order, "order_on", lambda _: device)
+
+    def add(_: Communicator) -> None:
+        device.threads.append(lambda: memory.update(sum=memory["gradient"] + 1))
+
+    with Hub(1) as hub:
+        background = Background(hub.communicators[0])
+        device.callers.append(lambda: memory.update(gradient=5))
+        work = background.submit(add, torch.device("meta"))
+        device.callers.append(lambda: memory.update(gradient=100))
+        work.wait()
+        background.close()
+    assert memory == {"gradient": 5, "sum": 6}
+
+
+SLEEP_CYCLES = 10**9
+
+
+def sum_on_side_stream(communicator: Communicator) -> list[int]:
+    """A sum that a thread of this process computes (gloo has none of this dtype)."""
+    tensor = torch.zeros(1000, dtype=torch.int16, device="cuda:0")
+    side, other = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(SLEEP_CYCLES)
+        tensor.fill_(communicator.rank + 1)
+        work = communicator.all_reduce(tensor, "gradients")
+    work.wait()
+    with torch.cuda.stream(other):
+        seen = tensor.clone()
+    other.synchronize()
+    return seen.unique().tolist()
+
+
+@pytest.mark.gpu
+def test_gradients_that_a_side_stream_computes_are_summed_after_it(pool: WorkerPool) -> None:
+    assert pool.run(2, sum_on_side_stream) == [[3], [3]]
+
+
+@pytest.mark.gpu
+def test_an_operation_waits_for_the_callers_stream_on_a_real_gpu() -> None:
+    gradient = torch.zeros(1000, device="cuda:0")
+    doubled = torch.zeros_like(gradient)
+    torch.cuda.synchronize()
+
+    def double(_: Communicator) -> None:
+        torch.cuda._sleep(SLEEP_CYCLES)
+        torch.mul(gradient, 2, out=doubled)
+
+    with Hub(1) as hub:
+        background = Background(hub.communicators[0])
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(SLEEP_CYCLES)
+            gradient.fill_(1.0)
+            work = background.submit(double, gradient.device)
+        work.wait()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            seen = doubled.tolist()
+        background.close()
+    assert seen == [2.0] * 1000

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from threading import Event, Lock, Thread
 
+import torch
+
+from paceline.comm import gpu_order
 from paceline.comm.communicator import Communicator
+from paceline.comm.gpu_order import DeviceOrder
 from paceline.comm.work import Work
 
 
@@ -17,23 +22,41 @@ class Background:
     those of the caller's thread. Making one is collective, and all ranks submit the same operations
     in the same order. An algorithm's all-reduce in non-blocking form is
 
-        background.submit(lambda communicator: algorithm.all_reduce(communicator, tensor, kind))
+        background.submit(
+            lambda communicator: algorithm.all_reduce(communicator, tensor, kind), tensor.device
+        )
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator.fork()
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._orders: dict[torch.device, DeviceOrder | None] = {}
         # A daemon, so that a failing program ends even where nobody closed its communicators.
         self._thread = Thread(
             target=self._run, name=f"paceline-communication-{communicator.rank}", daemon=True
         )
         self._thread.start()
 
-    def submit(self, operation: Callable[[Communicator], None]) -> Work:
-        """Run an operation after those submitted before it."""
-        task = _Task(operation)
+    def submit(
+        self, operation: Callable[[Communicator], None], device: torch.device | None = None
+    ) -> Work:
+        """Run an operation after those submitted before it.
+
+        `device`: where its tensors are. On a GPU the operation starts after the work that the
+        caller's current stream has so far, and is complete once the GPU has finished its work, so
+        whatever is started after `wait()` sees the result, on any stream.
+        """
+        task = _Task(operation, self._after_caller(device))
         self._tasks.put(task)
         return task
+
+    def _after_caller(self, device: torch.device | None) -> AbstractContextManager[None]:
+        if device is None:
+            return nullcontext()
+        if device not in self._orders:
+            self._orders[device] = gpu_order.order_on(device)
+        order = self._orders[device]
+        return nullcontext() if order is None else order.behind(order.mark())
 
     def close(self) -> None:
         """End the thread; what was submitted and never waited for is given up."""
@@ -49,9 +72,12 @@ class Background:
 
 
 class _Task(Work):
-    def __init__(self, operation: Callable[[Communicator], None]) -> None:
+    def __init__(
+        self, operation: Callable[[Communicator], None], after_caller: AbstractContextManager[None]
+    ) -> None:
         super().__init__()
         self._operation = operation
+        self._after_caller = after_caller
         self._finished = Event()
         self._failure: Exception | None = None
         self._completing = Lock()
@@ -59,7 +85,8 @@ class _Task(Work):
 
     def run(self, communicator: Communicator) -> Exception | None:
         try:
-            self._operation(communicator)
+            with self._after_caller:
+                self._operation(communicator)
         except Exception as error:  # noqa: BLE001 - raised again by whoever waits
             self._failure = error
         self._complete()

@@ -74,7 +74,7 @@ class ComposedCommunicator(Communicator):
         if self._background is None:
             self._background = Background(self)
         staged = Staged.of(tensor)
-        work = self._background.submit(lambda fork: steps(fork, staged.flat))
+        work = self._background.submit(lambda fork: steps(fork, staged.flat), staged.flat.device)
         return work.on_success(staged.copy_back)
 
     def _check_parts(self, parts: Sequence[Tensor] | None) -> Sequence[Tensor]:

@@ -153,20 +153,23 @@ class Ddp(GradientAveraging):
     def _through_codec(self, bucket: GradBucket, background: Background) -> Future[Tensor]:
         gradient, key = bucket.buffer(), str(bucket.index())
         shapes = [tuple(part.shape) for part in bucket.gradients()]
-        future: Future[Tensor] = Future()
+        future: Future[Tensor] = Future(devices=[gradient.device] if gradient.is_cuda else None)
 
         def exchange(communicator: Communicator) -> None:
+            self.exchange.sum(communicator, key, gradient, shapes)
+
+        def complete() -> None:
+            self._underway.end()
             try:
-                self.exchange.sum(communicator, key, gradient, shapes)
-            except Exception as error:
+                work.wait()
+            except Exception as error:  # noqa: BLE001 - DDP raises it
                 self._failed = True
                 future.set_exception(error)  # type: ignore[arg-type]  # it takes errors
-                raise
-            finally:
-                self._underway.end()
-            future.set_result(gradient)
+            else:
+                future.set_result(gradient)
 
-        background.submit(exchange)
+        work = background.submit(exchange, gradient.device)
+        work.when_complete(complete)
         return future
 
     def backward(self, loss: Tensor) -> None:

@@ -139,7 +139,7 @@ class Overlap(GradientAveraging):
             self.exchange.sum(communicator, bucket.key, bucket.gradient, bucket.shapes)
 
         if self._background:
-            work = self._background.submit(exchange)
+            work = self._background.submit(exchange, bucket.gradient.device)
         else:
             assert self._line is not None
             work = self.exchange.begin(self._line, bucket.key, bucket.gradient)
