@@ -17,13 +17,13 @@ from paceline.comm.work import Done, Work
 from paceline.config import RunConfig
 from paceline.launch.start import train
 from paceline.measure import clock as clock_module
+from paceline.measure import timeline as timeline_module
 from paceline.measure import traffic as traffic_module
 from paceline.measure.clock import PhaseClock
 from paceline.measure.phase_log import PhaseLog, Span
 from paceline.measure.trace import WARM_UP_ITERATIONS, Tracer
 from paceline.measure.traffic import Traffic
 from paceline.records import read_iteration_seconds, read_json
-from paceline.sync import exchange as exchange_module
 from paceline.sync import replica as replica_module
 from paceline.sync.options import create_strategy
 from paceline.sync.replica import Replica
@@ -55,7 +55,7 @@ class Hand:
 @pytest.fixture
 def hand(monkeypatch: pytest.MonkeyPatch) -> Hand:
     hand = Hand()
-    for module in (clock_module, traffic_module, exchange_module, replica_module):
+    for module in (clock_module, traffic_module, timeline_module, replica_module):
         monkeypatch.setattr(module, "perf_counter", hand)
     return hand
 
@@ -176,8 +176,8 @@ class _Travelling(Work):
         super().__init__()
         self._hand, self._arrives = hand, hand.now + seconds
 
-    def when_complete(self, action: Callable[[], None]) -> None:
-        self._hand.due.append((self._arrives, action))
+    def when_complete(self, action: Callable[[float], None]) -> None:
+        self._hand.due.append((self._arrives, lambda: action(self._arrives)))
 
     def _block(self) -> None:
         self._hand.move(max(0.0, self._arrives - self._hand.now))
@@ -210,6 +210,33 @@ def replica_on(communicator: Communicator, model: nn.Module) -> Replica:
         scaler=torch.amp.GradScaler("cpu", enabled=False),
         communicator=communicator,
     )
+
+
+class _NoticedLate(_Travelling):
+    """One that nobody notices to be complete before `wait()`, which then knows since when."""
+
+    def when_complete(self, action: Callable[[float], None]) -> None:
+        Work.when_complete(self, action)
+
+    def _block(self) -> None:
+        super()._block()
+        self._complete(self._arrives)
+
+
+class UnwatchedLine(SlowLine):
+    def all_reduce(self, tensor: Tensor, kind: str) -> Work:
+        return _NoticedLate(self._hand, 3.0)
+
+
+def test_an_exchange_that_is_noticed_late_counts_as_hidden_until_it_ended(hand: Hand) -> None:
+    """It ended a second before the backward pass did."""
+    replica = replica_on(UnwatchedLine(hand, Traffic()), SlowInTheMiddle(hand))
+    strategy = create_strategy("overlap", {"bucket_mib": "0", "first_bucket_mib": "0"})
+    strategy.attach(replica)
+    strategy.backward(replica.forward(torch.ones(1, 2)).sum())
+    strategy.step()
+    strategy.finish()
+    assert replica.hidden_exchange_seconds == 3
 
 
 def test_hidden_communication_shows_as_transfers_beside_other_phases(

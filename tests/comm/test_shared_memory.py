@@ -396,3 +396,24 @@ def test_tensors_for_which_there_is_no_room_in_shared_memory_lie_elsewhere(
     pool: WorkerPool,
 ) -> None:
     assert pool.run(3, sum_without_room) == [(600_000.0, 0)] * 3
+
+
+def completions(communicator: Communicator, elements: int) -> tuple[int, int]:
+    """How often a sum said that it was complete: after its last step, and after `wait()`."""
+    with shared_memory.over(communicator) as team:
+        moments: list[object] = []
+        work = team.all_reduce(torch.ones(elements), "gradients")
+        work.when_complete(lambda *moment: moments.append(moment))
+        deadline = time.monotonic() + 30
+        while not work.is_done() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        done = len(moments)
+        work.wait()
+        team.barrier().wait()
+        return done, len(moments)
+
+
+@pytest.mark.parametrize("elements", [5, 3_000_000])
+def test_a_sum_is_complete_when_its_last_step_is_done(pool: WorkerPool, elements: int) -> None:
+    """And not only when somebody waits for it, which may be long after."""
+    assert pool.run(2, completions, elements) == [(1, 1)] * 2

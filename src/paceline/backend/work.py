@@ -90,7 +90,7 @@ class BackgroundWork(CommunicatorWork):
     def get_future(self) -> Future:
         ended: Future = torch.futures.Future()
         result = ended.then(self._outcome)
-        self._work.when_complete(lambda: ended.set_result(None))
+        self._work.when_complete(lambda _: ended.set_result(None))
         wait_in_backward(self)
         return result
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
-from threading import Event, Lock, Thread
+from threading import Event, Thread
 
 import torch
 
@@ -80,8 +80,6 @@ class _Task(Work):
         self._after_caller = after_caller
         self._finished = Event()
         self._failure: Exception | None = None
-        self._completing = Lock()
-        self._actions: list[Callable[[], None]] = []
 
     def run(self, communicator: Communicator) -> Exception | None:
         try:
@@ -89,26 +87,15 @@ class _Task(Work):
                 self._operation(communicator)
         except Exception as error:  # noqa: BLE001 - raised again by whoever waits
             self._failure = error
+        self._finished.set()
         self._complete()
         return self._failure
 
     def fail(self, cause: Exception) -> Exception:
         self._failure = cause
+        self._finished.set()
         self._complete()
         return cause
-
-    def when_complete(self, action: Callable[[], None]) -> None:
-        with self._completing:
-            if not self._finished.is_set():
-                self._actions.append(action)
-                return
-        action()
-
-    def _complete(self) -> None:
-        with self._completing:
-            self._finished.set()
-        for action in self._actions:
-            action()
 
     def _block(self) -> None:
         self._finished.wait()

@@ -197,7 +197,7 @@ class _BesideHost(Work):
         super().__init__()
         self._host, self._work = host, work
 
-    def when_complete(self, action: Callable[[], None]) -> None:
+    def when_complete(self, action: Callable[[float], None]) -> None:
         self._work.when_complete(action)
 
     def _block(self) -> None:

@@ -218,7 +218,9 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         """Take every operation as far as it goes; whether any of them moved."""
         moved = False
         for work in self._pending:
-            moved |= work.steps.advance()
+            if work.steps.advance():
+                moved = True
+                work.note_progress()
         if moved:
             self._silent_since = None
             while self._pending and self._pending[0].steps.is_over:
@@ -278,6 +280,11 @@ class _Pending(Work):
         super().__init__()
         self.steps, self.operation = steps, operation
         self._communicator = communicator
+
+    def note_progress(self) -> None:
+        """A step was done; after the last one the operation is complete."""
+        if self.steps.is_over:
+            self._complete()
 
     def _block(self) -> None:
         self._communicator.complete(self)

@@ -22,6 +22,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 from paceline.comm.communicator import Operation
 from paceline.comm.work import Work
 from paceline.errors import PeerError
+from paceline.measure.timeline import Moment, Timeline
 
 T = TypeVar("T")
 
@@ -173,8 +174,11 @@ class BackendWork(Work):
 class GlooWork(BackendWork):
     """A collective of gloo's."""
 
-    def when_complete(self, action: Callable[[], None]) -> None:
-        self._handle.get_future().then(lambda _: action())
+    def when_complete(self, action: Callable[[float], None]) -> None:
+        is_first = not self._on_completion
+        super().when_complete(action)
+        if is_first:
+            self._handle.get_future().then(lambda _: self._complete())
 
     def _finish(self) -> None:
         self._handle.wait()
@@ -216,6 +220,26 @@ class GlooTransfer(BackendWork):
 class NcclWork(BackendWork):
     """An operation of NCCL's, whose own `wait` only puts later work on the GPU behind it."""
 
+    _end: Moment | None = None
+
+    def __init__(
+        self, handle: Any, operation: Operation, seconds: float, timeline: Timeline | None = None
+    ) -> None:
+        """`timeline`: of the GPU, for a collective; torch has no future for messages."""
+        super().__init__(handle, operation, seconds)
+        self._timeline = timeline
+
+    def when_complete(self, action: Callable[[float], None]) -> None:
+        is_first = not self._on_completion
+        super().when_complete(action)
+        if is_first and self._timeline is not None:
+            # Called at once, with a current stream that continues when the collective has ended.
+            self._handle.get_future().then(self._mark_end)
+
+    def _mark_end(self, _: object) -> None:
+        assert self._timeline is not None
+        self._end = self._timeline.mark()
+
     def _finish(self) -> None:
         deadline = monotonic() + self._seconds
         while not self._handle.is_completed():
@@ -223,6 +247,8 @@ class NcclWork(BackendWork):
                 raise self._operation.timed_out(self._seconds)
             sleep(NCCL_POLL_SECONDS)
         self._handle.wait()
+        if self._end is not None and self._timeline is not None:
+            self._complete(self._timeline.seconds(self._end))
 
     def _poll(self) -> bool:
         return bool(self._handle.is_completed())

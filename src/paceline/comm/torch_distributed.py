@@ -36,6 +36,7 @@ from paceline.comm.torch_backends import (
     start_nccl_messages,
 )
 from paceline.comm.work import Done, Work
+from paceline.measure.timeline import Timeline, timeline_of
 from paceline.measure.traffic import CountedTransfer, Traffic
 
 CPU = torch.device("cpu")
@@ -86,12 +87,19 @@ class TorchCommunicator(ComposedCommunicator):
             lambda: make_gloo(store, rank, world_size, address, timeout_seconds),
         )
         self._nccl: Any = None
+        self._timeline: Timeline | None = None
         if gpu is not None:
             self._nccl = attempt(
                 connecting,
                 timeout_seconds,
                 lambda: make_nccl(store, rank, world_size, address, gpu, timeout_seconds),
             )
+            self._timeline = timeline_of(gpu)
+
+    @property
+    def gpu(self) -> torch.device | None:
+        """This rank's own, whose tensors go through NCCL."""
+        return self._gpu
 
     def send(self, tensor: Tensor, to: int, kind: str) -> Work:
         self.check_peer(to)
@@ -140,7 +148,7 @@ class TorchCommunicator(ComposedCommunicator):
             )
 
         operation = self.operation("exchange with", sorted({to, source}))
-        work = self._start(operation, transfer, sending.flat.device, start)
+        work = self._start(operation, transfer, sending.flat.device, start, GlooTransfer)
         return work.on_success(receiving.copy_back)
 
     def broadcast(self, tensor: Tensor, root: int, kind: str) -> Work:
@@ -262,7 +270,9 @@ class TorchCommunicator(ComposedCommunicator):
         staged = Staged.of(tensor, self._device(tensor))
         transfer = self.traffic.begin(kind, **counts)
         operation = self.operation(name, self.peers)
-        work = self._start(operation, transfer, staged.flat.device, lambda: start(staged.flat))
+        work = self._start(
+            operation, transfer, staged.flat.device, lambda: start(staged.flat), GlooWork
+        )
         return work.on_success(staged.copy_back)
 
     def _start(
@@ -271,7 +281,7 @@ class TorchCommunicator(ComposedCommunicator):
         transfer: CountedTransfer,
         device: torch.device,
         action: Callable[[], Any],
-        gloo_work: type[GlooTransfer] | type[GlooWork] = GlooWork,
+        gloo_work: type[GlooTransfer] | type[GlooWork],
     ) -> Work:
         """Start what was counted before, on the backend of the device.
 
@@ -285,8 +295,11 @@ class TorchCommunicator(ComposedCommunicator):
         except BaseException:
             self.traffic.end(transfer)
             raise
-        work_class = gloo_work if device == CPU else NcclWork
-        work = work_class(handle, operation, self.timeout_seconds)
+        if device == CPU:
+            work: Work = gloo_work(handle, operation, self.timeout_seconds)
+        else:
+            timeline = self._timeline if gloo_work is GlooWork else None
+            work = NcclWork(handle, operation, self.timeout_seconds, timeline)
         return self.counted(work, transfer)
 
     def _backend(self, device: torch.device) -> Any:

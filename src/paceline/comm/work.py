@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from threading import RLock
+from time import perf_counter
 
 
 class Work(ABC):
@@ -18,6 +20,10 @@ class Work(ABC):
         self._error: BaseException | None = None
         self._on_end: list[Callable[[], None]] = []
         self._on_success: list[Callable[[], None]] = []
+        self._completed: float | None = None
+        self._on_completion: list[Callable[[float], None]] = []
+        # Held while actions run, so that they are over when `wait()` returns.
+        self._completing = RLock()
 
     def wait(self) -> None:
         """Return once the operation is complete here; raise what went wrong, each time asked."""
@@ -31,6 +37,7 @@ class Work(ABC):
                 self._error = error
                 raise
             finally:
+                self._complete()
                 for action in self._on_end:
                     action()
         elif self._error is not None:
@@ -50,10 +57,28 @@ class Work(ABC):
         self._on_end.append(action)
         return self
 
-    def when_complete(self, action: Callable[[], None]) -> None:
-        """Do this when the operation completes, on whatever thread notices it; where none does
-        before `wait()`, then."""
-        self.on_end(action)
+    def when_complete(self, action: Callable[[float], None]) -> None:
+        """Call this with the moment (of `perf_counter`) at which the operation was complete.
+
+        On any thread, as soon as one notices it, and before `wait()` returns. The moment is that of
+        the completion, even where it is noticed later.
+        """
+        with self._completing:
+            if self._completed is None:
+                self._on_completion.append(action)
+                return
+        action(self._completed)
+
+    def _complete(self, moment: float | None = None) -> None:
+        """Note that the operation is complete, since `moment` or now; only the first call counts.
+
+        For operations that are complete before somebody waits for them.
+        """
+        with self._completing:
+            if self._completed is None:
+                self._completed = perf_counter() if moment is None else moment
+                for action in self._on_completion:
+                    action(self._completed)
 
     @abstractmethod
     def _block(self) -> None:
@@ -66,6 +91,10 @@ class Work(ABC):
 
 class Done(Work):
     """An operation that had nothing left to do when it was started."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._complete()
 
     def _block(self) -> None:
         return
@@ -80,6 +109,22 @@ class AllOf(Work):
     def __init__(self, parts: Sequence[Work]) -> None:
         super().__init__()
         self._parts = parts
+        self._last = 0.0
+        self._incomplete = len(parts)
+
+    def when_complete(self, action: Callable[[float], None]) -> None:
+        is_first = not self._on_completion
+        super().when_complete(action)
+        if is_first:
+            for part in self._parts:
+                part.when_complete(self._note_part)
+
+    def _note_part(self, moment: float) -> None:
+        with self._completing:
+            self._last = max(self._last, moment)
+            self._incomplete -= 1
+            if self._incomplete == 0:
+                self._complete(self._last)
 
     def _block(self) -> None:
         for part in self._parts:

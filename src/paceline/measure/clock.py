@@ -105,6 +105,11 @@ class PhaseClock:
             self._settle()
             self._watcher = None
 
+    def settle_log(self) -> None:
+        """While somebody watches, note every phase up to now in the log."""
+        if self._watcher is not None:
+            self._settle()
+
     @property
     def wall_seconds(self) -> float:
         """Since the clock was made, up to the last change of phase."""

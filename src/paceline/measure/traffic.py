@@ -36,10 +36,10 @@ class CountedTransfer:
     is_logged: bool = True
     completed: float | None = None
 
-    def complete(self) -> None:
-        """Note the moment, if none was noted before."""
+    def complete(self, moment: float | None = None) -> None:
+        """Note the moment, now unless given, if none was noted before."""
         if self.completed is None:
-            self.completed = perf_counter()
+            self.completed = perf_counter() if moment is None else moment
 
 
 @dataclass(slots=True)
@@ -95,6 +95,11 @@ class Traffic:
             underway.transfers -= 1
             if underway.transfers == 0:
                 self.counts[transfer.kind].seconds += perf_counter() - underway.since
+
+    def add_seconds(self, kind: str, seconds: float) -> None:
+        """Count the time of transfers that was measured elsewhere, as on a GPU."""
+        with self._lock:
+            self.counts[kind].seconds += seconds
 
     def to_dict(self) -> dict[str, dict[str, int | float]]:
         """The "traffic" of a worker in result.json; `restore` takes it back."""

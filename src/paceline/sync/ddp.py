@@ -7,6 +7,7 @@ when a bucket was handed over and when its sum was there.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -21,12 +22,22 @@ from paceline.comm.communicator import Communicator, name_ranks
 from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.config import RunConfig
 from paceline.errors import ConfigError, PeerError, RunError
+from paceline.measure.timeline import timeline_of
+from paceline.measure.traffic import CountedTransfer
 from paceline.sync.averaging import GradientAveraging
-from paceline.sync.exchange import KIND, Underway
+from paceline.sync.exchange import KIND, Exchange, Underway, seconds_under_way
 from paceline.sync.replica import Replica
 from paceline.sync.state_exchange import broadcast_model
 from paceline.sync.strategy import needs_torch
 from paceline.values import check_option
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What was exchanged in one step, in the order in which the gradients were ready."""
+
+    exchanges: list[Exchange]
+    transfers: list[CountedTransfer]
 
 
 class Ddp(GradientAveraging):
@@ -63,8 +74,11 @@ class Ddp(GradientAveraging):
         self._group: Any = self._communicator.process_group()
         if self.exchange.codec:
             self._background = Background(self._communicator)
-        self._underway = Underway()
-        self._handed_over = 0.0
+        self._timeline = timeline_of(replica.trainable[0].device)
+        self._underway = Underway(self._timeline)
+        self._uses_nccl = replica.trainable[0].device == self._communicator.gpu
+        self._transfers: list[CountedTransfer] = []
+        self._unaccounted = _Step([], [])
         self._failed = self._is_rehearsal = False
         # What a codec remembers of the buckets must fit them from the first step to the last.
         self._to_rehearse = self.exchange.codec is not None
@@ -123,10 +137,9 @@ class Ddp(GradientAveraging):
             nothing: Future[Tensor] = Future()
             nothing.set_result(gradient)
             return nothing
-        self._handed_over = perf_counter()
-        self._underway.begin()
+        under_way = self._underway.begin()
         if self._background is not None:
-            return self._through_codec(bucket, self._background)
+            return self._through_codec(bucket, self._background, under_way)
         traffic, algorithm = self._communicator.traffic, self.exchange.algorithm
         rank, world = self._communicator.rank, self._communicator.world_size
         size = (world, gradient.numel(), gradient.element_size())
@@ -137,9 +150,12 @@ class Ddp(GradientAveraging):
             messages=2 * (world - 1),
         )
 
+        self._transfers.append(transfer)
+
         def arrived(future: Future[list[Tensor]]) -> Tensor:
+            # NCCL's future calls this at once, with a current stream that continues at the end.
+            under_way.ended = self._timeline.mark() if self._uses_nccl else perf_counter()
             traffic.end(transfer)
-            self._underway.end()
             try:
                 return future.value()[0]
             except RuntimeError:
@@ -150,7 +166,9 @@ class Ddp(GradientAveraging):
         summed: Future[Tensor] = summing.then(arrived)
         return summed
 
-    def _through_codec(self, bucket: GradBucket, background: Background) -> Future[Tensor]:
+    def _through_codec(
+        self, bucket: GradBucket, background: Background, under_way: Exchange
+    ) -> Future[Tensor]:
         gradient, key = bucket.buffer(), str(bucket.index())
         shapes = [tuple(part.shape) for part in bucket.gradients()]
         future: Future[Tensor] = Future(devices=[gradient.device] if gradient.is_cuda else None)
@@ -158,8 +176,8 @@ class Ddp(GradientAveraging):
         def exchange(communicator: Communicator) -> None:
             self.exchange.sum(communicator, key, gradient, shapes)
 
-        def complete() -> None:
-            self._underway.end()
+        def complete(moment: float) -> None:
+            under_way.ended = moment
             try:
                 work.wait()
             except Exception as error:  # noqa: BLE001 - DDP raises it
@@ -191,22 +209,45 @@ class Ddp(GradientAveraging):
 
     def _account(self) -> None:
         """DDP waits for its sums inside the backward pass: what came after the last gradient was
-        ready is communication that nothing hid."""
+        ready is communication that nothing hid.
+
+        With NCCL that is known only when the GPU gets there. To let the program go on submitting
+        work meanwhile, a step is accounted for after the next one.
+        """
+        self.replica.clock.enter("other")
+        step = _Step(self._underway.take(), self._transfers)
+        self._transfers = []
+        if self._uses_nccl:
+            step, self._unaccounted = self._unaccounted, step
+        self._account_for(step)
+
+    def _account_for(self, step: _Step) -> None:
+        spans = self._underway.spans(step.exchanges)
+        if not spans:
+            return
         clock = self.replica.clock
-        clock.enter("other")
-        ready = self._handed_over
-        ended = max(ready, self._underway.ended)
+        ready = spans[-1][0]
+        ended = max(ready, *(span[1] for span in spans))
         clock.move("backward", "exchange", ended - ready)
         if clock.log is not None:
+            clock.settle_log()
             clock.log.relabel("backward", "exchange", ready, ended)
         self.replica.exposed.note(ready, ended)
-        self.replica.note_hidden(self._underway.take_seconds(), ended - ready)
+        self.replica.note_hidden(seconds_under_way(spans, until=ready))
+        if self._uses_nccl:
+            self._communicator.traffic.add_seconds(KIND, seconds_under_way(spans))
+            for transfer, span in zip(step.transfers, spans, strict=False):
+                if transfer.is_logged:
+                    transfer.began, transfer.completed = span
 
     def step(self) -> None:
         self.replica.fill_missing_gradients()
         self.replica.update()
 
     def finish(self) -> None:
+        if self._communicator.world_size > 1:
+            self._account_for(self._unaccounted)
+            self._unaccounted = _Step([], [])
         if self._background is not None:
             # A thread that ends cuts off those who still receive from it.
             self._communicator.barrier().wait()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from threading import Lock
-from time import perf_counter
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from paceline.comm import ALGORITHMS
 from paceline.comm.algorithms.library import Library
 from paceline.comm.communicator import Communicator
 from paceline.comm.work import Done, Work
+from paceline.measure.timeline import Moment, Timeline
 
 KIND = "gradients"
 
@@ -71,32 +73,48 @@ def gathered(communicator: Communicator, payload: Tensor) -> list[Tensor]:
     return list(everything.split(size)) if size else [payload] * communicator.world_size
 
 
+@dataclass(slots=True)
+class Exchange:
+    """One that is under way: from when its gradient was ready to when its sum was there."""
+
+    began: Moment
+    ended: Moment | None = None
+
+
 class Underway:
-    """How long at least one of several overlapping exchanges was under way; for any thread."""
+    """The exchanges of a step, which may overlap; they may end on any thread."""
 
-    def __init__(self) -> None:
-        self.ended = 0.0
-        """When the last one ended."""
-        self._seconds = 0.0
-        self._exchanges = 0
-        self._since = 0.0
-        self._lock = Lock()
+    def __init__(self, timeline: Timeline) -> None:
+        """`timeline`: of the device that computes the gradients."""
+        self._timeline = timeline
+        self._exchanges: list[Exchange] = []
 
-    def begin(self) -> None:
-        with self._lock:
-            if self._exchanges == 0:
-                self._since = perf_counter()
-            self._exchanges += 1
+    def begin(self) -> Exchange:
+        """An exchange of what the current stream computes; its `ended` has to be set."""
+        exchange = Exchange(self._timeline.mark())
+        self._exchanges.append(exchange)
+        return exchange
 
-    def end(self) -> None:
-        with self._lock:
-            self.ended = perf_counter()
-            self._exchanges -= 1
-            if self._exchanges == 0:
-                self._seconds += self.ended - self._since
-
-    def take_seconds(self) -> float:
+    def take(self) -> list[Exchange]:
         """Those since the last time asked."""
-        with self._lock:
-            seconds, self._seconds = self._seconds, 0.0
-        return seconds
+        exchanges, self._exchanges = self._exchanges, []
+        return exchanges
+
+    def spans(self, exchanges: Sequence[Exchange]) -> list[tuple[float, float]]:
+        """When they began and ended, in seconds of `perf_counter`; waits until they are over."""
+        seconds = self._timeline.seconds
+        spans = []
+        for exchange in exchanges:
+            assert exchange.ended is not None, "the exchange is still under way"
+            spans.append((seconds(exchange.began), seconds(exchange.ended)))
+        return spans
+
+
+def seconds_under_way(spans: Iterable[tuple[float, float]], until: float = math.inf) -> float:
+    """How long at least one exchange was under way, up to a moment."""
+    total, last = 0.0, -math.inf
+    for began, ended in sorted(spans):
+        end = min(ended, until)
+        total += max(0.0, end - max(began, last))
+        last = max(last, end)
+    return total

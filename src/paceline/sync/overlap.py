@@ -22,8 +22,9 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.objects import broadcast_json, gather_json
 from paceline.comm.work import Work
 from paceline.errors import RunError
+from paceline.measure.timeline import timeline_of
 from paceline.sync.averaging import GradientAveraging
-from paceline.sync.exchange import Underway
+from paceline.sync.exchange import Underway, seconds_under_way
 from paceline.sync.flat import FlatGradients
 from paceline.sync.replica import Replica
 from paceline.sync.state_exchange import broadcast_model
@@ -72,7 +73,7 @@ class Overlap(GradientAveraging):
             self._bucket_mib = BETWEEN_MACHINES_MIB if is_spread(replica) else WITHIN_MACHINE_MIB
         self._line = replica.communicator.fork() if self.exchange.returns_at_once else None
         self._background = None if self._line else Background(replica.communicator)
-        self._underway = Underway()
+        self._underway = Underway(timeline_of(replica.trainable[0].device))
         self._seen: list[int] | None = []
         """Weights in the order in which their gradients came, in the first step."""
         self._lay_out(list(reversed(range(len(replica.trainable)))))
@@ -133,17 +134,20 @@ class Overlap(GradientAveraging):
             self._send(self._buckets[sent])
 
     def _send(self, bucket: Bucket) -> None:
-        self._underway.begin()
+        under_way = self._underway.begin()
 
         def exchange(communicator: Communicator) -> None:
             self.exchange.sum(communicator, bucket.key, bucket.gradient, bucket.shapes)
+
+        def end(moment: float) -> None:
+            under_way.ended = moment
 
         if self._background:
             work = self._background.submit(exchange, bucket.gradient.device)
         else:
             assert self._line is not None
             work = self.exchange.begin(self._line, bucket.key, bucket.gradient)
-        work.when_complete(self._underway.end)
+        work.when_complete(end)
         self._under_way.append(work)
 
     def step(self) -> None:
@@ -153,8 +157,8 @@ class Overlap(GradientAveraging):
                 self._send(bucket)
             for work in self._under_way:
                 work.wait()
-        exposed = self.replica.exposed.ended[-1] - self.replica.exposed.began[-1]
-        self.replica.note_hidden(self._underway.take_seconds(), exposed)
+        spans = self._underway.spans(self._underway.take())
+        self.replica.note_hidden(seconds_under_way(spans, until=self.replica.exposed.began[-1]))
         self.replica.update()
         self._agree_on_order()
         self._begin_step()

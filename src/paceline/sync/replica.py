@@ -104,11 +104,11 @@ class Replica:
             finally:
                 self.exposed.note(began, perf_counter())
 
-    def note_hidden(self, under_way_seconds: float, exposed_seconds: float) -> None:
-        """Of the time in which transfers were under way, what training did not wait for."""
+    def note_hidden(self, seconds: float) -> None:
+        """Time in which exchanges were under way and training did not wait for them."""
         # Alone, a worker sums with nobody: all that is under way then is a thread's late wake-up.
         if self.communicator.world_size > 1:
-            self.hidden_exchange_seconds += max(0.0, under_way_seconds - exposed_seconds)
+            self.hidden_exchange_seconds += seconds
 
     def fill_missing_gradients(self) -> None:
         """Zeros for weights that had no part in the loss, as they get from a sum over workers.
