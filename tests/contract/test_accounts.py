@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from contract.harness import Seat, Task, build_replica, run_team
 from paceline.sync.options import create_strategy
 from paceline.sync.strategy import Strategy
-from paceline.worker.huddle import clock_offset_seconds, settle_waits
+from paceline.worker.huddle import ClockOffset, measure_clock_offset, settle_waits
 from worker_pool import WorkerPool
 
 STEPS = 4
@@ -69,7 +69,7 @@ def account(seat: Seat, name: str, day: Day) -> Account:
             buckets["first_bucket_mib"] = "0.01"
         strategy = create_strategy(name, buckets)
         strategy.attach(build_replica(SlowInTheMiddle(), seat, day))
-        offset = clock_offset_seconds(seat.communicator)
+        offset = ClockOffset(measure_clock_offset(seat.communicator))
         # The first step makes connections and buckets, and is no measure of the others.
         _step(strategy, late=False)
         settle_waits(seat.communicator, strategy.replica.clock, strategy.replica.exposed, offset)

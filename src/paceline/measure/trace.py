@@ -53,6 +53,12 @@ class Tracer:
         self._clock.unwatch()
         self._traffic.log = None
 
+    @property
+    def began(self) -> float:
+        """When the first traced iteration began, once tracing is over; 0 where none was traced."""
+        self._stop()
+        return self._log.laps[0].began if self._log is not None and self._log.laps else 0.0
+
     def write(self, path: Path, rank: int, node: int, offset_seconds: float) -> None:
         """Once waiting has been told from communicating; nothing where no iteration was traced."""
         self._stop()

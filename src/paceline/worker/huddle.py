@@ -7,6 +7,7 @@ for. All of them come to the same conclusions, because all of them see the same 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -21,7 +22,7 @@ SECONDS_BETWEEN = 1.0
 MOST_ITERATIONS_BETWEEN = 1000
 OFFSET_ROUNDS = 9
 
-_STOP, _COMPUTE_SECONDS, _SAMPLES, _SECONDS_PER_ITERATION, _COLUMNS = range(5)
+_STOP, _COMPUTE_SECONDS, _SAMPLES, _SECONDS_PER_ITERATION, _MEASURE_CLOCKS, _COLUMNS = range(6)
 
 
 @dataclass(slots=True)
@@ -32,6 +33,7 @@ class Notes:
     compute_seconds: float = 0.0
     samples: int = 0
     seconds_per_iteration: float = 0.0
+    measure_clocks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +42,21 @@ class Agreement:
     speeds: list[float]
     """Samples a second of computing, of each worker."""
     iterations_to_next: int
+    measure_clocks: bool
+    """Whether to compare the clocks now, as any of the workers wants."""
 
 
 def huddle(communicator: Communicator, notes: Notes) -> Agreement:
     """Collective."""
     table = torch.zeros(communicator.world_size, _COLUMNS, dtype=torch.float64)
     table[communicator.rank] = torch.tensor(
-        [notes.stop, notes.compute_seconds, notes.samples, notes.seconds_per_iteration],
+        [
+            notes.stop,
+            notes.compute_seconds,
+            notes.samples,
+            notes.seconds_per_iteration,
+            notes.measure_clocks,
+        ],
         dtype=torch.float64,
     )
     communicator.all_reduce(table, "control").wait()
@@ -57,19 +67,21 @@ def huddle(communicator: Communicator, notes: Notes) -> Agreement:
         stop=bool(table[:, _STOP].any()),
         speeds=speeds.tolist(),
         iterations_to_next=min(max(1, iterations), MOST_ITERATIONS_BETWEEN),
+        measure_clocks=bool(table[:, _MEASURE_CLOCKS].any()),
     )
 
 
 def settle_waits(
-    communicator: Communicator, clock: PhaseClock, exposed: Exposed, offset_seconds: float
+    communicator: Communicator, clock: PhaseClock, exposed: Exposed, offset: ClockOffset
 ) -> None:
     """Move from exchange to wait what each exchange spent waiting for the last to come. Collective.
 
-    `offset_seconds` is what must be added to this worker's clock to get the first worker's.
+    `offset`: of this worker's clock.
     """
     arrivals = torch.zeros(communicator.world_size, len(exposed.began), dtype=torch.float64)
     own = torch.frombuffer(exposed.began, dtype=torch.float64) if exposed.began else torch.empty(0)
-    arrivals[communicator.rank] = own + offset_seconds
+    offsets = [offset.at(moment) for moment in exposed.began]
+    arrivals[communicator.rank] = own + torch.tensor(offsets, dtype=torch.float64)
     communicator.all_reduce(arrivals, "control").wait()
     late = arrivals.amax(0) - arrivals[communicator.rank]
     lengths = torch.frombuffer(exposed.ended, dtype=torch.float64) - own if exposed.began else own
@@ -81,13 +93,47 @@ def settle_waits(
     exposed.clear()
 
 
-def clock_offset_seconds(communicator: Communicator) -> float:
-    """What to add to this worker's clock to get the first worker's. Collective.
+@dataclass(frozen=True, slots=True)
+class OffsetSample:
+    """One measurement of what to add to this worker's clock to get the first worker's."""
+
+    moment: float
+    seconds: float
+
+
+class ClockOffset:
+    """What to add to this worker's clock to get the first worker's, as measured from time to time.
+
+    The clocks of two machines drift apart, by some 20 us a second. Between two measurements the
+    offset is interpolated; after the last one it goes on with the drift of the last two.
+    """
+
+    def __init__(self, *samples: OffsetSample) -> None:
+        self._samples = list(samples) or [OffsetSample(0.0, 0.0)]
+
+    def add(self, sample: OffsetSample) -> None:
+        """A later measurement than those before."""
+        self._samples.append(sample)
+
+    def at(self, moment: float) -> float:
+        """At a moment of this worker's own clock."""
+        samples = self._samples
+        if len(samples) == 1 or moment <= samples[0].moment:
+            return samples[0].seconds
+        later = bisect_right(samples, moment, key=lambda sample: sample.moment)
+        later = min(later, len(samples) - 1)
+        first, second = samples[later - 1], samples[later]
+        drift = (second.seconds - first.seconds) / (second.moment - first.moment)
+        return first.seconds + drift * (moment - first.moment)
+
+
+def measure_clock_offset(communicator: Communicator) -> OffsetSample:
+    """Collective.
 
     The round trip that took least had the least chance to be lopsided.
     """
     here = torch.zeros(1, dtype=torch.float64)
-    offset = 0.0
+    sample = OffsetSample(perf_counter(), 0.0)
     for rank in range(1, communicator.world_size):
         if communicator.rank == 0:
             for _ in range(OFFSET_ROUNDS):
@@ -95,14 +141,16 @@ def clock_offset_seconds(communicator: Communicator) -> float:
                 here[0] = perf_counter()
                 communicator.send(here, rank, "control").wait()
         elif communicator.rank == rank:
-            offset = min(_one_round(communicator, here) for _ in range(OFFSET_ROUNDS))[1]
-    return offset
+            rounds = (_one_round(communicator, here) for _ in range(OFFSET_ROUNDS))
+            sample = min(rounds, key=lambda each: each[0])[1]
+    return sample
 
 
-def _one_round(communicator: Communicator, scratch: Tensor) -> tuple[float, float]:
+def _one_round(communicator: Communicator, scratch: Tensor) -> tuple[float, OffsetSample]:
     """Round-trip time, and the offset that it shows."""
     began = perf_counter()
     communicator.send(scratch, 0, "control").wait()
     communicator.recv(scratch, 0, "control").wait()
     ended = perf_counter()
-    return ended - began, float(scratch) - (began + ended) / 2
+    middle = (began + ended) / 2
+    return ended - began, OffsetSample(middle, float(scratch) - middle)

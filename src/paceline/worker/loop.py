@@ -128,10 +128,9 @@ class TrainingLoop:
                 self._between_iterations(end - begin, samples)
         self._finish()
 
-    @property
-    def clock_offset_seconds(self) -> float:
-        """What to add to this worker's clock to get the first worker's."""
-        return self._team.offset_seconds
+    def clock_offset_seconds(self, moment: float) -> float:
+        """What to add to a moment of this worker's clock to get the first worker's."""
+        return self._team.clock_offset.at(moment)
 
     def _next_turn(self) -> Turn | None:
         """None: there is nothing left to do."""

@@ -144,7 +144,7 @@ class _Worker:
             self.loop.run()
         finally:
             if tracer:
-                self._write_trace(tracer, self.loop.clock_offset_seconds)
+                self._write_trace(tracer, self.loop.clock_offset_seconds(tracer.began))
         if self.team.store:
             self.team.store.close()
 

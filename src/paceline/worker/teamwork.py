@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 
 from paceline.config import RunConfig
 from paceline.sync.replica import Replica
 from paceline.sync.strategy import Strategy
-from paceline.worker.huddle import Notes, clock_offset_seconds, huddle, settle_waits
+from paceline.worker.huddle import (
+    ClockOffset,
+    Notes,
+    huddle,
+    measure_clock_offset,
+    settle_waits,
+)
 
 COMPUTING = ("input", "forward", "backward")
 """The phases that a faster worker would spend less time in."""
+
+
+FIRST_CLOCK_SECONDS, MOST_CLOCK_SECONDS = 5.0, 120.0
+"""Between two measurements of the clocks' offset: short at first, to know their drift early on,
+then twice as long each time."""
 
 
 class Teamwork:
@@ -26,8 +38,12 @@ class Teamwork:
         self._communicator = replica.communicator
         self._is_alone = replica.communicator.world_size == 1
         self._meets = strategy.lockstep and not self._is_alone
-        self.offset_seconds = clock_offset_seconds(replica.communicator) if self._meets else 0.0
+        self.clock_offset = ClockOffset()
         """What to add to this worker's clock to get the first worker's; 0 where none was asked."""
+        if self._meets:
+            self.clock_offset = ClockOffset(measure_clock_offset(replica.communicator))
+        self._clock_seconds = FIRST_CLOCK_SECONDS
+        self._clocks_measured = perf_counter()
         self._begin_notes()
         self._iterations_left = 1
 
@@ -63,10 +79,15 @@ class Teamwork:
             compute_seconds=self._computing_seconds() - self._computed_before,
             samples=self._samples,
             seconds_per_iteration=self._seconds / self._iterations,
+            # One worker decides, so that all measure equally often.
+            measure_clocks=self._communicator.rank == 0
+            and perf_counter() - self._clocks_measured >= self._clock_seconds,
         )
         # Between iterations, so in no phase of theirs: else phases would not add up to their times.
         with self._clock.during("other"):
             agreement = huddle(self._communicator, notes)
+            if agreement.measure_clocks:
+                self._measure_clocks()
             self.settle()
         self._iterations_left = agreement.iterations_to_next
         if self._follows_speed:
@@ -74,12 +95,16 @@ class Teamwork:
         self._begin_notes()
         return agreement.stop
 
+    def _measure_clocks(self) -> None:
+        """Collective."""
+        self.clock_offset.add(measure_clock_offset(self._communicator))
+        self._clocks_measured = perf_counter()
+        self._clock_seconds = min(2 * self._clock_seconds, MOST_CLOCK_SECONDS)
+
     def settle(self) -> None:
         """Tell waiting from communicating in the exchanges since the last time. Collective."""
         if self._meets:
-            settle_waits(
-                self._communicator, self._clock, self._replica.exposed, self.offset_seconds
-            )
+            settle_waits(self._communicator, self._clock, self._replica.exposed, self.clock_offset)
 
 
 def follow(shares: Sequence[float], speeds: Sequence[float]) -> list[float]:
