@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import paceline.backend
-from paceline.comm.torch_backends import gloo_on
+from paceline.comm.torch_backends import sockets_on
 from paceline.measure.machine import hardware, software
 from paceline.models.loading import build_model
 
@@ -83,7 +83,7 @@ def work(rank: int, port: int, options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": options.workers}
     os.environ.update({name: str(value) for name, value in {**place, "RANK": rank}.items()})
-    with gloo_on("127.0.0.1"):
+    with sockets_on("127.0.0.1"):
         dist.init_process_group("gloo")
         for model in options.models.split(","):
             compare(model, options.batch_per_worker, options.blocks)

@@ -45,7 +45,7 @@ from paceline.sync.options import create_strategy
 from paceline.sync.replica import Replica
 from paceline.sync.server.link import SERVER, WORKER
 from paceline.sync.strategy import Strategy, Terms
-from paceline.worker.huddle import clock_offset_seconds, settle_waits
+from paceline.worker.huddle import ClockOffset, measure_clock_offset, settle_waits
 
 SHAPE, CLASSES = (3, 32, 32), 10
 MODELS = ("lenet", "mlp", "resnet18", "vgg11")
@@ -249,7 +249,7 @@ def measure(
         name: attach(communicator, name, cell, [servers[name]] if name in servers else [])
         for name in cell.strategies
     }
-    offset = clock_offset_seconds(communicator)
+    offset = ClockOffset(measure_clock_offset(communicator))
     updates = {}
     for name, strategy in strategies.items():
         # Buckets settle in the first updates; then the number of updates in a block is agreed on.

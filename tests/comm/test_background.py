@@ -131,7 +131,7 @@ def sum_on_side_stream(communicator: Communicator) -> list[int]:
     with torch.cuda.stream(other):
         seen = tensor.clone()
     other.synchronize()
-    return seen.unique().tolist()
+    return [int(value) for value in seen.unique()]
 
 
 @pytest.mark.gpu

@@ -26,7 +26,9 @@ class GpuOrder:
         self._stream = torch.cuda.Stream(device)
 
     def mark(self) -> torch.cuda.Event:
-        return torch.cuda.current_stream(self._device).record_event()
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
     @contextmanager
     def behind(self, mark: object) -> Iterator[None]:
