@@ -262,7 +262,8 @@ def _share_checkpoint(
     communicator.broadcast(packed, 0, "parameters").wait()
     if found is not None:
         return found
-    state = torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
+    file = io.BytesIO(packed.numpy().tobytes())
+    state = torch.load(file, map_location="cpu", weights_only=True)
     return Checkpoint(header[1], state)
 
 

@@ -42,7 +42,7 @@ def gather(
         "scaler": replica.scaler.state_dict(),
         "strategies": [_unpack(packed) for packed in strategies],
         "owns": [_unpack(packed) for packed in owns],
-        "random": _random_state(),
+        "random": random_state(_device(replica)),
         "workers": workers,
     }
 
@@ -57,7 +57,7 @@ def restore(
         strategy.load_optimizer_state(state["optimizer"])
         replica.scaler.load_state_dict(state["scaler"])
         _restore_strategy(state["strategies"], strategy, communicator)
-        _restore_random_state(state["random"])
+        restore_random_state(state["random"], _device(replica), communicator.rank)
         _restore_own_state(state.get("owns", []), replica)
         return _own_part(state["workers"], communicator)
     except (KeyError, ValueError, RuntimeError, TypeError) as error:
@@ -94,7 +94,7 @@ def _own_state(replica: Replica) -> dict[str, Any]:
     """What differs between workers even where their weights do not: the batch-norm statistics of
     their own samples, and how many random numbers their layers have drawn."""
     buffers = {name: buffer.cpu() for name, buffer in replica.model.named_buffers()}
-    return {"buffers": buffers, "random": _random_state()}
+    return {"buffers": buffers, "random": random_state(_device(replica))}
 
 
 def _restore_own_state(owns: list[dict[str, Any]], replica: Replica) -> None:
@@ -104,18 +104,31 @@ def _restore_own_state(owns: list[dict[str, Any]], replica: Replica) -> None:
         own = owns[communicator.rank]
         for name, buffer in replica.model.named_buffers():
             buffer.copy_(own["buffers"][name])
-        _restore_random_state(own["random"])
+        restore_random_state(own["random"], _device(replica), communicator.rank)
 
 
-def _random_state() -> dict[str, Any]:
-    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return {"cpu": torch.get_rng_state(), "gpus": gpus}
+def _device(replica: Replica) -> torch.device:
+    return next(iter(replica.model.parameters())).device
 
 
-def _restore_random_state(state: dict[str, Any]) -> None:
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The states of the generators that a rank on this device draws from."""
+    cpu = {"cpu": torch.get_rng_state()}
+    return {**cpu, "gpu": torch.cuda.get_rng_state(device)} if device.type == "cuda" else cpu
+
+
+def restore_random_state(state: dict[str, Any], device: torch.device, rank: int) -> None:
+    """Restore what `random_state` returned, on any device and with any number of visible GPUs."""
     torch.set_rng_state(state["cpu"])
-    if state["gpus"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["gpus"])
+    if device.type != "cuda":
+        return
+    gpu = state.get("gpu")
+    # Older checkpoints hold a list instead: the states of all GPUs that were visible to the rank.
+    if gpu is None and (gpus := state.get("gpus")):
+        is_as_before = len(gpus) == torch.cuda.device_count()
+        gpu = gpus[(device.index if is_as_before else rank) % len(gpus)]
+    if gpu is not None:
+        torch.cuda.set_rng_state(gpu, device)
 
 
 def _pack(state: dict[str, Any]) -> torch.Tensor:
@@ -125,5 +138,7 @@ def _pack(state: dict[str, Any]) -> torch.Tensor:
 
 
 def _unpack(packed: torch.Tensor) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
+    # To the CPU: another rank's device may not exist here, and its memory is not rank 0's to use.
+    file = io.BytesIO(packed.numpy().tobytes())
+    state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     return state
