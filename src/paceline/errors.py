@@ -65,6 +65,10 @@ class CheckpointError(UsageError):
     """No checkpoint that could be continued from."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint that was read and is not what was written: no later attempt can use it."""
+
+
 class ClusterError(UsageError):
     """An emulated cluster that cannot be made, found or used as asked."""
 

@@ -294,7 +294,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise RecordsError(f"cannot read {path}: {error.strerror}") from None
+        raise RecordsError(f"cannot read {path}: {error.strerror}") from error
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
         raise RecordsError(f"{path} is damaged: it is not JSON") from None
     except ValueError:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import hashlib
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from paceline.study.folder import StudyFolder
 from paceline.study.plan import Plan
 from paceline.study.progress import LineDisplay
 from paceline.study.runner import Outcome, Runner, State, state_of
+from paceline.worker.checkpoint import CheckpointStore, newest_checkpoint
 from study.study_files import planned, pretend_run
 
 TWO_CELLS = """
@@ -211,6 +213,43 @@ def test_without_a_usable_checkpoint_a_cell_begins_again(stage: Stage, tmp_path:
     assert ["--resume" in words for words in stage.commands] == [True, False]
     assert outcome.exit_code == 0
     assert (stage.folder.aside / "batch_size-8.r1~1").is_dir()
+
+
+def test_a_refused_resume_of_a_cell_with_good_checkpoints_starts_nothing_over(
+    stage: Stage, tmp_path: Path
+) -> None:
+    """Exit code 2 may also mean a syntax error in a user's model or a host that is down."""
+    plan = planned(tmp_path, "grid: {batch_size: [8]}")
+    name = "batch_size-8.r1"
+    run_folder = pretend_run(stage.folder, name, plan.configs[name], None)
+    CheckpointStore(run_folder.checkpoints, 2, "sync").save(3, {"iteration": 3})
+    stage.acts[name] = 2
+    outcome = run(stage, plan)
+    assert ["--resume" in words for words in stage.commands] == [True]
+    assert not stage.folder.aside.exists()
+    assert newest_checkpoint(run_folder.checkpoints) is not None
+    (failed,) = outcome.failed
+    assert failed.trouble is not None
+    assert failed.trouble.cause == "refused for a reason"
+
+
+def test_a_cell_whose_checkpoints_cannot_be_opened_is_not_started_over(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that gives an error now may be back later: only damage is final."""
+    plan = planned(tmp_path, "grid: {batch_size: [8]}")
+    name = "batch_size-8.r1"
+    run_folder = pretend_run(stage.folder, name, plan.configs[name], None)
+    CheckpointStore(run_folder.checkpoints, 2, "sync").save(3, {"iteration": 3})
+    stage.acts[name] = 2
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(hashlib, "file_digest", fail)
+    assert run(stage, plan).exit_code == 1
+    assert ["--resume" in words for words in stage.commands] == [True]
+    assert not stage.folder.aside.exists()
 
 
 def test_a_killed_cell_without_checkpoint_begins_again(stage: Stage, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Run the cells of a study that have no result yet, each as a process of its own.
 
 A cell is done when its folder holds the result of a run with just these settings. One that was
-interrupted goes on from its newest checkpoint; one whose settings changed, or that broke before its
-first checkpoint, is run anew, and what was there is kept aside. One that fails stops nobody else.
+interrupted goes on from its newest checkpoint; one whose settings changed, or that has no readable
+checkpoint, is run anew, and what was there is kept aside. One that fails stops nobody else.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from itertools import count
 from pathlib import Path
 
 from paceline.config import RunConfig
-from paceline.errors import RecordsError, UsageError
+from paceline.errors import CheckpointError, DamagedCheckpointError, RecordsError, UsageError
+from paceline.records import RunFolder
 from paceline.study import estimate, machine
 from paceline.study.command import CellProcess, last_words, resume_words, train_words
 from paceline.study.folder import DONE, Cell, Study, StudyFolder, Trouble
 from paceline.study.plan import Plan
 from paceline.study.progress import Display
 from paceline.worker.checkpoint import iterations as checkpointed_iterations
+from paceline.worker.checkpoint import newest_checkpoint
 
 WHERE_NOT_WHAT = ("out", "name", "data_dir", "node_rank", "master_addr", "master_port")
 """Settings that say where a run happens and are no reason to run it again."""
@@ -83,6 +85,16 @@ def state_of(folder: StudyFolder, cell: Cell, config: RunConfig) -> State:
     if result is not None and result["status"] in DONE:
         return State.DONE
     return State.RESUME if checkpointed_iterations(run.checkpoints) else State.AGAIN
+
+
+def has_readable_checkpoint(run: RunFolder) -> bool:
+    """False only where all checkpoints are missing or damaged, so that no resume can succeed."""
+    try:
+        return newest_checkpoint(run.checkpoints) is not None
+    except DamagedCheckpointError:
+        return False
+    except CheckpointError:
+        return True
 
 
 def same_run(one: RunConfig, other: RunConfig) -> bool:
@@ -185,9 +197,9 @@ class Runner:
         state = state_of(self._folder, cell, self._plan.configs[cell.id])
         if state is State.RESUME:
             trouble, code = self._run_command(cell, resume_words(folder.path), tick)
-            if code != UsageError.exit_code:
+            # The same exit code may mean anything that the user can fix: then the run is kept.
+            if code != UsageError.exit_code or has_readable_checkpoint(folder):
                 return trouble
-            # No checkpoint of it could be read: all that is left is to begin again.
             state = State.AGAIN
         if state is State.AGAIN:
             _set_aside(folder.path, self._folder.aside)

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, cast
 import psutil
 import torch
 
-from paceline.errors import CheckpointError, RecordsError, RunError
+from paceline.errors import CheckpointError, DamagedCheckpointError, RecordsError, RunError
 from paceline.records import SCHEMA, read_json, write_json
 
 _NAME = re.compile(r"iteration-(\d{8,})\.(pt|json)")
@@ -94,23 +94,28 @@ def _publish(temporary: Path, path: Path, iteration: int, content: dict[str, Any
 
 
 def read_checkpoint(folder: Path, iteration: int) -> dict[str, Any]:
-    """The state, if its bytes are those that were written; otherwise a one-line CheckpointError."""
+    """The state, if its bytes are those that were written; otherwise a one-line CheckpointError.
+
+    It is a DamagedCheckpointError unless the files could not be read, which may pass.
+    """
     path = state_file(folder, iteration)
     try:
         contents = _contents(checksum_file(folder, iteration), iteration)
         with path.open("rb") as file:
             size_bytes = os.fstat(file.fileno()).st_size
             if size_bytes not in [content["bytes"] for content in contents]:
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{path} has {size_bytes} bytes, not the {contents[-1]['bytes']} written"
                 )
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             if {"bytes": size_bytes, "sha256": digest} not in contents:
-                raise CheckpointError(f"{path} is damaged: its checksum does not agree")
+                raise DamagedCheckpointError(f"{path} is damaged: its checksum does not agree")
             file.seek(0)
             return _load(path, file)
     except RecordsError as error:
-        raise CheckpointError(f"{path} cannot be verified: {error}") from None
+        is_damaged = isinstance(error.__cause__, FileNotFoundError | None)
+        kind = DamagedCheckpointError if is_damaged else CheckpointError
+        raise kind(f"{path} cannot be verified: {error}") from None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
 
@@ -122,26 +127,28 @@ def _load(path: Path, file: BinaryIO) -> dict[str, Any]:
         raise
     except Exception as error:  # noqa: BLE001 - what a forged file makes the loader raise is open
         cause = f"{type(error).__name__}: {error}".partition("\n")[0].partition(". ")[0]
-        raise CheckpointError(f"{path} is refused: {cause}") from None
+        raise DamagedCheckpointError(f"{path} is refused: {cause}") from None
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path} is refused: it holds no state of a run")
+        raise DamagedCheckpointError(f"{path} is refused: it holds no state of a run")
     return state
 
 
 def newest_checkpoint(folder: Path) -> Checkpoint | None:
     """The newest that verifies, None where there never was one.
 
-    Damaged ones are passed over. If all are, that is a CheckpointError: to begin anew is for the
-    user to decide.
+    Those that cannot be used are passed over. If none can, that is a CheckpointError: to begin anew
+    is for the user to decide. It is a DamagedCheckpointError if every one is damaged.
     """
     warnings: list[str] = []
+    is_damaged = True
     for iteration in iterations(folder):
         try:
             return Checkpoint(iteration, read_checkpoint(folder, iteration), tuple(warnings))
         except CheckpointError as error:
             warnings.append(f"checkpoint of iteration {iteration} is passed over: {error}")
+            is_damaged = is_damaged and isinstance(error, DamagedCheckpointError)
     if warnings:
-        raise CheckpointError(
+        raise (DamagedCheckpointError if is_damaged else CheckpointError)(
             f"none of the {len(warnings)} checkpoints in {folder} can be used: {warnings[0]}"
         )
     return None
@@ -182,7 +189,7 @@ def _contents(checksums: Path, iteration: int) -> list[dict[str, Any]]:
         isinstance(content, dict) and {"bytes", "sha256"} <= content.keys() for content in contents
     )
     if not contents or not whole or record.get("iteration") != iteration:
-        raise CheckpointError(f"{checksums} is not the checksum of iteration {iteration}")
+        raise DamagedCheckpointError(f"{checksums} is not the checksum of iteration {iteration}")
     found: list[dict[str, Any]] = contents
     return found
 
