@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from paceline.config import from_mapping
-from paceline.errors import RecordsError
+from paceline.errors import RecordsError, RunError
 from paceline.records import (
     EventWriter,
     RunFolder,
@@ -17,6 +18,7 @@ from paceline.records import (
     read_lines,
     write_json,
 )
+from time_limits import time_limit
 
 
 def config_in(folder: Path, **values: object) -> RunFolder:
@@ -100,3 +102,65 @@ def test_json_lines_are_readable_by_a_strict_reader(tmp_path: Path) -> None:
         events.write("iterations", loss=[float("nan")])
     events.close()
     assert json.dumps(list(read_lines(tmp_path / "events-0.jsonl"))) == "[]"
+
+
+@pytest.fixture
+def disk_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
+    """The renames and fsyncs in the order of their calls, each with the path it concerns."""
+    calls: list[tuple[str, Path]] = []
+    replace, fsync = os.replace, os.fsync
+
+    def noted_replace(source: Path, target: Path) -> None:
+        calls.append(("rename", Path(target)))
+        replace(source, target)
+
+    def noted_fsync(descriptor: int) -> None:
+        calls.append(("fsync", Path(f"/proc/self/fd/{descriptor}").readlink()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "replace", noted_replace)
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    return calls
+
+
+def test_a_record_and_its_name_are_on_the_disk_when_write_json_returns(
+    tmp_path: Path, disk_calls: list[tuple[str, Path]]
+) -> None:
+    path = tmp_path / "result.json"
+    write_json(path, {"schema": 1})
+    renamed = disk_calls.index(("rename", path))
+    assert any(path.name in called.name for what, called in disk_calls[:renamed])
+    assert ("fsync", tmp_path) in disk_calls[renamed:]
+
+
+def test_the_names_of_new_folders_are_on_the_disk_when_a_run_is_created(
+    tmp_path: Path, disk_calls: list[tuple[str, Path]]
+) -> None:
+    config_in(tmp_path / "new" / "runs", name="one")
+    synced = {path for what, path in disk_calls if what == "fsync"}
+    runs = tmp_path / "new" / "runs"
+    assert {tmp_path, tmp_path / "new", runs, runs / "one"} <= synced
+
+
+def test_a_fifo_in_place_of_a_record_is_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    os.mkfifo(path)
+    with (
+        time_limit(10),
+        pytest.raises(RecordsError, match=r"result.json: it is not a regular file"),
+    ):
+        read_json(path)
+
+
+def test_events_are_not_appended_to_a_fifo(tmp_path: Path) -> None:
+    path = tmp_path / "events-0.jsonl"
+    os.mkfifo(path)
+    with time_limit(10), pytest.raises(RunError, match="it is not a regular file"):
+        EventWriter(path)
+
+
+def test_a_fifo_of_events_holds_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "events-0.jsonl"
+    os.mkfifo(path)
+    with time_limit(10):
+        assert list(read_lines(path)) == []

@@ -25,17 +25,20 @@ the new state and never half of one. Events are objects with an "event" key:
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import itertools
 import json
 import os
 import re
 import shutil
+import stat
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO, cast
 
 from paceline.config import RunConfig, from_mapping
 from paceline.errors import ConfigError, RecordsError, RunError
@@ -126,7 +129,9 @@ class RunFolder:
         """Make a new folder for a run; one that exists is never written over."""
         folder = cls(Path(config.out) / (config.name or default_name(config)))
         try:
-            folder.path.mkdir(parents=True)
+            make_folder(folder.path.parent)
+            folder.path.mkdir()
+            sync_folder(folder.path.parent)
             write_json(folder.config_file, {"schema": SCHEMA, "config": config.to_dict()})
         except FileExistsError:
             raise RecordsError(
@@ -149,7 +154,7 @@ class RunFolder:
         """The folder of a run that the first machine has named, on this machine or shared."""
         folder = cls(Path(config.out) / name)
         try:
-            folder.path.mkdir(parents=True, exist_ok=True)
+            make_folder(folder.path)
             if not folder.config_file.exists():
                 write_json(folder.config_file, {"schema": SCHEMA, "config": config.to_dict()})
         except OSError as error:
@@ -226,9 +231,13 @@ class EventWriter:
     """Appends events to a rank's file, each whole and at once on its way to the disk."""
 
     def __init__(self, path: Path) -> None:
-        # A line cut short by a crash must not swallow the first event of the resumed run.
-        _end_cut_line(path)
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        try:
+            # A line cut short by a crash must not swallow the first event of the resumed run.
+            _end_cut_line(path)
+            file = open_record(path, "ab")
+        except OSError as error:
+            raise RunError(f"cannot write {path}: {error.strerror}") from None
+        self._file: TextIO = io.TextIOWrapper(file, encoding="utf-8")
 
     def write(self, event: str, **values: Any) -> None:
         line = json.dumps({"event": event, "time": time.time(), **values}, allow_nan=False)
@@ -246,9 +255,11 @@ class EventWriter:
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a JSON-lines file; a line that a crash cut short is passed over."""
-    if not path.is_file():
+    try:
+        file = open_record(path)
+    except OSError:
         return
-    with path.open(encoding="utf-8", errors="replace") as lines:
+    with io.TextIOWrapper(file, encoding="utf-8", errors="replace") as lines:
         for line in lines:
             try:
                 value = json.loads(line)
@@ -285,14 +296,60 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+        sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it that are missing; their names are on the disk then."""
+    missing = list(itertools.takewhile(lambda each: not each.exists(), (path, *path.parents)))
+    for each in reversed(missing):
+        each.mkdir(exist_ok=True)
+        sync_folder(each.parent)
+    # An existing path may be a file.
+    path.mkdir(exist_ok=True)
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder on the disk, as renames and new files have changed them."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems have no fsync for folders.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def open_record(path: Path, mode: str = "rb") -> BinaryIO:
+    """Open a regular file in a binary mode; an OSError for anything else, such as a FIFO.
+
+    Opening a FIFO would otherwise block until somebody writes to it.
+    """
+    return cast("BinaryIO", open(path, mode, opener=_open_regular))
+
+
+def _open_regular(path: str, flags: int) -> int:
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+    except OSError as error:
+        # A FIFO that nobody reads cannot be opened for writing without blocking.
+        if error.errno != errno.ENXIO:
+            raise
+    raise OSError(errno.EINVAL, "it is not a regular file", path)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object written by this version of paceline or an older one."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        with open_record(path) as file:
+            value = json.loads(file.read().decode("utf-8"))
     except OSError as error:
         raise RecordsError(f"cannot read {path}: {error.strerror}") from error
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
@@ -309,7 +366,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _end_cut_line(path: Path) -> None:
-    if path.exists() and path.stat().st_size:
+    if path.is_file() and path.stat().st_size:
         with path.open("rb+") as file:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import RecordsError
-from paceline.records import SCHEMA, Result, RunFolder, read_json, write_json
+from paceline.records import SCHEMA, Result, RunFolder, make_folder, read_json, write_json
 
 STUDY_FILE = "study.json"
 DONE = ("finished", "diverged")
@@ -152,7 +152,7 @@ class StudyFolder:
 
     def write(self, study: Study) -> None:
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path)
             write_json(self.study_file, {"schema": SCHEMA, **dataclasses.asdict(study)})
         except OSError as error:
             raise RecordsError(f"cannot write to {self.path}: {error.strerror}") from None

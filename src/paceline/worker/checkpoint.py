@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import Any
 
 from paceline.errors import RunError
+from paceline.records import make_folder
 from paceline.worker.checkpoint_file import (
     Checkpoint,
     iterations,
@@ -49,7 +50,7 @@ class CheckpointStore:
         self._reached: int | None = None
         """The iteration last saved, or last given out to resume from."""
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             remove_stale_temporaries(folder)
         except OSError as error:
             raise RunError(f"cannot write checkpoints to {folder}: {error.strerror}") from error

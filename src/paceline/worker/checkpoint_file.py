@@ -21,7 +21,7 @@ import psutil
 import torch
 
 from paceline.errors import CheckpointError, DamagedCheckpointError, RecordsError, RunError
-from paceline.records import SCHEMA, read_json, write_json
+from paceline.records import SCHEMA, open_record, read_json, sync_folder, write_json
 
 _NAME = re.compile(r"iteration-(\d{8,})\.(pt|json)")
 _TEMPORARY = re.compile(r"\.iteration-\d{8,}\.(?:pt|json)\.(\d+)")
@@ -85,9 +85,8 @@ def _publish(temporary: Path, path: Path, iteration: int, content: dict[str, Any
         with contextlib.suppress(RecordsError, CheckpointError):
             replaced = _contents(checksums, iteration)
     write_json(checksums, {**record, "contents": [*replaced, content]})
-    _sync_folder(path.parent)
     temporary.replace(path)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
     if replaced:
         with contextlib.suppress(OSError):  # the list of both serves as well
             write_json(checksums, {**record, "contents": [content]})
@@ -101,7 +100,7 @@ def read_checkpoint(folder: Path, iteration: int) -> dict[str, Any]:
     path = state_file(folder, iteration)
     try:
         contents = _contents(checksum_file(folder, iteration), iteration)
-        with path.open("rb") as file:
+        with open_record(path) as file:
             size_bytes = os.fstat(file.fileno()).st_size
             if size_bytes not in [content["bytes"] for content in contents]:
                 raise DamagedCheckpointError(
@@ -212,15 +211,6 @@ def _explain(error: OSError, folder: Path, path: Path, size_bytes: int) -> str:
 def _discard(temporary: Path) -> None:
     with contextlib.suppress(OSError):
         temporary.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Have the renames in a folder on disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class _HashingFile:
