@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from paceline.report.build import to_document, write_report
 from paceline.report.collection import MOST_LEFT_OUT, collect
 from paceline.report.html import to_html
 from report.records import FakeRun, write_run
+from time_limits import time_limit
 
 DAMAGES: dict[str, Any] = {
     "not-json": "{",
@@ -139,3 +141,15 @@ def test_lines_of_another_shape_do_no_harm(tmp_path: Path) -> None:
     page, _ = write_report(path)
     assert page.is_file()
     assert collect(path).cells[0].iteration_means == before
+
+
+@pytest.mark.parametrize("name", ["result.json", "events-0.jsonl", "trace-0.json"])
+def test_a_fifo_among_the_records_does_not_block_the_report(name: str, tmp_path: Path) -> None:
+    write_run(tmp_path, FakeRun("whole", {"seed": 1}))
+    odd = write_run(tmp_path, FakeRun("odd", {"seed": 2, "trace": 1}))
+    (odd / name).unlink(missing_ok=True)
+    os.mkfifo(odd / name)
+    with time_limit(15):
+        page, collection = write_report(tmp_path)
+    assert "whole" in {run.id for run in collection.runs}
+    assert "whole" in page.read_text()

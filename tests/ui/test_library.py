@@ -16,6 +16,7 @@ from paceline.study.folder import Cell, Part, Study, StudyFolder
 from paceline.ui.library import SILENT_SECONDS, Library
 from paceline.ui.live import MOST_POINTS, Follower, thinned
 from report.records import FakeRun, write_run
+from time_limits import time_limit
 
 
 def begun(root: Path, name: str) -> RunFolder:
@@ -239,3 +240,36 @@ def test_many_points_become_few_that_keep_the_mean() -> None:
     assert few[-1][0] == len(points)
     values = [value for _, value, _ in few if value is not None]
     assert sum(values) / len(few) == pytest.approx((len(points) - 1) / 2)
+
+
+@pytest.mark.parametrize("name", ["result.json", "events-0.jsonl", "config.json"])
+def test_a_fifo_among_the_records_of_a_run_blocks_nobody(name: str, tmp_path: Path) -> None:
+    write_run(tmp_path, FakeRun("whole"))
+    odd = write_run(tmp_path, FakeRun("odd", status="unfinished"))
+    (odd / name).unlink(missing_ok=True)
+    os.mkfifo(odd / name)
+    with time_limit(10):
+        entries = {entry.name: entry for entry in Library(tmp_path).entries()}
+        news = Follower(odd).news()
+    assert (news is None) == (name == "events-0.jsonl")
+    assert entries["whole"].status == "finished"
+    if name == "result.json":
+        assert entries["odd"].status == "damaged"
+        assert entries["odd"].cause == "cannot read result.json: it is not a regular file"
+
+
+@pytest.mark.parametrize("name", ["result.json", "events-0.jsonl", "config.json", "notes.json"])
+def test_a_symlink_loop_in_one_run_harms_no_other(name: str, tmp_path: Path) -> None:
+    write_run(tmp_path, FakeRun("whole"))
+    odd = write_run(tmp_path, FakeRun("odd"))
+    (odd / name).unlink(missing_ok=True)
+    (odd / name).symlink_to(name)
+    entries = {entry.name: entry for entry in Library(tmp_path).entries()}
+    assert entries["whole"].status == "finished"
+    if name != "config.json":
+        assert entries["odd"].status == "damaged"
+        assert name in entries["odd"].cause
+    (tmp_path / "loop").symlink_to("loop")
+    for lost in ("odd", "loop"):
+        with pytest.raises(RecordsError):
+            Library(tmp_path).path_of(lost)

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+from paceline.records import open_record
 from paceline.report.run import Run
 from paceline.report.shape import is_number
 
@@ -40,7 +41,7 @@ def missing_events(run: Run) -> list[str]:
 
 def _has_end(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
+        with open_record(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
             last = file.read().splitlines()[-1:]
         event = json.loads(last[0]) if last else None

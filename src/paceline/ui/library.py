@@ -16,7 +16,7 @@ from time import time
 from typing import Any
 
 from paceline.errors import PacelineError, RecordsError
-from paceline.records import Result, RunFolder
+from paceline.records import Result, RunFolder, open_record
 from paceline.report.shape import check_result, is_number
 from paceline.study.folder import DONE, STUDY_FILE, Cell, StudyFolder
 
@@ -79,7 +79,7 @@ class Library:
             if is_here and (_is_run(path) or StudyFolder.is_one(path)):
                 self._check_links(path)
                 return path
-        except (OSError, ValueError):
+        except (OSError, ValueError, RuntimeError):
             pass
         raise RecordsError(f"{name} is no run or study of {self.root.name}")
 
@@ -118,7 +118,12 @@ class Library:
     def _check_links(self, path: Path) -> None:
         """RecordsError where a record of a run or study is a link that leads out of the library."""
         for link in _links_among_records(path):
-            if not link.resolve().is_relative_to(self.root):
+            try:
+                target = link.resolve()
+            except (OSError, RuntimeError):
+                name = link.relative_to(path)
+                raise RecordsError(f"{name} is a symbolic link that leads to itself") from None
+            if not target.is_relative_to(self.root):
                 raise RecordsError(f"{link.relative_to(path)} leads out of {self.root.name}")
 
     def _name(self, path: str) -> str:
@@ -148,7 +153,11 @@ def _walk(folder: str, depth: int, study: str | None) -> Iterator[tuple[str, str
 
 
 def _is_file(inside: Mapping[str, os.DirEntry[str]], name: str) -> bool:
-    return name in inside and inside[name].is_file()
+    try:
+        return name in inside and inside[name].is_file()
+    except OSError:
+        # A link that leads to itself.
+        return False
 
 
 def _is_run(path: Path) -> bool:
@@ -229,7 +238,7 @@ def _outcome(result: Result) -> dict[str, Any]:
 def _standing(events: Path) -> dict[str, Any]:
     """How far a run without a result has come, by the last whole lines of its first worker."""
     try:
-        with events.open("rb") as file:
+        with open_record(events) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
             lines = file.read().split(b"\n")[:-1]
     except OSError:

@@ -10,7 +10,7 @@ from time import time
 from typing import Any
 
 from paceline.errors import RecordsError
-from paceline.records import RunFolder
+from paceline.records import RunFolder, open_record
 from paceline.report.shape import is_number
 from paceline.ui.library import SILENT_SECONDS, newest_seconds
 
@@ -92,7 +92,7 @@ class _Worker:
 
     def _new_lines(self) -> list[bytes]:
         try:
-            with self._file.open("rb") as file:
+            with open_record(self._file) as file:
                 if os.fstat(file.fileno()).st_size < self._offset:
                     self._offset = 0
                 file.seek(self._offset)

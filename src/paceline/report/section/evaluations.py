@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from paceline.records import open_record
 from paceline.report import units
 from paceline.report.document import Block, Fold, Table
 from paceline.report.section.outline import Outline
@@ -24,7 +25,7 @@ def read_evaluations(path: Path) -> list[dict[str, Any]]:
     """
     found: list[dict[str, Any]] = []
     try:
-        with path.open("rb") as file:
+        with open_record(path) as file:
             for line in file:
                 if b'"evaluation"' in line or b'"start"' in line:
                     _take(line, found)
