@@ -7,6 +7,7 @@
     trace-<rank>.json        phases and transfers of some iterations, where --trace asks for them
     output-<rank>.txt        what a worker of several said besides, if anything
     traceback.txt            of an error in code that paceline does not know
+    .lock                    held by the process that runs it, while it does
     tensorboard/ checkpoints/
 
 Whole files are replaced atomically and JSON lines are appended, so that a reader sees the old or
@@ -36,12 +37,14 @@ import stat
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO, cast
 
 from paceline.config import RunConfig, from_mapping
 from paceline.errors import ConfigError, RecordsError, RunError
+from paceline.folder_lock import LOCK_FILE, locked
 
 SCHEMA = 1
 
@@ -141,8 +144,16 @@ class RunFolder:
             raise RecordsError(f"cannot write to {folder.path}: {error.strerror}") from None
         return folder
 
+    def locked(self) -> AbstractContextManager[None]:
+        """Hold the lock of the run; a UsageError names the process that has it.
+
+        The process that starts the run on the first node holds it as long as the run lasts.
+        """
+        return locked(self.path, "wait until it ends, or stop it")
+
     def discard(self) -> None:
         """Remove a folder in which nobody trained; what others have put there stays."""
+        (self.path / LOCK_FILE).unlink(missing_ok=True)
         shutil.rmtree(self.tensorboard, ignore_errors=True)
         self.config_file.unlink(missing_ok=True)
         for folder in (self.checkpoints, self.path):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -76,7 +78,8 @@ def test_no_cell_leads_out_of_its_study(run: str, tmp_path: Path) -> None:
 
 def test_a_second_runner_is_refused_in_one_line(tmp_path: Path) -> None:
     folder = StudyFolder(tmp_path)
-    refusal = f"is being run by process {os.getpid()}: wait for it, or give another --out"
+    owner = re.escape(f"process {os.getpid()} on {socket.gethostname()}")
+    refusal = f"is being run by {owner}: wait for it, or give another --out"
     with lock.held(folder), pytest.raises(UsageError, match=refusal), lock.held(folder):
         pass
     with lock.held(folder):

@@ -352,3 +352,16 @@ def test_signals_stop_a_study_whose_shell_ignores_them(
         assert signal.getsignal(number) is signal.SIG_IGN
     finally:
         signal.signal(number, before)
+
+
+def test_a_cell_that_another_process_runs_is_not_moved_away(stage: Stage, tmp_path: Path) -> None:
+    plan = planned(tmp_path, TWO_CELLS)
+    name = "batch_size-8.r1"
+    live = pretend_run(stage.folder, name, plan.configs[name], None)
+    with live.locked():
+        outcome = run(stage, plan)
+    assert live.config_file.is_file()
+    assert stage.names == ["batch_size-16.r1"]
+    (failed,) = outcome.failed
+    assert failed.trouble is not None
+    assert "is being run by process" in failed.trouble.cause

@@ -22,17 +22,16 @@ from paceline.worker.run import Team, run_worker
 def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
     clock = PhaseClock()
     clock.startup.begin("model")
-    if resumed:
-        prepared = prepare(config, startup=clock.startup)
-        return _train(config, resumed, prepared, True, quiet, clock)
-    folder = RunFolder.create(config)
-    try:
-        prepared = prepare(config, startup=clock.startup)
-    except BaseException:
-        # Nothing was trained: a refused run leaves no trace, and its name stays free.
-        folder.discard()
-        raise
-    return _train(config, folder, prepared, False, quiet, clock)
+    folder = resumed or RunFolder.create(config)
+    with folder.locked():
+        try:
+            prepared = prepare(config, startup=clock.startup)
+        except BaseException:
+            # Nothing was trained: a refused run leaves no trace, and its name stays free.
+            if resumed is None:
+                folder.discard()
+            raise
+        return _train(config, folder, prepared, resumed is not None, quiet, clock)
 
 
 def _train(

@@ -66,9 +66,24 @@ def run_on(
 ) -> Outcome:
     folder = resumed or _reserve(config)
     config = _settle(config, fleet, folder)
+    with contextlib.ExitStack() as held:
+        if resumed:
+            held.enter_context(folder.locked())
+            if deliver(fleet, 0, _path(config), folder):
+                # The first node locks the same folder.
+                held.close()
+        return _run_on_locked(fleet, config, folder, resumed, quiet, interruptions)
+
+
+def _run_on_locked(
+    fleet: Fleet,
+    config: RunConfig,
+    folder: RunFolder,
+    resumed: RunFolder | None,
+    quiet: bool,
+    interruptions: Interruptions,
+) -> Outcome:
     before = folder.read_result() if resumed else None
-    if resumed:
-        deliver(fleet, 0, _path(config), folder)
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     words = [fleet.python, "-m", "paceline.launch.node"]
 

@@ -77,10 +77,10 @@ def run(config: RunConfig, place: Place, resumed: RunFolder | None, quiet: bool)
     """Train as one of several that nobody of ours watches over (torchrun, srun)."""
     clock = PhaseClock()
     clock.startup.begin("rendezvous")
-    with Interruptions() as interruptions:
+    with Interruptions() as interruptions, contextlib.ExitStack() as held:
         try:
             with connection(config, place, is_agreed=False) as communicator:
-                folder = _agree_on_folder(config, resumed, communicator)
+                folder = _agree_on_folder(config, resumed, communicator, held)
                 ready = _make_ready_or_discard(
                     config, folder, place, communicator, resumed, clock.startup
                 )
@@ -184,13 +184,26 @@ def has_own_gpu(place: Place) -> bool:
 
 
 def _agree_on_folder(
-    config: RunConfig, resumed: RunFolder | None, communicator: Communicator
+    config: RunConfig,
+    resumed: RunFolder | None,
+    communicator: Communicator,
+    held: contextlib.ExitStack,
 ) -> RunFolder:
-    """The first worker makes the run's folder; the others use or make one of the same name."""
+    """The first worker makes the run's folder; the others use or make one of the same name.
+
+    The first one locks it, for as long as `held` is open.
+    """
+
+    def make() -> RunFolder | None:
+        if communicator.rank:
+            return None
+        folder = resumed or RunFolder.create(config)
+        held.enter_context(folder.locked())
+        return folder
+
+    made = succeed_together(communicator, make)
     if resumed:
         return resumed
-    is_first = communicator.rank == 0
-    made = succeed_together(communicator, lambda: RunFolder.create(config) if is_first else None)
     name = broadcast_json(communicator, made.id if made else None)
     return succeed_together(communicator, lambda: made or RunFolder.beside(config, name))
 

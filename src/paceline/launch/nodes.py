@@ -63,6 +63,10 @@ class Nodes:
             self._part(self._others)
             raise ConfigError(problems)
 
+    @property
+    def is_first(self) -> bool:
+        return self._node == 0
+
     def agree_on_folder(self, folder: RunFolder | None) -> RunFolder:
         """The first node's; the others make one of the same name, or see the very same one."""
         if folder is not None and self._node == 0:

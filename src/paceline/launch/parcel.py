@@ -8,6 +8,7 @@ the other side may say.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -125,7 +126,9 @@ def main(action: str) -> None:
         pack(folder.path, sys.stdout.buffer)
         sys.stdout.buffer.flush()
     elif action == "take" and state in ("ready", "absent"):
-        unpack(sys.stdin.buffer, folder.path, lambda _: None)
+        # A run that goes on there is not to be written over.
+        with folder.locked() if state == "ready" else contextlib.nullcontext():
+            unpack(sys.stdin.buffer, folder.path, lambda _: None)
 
 
 def _state(folder: RunFolder, given: dict[str, Any]) -> str:

@@ -6,6 +6,8 @@ of them when one fails; launch/nodes.py brings it together with the launchers of
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from paceline.config import RunConfig
 from paceline.errors import PacelineError, RunError, UsageError
 from paceline.launch.crew import Crew
@@ -20,27 +22,31 @@ from paceline.worker.report import WorkerReport
 
 def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
     """Start this node's workers, watch over them, and on the first node write the result."""
-    folder = resumed
-    if folder is None and config.node_rank == 0:
-        folder = RunFolder.create(config)
-    with Interruptions() as interruptions:
-        try:
-            nodes = Nodes(config)
-            folder = _agree_on_folder(nodes, folder)
-        except PacelineError:
-            if folder is not None and resumed is None:
-                folder.discard()
-            raise
-        interruptions.raises = False
-        with Crew(config, folder, nodes.port, resumed is not None, quiet) as crew:
-            ending = crew.watch(nodes, interruptions)
-        # The records are complete only now, with the last sample of the resources.
-        ending = nodes.conclude(ending, folder, crew.records())
-    return _conclude(config, crew, ending, nodes.shares_folder, is_new=resumed is None)
+    with ExitStack() as held:
+        folder = resumed
+        if folder is None and config.node_rank == 0:
+            folder = RunFolder.create(config)
+        with Interruptions() as interruptions:
+            try:
+                nodes = Nodes(config)
+                folder = _agree_on_folder(nodes, folder, held)
+            except PacelineError:
+                if folder is not None and resumed is None:
+                    folder.discard()
+                raise
+            interruptions.raises = False
+            with Crew(config, folder, nodes.port, resumed is not None, quiet) as crew:
+                ending = crew.watch(nodes, interruptions)
+            # The records are complete only now, with the last sample of the resources.
+            ending = nodes.conclude(ending, folder, crew.records())
+        return _conclude(config, crew, ending, nodes.shares_folder, is_new=resumed is None)
 
 
-def _agree_on_folder(nodes: Nodes, folder: RunFolder | None) -> RunFolder:
+def _agree_on_folder(nodes: Nodes, folder: RunFolder | None, held: ExitStack) -> RunFolder:
+    """The first node locks it, for as long as `held` is open."""
     try:
+        if folder is not None and nodes.is_first:
+            held.enter_context(folder.locked())
         return nodes.agree_on_folder(folder)
     except PacelineError as error:
         nodes.refuse(Ending(str(error), error.exit_code))

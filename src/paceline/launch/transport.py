@@ -41,8 +41,8 @@ def fetch(fleet: Fleet, node: int, path: str, folder: RunFolder, replace: bool =
         return True
 
 
-def deliver(fleet: Fleet, node: int, path: str, folder: RunFolder) -> None:
-    """See to it that a node has the run that is to be resumed there."""
+def deliver(fleet: Fleet, node: int, path: str, folder: RunFolder) -> bool:
+    """See to it that a node has the run that is to be resumed there; whether it shares `folder`."""
     request = {
         "folder": path,
         "identity": _identity(folder),
@@ -58,6 +58,7 @@ def deliver(fleet: Fleet, node: int, path: str, folder: RunFolder) -> None:
             # One that cannot take it says why.
             with contextlib.suppress(BrokenPipeError):
                 pack(folder.path, process.stdin)
+        return bool(answer["state"] == "same")
 
 
 def _identity(folder: RunFolder) -> list[int | str] | None:

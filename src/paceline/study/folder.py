@@ -111,10 +111,6 @@ class StudyFolder:
     def aside(self) -> Path:
         return self.path / "aside"
 
-    @property
-    def lock_file(self) -> Path:
-        return self.path / ".lock"
-
     def log_file(self, cell: Cell) -> Path:
         return self.path / "logs" / f"{cell.run}.txt"
 

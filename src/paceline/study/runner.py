@@ -202,7 +202,11 @@ class Runner:
                 return trouble
             state = State.AGAIN
         if state is State.AGAIN:
-            _set_aside(folder.path, self._folder.aside)
+            try:
+                with folder.locked():
+                    _set_aside(folder.path, self._folder.aside)
+            except UsageError as error:
+                return Trouble("failed", str(error))
         return self._run_command(cell, train_words(config), tick)[0]
 
     def _run_command(

@@ -142,6 +142,11 @@ class _FirstNode(_Node):
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:
         self.folder = self._resumed or RunFolder.create(self._config)
+        with self.folder.locked(), self._announced():
+            yield
+
+    @contextlib.contextmanager
+    def _announced(self) -> Iterator[None]:
         if self._resumed and self._newest_checkpoint() is None:
             raise CheckpointError(f"{self.folder.path} has no checkpoint to go on from")
         # Whoever sees this file has the very same folder.

@@ -1,0 +1,95 @@
+"""A lock on a folder, for one process at a time; the kernel releases it when its owner ends.
+
+It is a flock on the file `.lock`, which holds the process id and the host of the owner. On a file
+system that several machines share, it holds between them if flock does there, as on NFS.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from paceline.errors import RecordsError, UsageError
+
+LOCK_FILE = ".lock"
+ATTEMPTS = 100
+"""To lock a file that others remove at the same time."""
+UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
+
+logger = logging.getLogger("paceline")
+
+
+@contextmanager
+def locked(folder: Path, advice: str, *, is_inherited: bool = False) -> Iterator[None]:
+    """Hold the lock of an existing folder; a UsageError that names the owner and ends in `advice`.
+
+    With `is_inherited`, child processes that inherit open files keep the lock until they end.
+    """
+    try:
+        directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise RecordsError(f"cannot write to {folder}: {error.strerror}") from None
+    try:
+        descriptor = _lock(folder, directory, advice)
+        try:
+            os.set_inheritable(descriptor, is_inherited)
+            # On a full disk it stays empty: whatever is written next will report that.
+            with suppress(OSError):
+                os.truncate(descriptor, 0)
+                os.write(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode())
+            yield
+        finally:
+            with suppress(OSError):
+                os.truncate(descriptor, 0)
+                # A child that still holds the file must be found by whoever comes next.
+                if not is_inherited and _is_current(descriptor, directory):
+                    os.unlink(LOCK_FILE, dir_fd=directory)
+            os.close(descriptor)
+    finally:
+        os.close(directory)
+
+
+def _lock(folder: Path, directory: int, advice: str) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    for _ in range(ATTEMPTS):
+        try:
+            descriptor = os.open(LOCK_FILE, flags, 0o666, dir_fd=directory)
+        except OSError as error:
+            raise RecordsError(f"cannot write to {folder}: {error.strerror}") from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = _owner(descriptor)
+            os.close(descriptor)
+            raise UsageError(f"{folder} is being run by {owner}: {advice}") from None
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                os.close(descriptor)
+                raise RecordsError(f"cannot lock {folder}: {error.strerror}") from None
+            logger.warning("%s cannot be locked (%s): start it only once", folder, error.strerror)
+            return descriptor
+        # The last owner may have removed the file between the two calls.
+        if _is_current(descriptor, directory):
+            return descriptor
+        os.close(descriptor)
+    raise RecordsError(f"cannot lock {folder}: {LOCK_FILE} is replaced all the time")
+
+
+def _is_current(descriptor: int, directory: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(LOCK_FILE, dir_fd=directory))
+    except FileNotFoundError:
+        return False
+
+
+def _owner(descriptor: int) -> str:
+    words = os.pread(descriptor, 1000, 0).decode(errors="replace").split()
+    if not words:
+        return "another process"
+    return f"process {words[0]}" + (f" on {words[1]}" if len(words) > 1 else "")
