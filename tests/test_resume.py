@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from paceline.config import from_mapping
-from paceline.errors import CheckpointError, ConfigError, RecordsError
+from paceline.errors import CheckpointError, ConfigError, RecordsError, RunError
 from paceline.launch import start
 from paceline.launch.outcome import Outcome
 from paceline.models import MODELS
 from paceline.records import Result, RunFolder, read_lines
-from paceline.worker import loop
+from paceline.worker import checkpoint, loop
 
 SMALL: dict[str, Any] = {
     "train_samples": 40,
@@ -193,6 +193,37 @@ def test_only_a_second_ctrl_c_forgoes_the_last_checkpoint(
     stopped = uninterrupted(tmp_path, checkpoint_every=100)
     assert stopped["status"] == "stopped"
     assert len(list((tmp_path / "whole" / "checkpoints").glob("*.pt"))) == checkpoints
+
+
+@pytest.mark.parametrize("failures", [1, 100], ids=["once", "always"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_failed_last_background_checkpoint_is_reported_and_written_again(
+    failures: int, number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    iterate, write = loop.TrainingLoop._iterate, checkpoint.write_checkpoint
+    attempts: list[int] = []
+
+    def iterate_and_stop(self: loop.TrainingLoop, iteration: int) -> Any:
+        if iteration == 3:
+            os.kill(os.getpid(), number)
+        return iterate(self, iteration)
+
+    def fail_at_first(folder: Path, iteration: int, state: Any) -> int:
+        attempts.append(iteration)
+        if len(attempts) <= failures:
+            raise RunError("cannot write checkpoint: the disk hums")
+        return write(folder, iteration, state)
+
+    monkeypatch.setattr(loop.TrainingLoop, "_iterate", iterate_and_stop)
+    monkeypatch.setattr(checkpoint, "write_checkpoint", fail_at_first)
+    stopped = uninterrupted(tmp_path, checkpoint_every=100, checkpoint_mode="background")
+    assert stopped["status"] == "stopped"
+    assert attempts == [4, 4]
+    assert any("the disk hums" in text for text in stopped["warnings"])
+    events = list(read_lines(tmp_path / "whole" / "events-0.jsonl"))
+    assert any("the disk hums" in event["text"] for event in events if event["event"] == "warning")
+    newest = checkpoint.newest_checkpoint(tmp_path / "whole" / "checkpoints")
+    assert (newest.iteration if newest else None) == (4 if failures == 1 else None)
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(

@@ -49,6 +49,8 @@ class CheckpointStore:
         self._failure: BaseException | None = None
         self._reached: int | None = None
         """The iteration last saved, or last given out to resume from."""
+        self._unwritten: tuple[int, Mapping[str, Any]] | None = None
+        """What the background thread failed to write last."""
         try:
             make_folder(folder)
             remove_stale_temporaries(folder)
@@ -108,6 +110,18 @@ class CheckpointStore:
         finally:
             self.blocked_seconds += perf_counter() - began
 
+    def write_again(self) -> int | None:
+        """Write in this thread what could not be written in the background; its iteration.
+
+        For after `close` has raised the failure. None where there is nothing to write.
+        """
+        if self._unwritten is None:
+            return None
+        iteration, state = self._unwritten
+        self._write(iteration, state)
+        self._unwritten = None
+        return iteration
+
     def _wait(self) -> None:
         if self._writer is not None:
             self._writer.join()
@@ -120,8 +134,10 @@ class CheckpointStore:
         began = perf_counter()
         try:
             self._write(iteration, state)
+            self._unwritten = None
         except BaseException as error:  # noqa: BLE001 - raised in the training thread by _wait
             self._failure = error
+            self._unwritten = (iteration, state)
         self.background_seconds += perf_counter() - began
 
     def _write(self, iteration: int, state: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from paceline.comm.place import Place
 from paceline.config import RunConfig
 from paceline.data.input import InputPath, evaluation_batches
 from paceline.data.order import SampleOrder, share
-from paceline.errors import AgreedStopError, PacelineError, RunError
+from paceline.errors import AgreedStopError, PacelineError, RunError, in_a_line
 from paceline.measure.clock import PhaseClock
 from paceline.measure.gpu_clock import clock_of
 from paceline.measure.scalars import ScalarWriter
@@ -230,14 +230,28 @@ class _Worker:
             blocked_seconds=store.blocked_seconds - blocked,
         )
 
+    def _close_store(self, store: CheckpointStore) -> None:
+        """Wait for the last checkpoint; where that fails, write it again here, and warn."""
+        try:
+            store.close()
+        except Exception as error:  # noqa: BLE001 - reported as a warning
+            cause = str(error) if isinstance(error, PacelineError) else in_a_line(error)
+            text = f"the last checkpoint could not be written: {cause}"
+            with contextlib.suppress(Exception):
+                iteration = store.write_again()
+                text = f"{cause}; the checkpoint of iteration {iteration} was then written again"
+            self.warnings.append(text)
+            # A full disk is a likely cause, and takes no events either.
+            with contextlib.suppress(RunError):
+                self.journal.warn(text)
+
     def report(self, status: str, cause: str | None, exit_code: int) -> WorkerReport:
         store = self.team.store
         is_whole = self.prepared.strategy.holds_all_weights
         sha = weights_sha256(self.replica.model.state_dict()) if is_whole else None
         per_switch = self.clock.seconds_per_switch()
         if store:
-            with contextlib.suppress(PacelineError):
-                store.close()
+            self._close_store(store)
         self.clock.enter("other")
         self.clock.startup.end()
         measuring = self.clock.switches * per_switch + self.journal.seconds_spent
