@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import pickle
 import subprocess
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,9 @@ import pytest
 import torch
 
 from checkpoint_stores import filled_store, names, newest, state_of
-from paceline.errors import CheckpointError, RunError
+from paceline.errors import CheckpointError, DamagedCheckpointError, RunError
 from paceline.worker import checkpoint_file
-from paceline.worker.checkpoint import CheckpointStore
+from paceline.worker.checkpoint import CheckpointStore, newest_checkpoint
 
 
 def flip_a_byte(folder: Path) -> None:
@@ -227,3 +229,48 @@ def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) -> Non
     ) as raised:
         CheckpointStore(tmp_path / "file" / "checkpoints", 1, "sync")
     assert "\n" not in str(raised.value)
+
+
+def write_forged(folder: Path, iteration: int, contents: bytes) -> None:
+    """A state file with a checksum that agrees."""
+    folder.mkdir(exist_ok=True)
+    (folder / f"iteration-{iteration:08d}.pt").write_bytes(contents)
+    content = {"bytes": len(contents), "sha256": hashlib.sha256(contents).hexdigest()}
+    record = {"schema": 1, "iteration": iteration, "contents": [content]}
+    (folder / f"iteration-{iteration:08d}.json").write_text(json.dumps(record))
+
+
+def compressed(contents: bytes) -> bytes:
+    """The same zip archive with its members deflated."""
+    packed = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(contents)) as source,
+        zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target,
+    ):
+        for name in source.namelist():
+            target.writestr(name, source.read(name))
+    return packed.getvalue()
+
+
+def test_a_zip_bomb_with_a_forged_checksum_is_refused_before_it_is_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = io.BytesIO()
+    torch.save({"weights": torch.zeros(4_000_000)}, buffer)
+    bomb = compressed(buffer.getvalue())
+    assert len(bomb) < 100_000
+    write_forged(tmp_path, 1, bomb)
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was loaded"))
+    with pytest.raises(DamagedCheckpointError, match=r"16\d+ bytes, more than the file"):
+        newest_checkpoint(tmp_path)
+
+
+def test_a_state_file_that_is_no_zip_archive_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = io.BytesIO()
+    torch.save({"weights": torch.zeros(4)}, buffer, _use_new_zipfile_serialization=False)
+    write_forged(tmp_path, 1, buffer.getvalue())
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was loaded"))
+    with pytest.raises(DamagedCheckpointError, match="it is not a zip archive"):
+        newest_checkpoint(tmp_path)

@@ -12,6 +12,7 @@ import hashlib
 import os
 import re
 import shutil
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,6 +121,7 @@ def read_checkpoint(folder: Path, iteration: int) -> dict[str, Any]:
 
 
 def _load(path: Path, file: BinaryIO) -> dict[str, Any]:
+    _check_size(path, file)
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except MemoryError:
@@ -130,6 +132,21 @@ def _load(path: Path, file: BinaryIO) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise DamagedCheckpointError(f"{path} is refused: it holds no state of a run")
     return state
+
+
+def _check_size(path: Path, file: BinaryIO) -> None:
+    """Refuse what would take more memory than its file is long: torch.save compresses nothing."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            unpacked_bytes = sum(entry.file_size for entry in archive.infolist())
+    except (zipfile.BadZipFile, ValueError, NotImplementedError):
+        raise DamagedCheckpointError(f"{path} is refused: it is not a zip archive") from None
+    size_bytes = os.fstat(file.fileno()).st_size
+    if unpacked_bytes > size_bytes:
+        raise DamagedCheckpointError(
+            f"{path} is refused: it holds {unpacked_bytes} bytes, more than the file's {size_bytes}"
+        )
+    file.seek(0)
 
 
 def newest_checkpoint(folder: Path) -> Checkpoint | None:
