@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -324,3 +325,90 @@ def test_a_run_without_checkpoints_cannot_be_resumed(
 def test_what_is_no_run_cannot_be_resumed(tmp_path: Path) -> None:
     with pytest.raises(RecordsError, match="is not a run"):
         start.resume(str(tmp_path), {}, quiet=True)
+
+
+def test_a_run_killed_before_its_first_checkpoint_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = uninterrupted(tmp_path)
+    folder = cut_after(tmp_path, 3, monkeypatch, checkpoint_every=4)
+    resumed = result_of(start.resume(str(folder.path), {}))
+    assert resumed["status"] == "finished"
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    told = capsys.readouterr().err
+    assert told == f"paceline: {folder.path} has no checkpoint yet: starting from iteration 0\n"
+    starts = [e["iteration"] for e in read_lines(folder.events_file(0)) if e["event"] == "start"]
+    assert starts == [0, 0]
+
+
+def test_a_run_without_checkpoints_is_started_again_with_checkpoint_every(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = cut_after(tmp_path, 5, monkeypatch)
+    with pytest.raises(CheckpointError, match="give --checkpoint-every with --resume to start it"):
+        start.resume(str(folder.path), {}, quiet=True)
+    result = result_of(start.resume(str(folder.path), {"checkpoint_every": "4"}, quiet=True))
+    assert (result["status"], result["iterations"]) == ("finished", 8)
+    assert folder.read_config().checkpoint_every == 4
+
+
+def test_a_finished_run_without_a_checkpoint_is_never_started_again(tmp_path: Path) -> None:
+    before = uninterrupted(tmp_path, checkpoint_every=100)
+    with pytest.raises(CheckpointError, match="is finished and has no checkpoint"):
+        start.resume(str(tmp_path / "whole"), {"iterations": "12"}, quiet=True)
+    assert RunFolder.open(tmp_path / "whole").read_result() == before
+
+
+def edit_config(folder: RunFolder, **values: Any) -> None:
+    record = json.loads(folder.config_file.read_text())
+    record["config"] |= values
+    folder.config_file.write_text(json.dumps(record))
+
+
+def test_settings_edited_by_hand_are_named_when_a_run_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = cut_after(tmp_path, 5, monkeypatch, checkpoint_every=2, lr=0.1)
+    edit_config(folder, lr=0.5, out="elsewhere", checkpoint_keep=3)
+    resumed = result_of(start.resume(str(folder.path), {}, quiet=True))
+    (warning,) = resumed["warnings"]
+    assert warning.startswith("--lr is 0.5, but the checkpoint was written with 0.1:")
+
+
+def test_a_batch_size_edited_by_hand_is_named_when_a_run_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = cut_after(tmp_path, 5, monkeypatch, checkpoint_every=2)
+    edit_config(folder, batch_size=10)
+    (warning,) = result_of(start.resume(str(folder.path), {}, quiet=True))["warnings"]
+    assert warning.startswith("--batch-size is 10, but the checkpoint was written with 8:")
+
+
+def test_an_older_checkpoint_without_settings_still_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = uninterrupted(tmp_path)
+    folder = cut_after(tmp_path, 5, monkeypatch, checkpoint_every=2)
+    store = checkpoint.CheckpointStore(folder.checkpoints, 1, "sync")
+    newest = store.newest()
+    assert newest is not None
+    del newest.state["settings"]
+    store.save(newest.iteration, newest.state)
+    resumed = result_of(start.resume(str(folder.path), {}, quiet=True))
+    assert resumed["warnings"] == []
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+
+
+@pytest.mark.parametrize("done", ["in the middle", "at the end"])
+def test_a_damaged_result_beside_good_checkpoints_is_kept_aside(
+    done: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = uninterrupted(tmp_path, checkpoint_every=8)
+    folder = RunFolder.open(tmp_path / "whole")
+    if done == "in the middle":
+        folder = cut_after(tmp_path, 5, monkeypatch, checkpoint_every=2)
+    folder.result_file.write_text('{"schema": 1, "sta')
+    resumed = result_of(start.resume(str(folder.path), {}, quiet=True))
+    assert (resumed["status"], resumed["iterations"]) == ("finished", 8)
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    assert (folder.path / "result-1.json").read_text() == '{"schema": 1, "sta'

@@ -205,6 +205,19 @@ class RunFolder:
             raise RecordsError(f"{self.result_file} is damaged: it has no {missing[0]}")
         return result
 
+    def readable_result(self) -> Result | None:
+        """The result, or None where the run has not ended or its result is damaged."""
+        try:
+            return self.read_result()
+        except RecordsError:
+            return None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether a result says that the run has reached its end."""
+        result = self.readable_result()
+        return result is not None and result["status"] == "finished"
+
     def change_config(self, config: RunConfig) -> None:
         """From now on the run has these settings; the ones before are kept beside them."""
         if config != self.read_config():

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from launch.commands import (
     SLOW,
+    TINY,
     Ended,
     is_training,
     launch,
@@ -24,6 +25,7 @@ from launch.commands import (
     warm_commands,
     workers_of,
 )
+from paceline.config import from_mapping
 from paceline.launch import start
 from paceline.records import Result, RunFolder, read_iteration_seconds
 from paceline.report.run import open_run
@@ -117,3 +119,16 @@ def test_another_number_of_workers_goes_on_with_the_same_samples(
 
 def distance(one: Tensor, other: Tensor) -> float:
     return float((one - other).norm() / other.norm())
+
+
+def test_workers_killed_before_their_first_checkpoint_are_started_again(tmp_path: Path) -> None:
+    settings = {**TINY, "nproc_per_node": 2, "checkpoint_every": 6}
+    whole = launch(tmp_path / "whole", **settings).result
+    config = from_mapping({**settings, "out": str(tmp_path), "name": "run"})
+    folder = RunFolder.create(config)
+    result = start.resume(str(folder.path), {}, quiet=True).result
+    assert whole is not None
+    assert result is not None
+    assert result["status"] == "finished"
+    assert result["weights_sha256"] == whole["weights_sha256"]
+    assert iterations(folder.checkpoints) == [12, 6]

@@ -365,3 +365,14 @@ def test_a_cell_that_another_process_runs_is_not_moved_away(stage: Stage, tmp_pa
     (failed,) = outcome.failed
     assert failed.trouble is not None
     assert "is being run by process" in failed.trouble.cause
+
+
+def test_a_cell_with_a_damaged_result_and_a_checkpoint_is_resumed(
+    stage: Stage, tmp_path: Path
+) -> None:
+    plan = planned(tmp_path, "grid: {batch_size: [8]}")
+    config = plan.configs["batch_size-8.r1"]
+    folder = pretend_run(stage.folder, "batch_size-8.r1", config)
+    folder.result_file.write_text("{")
+    checkpoint(stage, "batch_size-8.r1")
+    assert state_of(stage.folder, plan.study.cells[0], config) is State.RESUME

@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         sys.stdout.write(script)
         return 0
-    before = folder.read_result() if arguments.resume else None
+    before = folder.readable_result() if arguments.resume else None
     path = slurm.script_path(folder, resumed=arguments.resume is not None)
     job = slurm.submit(script, path, folder)
     sys.stdout.write(f"job {job.id}: script {path}, output {job.output}, records {folder.path}\n")

@@ -45,7 +45,8 @@ def _train(
     store = CheckpointStore(folder.checkpoints, config.checkpoint_keep, config.checkpoint_mode)
     checkpoint = store.newest() if resumed else None
     if checkpoint:
-        check_work_is_left(config, prepared, checkpoint)
+        check_work_is_left(config, prepared, checkpoint, folder.is_finished)
+    if resumed:
         folder.change_config(config)
     folder.set_result_aside()
     sampler = ResourceSampler(

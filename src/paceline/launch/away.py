@@ -69,6 +69,8 @@ def run_on(
     with contextlib.ExitStack() as held:
         if resumed:
             held.enter_context(folder.locked())
+            if folder.readable_result() is None:
+                folder.set_result_aside()
             if deliver(fleet, 0, _path(config), folder):
                 # The first node locks the same folder.
                 held.close()

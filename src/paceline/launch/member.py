@@ -234,7 +234,13 @@ def _make_ready(
     checkpoint = _share_checkpoint(store, communicator) if resumed else None
     # Workers of an elastic run may be lost after the last iteration, and the result with them.
     if checkpoint and not config.elastic:
-        check_work_is_left(config, prepared, checkpoint)
+        found = checkpoint
+
+        def check() -> None:
+            if is_first:
+                check_work_is_left(config, prepared, found, folder.is_finished)
+
+        succeed_together(communicator, check)
     if is_first:
         folder.change_config(config)
         folder.set_result_aside()
@@ -264,13 +270,18 @@ def _open_store(config: RunConfig, folder: RunFolder) -> CheckpointStore:
 def _share_checkpoint(
     store: CheckpointStore | None, communicator: Communicator
 ) -> Checkpoint | None:
-    """Rank 0 reads it; the others may be on machines that do not have the file."""
+    """Rank 0 reads it; the others may be on machines that do not have the file.
+
+    None on all of them where there is no checkpoint yet.
+    """
     found = succeed_together(communicator, lambda: store.newest() if store else None)
     buffer = io.BytesIO()
     if found is not None:
         torch.save(found.state, buffer)
     size = len(buffer.getvalue())
-    header = broadcast_json(communicator, [size, found.iteration if found else 0])
+    header = broadcast_json(communicator, [size, found.iteration] if found else None)
+    if header is None:
+        return None
     packed = torch.frombuffer(bytearray(buffer.getvalue() or header[0]), dtype=torch.uint8)
     communicator.broadcast(packed, 0, "parameters").wait()
     if found is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any
 
 from paceline.config import RunConfig, fields, flag_of, from_mapping, option_of
@@ -32,8 +33,15 @@ def train(config: RunConfig, quiet: bool = False) -> Outcome:
 
 
 def resume(path: str, changes: dict[str, Any], quiet: bool = False) -> Outcome:
-    """Go on with a run from its newest checkpoint; `changes` are flags given with --resume."""
+    """Go on with a run from its newest checkpoint; `changes` are flags given with --resume.
+
+    A run that ended before its first checkpoint starts again from iteration 0.
+    """
     folder, config = resumable(path, changes)
+    place = environment.detect()
+    is_first = config.node_rank == 0 and (place is None or place.rank == 0)
+    if is_first and not quiet and not iterations(folder.checkpoints):
+        sys.stderr.write(f"paceline: {path} has no checkpoint yet: starting from iteration 0\n")
     return _launch(config, folder, quiet)
 
 
@@ -41,14 +49,27 @@ def resumable(path: str, changes: dict[str, Any]) -> tuple[RunFolder, RunConfig]
     """The folder of a run that can be gone on with, and its settings from then on."""
     folder = RunFolder.open(path)
     config = resumed_config(folder.read_config(), changes, folder)
-    before = folder.read_result()
-    if before is not None and before["status"] == "finished" and not changes:
+    if folder.is_finished and not changes:
         raise RecordsError(f"{path} is finished: give more --epochs or --iterations to go on")
     # The other nodes get the checkpoint from the first one; who that is shows later, if elastic.
     is_first = config.node_rank == 0 and config.elastic is None
     if is_first and not iterations(folder.checkpoints):
-        raise CheckpointError(f"{path} has no checkpoint: it was run without --checkpoint-every")
+        _check_can_start_again(path, folder, config)
     return folder, config
+
+
+def _check_can_start_again(path: str, folder: RunFolder, config: RunConfig) -> None:
+    # Without checkpoints a damaged result is all that there is: it is not for us to replace.
+    folder.read_result()
+    if folder.is_finished:
+        raise CheckpointError(
+            f"{path} is finished and has no checkpoint: train it again under another --name"
+        )
+    if config.checkpoint_every == "never":
+        raise CheckpointError(
+            f"{path} has no checkpoint: it was run without --checkpoint-every;"
+            " give --checkpoint-every with --resume to start it again from iteration 0"
+        )
 
 
 def resumed_config(original: RunConfig, changes: dict[str, Any], folder: RunFolder) -> RunConfig:

@@ -79,9 +79,9 @@ def state_of(folder: StudyFolder, cell: Cell, config: RunConfig) -> State:
     try:
         if not same_run(run.read_config(), config):
             return State.AGAIN
-        result = run.read_result()
     except RecordsError:
         return State.AGAIN
+    result = run.readable_result()
     if result is not None and result["status"] in DONE:
         return State.DONE
     return State.RESUME if checkpointed_iterations(run.checkpoints) else State.AGAIN

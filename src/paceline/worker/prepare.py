@@ -48,11 +48,16 @@ def prepare(
     return Prepared(dataset, model, strategy, device)
 
 
-def check_work_is_left(config: RunConfig, prepared: Prepared, checkpoint: Checkpoint) -> None:
-    """Refuse to resume what has come to its end already: its result must stay as it is."""
+def check_work_is_left(
+    config: RunConfig, prepared: Prepared, checkpoint: Checkpoint, is_finished: bool
+) -> None:
+    """Refuse to resume what has come to its end already: its result must stay as it is.
+
+    A run with a checkpoint of its last iteration but without a result can still write one.
+    """
     order = SampleOrder(len(prepared.dataset.train), config.global_batch_size, config.seed)
     total = config.iterations_in_total(order.batches_per_epoch)
-    if checkpoint.iteration >= total:
+    if checkpoint.iteration > total or (checkpoint.iteration == total and is_finished):
         raise CheckpointError(
             f"the run has done all of its {total} iterations:"
             " give more --epochs or --iterations to go on"

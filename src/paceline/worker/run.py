@@ -120,6 +120,9 @@ class _Worker:
         strategy.attach(self.replica)
         if checkpoint:
             self.warnings += checkpoint.warnings
+            if self.team.place.rank == 0:
+                saved = checkpoint.state.get("settings", {})
+                self.warnings += state.changed_settings(saved, self.config)
             self.progress, account = state.restore(checkpoint.state, self.replica, strategy)
             events = self.folder.events_file(self.team.place.rank)
             steps = range(self.progress.steps_before, self.progress.steps)
@@ -223,6 +226,7 @@ class _Worker:
         saved = state.gather(self.replica, self.prepared.strategy, self.progress, account)
         if saved is None or store is None:
             return
+        saved["settings"] = state.kept_settings(self.config)
         store.save(self.progress.iteration, saved)
         self.journal.events.write(
             "checkpoint",
@@ -290,7 +294,9 @@ def _scalars(
 ) -> ScalarWriter | None:
     if not config.tensorboard or place.rank:
         return None
-    return ScalarWriter(folder.tensorboard, checkpoint.iteration if checkpoint else None)
+    # A run that starts again without a checkpoint replaces what it wrote before.
+    step = 0 if folder.tensorboard.is_dir() else None
+    return ScalarWriter(folder.tensorboard, checkpoint.iteration if checkpoint else step)
 
 
 def _build_replica(config: RunConfig, prepared: Prepared, team: Team, clock: PhaseClock) -> Replica:

@@ -10,6 +10,7 @@ import torch
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.objects import gather_bytes, gather_json
+from paceline.config import RunConfig, fields, flag_of, option_of
 from paceline.errors import CheckpointError
 from paceline.sync.replica import Replica
 from paceline.sync.strategy import Strategy
@@ -63,6 +64,31 @@ def restore(
     except (KeyError, ValueError, RuntimeError, TypeError) as error:
         cause = str(error).splitlines()[0]
         raise CheckpointError(f"the checkpoint does not fit this model: {cause}") from error
+
+
+def kept_settings(config: RunConfig) -> dict[str, Any]:
+    """The settings that a resumed run must keep, by the names of their fields."""
+    values = config.to_dict()
+    kept = {
+        item.name: values[item.name]
+        for item in fields()
+        if not option_of(item).may_change and item.name not in ("out", "name", "batch_per_worker")
+    }
+    # With another number of workers the same batch may be given in the other way.
+    return {**kept, "batch_size": config.global_batch_size}
+
+
+def changed_settings(saved: dict[str, Any], config: RunConfig) -> list[str]:
+    """A line for each setting that is not what it was when a checkpoint was written.
+
+    `saved` is what `kept_settings` returned then; older checkpoints have none.
+    """
+    return [
+        f"{flag_of(name)} is {value!r}, but the checkpoint was written with {saved[name]!r}:"
+        " the weights will differ from those of a run that was never interrupted"
+        for name, value in kept_settings(config).items()
+        if name in saved and saved[name] != value
+    ]
 
 
 def _restore_strategy(

@@ -147,8 +147,11 @@ class _FirstNode(_Node):
 
     @contextlib.contextmanager
     def _announced(self) -> Iterator[None]:
-        if self._resumed and self._newest_checkpoint() is None:
-            raise CheckpointError(f"{self.folder.path} has no checkpoint to go on from")
+        if self._newest_checkpoint() is None and self.folder.is_finished:
+            raise CheckpointError(
+                f"{self.folder.path} is finished and has no checkpoint: train it again under"
+                " another --name"
+            )
         # Whoever sees this file has the very same folder.
         mark = self.folder.path / f"launch-{secrets.token_hex(8)}.json"
         write_json(mark, {"schema": SCHEMA})
