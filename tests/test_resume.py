@@ -22,6 +22,7 @@ from paceline.launch.outcome import Outcome
 from paceline.models import MODELS
 from paceline.records import Result, RunFolder, read_lines
 from paceline.worker import checkpoint, loop
+from paceline.worker.checkpoint_file import write_checkpoint
 
 SMALL: dict[str, Any] = {
     "train_samples": 40,
@@ -201,7 +202,7 @@ def test_only_a_second_ctrl_c_forgoes_the_last_checkpoint(
 def test_a_failed_last_background_checkpoint_is_reported_and_written_again(
     failures: int, number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    iterate, write = loop.TrainingLoop._iterate, checkpoint.write_checkpoint
+    iterate, write = loop.TrainingLoop._iterate, write_checkpoint
     attempts: list[int] = []
 
     def iterate_and_stop(self: loop.TrainingLoop, iteration: int) -> Any:

@@ -40,7 +40,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO, cast
+from typing import Any, TextIO
 
 from paceline.config import RunConfig, from_mapping
 from paceline.errors import ConfigError, RecordsError, RunError
@@ -258,7 +258,7 @@ class EventWriter:
         try:
             # A line cut short by a crash must not swallow the first event of the resumed run.
             _end_cut_line(path)
-            file = open_record(path, "ab")
+            file = _open_to_append(path)
         except OSError as error:
             raise RunError(f"cannot write {path}: {error.strerror}") from None
         self._file: TextIO = io.TextIOWrapper(file, encoding="utf-8")
@@ -348,12 +348,16 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def open_record(path: Path, mode: str = "rb") -> BinaryIO:
-    """Open a regular file in a binary mode; an OSError for anything else, such as a FIFO.
+def open_record(path: Path) -> io.BufferedReader:
+    """Open a regular file for reading; an OSError for anything else, such as a FIFO.
 
     Opening a FIFO would otherwise block until somebody writes to it.
     """
-    return cast("BinaryIO", open(path, mode, opener=_open_regular))
+    return open(path, "rb", opener=_open_regular)
+
+
+def _open_to_append(path: Path) -> io.BufferedWriter:
+    return open(path, "ab", opener=_open_regular)
 
 
 def _open_regular(path: str, flags: int) -> int:
