@@ -52,7 +52,7 @@ def test_the_result_has_every_key_of_the_contract(tmp_path: Path) -> None:
     (worker,), (node,) = result["workers"], result["nodes"]
     assert set(worker) >= {
         "rank", "node", "samples", "wall_seconds", "iteration_seconds", "phases",
-        "hidden_exchange_seconds", "traffic",
+        "hidden_exchange_seconds", "after_first", "traffic",
     }  # fmt: skip
     assert set(worker["iteration_seconds"]) == {"first", "mean", "median", "p95"}
     assert tuple(worker["phases"]) == PHASES
@@ -117,6 +117,17 @@ def test_tensorboard_gets_step_time_throughput_and_phase_shares(tmp_path: Path) 
     assert {"phases/input", "phases/forward", "phases/backward", "phases/update"} <= set(phases)
     last = [points[-1].value for points in phases.values() if points[-1].step == 6]
     assert sum(last) == pytest.approx(1.0, abs=1e-4)
+
+
+def test_phases_after_the_first_iteration_are_within_its_time(tmp_path: Path) -> None:
+    _, result = train(tmp_path, epochs=1, checkpoint_every=3, eval_every=2)
+    (worker,) = result["workers"]
+    later = worker["after_first"]
+    assert later["iterations"] == result["iterations"] - 1
+    timed = worker["iteration_seconds"]["mean"] * later["iterations"]
+    assert 0 < sum(later["phases"].values()) <= timed * (1 + 1e-6)
+    for phase, seconds in later["phases"].items():
+        assert seconds <= worker["phases"][phase], phase
 
 
 def plain_training(settings: dict[str, Any], steps: int) -> str:

@@ -61,6 +61,9 @@ PHASES = (
 )
 """The parts that a worker's wall time is split into; docs/metrics.md defines each."""
 
+BETWEEN_ITERATIONS = ("evaluate", "checkpoint", "other")
+"""Those of them that are no part of an iteration."""
+
 TRAFFIC_KINDS = ("gradients", "parameters", "buffers", "metrics", "control")
 
 RESULT_KEYS = (

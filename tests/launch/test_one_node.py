@@ -39,6 +39,16 @@ def test_each_worker_has_the_parts_of_its_start_up(talkative_run: Run) -> None:
         assert in_wall_time < worker["wall_seconds"] - worker["phases"]["forward"]
 
 
+def test_phases_after_the_first_iteration_are_within_its_time(talkative_run: Run) -> None:
+    for worker in read_json(talkative_run[0] / "result.json")["workers"]:
+        later = worker["after_first"]
+        assert later["iterations"] == 12 - 1
+        timed = worker["iteration_seconds"]["mean"] * later["iterations"]
+        assert 0 < sum(later["phases"].values()) <= timed * (1 + 1e-6)
+        # What waits are moved out of exchange must be those of the same iterations.
+        assert min(later["phases"].values()) > -1e-6
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_worker_has_its_events(rank: int, talkative_run: Run) -> None:
     events = list(read_lines(talkative_run[0] / f"events-{rank}.jsonl"))

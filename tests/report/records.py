@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import from_mapping
-from paceline.records import PHASES, SCHEMA, TRAFFIC_KINDS, EventWriter, RunFolder
+from paceline.records import (
+    BETWEEN_ITERATIONS,
+    PHASES,
+    SCHEMA,
+    TRAFFIC_KINDS,
+    EventWriter,
+    RunFolder,
+)
 
 BLOCK = 50
 """Iterations in an event."""
@@ -42,6 +49,10 @@ class FakeRun:
     """Workers are spread over them evenly; node n uses n + 1 times the CPU of node 0."""
     shares: Sequence[int] = ()
     """Samples of an iteration, for each worker; 32 where none are given."""
+    hidden: float | None = 0.0
+    """Overlapped communication of an iteration; the first one has double. None: not measured."""
+    is_old: bool = False
+    """Whether the version that wrote it did not yet keep the first iteration's phases apart."""
     more: dict[str, Any] = field(default_factory=dict)
     """Further keys of the result, or other values of its keys."""
 
@@ -130,6 +141,16 @@ def _worker(run: FakeRun, rank: int) -> dict[str, Any]:
             "seconds": phases["exchange"],
         }
     rest = sorted(seconds[1:])
+    later = {phase: spent * (run.iterations - 1) for phase, spent in run.phases[rank].items()}
+    later["forward"] = later.get("forward", 0.0) + sum(
+        run.noise[index % len(run.noise)] for index in range(1, run.iterations)
+    )
+    in_iteration = [phase for phase in PHASES if phase not in BETWEEN_ITERATIONS]
+    after_first = {
+        "iterations": run.iterations - 1,
+        "phases": {phase: later.get(phase, 0.0) for phase in in_iteration},
+        "hidden_exchange_seconds": _times(run.hidden, run.iterations - 1),
+    }
     return {
         "rank": rank, "node": rank * run.nodes // len(run.phases),
         "samples": (run.shares[rank] if run.shares else 32) * run.iterations,
@@ -138,8 +159,13 @@ def _worker(run: FakeRun, rank: int) -> dict[str, Any]:
             "first": seconds[0], "mean": statistics.fmean(rest), "median": statistics.median(rest),
             "p95": rest[round(0.95 * (len(rest) - 1))],
         },
-        "phases": phases, "hidden_exchange_seconds": 0.0, "traffic": traffic,
+        "phases": phases, "hidden_exchange_seconds": _times(run.hidden, run.iterations + 1),
+        "traffic": traffic, **({} if run.is_old else {"after_first": after_first}),
     }  # fmt: skip
+
+
+def _times(seconds: float | None, count: int) -> float | None:
+    return None if seconds is None else seconds * count
 
 
 def _result(folder: RunFolder, run: FakeRun, config: dict[str, Any]) -> dict[str, Any]:

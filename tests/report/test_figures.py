@@ -85,7 +85,7 @@ def test_a_bar_stands_for_each_worker(tmp_path: Path) -> None:
     svg = figure(section(collect(path).cells, "phases"), "phases-workers")
     parts = [one for one in svg.iter(f"{SVG}rect") if one.attrib.get("data-kind") == "forward"]
     values = [float(one.attrib["data-value"]) for one in parts]
-    assert values == pytest.approx([0.0101, 0.0202])
+    assert values == pytest.approx([0.01, 0.02])
 
 
 def test_times_of_rank_0_and_of_the_others_stand_apart(tmp_path: Path) -> None:

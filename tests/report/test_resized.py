@@ -16,7 +16,7 @@ from paceline.report.document import Items
 from paceline.report.epochs import exchange_seconds_in_epoch
 from paceline.report.iterations import IN_ITERATION
 from paceline.report.markdown import to_markdown
-from paceline.report.phases import by_rank
+from paceline.report.phases import by_rank, hidden_of_run
 from paceline.report.run import Run, open_run
 from paceline.report.section.bandwidth import exchange_rate
 from paceline.report.section.ranks import workers
@@ -51,7 +51,7 @@ AFTER = ({"forward": 0.010, "exchange": 0.002}, {"forward": 0.011, "exchange": 0
 def run(tmp_path: Path) -> Run:
     """Two workers, of which one is lost after iteration 60; one goes on from the checkpoint of
     50, and from 80 on there are two again, up to 100."""
-    fake = FakeRun("a", {"strategy": "ring"}, AFTER, gradient_bytes=GRADIENT_BYTES)
+    fake = FakeRun("a", {"strategy": "ring"}, AFTER, gradient_bytes=GRADIENT_BYTES, is_old=True)
     path = write_run(tmp_path, fake)
     write_lines(
         path / "events-0.jsonl",
@@ -96,11 +96,29 @@ def test_phases_are_of_the_same_iterations_as_the_times(run: Run) -> None:
         assert split.seconds["exchange"] == pytest.approx(AFTER[rank]["exchange"])
 
 
+def test_recorded_phases_of_the_later_iterations_are_preferred_to_those_of_events(run: Run) -> None:
+    result = json.loads(run.folder.result_file.read_text())
+    for worker in result["workers"]:
+        phases = dict.fromkeys(IN_ITERATION, 0.0) | {"forward": 19 * 0.5, "wait": 19 * 0.25}
+        worker["after_first"] = {
+            "iterations": 19, "phases": phases, "hidden_exchange_seconds": 19 * 0.125,
+        }  # fmt: skip
+    run.folder.write_result(result)
+    again = open_run(run.folder.path)
+    for split in by_rank(again).values():
+        assert (split.seconds["forward"], split.seconds["wait"]) == (0.5, 0.25)
+    assert hidden_of_run(again) == 0.125
+    assert hidden_of_run(run) is None, "the sum is of unlike iterations"
+
+
+def test_exchange_in_an_epoch_is_of_the_iterations_since_the_last_change(run: Run) -> None:
+    assert exchange_seconds_in_epoch(run) == pytest.approx(50 * (0.002 + 0.003) / 2)
+
+
 def test_traffic_of_unlike_iterations_is_not_told_by_iteration(run: Run) -> None:
     assert run_traffic(run)["gradients"].bytes_sent == 200 * GRADIENT_BYTES
     assert run_traffic(run)["gradients"].bytes_per_iteration is None
     assert {worker.moved_bytes for worker in workers(run)} == {None}
-    assert exchange_seconds_in_epoch(run) is None
     assert exchange_rate(collect(run.folder.path).cells[0]) is None
 
 

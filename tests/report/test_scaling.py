@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from paceline.report.collection import collect
 from paceline.report.document import Items, Table
 from paceline.report.section.scaling import answer, families
 from paceline.report.verdict import judge
-from report.marks import figure, numbers, result_of, section, series
+from report.marks import figure, numbers, section, series
 from report.records import FakeRun, write_run
 
 
@@ -96,15 +95,22 @@ def test_one_worker_communicates_with_nobody(tmp_path: Path) -> None:
     """The clock passes through the phase, and the strategy through its motions."""
     for workers, exchange in ((1, 1e-6), (2, 1e-3)):
         phases = [{"forward": 0.01, "exchange": exchange}] * workers
-        path = write_run(tmp_path, FakeRun(f"w{workers}", {"batch_size": 64}, phases))
-        result = result_of(path)
-        for worker in result["workers"]:
-            worker["hidden_exchange_seconds"] = 0.2
-        (path / "result.json").write_text(json.dumps(result))
+        run = FakeRun(f"w{workers}", {"batch_size": 64}, phases, hidden=0.002)
+        write_run(tmp_path, run)
     built = section(collect(tmp_path).cells, "scaling")
     (table,) = [block for block in built.blocks if isinstance(block, Table)]
-    # 50 of 100 iterations make an epoch; the first takes double.
-    assert [row[-2:] for row in table.rows] == [("-", "-"), ("50.50 ms", "100.00 ms")]
+    # 50 of 100 iterations make an epoch.
+    assert [row[-2:] for row in table.rows] == [("-", "none"), ("50.00 ms", "100.00 ms")]
+
+
+def test_overlapped_communication_that_was_not_measured_is_said_to_be(tmp_path: Path) -> None:
+    for workers in (1, 2):
+        phases = [{"forward": 0.01, "exchange": 0.001}] * workers
+        run = FakeRun(f"w{workers}", {"batch_size": 64}, phases, hidden=None)
+        write_run(tmp_path, run)
+    built = section(collect(tmp_path).cells, "scaling")
+    (table,) = [block for block in built.blocks if isinstance(block, Table)]
+    assert [row[-1] for row in table.rows] == ["none", "not measured"]
 
 
 def write_superlinear(root: Path, threads: int | None = None, cores: int = 2) -> None:

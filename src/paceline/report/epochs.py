@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.report.phases import hidden_of_run, of_iteration
 from paceline.report.run import Run
 
 
@@ -28,13 +29,21 @@ def first_epoch_seconds(run: Run) -> float | None:
 
 def exchange_seconds_in_epoch(run: Run) -> float | None:
     """Exposed communication, on average over the workers."""
-    return _in_epoch(run, [worker["phases"]["exchange"] for worker in run.workers])
+    if not run.is_in_step:
+        # Workers did unequal numbers of iterations: only their sums are those of the run.
+        return _in_epoch(run, [worker["phases"]["exchange"] for worker in run.workers])
+    count, split = iterations_in_epoch(run), of_iteration(run)
+    return None if count is None or split is None else split.seconds["exchange"] * count
 
 
 def hidden_seconds_in_epoch(run: Run) -> float | None:
-    """Communication behind computing, on average over the workers; one that is alone has none."""
-    hidden = [worker.get("hidden_exchange_seconds", 0.0) for worker in run.workers]
-    return _in_epoch(run, hidden if len(hidden) > 1 else [0.0])
+    """Overlapped communication, on average over the workers; None where it was not measured."""
+    if not run.is_in_step:
+        hidden = [worker.get("hidden_exchange_seconds") for worker in run.workers]
+        measured = [seconds for seconds in hidden if seconds is not None]
+        return _in_epoch(run, measured) if len(measured) == len(hidden) else None
+    count, seconds = iterations_in_epoch(run), hidden_of_run(run)
+    return None if count is None or seconds is None else seconds * count
 
 
 def _in_epoch(run: Run, spent: Sequence[float]) -> float | None:

@@ -42,6 +42,15 @@ class Block:
         return self.first + len(self.seconds)
 
 
+@dataclass(frozen=True, slots=True)
+class Later:
+    """Iterations after the first block, which holds the first iteration."""
+
+    count: int
+    seconds: float
+    phases: dict[str, float]
+
+
 @dataclass(frozen=True)
 class Told:
     """Iterations in their order, each as it was done the last time.
@@ -85,6 +94,17 @@ class Told:
         if not known or len(known) < len(ends):
             return None
         return {phase: math.fsum(one[phase] for one in known) for phase in IN_ITERATION}
+
+    def later(self) -> Later | None:
+        """What came after the first block; None where phases were not written, or nothing came."""
+        first, everything = self.blocks[0], self.phases()
+        if everything is None or first.phases is None or len(self.blocks) < 2:
+            return None
+        return Later(
+            len(self.seconds) - len(first.seconds),
+            float(self.seconds.sum() - first.seconds.sum()),
+            {phase: everything[phase] - first.phases[phase] for phase in IN_ITERATION},
+        )
 
 
 def read_iterations(path: Path) -> Told:

@@ -1,10 +1,8 @@
 """Where the time of an iteration goes, and which phase makes one cell slower than another.
 
-The phases of a result are sums over the whole run. Those of an iteration are the ones below, each
-over the number of iterations the worker did; its first one is in them, so the time that they are
-held against has it too. In a short run it shows that workers also meet after the last iteration,
-and in a run whose number of workers has changed a sum is of unlike iterations: there the phases are
-taken as they were written beside the iterations.
+The phases of an iteration leave the first one out, as the step time does. Results of older versions
+have no such figures. Their phases are those of the iterations after the first block of events;
+where that block holds more than half of a run, the first iteration is included.
 """
 
 from __future__ import annotations
@@ -14,16 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.records import PHASES
+from paceline.records import BETWEEN_ITERATIONS, PHASES
 from paceline.report.cells import Cell
-from paceline.report.iterations import IN_ITERATION
+from paceline.report.iterations import IN_ITERATION, Later
 from paceline.report.run import Run
 from paceline.report.timing import RankTiming
 
 COMPUTING = ("input", "forward", "backward", "update")
 BESIDE = 0.002
 """More than this of the iterations' time beside them is worth leaving out."""
-OUTSIDE = tuple(phase for phase in PHASES if phase not in IN_ITERATION)
+OUTSIDE = BETWEEN_ITERATIONS
+TOLERANCE = 0.05
+"""Phases in events must add up to the time of their iterations within this share of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,26 +74,79 @@ def of_worker(worker: dict[str, Any]) -> Split:
 def of_iteration(run: Run) -> Split | None:
     """One iteration, on average over the run's workers; None where that is not known."""
     splits = by_rank(run)
-    return _average(list(splits.values())) if splits else None
+    return mean_split(list(splits.values())) if splits else None
+
+
+@dataclass(frozen=True, slots=True)
+class RankSplit:
+    """One iteration of a worker."""
+
+    split: Split
+    seconds: float | None
+    """Mean time of the same iterations; None where they were not timed."""
+    has_first: bool
+    """Whether the first iteration is included, for want of better records."""
 
 
 def by_rank(run: Run) -> dict[int, Split]:
     """One iteration of each worker."""
+    return {rank: one.split for rank, one in rank_splits(run).items()}
+
+
+def rank_splits(run: Run) -> dict[int, RankSplit]:
+    """The same, with the time that the phases are parts of."""
     timings = {rank.rank: rank for rank in run.timing.ranks} if run.timing else {}
-    splits = {}
-    for worker in run.workers:
-        rank = int(worker["rank"])
-        spent, count = _in_iterations(run, worker, timings.get(rank))
-        if count:
-            splits[rank] = Split({phase: value / count for phase, value in spent.items()})
-    return splits
+    found = ((int(worker["rank"]), worker) for worker in run.workers)
+    splits = ((rank, _rank_split(run, worker, timings.get(rank))) for rank, worker in found)
+    return {rank: split for rank, split in splits if split is not None}
 
 
-def _in_iterations(
-    run: Run, worker: dict[str, Any], timing: RankTiming | None
-) -> tuple[dict[str, float], int]:
-    """A worker's phases in its iterations, and the number of these; 0 where they are not known."""
+def has_first(cell: Cell) -> bool:
+    """Whether phases of a finished run include its first iteration."""
+    return any(one.has_first for run in cell.finished for one in rank_splits(run).values())
+
+
+def _rank_split(run: Run, worker: dict[str, Any], timing: RankTiming | None) -> RankSplit | None:
+    """None where the phases are not known."""
+    recorded = worker.get("after_first")
+    if recorded is not None and recorded["iterations"]:
+        seconds = timing.mean if timing else worker["iteration_seconds"].get("mean")
+        phases = {phase: float(recorded["phases"][phase]) for phase in IN_ITERATION}
+        return _over(phases, recorded["iterations"], seconds, has_first=False)
     whole = {phase: float(worker["phases"][phase]) for phase in IN_ITERATION}
+    later = timing.later if timing else None
+    if timing and later and 2 * later.count >= timing.count and _agree(later):
+        phases = _with_waits(later.phases, whole)
+        return _over(phases, later.count, later.seconds / later.count, has_first=False)
+    phases, count = _with_first(run, whole, timing)
+    seconds = timing.total / timing.count if timing and timing.count else None
+    return _over(phases, count, seconds, has_first=True) if count else None
+
+
+def _over(
+    phases: dict[str, float], count: int, seconds: float | None, *, has_first: bool
+) -> RankSplit:
+    split = Split({phase: spent / count for phase, spent in phases.items()})
+    return RankSplit(split, seconds, has_first)
+
+
+def _agree(later: Later) -> bool:
+    written = math.fsum(later.phases.values())
+    return abs(written - later.seconds) <= TOLERANCE * later.seconds
+
+
+def _with_waits(phases: dict[str, float], whole: dict[str, float]) -> dict[str, float]:
+    """Events do not yet tell which part of an exchange was waiting: the whole run's share is."""
+    both = whole["exchange"] + whole["wait"]
+    exchange = phases["exchange"] + phases["wait"]
+    waiting = exchange * whole["wait"] / both if both else 0.0
+    return {**phases, "exchange": exchange - waiting, "wait": waiting}
+
+
+def _with_first(
+    run: Run, whole: dict[str, float], timing: RankTiming | None
+) -> tuple[dict[str, float], int]:
+    """A worker's phases in all its iterations, and their number; 0 where they are not known."""
     if timing is None or not timing.count or timing.phases is None:
         count = (timing.count if timing else 0) or run.iterations
         return whole, 0 if run.is_resized else count
@@ -102,23 +155,51 @@ def _in_iterations(
     is_near = beside <= BESIDE * timing.total or abs(written - timing.total) > beside
     if is_near and not run.is_resized:
         return whole, timing.count
-    # What of an exchange was waiting is known only at the end of a run.
-    both = whole["exchange"] + whole["wait"]
-    meeting = timing.phases["exchange"] + timing.phases["wait"]
-    waiting = meeting * whole["wait"] / both if both else 0.0
-    return {**timing.phases, "exchange": meeting - waiting, "wait": waiting}, timing.count
+    return _with_waits(timing.phases, whole), timing.count
+
+
+def hidden_of_run(run: Run) -> float | None:
+    """Overlapped communication of an iteration, on average over the workers.
+
+    None where it was not measured. A single worker has none, whatever its strategy went through.
+    """
+    if len(run.workers) < 2:
+        return 0.0
+    timings = {rank.rank: rank for rank in run.timing.ranks} if run.timing else {}
+    values = [_hidden(run, worker, timings.get(int(worker["rank"]))) for worker in run.workers]
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if len(known) == len(values) else None
+
+
+def hidden_of_cell(cell: Cell) -> float | None:
+    """On average over the finished runs; None where it was not measured in one of them."""
+    values = [hidden_of_run(run) for run in cell.finished]
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known and len(known) == len(values) else None
+
+
+def _hidden(run: Run, worker: dict[str, Any], timing: RankTiming | None) -> float | None:
+    recorded = worker.get("after_first")
+    if recorded is not None and recorded["iterations"]:
+        later = recorded.get("hidden_exchange_seconds")
+        return None if later is None else float(later) / int(recorded["iterations"])
+    hidden = worker.get("hidden_exchange_seconds")
+    count = (timing.count if timing else 0) or run.iterations
+    if hidden is None or not count or run.is_resized:
+        return None
+    return float(hidden) / count
 
 
 def of_cell(cell: Cell) -> Split | None:
     """One iteration, on average over the finished runs."""
     splits = [split for run in cell.finished if (split := of_iteration(run)) is not None]
-    return _average(splits) if splits else None
+    return mean_split(splits) if splits else None
 
 
 def whole_of_cell(cell: Cell) -> Split | None:
     """All the wall time of the workers, on average over them and the finished runs."""
     splits = [of_worker(worker) for run in cell.finished for worker in run.workers]
-    return _average(splits) if splits else None
+    return mean_split(splits) if splits else None
 
 
 def explain(faster: Cell, slower: Cell, *, by_samples: bool = False) -> Explanation | None:
@@ -149,16 +230,18 @@ def explain(faster: Cell, slower: Cell, *, by_samples: bool = False) -> Explanat
 
 
 def _iteration_seconds(cell: Cell) -> float | None:
-    """Mean over runs and workers, the first iteration included, as it is in the phases."""
-    means = [
-        math.fsum(rank.total / rank.count for rank in run.timing.ranks) / len(run.timing.ranks)
-        for run in cell.timed
-        if run.timing is not None and all(rank.count for rank in run.timing.ranks)
-    ]
+    """Mean over runs and workers of the iterations that the phases are of."""
+    means = []
+    for run in cell.timed:
+        seconds = [one.seconds for one in rank_splits(run).values()]
+        known = [value for value in seconds if value is not None]
+        if known and len(known) == len(seconds):
+            means.append(math.fsum(known) / len(known))
     return math.fsum(means) / len(means) if means else None
 
 
-def _average(splits: Sequence[Split]) -> Split:
+def mean_split(splits: Sequence[Split]) -> Split:
+    """The mean of each phase."""
     return Split(
         {
             phase: math.fsum(split.seconds[phase] for split in splits) / len(splits)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from paceline.errors import RecordsError
-from paceline.records import PHASES, Result
+from paceline.records import BETWEEN_ITERATIONS, PHASES, Result
 
 STATUSES = ("finished", "diverged", "failed", "stopped")
 BEYOND = 2**63
@@ -100,8 +100,15 @@ def _wrong_worker(worker: Mapping[str, Any]) -> str | None:
     for key in ("rank", "node", "samples", "wall_seconds"):
         if not is_number(worker.get(key)):
             return f"a worker has no {key}"
-    if not is_number(worker.get("hidden_exchange_seconds", 0.0)):
-        return "hidden_exchange_seconds of a worker is no number"
+    later = worker.get("after_first")
+    if later is not None and not isinstance(later, dict):
+        return "after_first of a worker is no object"
+    for figures in (worker, later or {}):
+        hidden = figures.get("hidden_exchange_seconds")
+        if hidden is not None and not is_number(hidden):
+            return "hidden_exchange_seconds of a worker is no number"
+    if later and _wrong_later(later):
+        return "after_first of a worker is damaged"
     phases, timing = worker.get("phases"), worker.get("iteration_seconds")
     if not isinstance(phases, dict) or not all(is_number(phases.get(name)) for name in PHASES):
         return "a worker's phases are not all numbers"
@@ -113,6 +120,14 @@ def _wrong_worker(worker: Mapping[str, Any]) -> str | None:
     if not all(is_number(value) for count in traffic.values() for value in count.values()):
         return "a worker's traffic is not all numbers"
     return _not_numbers(timing, "iteration_seconds")
+
+
+def _wrong_later(later: Mapping[str, Any]) -> bool:
+    phases, count = later.get("phases"), later.get("iterations")
+    if type(count) is not int or count < 0 or not isinstance(phases, dict):
+        return True
+    names = [name for name in PHASES if name not in BETWEEN_ITERATIONS]
+    return not all(is_number(phases.get(name)) for name in names)
 
 
 def _not_numbers(values: Mapping[str, Any], where: str) -> str | None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from paceline.records import Result, RunFolder
 from paceline.report.buckets import Curve, Floats, shorten
-from paceline.report.iterations import Told, read_iterations
+from paceline.report.iterations import Later, Told, read_iterations
 from paceline.report.shape import is_number
 from paceline.report.statistics import block_means
 from paceline.report.worlds import World, starts_of_result, worlds_of
@@ -37,6 +37,8 @@ class RankTiming:
     """The iteration after the last one that the worker told of."""
     phases: dict[str, float] | None = None
     """Seconds of the iterations by phase, where these were written."""
+    later: Later | None = None
+    """The iterations after the first block of events, where their phases were written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +162,7 @@ def _of_rank(rank: int, told: Told) -> RankTiming:
         total=float(seconds.sum()),
         end=told.end,
         phases=told.phases(),
+        later=told.later(),
     )
 
 

@@ -11,6 +11,7 @@ from paceline.records import read_iteration_seconds, read_lines
 from paceline.sync.replica import Replica
 from paceline.worker.checkpoint import CheckpointStore
 from paceline.worker.state import Account
+from paceline.worker.steady import SteadyPhases
 
 
 class Ledger:
@@ -18,6 +19,7 @@ class Ledger:
         self._clock = clock
         self._replica = replica
         self._store = store
+        self.steady = SteadyPhases(clock, replica)
         self._phases_before: dict[str, float] = {}
         self._iteration_seconds_before: Sequence[float] = ()
 
@@ -26,6 +28,8 @@ class Ledger:
         self._phases_before = account.get("phases", {})
         self._iteration_seconds_before = read_iteration_seconds(events, steps.stop, steps.start)
         self._replica.hidden_exchange_seconds = account.get("hidden_exchange_seconds", 0.0)
+        if steps:
+            self.steady.resume(account.get("after_first"))
         if "traffic" in account:
             self._replica.communicator.traffic.restore(account["traffic"])
         if self._store:
@@ -39,6 +43,7 @@ class Ledger:
             "traffic": self._replica.communicator.traffic.to_dict(),
             "hidden_exchange_seconds": self._replica.hidden_exchange_seconds,
             "checkpoints": self.checkpoints,
+            "after_first": self.steady.to_dict(),
         }
 
     @property

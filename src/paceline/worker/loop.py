@@ -25,6 +25,7 @@ from paceline.worker.evaluate import evaluate
 from paceline.worker.journal import Journal
 from paceline.worker.optimiser import set_learning_rate
 from paceline.worker.schedule import learning_rate
+from paceline.worker.steady import SteadyPhases
 from paceline.worker.teamwork import Teamwork
 
 Batch = tuple[Tensor, Tensor]
@@ -63,6 +64,7 @@ class TrainingLoop:
         checkpoint: Callable[[], None] | None = None,
         tracer: Tracer | None = None,
         seconds_before: float = 0.0,
+        steady: SteadyPhases | None = None,
     ) -> None:
         """`test_batches(alone)` gives this worker's part of the test set, or all of it.
 
@@ -81,6 +83,7 @@ class TrainingLoop:
         self._checkpoint = checkpoint
         self._tracer = tracer
         self._seconds_before = seconds_before
+        self._steady = steady or SteadyPhases(replica.clock, replica)
         self._samples_before = progress.samples
         self._trained_before = progress.trained_seconds
         self._clock = replica.clock
@@ -110,11 +113,15 @@ class TrainingLoop:
             if self._tracer is not None:
                 self._tracer.before_iteration(progress.steps)
             begin = clock.begin_lap("input")
+            if not self.strategy.lockstep:
+                # The claim that finds nothing left is no part of an iteration.
+                self._steady.end()
             turn = self._next_turn()
             if turn is None:
                 break
             if turn.call == "meet":
                 self.checkpoint()
+                self._steady.leave_out()
                 begin = clock.begin_lap("input")
             self._part_number = turn.part
             loss, samples = self._iterate(turn.iteration)
@@ -126,6 +133,7 @@ class TrainingLoop:
             progress.samples += samples
             if progress.iteration < self._total:
                 self._between_iterations(end - begin, samples)
+                self._steady.first_done()
         self._finish()
 
     def clock_offset_seconds(self, moment: float) -> float:
@@ -153,6 +161,8 @@ class TrainingLoop:
     def _finish(self) -> None:
         self._journal.flush()
         self._team.settle()
+        if self.strategy.lockstep:
+            self._steady.end()
         with self._clock.during("exchange"):
             self.strategy.finish()
             if not self.strategy.lockstep:
@@ -296,7 +306,12 @@ class TrainingLoop:
             return
         trained_seconds = self._trained_seconds()
         together = None if alone else self.replica.communicator
-        with self._clock.during("evaluate"), self._autocast, self.strategy.consensus():
+        with (
+            self._steady.outside(),
+            self._clock.during("evaluate"),
+            self._autocast,
+            self.strategy.consensus(),
+        ):
             if together is not None:
                 agree_on_buffers(self.replica.model, together, self.config.buffers)
             loss, accuracy = evaluate(
@@ -344,5 +359,5 @@ class TrainingLoop:
         assert self._checkpoint is not None
         self._journal.flush()
         self.progress.trained_seconds = self._trained_seconds()
-        with self._clock.during("checkpoint"):
+        with self._steady.outside(), self._clock.during("checkpoint"):
             self._checkpoint()

@@ -24,6 +24,7 @@ from paceline.sync.replica import Replica
 from paceline.sync.state_exchange import agree_on_buffers
 from paceline.sync.strategy import Strategy
 from paceline.worker.report import account_of
+from paceline.worker.steady import SteadyPhases
 from paceline.worker.teamwork import Teamwork
 
 Samples = Dataset[Any] | Sequence[Tensor]
@@ -88,6 +89,7 @@ class JoinedTeam:
         )
         self._strategy.attach(replica)
         self._teamwork = Teamwork(self._config, self._strategy, replica)
+        self._steady = SteadyPhases(self._clock, replica)
         self._batches = Batches(SampleOrder(samples, batch_size, seed), replica, fetch)
         is_wrapped = replica.forward is not model
         return (
@@ -115,12 +117,14 @@ class JoinedTeam:
         seconds = self._clock.end_lap("other") - batches.dealt
         self._samples += batches.own_samples
         self._teamwork.wants_to_stop(seconds, batches.own_samples, stop=False)
+        self._steady.first_done()
 
     def finish(self) -> None:
         """Leave the final weights on every worker; `join` calls it at its end. Collective."""
         if self._replica is None:
             return
         self._teamwork.settle()
+        self._steady.end()
         with self._clock.during("exchange"):
             self._strategy.finish()
             agree_on_buffers(self._replica.model, self.communicator, self._config.buffers)
@@ -135,7 +139,15 @@ class JoinedTeam:
         self._clock.enter("other")
         phases = dict(self._clock.seconds)
         laps = self._clock.lap_seconds
-        return account_of(self._place, self._samples, phases, laps, self._replica, self._strategy)
+        return account_of(
+            self._place,
+            self._samples,
+            phases,
+            laps,
+            self._replica,
+            self._strategy,
+            self._steady,
+        )
 
 
 class Batches:

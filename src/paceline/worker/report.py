@@ -14,6 +14,7 @@ from paceline.errors import DivergedError, PacelineError, StoppedError, in_a_lin
 from paceline.records import RunFolder
 from paceline.sync.replica import Replica
 from paceline.sync.strategy import Strategy
+from paceline.worker.steady import SteadyPhases
 
 
 @dataclass(slots=True)
@@ -61,8 +62,10 @@ def account_of(
     iteration_seconds: Sequence[float],
     replica: Replica,
     strategy: Strategy,
+    steady: SteadyPhases,
 ) -> dict[str, Any]:
     """One worker's part of the result."""
+    after_first = steady.to_dict()
     return {
         "rank": place.rank,
         "node": place.node,
@@ -71,6 +74,8 @@ def account_of(
         "iteration_seconds": summarise_iterations(iteration_seconds),
         "phases": phases,
         "hidden_exchange_seconds": replica.hidden_exchange_seconds,
+        "after_first": after_first
+        and {"iterations": max(0, len(iteration_seconds) - 1), **after_first},
         "traffic": replica.communicator.traffic.to_dict(),
         **strategy.account(),
     }

@@ -207,6 +207,7 @@ class _Worker:
             self._checkpoint if config.checkpoint_every != "never" else None,
             tracer,
             self.ledger.seconds_before,
+            self.ledger.steady,
         )
 
     def request_stop(self, cause: str) -> None:
@@ -279,6 +280,7 @@ class _Worker:
                     self.ledger.iteration_seconds,
                     self.replica,
                     self.prepared.strategy,
+                    self.ledger.steady,
                 ),
                 "startup_seconds": self.clock.startup.seconds,
             },

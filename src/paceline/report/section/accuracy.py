@@ -32,10 +32,14 @@ class Learned:
     accuracies: list[float]
     """At the end."""
     losses: list[float]
-    best: float
-    """The best accuracy of any evaluation of any run."""
-    settled_epoch: float | None
-    """Of the first run, from which on its test loss moved no more; None: it still did."""
+    bests: list[float]
+    """The best accuracy of any evaluation."""
+    settled_epochs: list[float]
+    """From which on the test loss moved no more, of the runs in which it settled."""
+
+    @property
+    def best(self) -> float:
+        return max(self.bests)
 
     @property
     def accuracy(self) -> float:
@@ -48,14 +52,13 @@ def learned(cells: Sequence[Cell]) -> list[Learned]:
     for cell in cells:
         accuracies = cell.finals("test_accuracy")
         if accuracies:
-            seen = [value for run in cell.finished for _, value in _curve(run, "test_accuracy")]
             found.append(
                 Learned(
                     cell,
                     accuracies,
                     cell.finals("test_loss"),
-                    max([*seen, *accuracies]),
-                    settled_epoch(cell.finished[0]),
+                    known(map(_best, cell.finished)),
+                    known(map(settled_epoch, cell.finished)),
                 )
             )
     return sorted(found, key=lambda one: -one.accuracy)
@@ -63,6 +66,12 @@ def learned(cells: Sequence[Cell]) -> list[Learned]:
 
 def _curve(run: Run, key: str) -> list[tuple[float, float]]:
     return [(one["epoch"], one[key]) for one in run.history if is_number(one.get(key))]
+
+
+def _best(run: Run) -> float | None:
+    final = run.final("test_accuracy")
+    seen = [value for _, value in _curve(run, "test_accuracy")]
+    return max([*seen, *known([final])], default=None)
 
 
 def settled_epoch(run: Run) -> float | None:
@@ -80,8 +89,8 @@ def settled_epoch(run: Run) -> float | None:
 
 
 def common_accuracy(found: Sequence[Learned]) -> float:
-    """What all of them reached at some time, rounded down."""
-    return math.floor(100 * min(one.best for one in found)) / 100
+    """What every finished run reached at some time, rounded down."""
+    return math.floor(100 * min(best for one in found for best in one.bests)) / 100
 
 
 def epochs_to(cell: Cell, accuracy: float) -> list[float]:
@@ -105,12 +114,8 @@ def build(outline: Outline) -> list[Block]:
         ),
         "test loss": lambda one: units.spread(one.losses, units.number),
         "best accuracy": lambda one: units.number(one.best),
-        f"epochs to {common:.2f}": lambda one: units.spread(
-            epochs_to(one.cell, common), lambda value: f"{value:.3g}"
-        ),
-        "settled after epoch": lambda one: (
-            "-" if one.settled_epoch is None else f"{one.settled_epoch:.3g}"
-        ),
+        f"epochs to {common:.2f}": lambda one: _of_repeats(epochs_to(one.cell, common), one),
+        "settled after epoch": lambda one: _of_repeats(one.settled_epochs, one),
     }
     note = (
         "Settled: the epoch from which on, and for a fifth of the run at least, the test loss"
@@ -118,8 +123,8 @@ def build(outline: Outline) -> list[Block]:
     )
     if have_same_data(found):
         note = (
-            f"Epochs to {common:.2f}: to the first evaluation with the accuracy that all cells"
-            f" reached. {note}"
+            f"Epochs to {common:.2f}: to the first evaluation with the accuracy that all finished"
+            f" runs reached. {note}"
         )
     else:
         del columns["below the best"], columns[f"epochs to {common:.2f}"]
@@ -130,6 +135,16 @@ def build(outline: Outline) -> list[Block]:
         Table(("cell", *columns), rows),
         Text(note, "note"),
     ]
+
+
+def _of_repeats(epochs: Sequence[float], one: Learned) -> str:
+    """With how many repeats have such an epoch, where not all of them have."""
+    text = units.spread(epochs, lambda value: f"{value:.3g}")
+    runs = len(one.cell.finished)
+    if len(epochs) in (0, runs):
+        return text
+    count = f"{len(epochs)} of {runs} repeats"
+    return f"{text[:-1]}, {count})" if text.endswith(")") else f"{text} ({count})"
 
 
 def have_same_data(found: Sequence[Learned]) -> bool:
@@ -143,11 +158,15 @@ def answer(found: Sequence[Learned]) -> str:
         return "Not compared: accuracies are of different data."
     if len(found) == 1:
         text = f"{best.cell.label}: test accuracy {best.accuracy:.4f}"
-        if len(_curve(best.cell.finished[0], "test_loss")) < FEWEST_EVALUATIONS:
+        runs = best.cell.finished
+        if any(len(_curve(run, "test_loss")) < FEWEST_EVALUATIONS for run in runs):
             return f"{text}."
-        if best.settled_epoch is None:
+        if not best.settled_epochs:
             return f"{text}; the test loss was still moving at the end."
-        return f"{text}; the test loss settled after epoch {best.settled_epoch:.3g}."
+        settled = (
+            f"{text}; the test loss settled after epoch {_of_repeats(best.settled_epochs, best)}"
+        )
+        return f"{settled}."
     second, last = found[1], found[-1]
     gap = best.accuracy - second.accuracy
     unsure = doubt(best.cell, second.cell, comparisons=math.comb(len(found), 2))

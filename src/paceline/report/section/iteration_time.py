@@ -82,11 +82,11 @@ def build(outline: Outline) -> list[Block]:
         blocks.append(_table([time for _, time in times]))
         blocks.append(
             Text(
-                "Mean, median and 95th percentile are each worker's, averaged over the workers; the"
-                " first iteration, which pays for warming up, is left out and is the slowest"
-                " worker's. Where workers are out of step, the mean is the time in which they all"
-                " get through the samples of an iteration. In brackets and as whiskers: from the"
-                " least to the greatest repeat.",
+                "Mean, median and 95th percentile are computed for each worker without its first"
+                " iteration, and averaged over the workers. First: the first iteration of the"
+                " slowest worker. For asynchronous runs, the mean is the time in which all workers"
+                " together process as many samples as one iteration has. In brackets and as"
+                " whiskers: min and max of the repeats.",
                 "note",
             )
         )

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from paceline.report import units
 from paceline.report.cells import NOT_RUN, Cell
-from paceline.report.document import Block, Items, Table
+from paceline.report.document import Block, Fold, Items, Table, Text
+from paceline.report.run import Run
 from paceline.report.section.outline import Outline, known
+from paceline.report.section.phases import first_note
 from paceline.report.summary import describe_restart
 from paceline.report.worlds import described
 
 TITLE = "All cells"
+MOST_REPEATS = 500
+"""Rows in the table of repeats."""
 SINCE = (
     "Times, phases and samples of iterations and workers are of the iterations since the last"
     " change; what an iteration sent or hid is left out; curves and wall time are of the whole run."
@@ -19,7 +25,11 @@ SINCE = (
 def build(outline: Outline) -> list[Block]:
     columns = ("cell", "status", "runs", "iterations", "wall time", "time per iteration",
                "test accuracy", "test loss", "training loss")  # fmt: skip
-    blocks: list[Block] = [Table(columns, [_row(cell) for cell in outline.cells], words=2)]
+    blocks: list[Block] = [
+        Table(columns, [_row(cell) for cell in outline.cells], words=2),
+        *first_note(outline.cells),
+        *_repeats(outline.cells),
+    ]
     troubled = [
         (f"{run.id}: {run.status}.", run.cause)
         for cell in outline.cells
@@ -59,6 +69,39 @@ def build(outline: Outline) -> list[Block]:
         items = list(warnings.items())[:20]
         blocks.append(Items([(f"Warning of {name}.", text) for name, text in items]))
     return blocks
+
+
+def _repeats(cells: Sequence[Cell]) -> list[Block]:
+    """Each run in a line, where cells have several."""
+    several = [cell for cell in cells if len(cell.runs) > 1]
+    if not several:
+        return []
+    columns = ("cell", "repeat", "status", "seed", "iterations", "wall time", "time per iteration",
+               "time to target", "test accuracy", "test loss", "training loss", "run")  # fmt: skip
+    rows = [
+        _repeat_row(cell.label, number, run)
+        for cell in several
+        for number, run in enumerate(cell.runs, 1)
+    ]
+    blocks: list[Block] = [Table(columns, rows[:MOST_REPEATS], words=3)]
+    if len(rows) > MOST_REPEATS:
+        blocks.append(Text(f"The first {MOST_REPEATS} of {len(rows):,} runs.", "note"))
+    return [Fold("Each repeat", blocks)]
+
+
+def _repeat_row(label: str, number: int, run: Run) -> tuple[str, ...]:
+    return (
+        label,
+        str(number),
+        run.status,
+        str(run.config.seed),
+        units.count(run.iterations),
+        units.seconds(run.result["wall_seconds"] if run.result else None),
+        units.seconds(run.iteration_seconds),
+        units.seconds(run.seconds_to_target),
+        *(units.number(run.final(key)) for key in ("test_accuracy", "test_loss", "train_loss")),
+        run.id,
+    )
 
 
 def _row(cell: Cell) -> tuple[str, ...]:

@@ -17,6 +17,9 @@ from paceline.report.phases import (
     Split,
     by_rank,
     explain,
+    has_first,
+    hidden_of_cell,
+    mean_split,
     of_cell,
     whole_of_cell,
 )
@@ -27,6 +30,7 @@ TITLE = "Where the time goes"
 MOST_WORKERS = 16
 """Bars in the figure of workers."""
 MOST_EXPLAINED = 8
+NOT_MEASURED = "not measured"
 NOTHING = 0.0005
 """A share that is shown as 0.0 %."""
 
@@ -51,21 +55,18 @@ def build(outline: Outline) -> list[Block]:
 
 
 def _shares(splits: Sequence[tuple[Cell, Split]]) -> list[Block]:
-    """Computing and communicating in one figure each, and what of the latter did not hold up."""
+    """Computing, exposed communication and waiting in one figure each, and what overlapped."""
     if all(cell.workers == 1 for cell, _ in splits):
         return []
     rows = []
     for cell, split in splits:
-        hidden = hidden_seconds(cell)
-        communicating = hidden + split.seconds["exchange"]
         rows.append(
             (
                 cell.label,
                 units.share(split.of(COMPUTING) / split.total if split.total else None),
                 units.share(split.share("exchange")),
                 units.share(split.share("wait")),
-                units.seconds(hidden) if hidden else "-",
-                units.share(hidden / communicating) if hidden else "-",
+                *overlapped(cell, split),
             )
         )
     columns = ("cell, of an iteration", "computing", "communicating", "waiting",
@@ -73,11 +74,39 @@ def _shares(splits: Sequence[tuple[Cell, Split]]) -> list[Block]:
     return [
         Table(columns, rows),
         Text(
-            "Communicating is what training waited for. What is hidden behind the backward pass"
-            " goes on beside the phases and is not in them.",
+            "Communicating is exposed communication, which training waits for. Communication that"
+            " is hidden behind computing overlaps with the backward pass and is in none of the"
+            f" phases. {NOT_MEASURED.capitalize()}: the records do not say how long it took.",
             "note",
         ),
     ]
+
+
+def overlapped(cell: Cell, split: Split) -> tuple[str, str]:
+    """Overlapped communication of an iteration, and its share of all communication."""
+    if cell.workers == 1:
+        return "none", "none"
+    hidden = hidden_of_cell(cell)
+    if hidden is None:
+        return NOT_MEASURED, NOT_MEASURED
+    communicating = hidden + split.seconds["exchange"]
+    return units.seconds(hidden), units.share(hidden / communicating if communicating else 0.0)
+
+
+def first_note(cells: Sequence[Cell]) -> list[Text]:
+    """What step times and phases exclude, and for which cells the records do not allow that."""
+    timed = [cell for cell in cells if cell.timed]
+    if not timed:
+        return []
+    included = [cell.label for cell in timed if has_first(cell)]
+    text = "Step times and phases exclude the first iteration, which warms up."
+    if included:
+        whose = "all cells" if len(included) == len(timed) else "; ".join(included)
+        text += (
+            f" Exception: the phases of {whose} include it, since the records hold them only as"
+            " sums over the run."
+        )
+    return [Text(text, "note")]
 
 
 def spent(split: Split | None) -> tuple[str, str, str]:
@@ -89,20 +118,6 @@ def spent(split: Split | None) -> tuple[str, str, str]:
         units.seconds(split.seconds["exchange"]),
         units.seconds(split.seconds["wait"]),
     )
-
-
-def hidden_seconds(cell: Cell) -> float:
-    """Communication behind computing, per iteration, on average over runs and workers.
-
-    A worker that is alone has hidden none, whatever its strategy went through.
-    """
-    values = [
-        worker.get("hidden_exchange_seconds", 0.0) / run.iterations
-        for run in cell.finished
-        for worker in run.workers
-        if run.iterations and len(run.workers) > 1 and not run.is_resized
-    ]
-    return sum(values) / len(values) if values else 0.0
 
 
 def _figure(
@@ -150,12 +165,16 @@ def bar(label: str, split: Split, phases: Sequence[str], *, is_share: bool = Tru
 
 
 def _workers(outline: Outline) -> list[Block]:
-    """Each worker of the first finished run of a cell."""
+    """Each worker of a cell, on average over the finished runs."""
     bars = []
     for cell in outline.drawn:
         if not cell.finished:
             continue
-        splits = by_rank(cell.finished[0])
+        each: dict[int, list[Split]] = {}
+        for run in cell.finished:
+            for rank, split in by_rank(run).items():
+                each.setdefault(rank, []).append(split)
+        splits = {rank: mean_split(own) for rank, own in each.items()}
         if len(splits) > 1:
             bars += [
                 bar(f"{cell.label}: rank {rank}", split, IN_ITERATION, is_share=False)
@@ -211,10 +230,7 @@ def _explanations(outline: Outline) -> list[Block]:
     if not found:
         return []
     return [
-        Text(
-            f"Time for {found[0].work} beyond that of {ranking[0].label}, phase by phase (the first"
-            " iteration is in these means, as it is in the phases):"
-        ),
+        Text(f"Time for {found[0].work} beyond that of {ranking[0].label}, phase by phase:"),
         Table(("cell", "longer by", *IN_ITERATION, "explained"), [_row(one) for one in found]),
     ]
 

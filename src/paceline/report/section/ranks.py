@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from paceline.report import units
 from paceline.report.cells import Cell
 from paceline.report.document import Block, Items, Table, Text
-from paceline.report.phases import COMPUTING, Split, by_rank
+from paceline.report.phases import COMPUTING, Split, by_rank, mean_split
 from paceline.report.run import Run
-from paceline.report.section.outline import Outline
+from paceline.report.section.outline import Outline, known
 from paceline.report.section.phases import spent
 
 TITLE = "Time and work of each worker"
@@ -45,12 +46,35 @@ class Worker:
     mean_seconds: float
     """Of an iteration, the first one left out."""
     split: Split
-    """Of an iteration, the first one included."""
+    """Of an iteration, the first one left out."""
     training_seconds: float
     """All iterations."""
     samples: int
     moved_bytes: float | None
     """Sent and received in an iteration; None where the number of workers has changed."""
+
+
+def workers_of(cell: Cell) -> list[Worker]:
+    """By rank, on average over the finished runs."""
+    by_rank: dict[int, list[Worker]] = {}
+    for run in cell.timed:
+        for worker in workers(run):
+            by_rank.setdefault(worker.rank, []).append(worker)
+    return [_mean_worker(own) for _, own in sorted(by_rank.items())]
+
+
+def _mean_worker(own: Sequence[Worker]) -> Worker:
+    """Of one rank in several runs."""
+    moved = known(worker.moved_bytes for worker in own)
+    return Worker(
+        own[0].rank,
+        own[0].node,
+        fmean(worker.mean_seconds for worker in own),
+        mean_split([worker.split for worker in own]),
+        fmean(worker.training_seconds for worker in own),
+        round(fmean(worker.samples for worker in own)),
+        fmean(moved) if len(moved) == len(own) else None,
+    )
 
 
 def rank_times(cell: Cell) -> RankTimes:
@@ -93,6 +117,11 @@ def balance(found: Sequence[Worker]) -> float:
     return math.fsum(times) / len(times) / max(times) if max(times) else 1.0
 
 
+def balances(cell: Cell) -> list[float]:
+    """Of each finished run: the slowest worker may be another one each time."""
+    return [balance(own) for run in cell.timed if len(own := workers(run)) > 1]
+
+
 def first_against_others(found: Sequence[Worker]) -> tuple[dict[str, float], float, float]:
     """By phase how much longer rank 0 takes than the mean of the others; bytes of each."""
     first, others = found[0], found[1:]
@@ -105,7 +134,7 @@ def first_against_others(found: Sequence[Worker]) -> tuple[dict[str, float], flo
 
 
 def build(outline: Outline) -> list[Block]:
-    found = [(cell, workers(cell.timed[0])) for cell in outline.cells if cell.timed]
+    found = [(cell, workers_of(cell)) for cell in outline.cells if cell.timed]
     several = [(cell, own) for cell, own in found if len(own) > 1]
     if not several:
         return []
@@ -114,7 +143,7 @@ def build(outline: Outline) -> list[Block]:
             cell.label,
             units.spread((times := rank_times(cell)).rank_0, units.seconds),
             units.spread(times.others, units.seconds),
-            units.share(balance(own)) if len(own) > 1 else "-",
+            units.spread(balances(cell), units.share) if len(own) > 1 else "-",
         )
         for cell, own in found
         if own
@@ -130,9 +159,9 @@ def build(outline: Outline) -> list[Block]:
         blocks.append(Text(f"The first {MOST_ROWS} of {len(each):,} workers.", "note"))
     blocks.append(
         Text(
-            "Time per iteration leaves the first one out; computing, communicating and waiting are"
-            " of an iteration and have it in them. Balance: mean time spent computing over that of"
-            " the worker that computes longest. Workers are those of the first finished run.",
+            "Computing, communicating and waiting are parts of the time per iteration. Balance:"
+            " mean time spent computing over that of the worker that computes longest. Figures are"
+            " means over the finished repeats.",
             "note",
         )
     )

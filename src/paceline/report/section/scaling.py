@@ -21,6 +21,7 @@ from paceline.report.epochs import (
 from paceline.report.exactness import is_exact
 from paceline.report.phases import COMPUTING, Split, of_cell
 from paceline.report.section.outline import Outline, known
+from paceline.report.section.phases import NOT_MEASURED
 from paceline.report.shape import is_number
 
 TITLE = "Scaling"
@@ -375,6 +376,14 @@ def _figures(outline: Outline, kind: str, found: Sequence[Family]) -> list[Block
     ]
 
 
+def _overlapped(point: ScalePoint) -> str:
+    if point.workers == 1:
+        return "none"
+    if len(point.hidden_seconds_in_epoch) < len(point.epoch_seconds):
+        return NOT_MEASURED
+    return units.spread(point.hidden_seconds_in_epoch, units.seconds)
+
+
 def _table(found: Sequence[Family]) -> Table:
     rows = [
         (
@@ -385,12 +394,10 @@ def _table(found: Sequence[Family]) -> Table:
             units.spread(point.speedups, lambda value: f"{value:.2f}"),
             units.share(family.efficiency(point)),
             units.spread(point.epoch_seconds, units.seconds),
-            *(
-                units.spread(values, units.seconds)
-                if sum(values) > NOTHING * sum(point.epoch_seconds)
-                else "-"
-                for values in (point.exchange_seconds_in_epoch, point.hidden_seconds_in_epoch)
-            ),
+            units.spread(point.exchange_seconds_in_epoch, units.seconds)
+            if sum(point.exchange_seconds_in_epoch) > NOTHING * sum(point.epoch_seconds)
+            else "-",
+            _overlapped(point),
         )
         for family in found
         for point in family.points

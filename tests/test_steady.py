@@ -1,0 +1,117 @@
+"""Phases of the iterations after the first, without what happens around them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from paceline.measure import clock as clock_module
+from paceline.measure.clock import PhaseClock
+from paceline.sync.replica import Replica
+from paceline.worker.steady import SteadyPhases
+
+
+class Bench:
+    """A clock that the test moves by whole seconds, and the phases counted by it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.replica = SimpleNamespace(hidden_exchange_seconds=0.0)
+
+    def start(self) -> None:
+        """As in a new process."""
+        self.clock = PhaseClock()
+        self.steady = SteadyPhases(self.clock, cast("Replica", self.replica))
+
+    def spend(self, phase: str, seconds: float) -> None:
+        self.clock.enter(phase)
+        self.now += seconds
+        self.clock.enter("other")
+
+    def iteration(self, forward: float, exchange: float) -> None:
+        self.spend("forward", forward)
+        self.spend("exchange", exchange)
+        self.replica.hidden_exchange_seconds += 1.0
+
+    def spent(self) -> dict[str, float]:
+        figures = self.steady.to_dict()
+        assert figures is not None
+        return {phase: seconds for phase, seconds in figures["phases"].items() if seconds}
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    bench = Bench()
+    monkeypatch.setattr(clock_module, "perf_counter", lambda: bench.now)
+    bench.start()
+    return bench
+
+
+def test_only_what_is_in_later_iterations_counts(bench: Bench) -> None:
+    bench.spend("exchange", 64)
+    bench.iteration(forward=32, exchange=16)
+    bench.clock.move("exchange", "wait", 8)
+    bench.steady.first_done()
+    for _ in range(3):
+        bench.iteration(forward=2, exchange=1)
+        bench.steady.first_done()
+        with bench.steady.outside():
+            bench.spend("exchange", 128)
+    bench.clock.move("exchange", "wait", 2)
+    bench.steady.end()
+    bench.spend("exchange", 256)
+    assert bench.spent() == {"forward": 6, "exchange": 1, "wait": 2}
+    assert bench.steady.to_dict() == {
+        "phases": {"input": 0, "forward": 6, "backward": 0, "exchange": 1, "wait": 2, "update": 0},
+        "hidden_exchange_seconds": 3.0,
+    }
+
+
+def test_what_came_since_the_end_can_be_left_out(bench: Bench) -> None:
+    bench.iteration(forward=32, exchange=16)
+    bench.steady.first_done()
+    bench.steady.end()
+    bench.spend("wait", 64)
+    bench.steady.leave_out()
+    bench.iteration(forward=2, exchange=1)
+    assert bench.spent() == {"forward": 2, "exchange": 1}
+
+
+def test_the_first_iteration_after_a_resume_counts(bench: Bench) -> None:
+    bench.iteration(forward=32, exchange=16)
+    bench.steady.first_done()
+    bench.iteration(forward=2, exchange=1)
+    saved = bench.steady.to_dict()
+    bench.start()
+    bench.spend("exchange", 64)
+    bench.steady.resume(saved)
+    bench.iteration(forward=4, exchange=2)
+    bench.steady.first_done()
+    bench.steady.end()
+    assert bench.spent() == {"forward": 6, "exchange": 3}
+    assert (bench.steady.to_dict() or {})["hidden_exchange_seconds"] == 2.0
+
+
+def test_a_checkpoint_without_the_figures_leaves_them_unknown(bench: Bench) -> None:
+    bench.steady.resume(None)
+    bench.iteration(forward=4, exchange=2)
+    assert bench.steady.to_dict() is None
+
+
+def test_overlapped_communication_that_is_not_measured_stays_unknown(bench: Bench) -> None:
+    unmeasured: dict[str, Any] = {"hidden_exchange_seconds": None}
+    bench.replica.__dict__.update(unmeasured)
+    bench.steady.first_done()
+    bench.spend("forward", 2)
+    assert (bench.steady.to_dict() or {"hidden_exchange_seconds": 0})[
+        "hidden_exchange_seconds"
+    ] is None
+    assert bench.spent() == {"forward": 2}
+
+
+def test_a_single_iteration_leaves_nothing(bench: Bench) -> None:
+    bench.iteration(forward=32, exchange=16)
+    bench.steady.end()
+    assert bench.spent() == {}
