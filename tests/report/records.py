@@ -191,6 +191,26 @@ def _result(folder: RunFolder, run: FakeRun, config: dict[str, Any]) -> dict[str
     }  # fmt: skip
 
 
+def write_asynchronous(root: Path, name: str, *, is_old: bool = False) -> Path:
+    """An asynchronous run of 100 iterations with 64 samples each.
+
+    Both workers process 3,200 samples a second, one in 100 iterations and the other in 50: together
+    they take 10 ms for the samples of an iteration, while the mean over the workers is 15 ms.
+    """
+    path = write_run(root, FakeRun(name, {}, [{"forward": 0.01}] * 2, is_old=is_old))
+    result = json.loads((path / "result.json").read_text())
+    for worker, count in zip(result["workers"], (100, 50), strict=True):
+        worker["staleness"] = {}
+        worker["iteration_seconds"] = dict.fromkeys(("first", "mean", "median", "p95"), 1 / count)
+        if not is_old:
+            worker["after_first"]["iterations"] = count - 1
+        events = {"event": "iterations", "first": 0, "seconds": [1 / count] * count,
+                  "loss": [1.0] * count}  # fmt: skip
+        (path / f"events-{worker['rank']}.jsonl").write_text(json.dumps(events) + "\n")
+    (path / "result.json").write_text(json.dumps(result))
+    return path
+
+
 def write_repeats(root: Path, run: FakeRun, factors: Sequence[float]) -> None:
     """Repeats of a run that take so many times as long, each with a seed of its own."""
     for number, factor in enumerate(factors):

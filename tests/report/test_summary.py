@@ -9,7 +9,7 @@ import pytest
 
 from paceline.records import Result, RunFolder
 from paceline.report.summary import print_summary
-from report.records import FakeRun, write_run
+from report.records import FakeRun, write_asynchronous, write_run
 
 
 def account(tmp_path: Path, capsys: pytest.CaptureFixture[str], **changes: Any) -> str:
@@ -76,6 +76,29 @@ def test_iteration_times_are_the_mean_over_all_workers(
         "iterations 4; one took 4.00 ms (median), 6.00 ms (mean), 8.00 ms (p95), the first -,"
         " averaged over 2 workers" in told
     )
+
+
+def test_the_step_time_of_an_asynchronous_run_is_the_reports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(write_asynchronous(tmp_path, "run"))
+    result = folder.read_result()
+    assert result is not None
+    print_summary(folder, result)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "one per 10.00 ms (mean, all workers together); a worker's own took 15.00 ms" in told
+
+
+def test_overlapped_communication_that_was_not_measured_is_said_to_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = FakeRun("run", {}, [{"forward": 0.1}] * 2, iterations=4, hidden=None)
+    folder = RunFolder(write_run(tmp_path, run))
+    result = folder.read_result()
+    assert result is not None
+    print_summary(folder, result)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "what was hidden behind computing was not measured" in told
 
 
 @pytest.mark.parametrize("count", [1, 3])

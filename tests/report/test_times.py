@@ -26,7 +26,7 @@ from paceline.report.phases import explain, of_cell
 from paceline.report.run import open_run
 from paceline.report.section.phases import first_note
 from report.marks import result_of
-from report.records import FakeRun, write_run
+from report.records import FakeRun, write_asynchronous, write_run
 from report.study_page import flat
 
 
@@ -73,19 +73,12 @@ def rewrite_events(path: Path, **block: Any) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_out_of_step_an_iteration_is_as_long_as_its_samples_take_all(tmp_path: Path) -> None:
-    """Both workers used 3,200 samples in a second: the one in 100 parts, the other in 50."""
-    path = write_run(tmp_path, FakeRun("a", {}, [{"forward": 0.01}] * 2))
-    result = result_of(path)
-    for worker in result["workers"]:
-        worker["staleness"] = {}
-    (path / "result.json").write_text(json.dumps(result))
-    for rank, count in enumerate((100, 50)):
-        rewrite_events(
-            path / f"events-{rank}.jsonl", seconds=[1 / count] * count, loss=[1.0] * count
-        )
+@pytest.mark.parametrize("is_old", [False, True])
+def test_out_of_step_an_iteration_is_as_long_as_its_samples_take_all(
+    is_old: bool, tmp_path: Path
+) -> None:
     # 6,400 samples a second, and 64 of them in an iteration of the run; 50 of these in an epoch.
-    (cell,) = collect(path).cells
+    (cell,) = collect(write_asynchronous(tmp_path, "a", is_old=is_old)).cells
     assert cell.iteration_means == pytest.approx([0.01])
     assert epoch_seconds(cell.runs[0]) == pytest.approx(0.5)
 

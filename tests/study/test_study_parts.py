@@ -20,12 +20,14 @@ from rich.console import Console
 from paceline.cli.flags import add_config_flags, given_flags
 from paceline.config import from_mapping
 from paceline.errors import RecordsError, UsageError
+from paceline.report.run import open_run
 from paceline.study import estimate, lock, named
 from paceline.study.command import CellProcess, last_words, train_words
 from paceline.study.folder import Cell, Part, Study, StudyFolder, Trouble
 from paceline.study.plan import load
 from paceline.study.progress import BarDisplay, LineDisplay, choose
 from paceline.study.summary import rows
+from report.records import FakeRun, write_asynchronous, write_run
 from study.study_files import planned, pretend_run
 
 LIMIT_SECONDS = 60.0
@@ -225,19 +227,33 @@ def test_on_a_terminal_a_bar_shows_the_time_left(capsys: pytest.CaptureFixture[s
     assert "a.r1 finished after 1.0 s" in shown
 
 
+def step_seconds(path: Path) -> float | None:
+    return open_run(path).iteration_seconds
+
+
 def test_a_summary_puts_repeats_together(tmp_path: Path) -> None:
     plan = planned(tmp_path, "grid: {batch_size: [8]}", repeats=2)
     folder = StudyFolder(tmp_path / "study")
-    pretend_run(folder, "batch_size-8.r1", plan.configs["batch_size-8.r1"])
-    (row,) = rows(folder, plan.study)
+    write_run(folder.cells, FakeRun("batch_size-8.r1", accuracy=0.5))
+    (row,) = rows(folder, plan.study, step_seconds)
     assert (row.label, row.status) == ("batch size 8", "1 finished, 1 waiting")
-    assert (row.accuracies, row.iteration_seconds) == ((0.5,), (0.25,))
+    assert row.accuracies == (0.5,)
+    assert row.iteration_seconds == pytest.approx((0.02,))
+
+
+def test_a_summary_has_the_step_time_of_an_asynchronous_run_that_the_report_has(
+    tmp_path: Path,
+) -> None:
+    plan = planned(tmp_path, "grid: {batch_size: [8]}")
+    folder = StudyFolder(tmp_path / "study")
+    write_asynchronous(folder.cells, "batch_size-8.r1")
+    (row,) = rows(folder, plan.study, step_seconds)
+    assert row.iteration_seconds == pytest.approx((0.010,))
 
 
 def test_a_summary_calls_a_strange_result_damaged(tmp_path: Path) -> None:
     plan = planned(tmp_path, "grid: {batch_size: [8]}")
     folder = StudyFolder(tmp_path / "study")
-    run = pretend_run(folder, "batch_size-8.r1", plan.configs["batch_size-8.r1"])
-    run.result_file.write_text(run.result_file.read_text().replace('"mean"', '"other"'))
-    (row,) = rows(folder, plan.study)
+    pretend_run(folder, "batch_size-8.r1", plan.configs["batch_size-8.r1"])
+    (row,) = rows(folder, plan.study, step_seconds)
     assert (row.status, row.accuracies) == ("damaged", ())

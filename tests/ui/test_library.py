@@ -12,10 +12,11 @@ import pytest
 from paceline.config import from_mapping
 from paceline.errors import RecordsError
 from paceline.records import EventWriter, RunFolder
+from paceline.report.collection import collect
 from paceline.study.folder import Cell, Part, Study, StudyFolder
 from paceline.ui.library import SILENT_SECONDS, Library
 from paceline.ui.live import MOST_POINTS, Follower, thinned
-from report.records import FakeRun, write_run
+from report.records import FakeRun, write_asynchronous, write_run
 from time_limits import time_limit
 
 
@@ -43,6 +44,28 @@ def test_runs_are_listed_with_their_outcome_and_the_newest_first(tmp_path: Path)
     assert entries["running"].iteration_seconds == pytest.approx(0.02)
     assert entries["deeper/silent"].iterations is None
     assert list(entries)[-1] == "deeper/silent"
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_the_list_and_the_report_agree_on_the_step_time_of_an_asynchronous_run(
+    is_old: bool, tmp_path: Path
+) -> None:
+    path = write_asynchronous(tmp_path, "async", is_old=is_old)
+    (entry,) = Library(tmp_path).entries()
+    assert entry.iteration_seconds == pytest.approx(0.010)
+    (cell,) = collect(path).cells
+    assert cell.iteration_means == [entry.iteration_seconds]
+
+
+def test_the_step_time_of_an_interrupted_run_is_over_all_its_iterations(tmp_path: Path) -> None:
+    """100 iterations of 20 ms in two blocks of events; those of the second take 10 ms longer."""
+    run = FakeRun("one", iterations=100, noise=[0.0] * 50 + [0.010] * 50, status="unfinished")
+    for file in write_run(tmp_path, run).iterdir():
+        os.utime(file, (0, file.stat().st_mtime - 2 * SILENT_SECONDS))
+    (entry,) = Library(tmp_path).entries()
+    assert (entry.status, entry.iterations) == ("interrupted", 100)
+    # Without the first iteration, 49 take 20 ms and 50 take 30 ms.
+    assert entry.iteration_seconds == pytest.approx((49 * 0.020 + 50 * 0.030) / 99)
 
 
 def test_a_folder_that_is_a_run_itself_is_listed_and_found(tmp_path: Path) -> None:

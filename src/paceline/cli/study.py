@@ -189,12 +189,13 @@ def _print_dry_run(console: Console, plan: Plan, folder: StudyFolder, only: str 
 
 def _print_cells(console: Console, folder: StudyFolder, study: Study) -> None:
     from paceline.report import units
+    from paceline.report.run import open_run
     from paceline.study.summary import rows
 
     figures = ("accuracy (mean)", "per iteration (mean)")
     table = _table("cell", "status", *figures, right=figures)
     part = ""
-    for row in rows(folder, study):
+    for row in rows(folder, study, lambda path: open_run(path).iteration_seconds):
         if row.part != part and len(study.parts) > 1:
             table.add_row(f"{row.part}:")
         part = row.part

@@ -106,6 +106,8 @@ class Run:
         """Whether each iteration of the run was one of every worker."""
         if any("staleness" in worker for worker in self.workers):
             return False
+        if self._recorded_timing is not None:
+            return all(rank.count <= self.iterations for rank in self._recorded_timing.ranks)
         ranks = self.timing.ranks if self.timing else []
         return self.result is None or all(rank.end <= self.iterations for rank in ranks)
 
@@ -113,10 +115,13 @@ class Run:
     def iteration_seconds(self) -> float | None:
         """Mean time of an iteration, the first one left out; None where none was timed.
 
-        Out of step, some workers do more iterations than others: there it is the time in which all
-        of them together get through as many samples as an iteration of the run has.
+        In an asynchronous run, some workers do more iterations than others: there it is the time in
+        which all of them together process as many samples as an iteration of the run has.
+
+        This is the only definition of a run's step time. It reads events only where the result
+        does not hold all that it takes.
         """
-        timing = self.timing
+        timing = self._recorded_timing or self.timing
         if timing is None or self.is_in_step:
             return None if timing is None else timing.mean
         # Both counts of a worker, samples and iterations, are since the number of workers changed.
@@ -130,6 +135,13 @@ class Run:
         if not total or not per_second or not self.iterations:
             return timing.mean
         return float(total) / self.iterations / per_second
+
+    @cached_property
+    def _recorded_timing(self) -> Timing | None:
+        """By the result alone; None where it does not say how many iterations each worker did."""
+        if self.result is None or not all(worker.get("after_first") for worker in self.workers):
+            return None
+        return timing_of_result(self.result)
 
     @cached_property
     def timing(self) -> Timing | None:

@@ -7,8 +7,10 @@ from typing import Any
 
 from rich.table import Table
 
+from paceline.config import from_mapping
 from paceline.records import Result, RunFolder
 from paceline.report import units
+from paceline.report.run import Run
 from paceline.terminal import open_console
 
 BAR_WIDTH = 24
@@ -25,7 +27,10 @@ def print_summary(folder: RunFolder, result: Result) -> None:
     facts = Table(box=None, pad_edge=False, show_header=False)
     facts.add_column(no_wrap=True)
     facts.add_column(overflow="fold")
-    rows = summary_rows(result) if result["workers"] else [("status", result["status"])]
+    rows = [("status", result["status"])]
+    if result["workers"]:
+        run = Run(folder, from_mapping(result["config"]), result)
+        rows = summary_rows(result, None if run.is_in_step else run.iteration_seconds)
     for name, text in [*rows, *_mishaps(result)]:
         facts.add_row(name, text)
     facts.add_row("records", str(folder.path))
@@ -54,7 +59,8 @@ def phase_table(result: Result) -> Table:
     return table
 
 
-def summary_rows(result: Result) -> list[tuple[str, str]]:
+def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, str]]:
+    """`step_seconds`: of an asynchronous run, as a report defines it."""
     if not result["workers"]:
         return [("status", f"{result['status']} before any worker could say how far it had come")]
     final, checkpoints = result["final"], result["checkpoints"]
@@ -74,7 +80,9 @@ def summary_rows(result: Result) -> list[tuple[str, str]]:
         target = result["config"]["target_accuracy"]
         spent = units.seconds(result["seconds_to_target"])
         rows.append(("target", f"accuracy {target} after {spent}, evaluation not counted"))
-    rows.append(("iterations", f"{result['iterations']:,}; {_iteration_times(result)}"))
+    rows.append(
+        ("iterations", f"{result['iterations']:,}; {_iteration_times(result, step_seconds)}")
+    )
     if startup := result["workers"][0].get("startup_seconds"):
         rows.append(("start-up", startup_text(startup)))
     if len(result["workers"]) > 1:
@@ -101,7 +109,7 @@ def startup_text(startup: Mapping[str, float]) -> str:
     return f"rank 0 before its first iteration: {', '.join(parts)}"
 
 
-def _iteration_times(result: Result) -> str:
+def _iteration_times(result: Result, step_seconds: float | None) -> str:
     """Each figure as the mean over the workers of their own, as in a report."""
     timings = [worker["iteration_seconds"] for worker in result["workers"]]
 
@@ -110,6 +118,12 @@ def _iteration_times(result: Result) -> str:
         return units.seconds(sum(known) / len(known) if known else None)
 
     whose = f", averaged over {len(timings)} workers" if len(timings) > 1 else ""
+    if step_seconds is not None:
+        return (
+            f"one per {units.seconds(step_seconds)} (mean, all workers together); a worker's own"
+            f" took {told('median')} (median), {told('p95')} (p95),"
+            f" the first {told('first')}{whose}"
+        )
     return (
         f"one took {told('median')} (median), {told('mean')} (mean), {told('p95')} (p95),"
         f" the first {told('first')}{whose}"
@@ -141,13 +155,15 @@ def describe_restart(restart: Mapping[str, Any]) -> str:
 
 
 def _traffic(result: Result) -> str:
-    """What the first worker sent, by kind, and how much of it was hidden behind computing."""
+    """What the first worker sent, by kind, and how much communication overlapped computing."""
     worker = result["workers"][0]
     sent = ", ".join(
         f"{kind} {units.size(count['bytes_sent'])}"
         for kind, count in worker["traffic"].items()
         if count["bytes_sent"]
     )
-    hidden = worker["hidden_exchange_seconds"]
+    hidden = worker.get("hidden_exchange_seconds")
     tail = f"; {units.seconds(hidden)} hidden behind computing" if hidden else ""
+    if hidden is None:
+        tail = "; what was hidden behind computing was not measured"
     return f"rank 0 sent {sent or 'nothing'}{tail}"

@@ -193,7 +193,9 @@ def _is_timed(worker: dict[str, Any]) -> bool:
 
 def _of_account(worker: dict[str, Any]) -> RankTiming:
     figures = {key: worker["iteration_seconds"][key] for key in FIGURES}
-    return RankTiming(rank=worker["rank"], count=0, total=0.0, **figures)
+    later = worker.get("after_first")
+    count = later["iterations"] + 1 if later else 0
+    return RankTiming(rank=worker["rank"], count=count, total=0.0, **figures)
 
 
 def _over_workers(ranks: Sequence[RankTiming]) -> dict[str, float]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from paceline.errors import PacelineError, RecordsError
 from paceline.records import Result, RunFolder, open_record
+from paceline.report.run import Run
 from paceline.report.shape import check_result, is_number
 from paceline.study.folder import DONE, STUDY_FILE, Cell, StudyFolder
 
@@ -56,6 +57,7 @@ class Entry:
     """When its newest record was written, in seconds since 1970."""
     iterations: int | None = None
     iteration_seconds: float | None = None
+    """As in a report; of a run that is still training, the latest."""
     accuracy: float | None = None
     wall_seconds: float | None = None
 
@@ -214,29 +216,30 @@ def _run_entry(folder: RunFolder, blank: Entry) -> Entry:
         strategy=config.strategy,
         workers=config.workers,
     )
+    run = Run(folder, config, result)
+    if result is None and time() - entry.changed < SILENT_SECONDS:
+        return replace(entry, status="running", **_standing(folder.events_file(0)))
     if result is None:
-        runs = time() - entry.changed < SILENT_SECONDS
-        standing = _standing(folder.events_file(0))
-        return replace(entry, status="running" if runs else "interrupted", **standing)
+        seconds = run.iteration_seconds
+        done = run.iterations if seconds is not None else None
+        return replace(entry, status="interrupted", iterations=done, iteration_seconds=seconds)
     check_result(result, str(folder.result_file))
-    return replace(entry, **_outcome(result))
+    return replace(entry, **_outcome(run, result))
 
 
-def _outcome(result: Result) -> dict[str, Any]:
-    means = [worker["iteration_seconds"].get("mean") for worker in result["workers"]]
-    known = [float(mean) for mean in means if mean is not None]
+def _outcome(run: Run, result: Result) -> dict[str, Any]:
     return {
         "status": str(result["status"]),
         "cause": str(result["cause"] or ""),
         "iterations": int(result["iterations"]),
-        "iteration_seconds": sum(known) / len(known) if known else None,
+        "iteration_seconds": run.iteration_seconds,
         "accuracy": result["final"].get("test_accuracy"),
         "wall_seconds": float(result["wall_seconds"]),
     }
 
 
 def _standing(events: Path) -> dict[str, Any]:
-    """How far a run without a result has come, by the last whole lines of its first worker."""
+    """How far a run has come, and its latest step time: by the first worker's last whole lines."""
     try:
         with open_record(events) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
