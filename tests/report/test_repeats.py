@@ -1,0 +1,155 @@
+"""Cells with several repeats: tables are about all of them, and each repeat can be looked up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.report.build import to_document, write_report
+from paceline.report.cells import Cell
+from paceline.report.collection import collect
+from paceline.report.document import Fold, Table
+from paceline.report.markdown import to_markdown
+from paceline.report.section.accuracy import common_accuracy, learned
+from report.marks import SVG, figure, result_of, section
+from report.records import FakeRun, write_repeats, write_run
+from report.study_page import flat
+
+
+def write_accuracies(root: Path, *accuracies: float) -> None:
+    """Repeats that end with these accuracies, after half of them at half of the run."""
+    for seed, accuracy in enumerate(accuracies):
+        write_run(root, FakeRun(f"a-{seed}", {"seed": seed}, accuracy=accuracy))
+
+
+def rows_of(cells: list[Cell], name: str, heading: str) -> list[dict[str, str]]:
+    """Of the first table of a section that has such a column."""
+    tables = [one for one in flat(section(cells, name).blocks) if isinstance(one, Table)]
+    table = next(one for one in tables if any(heading in column for column in one.columns))
+    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+
+
+def test_the_common_accuracy_is_one_that_every_repeat_reached(tmp_path: Path) -> None:
+    write_accuracies(tmp_path, 0.30, 0.20, 0.28)
+    cells = collect(tmp_path).cells
+    assert common_accuracy(learned(cells)) == 0.20
+    # An epoch has 50 iterations: 0.20 is reached after 100, 100 and 100 of them.
+    (row,) = rows_of(cells, "accuracy", "epochs to")
+    assert row["epochs to 0.20"] == "2"
+
+
+def test_a_repeat_without_such_an_epoch_is_counted_out_loud(tmp_path: Path) -> None:
+    write_accuracies(tmp_path, 0.30, 0.20, 0.28)
+    # Of this one only the accuracy at the end is known.
+    result = result_of(tmp_path / "a-1")
+    result["history"] = []
+    (tmp_path / "a-1" / "result.json").write_text(json.dumps(result))
+    (row,) = rows_of(collect(tmp_path).cells, "accuracy", "epochs to")
+    assert row["epochs to 0.20"] == "2 (2 of 3 repeats)"
+
+
+def test_the_epoch_at_which_a_loss_settled_is_of_all_repeats(tmp_path: Path) -> None:
+    """Of the last three of ten evaluations in one run, and of the last seven in another."""
+    write_accuracies(tmp_path, 0.9, 0.9)
+    for number, begin in ((0, 8), (1, 4)):
+        path = tmp_path / f"a-{number}" / "result.json"
+        result = json.loads(path.read_text())
+        result["history"] = [
+            {"iteration": 10 * epoch, "epoch": epoch, "seconds": 1.0 * epoch,
+             "test_loss": 0.5 if epoch >= begin else 1.0, "test_accuracy": 0.9}
+            for epoch in range(1, 11)
+        ]  # fmt: skip
+        path.write_text(json.dumps(result))
+    (row,) = rows_of(collect(tmp_path).cells, "accuracy", "settled")
+    assert row["settled after epoch"] == "6 (4 to 8)"
+
+
+def test_the_workers_of_a_cell_are_means_over_its_repeats(tmp_path: Path) -> None:
+    run = FakeRun("a", {}, [{"forward": 0.010, "exchange": 0.002}, {"forward": 0.012}])
+    write_repeats(tmp_path, run, (1.0, 2.0, 3.0))
+    cells = collect(tmp_path).cells
+    first, second = rows_of(cells, "ranks", "training time")
+    assert (first["time per iteration"], second["time per iteration"]) == ("24.00 ms", "24.00 ms")
+    assert (first["computing"], second["computing"]) == ("20.00 ms", "24.00 ms")
+    assert (first["communicating"], second["communicating"]) == ("4.00 ms", "0 us")
+    # 100 iterations, of which the first takes double.
+    assert first["training time"] == "2.42 s"
+    svg = figure(section(cells, "phases"), "phases-workers")
+    parts = [one.attrib for one in svg.iter(f"{SVG}rect") if "data-value" in one.attrib]
+    forward = [float(one["data-value"]) for one in parts if one["data-kind"] == "forward"]
+    assert forward == pytest.approx([0.020, 0.024])
+
+
+def test_the_balance_of_a_cell_is_that_of_each_repeat(tmp_path: Path) -> None:
+    """Another worker computes twice as long each time: 75 % balance, though the means are equal."""
+    for seed in (0, 1):
+        phases = [{"forward": 0.010}, {"forward": 0.020}][:: 1 if seed else -1]
+        write_run(tmp_path, FakeRun(f"a-{seed}", {"seed": seed}, phases))
+    (row,) = rows_of(collect(tmp_path).cells, "ranks", "balance")
+    assert row["balance of computing"] == "75.0 %"
+
+
+def repeats_table(document: Any) -> Table:
+    blocks = [block for part in document.chapters[0].sections for block in part.blocks]
+    (fold,) = [one for one in blocks if isinstance(one, Fold) and one.title == "Each repeat"]
+    (table,) = [one for one in fold.blocks if isinstance(one, Table)]
+    return table
+
+
+def test_each_repeat_has_a_row_on_the_page_and_in_markdown(tmp_path: Path) -> None:
+    for seed, (factor, accuracy) in enumerate(((1.0, 0.3), (2.0, 0.2))):
+        spent = {"forward": 0.010 * factor}
+        write_run(tmp_path, FakeRun(f"a-{seed}", {"seed": seed}, [spent], accuracy=accuracy))
+    failed = FakeRun("a-2", {"seed": 2}, [{"forward": 0.01}], status="failed", cause="no room")
+    write_run(tmp_path, failed)
+    document = to_document(collect(tmp_path))
+    table = repeats_table(document)
+    shown = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    assert [(row["repeat"], row["seed"], row["run"]) for row in shown] == [
+        ("1", "0", "a-0"), ("2", "1", "a-1"), ("3", "2", "a-2"),
+    ]  # fmt: skip
+    assert [row["status"] for row in shown] == ["finished", "finished", "failed"]
+    assert [row["time per iteration"] for row in shown[:2]] == ["10.00 ms", "20.00 ms"]
+    assert [row["test accuracy"] for row in shown] == ["0.3000", "0.2000", "-"]
+    text = to_markdown(document)
+    assert "**Each repeat**" in text
+    assert "| a-1 |" in text[text.index("**Each repeat**") :]
+    page, _ = write_report(tmp_path)
+    assert "<details>\n<summary>Each repeat</summary>" in page.read_text()
+
+
+def test_single_runs_have_no_table_of_repeats(tmp_path: Path) -> None:
+    write_run(tmp_path, FakeRun("a"))
+    assert "Each repeat" not in to_markdown(to_document(collect(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("hidden", "told"),
+    # 4 ms overlapped beside 6 ms of exposed communication.
+    [(0.004, ("4.00 ms", "40.0 %")), (0.0, ("0 us", "0.0 %")), (None, ("not measured",) * 2)],
+)
+def test_overlapped_communication_is_a_figure_or_not_measured(
+    hidden: float | None, told: tuple[str, str], tmp_path: Path
+) -> None:
+    run = FakeRun("a", {"strategy": "ddp"}, [{"forward": 0.01, "exchange": 0.006}] * 2)
+    run.hidden = hidden
+    write_run(tmp_path, run)
+    write_run(tmp_path, FakeRun("b", {}, [{"forward": 0.02}]))
+    cells = collect(tmp_path).cells
+    first, alone = rows_of(cells, "phases", "hidden behind computing")
+    assert (first["hidden behind computing"], first["hidden, of all communication"]) == told
+    assert alone["hidden behind computing"] == "none"
+
+
+def test_records_without_overlapped_communication_say_not_measured(tmp_path: Path) -> None:
+    run = FakeRun("a", {"strategy": "ddp"}, [{"forward": 0.01, "exchange": 0.006}] * 2, is_old=True)
+    path = write_run(tmp_path, run)
+    result = result_of(path)
+    for worker in result["workers"]:
+        del worker["hidden_exchange_seconds"]
+    (path / "result.json").write_text(json.dumps(result))
+    (row,) = rows_of(collect(path).cells, "phases", "hidden behind computing")
+    assert row["hidden behind computing"] == "not measured"
