@@ -110,7 +110,7 @@ def group(runs: Iterable[Run]) -> list[Cell]:
     """Runs by their settings, in the order in which these first come."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        groups.setdefault(_key(run.config), []).append(run)
+        groups.setdefault(settings_key(run.config), []).append(run)
     together = list(groups.values())
     names = label_all([runs[0].config for runs in together])
     return [Cell(label, runs) for label, runs in zip(names, together, strict=True)]
@@ -202,7 +202,8 @@ def value_text(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _key(config: RunConfig) -> str:
+def settings_key(config: RunConfig) -> str:
+    """The same for runs that repeat one another, and for no others."""
     return repr(
         [
             getattr(config, item.name)

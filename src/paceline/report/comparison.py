@@ -6,7 +6,7 @@ The same rows go to the terminal and to the page.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from paceline.records import PHASES
 from paceline.report import units
@@ -17,6 +17,7 @@ from paceline.report.run import Run
 from paceline.report.section.outline import known
 from paceline.report.section.traffic import run_traffic
 from paceline.report.statistics import Difference, correct, excess
+from paceline.report.study_comparison import StudyPair, pair_up
 from paceline.report.worlds import described
 
 
@@ -25,6 +26,8 @@ class Compared:
     cells: list[Cell]
     """No two labels are equal."""
     left_out: list[LeftOut]
+    pairs: list[StudyPair] = field(default_factory=list)
+    """Of studies, which are compared cell by cell; otherwise cells are put side by side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +72,8 @@ def read_compared(paths: Sequence[str]) -> Compared:
     """
     cells: list[Cell] = []
     left_out: list[LeftOut] = []
-    for path in paths:
-        collection = collect(path)
+    collections = [collect(path) for path in paths]
+    for collection in collections:
         left_out += collection.left_out
         if collection.kind == "run":
             cells.append(Cell(collection.title, collection.runs))
@@ -84,7 +87,7 @@ def read_compared(paths: Sequence[str]) -> Compared:
         seen[cell.label] = seen.get(cell.label, 0) + 1
         if seen[cell.label] > 1:
             cells[index] = Cell(f"{cell.label} ({seen[cell.label]})", cell.runs)
-    return Compared(cells, left_out)
+    return Compared(cells, left_out, pair_up(collections))
 
 
 def setting_rows(cells: Sequence[Cell]) -> list[Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -11,12 +12,33 @@ from rich.table import Table as TerminalTable
 
 from paceline.errors import RecordsError
 from paceline.report.cells import Cell
+from paceline.report.chart.svg import standalone
 from paceline.report.collection import left_out_lines
 from paceline.report.comparison import Compared, Row, result_rows, setting_rows, significance
-from paceline.report.document import Block, ChapterPage, Document, Section, Table, Text
+from paceline.report.document import (
+    Block,
+    ChapterPage,
+    Document,
+    Items,
+    Section,
+    Table,
+    Text,
+    slug,
+)
 from paceline.report.html import to_html
+from paceline.report.markdown import to_markdown
 from paceline.report.section.outline import outline
+from paceline.report.section.phases import first_note
 from paceline.report.sections import SECTIONS
+from paceline.report.study_comparison import (
+    FigureTable,
+    StudyPair,
+    differences,
+    figure_tables,
+    headline,
+    notes,
+    unmatched,
+)
 from paceline.report.verdict import judge
 from paceline.terminal import open_console, paragraph
 
@@ -29,9 +51,13 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def print_comparison(compared: Compared) -> None:
-    """Cells are called by letters, so that long names break no table."""
+    """Studies cell by cell; other cells side by side, called by letters."""
     cells = compared.cells
     console = open_console(width=WIDTH)
+    if compared.pairs:
+        _print_pairs(console, compared.pairs)
+        _print_left_out(console, compared)
+        return
     letters = [_letter(index) for index in range(len(cells))]
     for letter, cell in zip(letters, cells, strict=True):
         console.print(f"{letter}  {cell.label}", overflow="fold")
@@ -44,8 +70,39 @@ def print_comparison(compared: Compared) -> None:
     if len(cells) > 1:
         _print_significance(console, cells, letters)
         console.print(paragraph(judge(cells).headline, console))
+    _print_left_out(console, compared)
+
+
+def _print_left_out(console: Console, compared: Compared) -> None:
     for line in left_out_lines(compared.left_out, "the page that --html writes"):
         console.print(line)
+
+
+def _print_pairs(console: Console, pairs: Sequence[StudyPair]) -> None:
+    """A letter for each study stands at the head of its column."""
+    names = [pairs[0].first, *(pair.other for pair in pairs)]
+    for number, name in enumerate(names):
+        console.print(f"{_letter(number)}  {name}", overflow="fold")
+    for number, pair in enumerate(pairs, 1):
+        letter = _letter(number)
+        for table in figure_tables(pair):
+            console.print(f"\n{table.title}")
+            console.print(_pair_table(table, letter))
+        console.print()
+        for text in (headline(pair), *(notes(pair) if pair.cells else ())):
+            console.print(paragraph(text, console))
+        for lead, text in (*differences(pair), *unmatched(pair)):
+            console.print(paragraph(f"{lead} {text}", console))
+
+
+def _pair_table(table: FigureTable, letter: str) -> TerminalTable:
+    shown = TerminalTable(box=None, pad_edge=False)
+    shown.add_column("cell", overflow="fold")
+    for heading in ("A", letter, f"{letter}/A", "95 % CI", "significance"):
+        shown.add_column(heading, justify="right", no_wrap=True)
+    for row in table.rows:
+        shown.add_row(row.name, row.first, row.other, row.ratio, row.interval, row.significance)
+    return shown
 
 
 def _letter(index: int) -> str:
@@ -77,19 +134,74 @@ def _print_significance(console: Console, cells: Sequence[Cell], letters: Sequen
 
 def write_comparison(compared: Compared, page: Path) -> None:
     """The same as one HTML file, with curves and phases of the cells."""
+    _write(page, to_html(to_document(compared)))
+
+
+def write_markdown(compared: Compared, page: Path) -> None:
+    """The same as Markdown, with its figures in a folder beside it."""
+    document = to_document(compared)
+    folder = f"{slug(page.stem)}-figures"
+    _write(page, to_markdown(document, folder))
+    for figure in document.figures():
+        _write(page.parent / folder / f"{figure.name}.svg", standalone(figure.svg))
+
+
+def _write(path: Path, text: str) -> None:
     try:
-        page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(to_html(to_document(compared)), encoding="utf-8")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
-        raise RecordsError(f"cannot write {page}: {error.strerror}") from None
+        raise RecordsError(f"cannot write {path}: {error.strerror}") from None
 
 
 def to_document(compared: Compared) -> Document:
+    return _of_pairs(compared) if compared.pairs else _of_cells(compared)
+
+
+def _of_pairs(compared: Compared) -> Document:
+    pairs = compared.pairs
+    left_out = [(one.name, one.why) for one in compared.left_out]
+    chapters = [_pair_page(f"pair-{number}", pair) for number, pair in enumerate(pairs, 1)]
+    return Document(
+        title=f"Comparison with {pairs[0].first}",
+        subtitle=" · ".join(pair.other for pair in pairs),
+        about="",
+        headline=headline(pairs[0]) if len(pairs) == 1 else f"{len(pairs)} comparisons.",
+        points=[] if len(pairs) == 1 else [(pair.other, headline(pair)) for pair in pairs],
+        next_steps=[],
+        chapters=chapters,
+        left_out=left_out,
+    )
+
+
+def _pair_page(name: str, pair: StudyPair) -> ChapterPage:
+    sections = []
+    for table in figure_tables(pair):
+        columns = ("cell", pair.first, pair.other, "ratio", "95 % CI", "significance")
+        rows = [
+            (row.name, row.first, row.other, row.ratio, row.interval, row.significance)
+            for row in table.rows
+        ]
+        sections.append(Section(slug(table.title), table.title, [Table(columns, rows)]))
+    if pair.cells:
+        told = [Text(text, "note") for text in notes(pair)]
+        sections.append(Section("reading", "How to read the tables", told))
+    for section, title, items in (
+        ("differences", "What else differs", differences(pair)),
+        ("unmatched", "Cells without a match", unmatched(pair)),
+    ):
+        if items:
+            sections.append(Section(section, title, [Items(items)]))
+    return ChapterPage(name, f"{pair.other} against {pair.first}", "", "", sections)
+
+
+def _of_cells(compared: Compared) -> Document:
     cells = compared.cells
     verdict = judge(cells)
     columns = ("", *(cell.label for cell in cells))
     sections = [_rows("settings", "What differs in the settings", columns, setting_rows(cells))]
-    sections.append(_rows("results", "What came out", columns, result_rows(cells)))
+    results = _rows("results", "What came out", columns, result_rows(cells))
+    sections.append(replace(results, blocks=[*results.blocks, *first_note(cells)]))
     tests = [(one.name, one.other, one.words()) for one in significance(cells)]
     if tests:
         blocks: list[Block] = [

@@ -21,7 +21,8 @@ from paceline.report.document import (
 from paceline.report.html import FIGURES
 
 
-def to_markdown(document: Document) -> str:
+def to_markdown(document: Document, figures: str = FIGURES) -> str:
+    """`figures`: the folder beside the file that holds them."""
     parts = [f"# {_plain(document.title)}", _plain(document.subtitle)]
     parts += [_plain(text) for text in (document.about, document.context) if text]
     parts += ["## Verdict", f"**{_plain(document.headline)}**"]
@@ -45,7 +46,8 @@ def to_markdown(document: Document) -> str:
         parts.append("## Left out")
         parts.append("\n".join(f"- `{name}`: {_plain(why)}" for name, why in document.left_out))
     # A name that is no text in any encoding must not cost the page.
-    return ("\n\n".join(parts) + "\n").encode("utf-8", "replace").decode()
+    text = "\n\n".join(parts).replace(f"]({FIGURES}/", f"]({figures}/")
+    return f"{text}\n".encode("utf-8", "replace").decode()
 
 
 def _section(section: Section, level: int) -> list[str]:
