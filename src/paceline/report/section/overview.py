@@ -76,21 +76,26 @@ def _repeats(cells: Sequence[Cell]) -> list[Block]:
     several = [cell for cell in cells if len(cell.runs) > 1]
     if not several:
         return []
-    columns = ("cell", "repeat", "status", "seed", "iterations", "wall time", "time per iteration",
-               "time to target", "test accuracy", "test loss", "training loss", "run")  # fmt: skip
+    columns = ["cell", "repeat", "status", "seed", "iterations", "wall time", "time per iteration",
+               "test accuracy", "test loss", "training loss", "run"]  # fmt: skip
     rows = [
         _repeat_row(cell.label, number, run)
         for cell in several
         for number, run in enumerate(cell.runs, 1)
     ]
+    if any(cell.config.target_accuracy is not None for cell in several):
+        columns.insert(-1, "time to target")
+        runs = (run for cell in several for run in cell.runs)
+        for row, run in zip(rows, runs, strict=True):
+            row.insert(-1, units.seconds(run.seconds_to_target))
     blocks: list[Block] = [Table(columns, rows[:MOST_REPEATS], words=3)]
     if len(rows) > MOST_REPEATS:
         blocks.append(Text(f"The first {MOST_REPEATS} of {len(rows):,} runs.", "note"))
     return [Fold("Each repeat", blocks)]
 
 
-def _repeat_row(label: str, number: int, run: Run) -> tuple[str, ...]:
-    return (
+def _repeat_row(label: str, number: int, run: Run) -> list[str]:
+    return [
         label,
         str(number),
         run.status,
@@ -98,10 +103,9 @@ def _repeat_row(label: str, number: int, run: Run) -> tuple[str, ...]:
         units.count(run.iterations),
         units.seconds(run.result["wall_seconds"] if run.result else None),
         units.seconds(run.iteration_seconds),
-        units.seconds(run.seconds_to_target),
         *(units.number(run.final(key)) for key in ("test_accuracy", "test_loss", "train_loss")),
         run.id,
-    )
+    ]
 
 
 def _row(cell: Cell) -> tuple[str, ...]:
