@@ -14,6 +14,7 @@ from paceline.report.collection import collect
 from paceline.report.document import Fold, Table
 from paceline.report.markdown import to_markdown
 from paceline.report.section.accuracy import common_accuracy, learned
+from paceline.report.section.bandwidth import exchange_rate
 from report.marks import SVG, figure, result_of, section
 from report.records import FakeRun, write_repeats, write_run
 from report.study_page import flat
@@ -124,6 +125,22 @@ def test_each_repeat_has_a_row_on_the_page_and_in_markdown(tmp_path: Path) -> No
 def test_single_runs_have_no_table_of_repeats(tmp_path: Path) -> None:
     write_run(tmp_path, FakeRun("a"))
     assert "Each repeat" not in to_markdown(to_document(collect(tmp_path)))
+
+
+def test_traffic_and_bandwidth_are_means_over_the_repeats(tmp_path: Path) -> None:
+    """A run of each of two seeds; the second exchanges for twice as long, and sends as much."""
+    run = FakeRun("a", {"strategy": "ring"}, [{"forward": 0.01, "exchange": 0.002}] * 2)
+    run.gradient_bytes = 1_000_000
+    write_repeats(tmp_path, run, (1.0, 2.0))
+    cells = collect(tmp_path).cells
+    (row,) = rows_of(cells, "traffic", "under way")
+    assert row["bytes per iteration"] == "2.0 MB"
+    # 2 ms and 4 ms for each of 100 iterations, of which the first takes double.
+    assert row["under way"] == "303.00 ms"
+    rate = exchange_rate(cells[0])
+    assert rate is not None
+    assert rate.bytes == pytest.approx(1_000_000)
+    assert rate.seconds == pytest.approx(0.00303)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import pytest
 from paceline.ui.library import Library
 from paceline.ui.serve import names_of
 from report.records import FakeRun, write_run
+from report.test_study_comparison import write_study
 from ui.serving import served
 
 
@@ -29,6 +30,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     write_run(root, FakeRun(name="one"))
     write_run(root, FakeRun(name="two"))
     write_run(root, FakeRun(name="three")).rename(root / NASTY)
+    for name, seconds in (("before", 0.020), ("after", 0.010)):
+        write_study(root / "studies" / name, {"ring": (seconds, (0.99, 1.0, 1.01))})
     outside = write_run(tmp_path_factory.mktemp("outside"), FakeRun(name="secret"))
     (root / "link").symlink_to(outside)
     with served(root) as address:
@@ -51,7 +54,8 @@ def ask(page: str, target: str, host: str | None = None) -> tuple[int, str]:
 def test_the_list_names_the_runs(page: str) -> None:
     status, body = ask(page, "/runs")
     assert status == 200
-    assert {entry["name"] for entry in json.loads(body)} == {"one", "two", NASTY}
+    runs = [entry["name"] for entry in json.loads(body) if not entry["name"].startswith("studies/")]
+    assert set(runs) == {"one", "two", NASTY}
 
 
 NASTY = "<img src=x onerror=alert(1)>"
@@ -115,6 +119,14 @@ def test_its_pages_open(page: str, target: str) -> None:
     status, body = ask(page, target)
     assert status == 200
     assert "</html>" in body
+
+
+def test_studies_are_compared_cell_by_cell(page: str) -> None:
+    status, body = ask(page, "/compare?run=studies/before&run=studies/after")
+    assert status == 200
+    row = "<td>with ring</td><td class=n>20.00\u00a0ms</td><td class=n>10.00\u00a0ms</td>"
+    assert row in body
+    assert "<td class=n>0.500</td>" in body
 
 
 @pytest.mark.parametrize(

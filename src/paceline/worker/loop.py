@@ -120,8 +120,8 @@ class TrainingLoop:
             if turn is None:
                 break
             if turn.call == "meet":
-                self.checkpoint()
                 self._steady.leave_out()
+                self.checkpoint()
                 begin = clock.begin_lap("input")
             self._part_number = turn.part
             loss, samples = self._iterate(turn.iteration)

@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from paceline.config import RunConfig
@@ -71,24 +72,33 @@ class ExchangeRate:
 
 
 def exchange_rate(cell: Cell, measured: Sequence[Measured] = ()) -> ExchangeRate | None:
-    """Of the first finished run; None where no gradients were summed, nothing was timed, or the
-    number of workers has changed: what was sent is then not of the same sums."""
-    if not cell.finished or not _sums_over_the_wire(cell.config):
+    """On average over the finished runs; None where no gradients were summed, nothing was timed, or
+    the number of workers has changed: what was sent is then not of the same sums."""
+    if not cell.finished or cell.workers < 2 or not _sums_over_the_wire(cell.config):
         return None
-    run, workers = cell.finished[0], cell.workers
-    counts = [worker.get("traffic", {}).get("gradients", {}) for worker in run.workers]
-    sent = sum(count.get("bytes_sent") or 0 for count in counts)
-    seconds = [count.get("seconds") or 0.0 for count in counts]
-    is_timed = run.iterations and min(seconds, default=0.0) > 0
-    if workers < 2 or not sent or not is_timed or run.is_resized:
+    workers = cell.workers
+    sums = [_gradient_sums(run, workers) for run in cell.finished]
+    known = [one for one in sums if one is not None]
+    if len(known) < len(sums):
         return None
     return ExchangeRate(
         cell.label,
         workers,
-        sent / (2 * (workers - 1)) / run.iterations,
-        min(seconds) / run.iterations,
-        link_bytes_per_second(run) or measured_limit(measured, workers),
+        fmean(size for size, _ in known),
+        fmean(seconds for _, seconds in known),
+        link_bytes_per_second(cell.finished[0]) or measured_limit(measured, workers),
     )
+
+
+def _gradient_sums(run: Run, workers: int) -> tuple[float, float] | None:
+    """Bytes that an iteration sums, and seconds that it takes, by the worker that waits least."""
+    counts = [worker.get("traffic", {}).get("gradients", {}) for worker in run.workers]
+    sent = sum(count.get("bytes_sent") or 0 for count in counts)
+    seconds = [count.get("seconds") or 0.0 for count in counts]
+    is_timed = run.iterations and min(seconds, default=0.0) > 0
+    if not sent or not is_timed or run.is_resized:
+        return None
+    return sent / (2 * (workers - 1)) / run.iterations, min(seconds) / run.iterations
 
 
 def measured_limit(measured: Sequence[Measured], workers: int) -> float | None:

@@ -233,33 +233,39 @@ def first_node_over_others(run: Run) -> dict[str, float] | None:
 
 
 def _first_node(outline: Outline) -> list[Block]:
-    """Of the first finished run of each cell."""
-    rows = [
-        (cell.label, *(f"{times[name]:.2f}" if name in times else "-" for name in _OVER_OTHERS))
-        for cell in outline.finished
-        if (times := first_node_over_others(cell.finished[0])) is not None
-    ]
+    """On average over the finished runs of each cell."""
+    rows = []
+    for cell in outline.finished:
+        times = [one for run in cell.finished if (one := first_node_over_others(run)) is not None]
+        if times:
+            each = [known(one.get(name) for one in times) for name in _OVER_OTHERS]
+            rows.append(
+                (cell.label, *(units.spread(own, lambda value: f"{value:.2f}") for own in each))
+            )
     columns = ("node 0 over the mean of the other nodes", *_OVER_OTHERS)
     return [Table(columns, rows)] if rows else []
 
 
 def _gpu_rows(outline: Outline) -> list[tuple[str, ...]]:
-    """Of the first finished run of each cell."""
+    """On average over the finished runs of each cell."""
     rows: list[tuple[str, ...]] = []
     for cell in outline.finished:
-        for node in cell.finished[0].nodes:
-            for gpu in node.get("gpus") or ():
-                if not isinstance(gpu, dict):
-                    continue
-                watts = _of([gpu], "power_watts_mean")
-                rows.append(
-                    (
-                        f"{cell.label}, node {node.get('node', 0)}, GPU {gpu.get('gpu', '?')}",
-                        units.spread(_of([gpu], "utilisation_percent_mean"), units.percent),
-                        units.spread(_of([gpu], "memory_used_bytes_peak"), units.size),
-                        f"{watts[0]:.0f} W" if watts else "-",
-                    )
+        by_name: dict[str, list[dict[str, Any]]] = {}
+        for run in cell.finished:
+            for node in run.nodes:
+                for gpu in node.get("gpus") or ():
+                    if isinstance(gpu, dict):
+                        name = f"node {node.get('node', 0)}, GPU {gpu.get('gpu', '?')}"
+                        by_name.setdefault(name, []).append(gpu)
+        for name, own in by_name.items():
+            rows.append(
+                (
+                    f"{cell.label}, {name}",
+                    units.spread(_of(own, "utilisation_percent_mean"), units.percent),
+                    units.spread(_of(own, "memory_used_bytes_peak"), units.size),
+                    units.spread(_of(own, "power_watts_mean"), lambda value: f"{value:.0f} W"),
                 )
+            )
     return rows
 
 

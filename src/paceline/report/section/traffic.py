@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from paceline.records import TRAFFIC_KINDS
 from paceline.report import units
@@ -21,12 +22,12 @@ RESIZED = (
 
 @dataclass(frozen=True, slots=True)
 class KindTraffic:
-    """Of all workers of a run together."""
+    """Of all workers of a run together, or on average over runs."""
 
-    bytes_sent: int
+    bytes_sent: float
     bytes_per_iteration: float | None
     """None where there were no iterations, or not always as many workers."""
-    messages: int
+    messages: float
     seconds: float
     """Of the worker that had transfers of the kind under way for longest."""
 
@@ -46,12 +47,29 @@ def run_traffic(run: Run) -> dict[str, KindTraffic]:
     return found
 
 
+def cell_traffic(cell: Cell) -> dict[str, KindTraffic]:
+    """On average over the finished runs."""
+    runs = [run_traffic(run) for run in cell.finished]
+    found = {}
+    for kind in TRAFFIC_KINDS:
+        own = [traffic.get(kind, KindTraffic(0, 0.0, 0, 0.0)) for traffic in runs]
+        if any(kind in traffic for traffic in runs):
+            rates = [one.bytes_per_iteration for one in own]
+            known = [rate for rate in rates if rate is not None]
+            found[kind] = KindTraffic(
+                fmean(one.bytes_sent for one in own),
+                fmean(known) if len(known) == len(rates) else None,
+                fmean(one.messages for one in own),
+                fmean(one.seconds for one in own),
+            )
+    return found
+
+
 def build(outline: Outline) -> list[Block]:
-    found = [
-        (cell, traffic) for cell in outline.finished if (traffic := run_traffic(cell.finished[0]))
-    ]
+    found = [(cell, traffic) for cell in outline.finished if (traffic := cell_traffic(cell))]
     if not found:
         return []
+    is_resized = any(run.is_resized for cell, _ in found for run in cell.finished)
     return [
         *_figure(outline, found),
         Table(
@@ -71,9 +89,9 @@ def build(outline: Outline) -> list[Block]:
             words=2,
         ),
         Text(
-            "Sent by all workers together, payload only, in the first finished run of a cell."
+            "Sent by all workers together, payload only, on average over the finished repeats."
             " Under way: how long the worker that was longest at it had such a transfer open."
-            + (RESIZED if any(cell.finished[0].is_resized for cell, _ in found) else ""),
+            + (RESIZED if is_resized else ""),
             "note",
         ),
     ]
