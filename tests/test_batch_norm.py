@@ -48,3 +48,22 @@ def test_a_model_may_be_nothing_but_the_layer() -> None:
 
     whole = torch.cat(in_process.run(2, work))
     torch.testing.assert_close(whole, nn.BatchNorm1d(3)(inputs).detach())
+
+
+def test_a_layer_without_affine_weights_may_be_followed_by_an_operation_in_place() -> None:
+    inputs = torch.randn(8, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weights = torch.arange(1.0, 6.0, dtype=torch.float64)
+
+    def gradient(layer: nn.Module, own: Tensor) -> Tensor:
+        leaf = own.clone().requires_grad_()
+        model = nn.Sequential(layer, nn.ReLU(inplace=True))
+        (model(leaf) * weights).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    def work(communicator: Communicator) -> Tensor:
+        layer = synchronise_batch_norm(nn.BatchNorm1d(3, affine=False).double(), communicator)
+        return gradient(layer, inputs.chunk(2)[communicator.rank])
+
+    expected = gradient(nn.BatchNorm1d(3, affine=False).double(), inputs)
+    torch.testing.assert_close(torch.cat(in_process.run(2, work)), expected)

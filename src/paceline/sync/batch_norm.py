@@ -116,9 +116,11 @@ class _Normalise(torch.autograd.Function):
         normal = (values - mean.to(wide).view(shape)) * inverse.to(wide).view(shape)
         ctx.save_for_backward(normal, inverse, count, *([] if weight is None else [weight]))
         ctx.over, ctx.shape, ctx.layer, ctx.counts = over, shape, layer, layer.counts
-        output = normal
         if weight is not None and bias is not None:
             output = normal * weight.view(shape) + bias.view(shape)
+        else:
+            # The backward pass needs `normal`, and a later layer may change its input in place.
+            output = normal.clone()
         ctx.mark_non_differentiable(mean, variance, count)
         return output.to(x.dtype), mean, variance, count
 
