@@ -13,8 +13,10 @@ from paceline.sync.server.dealer import Deal, Dealer
 from paceline.sync.strategy import Terms
 
 
-def terms(total: int = 10, first: int = 0, meet_every: int = 0, stop: bool = False) -> Terms:
-    return Terms(first, total, meet_every, stop)
+def terms(
+    total: int = 10, first: int = 0, meet_every: int = 0, stop: bool = False, finish: bool = False
+) -> Terms:
+    return Terms(first, total, meet_every, stop, finish)
 
 
 def parts(deals: list[Deal]) -> list[tuple[int, int]]:
@@ -101,11 +103,60 @@ def test_a_stop_comes_to_all_after_a_whole_batch() -> None:
         assert stopping.result().turn.iteration == 1
 
 
-def test_when_one_ends_it_is_the_end_for_all() -> None:
+def check_all_get(dealer: Dealer, first: Terms, last: Terms, expected: tuple[str, int]) -> None:
+    """Worker 1 asks first and is not answered before worker 0 has asked; both get one answer."""
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(dealer.claim, 1, first)
+        sleep(0.05)
+        assert not waiting.done()
+        turns = [dealer.claim(0, last).turn, waiting.result(10).turn]
+    assert [(turn.call, turn.iteration) for turn in turns] == [expected] * 2
+
+
+def started(parts: int) -> Dealer:
+    """Of two workers, which have computed so many parts in turn."""
     dealer = Dealer(workers=2, staleness=None)
-    dealer.claim(0, terms())
-    dealer.end()
-    assert dealer.claim(1, terms()).turn.call == "end"
+    for number in range(parts):
+        dealer.claim(number % 2, terms())
+        dealer.done(number % 2)
+    return dealer
+
+
+def test_a_worker_that_finishes_ends_the_run_once_the_others_are_done() -> None:
+    dealer = Dealer(workers=2, staleness=None)
+    assert parts([dealer.claim(0, terms()), dealer.claim(1, terms())]) == [(0, 0), (0, 1)]
+    with ThreadPoolExecutor(1) as pool:
+        finishing = pool.submit(dealer.claim, 0, terms(finish=True))
+        sleep(0.05)
+        assert not finishing.done()
+        assert dealer.claim(1, terms()).turn.call == "end"
+        assert finishing.result(10).turn.call == "end"
+
+
+def test_reaching_the_target_precedes_a_checkpoint_that_others_wait_for() -> None:
+    check_all_get(started(4), terms(meet_every=2), terms(meet_every=2, finish=True), ("end", 2))
+
+
+def test_reaching_the_target_precedes_a_stop_that_others_wait_for() -> None:
+    check_all_get(started(4), terms(stop=True), terms(finish=True), ("end", 2))
+
+
+def test_a_stop_precedes_a_checkpoint_that_others_wait_for() -> None:
+    check_all_get(started(4), terms(meet_every=2), terms(meet_every=2, stop=True), ("stop", 2))
+
+
+def test_the_end_of_the_iterations_precedes_a_stop() -> None:
+    check_all_get(started(4), terms(total=2), terms(total=2, stop=True), ("end", 2))
+
+
+def test_a_batch_that_was_begun_is_not_completed_when_a_worker_finishes() -> None:
+    dealer = started(5)
+    with ThreadPoolExecutor(1) as pool:
+        finishing = pool.submit(dealer.claim, 0, terms(finish=True))
+        sleep(0.05)
+        assert not finishing.done()
+        turns = [dealer.claim(1, terms()).turn, finishing.result(10).turn]
+    assert [(turn.call, turn.iteration, turn.part) for turn in turns] == [("end", 2, 1)] * 2
 
 
 def test_nobody_waits_for_one_who_is_gone() -> None:

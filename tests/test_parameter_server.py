@@ -259,6 +259,33 @@ def test_processes_out_of_step_use_every_sample_once_and_record_staleness(tmp_pa
     assert more["samples"] == 4 * 64
 
 
+@pytest.mark.parametrize("mode", ["async", "bounded"])
+def test_reaching_the_target_where_a_checkpoint_is_due_ends_the_run(
+    mode: str, tmp_path: Path
+) -> None:
+    """Rank 0 evaluates alone, while rank 1 is free to ask for the batch after the checkpoint."""
+    _, result = train(
+        tmp_path, "target", epochs=1000, options={"mode": mode}, eval_every=4, checkpoint_every=4,
+        target_accuracy=0.001, test_samples=2000, timeout_seconds=15,
+    )  # fmt: skip
+    assert result["status"] == "finished"
+    assert result["seconds_to_target"] is not None
+    assert result["iterations"] < 1000
+
+
+@pytest.mark.parametrize("mode", ["async", "bounded"])
+def test_a_model_that_diverges_where_a_checkpoint_is_due_ends_the_run_with_that_cause(
+    mode: str, tmp_path: Path
+) -> None:
+    settings = {
+        **SMALL, "out": str(tmp_path), "name": "diverged", "iterations": 1000, "lr": 1e30,
+        "options": {"mode": mode}, "eval_every": 2, "checkpoint_every": 2, "timeout_seconds": 15,
+    }  # fmt: skip
+    _, result, code = start.train(from_mapping(settings), quiet=True)
+    assert result is not None
+    assert (result["status"], code) == ("diverged", 1)
+
+
 def flags() -> list[str]:
     """The small settings for the command line."""
     named = {key: value for key, value in SMALL.items() if key != "tensorboard"}
@@ -296,10 +323,12 @@ def test_a_killed_server_ends_the_run_with_its_name(nursery: Nursery, tmp_path: 
     assert (result["status"], result["cause"]) == ("failed", "server 0 was killed by SIGKILL")
 
 
+@pytest.mark.parametrize("more", [[], ["--checkpoint-every=1", "--eval-every=1"]])
 def test_a_run_out_of_step_stops_when_asked_and_its_servers_end(
-    nursery: Nursery, tmp_path: Path
+    more: list[str], nursery: Nursery, tmp_path: Path
 ) -> None:
-    process = running(nursery, tmp_path, "stopped", "--iterations=1000000", "-o", "mode=bounded")
+    options = ["--iterations=1000000", "-o", "mode=bounded", "--timeout-seconds=15", *more]
+    process = running(nursery, tmp_path, "stopped", *options)
     wait_until_training(tmp_path / "stopped")
     servers = list(children(process, "server"))
     os.kill(process.pid, signal.SIGINT)

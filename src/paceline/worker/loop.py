@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.comm.objects import broadcast_json
 from paceline.config import Every, RunConfig
 from paceline.data.input import InputPath
 from paceline.data.order import own_part
@@ -143,15 +142,15 @@ class TrainingLoop:
     def _next_turn(self) -> Turn | None:
         """None: there is nothing left to do."""
         progress = self.progress
-        if progress.seconds_to_target is not None:
-            return None
+        is_at_target = progress.seconds_to_target is not None
         if self.strategy.lockstep:
-            return (
-                Turn(progress.iteration, self._rank) if progress.iteration < self._total else None
-            )
+            is_over = is_at_target or progress.iteration >= self._total
+            return None if is_over else Turn(progress.iteration, self._rank)
+        # Rank 0 alone may know that the target is reached: all workers are told in their claims.
         stop = self.stop_requested is not None
         meet_every = self._cadence(self.config.checkpoint_every) if self._checkpoint else 0
-        turn = self.strategy.claim(Terms(self._first, self._total, meet_every, stop))
+        terms = Terms(self._first, self._total, meet_every, stop, finish=is_at_target)
+        turn = self.strategy.claim(terms)
         if turn.call != "train":
             progress.iteration = turn.iteration
         if turn.call == "stop":
@@ -165,10 +164,6 @@ class TrainingLoop:
             self._steady.end()
         with self._clock.during("exchange"):
             self.strategy.finish()
-            if not self.strategy.lockstep:
-                # The first worker may have seen the target reached while others went on.
-                iteration = broadcast_json(self.replica.communicator, self.progress.iteration)
-                self.progress.iteration = iteration
         self._iteration_before = self.progress.iteration - 1
         history = self.progress.history
         is_evaluated = history and history[-1]["iteration"] == self.progress.iteration

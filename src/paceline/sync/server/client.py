@@ -75,16 +75,13 @@ class Servers:
     def claim(self, terms: Terms) -> Deal:
         """The next turn, and the newest weights for it."""
         dealer = self._links[0]
-        dealer.send_numbers(Request.CLAIM, terms.first, terms.total, terms.meet_every, terms.stop)
+        asked = (terms.first, terms.total, terms.meet_every, terms.stop, terms.finish)
+        dealer.send_numbers(Request.CLAIM, *asked)
         call, iteration, part, ahead, waited_seconds, *_ = dealer.receive_numbers()
         dealer.receive(self._weights[0], "parameters")
         self._pull_from(1)
         turn = Turn(int(iteration), int(part), CALLS[int(call)])
         return Deal(turn, int(ahead), waited_seconds)
-
-    def end(self) -> None:
-        """Nothing more is dealt, to anybody."""
-        self._links[0].send_numbers(Request.END)
 
     def finished(self) -> None:
         for link in self._links:

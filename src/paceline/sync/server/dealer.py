@@ -8,6 +8,11 @@ i - staleness. So whoever computes batch i has seen every update of all batches 
 staleness, which is the promise of the stale synchronous parallel model (Ho and others, "More
 Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013), while work still
 goes to those who are free.
+
+A checkpoint, a stop and the end of the run are collective: every worker must get the same call, or
+they would enter different collectives. So these calls wait until all workers have asked for their
+next turn, and are decided once for all of them: the end of the run precedes a stop, and a stop
+precedes a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from threading import Condition
 from time import perf_counter
 
 from paceline.errors import PeerError
-from paceline.sync.strategy import Terms, Turn
+from paceline.sync.strategy import Call, Terms, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,11 @@ class Dealer:
         """Number of the next part, counted from the run's first batch on."""
         self._busy: dict[int, int] = {}
         """Which part each worker computes."""
-        self._stopping = self._ended = self._gave_up = False
+        self._asking: set[int] = set()
+        """Workers that wait for the answer to a claim."""
+        self._stopping = self._finishing = self._gave_up = False
+        self._last_call: Call | None = None
+        """How the run ends, once that is decided; every worker gets this call."""
 
     def claim(self, worker: int, terms: Terms) -> Deal:
         """The worker's next turn, once it may begin; what it had claimed before counts as done."""
@@ -48,10 +57,13 @@ class Dealer:
         with self._changed:
             self._next = max(self._next, terms.first * self._workers)
             self._stopping |= terms.stop
+            self._finishing |= terms.finish
             self._busy.pop(worker, None)
+            self._asking.add(worker)
             self._changed.notify_all()
             while (turn := self._decide(terms)) is None:
                 self._changed.wait()
+            self._asking.discard(worker)
             ahead = turn.iteration - self._slowest()
             if turn.call in ("train", "meet"):
                 self._busy[worker] = self._next
@@ -61,11 +73,6 @@ class Dealer:
     def done(self, worker: int) -> None:
         with self._changed:
             self._busy.pop(worker, None)
-            self._changed.notify_all()
-
-    def end(self) -> None:
-        with self._changed:
-            self._ended = True
             self._changed.notify_all()
 
     def give_up(self) -> None:
@@ -83,18 +90,24 @@ class Dealer:
         if self._gave_up:
             raise PeerError("a worker is gone")
         batch, part = divmod(self._next, self._workers)
-        if self._ended or batch >= terms.total:
-            return Turn(batch, part, "end")
-        if self._stopping and part == 0:
-            return None if self._busy else Turn(batch, part, "stop")
-        slowest = self._slowest()
-        if terms.meet_every:
-            # Of the batch before which all meet everyone gets a part, once all are here.
-            meeting = batch // terms.meet_every * terms.meet_every
-            if slowest < meeting and meeting > terms.first:
-                return None
-            if batch == meeting and batch > terms.first:
-                return Turn(batch, part, "meet")
-        if self._staleness is not None and batch - slowest > self._staleness:
+        is_everyone_here = len(self._asking) == self._workers
+        if self._last_call is None and is_everyone_here:
+            self._last_call = self._ending(batch, part, terms)
+        if self._last_call is not None:
+            return Turn(batch, part, self._last_call)
+        if self._ending(batch, part, terms) is not None:
+            return None
+        if terms.meet_every and batch > terms.first and batch % terms.meet_every == 0:
+            # Each worker gets one part of the batch that follows a checkpoint: those who were given
+            # theirs first stay in the collective until all others have come to it.
+            return Turn(batch, part, "meet") if part > 0 or is_everyone_here else None
+        if self._staleness is not None and batch - self._slowest() > self._staleness:
             return None
         return Turn(batch, part)
+
+    def _ending(self, batch: int, part: int, terms: Terms) -> Call | None:
+        """How the run is to end once all workers are here; None where it goes on."""
+        if self._finishing or batch >= terms.total:
+            return "end"
+        # A stop waits for a whole batch, so that a resumed run uses each sample once.
+        return "stop" if self._stopping and part == 0 else None

@@ -43,17 +43,15 @@ class Request(IntEnum):
     PULL = 3
     """-> the weights."""
     CLAIM = 4
-    """(first, total, meet_every, stop) -> (call, iteration, part, ahead, seconds waited), the
-    weights."""
+    """(first, total, meet_every, stop, finish) -> (call, iteration, part, ahead, seconds waited),
+    the weights."""
     DONE = 5
     """What was claimed is part of the weights at all servers now. No answer."""
-    END = 6
-    """No more is to be claimed by anybody. No answer."""
-    SAVE = 7
+    SAVE = 6
     """-> the optimiser's state: JSON, then its tensors."""
-    LOAD = 8
+    LOAD = 7
     """JSON, tensors -> an answer when they are there."""
-    FINISHED = 9
+    FINISHED = 8
     """This worker may leave without that being a failure. No answer."""
 
 

@@ -39,7 +39,6 @@ class Server:
             Request.PULL: self._pull,
             Request.CLAIM: self._claim,
             Request.DONE: lambda worker, _, __: self._dealer.done(worker),
-            Request.END: lambda _, __, ___: self._dealer.end(),
             Request.SAVE: self._save,
             Request.LOAD: self._load,
             Request.FINISHED: self._finish,
@@ -127,8 +126,9 @@ class Server:
         link.send(copy, "parameters")
 
     def _claim(self, worker: int, link: Link, numbers: list[float]) -> None:
-        first, total, meet_every, stop = map(int, numbers[:4])
-        deal = self._dealer.claim(worker, Terms(first, total, meet_every, bool(stop)))
+        first, total, meet_every, stop, finish = map(int, numbers[:5])
+        terms = Terms(first, total, meet_every, bool(stop), bool(finish))
+        deal = self._dealer.claim(worker, terms)
         turn = deal.turn
         call = CALLS.index(turn.call)
         link.send_numbers(call, turn.iteration, turn.part, deal.ahead, deal.waited_seconds)
