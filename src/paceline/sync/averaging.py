@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.codec import option_names
+from paceline.codec.codec import State
 from paceline.comm.cost import Cost, Network
 from paceline.errors import ConfigError
 from paceline.sync.exchange import GradientExchange
@@ -39,6 +40,8 @@ class GradientAveraging(Strategy):
         self.flat = flat
         self._loss_scale: float | None = None
         """By which the gradients of the last pass were multiplied; None: there was none yet."""
+        self._codec_before: State | None = None
+        """What the codec remembered before the last step; only where a step may be skipped."""
         given = {"chunk": chunk, "ratio": ratio, "rank": rank}
         self.exchange = GradientExchange(algorithm, codec, codec_options(codec, given))
 
@@ -51,6 +54,10 @@ class GradientAveraging(Strategy):
 
     def backward(self, loss: Tensor) -> None:
         self._follow_loss_scale()
+        codec = self.exchange.codec
+        if codec is not None and self.replica.scaler.is_enabled() and self.replica.last_part:
+            # No gradient of this step has been through the codec yet.
+            self._codec_before = codec.state_dict()
         super().backward(loss)
 
     def step(self) -> None:
@@ -73,14 +80,20 @@ class GradientAveraging(Strategy):
             work.wait()
 
     def _follow_loss_scale(self) -> None:
-        """What a codec holds back must grow and shrink with the gradients that it is added to."""
+        """What a codec holds back must grow and shrink with the gradients that it is added to.
+
+        The scale shrinks only when the scaler has skipped a step. Nothing of that step was applied,
+        so the codec must not remember it: neither that it sent a part, nor the rest.
+        """
         codec = self.exchange.codec
         if codec is None:
             return
         scale = self.replica.scaler.get_scale()
         if self._loss_scale is not None and scale != self._loss_scale:
+            if scale < self._loss_scale and self._codec_before is not None:
+                codec.load_state_dict(self._codec_before)
             codec.rescale(scale / self._loss_scale)
-        self._loss_scale = scale
+        self._loss_scale, self._codec_before = scale, None
 
     def cost(self, shape: ModelShape, network: Network) -> Cost:
         sizes = (shape.gradient_bytes,) if self.flat else shape.tensor_bytes
@@ -99,7 +112,7 @@ class GradientAveraging(Strategy):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.exchange.codec:
             self.exchange.codec.load_state_dict(state["codec"])
-            self._loss_scale = None
+            self._loss_scale = self._codec_before = None
 
 
 def codec_options(codec: str, given: dict[str, str | None]) -> dict[str, str]:
