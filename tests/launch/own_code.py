@@ -1,15 +1,20 @@
-"""A user's own data and models: as small as can be, and misbehaving where a test wants it."""
+"""A user's own data, models and strategies: small, and misbehaving where a test wants it."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from paceline.comm.communicator import Communicator
+from paceline.sync.parameter_server import ParameterServer
+from paceline.sync.strategy import MakeOptimizer
 from paceline.worker.fingerprint import weights_sha256
 
 Samples = tuple[Tensor, Tensor]
@@ -42,6 +47,31 @@ class Slow(Plain):
     def forward(self, inputs: Tensor) -> Tensor:
         time.sleep(float(os.environ.get("OWN_SLEEP_SECONDS", "0")))
         return super().forward(inputs)
+
+
+class SlowOnRankOne(Plain):
+    """Rank 1 takes OWN_SLEEP_SECONDS longer than the others, in training only."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training and rank() == "1":
+            time.sleep(float(os.environ["OWN_SLEEP_SECONDS"]))
+        return super().forward(inputs)
+
+
+class SlowServers(ParameterServer):
+    """An update takes a server OWN_SLEEP_SECONDS longer."""
+
+    def serve(
+        self, number: int, workers: Sequence[Communicator], make_optimizer: MakeOptimizer
+    ) -> None:
+        def make_slow(weights: nn.Parameter) -> Optimizer:
+            optimizer = make_optimizer(weights)
+            optimizer.register_step_pre_hook(
+                lambda *_: time.sleep(float(os.environ["OWN_SLEEP_SECONDS"]))
+            )
+            return optimizer
+
+        super().serve(number, workers, make_slow)
 
 
 class Wide(nn.Module):

@@ -2,7 +2,7 @@
 
 Among all processes of a run the workers have the first ranks and the servers the following ones;
 only workers are counted as workers. They meet at the workers' store, and each worker gets a pair
-with each server (sync/server/link.py).
+with each server (sync/server/link.py), and heartbeats beside it (sync/server/heartbeat.py).
 """
 
 from __future__ import annotations
@@ -12,30 +12,34 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from subprocess import Popen, TimeoutExpired
 
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch does not list it
+from torch.distributed import (  # type: ignore[attr-defined]  # torch lists only the first
+    DistError,
+    PrefixStore,
+    Store,
+)
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.place import Place
 from paceline.comm.rendezvous import Meeting
-from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.config import RunConfig, from_mapping
+from paceline.errors import PeerError, in_a_line
 from paceline.launch import environment
 from paceline.launch.ending import Ending, write_failure
 from paceline.launch.spawn import spawn
 from paceline.measure.traffic import Traffic
 from paceline.records import SCHEMA, RunFolder, read_json, write_json
 from paceline.sync.options import create_strategy
+from paceline.sync.server.heartbeat import Address, Heartbeats
 from paceline.sync.server.link import SERVER, WORKER
+from paceline.sync.server.pair import Pair
 from paceline.worker.device import computing
 from paceline.worker.optimiser import build_optimizer
 from paceline.worker.report import explain
 
-PATIENCE_SECONDS = 7 * 24 * 3600.0
-"""How long a server waits for a worker's next request: workers may evaluate for long, and whoever
-watches over the run ends its servers with it."""
 LEAVING_SECONDS = 3.0
 """What servers get to notice that their workers have left."""
 
@@ -57,11 +61,23 @@ def main(arguments: list[str]) -> int:
     assert place is not None
     try:
         serve(config, place)
+    except LostWorkerError as error:
+        # As early as it was noticed, since the other workers fail because of it.
+        write_failure(folder, place.rank, Ending(str(error), is_echo=True, ended=error.lost_at))
+        return error.exit_code
     except Exception as error:  # noqa: BLE001 - told by the launcher
         status, cause, code = explain(error, folder)
         write_failure(folder, place.rank, Ending(cause, code, status, False, time.time()))
         return code
     return 0
+
+
+class LostWorkerError(PeerError):
+    """A worker was silent for too long."""
+
+    def __init__(self, text: str, lost_at: float) -> None:
+        super().__init__(text)
+        self.lost_at = lost_at
 
 
 def serve(config: RunConfig, place: Place) -> None:
@@ -70,6 +86,10 @@ def serve(config: RunConfig, place: Place) -> None:
         strategy = create_strategy(config.strategy, config.options)
         number = place.rank - place.world_size
         strategy.serve(number, workers, lambda weights: build_optimizer(config, [weights]))
+        for rank, pair in enumerate(workers):
+            if pair.silent_seconds is not None:
+                cause = f"server {number}: rank {rank}: no answer within {pair.silent_seconds:g} s"
+                raise LostWorkerError(cause, pair.lost_at)
 
 
 @contextmanager
@@ -77,36 +97,41 @@ def pairs_with_servers(
     config: RunConfig, place: Place, traffic: Traffic
 ) -> Iterator[Sequence[Communicator]]:
     """A worker's connections, counted in its traffic; none where the strategy has no servers."""
-    count = len(create_strategy(config.strategy, config.options).server_nodes(place.nnodes))
-    names = [f"{number}/{place.rank}" for number in range(count)]
-    with _pairs(config, place, names, WORKER, config.timeout_seconds, traffic) as pairs:
-        yield pairs
-
-
-@contextmanager
-def _pairs_with_workers(config: RunConfig, place: Place) -> Iterator[Sequence[Communicator]]:
-    number = place.rank - place.world_size
-    names = [f"{number}/{rank}" for rank in range(place.world_size)]
-    with _pairs(config, place, names, SERVER, PATIENCE_SECONDS, Traffic()) as pairs:
-        yield pairs
-
-
-@contextmanager
-def _pairs(
-    config: RunConfig,
-    place: Place,
-    names: Sequence[str],
-    side: int,
-    timeout_seconds: float,
-    traffic: Traffic,
-) -> Iterator[Sequence[Communicator]]:
-    if not names:
+    count = _server_count(config, place)
+    if not count:
         yield []
         return
-    servers = len(create_strategy(config.strategy, config.options).server_nodes(place.nnodes))
-    meeting = Meeting(
+    meeting = _meeting(config, place)
+    store = meeting.join()
+    with Heartbeats(config.timeout_seconds) as heartbeats, ExitStack() as stack:
+        for number in range(count):
+            _connect_heartbeats(heartbeats, store, number, config, place)
+        heartbeats.start()
+        names = [f"{number}/{place.rank}" for number in range(count)]
+        yield _pairs(config, meeting, store, names, WORKER, traffic, heartbeats, stack)
+
+
+@contextmanager
+def _pairs_with_workers(config: RunConfig, place: Place) -> Iterator[Sequence[Pair]]:
+    number = place.rank - place.world_size
+    meeting = _meeting(config, place)
+    store = meeting.join()
+    with Heartbeats(config.timeout_seconds) as heartbeats, ExitStack() as stack:
+        address = heartbeats.listen(meeting.local_address())
+        store.set(_heartbeat_key(number), address.encode())
+        heartbeats.start()
+        names = [f"{number}/{rank}" for rank in range(place.world_size)]
+        yield _pairs(config, meeting, store, names, SERVER, Traffic(), heartbeats, stack)
+
+
+def _server_count(config: RunConfig, place: Place) -> int:
+    return len(create_strategy(config.strategy, config.options).server_nodes(place.nnodes))
+
+
+def _meeting(config: RunConfig, place: Place) -> Meeting:
+    return Meeting(
         place.rank,
-        place.world_size + servers,
+        place.world_size + _server_count(config, place),
         place.master_addr,
         place.master_port,
         timeout_seconds=config.rendezvous_seconds,
@@ -114,21 +139,48 @@ def _pairs(
         noun="process",
         name=f"servers/{place.attempt}",
     )
-    store, address = meeting.join(), meeting.local_address()
-    with ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                TorchCommunicator(
-                    PrefixStore(name, store),
-                    side,
-                    2,
-                    address=address,
-                    timeout_seconds=timeout_seconds,
-                    traffic=traffic,
-                )
-            )
-            for name in names
-        ]
+
+
+def _heartbeat_key(number: int) -> str:
+    return f"heartbeats/{number}"
+
+
+def _connect_heartbeats(
+    heartbeats: Heartbeats, store: Store, number: int, config: RunConfig, place: Place
+) -> None:
+    try:
+        address = Address.decode(store.get(_heartbeat_key(number)).decode())
+        heartbeats.connect(address, place.rank, number, config.rendezvous_seconds)
+    except (OSError, DistError) as error:
+        cause = in_a_line(error)
+        raise PeerError(f"rank {place.rank}: server {number}: no heartbeats: {cause}") from None
+
+
+def _pairs(
+    config: RunConfig,
+    meeting: Meeting,
+    store: Store,
+    names: Sequence[str],
+    side: int,
+    traffic: Traffic,
+    heartbeats: Heartbeats,
+    stack: ExitStack,
+) -> list[Pair]:
+    """One pair for each name, in the order of the peers' numbers."""
+    pairs = []
+    for number, name in enumerate(names):
+        pair = Pair(
+            PrefixStore(name, store),
+            side,
+            2,
+            address=meeting.local_address(),
+            timeout_seconds=config.rendezvous_seconds,
+            traffic=traffic,
+        )
+        stack.enter_context(pair)
+        heartbeats.when_lost(number, partial(pair.lose, config.timeout_seconds))
+        pairs.append(pair)
+    return pairs
 
 
 @contextmanager

@@ -150,10 +150,12 @@ class ParameterServer(Strategy):
 
     def optimizer_state(self) -> dict[str, Any]:
         state = self.replica.optimizer.state_dict()
+        saved = {} if self.replica.communicator.rank else self._servers.save()
+        self._servers.barrier()
         if self.replica.communicator.rank:
             return state
         own: dict[int, dict[str, Any]] = {number: {} for number in range(len(self._views()))}
-        for name, value in self._servers.save().items():
+        for name, value in saved.items():
             if isinstance(value, Tensor):
                 values: list[Any] = self._weights.views(value)
             elif value is None:
@@ -186,7 +188,8 @@ class ParameterServer(Strategy):
         if self.replica.communicator.rank == 0:
             self._servers.begin()
             self._servers.load(optimizer_state)
-        self.replica.communicator.barrier().wait()
+        # Through the server, since the first worker waits for it: that is slow at worst.
+        self._servers.barrier()
 
     def state_dict(self) -> dict[str, Any]:
         return {"staleness": self.staleness.state_dict()}

@@ -1,5 +1,6 @@
 """Parameter servers: processes that hold the weights and the optimiser while others train.
 
-`link.py` is what both sides speak, `shard.py` what a server holds, `dealer.py` who computes what,
+`pair.py` connects the two sides, `heartbeat.py` notices a peer that is lost, `link.py` is what both
+sides speak, `shard.py` what a server holds, `dealer.py` who computes what,
 `serving.py` a server, and `client.py` a worker's view of all of them.
 """

@@ -83,6 +83,11 @@ class Servers:
         turn = Turn(int(iteration), int(part), CALLS[int(call)])
         return Deal(turn, int(ahead), waited_seconds)
 
+    def barrier(self) -> None:
+        """Wait for all workers, however long that takes: they may wait for a slow server."""
+        self._links[0].send_numbers(Request.BARRIER)
+        self._links[0].receive_numbers()
+
     def finished(self) -> None:
         for link in self._links:
             link.send_numbers(Request.FINISHED)

@@ -51,7 +51,9 @@ class Request(IntEnum):
     """-> the optimiser's state: JSON, then its tensors."""
     LOAD = 7
     """JSON, tensors -> an answer when they are there."""
-    FINISHED = 8
+    BARRIER = 8
+    """-> an answer when all workers have asked for it."""
+    FINISHED = 9
     """This worker may leave without that being a failure. No answer."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from threading import Lock, Thread
+from threading import Barrier, BrokenBarrierError, Lock, Thread
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class Server:
         self._make_optimizer = make_optimizer
         self._dealer = Dealer(len(links), staleness)
         self._rounds = Rounds(len(links))
+        self._barrier = Barrier(len(links))
         self._lock = Lock()
         """Held while the shard changes or is copied."""
         self._shard: Shard | None = None
@@ -41,6 +42,7 @@ class Server:
             Request.DONE: lambda worker, _, __: self._dealer.done(worker),
             Request.SAVE: self._save,
             Request.LOAD: self._load,
+            Request.BARRIER: self._wait_for_all,
             Request.FINISHED: self._finish,
         }
 
@@ -75,6 +77,7 @@ class Server:
         self._finished = [True] * len(self._links)
         self._dealer.give_up()
         self._rounds.give_up()
+        self._barrier.abort()
         for link in self._links:
             link.close()
 
@@ -151,6 +154,13 @@ class Server:
                 link.receive(tensor, "parameters")
         with self._lock:
             self._held.load_state(state)
+        link.send_numbers()
+
+    def _wait_for_all(self, worker: int, link: Link, numbers: list[float]) -> None:
+        try:
+            self._barrier.wait()
+        except BrokenBarrierError:
+            raise PeerError("a worker is gone") from None
         link.send_numbers()
 
     def _finish(self, worker: int, link: Link, numbers: list[float]) -> None:

@@ -1,0 +1,69 @@
+"""The data connection of a worker and a server, which is cut when its heartbeats are missing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from paceline.comm.communicator import Operation
+from paceline.comm.torch_backends import GlooTransfer, GlooWork
+from paceline.comm.torch_distributed import TorchCommunicator
+from paceline.comm.work import Work
+from paceline.errors import PeerError
+from paceline.measure.traffic import CountedTransfer
+
+PATIENCE = timedelta(days=7)
+"""How long to wait for an answer while heartbeats arrive."""
+
+
+class Pair(TorchCommunicator):
+    """Its timeout is that for connecting; afterwards heartbeats decide (heartbeat.py)."""
+
+    silent_seconds: float | None = None
+    """How long the peer had been silent when it was lost; None while it is not."""
+    lost_at: float = 0.0
+    """Unix time."""
+
+    def lose(self, silent_seconds: float) -> None:
+        """The peer is lost: whatever waits for it fails now. For any thread."""
+        self.silent_seconds, self.lost_at = silent_seconds, time.time()
+        self.close()
+
+    def operation(self, name: str, peers: Sequence[int]) -> Operation:
+        plain = super().operation(name, peers)
+        return _Operation(plain.rank, plain.name, plain.peers, self)
+
+    def _start(
+        self,
+        operation: Operation,
+        transfer: CountedTransfer,
+        device: torch.device,
+        action: Callable[[], Any],
+        gloo_work: type[GlooTransfer] | type[GlooWork] = GlooWork,
+    ) -> Work:
+        try:
+            return super()._start(operation, transfer, device, action, _PatientTransfer)
+        except AttributeError:
+            # It was closed by another thread just now.
+            raise operation.failed("this communicator is closed") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Operation(Operation):
+    pair: Pair
+
+    def failed(self, cause: str) -> PeerError:
+        silent_seconds = self.pair.silent_seconds
+        if silent_seconds is not None:
+            cause = f"no answer within {silent_seconds:g} s"
+        return Operation.failed(self, cause)
+
+
+class _PatientTransfer(GlooTransfer):
+    def _finish(self) -> None:
+        self._handle.wait(PATIENCE)
