@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from paceline.report import units
 from paceline.report.cells import Cell, differing, settings_key, value_text
 from paceline.report.collection import Collection
 from paceline.report.section.configuration import machine
-from paceline.report.statistics import Difference, excess
+from paceline.report.statistics import Difference, correct, excess
 
 SINGLE = "single run"
 """In place of a significance: the spread between runs is unknown."""
-MANY_ROWS = 10
-"""From here on, a row that is significant by chance is to be expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +172,16 @@ def figure_tables(pair: StudyPair) -> list[FigureTable]:
         _table(pair, "Test accuracy", lambda cell: cell.finals("test_accuracy"), units.number),
         _table(pair, "Test loss", lambda cell: cell.finals("test_loss"), units.number),
     ]
-    return [table for table in tables if any(row.change is not None for row in table.rows)]
+    # All rows are read together, so they are one family of comparisons.
+    corrected = iter(correct([row.change for table in tables for row in table.rows if row.change]))
+    return [
+        FigureTable(
+            table.title,
+            [replace(row, change=row.change and next(corrected)) for row in table.rows],
+        )
+        for table in tables
+        if any(row.change is not None for row in table.rows)
+    ]
 
 
 def _table(
@@ -240,15 +247,14 @@ def headline(pair: StudyPair) -> str:
 def notes(pair: StudyPair) -> list[str]:
     """How to read the tables."""
     found = [
-        "Ratio: the second study's mean over the first's. Its 95 % interval is Welch's t over"
-        " repeats."
+        "Ratio: the second study's mean over the first's. Intervals are Welch's t over repeats,"
+        " corrected for the number of rows (Holm): the chance that any of them is significant"
+        " without a real difference is at most 5%."
     ]
     rows = [row for table in figure_tables(pair) for row in table.rows]
     if any(row.significance == SINGLE for row in rows):
         found.append(f"{SINGLE.capitalize()}: one of the two has no repeats, so the spread between"
                      " runs, and with it the significance, is unknown.")  # fmt: skip
-    if sum(row.significance in ("significant", "within noise") for row in rows) >= MANY_ROWS:
-        found.append("At this level about one row in 20 is significant by chance.")
     return found
 
 
