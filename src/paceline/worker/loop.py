@@ -119,6 +119,7 @@ class TrainingLoop:
             if turn is None:
                 break
             if turn.call == "meet":
+                clock.enter("other")
                 self._steady.leave_out()
                 self.checkpoint()
                 begin = clock.begin_lap("input")
