@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from paceline.comm.rendezvous import Meeting
+from paceline.comm.rendezvous import Meeting, port_of
 from paceline.errors import PacelineError, RunError, UsageError
 from worker_pool import free_port
 
@@ -42,6 +43,24 @@ def test_a_port_in_use_is_named(taken_port: int) -> None:
     assert str(caught.value) == (
         f"port {taken_port} of 127.0.0.1 is in use: choose another --master-port"
     )
+
+
+def test_that_no_port_is_free_is_told_without_a_flag_that_would_not_help(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def bind(*_: object) -> None:
+        raise OSError(errno.EADDRINUSE, "Address already in use")
+
+    monkeypatch.setattr(socket.socket, "bind", bind)
+    with pytest.raises(UsageError, match=r"^no port of 127\.0\.0\.1 is free") as caught:
+        Meeting(0, 1, "127.0.0.1", 0, timeout_seconds=1.0).join()
+    assert "--master-port" not in str(caught.value)
+
+
+def test_any_free_port_can_be_asked_for() -> None:
+    store = Meeting(0, 2, "127.0.0.1", 0, timeout_seconds=5.0).reach(may_serve=True)[0]
+    others = Meeting(1, 2, "127.0.0.1", port_of(store), timeout_seconds=5.0)
+    assert others.reach(may_serve=False)[1] is False
 
 
 def test_an_address_of_another_machine_is_refused_on_rank_zero() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -28,6 +28,14 @@ from paceline.errors import RunError, UsageError
 POLL_SECONDS = 0.02
 
 
+def port_of(store: Store) -> int:
+    """The port at which a store that `Meeting` gave is served."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    assert isinstance(store, TCPStore)
+    return int(store.port)
+
+
 @dataclass(frozen=True, slots=True)
 class Meeting:
     """Where and when to meet."""
@@ -36,6 +44,7 @@ class Meeting:
     world_size: int
     address: str
     port: int
+    """0: any free one, for meetings whose others learn it from whoever serves the store."""
     timeout_seconds: float = 60.0
     """How long to wait for the others."""
     serves_store: bool | None = None
@@ -76,7 +85,7 @@ class Meeting:
         deadline = monotonic() + self.timeout_seconds
         try:
             if may_serve:
-                return self._store(serves=True, listener=self._listen()), True
+                return self._store_at(self._listen()), True
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
                 raise self._explain_bind(error) from None
@@ -95,21 +104,30 @@ class Meeting:
 
     def _serve(self) -> Store:
         try:
-            return self._store(serves=True, listener=self._listen())
+            return self._store_at(self._listen())
         except OSError as error:
             raise self._explain_bind(error) from None
 
-    def _listen(self) -> int:
-        """The file descriptor of a socket that listens at the address, and at no other.
+    def _listen(self) -> socket.socket:
+        """A socket that listens at the address, and at no other.
 
         The store's own server would listen on all addresses, so it is given this one instead.
         """
         family, kind, protocol, _, target = self._resolve()
-        with socket.socket(family, kind, protocol) as listener:
+        listener = socket.socket(family, kind, protocol)
+        try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(target)
             listener.listen(4096)
-            return listener.detach()
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
+    def _store_at(self, listener: socket.socket) -> Store:
+        """Served by this process; the socket is never closed in between, so nobody can take it."""
+        port = int(listener.getsockname()[1])
+        return replace(self, port=port)._store(serves=True, listener=listener.detach())
 
     def _connect(self, deadline: float) -> Store:
         # The store's own client would retry noisily, and beyond its limit.
@@ -200,6 +218,11 @@ class Meeting:
         return family, kind, protocol, name, (str(target[0]), int(target[1]))
 
     def _explain_bind(self, error: OSError) -> UsageError:
+        if error.errno == errno.EADDRINUSE and not self.port:
+            return UsageError(
+                f"no port of {self.address} is free (net.ipv4.ip_local_port_range): end programs"
+                " that have many connections open"
+            )
         if error.errno == errno.EADDRINUSE:
             return UsageError(
                 f"port {self.port} of {self.address} is in use: choose another --master-port"

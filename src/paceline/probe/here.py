@@ -53,16 +53,14 @@ def _serve(plan: Plan) -> tuple[Any, int]:
     if machines.node_rank:
         return None, machines.master_port
     # Loads torch, which the other machines' launchers need not.
-    from paceline.comm.rendezvous import Meeting
-    from paceline.launch.ports import free_port
+    from paceline.comm.rendezvous import Meeting, port_of
 
-    # Nobody else has to know the port on one machine: any free one will do.
-    single = machines.nnodes == 1
-    port = free_port(machines.master_addr) if single else machines.master_port
+    # No other machine has to know the port on one machine.
+    port = 0 if machines.nnodes == 1 else machines.master_port
     store = Meeting(
         0, 1, machines.master_addr, port, machines.rendezvous_seconds, name="comm/launcher"
     ).join()
-    return store, port
+    return store, port_of(store)
 
 
 def _start(plan: Plan, folder: RunFolder, quiet: bool, port: int, processes: Processes) -> None:
