@@ -18,7 +18,7 @@ from paceline.cluster import groups, links
 from paceline.cluster.emulated import EmulatedCluster, all_clusters
 from paceline.cluster.processes import ProcessId, network_namespace
 from paceline.cluster.removal import pids_of
-from paceline.cluster.state import load, path_of
+from paceline.cluster.state import State, load, path_of
 from paceline.errors import ClusterError
 
 pytestmark = [pytest.mark.root, pytest.mark.iproute]
@@ -66,6 +66,28 @@ def test_what_a_killed_owner_left_is_swept_by_the_next_one() -> None:
             assert not left.path.exists()
             assert all(gone(namespace.holder) for namespace in left.namespaces())
             assert not any(group.exists() for group in left.groups.values())
+
+
+def test_what_a_killed_owner_left_goes_without_another_command() -> None:
+    name = f"guarded-{os.getpid()}"
+    with started([sys.executable, "-c", OWNER, name]) as owner:
+        left = load(path_of(name))
+        with started(EmulatedCluster.open(name).command(0, ["sh", "-c", STUBBORN])) as process:
+            inside = ProcessId.of(process.pid)
+            owner.send_signal(signal.SIGKILL)
+            owner.wait()
+            assert is_removed(left)
+            assert gone(inside)
+    assert all(gone(namespace.holder) for namespace in left.namespaces())
+    assert not any(group.exists() for group in left.groups.values())
+
+
+def is_removed(state: State) -> bool:
+    """Soon: what runs inside gets some seconds to end by itself."""
+    deadline = time.monotonic() + 60
+    while state.path.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not state.path.exists()
 
 
 def test_one_whose_owner_lives_is_left_alone() -> None:

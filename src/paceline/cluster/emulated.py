@@ -13,6 +13,7 @@ from typing import Self
 
 from paceline.cluster import groups, latency, links, measuring, namespaces, placement, subnet
 from paceline.cluster.calibration import Calibration
+from paceline.cluster.guardian import Guardian
 from paceline.cluster.processes import ProcessId
 from paceline.cluster.removal import pids_of, remove, sweep
 from paceline.cluster.state import VARIABLE, State, all_paths, choosing, load, path_of
@@ -26,12 +27,14 @@ _log = logging.getLogger("paceline")
 class EmulatedCluster:
     """Nodes with a network of their own, held to the rates and shares of a spec.
 
-    As a context manager it is taken down at the end, whatever happened. One that this process made
-    and could not take down is swept by the next `up`, `status` or `down` of the same user.
+    As a context manager it is taken down at the end, whatever happened. Where this process is
+    killed, its guardian does so; if that is killed too, the next `up`, `status` or `down` of the
+    same user.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, guardian: Guardian | None = None) -> None:
         self.state = state
+        self._guardian = guardian
         self.name: str = state.name
         self.spec: ClusterSpec = state.spec
         self.addresses: list[str] = state.addresses[: state.spec.nodes]
@@ -62,7 +65,10 @@ class EmulatedCluster:
         state.create()
         if not quiet:
             _tell(spec, calibrate)
+        guardian = None
         try:
+            # One that is kept outlives this process.
+            guardian = None if is_kept else Guardian.start(state.path)
             _build(state)
             if calibrate:
                 state.calibration = measuring.calibrate(state)
@@ -70,9 +76,13 @@ class EmulatedCluster:
                 state.owner = None
             state.save()
         except BaseException:
-            remove(state)
+            try:
+                remove(state)
+            finally:
+                if guardian is not None:
+                    guardian.close()
             raise
-        return cls(state)
+        return cls(state, guardian)
 
     @classmethod
     def open(cls, name: str) -> EmulatedCluster:
@@ -103,8 +113,13 @@ class EmulatedCluster:
 
     def down(self) -> None:
         """End everything inside and remove the cluster; a second time does nothing."""
-        if self.state.path.exists():
-            remove(self.state)
+        try:
+            if self.state.path.exists():
+                remove(self.state)
+        finally:
+            guardian, self._guardian = self._guardian, None
+            if guardian is not None:
+                guardian.close()
 
     def __enter__(self) -> Self:
         return self
