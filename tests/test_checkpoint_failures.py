@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from paceline.errors import RunError
 from paceline.worker.checkpoint import CheckpointStore, newest_checkpoint
 
 KILLS = 12
+BLOCK_BYTES = 4096
+"""Of a tmpfs."""
 
 # One program loads torch once and forks a writer for each line that it reads; a writer tells of
 # each checkpoint that save() has returned for.
@@ -191,6 +194,23 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_one_line(
     newest = store.newest()
     assert newest is not None
     assert newest.iteration == 1
+
+
+@pytest.mark.root
+def test_a_disk_that_lacks_only_the_room_for_the_checksum_says_so(tiny_disk: Path) -> None:
+    """The state fits into the blocks that are free, and nothing else does."""
+    store = CheckpointStore(tiny_disk, 1, "sync")
+    save_and_close(store, 1, torch.ones(10_000))
+    needed = (tiny_disk / "iteration-00000001.pt").stat().st_size
+    blocks = -(-needed // BLOCK_BYTES)
+    free = shutil.disk_usage(tiny_disk).free
+    (tiny_disk / "filler").write_bytes(bytes(free - blocks * BLOCK_BYTES))
+    assert shutil.disk_usage(tiny_disk).free == blocks * BLOCK_BYTES
+    with pytest.raises(RunError, match="No space left on device") as raised:
+        save_and_close(store, 2, torch.ones(10_000))
+    words = str(raised.value).split()
+    told = int(words[words.index("needs") + 1]), int(words[words.index("and") + 1])
+    assert told[0] > told[1] == blocks * BLOCK_BYTES
 
 
 @pytest.mark.root

@@ -8,10 +8,10 @@ replaces another of the same iteration, both checksums are listed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
-import shutil
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -213,9 +213,7 @@ def _contents(checksums: Path, iteration: int) -> list[dict[str, Any]]:
 def _explain(error: OSError, folder: Path, path: Path, size_bytes: int) -> str:
     parts = [f"cannot write checkpoint {path}: {error.strerror or error}"]
     with contextlib.suppress(OSError):
-        free_bytes = shutil.disk_usage(folder).free
-        needed = f"it needs {size_bytes} bytes and " if size_bytes else ""
-        parts.append(f"{needed}{free_bytes} are free")
+        parts.append(_explain_space(error, folder, size_bytes))
     standing = iterations(folder)
     parts.append(
         f"{state_file(folder, standing[0]).name} is still there"
@@ -223,6 +221,20 @@ def _explain(error: OSError, folder: Path, path: Path, size_bytes: int) -> str:
         else "there is no earlier checkpoint"
     )
     return "; ".join(parts)
+
+
+def _explain_space(error: OSError, folder: Path, size_bytes: int) -> str:
+    """What a checkpoint needs and what is free, both as the file system counts them."""
+    disk = os.statvfs(folder)
+    free_bytes = disk.f_bavail * disk.f_frsize
+    if not size_bytes:
+        return f"{free_bytes} bytes are free"
+    # Files take whole blocks; the checksum is a second file, and the folder may need one as well.
+    blocks = -(-size_bytes // disk.f_frsize) + 2
+    needed = f"it needs {blocks * disk.f_frsize} bytes with its checksum, and {free_bytes} are free"
+    if blocks <= disk.f_bavail and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        needed += " now: check quotas, inodes and what else fills the disk"
+    return needed
 
 
 def _discard(temporary: Path) -> None:
