@@ -296,6 +296,37 @@ def test_list_names_every_entry_with_a_summary(
     assert max(map(len, out.splitlines())) <= 80
 
 
+WITHOUT = """
+import sys
+sys.modules[sys.argv[1]] = None
+from paceline.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
+"""A command where a module cannot be imported, as if it were not installed."""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "--iterations", "1"],
+        ["train", "--nproc-per-node", "2"],
+        ["comm"],
+        ["demo"],
+        ["study", "run", "four-ways"],
+        ["slurm", "--dry-run"],
+    ],
+    ids=" ".join,
+)
+def test_a_missing_torch_is_one_line(words: list[str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, "torch", *words],
+        cwd=tmp_path, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    line = f"paceline: error: torch is not installed: install it with `{sys.executable} -m pip"
+    assert done.stderr == f"{line} install torch`\n"
+
+
 def test_help_does_not_import_torch() -> None:
     program = (
         "import sys\nfrom paceline.cli import main\n"

@@ -12,6 +12,7 @@ import importlib
 import io
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -35,6 +36,15 @@ COMMANDS = {
     "doctor": "doctor",
 }
 """Commands, and the modules they are in."""
+DEPENDENCIES = {
+    "torch": "torch",
+    "numpy": "numpy",
+    "rich": "rich",
+    "psutil": "psutil",
+    "matplotlib": "matplotlib",
+    "yaml": "pyyaml",
+}
+"""Modules that paceline cannot do without, and the packages they come in."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,6 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not error.is_told:
             _complain(str(error))
         return error.exit_code
+    except ModuleNotFoundError as error:
+        package = DEPENDENCIES.get(error.name or "")
+        if package is None:
+            raise
+        install = shlex.join([sys.executable, "-m", "pip", "install", package])
+        _complain(f"{package} is not installed: install it with `{install}`")
+        return UsageError.exit_code
     except KeyboardInterrupt:
         _complain("interrupted")
         return 130
