@@ -237,7 +237,10 @@ class RunFolder:
             self.result_file.rename(self._free_name("result"))
 
     def write_result(self, result: Mapping[str, Any]) -> None:
-        write_json(self.result_file, result)
+        try:
+            write_json(self.result_file, result)
+        except OSError as error:
+            raise RunError(explain_write_error(self.result_file, error)) from None
 
 
 def default_name(config: RunConfig) -> str:
@@ -254,6 +257,15 @@ def default_name(config: RunConfig) -> str:
     return name
 
 
+def explain_write_error(path: Path, error: OSError) -> str:
+    """A line that names the file, and where space ran out the disk as well."""
+    text = f"cannot write {path}: {error.strerror or error}"
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return text
+    disk = next((folder for folder in path.absolute().parents if folder.is_mount()), Path("/"))
+    return f"{text} (disk mounted at {disk})"
+
+
 class EventWriter:
     """Appends events to a rank's file, each whole and at once on its way to the disk."""
 
@@ -263,7 +275,7 @@ class EventWriter:
             _end_cut_line(path)
             file = _open_to_append(path)
         except OSError as error:
-            raise RunError(f"cannot write {path}: {error.strerror}") from None
+            raise RunError(explain_write_error(path, error)) from None
         self._file: TextIO = io.TextIOWrapper(file, encoding="utf-8")
 
     def write(self, event: str, **values: Any) -> None:
@@ -272,7 +284,7 @@ class EventWriter:
             self._file.write(line + "\n")
             self._file.flush()
         except OSError as error:
-            raise RunError(f"cannot write {self._file.name}: {error.strerror}") from None
+            raise RunError(explain_write_error(Path(self._file.name), error)) from None
 
     def close(self) -> None:
         # What could not be written was told by write(); closing would try, and fail, again.

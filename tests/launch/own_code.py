@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.comm.communicator import Communicator
+from paceline.errors import UsageError
 from paceline.sync.parameter_server import ParameterServer
-from paceline.sync.strategy import MakeOptimizer
+from paceline.sync.replica import Replica
+from paceline.sync.strategy import MakeOptimizer, Strategy
 from paceline.worker.fingerprint import weights_sha256
 
 Samples = tuple[Tensor, Tensor]
@@ -150,3 +153,40 @@ class Recording(Plain):
             if (notes / "slow").exists():
                 time.sleep(0.1)
         return super().forward(inputs)
+
+
+class FailingTwice(Plain):
+    """The first worker raises, then the second one fails as OWN_SECOND says, its clock late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self._calls += 1
+        mark = Path(os.environ["OWN_NOTES"]) / "failed"
+        if self._calls == 5 and rank() == "0":
+            mark.touch()
+            raise ValueError("the first error")
+        if self._calls == 5 and rank() == "1":
+            self._fail_second(mark)
+        return super().forward(inputs)
+
+    def _fail_second(self, mark: Path) -> None:
+        deadline = time.monotonic() + 60
+        while not mark.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        # Long enough for the first one's launcher to notice, and within the grace that follows.
+        time.sleep(1.5)
+        if os.environ["OWN_SECOND"] == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        now = time.time
+        time.time = lambda: now() - 3600.0
+        raise ValueError("the second error")
+
+
+class Picky(Strategy):
+    """Rejects every model when it sees it."""
+
+    def attach(self, replica: Replica) -> None:
+        raise UsageError("--model: this strategy takes no model at all")

@@ -89,6 +89,23 @@ def test_a_failure_on_another_node_is_told_everywhere(tmp_path: Path) -> None:
     assert len(result["workers"]) == 2, "the records of the node that failed must arrive"
 
 
+@pytest.mark.parametrize("second", ["killed", "raises"])
+def test_the_first_error_is_the_cause_whatever_the_clock_of_another_node_says(
+    second: str, tmp_path: Path
+) -> None:
+    outs, port = [tmp_path / "disk-0", tmp_path / "disk-1"], free_port()
+    variables = {"OWN_NOTES": str(tmp_path), "OWN_SECOND": second}
+    settings = {"nnodes": 2, "model": "own_code:FailingTwice", "iterations": 100_000}
+    with (
+        node(outs[0], 0, port, variables, **settings) as one,
+        node(outs[1], 1, port, variables, **settings) as other,
+    ):
+        ended = [one.end(), other.end()]
+    cause = f"ValueError: the first error (traceback in {outs[0]}/run/traceback.txt)"
+    assert [(each.code, each.err) for each in ended] == [(1, f"paceline: error: {cause}\n")] * 2
+    assert read_json(outs[0] / "run" / "result.json")["cause"] == cause
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_node_that_is_gone_ends_the_others(victim: int, tmp_path: Path) -> None:
     outs, port = [tmp_path / "disk-0", tmp_path / "disk-1"], free_port()
@@ -164,3 +181,26 @@ def test_on_one_machine_a_port_in_use_is_no_hindrance() -> None:
         port = taken.getsockname()[1]
         nodes = Nodes(from_mapping({"nproc_per_node": 2, "master_port": port}))
     assert nodes.port != port
+
+
+def test_nobody_can_take_the_port_of_a_run_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program is quick to bind each port that is given up."""
+    plain, taken = socket.socket, []
+
+    class Watched(socket.socket):
+        def close(self) -> None:
+            port = self.getsockname()[1] if self.fileno() >= 0 else 0
+            super().close()
+            if port:
+                taken.append(plain())
+                taken[-1].bind(("127.0.0.1", port))
+                taken[-1].listen()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socket", Watched)
+        try:
+            nodes = Nodes(from_mapping({"nproc_per_node": 2}))
+        finally:
+            for each in taken:
+                each.close()
+    assert nodes.port

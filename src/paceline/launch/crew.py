@@ -14,15 +14,16 @@ from typing import Self
 from paceline.comm.communicator import name_ranks
 from paceline.comm.place import Place
 from paceline.config import RunConfig
-from paceline.errors import StoppedError
+from paceline.errors import RunError, StoppedError
 from paceline.launch.ending import Ending, earliest, failure_file, read_failure
+from paceline.launch.failure_board import FailureBoard
 from paceline.launch.hand_in import clear_reports, read_reports
 from paceline.launch.interruptions import Interruptions, signal_name
 from paceline.launch.nodes import POLL_SECONDS, Nodes
 from paceline.launch.servers import server_ranks
 from paceline.launch.spawn import spawn
 from paceline.measure.sampler import ResourceSampler
-from paceline.records import SCHEMA, RunFolder, write_json
+from paceline.records import SCHEMA, RunFolder, explain_write_error, write_json
 from paceline.worker.report import WorkerReport
 
 GRACE_SECONDS = 3.0
@@ -38,8 +39,12 @@ class Crew:
         resumed: bool,
         quiet: bool,
         attempt: int = 0,
+        board: FailureBoard | None = None,
     ) -> None:
-        """`attempt`: of several, where the workers of each meet at the same store."""
+        """`attempt`: of several, where the workers of each meet at the same store.
+
+        `board`: where failures of all nodes are put in order; without one, clocks decide.
+        """
         self.folder = folder
         self.trouble: str | None = None
         """What kept the resources from being sampled."""
@@ -53,6 +58,9 @@ class Crew:
         self._members = [*self._ranks, *server_ranks(config, config.node_rank)]
         """Workers and servers of this node."""
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._board = board
+        self._orders: dict[int, int] = {}
+        """When each failed process was noticed, by the board's count."""
         self._forwarded: Signals | None = None
         self._sampler = ResourceSampler(
             folder.resources_file(config.node_rank),
@@ -62,12 +70,18 @@ class Crew:
         )
 
     def __enter__(self) -> Self:
-        self.clear_traces(reports=True)
-        write_json(self._launch_file, {"schema": SCHEMA, "config": self.config.to_dict()})
         try:
+            self.clear_traces(reports=True)
+            write_json(self._launch_file, {"schema": SCHEMA, "config": self.config.to_dict()})
             for rank in self._members:
                 self._processes[rank] = self._start(rank)
             self._sampler.start()
+        except OSError as error:
+            self._end()
+            file = Path(error.filename or self.folder.path)
+            raise RunError(
+                f"cannot start the workers: {explain_write_error(file, error)}"
+            ) from None
         except BaseException:
             self._end()
             raise
@@ -131,7 +145,17 @@ class Crew:
 
     def codes(self) -> dict[int, int | None]:
         """How each process has ended, by rank; None while it runs."""
-        return {rank: process.poll() for rank, process in self._processes.items()}
+        codes = {rank: process.poll() for rank, process in self._processes.items()}
+        self._note_failures(codes)
+        return codes
+
+    def _note_failures(self, codes: Mapping[int, int | None]) -> None:
+        """Give those that failed since the last look their places in the order of failures."""
+        new = [rank for rank, code in codes.items() if code and rank not in self._orders]
+        if not new:
+            return
+        order = self._board.next_order() if self._board else 0
+        self._orders |= dict.fromkeys(new, order)
 
     def has_failed(self, codes: Mapping[int, int | None]) -> bool:
         """Whether one has ended that the others cannot go on without.
@@ -154,6 +178,7 @@ class Crew:
         }
         codes: dict[int, int | None] = {}
         while monotonic() < deadline and any(worker.poll() is None for worker in workers):
+            self.codes()
             if servers and not codes and monotonic() > deadline - grace_seconds / 2:
                 # A server may wait for the one that was lost, and the workers for the server.
                 codes = {rank: server.poll() for rank, server in servers.items()}
@@ -166,31 +191,53 @@ class Crew:
 
     def explain(self, codes: dict[int, int | None], interruptions: Interruptions) -> Ending | None:
         """Why the workers did not finish, as far as is known on this node."""
-        told = [Ending.of_report(each) for each in self.reports() if each.status != "finished"]
-        told += filter(None, (read_failure(self.folder, rank) for rank in self._members))
-        known = earliest(told)
+        if not self.folder.path.is_dir():
+            return Ending(f"the run folder {self.folder.path} was removed during the run")
+        known = earliest(self._told_endings())
         if (known and not known.is_echo) or not any(code != 0 for code in codes.values()):
             return known
+        order = min(self._orders.values(), default=0)
         if interruptions.received:
             name = interruptions.received[0].name
             when = "" if known else " before training began"
-            return Ending(f"stopped by {name}{when}", StoppedError.exit_code, "stopped")
+            cause = f"stopped by {name}{when}"
+            return Ending(cause, StoppedError.exit_code, "stopped", order=order)
         for rank, code in codes.items():
             if code is not None and code < 0:
                 cause = f"{self._name(rank)} was killed by {signal_name(code)}"
-                return Ending(cause, is_loss=True)
+                return Ending(cause, is_loss=True, order=self._orders.get(rank, 0))
         for rank, code in codes.items():
             if code and known is None:
                 name, last = self._name(rank), self._last_line(rank)
-                return Ending(f"{name} ended with exit code {code}: {last}")
+                cause = f"{name} ended with exit code {code}: {last}"
+                return Ending(cause, order=self._orders.get(rank, 0))
         busy = [rank for rank in self._ranks if codes[rank] is None]
         if known and busy:
             return replace(known, cause=f"{known.cause}; {name_ranks(busy)} was still busy")
-        return known
+        # Ended from here, because of an alarm: whoever raised it knows more.
+        return known or Ending("another node reported a failure without a cause", is_echo=True)
+
+    def _told_endings(self) -> list[Ending]:
+        """What this node's own processes have reported, and the others' reports that are here."""
+        told = []
+        for report in self.reports():
+            if report.status != "finished":
+                order = self._orders.get(report.worker["rank"], 0)
+                told.append(replace(Ending.of_report(report), order=order))
+        for rank in self._members:
+            ending = read_failure(self.folder, rank)
+            if ending is None and self._board and rank in self._orders:
+                ending = self._board.read(rank)
+            if ending:
+                told.append(replace(ending, order=self._orders.get(rank, 0)))
+        return told
 
     def _last_line(self, rank: int) -> str:
         """Of what a worker wrote that could not say why it ended."""
-        text = self._output_file(rank).read_text(errors="replace").strip()
+        try:
+            text = self._output_file(rank).read_text(errors="replace").strip()
+        except OSError as error:
+            return f"its output cannot be read ({error.strerror})"
         return text.splitlines()[-1] if text else "it said nothing"
 
     def _end(self) -> None:

@@ -1,4 +1,4 @@
-"""Why a run did not come to its end, as workers tell their launcher and launchers one another."""
+"""Why a run did not finish, as workers tell their launcher and launchers one another."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import ConfigError, PacelineError, RunError, StoppedError
+from paceline.launch.messages import MalformedError, check_fields, in_one_line
 from paceline.records import SCHEMA, RunFolder, read_json, write_json
 from paceline.worker.report import WorkerReport
 
@@ -20,14 +21,24 @@ class Ending:
     is_echo: bool = False
     """Whether it is only what was seen of another one's failure."""
     ended: float = 0.0
-    """Unix time."""
+    """Unix time by this machine's clock; 0 where the process could not say when."""
     is_loss: bool = False
     """Whether a process or a machine went away, which another attempt may survive."""
+    order: int = 0
+    """The store's count of failures when it was noticed, the same clock for all nodes; 0: none."""
 
     @classmethod
     def of_report(cls, report: WorkerReport) -> Ending:
         cause = report.cause or "a worker failed"
         return cls(cause, report.exit_code, report.status, report.is_echo, report.ended)
+
+    @classmethod
+    def of_message(cls, value: object, what: str) -> Ending:
+        """What another process sent; MalformedError where it is not an ending."""
+        values = check_fields(value, what, KINDS)
+        if values["status"] not in STATUSES or not 0 < values["exit_code"] < 256:
+            raise MalformedError(what, "no such status or exit code")
+        return cls(**{**values, "cause": in_one_line(values["cause"])})
 
     def error(self) -> PacelineError:
         kinds: dict[int, Callable[[str], PacelineError]] = {
@@ -37,9 +48,30 @@ class Ending:
         return kinds.get(self.exit_code, RunError)(self.cause)
 
 
+STATUSES = ("failed", "diverged", "stopped")
+KINDS: dict[str, type | tuple[type, ...]] = {
+    "cause": str,
+    "exit_code": int,
+    "status": str,
+    "is_echo": bool,
+    "ended": (int, float),
+    "is_loss": bool,
+    "order": int,
+}
+"""Types of an ending's fields, for those that other processes send."""
+
+
 def earliest(endings: Iterable[Ending]) -> Ending | None:
-    """The first that is no echo of another; where all are, the first of these."""
-    return min(endings, key=lambda each: (each.is_echo, each.ended), default=None)
+    """The root cause: errors before losses, losses before echoes, and then the first of its kind.
+
+    Endings of different machines are ordered by the store's count, since clocks differ; those of
+    one machine that were noticed together, by its clock.
+    """
+    return min(
+        endings,
+        key=lambda each: (each.is_echo, each.is_loss, each.order, each.ended),
+        default=None,
+    )
 
 
 def failure_file(folder: RunFolder, rank: int) -> Path:
@@ -57,4 +89,4 @@ def read_failure(folder: RunFolder, rank: int) -> Ending | None:
         return None
     values = read_json(file)
     del values["schema"]
-    return Ending(**values)
+    return Ending.of_message(values, file.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from time import monotonic, sleep
 
 import torch
@@ -11,10 +12,45 @@ import torch
 from paceline.comm.communicator import Communicator
 from paceline.comm.objects import broadcast_json, gather_bytes, gather_json
 from paceline.comm.place import Place
-from paceline.errors import PeerError
-from paceline.launch.store_files import is_acceptable
-from paceline.records import SCHEMA, RunFolder, read_json, write_json
+from paceline.errors import PeerError, RunError
+from paceline.launch.ending import STATUSES
+from paceline.launch.messages import MalformedError, check_fields, decode, in_one_line
+from paceline.records import SCHEMA, RunFolder, explain_write_error, read_json, write_json
 from paceline.worker.report import WorkerReport
+
+logger = logging.getLogger("paceline")
+
+NUMBER = (int, float)
+REPORT: dict[str, type | tuple[type, ...]] = {
+    "status": str,
+    "cause": (str, type(None)),
+    "exit_code": int,
+    "is_echo": bool,
+    "ended": NUMBER,
+    "is_together": bool,
+    "iterations": int,
+    "weights_sha256": (str, type(None)),
+    "train_loss": (*NUMBER, type(None)),
+    "seconds_to_target": (*NUMBER, type(None)),
+    "history": list,
+    "worker": dict,
+    "checkpoints": dict,
+    "measuring_fraction": NUMBER,
+    "warnings": list,
+    "samples_before": int,
+}
+"""Types of a report's fields, for those that other nodes send."""
+ACCOUNT: dict[str, type | tuple[type, ...]] = {
+    "rank": int,
+    "node": int,
+    "samples": int,
+    "wall_seconds": NUMBER,
+    "iteration_seconds": dict,
+    "phases": dict,
+    "hidden_exchange_seconds": NUMBER,
+    "traffic": dict,
+}
+"""Those of its account of the worker; strategies may add others."""
 
 OTHERS_SECONDS = 3.0
 """How long the first worker waits, after a failure, for what the others say about it."""
@@ -28,10 +64,45 @@ def write_report(folder: RunFolder, rank: int, report: WorkerReport) -> None:
 def read_reports(folder: RunFolder, workers: int) -> list[WorkerReport]:
     """Those that are there, in the ranks' order."""
     files = (folder.report_file(rank) for rank in range(workers))
-    values = [read_json(file) for file in files if file.exists()]
-    for value in values:
+    found = {file.name: read_json(file) for file in files if file.exists()}
+    for value in found.values():
         del value["schema"]
-    return [WorkerReport(**value) for value in values]
+    return [parse_report(value, name) for name, value in found.items()]
+
+
+def parse_report(value: object, what: str, rank: int | None = None) -> WorkerReport:
+    """A report that another process wrote, perhaps on another machine, of this rank if given."""
+    values = check_fields(value, what, REPORT)
+    worker = values["worker"]
+    account = {name: worker.get(name) for name in ACCOUNT}
+    check_fields(account, what, ACCOUNT)
+    if values["status"] not in ("finished", *STATUSES) or rank not in (None, worker["rank"]):
+        raise MalformedError(what, "no such status or rank")
+    if not all(isinstance(each, dict) for each in values["history"]):
+        raise MalformedError(what, "bad value of history")
+    if not all(isinstance(each, str) for each in values["warnings"]):
+        raise MalformedError(what, "bad value of warnings")
+    cause = values["cause"]
+    return WorkerReport(**{**values, "cause": cause and in_one_line(cause)})
+
+
+def put_record(folder: RunFolder, name: str, contents: bytes) -> None:
+    """Write a file that another node handed in; a malformed report is ignored with a warning."""
+    if name.startswith("report-"):
+        try:
+            value = decode(contents, name)
+            if isinstance(value, dict):
+                value.pop("schema", None)
+            rank = int(name.removeprefix("report-").removesuffix(".json"))
+            parse_report(value, name, rank)
+        except MalformedError as error:
+            logger.warning("%s", error)
+            return
+    file = folder.path / name
+    try:
+        file.write_bytes(contents)
+    except OSError as error:
+        raise RunError(explain_write_error(file, error)) from None
 
 
 def clear_reports(folder: RunFolder, workers: int) -> None:
@@ -64,21 +135,32 @@ def hand_in(
         return None
     if place.local_rank == 0:
         clear_reports(folder, communicator.world_size)
-    return [WorkerReport(**values) for values in reports] if reports else None
+    if not reports:
+        return None
+    return [parse_report(value, f"report of rank {rank}") for rank, value in enumerate(reports)]
 
 
 def _hand_in_files(folder: RunFolder, place: Place, communicator: Communicator) -> None:
-    is_shared = broadcast_json(communicator, folder.identity()) == folder.identity()
+    # Somebody may have removed the folder meanwhile; whoever writes the result says so.
+    identity = folder.identity() if folder.config_file.is_file() else None
+    is_shared = broadcast_json(communicator, identity) == identity
     rank, node = place.rank, place.node
     for file in (folder.events_file(rank), folder.trace_file(rank), folder.resources_file(node)):
+        kind = file.name.partition("-")[0]
         wanted = not is_shared and file.exists()
         contents = file.read_bytes() if wanted else b""
         payload = torch.frombuffer(bytearray(contents or b"\0"), dtype=torch.uint8)
         names = gather_json(communicator, file.name if contents else None)
         parts = gather_bytes(communicator, payload, "control")
-        for name, part in zip(names or [], parts or [], strict=True):
-            if name is not None and is_acceptable(name):
-                (folder.path / name).write_bytes(part.numpy().tobytes())
+        for sender, (name, part) in enumerate(zip(names or [], parts or [], strict=True)):
+            if name is None:
+                continue
+            # The first node's own files are here already, and nobody else has them.
+            numbers = range(1, place.nnodes) if kind == "resources" else [sender] * bool(sender)
+            if name in [f"{kind}-{number}{file.suffix}" for number in numbers]:
+                put_record(folder, name, part.numpy().tobytes())
+            else:
+                logger.warning("ignored %.80r handed in by rank %d", name, sender)
 
 
 def collect_reports(folder: RunFolder, workers: int) -> list[WorkerReport]:

@@ -24,14 +24,23 @@ from paceline.comm.place import Place
 from paceline.comm.rendezvous import Meeting
 from paceline.comm.torch_distributed import connect
 from paceline.config import RunConfig, from_mapping
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, UsageError
 from paceline.launch import environment
 from paceline.launch.agreement import agree_on_config, succeed_together
 from paceline.launch.ending import Ending, write_failure
-from paceline.launch.hand_in import collect_reports, hand_in, part_in_peace, write_report
+from paceline.launch.failure_board import post_failure
+from paceline.launch.hand_in import (
+    OTHERS_SECONDS,
+    clear_reports,
+    collect_reports,
+    hand_in,
+    part_in_peace,
+    write_report,
+)
 from paceline.launch.interruptions import Interruptions
+from paceline.launch.messages import check_run_name
 from paceline.launch.outcome import Outcome
-from paceline.launch.result import write_result
+from paceline.launch.result import first_cause, write_result
 from paceline.launch.servers import hosted, pairs_with_servers
 from paceline.measure.clock import PhaseClock
 from paceline.measure.sampler import ResourceSampler
@@ -64,12 +73,18 @@ def main(arguments: list[str]) -> int:
             ready.team.servers = servers
             report = _train(config, folder, ready, quiet, clock)
             interruptions.raises = False
+            if report.status != "finished" and not folder.report_file(place.rank).exists():
+                post_failure(config, place, Ending.of_report(report))
             part_in_peace(communicator, report)
             return report.exit_code
     except (KeyboardInterrupt, Exception) as error:  # noqa: BLE001 - told by the launcher
         status, cause, code = explain(error, folder)
         is_echo = isinstance(error, PacelineError) and error.is_echo
-        write_failure(folder, place.rank, Ending(cause, code, status, is_echo, time.time()))
+        ending = Ending(cause, code, status, is_echo, time.time())
+        try:
+            write_failure(folder, place.rank, ending)
+        except OSError:
+            post_failure(config, place, ending)
         return code
 
 
@@ -89,15 +104,18 @@ def run(config: RunConfig, place: Place, resumed: RunFolder | None, quiet: bool)
                 with (
                     hosted(config, folder, place),
                     pairs_with_servers(config, place, communicator.traffic) as servers,
-                    _sampler(config, folder, place),
+                    _sampler(config, folder, place) as sampler,
                 ):
                     ready.team.servers = servers
                     report = _train(config, folder, ready, quiet, clock)
+                if trouble := sampler.stop():
+                    report.warnings.append(trouble)
+                    write_report(folder, place.rank, report)
                 reports = hand_in(folder, place, communicator, report)
         except PacelineError as error:
             error.is_told = place.rank > 0
             raise
-        return _conclude(config, folder, place, report, reports)
+        return _conclude(config, folder, place, report, reports, is_new=resumed is None)
 
 
 def _conclude(
@@ -106,16 +124,42 @@ def _conclude(
     place: Place,
     report: WorkerReport,
     reports: list[WorkerReport] | None,
+    is_new: bool,
 ) -> Outcome:
     if place.rank:
+        if place.local_rank == 0 and is_new and _is_refusal([report]):
+            # By now the first worker has read the reports, should it have the same folder.
+            time.sleep(OTHERS_SECONDS)
+            _discard_records(config, folder, place)
         if report.status != "finished" and not report.is_echo:
             error = Ending.of_report(report).error()
             # The first worker of the same machine finds the report, and tells.
             error.is_told = place.node == 0 or report.status == "stopped"
             raise error
         return Outcome(folder, None, report.exit_code)
-    result = write_result(config, folder, reports or collect_reports(folder, place.world_size))
+    reports = reports or collect_reports(folder, place.world_size)
+    cause = first_cause(reports)
+    if cause and is_new and _is_refusal(reports):
+        _discard_records(config, folder, place)
+        raise cause.error()
+    result = write_result(config, folder, reports)
     return Outcome(folder, result, report.exit_code)
+
+
+def _is_refusal(reports: list[WorkerReport]) -> bool:
+    """Whether a strategy rejected the model, so that nobody trained."""
+    cause = first_cause(reports)
+    has_trained = any(report.iterations for report in reports)
+    return cause is not None and cause.exit_code == UsageError.exit_code and not has_trained
+
+
+def _discard_records(config: RunConfig, folder: RunFolder, place: Place) -> None:
+    """Remove what the workers of this machine have written: the name of the run stays free."""
+    for rank in range(config.workers):
+        folder.events_file(rank).unlink(missing_ok=True)
+    clear_reports(folder, config.workers)
+    folder.resources_file(place.node).unlink(missing_ok=True)
+    folder.discard()
 
 
 def _make_ready_or_discard(
@@ -204,7 +248,7 @@ def _agree_on_folder(
     made = succeed_together(communicator, make)
     if resumed:
         return resumed
-    name = broadcast_json(communicator, made.id if made else None)
+    name = check_run_name(broadcast_json(communicator, made.id if made else None))
     return succeed_together(communicator, lambda: made or RunFolder.beside(config, name))
 
 

@@ -178,8 +178,9 @@ class NodeProcess:
     def _hear(self, line: str) -> None:
         if line.startswith(NEWS_MARK):
             self._begin()
-            with contextlib.suppress(ValueError):
-                self.end.news |= json.loads(line.removeprefix(NEWS_MARK))
+            with contextlib.suppress(ValueError, RecursionError):
+                news = json.loads(line.removeprefix(NEWS_MARK))
+                self.end.news |= news if isinstance(news, dict) else {}
         elif line.startswith(COMPLAINT):
             told = line.removeprefix(COMPLAINT)
             self.end.complaint = "\n".join(filter(None, (self.end.complaint, told)))

@@ -9,17 +9,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from time import monotonic, sleep
-from typing import Any
+import logging
+from collections.abc import Callable
+from time import monotonic, sleep, time
+from typing import Any, TypeVar
 
-from paceline.comm.rendezvous import Meeting
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch does not list it
+
+from paceline.comm.rendezvous import Meeting, port_of
 from paceline.config import RunConfig
 from paceline.errors import ConfigError, RunError
 from paceline.launch.agreement import differences
 from paceline.launch.ending import Ending, earliest
-from paceline.launch.ports import free_port
-from paceline.launch.store_files import receive_files, send_files
+from paceline.launch.failure_board import FailureBoard
+from paceline.launch.hand_in import put_record
+from paceline.launch.messages import MalformedError, check_fields, check_run_name, decode
+from paceline.launch.store_files import receive_files, record_names, send_files
 from paceline.records import RunFolder
+
+T = TypeVar("T")
+
+logger = logging.getLogger("paceline")
 
 POLL_SECONDS = 0.05
 NEWS_SECONDS = 0.5
@@ -34,26 +44,31 @@ class Nodes:
         self._config = config
         self._node = config.node_rank
         self._others = [node for node in range(config.nnodes) if node != self._node]
-        # Nobody else has to know the port of a run on one machine: any free one will do.
-        self.port = config.master_port if self._others else free_port(config.master_addr)
         self._store = Meeting(
             self._node,
             config.nnodes,
             config.master_addr,
-            self.port,
+            # No other machine has to know the port of a run on one machine.
+            config.master_port if self._others else 0,
             timeout_seconds=config.rendezvous_seconds,
             name="nodes",
             noun="node",
         ).join()
+        self.port = config.master_port if self._others else port_of(self._store)
         self._looked = monotonic()
         self._lost = False
+        self.board = FailureBoard(self._ask)
         self.shares_folder = True
         """Whether this node's folder is the very one of the first node."""
         self._compare_configs()
 
     def _compare_configs(self) -> None:
         self._try_set(f"config/{self._node}", self._config.to_dict())
-        settings = [self._await(f"config/{node}") for node in range(self._config.nnodes)]
+        kinds = dict.fromkeys(self._config.to_dict(), object)
+        settings = [
+            check_fields(self._await(f"config/{node}"), f"configuration of node {node}", kinds)
+            for node in range(self._config.nnodes)
+        ]
         problems = [
             problem
             for node in range(1, self._config.nnodes)
@@ -72,8 +87,8 @@ class Nodes:
         if folder is not None and self._node == 0:
             self._try_set("folder", {"id": folder.id, "identity": folder.identity()})
             return folder
-        told = self._await("folder")
-        folder = folder or RunFolder.beside(self._config, told["id"])
+        told = check_fields(self._await("folder"), "run folder", {"id": object, "identity": list})
+        folder = folder or RunFolder.beside(self._config, check_run_name(told["id"]))
         self.shares_folder = folder.identity() == told["identity"]
         return folder
 
@@ -107,10 +122,9 @@ class Nodes:
             self._hand_in(folder, files)
         self._try_set(f"ended/{self._node}", dataclasses.asdict(ending) if ending else None)
         told = self._hear_endings()
-        if self._node == 0:
-            self._collect(folder)
+        not_collected = self._collect_or_fail(folder) if self._node == 0 else None
         self._part([node for node in self._others if node in told])
-        known = earliest([each for each in (ending, *told.values()) if each])
+        known = earliest([each for each in (ending, *told.values()) if each]) or not_collected
         if self._lost and (known is None or known.is_echo):
             cause = f"lost contact with the first node at {self._config.master_addr}"
             return Ending(cause, is_loss=True)
@@ -133,8 +147,7 @@ class Nodes:
         while len(told) < len(self._others) and not self._lost:
             for node in self._others:
                 if node not in told and self._has(f"ended/{node}"):
-                    values = self._get(f"ended/{node}")
-                    told[node] = Ending(**values) if values else None
+                    told[node] = self._ending(node)
             failed = self._has("alarm")
             limit = FAREWELL_SECONDS if failed else self._config.timeout_seconds
             if monotonic() - begun > limit:
@@ -142,18 +155,37 @@ class Nodes:
             sleep(POLL_SECONDS)
         return told
 
+    def _ending(self, node: int) -> Ending | None:
+        try:
+            values = self._get(f"ended/{node}")
+            return None if values is None else Ending.of_message(values, f"ending of node {node}")
+        except MalformedError as error:
+            return Ending(str(error), is_echo=True)
+
     def _hand_in(self, folder: RunFolder, files: list[str]) -> None:
         try:
             send_files(self._store, self._node, folder.path, files)
         except RuntimeError:
             self._lost = True
+        except OSError as error:
+            logger.warning("records of node %d stay here: %s", self._node, error)
+
+    def _collect_or_fail(self, folder: RunFolder) -> Ending | None:
+        try:
+            self._collect(folder)
+        except RunError as error:
+            return Ending(str(error), ended=time())
+        return None
 
     def _collect(self, folder: RunFolder) -> None:
+        local = self._config.nproc_per_node
         for node in self._others:
+            ranks = range(node * local, (node + 1) * local)
             receive_files(
                 self._store,
                 node,
-                lambda name, contents: (folder.path / name).write_bytes(contents),
+                lambda name, contents: put_record(folder, name, contents),
+                expected=record_names(folder, ranks, [node]),
             )
 
     def _part(self, others: list[int]) -> None:
@@ -166,8 +198,17 @@ class Nodes:
                 return
             sleep(POLL_SECONDS)
 
+    def _ask(self, action: Callable[[Store], T]) -> T:
+        """RunError where the store is gone."""
+        try:
+            if not self._lost:
+                return action(self._store)
+        except RuntimeError:
+            self._lost = True
+        raise RunError(f"lost contact with the first node at {self._config.master_addr}")
+
     def _get(self, key: str) -> Any:
-        return json.loads(self._store.get(key))
+        return decode(self._store.get(key), f"value of {key}")
 
     def _await(self, key: str) -> Any:
         """What another node is about to tell."""

@@ -75,7 +75,8 @@ def unpack(source: IO[bytes], folder: Path, progress: Progress, replace: bool = 
                     count += 1
                 done += entry.size
                 progress(done)
-    except tarfile.TarError as error:
+    except (tarfile.TarError, ValueError, EOFError) as error:
+        # A forged header makes the module raise more than its own errors.
         raise RecordsError(f"the records came damaged or not at all ({error})") from None
     except OSError as error:
         raise RecordsError(f"cannot write to {folder}: {error.strerror or error}") from None

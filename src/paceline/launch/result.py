@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from paceline.comm.communicator import name_ranks
 from paceline.config import RunConfig
 from paceline.errors import RunError
 from paceline.launch.cluster_account import cluster_account
@@ -28,8 +29,10 @@ def write_result(
     result = {**assemble(config, folder, reports, ending), **more}
     try:
         folder.write_result(result)
-    except OSError as error:
-        raise RunError(f"cannot write {folder.result_file}: {error.strerror}") from None
+    except RunError as error:
+        # What ended the run comes first: this may be no more than its consequence.
+        cause = f"{result['cause']}; " if result["cause"] else ""
+        raise RunError(f"{cause}{error}") from None
     return result
 
 
@@ -37,7 +40,7 @@ def assemble(
     config: RunConfig, folder: RunFolder, reports: list[WorkerReport], ending: Ending | None = None
 ) -> Result:
     first = reports[0] if reports else None
-    ending = ending or first_cause(reports)
+    ending = ending or first_cause(reports) or _missing_report(reports)
     nodes = [summarise(folder.resources_file(node), node) for node in range(config.nnodes)]
     history = first.history if first else []
     last = history[-1] if history else {}
@@ -73,6 +76,7 @@ def assemble(
         "warnings": [
             *(cluster["warnings"] if cluster else []),
             *dict.fromkeys(text for report in reports for text in report.warnings),
+            *_missing_records(config, reports, ending),
         ],
     }
 
@@ -81,6 +85,24 @@ def first_cause(reports: list[WorkerReport]) -> Ending | None:
     """Why the run did not finish, as its workers tell it."""
     unfinished = [report for report in reports if report.status != "finished"]
     return earliest(Ending.of_report(report) for report in unfinished)
+
+
+def _missing_records(
+    config: RunConfig, reports: list[WorkerReport], ending: Ending | None
+) -> list[str]:
+    """Workers of a finished run whose figures did not arrive; after a failure some never do."""
+    known = {report.worker["rank"] for report in reports}
+    missing = [rank for rank in range(config.workers) if rank not in known]
+    if ending or not missing:
+        return []
+    return [f"no records from {name_ranks(missing)}: totals do not include them"]
+
+
+def _missing_report(reports: list[WorkerReport]) -> Ending | None:
+    """Why a run did not finish whose first worker, which tells its iterations, said nothing."""
+    if any(report.worker["rank"] == 0 for report in reports):
+        return None
+    return Ending("rank 0 ended without a report")
 
 
 def mean_train_loss(reports: list[WorkerReport]) -> float | None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch does not list it
 
-from paceline.launch.parcel import is_plain
+from paceline.launch.messages import MalformedError, decode
+from paceline.records import RunFolder
 
 logger = logging.getLogger("paceline")
 
 PART_BYTES = 256 << 10
 """A file travels in parts of this size, which slow links carry between two signs of life."""
+FILES_MAX = 4096
+"""A node hands in a few files for each of its workers."""
+PARTS_MAX = 1 << 16
+"""16 GiB, far beyond what records take."""
 
 
 def send_files(store: Store, node: int, folder: Path, names: Iterable[str]) -> None:
@@ -35,23 +40,62 @@ def parts_of(node: int, folder: Path, names: Iterable[str]) -> Iterator[tuple[st
     yield f"files/{node}", json.dumps(parts).encode()
 
 
-def receive_files(store: Store, node: int, put: Callable[[str, bytes], object]) -> None:
-    """`put` what a node has handed in, file by file; nothing where it has not."""
+def receive_files(
+    store: Store, node: int, put: Callable[[str, bytes], object], expected: Container[str]
+) -> None:
+    """`put` what a node has handed in, file by file; nothing where it has not.
+
+    Only `expected` names are taken. Anyone who reaches the port could have written the rest, which
+    is ignored with a warning: the run is none the worse for it.
+    """
     if not store.check([f"files/{node}"]):
         return
-    for name, parts in json.loads(store.get(f"files/{node}")).items():
-        if not is_acceptable(name):
+    try:
+        listed = _listed(decode(store.get(f"files/{node}"), f"file list of node {node}"), node)
+    except MalformedError as error:
+        logger.warning("%s", error)
+        return
+    for name, parts in listed.items():
+        if name not in expected:
+            logger.warning(
+                "ignored %.80r handed in by node %d: not a file of that node", name, node
+            )
             continue
-        keys = [f"file/{node}/{name}/{number}" for number in range(parts)]
-        put(name, b"".join(store.get(key) for key in keys))
+        contents = _contents(store, node, name, parts)
+        if contents is None:
+            logger.warning("ignored %s from node %d: parts are missing", name, node)
+        else:
+            put(name, contents)
 
 
-def is_acceptable(name: object) -> bool:
-    """Whether a file that another node hands in stays inside the run's folder; tells if not.
+def _listed(value: object, node: int) -> dict[str, int]:
+    """Numbers of parts by file name."""
+    what = f"file list of node {node}"
+    if not isinstance(value, dict) or len(value) > FILES_MAX:
+        raise MalformedError(what, "not a short list of files")
+    for name, parts in value.items():
+        is_count = isinstance(parts, int) and not isinstance(parts, bool)
+        if not is_count or not 0 <= parts <= PARTS_MAX:
+            raise MalformedError(what, f"bad number of parts of {name!r:.80}")
+    return value
 
-    Anyone who reaches the port could have named it. The run itself is none the worse for that.
-    """
-    is_fine = isinstance(name, str) and "/" not in name and is_plain(name)
-    if not is_fine:
-        logger.warning("a run has no file such as %r: not taken from another node", name)
-    return is_fine
+
+def _contents(store: Store, node: int, name: str, parts: int) -> bytes | None:
+    """None where a part is missing or too large."""
+    contents = bytearray()
+    for number in range(parts):
+        key = f"file/{node}/{name}/{number}"
+        # To get a key that is not there would wait for it.
+        part = store.get(key) if store.check([key]) else None
+        if part is None or len(part) > PART_BYTES:
+            return None
+        contents += part
+    return bytes(contents)
+
+
+def record_names(folder: RunFolder, ranks: Iterable[int], nodes: Iterable[int]) -> set[str]:
+    """The names of the files that workers of these ranks, on these nodes, hand in."""
+    files = [folder.resources_file(node) for node in nodes]
+    for rank in ranks:
+        files += [folder.events_file(rank), folder.report_file(rank), folder.trace_file(rank)]
+    return {file.name for file in files}

@@ -6,7 +6,8 @@ of them when one fails; launch/nodes.py brings it together with the launchers of
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 from paceline.config import RunConfig
 from paceline.errors import PacelineError, RunError, UsageError
@@ -35,7 +36,8 @@ def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
                     folder.discard()
                 raise
             interruptions.raises = False
-            with Crew(config, folder, nodes.port, resumed is not None, quiet) as crew:
+            crew = Crew(config, folder, nodes.port, resumed is not None, quiet, board=nodes.board)
+            with _started(crew, nodes, is_new=resumed is None):
                 ending = crew.watch(nodes, interruptions)
             # The records are complete only now, with the last sample of the resources.
             ending = nodes.conclude(ending, folder, crew.records())
@@ -51,6 +53,22 @@ def _agree_on_folder(nodes: Nodes, folder: RunFolder | None, held: ExitStack) ->
     except PacelineError as error:
         nodes.refuse(Ending(str(error), error.exit_code))
         raise
+
+
+@contextmanager
+def _started(crew: Crew, nodes: Nodes, is_new: bool) -> Iterator[None]:
+    """With the workers running; where they cannot be started, other nodes learn why."""
+    try:
+        crew.__enter__()
+    except PacelineError as error:
+        nodes.refuse(Ending(str(error), error.exit_code))
+        if is_new:
+            crew.discard_records()
+        raise
+    try:
+        yield
+    finally:
+        crew.__exit__()
 
 
 def is_refusal(ending: Ending, reports: list[WorkerReport], is_new: bool) -> bool:

@@ -80,7 +80,7 @@ def _parcel(
         watchdog.cancel()
         if not line:
             raise RunError(_complaint(process) or f"no answer from {fleet.addresses[node]}")
-        yield process, json.loads(line)
+        yield process, _answer(line, fleet.addresses[node])
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
         told = _complaint(process)
@@ -94,6 +94,20 @@ def _parcel(
         for pipe in (process.stdin, process.stdout, process.stderr):
             with contextlib.suppress(OSError):
                 pipe.close() if pipe else None
+
+
+def _answer(line: bytes, address: str) -> dict[str, Any]:
+    with contextlib.suppress(ValueError, RecursionError):
+        answer = json.loads(line)
+        kinds = {"state": str, "bytes": int, "path": str}
+        if isinstance(answer, dict) and all(
+            isinstance(answer.get(name), kind) for name, kind in kinds.items()
+        ):
+            return answer
+    raise RunError(
+        f"{address}: unexpected answer {line.decode(errors='replace').strip()!r:.80}: does a shell"
+        " start-up file there print something?"
+    )
 
 
 def _complaint(process: subprocess.Popen[bytes]) -> str:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch does not list it
 
 from paceline.errors import RunError
+from paceline.launch.messages import decode
 
 T = TypeVar("T")
 
@@ -63,7 +64,7 @@ class Contact:
         """None where nobody has told it."""
 
         def look(store: Store) -> Any:
-            return json.loads(store.get(key)) if store.check([key]) else None
+            return decode(store.get(key), f"value of {key}") if store.check([key]) else None
 
         return self.ask(look)
 

@@ -166,7 +166,7 @@ class Leader:
 
     def _application(self, node: int) -> Application | None:
         told = self._contact.get(f"application/{node}")
-        application = Application(**told) if told else None
+        application = None if told is None else Application.of_message(told)
         is_member = self._round is not None and node in self._round.nodes
         if application and is_member and self._round and application.number <= self._round.number:
             return None  # for the round that it has been given, and is about to begin

@@ -21,6 +21,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from paceline.launch.elastic.contact import Contact
 from paceline.launch.ending import Ending
+from paceline.launch.messages import MalformedError, check_fields
 
 POLL_SECONDS = 0.1
 NEWS_SECONDS = 0.5
@@ -43,6 +44,14 @@ class Round:
     iteration: int | None
     """Of the checkpoint that it goes on from; None: from the beginning."""
 
+    @classmethod
+    def of_message(cls, value: object) -> Round:
+        kinds = {"number": int, "nodes": list, "iteration": (int, type(None))}
+        values = check_fields(value, "round", kinds)
+        if not all(isinstance(node, int) for node in values["nodes"]):
+            raise MalformedError("round", "bad value of nodes")
+        return cls(**values)
+
 
 @dataclass(frozen=True, slots=True)
 class Application:
@@ -52,9 +61,17 @@ class Application:
     cause: dict[str, Any] | None
     """The `Ending` of the node's part of the round before, unless it was asked to regroup."""
 
+    @classmethod
+    def of_message(cls, value: object) -> Application:
+        kinds = {"number": int, "cause": (dict, type(None))}
+        application = cls(**check_fields(value, "application", kinds))
+        # Checked here, so that whoever reads it later need not.
+        _ = application.ending
+        return application
+
     @property
     def ending(self) -> Ending | None:
-        return Ending(**self.cause) if self.cause else None
+        return None if self.cause is None else Ending.of_message(self.cause, "application")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +81,10 @@ class Regrouping:
     number: int
     is_planned: bool
     """Whether all workers of the round can still agree where to stop."""
+
+    @classmethod
+    def of_message(cls, value: object) -> Regrouping:
+        return cls(**check_fields(value, "regrouping", {"number": int, "is_planned": bool}))
 
 
 class Leads(Protocol):
@@ -99,12 +120,15 @@ class Rounds(RendezvousHandler):
     def check_end(self) -> None:
         told = self._contact.get("end")
         if told is not None:
-            raise RunOverError(Ending(**told["ending"]) if told["ending"] else None)
+            kinds = {"ending": (dict, type(None))}
+            ending = check_fields(told, "end of the run", kinds)["ending"]
+            is_early = ending is not None
+            raise RunOverError(Ending.of_message(ending, "end of the run") if is_early else None)
 
     def regrouping(self) -> Regrouping | None:
         """What the leader wants of the current round."""
         told = self._contact.get("regroup")
-        wish = Regrouping(**told) if told else None
+        wish = None if told is None else Regrouping.of_message(told)
         return wish if wish and self.current and wish.number == self.current.number else None
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -118,12 +142,12 @@ class Rounds(RendezvousHandler):
             self.check_end()
             if self.leader:
                 self.leader.consider()
-            told = self._contact.get("round")
-            if told and told["number"] >= wanted and self._number in told["nodes"]:
+            told = self._round()
+            if told and told.number >= wanted and self._number in told.nodes:
                 break
             sleep(POLL_SECONDS)
         self._contact.set(f"application/{self._number}", None)
-        self.current, self._cause = Round(**told), None
+        self.current, self._cause = told, None
         rank = self.current.nodes.index(self._number)
         # The agent gives the store to nobody: workers find theirs at the address.
         return RendezvousInfo(None, rank, len(self.current.nodes), self._where)  # type: ignore[arg-type]
@@ -139,8 +163,13 @@ class Rounds(RendezvousHandler):
 
     def _is_outdated(self) -> bool:
         """Whether the others have begun another round without this node."""
+        told = self._round()
+        return bool(told and self.current and told.number > self.current.number)
+
+    def _round(self) -> Round | None:
+        """The one that the leader formed last."""
         told = self._contact.get("round")
-        return bool(told and self.current and told["number"] > self.current.number)
+        return None if told is None else Round.of_message(told)
 
     def get_backend(self) -> str:
         return "paceline"

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch does not list it
 
-from paceline.comm.rendezvous import Meeting
+from paceline.comm.rendezvous import Meeting, port_of
 from paceline.config import RunConfig
 from paceline.errors import CheckpointError, ConfigError, PacelineError, RunError, StoppedError
 from paceline.launch.agreement import differences
@@ -23,11 +23,18 @@ from paceline.launch.elastic.contact import Contact, LostContactError
 from paceline.launch.elastic.leader import Leader
 from paceline.launch.elastic.rounds import POLL_SECONDS, Rounds, RunOverError
 from paceline.launch.ending import Ending
+from paceline.launch.failure_board import FailureBoard
+from paceline.launch.hand_in import put_record
 from paceline.launch.interruptions import Interruptions
+from paceline.launch.messages import (
+    MalformedError,
+    check_fields,
+    check_run_name,
+    is_file_name,
+)
 from paceline.launch.outcome import Outcome
-from paceline.launch.ports import free_port
 from paceline.launch.result import write_result
-from paceline.launch.store_files import parts_of, receive_files
+from paceline.launch.store_files import parts_of, receive_files, record_names
 from paceline.launch.team import is_refusal
 from paceline.records import SCHEMA, RunFolder, write_json
 from paceline.worker.checkpoint import iterations
@@ -42,8 +49,8 @@ def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
     """Take part until the run has ended; on the first node, write the result."""
     limits = config.elastic_limits
     assert limits is not None
-    # Nobody else has to know the port of a run on one machine: any free one will do.
-    port = config.master_port if limits[1] > 1 else free_port(config.master_addr)
+    # No other machine has to know the port of a run on one machine.
+    port = config.master_port if limits[1] > 1 else 0
     meeting = Meeting(
         config.node_rank,
         limits[1],
@@ -54,7 +61,8 @@ def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
     )
     with Interruptions() as interruptions:
         store, leads = meeting.reach(may_serve=config.node_rank == 0)
-        contact = Contact(PrefixStore("elastic", store), meeting.place)
+        port = port_of(store)
+        contact = Contact(PrefixStore("elastic", store), f"{config.master_addr}:{port}")
         with contextlib.closing(contact):
             given = _Given(config, contact, port, resumed, quiet, interruptions)
             node = _FirstNode(given) if leads else _OtherNode(given, _await_run(given))
@@ -78,12 +86,21 @@ def _await_run(given: _Given) -> dict[str, Any]:
     """What the first node tells about the run; it enlists before, and so has the first number."""
     deadline = monotonic() + given.config.rendezvous_seconds
     while monotonic() < deadline:
-        told: dict[str, Any] | None = given.contact.get("run")
+        told = given.contact.get("run")
         if told is not None:
-            return told
+            return _check_run(told, given.config)
         sleep(POLL_SECONDS)
     place = f"{given.config.master_addr}:{given.port}"
     raise RunError(f"what listens at {place} is no elastic run: check --master-port")
+
+
+def _check_run(told: object, config: RunConfig) -> dict[str, Any]:
+    values: dict[str, Any] = check_fields(told, "run", {"id": str, "mark": str, "config": dict})
+    check_run_name(values["id"])
+    if not is_file_name(values["mark"]):
+        raise MalformedError("run", "bad value of mark")
+    check_fields(values["config"], "configuration", dict.fromkeys(config.to_dict(), object))
+    return values
 
 
 class _Node:
@@ -133,6 +150,7 @@ class _Node:
             current.iteration is not None,
             self._quiet,
             attempt=current.number,
+            board=FailureBoard(self._contact.ask, current.number),
         )
 
 
@@ -203,13 +221,20 @@ class _FirstNode(_Node):
     def _gather_records(self) -> None:
         """Of the others, as they leave; this node, which serves the store, goes last."""
         others = self._leader.living() - {self._number}
+        local, limits = self._config.nproc_per_node, self._config.elastic_limits
+        assert limits is not None
+        # A node may have had several ranks, but never those of the first one.
+        ranks, nodes = range(local, limits[1] * local), range(1, limits[1])
+        receive = partial(
+            receive_files, put=self._put, expected=record_names(self.folder, ranks, nodes)
+        )
         parts, since = 0, monotonic()
         while others and monotonic() - since < FAREWELL_SECONDS:
             if (come := self._contact.parts_handed_in(others)) != parts:
                 parts, since = come, monotonic()
             left = {node for node in others if self._contact.get(f"left/{node}")}
             for node in left:
-                self._contact.ask(partial(receive_files, node=node, put=self._put), FILES_SECONDS)
+                self._contact.ask(partial(receive, node=node), FILES_SECONDS)
             others = (others - left) & self._leader.living()
             sleep(POLL_SECONDS)
 
@@ -218,7 +243,7 @@ class _FirstNode(_Node):
         if path.suffix == ".jsonl" and path.exists():
             # Two nodes have had the same rank, one after the other.
             contents = _merged(path.read_bytes(), contents)
-        path.write_bytes(contents)
+        put_record(self.folder, name, contents)
 
 
 class _OtherNode(_Node):
