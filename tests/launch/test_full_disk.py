@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,8 +44,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.root
 def test_a_full_disk_is_named_with_the_file_that_failed_first(small_disk: Path) -> None:
-    settings = {"iterations": 100_000, "nproc_per_node": 2, "checkpoint_every": "never"}
-    with train(small_disk, quiet=True, **settings) as command:
+    settings: dict[str, Any] = {"iterations": 100_000, "checkpoint_every": "never"}
+    with train(small_disk, nproc_per_node=2, quiet=True, **settings) as command:
         ended = command.end()
     assert ended.code == 1
     assert ended.err.count("\n") == 1, ended.err
@@ -74,8 +75,8 @@ def test_a_run_folder_that_is_removed_ends_the_run_with_one_line(
     workers: int, tmp_path: Path
 ) -> None:
     # The next checkpoint cannot be written, and nothing of the failure either.
-    settings = {**ENDLESS, "iterations": 60, "nproc_per_node": workers, "checkpoint_every": 20}
-    with train(tmp_path, SLOW, **settings) as command:
+    settings: dict[str, Any] = {**ENDLESS, "iterations": 60, "checkpoint_every": 20}
+    with train(tmp_path, SLOW, nproc_per_node=workers, **settings) as command:
         folder = tmp_path / "run"
         wait_until(lambda: is_training(folder, range(workers)), "all workers train")
         wait_until(lambda: _is_removed(folder), "the folder is gone")

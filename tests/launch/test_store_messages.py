@@ -7,7 +7,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, cast
 
@@ -158,7 +158,7 @@ def test_a_run_name_from_the_first_worker_is_checked_as_well(
     monkeypatch.setattr(member, "broadcast_json", lambda *_: "../../up")
     monkeypatch.setattr(member, "succeed_together", lambda _, action: action())
     with pytest.raises(RunError, match="malformed run name"):
-        member._agree_on_folder(config, None, cast("Communicator", Second()))
+        member._agree_on_folder(config, None, cast("Communicator", Second()), ExitStack())
     assert not any(tmp_path.iterdir())
 
 

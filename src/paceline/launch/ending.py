@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import ConfigError, PacelineError, RunError, StoppedError
-from paceline.launch.messages import MalformedError, check_fields, in_one_line
+from paceline.launch.messages import Kinds, MalformedError, check_fields, printable
 from paceline.records import SCHEMA, RunFolder, read_json, write_json
 from paceline.worker.report import WorkerReport
 
@@ -38,7 +38,7 @@ class Ending:
         values = check_fields(value, what, KINDS)
         if values["status"] not in STATUSES or not 0 < values["exit_code"] < 256:
             raise MalformedError(what, "no such status or exit code")
-        return cls(**{**values, "cause": in_one_line(values["cause"])})
+        return cls(**{**values, "cause": printable(values["cause"])})
 
     def error(self) -> PacelineError:
         kinds: dict[int, Callable[[str], PacelineError]] = {
@@ -49,7 +49,7 @@ class Ending:
 
 
 STATUSES = ("failed", "diverged", "stopped")
-KINDS: dict[str, type | tuple[type, ...]] = {
+KINDS: Kinds = {
     "cause": str,
     "exit_code": int,
     "status": str,

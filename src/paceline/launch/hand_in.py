@@ -14,14 +14,14 @@ from paceline.comm.objects import broadcast_json, gather_bytes, gather_json
 from paceline.comm.place import Place
 from paceline.errors import PeerError, RunError
 from paceline.launch.ending import STATUSES
-from paceline.launch.messages import MalformedError, check_fields, decode, in_one_line
+from paceline.launch.messages import Kinds, MalformedError, check_fields, decode, printable
 from paceline.records import SCHEMA, RunFolder, explain_write_error, read_json, write_json
 from paceline.worker.report import WorkerReport
 
 logger = logging.getLogger("paceline")
 
 NUMBER = (int, float)
-REPORT: dict[str, type | tuple[type, ...]] = {
+REPORT: Kinds = {
     "status": str,
     "cause": (str, type(None)),
     "exit_code": int,
@@ -40,7 +40,7 @@ REPORT: dict[str, type | tuple[type, ...]] = {
     "samples_before": int,
 }
 """Types of a report's fields, for those that other nodes send."""
-ACCOUNT: dict[str, type | tuple[type, ...]] = {
+ACCOUNT: Kinds = {
     "rank": int,
     "node": int,
     "samples": int,
@@ -83,7 +83,7 @@ def parse_report(value: object, what: str, rank: int | None = None) -> WorkerRep
     if not all(isinstance(each, str) for each in values["warnings"]):
         raise MalformedError(what, "bad value of warnings")
     cause = values["cause"]
-    return WorkerReport(**{**values, "cause": cause and in_one_line(cause)})
+    return WorkerReport(**{**values, "cause": cause and printable(cause)})
 
 
 def put_record(folder: RunFolder, name: str, contents: bytes) -> None:

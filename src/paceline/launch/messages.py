@@ -18,6 +18,10 @@ NAME_BYTES_MAX = 255
 """What file systems allow."""
 
 
+Kinds = Mapping[str, type | tuple[type, ...]]
+"""Types of an object's values by key."""
+
+
 class MalformedError(RunError):
     """Another node sent something that no node of this version sends."""
 
@@ -38,7 +42,7 @@ def decode(received: bytes, what: str) -> Any:
         raise MalformedError(what, "not JSON") from None
 
 
-def check_fields(value: object, what: str, kinds: Mapping[str, type | tuple[type, ...]]) -> Any:
+def check_fields(value: object, what: str, kinds: Kinds) -> Any:
     """An object with exactly these keys, each of its kind (`object`: any); numbers are finite."""
     if not isinstance(value, dict) or value.keys() != kinds.keys():
         raise MalformedError(what, "other keys than expected")
@@ -72,6 +76,6 @@ def check_run_name(value: object) -> str:
     return value
 
 
-def in_one_line(text: str) -> str:
+def printable(text: str) -> str:
     """Text for a terminal, without control characters; line breaks stay."""
     return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in text)

@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from paceline.launch.elastic.contact import Contact
 from paceline.launch.ending import Ending
-from paceline.launch.messages import MalformedError, check_fields
+from paceline.launch.messages import Kinds, MalformedError, check_fields
 
 POLL_SECONDS = 0.1
 NEWS_SECONDS = 0.5
@@ -46,7 +46,7 @@ class Round:
 
     @classmethod
     def of_message(cls, value: object) -> Round:
-        kinds = {"number": int, "nodes": list, "iteration": (int, type(None))}
+        kinds: Kinds = {"number": int, "nodes": list, "iteration": (int, type(None))}
         values = check_fields(value, "round", kinds)
         if not all(isinstance(node, int) for node in values["nodes"]):
             raise MalformedError("round", "bad value of nodes")
@@ -63,7 +63,7 @@ class Application:
 
     @classmethod
     def of_message(cls, value: object) -> Application:
-        kinds = {"number": int, "cause": (dict, type(None))}
+        kinds: Kinds = {"number": int, "cause": (dict, type(None))}
         application = cls(**check_fields(value, "application", kinds))
         # Checked here, so that whoever reads it later need not.
         _ = application.ending
