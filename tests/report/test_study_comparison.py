@@ -73,11 +73,12 @@ def test_cells_with_the_same_settings_make_a_row_with_both_values(studies: list[
     assert (ring.first, ring.other, ring.ratio) == ("20.00 ms", "10.00 ms", "0.500")
     assert ring.significance == "significant"
     # By hand: deviations 0.2 and 0.1 ms make a standard error of sqrt((0.2**2 + 0.1**2) / 3) =
-    # 0.1291 ms; 2.94 degrees of freedom, t = 3.21: 10 -+ 0.415 ms of 20.
+    # 0.1291 ms; 2.94 degrees of freedom. Two rows each of step time, accuracy and loss are six
+    # comparisons, so the level is 0.05 / 6 and t = 6.363: 10 -+ 0.8215 ms of 20.
     assert ring.change is not None
-    assert ring.change.low == pytest.approx(-0.5 - 0.415 / 20, abs=0.001)
+    assert ring.change.low == pytest.approx(-0.5 - 0.8215 / 20, abs=0.001)
     low, high = map(float, ring.interval.split(" to "))
-    assert (low, high) == pytest.approx((0.479, 0.521), abs=0.001)
+    assert (low, high) == pytest.approx((0.459, 0.541), abs=0.001)
     assert rows["with tree"].significance == "within noise"
     assert rows["with tree"].ratio == "1.003"
 

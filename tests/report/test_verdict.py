@@ -363,7 +363,7 @@ def test_communication_that_the_link_does_not_explain_is_not_network_bound(tmp_p
     verdict = judged(tmp_path)
     assert texts(verdict, "Network-bound") == []
     (told,) = texts(verdict, "Communication-bound")
-    assert "204.0 kB take 1.73 ms of the 94.94 ms at the measured 125.0 MB/s" in told
+    assert "204.0 kB take 1.73 ms of the 94.00 ms at the measured 125.0 MB/s" in told
     assert "scheduling or communication software, not the link" in told
     assert not any("codec" in step for step in verdict.next_steps)
 
@@ -428,4 +428,4 @@ def test_a_link_that_paceline_comm_measured_is_used_as_well(tmp_path: Path) -> N
     file.write_text(json.dumps({"schema": 1, "workers": 2, "measurements": [one]}))
     points = judge(collect(tmp_path).cells, [file]).points
     (told,) = [point.text for point in points if point.subject == "Communication-bound"]
-    assert "408.0 kB take 41 us of the 94.94 ms at the measured 10.0 GB/s" in told
+    assert "408.0 kB take 41 us of the 94.00 ms at the measured 10.0 GB/s" in told
