@@ -16,8 +16,8 @@ from time import thread_time
 import torch
 from torch import Tensor
 
-from paceline.codec import CODECS, create
-from paceline.codec.codec import Codec, WireBytes, drive
+from paceline.compression import CODECS, create
+from paceline.compression.codec import Codec, WireBytes, drive
 from paceline.measure.machine import hardware, software
 
 SHAPES = ((1250, 2000),)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.codec import CODECS, create
-from paceline.codec.codec import Codec, drive
-from paceline.codec.lockstep import exchange_in_lockstep
+from paceline.compression import CODECS, create
+from paceline.compression.codec import Codec, drive
+from paceline.compression.testing import exchange_in_lockstep
 
 WORLDS = (1, 2, 3, 4)
 SIZES = (0, 1, 7, 1009, 2500)

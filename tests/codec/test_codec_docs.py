@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.codec import CODECS, option_names
-from paceline.codec.lockstep import exchange_in_lockstep
+from paceline.compression import CODECS, option_names
+from paceline.compression.testing import exchange_in_lockstep
 
 PAGE = (Path(__file__).parents[2] / "docs" / "compression.md").read_text(encoding="utf-8")
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.codec import create
-from paceline.codec.lockstep import exchange_in_lockstep
-from paceline.codec.powersgd import orthonormal
+from paceline.compression import create
+from paceline.compression.powersgd import orthonormal
+from paceline.compression.testing import exchange_in_lockstep
 
 WORLD = 3
 

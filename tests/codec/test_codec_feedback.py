@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.codec import CODECS, create
-from paceline.codec.codec import Codec
-from paceline.codec.lockstep import exchange_in_lockstep
+from paceline.compression import CODECS, create
+from paceline.compression.codec import Codec
+from paceline.compression.testing import exchange_in_lockstep
 
 WORLD = 3
 SHAPES = ((24, 20), (20,))

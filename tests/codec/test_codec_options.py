@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.codec import CODECS, create, option_names
-from paceline.codec.int8 import Int8
-from paceline.codec.lockstep import exchange_in_lockstep
-from paceline.codec.powersgd import PowerSGD
-from paceline.codec.topk import TopK
+from paceline.compression import CODECS, create, option_names
+from paceline.compression.int8 import Int8
+from paceline.compression.powersgd import PowerSGD
+from paceline.compression.testing import exchange_in_lockstep
+from paceline.compression.topk import TopK
 from paceline.errors import ConfigError, UnknownNameError, UsageError, UserCodeError
 
 

@@ -8,7 +8,7 @@ import torch
 from contract.harness import run_team, teams
 from contract.regression import Course, Fitted, fit
 from contract.test_strategies import keeps_equal
-from paceline.codec import CODECS
+from paceline.compression import CODECS
 from paceline.sync import STRATEGIES
 from worker_pool import WorkerPool
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
-from paceline.codec import CODECS
 from paceline.comm import ALGORITHMS
+from paceline.compression import CODECS
 from paceline.data import DATASETS
 from paceline.models import MODELS
 from paceline.registry import Entry

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.codec import option_names
-from paceline.codec.codec import State
 from paceline.comm.cost import Cost, Network
+from paceline.compression import option_names
+from paceline.compression.codec import State
 from paceline.errors import ConfigError
 from paceline.sync.exchange import GradientExchange
 from paceline.sync.flat import FlatGradients

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.codec import create as create_codec
-from paceline.codec.codec import Shapes, drive
 from paceline.comm import ALGORITHMS
 from paceline.comm.algorithms.library import Library
 from paceline.comm.communicator import Communicator
 from paceline.comm.work import Done, Work
+from paceline.compression import create as create_codec
+from paceline.compression.codec import Shapes, drive
 from paceline.measure.timeline import Moment, Timeline
 
 KIND = "gradients"

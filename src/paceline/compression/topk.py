@@ -11,8 +11,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from paceline.codec.codec import Codec, Exchange, Shapes, State, WireBytes, gathered, pack, unpack
-from paceline.codec.feedback import ErrorFeedback
+from paceline.compression.codec import (
+    Codec,
+    Exchange,
+    Shapes,
+    State,
+    WireBytes,
+    gathered,
+    pack,
+    unpack,
+)
+from paceline.compression.error_feedback import ErrorFeedback
 from paceline.errors import ConfigError
 from paceline.values import check_option
 

@@ -14,8 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from paceline.codec.codec import Codec, Exchange, Shapes, State, WireBytes, gathered, pack, unpack
-from paceline.codec.feedback import ErrorFeedback
+from paceline.compression.codec import (
+    Codec,
+    Exchange,
+    Shapes,
+    State,
+    WireBytes,
+    gathered,
+    pack,
+    unpack,
+)
+from paceline.compression.error_feedback import ErrorFeedback
 from paceline.values import check_option
 
 LARGEST_CODE = 127

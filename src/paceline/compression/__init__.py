@@ -10,18 +10,26 @@ from paceline.registry import Registry
 from paceline.values import convert_options, option_types
 
 if TYPE_CHECKING:
-    from paceline.codec.codec import Codec
+    from paceline.compression.codec import Codec
 
 CODECS: Registry[type[Codec]] = Registry("codec")
-for _name, _class, _summary in (
-    ("none", "Uncompressed", "gradients as they are; exact"),
-    ("bf16", "BFloat16", "half the bytes: 8 bits of precision over the range of fp32"),
-    ("fp16", "Float16", "half the bytes: 11 bits of precision under a scale shared by all workers"),
-    ("int8", "Int8", "a quarter of the bytes: whole numbers up to 127 with a scale for each chunk"),
-    ("topk", "TopK", "only the largest entries and where they are; the rest waits its turn"),
-    ("powersgd", "PowerSGD", "each weight matrix as the product of two thin ones"),
+for _name, _path, _summary in (
+    ("none", "casts:Uncompressed", "gradients as they are; exact"),
+    ("bf16", "casts:BFloat16", "half the bytes: 8 bits of precision over the range of fp32"),
+    (
+        "fp16",
+        "casts:Float16",
+        "half the bytes: 11 bits of precision under a scale shared by all workers",
+    ),
+    (
+        "int8",
+        "int8:Int8",
+        "a quarter of the bytes: whole numbers up to 127 with a scale for each chunk",
+    ),
+    ("topk", "topk:TopK", "only the largest entries and where they are; the rest waits its turn"),
+    ("powersgd", "powersgd:PowerSGD", "each weight matrix as the product of two thin ones"),
 ):
-    CODECS.register(_name, f"paceline.codec.{_name}:{_class}", _summary)
+    CODECS.register(_name, f"paceline.compression.{_path}", _summary)
 
 
 def create(name: str, options: Mapping[str, str]) -> Codec:
@@ -36,9 +44,11 @@ def option_names(name: str) -> tuple[str, ...]:
 
 
 def _class_of(name: str) -> type[Codec]:
-    from paceline.codec.codec import Codec
+    from paceline.compression.codec import Codec
 
     chosen = CODECS.load(name)
     if not (isinstance(chosen, type) and issubclass(chosen, Codec)):
-        raise UserCodeError(f"codec {name!r}: must be a subclass of paceline.codec.codec.Codec")
+        raise UserCodeError(
+            f"codec {name!r}: must be a subclass of paceline.compression.codec.Codec"
+        )
     return chosen

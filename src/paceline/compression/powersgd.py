@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from paceline.codec.codec import Codec, Exchange, Shapes, State, WireBytes, summed
-from paceline.codec.feedback import ErrorFeedback, copied
+from paceline.compression.codec import Codec, Exchange, Shapes, State, WireBytes, summed
+from paceline.compression.error_feedback import ErrorFeedback, copied
 from paceline.errors import CheckpointError
 from paceline.values import check_option
 

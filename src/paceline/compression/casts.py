@@ -1,12 +1,19 @@
-"""float16 under a scale that all workers share.
+"""The identity: what every other codec is measured against.
+
+bfloat16: the upper half of a float32.
+
+The range is that of float32, so nothing overflows or vanishes; of the 24 bits of precision 8 stay.
+Each worker's entry is rounded by at most 2^-8 of itself, and so is each addition on the way, since
+the sum is carried out in bfloat16 too.
+
+float16 under a scale that all workers share.
 
 float16 is more precise than bfloat16 (11 bits against 8) but ends at 65504 and at 6e-8, and
 gradients of 1e-7 are common. So the workers first gather the largest magnitude that each one holds.
 Their sum bounds every entry of the result, hence the scale that puts this sum just below 2^15 lets
 nothing overflow, neither a worker's entry nor any partial sum. The scale is a power of two:
 multiplying by it and dividing by it rounds nothing. Entries keep their 11 bits down to 2^-28 of
-that bound, and fewer and fewer down to 2^-39 of it, where they vanish.
-"""
+that bound, and fewer and fewer down to 2^-39 of it, where they vanish."""
 
 from __future__ import annotations
 
@@ -15,7 +22,27 @@ import math
 import torch
 from torch import Tensor
 
-from paceline.codec.codec import Codec, Exchange, Shapes, WireBytes, gathered, summed
+from paceline.compression.codec import Codec, Exchange, Shapes, WireBytes, gathered, summed
+
+
+class Uncompressed(Codec):
+    lossless = True
+
+    def exchange(self, key: str, gradient: Tensor, shapes: Shapes = ()) -> Exchange[Tensor]:
+        return summed(gradient)
+
+    def wire_bytes(self, elements: int, element_bytes: int, shapes: Shapes = ()) -> WireBytes:
+        return WireBytes(sums=(elements * element_bytes,))
+
+
+class BFloat16(Codec):
+    def exchange(self, key: str, gradient: Tensor, shapes: Shapes = ()) -> Exchange[Tensor]:
+        total = yield from summed(gradient.to(torch.bfloat16))
+        return gradient.copy_(total)
+
+    def wire_bytes(self, elements: int, element_bytes: int, shapes: Shapes = ()) -> WireBytes:
+        return WireBytes(sums=(elements * torch.bfloat16.itemsize,))
+
 
 HEADROOM_EXPONENT = 15
 """One below float16's largest exponent, so that rounding up on the way cannot overflow either."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.codec.codec import Codec, Exchange, Gather, Shapes, Sum, WireBytes
+from paceline.compression.codec import Codec, Exchange, Gather, Shapes, Sum, WireBytes
 
 
 @dataclass(frozen=True, slots=True)
