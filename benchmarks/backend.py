@@ -30,7 +30,7 @@ from paceline.measure.machine import hardware, software
 from paceline.models.loading import build_model
 
 SHAPE, CLASSES = (3, 32, 32), 10
-BACKENDS = ("gloo", paceline.backend.NAME)
+BACKENDS = ("gloo", paceline.torch_backend.NAME)
 SECONDS_PER_BLOCK = 0.3
 
 

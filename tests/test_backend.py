@@ -29,10 +29,10 @@ from torch.nn.parallel import DistributedDataParallel
 import leaks
 from backend_operations import OTHERS, OWN, WAYS, default_group, differences
 from backend_training import OPTIONS, lose_a_peer_in_training, train_twice
-from paceline.backend.group import PacelineGroup
 from paceline.comm.communicator import Communicator
 from paceline.comm.torch_backends import sockets_on
 from paceline.errors import PeerError
+from paceline.torch_backend.process_group import PacelineGroup
 from worker_pool import WorkerPool, free_port
 
 ROOT = Path(__file__).parents[1]

@@ -67,7 +67,7 @@ def _cases(backend: str) -> type[unittest.TestCase]:
     from torch.distributed import distributed_c10d
     from torch.testing._internal.distributed import distributed_test
 
-    import paceline.backend.group  # noqa: F401 - so that forks need not import it
+    import paceline.torch_backend.process_group  # noqa: F401 - so that forks need not import it
 
     logging.getLogger("torch.testing._internal.common_distributed").setLevel(logging.ERROR)
     torch.set_num_threads(1)

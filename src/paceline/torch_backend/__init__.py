@@ -27,7 +27,7 @@ def register() -> None:
 
 
 def _make_group(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
-    from paceline.backend.group import PacelineGroup
+    from paceline.torch_backend.process_group import PacelineGroup
 
     return PacelineGroup(store, rank, world_size, timeout)
 
