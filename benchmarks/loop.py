@@ -24,9 +24,9 @@ from paceline.config import RunConfig, from_mapping
 from paceline.data.input import InputPath, evaluation_batches
 from paceline.data.loading import load_dataset
 from paceline.data.order import SampleOrder
-from paceline.measure.clock import PhaseClock
 from paceline.measure.machine import hardware, software
-from paceline.measure.scalars import ScalarWriter
+from paceline.measure.phase_clock import PhaseClock
+from paceline.measure.tensorboard import ScalarWriter
 from paceline.models.loading import build_model
 from paceline.records import EventWriter
 from paceline.sync.replica import Replica

@@ -43,9 +43,9 @@ from paceline.cluster_spec import parse
 from paceline.comm.communicator import Communicator
 from paceline.comm.rendezvous import Meeting
 from paceline.comm.torch_distributed import connect
-from paceline.measure.clock import PhaseClock
 from paceline.measure.machine import hardware, software
-from paceline.measure.network import NetworkCounter
+from paceline.measure.phase_clock import PhaseClock
+from paceline.measure.procfs import NetworkCounter
 from paceline.models.loading import build_model
 from paceline.sync.options import create_strategy
 from paceline.sync.replica import Replica

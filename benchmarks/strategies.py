@@ -36,8 +36,8 @@ from torch.optim import SGD
 from paceline.comm.communicator import Communicator
 from paceline.comm.rendezvous import Meeting
 from paceline.comm.torch_distributed import TorchCommunicator, connect
-from paceline.measure.clock import PhaseClock
 from paceline.measure.machine import hardware, software
+from paceline.measure.phase_clock import PhaseClock
 from paceline.measure.traffic import Traffic
 from paceline.models.loading import build_model
 from paceline.sync import STRATEGIES

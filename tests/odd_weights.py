@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from paceline.comm.communicator import Communicator
-from paceline.measure.clock import PhaseClock
+from paceline.measure.phase_clock import PhaseClock
 from paceline.sync.replica import Replica
 from paceline.sync.strategy import Strategy
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.measure import clock as clock_module
-from paceline.measure.clock import PhaseClock
+from paceline.measure import phase_clock as clock_module
+from paceline.measure.phase_clock import PhaseClock
 
 
 class HandClock:

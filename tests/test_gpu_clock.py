@@ -8,10 +8,9 @@ from typing import Self
 import pytest
 import torch
 
-from paceline.measure import clock as clock_module
-from paceline.measure import gpu_clock as gpu_clock_module
-from paceline.measure.clock import PhaseClock
-from paceline.measure.gpu_clock import GpuPhaseClock, Mark, clock_of
+from paceline.measure import phase_clock as clock_module
+from paceline.measure import phase_clock as gpu_clock_module
+from paceline.measure.phase_clock import GpuPhaseClock, Mark, PhaseClock, clock_of
 
 
 class Machine:

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from paceline.measure.network import NetworkCounter
+from paceline.measure.procfs import NetworkCounter
 
 
 def test_bytes_over_loopback_are_counted_as_such_and_in_the_whole() -> None:

@@ -19,7 +19,7 @@ from paceline.comm.communicator import Communicator, Operation
 from paceline.comm.torch_backends import NcclWork
 from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.measure import timeline as timeline_module
-from paceline.measure.gpu_clock import clock_of
+from paceline.measure.phase_clock import clock_of
 from paceline.measure.timeline import GpuTimeline, Moment, Timeline, timeline_of
 from paceline.sync.ddp import Ddp
 from paceline.sync.exchange import seconds_under_way

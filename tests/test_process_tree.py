@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from paceline.measure import process_tree
-from paceline.measure.process_tree import ProcessTree, pss_bytes, read_process
+from paceline.measure import procfs
+from paceline.measure.procfs import ProcessTree, pss_bytes, read_process
 
 PRELUDE = """
 import os, subprocess, sys, time
@@ -215,10 +215,8 @@ def test_disk_writes_are_counted_where_they_may_be_read(tmp_path: object) -> Non
 def test_files_that_may_not_be_read_give_no_figures_and_no_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    read = process_tree._read
-    monkeypatch.setattr(
-        process_tree, "_read", lambda path: read(path) if path.endswith("/stat") else b""
-    )
+    read = procfs._read
+    monkeypatch.setattr(procfs, "_read", lambda path: read(path) if path.endswith("/stat") else b"")
     tree = ProcessTree([os.getpid()])
     tree.usage()
     usage = tree.usage()
@@ -228,13 +226,13 @@ def test_files_that_may_not_be_read_give_no_figures_and_no_error(
 
 def test_a_name_with_brackets_and_spaces_does_not_confuse(monkeypatch: pytest.MonkeyPatch) -> None:
     line = b"7 (a) b (c d) S 3 " + b" ".join(str(number).encode() for number in range(5, 53))
-    monkeypatch.setattr(process_tree, "_read", lambda path: line)
+    monkeypatch.setattr(procfs, "_read", lambda path: line)
     process = read_process(7)
     assert process is not None
     # Fields are numbered from 1 in proc(5): times are 14 to 17, threads 20, birth 22, memory 24.
     assert (process.parent, process.own_ticks, process.reaped_ticks) == (3, 14 + 15, 16 + 17)
     assert (process.threads, process.born) == (20, 22)
-    assert process.rss_bytes == 24 * process_tree.PAGE_BYTES
+    assert process.rss_bytes == 24 * procfs.PAGE_BYTES
 
 
 def test_a_process_that_is_gone_is_none() -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from paceline.measure import scalars
-from paceline.measure.scalars import ScalarWriter
+from paceline.measure import tensorboard
+from paceline.measure.tensorboard import ScalarWriter
 
 
 def read(folder: Path, tag: str) -> list[Any]:
@@ -89,7 +89,7 @@ def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path: Path) -> Non
 def test_values_can_be_watched_before_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scalars, "FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr(tensorboard, "FLUSH_SECONDS", 0.0)
     writer = ScalarWriter(tmp_path)
     writer.add("loss", 0.5, 7)
     assert [event.step for event in read(tmp_path, "loss")] == [7]
@@ -98,7 +98,7 @@ def test_values_can_be_watched_before_the_end(
 
 def test_the_checksum_is_crc_32c() -> None:
     # The check value that catalogues of checksums give for the digits 1 to 9.
-    assert scalars._crc32c(b"123456789") == 0xE3069283
+    assert tensorboard._crc32c(b"123456789") == 0xE3069283
 
 
 def test_no_thread_is_started(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_full_disk_is_a_warning_at_the_end(
 
 def test_writing_needs_neither_torch_nor_tensorboard() -> None:
     program = (
-        "import sys; import paceline.measure.scalars;"
+        "import sys; import paceline.measure.tensorboard;"
         "sys.exit(bool({'torch', 'tensorboard', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

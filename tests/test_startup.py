@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from paceline.measure import startup
-from paceline.measure.gpu_clock import GpuPhaseClock
+from paceline.measure.phase_clock import GpuPhaseClock
 from paceline.measure.startup import STARTUP_PARTS, StartupTimer, importing
 
 
@@ -60,7 +60,7 @@ def test_imports_count_for_the_next_run_only(time: FakeTime) -> None:
 
 
 def test_a_gpu_clock_keeps_the_timer_of_the_clock_before_it() -> None:
-    from paceline.measure.clock import PhaseClock
+    from paceline.measure.phase_clock import PhaseClock
 
     class NoMark:
         def synchronize(self) -> None: ...

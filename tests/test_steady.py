@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from paceline.measure import clock as clock_module
-from paceline.measure.clock import PhaseClock
+from paceline.measure import phase_clock as clock_module
+from paceline.measure.phase_clock import PhaseClock
 from paceline.sync.replica import Replica
 from paceline.worker.steady import SteadyPhases
 

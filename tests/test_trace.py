@@ -16,11 +16,10 @@ from paceline.comm.composed import ComposedCommunicator
 from paceline.comm.work import Done, Work
 from paceline.config import RunConfig
 from paceline.launch.start import train
-from paceline.measure import clock as clock_module
+from paceline.measure import phase_clock as clock_module
 from paceline.measure import timeline as timeline_module
 from paceline.measure import traffic as traffic_module
-from paceline.measure.clock import PhaseClock
-from paceline.measure.phase_log import PhaseLog, Span
+from paceline.measure.phase_clock import PhaseClock, PhaseLog, Span
 from paceline.measure.trace import WARM_UP_ITERATIONS, Tracer
 from paceline.measure.traffic import Traffic
 from paceline.records import read_iteration_seconds, read_json

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.data.order import share
-from paceline.measure.clock import PhaseClock
+from paceline.measure.phase_clock import PhaseClock
 from paceline.sync.replica import Replica
 from paceline.sync.strategy import Strategy
 

@@ -11,7 +11,7 @@ from comparison.iteration import Task
 from comparison.left_out import LeftOut
 from comparison.progress import progress
 from comparison.requests import Train
-from paceline.measure.process_tree import ProcessTree, pss_bytes
+from paceline.measure.procfs import ProcessTree, pss_bytes
 
 WORKERS = 4
 TIMED_UPDATES = 2

@@ -14,7 +14,7 @@ from paceline.comm import shared_memory
 from paceline.comm.communicator import Communicator
 from paceline.comm.rendezvous import Meeting
 from paceline.comm.torch_distributed import connect
-from paceline.measure.clock import PhaseClock
+from paceline.measure.phase_clock import PhaseClock
 from paceline.sync.options import create_strategy
 from paceline.sync.replica import Replica
 from paceline.sync.strategy import Strategy

@@ -19,7 +19,7 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.in_process import Hub
 from paceline.config import RunConfig
 from paceline.data.order import share
-from paceline.measure.clock import PhaseClock
+from paceline.measure.phase_clock import PhaseClock
 from paceline.sync import STRATEGIES
 from paceline.sync.averaging import GradientAveraging
 from paceline.sync.ddp import Ddp

@@ -19,7 +19,7 @@ from paceline.comm.place import Place
 from paceline.comm.rendezvous import Meeting
 from paceline.config import RunConfig, from_mapping
 from paceline.launch.servers import pairs_with_servers, serve, server_ranks
-from paceline.measure.clock import PhaseClock
+from paceline.measure.phase_clock import PhaseClock
 from paceline.records import RunFolder
 from paceline.worker.display import open_display
 from paceline.worker.prepare import prepare

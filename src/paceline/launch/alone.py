@@ -10,7 +10,7 @@ from paceline.config import RunConfig
 from paceline.errors import ConfigError, UsageError
 from paceline.launch.outcome import Outcome
 from paceline.launch.result import write_result
-from paceline.measure.clock import PhaseClock
+from paceline.measure.phase_clock import PhaseClock
 from paceline.measure.sampler import ResourceSampler
 from paceline.records import RunFolder
 from paceline.worker.checkpoint import CheckpointStore

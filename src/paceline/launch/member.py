@@ -42,7 +42,7 @@ from paceline.launch.messages import check_run_name
 from paceline.launch.outcome import Outcome
 from paceline.launch.result import first_cause, write_result
 from paceline.launch.servers import hosted, pairs_with_servers
-from paceline.measure.clock import PhaseClock
+from paceline.measure.phase_clock import PhaseClock
 from paceline.measure.sampler import ResourceSampler
 from paceline.measure.startup import StartupTimer
 from paceline.records import RunFolder, read_json

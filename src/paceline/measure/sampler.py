@@ -31,8 +31,7 @@ from typing import IO, Any, TypeVar
 import psutil
 
 from paceline.measure.gpus import Gpus
-from paceline.measure.network import NetworkCounter
-from paceline.measure.process_tree import ProcessTree, pss_bytes
+from paceline.measure.procfs import NetworkCounter, ProcessTree, pss_bytes
 from paceline.sources import search_path
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from time import perf_counter
 
 import torch
 
-from paceline.measure.gpu_clock import Mark
+from paceline.measure.phase_clock import Mark
 
 Moment = float | Mark
 """In seconds of `perf_counter`, or a mark in a GPU's work."""

@@ -19,8 +19,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from paceline.measure.clock import PhaseClock
-from paceline.measure.phase_log import PhaseLog, Span
+from paceline.measure.phase_clock import PhaseClock, PhaseLog, Span
 from paceline.measure.traffic import CountedTransfer, Traffic
 from paceline.records import SCHEMA, write_json
 

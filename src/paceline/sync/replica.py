@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.comm.communicator import Communicator
-from paceline.measure.clock import PhaseClock
+from paceline.measure.phase_clock import PhaseClock
 from paceline.sync.batch_norm import SharedBatchNorm
 from paceline.sync.loss_scale import step_unless_overflown
 from paceline.sync.quick_step import QuickStep

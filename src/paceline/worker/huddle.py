@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.communicator import Communicator
-from paceline.measure.clock import PhaseClock
+from paceline.measure.phase_clock import PhaseClock
 from paceline.sync.replica import Exposed
 
 SECONDS_BETWEEN = 1.0

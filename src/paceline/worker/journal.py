@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import DivergedError
-from paceline.measure.scalars import ScalarWriter
+from paceline.measure.tensorboard import ScalarWriter
 from paceline.records import EventWriter
 from paceline.worker.display import Display, Standing
 

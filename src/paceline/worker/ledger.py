@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.measure.clock import PhaseClock
+from paceline.measure.phase_clock import PhaseClock
 from paceline.records import read_iteration_seconds, read_lines
 from paceline.sync.replica import Replica
 from paceline.worker.checkpoint import CheckpointStore

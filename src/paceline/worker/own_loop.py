@@ -18,8 +18,7 @@ from paceline.comm.place import Place
 from paceline.config import RunConfig
 from paceline.data.order import SampleOrder, own_part
 from paceline.errors import UsageError
-from paceline.measure.clock import PhaseClock
-from paceline.measure.gpu_clock import clock_of
+from paceline.measure.phase_clock import PhaseClock, clock_of
 from paceline.sync.replica import Replica
 from paceline.sync.state_exchange import agree_on_buffers
 from paceline.sync.strategy import Strategy

@@ -16,9 +16,8 @@ from paceline.config import RunConfig
 from paceline.data.input import InputPath, evaluation_batches
 from paceline.data.order import SampleOrder, share
 from paceline.errors import AgreedStopError, PacelineError, RunError, in_a_line
-from paceline.measure.clock import PhaseClock
-from paceline.measure.gpu_clock import clock_of
-from paceline.measure.scalars import ScalarWriter
+from paceline.measure.phase_clock import PhaseClock, clock_of
+from paceline.measure.tensorboard import ScalarWriter
 from paceline.measure.trace import Tracer
 from paceline.records import EventWriter, RunFolder
 from paceline.sync.batch_norm import synchronise_batch_norm
