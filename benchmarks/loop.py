@@ -31,10 +31,10 @@ from paceline.models.loading import build_model
 from paceline.records import EventWriter
 from paceline.sync.replica import Replica
 from paceline.sync.single import Single
-from paceline.worker.display import SilentDisplay
-from paceline.worker.journal import Journal
-from paceline.worker.loop import Progress, TrainingLoop
-from paceline.worker.optimiser import build_optimizer
+from paceline.training.display import SilentDisplay
+from paceline.training.loop import Progress, TrainingLoop
+from paceline.training.optimizer import build_optimizer
+from paceline.training.run_logger import Journal
 
 CASES = {"lenet": (300, 3.0), "vgg11": (6, 1.0)}
 """Model: iterations in a block, and how many percent more than bare are allowed."""

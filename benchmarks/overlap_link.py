@@ -50,7 +50,7 @@ from paceline.models.loading import build_model
 from paceline.sync.options import create_strategy
 from paceline.sync.replica import Replica
 from paceline.sync.strategy import Strategy
-from paceline.worker.process import keep_freed_memory
+from paceline.training.process import keep_freed_memory
 
 MODEL, SHAPE, CLASSES = "vgg11", (3, 32, 32), 10
 STRATEGIES = ("overlap", "ddp")

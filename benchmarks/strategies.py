@@ -45,7 +45,7 @@ from paceline.sync.options import create_strategy
 from paceline.sync.replica import Replica
 from paceline.sync.server.link import SERVER, WORKER
 from paceline.sync.strategy import Strategy, Terms
-from paceline.worker.huddle import ClockOffset, measure_clock_offset, settle_waits
+from paceline.training.coordination import ClockOffset, measure_clock_offset, settle_waits
 
 SHAPE, CLASSES = (3, 32, 32), 10
 MODELS = ("lenet", "mlp", "resnet18", "vgg11")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from paceline.worker.checkpoint import Checkpoint, CheckpointStore
+from paceline.training.checkpoint import Checkpoint, CheckpointStore
 
 
 def state_of(iteration: int) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from checkpoint_stores import filled_store, names, newest, state_of
 from paceline.errors import RunError
-from paceline.worker import checkpoint_file
-from paceline.worker.checkpoint import Checkpoint, CheckpointStore, newest_checkpoint
+from paceline.training import checkpoint as checkpoint_file
+from paceline.training.checkpoint import Checkpoint, CheckpointStore, newest_checkpoint
 
 TENSORS = {
     "float32": torch.randn(3, 4, generator=torch.Generator().manual_seed(1)),
@@ -162,7 +162,7 @@ def test_nothing_is_removed_before_the_new_one_is_whole(
         found.append(newest_checkpoint(folder))
         remove(folder, iteration)
 
-    monkeypatch.setattr("paceline.worker.checkpoint.remove_checkpoint", look_then_remove)
+    monkeypatch.setattr("paceline.training.checkpoint.remove_checkpoint", look_then_remove)
     store.save(2, state_of(2))
     assert [checkpoint.iteration for checkpoint in found if checkpoint] == [2]
 
@@ -194,7 +194,7 @@ def held_writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         go.wait(timeout=60)
         return write(folder, iteration, state)
 
-    monkeypatch.setattr("paceline.worker.checkpoint.write_checkpoint", write_later)
+    monkeypatch.setattr("paceline.training.checkpoint.write_checkpoint", write_later)
     yield go
     go.set()
 

@@ -18,8 +18,8 @@ import torch
 
 from checkpoint_stores import filled_store, names, newest, state_of
 from paceline.errors import CheckpointError, DamagedCheckpointError, RunError
-from paceline.worker import checkpoint_file
-from paceline.worker.checkpoint import CheckpointStore, newest_checkpoint
+from paceline.training import checkpoint as checkpoint_file
+from paceline.training.checkpoint import CheckpointStore, newest_checkpoint
 
 
 def flip_a_byte(folder: Path) -> None:

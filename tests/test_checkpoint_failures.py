@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from paceline.errors import RunError
-from paceline.worker.checkpoint import CheckpointStore, newest_checkpoint
+from paceline.training.checkpoint import CheckpointStore, newest_checkpoint
 
 KILLS = 12
 BLOCK_BYTES = 4096
@@ -30,7 +30,7 @@ WRITERS = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from paceline.worker.checkpoint import CheckpointStore
+from paceline.training.checkpoint import CheckpointStore
 
 torch.set_num_threads(1)
 for line in sys.stdin:
@@ -102,7 +102,7 @@ import json, resource, sys
 from pathlib import Path
 import torch
 from paceline.errors import RunError
-from paceline.worker.checkpoint import CheckpointStore, newest_checkpoint
+from paceline.training.checkpoint import CheckpointStore, newest_checkpoint
 
 seen = {}
 for mode in ("sync", "background"):

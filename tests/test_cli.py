@@ -209,7 +209,7 @@ def test_a_diverged_run_exits_with_1_and_keeps_its_records(
 def test_a_full_disk_while_checkpointing_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     """From the second checkpoint on, the system refuses files over 20 kB."""
     program = (
-        "import resource, sys, paceline.worker.checkpoint_file as f\n"
+        "import resource, sys, paceline.training.checkpoint as f\n"
         "from paceline.cli import main\n"
         "write, calls = f.write_checkpoint, []\n"
         "def limited(folder, iteration, state):\n"
@@ -217,7 +217,7 @@ def test_a_full_disk_while_checkpointing_keeps_the_previous_checkpoint(tmp_path:
         "    if len(calls) == 2:\n"
         "        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))\n"
         "    return write(folder, iteration, state)\n"
-        "import paceline.worker.checkpoint as c\n"
+        "import paceline.training.checkpoint as c\n"
         "c.write_checkpoint = limited\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )

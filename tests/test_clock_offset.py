@@ -11,9 +11,8 @@ from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.config import RunConfig
 from paceline.sync.options import create_strategy
-from paceline.worker import huddle, teamwork
-from paceline.worker.huddle import ClockOffset, OffsetSample
-from paceline.worker.teamwork import FIRST_CLOCK_SECONDS, Teamwork
+from paceline.training import coordination
+from paceline.training.coordination import FIRST_CLOCK_SECONDS, ClockOffset, OffsetSample, Teamwork
 
 DRIFT = 20e-6
 AHEAD_SECONDS = 7.0
@@ -39,8 +38,8 @@ def test_drifting_clocks_do_not_turn_communication_into_waiting(
 ) -> None:
     """Both workers come to every exchange at the same time."""
     clocks = DriftingClocks()
-    monkeypatch.setattr(huddle, "perf_counter", clocks)
-    monkeypatch.setattr(teamwork, "perf_counter", clocks, raising=False)
+    monkeypatch.setattr(coordination, "perf_counter", clocks)
+    monkeypatch.setattr(coordination, "perf_counter", clocks, raising=False)
 
     def work(communicator: Communicator) -> float:
         clocks.rank = communicator.rank

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from paceline.worker.display import COLUMNS_VARIABLE, LiveDisplay, PlainDisplay, Standing
+from paceline.training.display import COLUMNS_VARIABLE, LiveDisplay, PlainDisplay, Standing
 
 
 @pytest.mark.parametrize("loss", [0.5, 9999.9, 12345.6, 5e11, float("nan")])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.worker.fingerprint import weights_sha256
+from paceline.training.rank_report import weights_sha256
 
 WEIGHTS = {
     "conv": torch.arange(48.0).reshape(2, 3, 2, 4),

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from paceline.records import EventWriter, read_iteration_seconds
-from paceline.worker import journal as journal_module
-from paceline.worker.display import open_display
-from paceline.worker.journal import Journal
+from paceline.training import run_logger as journal_module
+from paceline.training.display import open_display
+from paceline.training.run_logger import Journal
 
 
 @pytest.fixture

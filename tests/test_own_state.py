@@ -11,8 +11,8 @@ import toy_replicas as toy
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.sync.averaging import GradientAveraging
-from paceline.worker import state
-from paceline.worker.loop import Progress
+from paceline.training import run_state
+from paceline.training.loop import Progress
 
 
 def normed(communicator: Communicator) -> GradientAveraging:
@@ -31,12 +31,12 @@ def test_each_worker_gets_its_own_batch_norm_statistics_back() -> None:
     def work(communicator: Communicator) -> tuple[Tensor, Tensor]:
         strategy = normed(communicator)
         toy.train(strategy, range(2))
-        gathered = state.gather(strategy.replica, strategy, Progress(), {})
+        gathered = run_state.gather(strategy.replica, strategy, Progress(), {})
         if gathered is not None:
             saved.append(gathered)
         communicator.barrier().wait()
         resumed = normed(communicator)
-        state.restore(saved[0], resumed.replica, resumed)
+        run_state.restore(saved[0], resumed.replica, resumed)
         means = [own.replica.model.state_dict()["0.running_mean"] for own in (strategy, resumed)]
         return means[0], means[1]
 
@@ -54,13 +54,13 @@ def test_in_a_resized_run_each_rank_goes_on_with_its_own_steps_and_times() -> No
         strategy = normed(communicator)
         rank = communicator.rank
         progress = Progress(iteration=50, steps=(60, 40)[rank], samples=(600, 400)[rank])
-        gathered = state.gather(strategy.replica, strategy, progress, {"rank": rank})
+        gathered = run_state.gather(strategy.replica, strategy, progress, {"rank": rank})
         if gathered is not None:
             saved.append(gathered)
 
     def go_on(communicator: Communicator) -> tuple[Progress, dict[str, Any]]:
         strategy = normed(communicator)
-        return state.restore(saved[0], strategy.replica, strategy)
+        return run_state.restore(saved[0], strategy.replica, strategy)
 
     in_process.run(2, begin)
     found = in_process.run(3, go_on)

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from paceline.worker.process import cores_of, pinned
+from paceline.training.process import cores_of, pinned
 
 COUNT_FAULTS = """
 import resource, sys
-from paceline.worker.process import keep_freed_memory
+from paceline.training.process import keep_freed_memory
 if sys.argv[1] == "kept":
     keep_freed_memory()
 def faults():

@@ -12,8 +12,8 @@ import toy_replicas as toy
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.sync.averaging import GradientAveraging
-from paceline.worker import state
-from paceline.worker.loop import Progress
+from paceline.training import run_state
+from paceline.training.loop import Progress
 
 CPU = torch.device("cpu")
 
@@ -39,7 +39,7 @@ def gathered_state(world_size: int, device: str = "cpu") -> dict[str, Any]:
         strategy = CudaTensorStrategy()
         strategy.attach(toy.replica(communicator, toy.sgd()))
         strategy.memory = (strategy.memory + communicator.rank).to(device)
-        return state.gather(strategy.replica, strategy, Progress(), {})
+        return run_state.gather(strategy.replica, strategy, Progress(), {})
 
     first = in_process.run(world_size, work)[0]
     assert first is not None
@@ -81,10 +81,10 @@ def test_a_rank_saves_and_restores_the_random_state_of_its_own_gpu_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     FakeGpus(monkeypatch, visible=4)
-    saved = state.random_state(torch.device("cuda", 2))
+    saved = run_state.random_state(torch.device("cuda", 2))
     gpus = FakeGpus(monkeypatch, visible=4)
     gpus.states = [torch.tensor([100], dtype=torch.uint8)] * 4
-    state.restore_random_state(saved, torch.device("cuda", 2), rank=2)
+    run_state.restore_random_state(saved, torch.device("cuda", 2), rank=2)
     assert values(gpus.states) == [100, 100, 2, 100]
 
 
@@ -92,9 +92,9 @@ def test_a_random_state_is_restored_where_fewer_gpus_are_visible(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     FakeGpus(monkeypatch, visible=4)
-    saved = state.random_state(torch.device("cuda", 3))
+    saved = run_state.random_state(torch.device("cuda", 3))
     gpus = FakeGpus(monkeypatch, visible=1)
-    state.restore_random_state(saved, torch.device("cuda", 0), rank=3)
+    run_state.restore_random_state(saved, torch.device("cuda", 0), rank=3)
     assert values(gpus.states) == [3]
 
 
@@ -123,7 +123,7 @@ def test_an_older_checkpoint_with_a_list_of_gpu_states_gives_each_rank_its_own(
     }
     gpus = FakeGpus(monkeypatch, visible)
     gpus.states = [torch.tensor([50 + index], dtype=torch.uint8) for index in range(visible)]
-    state.restore_random_state(older, torch.device("cuda", device), rank)
+    run_state.restore_random_state(older, torch.device("cuda", device), rank)
     assert values(gpus.states) == expected
 
 
@@ -139,7 +139,7 @@ def test_a_checkpoint_with_more_gpu_states_than_visible_gpus_is_restored(
     def work(communicator: Communicator) -> int:
         strategy = CudaTensorStrategy()
         strategy.attach(toy.replica(communicator, toy.sgd()))
-        return state.restore(saved, strategy.replica, strategy)[0].iteration
+        return run_state.restore(saved, strategy.replica, strategy)[0].iteration
 
     assert in_process.run(1, work) == [0]
 
@@ -155,7 +155,7 @@ def test_gpu_states_are_ignored_by_a_rank_that_trains_on_the_cpu(
     gpus = FakeGpus(monkeypatch, visible=1)
     before = torch.get_rng_state()
     try:
-        state.restore_random_state(saved, CPU, rank=0)
+        run_state.restore_random_state(saved, CPU, rank=0)
         assert torch.equal(torch.get_rng_state(), cpu_state)
     finally:
         torch.set_rng_state(before)
@@ -163,7 +163,7 @@ def test_gpu_states_are_ignored_by_a_rank_that_trains_on_the_cpu(
 
 
 def test_a_checkpoint_of_a_cpu_run_has_no_gpu_state() -> None:
-    assert set(state.random_state(CPU)) == {"cpu"}
+    assert set(run_state.random_state(CPU)) == {"cpu"}
 
 
 @pytest.mark.gpu
@@ -177,9 +177,9 @@ def test_strategy_states_on_cuda_are_gathered_on_the_cpu() -> None:
 def test_a_gpu_draws_the_same_numbers_after_its_random_state_is_restored() -> None:
     device = torch.device("cuda", 0)
     torch.rand(3, device=device)
-    saved = state.random_state(device)
+    saved = run_state.random_state(device)
     expected = torch.rand(8, device=device)
-    state.restore_random_state(saved, device, rank=0)
+    run_state.restore_random_state(saved, device, rank=0)
     assert torch.equal(torch.rand(8, device=device), expected)
 
 
@@ -193,5 +193,5 @@ def test_a_list_of_more_gpu_states_than_visible_devices_is_restored() -> None:
     other = torch.cuda.get_rng_state(device)
     count = torch.cuda.device_count() + 2
     older = {"cpu": torch.get_rng_state(), "gpus": [other, other, own] + [other] * count}
-    state.restore_random_state(older, device, rank=2)
+    run_state.restore_random_state(older, device, rank=2)
     assert torch.equal(torch.rand(8, device=device), expected)

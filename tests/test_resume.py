@@ -21,8 +21,8 @@ from paceline.launch import start
 from paceline.launch.outcome import Outcome
 from paceline.models import MODELS
 from paceline.records import Result, RunFolder, read_lines
-from paceline.worker import checkpoint, loop
-from paceline.worker.checkpoint_file import write_checkpoint
+from paceline.training import checkpoint, loop
+from paceline.training.checkpoint import write_checkpoint
 
 SMALL: dict[str, Any] = {
     "train_samples": 40,

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from paceline.config import from_mapping
-from paceline.worker.schedule import learning_rate
+from paceline.training.optimizer import learning_rate
 
 PER_EPOCH = 10
 

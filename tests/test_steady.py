@@ -10,7 +10,7 @@ import pytest
 from paceline.measure import phase_clock as clock_module
 from paceline.measure.phase_clock import PhaseClock
 from paceline.sync.replica import Replica
-from paceline.worker.steady import SteadyPhases
+from paceline.training.steady import SteadyPhases
 
 
 class Bench:

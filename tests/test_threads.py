@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.config import from_mapping
-from paceline.worker import device
+from paceline.training import device
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from paceline.data.order import SampleOrder
 from paceline.launch import start
 from paceline.models.loading import build_model
 from paceline.records import PHASES, Result, RunFolder, read_lines
-from paceline.worker import prepare
-from paceline.worker.fingerprint import weights_sha256
+from paceline.training import trainer
+from paceline.training.rank_report import weights_sha256
 
 SMALL: dict[str, Any] = {
     "train_samples": 200,
@@ -90,8 +90,8 @@ def test_the_start_up_is_split_and_lies_in_other(
         time.sleep(0.1)
         return build_model(*arguments)
 
-    monkeypatch.setattr(prepare, "load_dataset", slow_load)
-    monkeypatch.setattr(prepare, "build_model", slow_build)
+    monkeypatch.setattr(trainer, "load_dataset", slow_load)
+    monkeypatch.setattr(trainer, "build_model", slow_build)
     _, result = train(tmp_path, iterations=2)
     (worker,) = result["workers"]
     startup = worker["startup_seconds"]

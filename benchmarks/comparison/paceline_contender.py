@@ -18,7 +18,7 @@ from paceline.measure.phase_clock import PhaseClock
 from paceline.sync.options import create_strategy
 from paceline.sync.replica import Replica
 from paceline.sync.strategy import Strategy
-from paceline.worker.process import keep_freed_memory
+from paceline.training.process import keep_freed_memory
 
 
 class Paceline(Contender):

@@ -21,10 +21,9 @@ from paceline.config import RunConfig, from_mapping
 from paceline.launch.servers import pairs_with_servers, serve, server_ranks
 from paceline.measure.phase_clock import PhaseClock
 from paceline.records import RunFolder
-from paceline.worker.display import open_display
-from paceline.worker.prepare import prepare
-from paceline.worker.report import WorkerReport
-from paceline.worker.run import Team, run_worker
+from paceline.training.display import open_display
+from paceline.training.rank_report import WorkerReport
+from paceline.training.trainer import Team, prepare, run_worker
 from worker_pool import WorkerPool, free_port
 
 

@@ -15,8 +15,8 @@ from paceline.comm.objects import broadcast_json
 from paceline.data.order import share
 from paceline.sync.options import create_strategy
 from paceline.sync.strategy import Strategy
-from paceline.worker import state
-from paceline.worker.loop import Progress
+from paceline.training import run_state
+from paceline.training.loop import Progress
 
 SAMPLES = 21
 """A multiple of three and of nothing else, so that shares are unequal in most teams."""
@@ -64,7 +64,7 @@ def fit(seat: Seat, name: str, course: Course) -> Fitted:
                 saved = _saved(strategy)
                 strategy.finish()
                 strategy = _begin(seat, name, course, seed=99)
-                state.restore(saved, strategy.replica, strategy)
+                run_state.restore(saved, strategy.replica, strategy)
             _step(strategy, step)
             losses.append(_loss(strategy))
             weights.append(weights_of(strategy))
@@ -110,7 +110,7 @@ def _loss(strategy: Strategy) -> float:
 def _saved(strategy: Strategy) -> dict[str, object]:
     """What a checkpoint holds, on every rank, as after reading it from a file."""
     communicator = strategy.replica.communicator
-    gathered = state.gather(strategy.replica, strategy, Progress(), {})
+    gathered = run_state.gather(strategy.replica, strategy, Progress(), {})
     buffer = io.BytesIO()
     torch.save(gathered, buffer)
     size = broadcast_json(communicator, buffer.getbuffer().nbytes)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from contract.harness import Seat, Task, build_replica, run_team
 from paceline.sync.options import create_strategy
 from paceline.sync.strategy import Strategy
-from paceline.worker.huddle import ClockOffset, measure_clock_offset, settle_waits
+from paceline.training.coordination import ClockOffset, measure_clock_offset, settle_waits
 from worker_pool import WorkerPool
 
 STEPS = 4

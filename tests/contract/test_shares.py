@@ -16,7 +16,7 @@ from paceline.config import from_mapping
 from paceline.data.order import share
 from paceline.sync.state_exchange import agree_on_buffers
 from paceline.sync.strategy import Strategy
-from paceline.worker.teamwork import Teamwork, follow
+from paceline.training.coordination import Teamwork, follow
 from worker_pool import WorkerPool
 
 
@@ -84,7 +84,7 @@ def test_a_slowed_worker_takes_as_much_longer_as_asked(
 ) -> None:
     """By the seconds it means to sleep, which are not slept here."""
     naps: list[float] = []
-    monkeypatch.setattr("paceline.worker.loop.time.sleep", naps.append)
+    monkeypatch.setattr("paceline.training.loop.time.sleep", naps.append)
     settings = {"train_samples": 64, "batch_size": 16, "iterations": 8, "model": "lenet"}
     [alone] = run(pool, 1, tmp_path, slow="0=3", **settings)
     phases = alone.report.worker["phases"]

@@ -18,7 +18,7 @@ from paceline.errors import UsageError
 from paceline.sync.parameter_server import ParameterServer
 from paceline.sync.replica import Replica
 from paceline.sync.strategy import MakeOptimizer, Strategy
-from paceline.worker.fingerprint import weights_sha256
+from paceline.training.rank_report import weights_sha256
 
 Samples = tuple[Tensor, Tensor]
 

@@ -22,7 +22,7 @@ from cluster.inside import set_link
 from launch.commands import HERE, TINY, Ended, flags
 from paceline.cluster.emulated import EmulatedCluster
 from paceline.cluster_spec import parse
-from paceline.worker.checkpoint import iterations
+from paceline.training.checkpoint import iterations
 
 MACHINES = 3
 PORT = 6379

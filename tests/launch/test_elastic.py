@@ -36,7 +36,7 @@ from launch.commands import (
 from paceline import cli
 from paceline.launch import start
 from paceline.records import Result, RunFolder, read_json, read_lines
-from paceline.worker.checkpoint import iterations
+from paceline.training.checkpoint import iterations
 from warm import Nursery
 
 pytestmark = pytest.mark.timeout(300)

@@ -22,7 +22,7 @@ from paceline.comm.place import ALONE
 from paceline.config import from_mapping
 from paceline.errors import UsageError
 from paceline.sync.options import create_strategy
-from paceline.worker.own_loop import JoinedTeam, Samples
+from paceline.training.session import JoinedTeam, Samples
 
 SAMPLES, BATCH = 50, 16
 """The last batch of an epoch has two samples: too few for three workers."""

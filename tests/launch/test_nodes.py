@@ -28,7 +28,7 @@ from paceline.config import from_mapping
 from paceline.errors import RunError, UsageError
 from paceline.launch.nodes import Nodes
 from paceline.records import read_json
-from paceline.worker.checkpoint import iterations
+from paceline.training.checkpoint import iterations
 
 
 def records_of(nodes: int) -> set[str]:

@@ -11,7 +11,7 @@ import torch
 from launch.commands import TINY, Command, Ended, launch, names_in
 from paceline.measure.machine import cores_usable
 from paceline.records import read_json, read_lines
-from paceline.worker.checkpoint import newest_checkpoint
+from paceline.training.checkpoint import newest_checkpoint
 
 Run = tuple[Path, Ended]
 

@@ -18,7 +18,7 @@ from cluster.inside import cut_for_a_while
 from launch.commands import Ended, flags, is_training, names_in
 from launch.ray_machines import RayMachines, end_of, ray_machines, wait_until
 from paceline.records import read_json
-from paceline.worker.checkpoint import iterations
+from paceline.training.checkpoint import iterations
 
 pytestmark = [
     pytest.mark.ray,

@@ -30,7 +30,7 @@ from paceline.launch import start
 from paceline.records import Result, RunFolder, read_iteration_seconds
 from paceline.report.run import open_run
 from paceline.report.worlds import World
-from paceline.worker.checkpoint import iterations, newest_checkpoint
+from paceline.training.checkpoint import iterations, newest_checkpoint
 from warm import Nursery
 
 SETTINGS = {"model": "own_code:Slow", "iterations": 160, "nproc_per_node": 2}

@@ -19,7 +19,7 @@ from paceline.errors import UsageError
 from paceline.launch import start
 from paceline.launch.parcel import pack
 from paceline.records import RunFolder, read_lines
-from paceline.worker.checkpoint import iterations
+from paceline.training.checkpoint import iterations
 
 
 def starts_of(folder: Path) -> list[int]:

@@ -35,7 +35,7 @@ from launch.commands import (
 )
 from paceline.launch import start
 from paceline.records import Result, read_json
-from paceline.worker.checkpoint import iterations, newest_checkpoint
+from paceline.training.checkpoint import iterations, newest_checkpoint
 from warm import Nursery
 
 

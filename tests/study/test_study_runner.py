@@ -24,7 +24,7 @@ from paceline.study.folder import StudyFolder
 from paceline.study.plan import Plan
 from paceline.study.progress import LineDisplay
 from paceline.study.runner import Outcome, Runner, State, state_of
-from paceline.worker.checkpoint import CheckpointStore, newest_checkpoint
+from paceline.training.checkpoint import CheckpointStore, newest_checkpoint
 from study.study_files import planned, pretend_run
 
 TWO_CELLS = """

@@ -29,8 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
     with importing():
         from paceline.launch import start
         from paceline.report.summary import print_summary
-        from paceline.worker.checkpoint import iterations
-        from paceline.worker.process import keep_freed_memory
+        from paceline.training.checkpoint import iterations
+        from paceline.training.process import keep_freed_memory
 
     keep_freed_memory()
     if config is None:

@@ -13,10 +13,9 @@ from paceline.launch.result import write_result
 from paceline.measure.phase_clock import PhaseClock
 from paceline.measure.sampler import ResourceSampler
 from paceline.records import RunFolder
-from paceline.worker.checkpoint import CheckpointStore
-from paceline.worker.display import open_display
-from paceline.worker.prepare import Prepared, check_work_is_left, prepare
-from paceline.worker.run import Team, run_worker
+from paceline.training.checkpoint import CheckpointStore
+from paceline.training.display import open_display
+from paceline.training.trainer import Prepared, Team, check_work_is_left, prepare, run_worker
 
 
 def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:

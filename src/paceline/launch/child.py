@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from paceline.launch.lifeline import tie_to
 from paceline.measure.startup import importing
-from paceline.worker.process import keep_freed_memory
+from paceline.training.process import keep_freed_memory
 
 PROGRAMS = {"worker": "paceline.launch.member", "server": "paceline.launch.servers"}
 

@@ -24,7 +24,7 @@ from paceline.launch.servers import server_ranks
 from paceline.launch.spawn import spawn
 from paceline.measure.sampler import ResourceSampler
 from paceline.records import SCHEMA, RunFolder, explain_write_error, write_json
-from paceline.worker.report import WorkerReport
+from paceline.training.rank_report import WorkerReport
 
 GRACE_SECONDS = 3.0
 """What the others get, after a first failure, to notice it themselves and write down their part."""

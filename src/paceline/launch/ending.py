@@ -10,7 +10,7 @@ from pathlib import Path
 from paceline.errors import ConfigError, PacelineError, RunError, StoppedError
 from paceline.launch.messages import Kinds, MalformedError, check_fields, printable
 from paceline.records import SCHEMA, RunFolder, read_json, write_json
-from paceline.worker.report import WorkerReport
+from paceline.training.rank_report import WorkerReport
 
 
 @dataclass(frozen=True, slots=True)

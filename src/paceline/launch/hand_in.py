@@ -16,7 +16,7 @@ from paceline.errors import PeerError, RunError
 from paceline.launch.ending import STATUSES
 from paceline.launch.messages import Kinds, MalformedError, check_fields, decode, printable
 from paceline.records import SCHEMA, RunFolder, explain_write_error, read_json, write_json
-from paceline.worker.report import WorkerReport
+from paceline.training.rank_report import WorkerReport
 
 logger = logging.getLogger("paceline")
 

@@ -15,8 +15,8 @@ from paceline.errors import UsageError
 from paceline.launch import environment
 from paceline.launch.member import connection
 from paceline.launch.start import check_strategy
-from paceline.worker.device import choose_device
-from paceline.worker.own_loop import JoinedTeam
+from paceline.training.device import choose_device
+from paceline.training.session import JoinedTeam
 
 _JOINS = itertools.count()
 """A program may join several times, one after the other; every time is a meeting of its own."""

@@ -46,12 +46,11 @@ from paceline.measure.phase_clock import PhaseClock
 from paceline.measure.sampler import ResourceSampler
 from paceline.measure.startup import StartupTimer
 from paceline.records import RunFolder, read_json
-from paceline.worker.checkpoint import Checkpoint, CheckpointStore
-from paceline.worker.device import choose_device
-from paceline.worker.display import open_display
-from paceline.worker.prepare import Prepared, check_work_is_left, prepare
-from paceline.worker.report import WorkerReport, explain
-from paceline.worker.run import Team, run_worker
+from paceline.training.checkpoint import Checkpoint, CheckpointStore
+from paceline.training.device import choose_device
+from paceline.training.display import open_display
+from paceline.training.rank_report import WorkerReport, explain
+from paceline.training.trainer import Prepared, Team, check_work_is_left, prepare, run_worker
 
 
 def main(arguments: list[str]) -> int:

@@ -23,7 +23,7 @@ from paceline.errors import StoppedError, UsageError
 from paceline.launch.interruptions import SIGNALS
 from paceline.launch.starter import COMPLAINT, end_with_starter, read_given, tell, telling_errors
 from paceline.records import RunFolder
-from paceline.worker.display import COLUMNS_VARIABLE
+from paceline.training.display import COLUMNS_VARIABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
 def _train(task: Task) -> None:
     from paceline.launch import start
     from paceline.launch.ending import Ending
-    from paceline.worker.process import keep_freed_memory
+    from paceline.training.process import keep_freed_memory
 
     keep_freed_memory()
     config = from_mapping(task.config)

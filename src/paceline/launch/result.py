@@ -12,7 +12,7 @@ from paceline.launch.ending import Ending, earliest
 from paceline.measure.machine import cores_usable, hardware, software
 from paceline.measure.resources import summarise
 from paceline.records import SCHEMA, Result, RunFolder
-from paceline.worker.report import WorkerReport
+from paceline.training.rank_report import WorkerReport
 
 
 def write_result(

@@ -36,9 +36,9 @@ from paceline.sync.options import create_strategy
 from paceline.sync.server.heartbeat import Address, Heartbeats
 from paceline.sync.server.link import SERVER, WORKER
 from paceline.sync.server.pair import Pair
-from paceline.worker.device import computing
-from paceline.worker.optimiser import build_optimizer
-from paceline.worker.report import explain
+from paceline.training.device import computing
+from paceline.training.optimizer import build_optimizer
+from paceline.training.rank_report import explain
 
 LEAVING_SECONDS = 3.0
 """What servers get to notice that their workers have left."""

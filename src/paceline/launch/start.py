@@ -24,7 +24,7 @@ from paceline.records import RunFolder
 from paceline.sync import STRATEGIES
 from paceline.sync.options import create_strategy
 from paceline.sync.strategy import Strategy
-from paceline.worker.checkpoint import iterations
+from paceline.training.checkpoint import iterations
 
 
 def train(config: RunConfig, quiet: bool = False) -> Outcome:

@@ -18,7 +18,7 @@ from paceline.launch.nodes import Nodes
 from paceline.launch.outcome import Outcome
 from paceline.launch.result import write_result
 from paceline.records import RunFolder
-from paceline.worker.report import WorkerReport
+from paceline.training.rank_report import WorkerReport
 
 
 def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:

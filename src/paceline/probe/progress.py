@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from paceline.worker.display import COLUMNS_VARIABLE
+from paceline.training.display import COLUMNS_VARIABLE
 
 QUIET_SECONDS = 10.0
 _CLEAR_LINE = "\r\x1b[2K"

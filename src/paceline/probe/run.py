@@ -23,7 +23,7 @@ from paceline.probe.progress import Show
 from paceline.probe.results import Record, make_record
 from paceline.probe.sizes import size_text
 from paceline.probe.timing import Timed, copy_bytes_per_second, time_size
-from paceline.worker.device import choose_device, computing
+from paceline.training.device import choose_device, computing
 
 LEAST_COPIED_BYTES = 2**26
 """More than caches hold, so that it is the memory that is measured."""

@@ -26,8 +26,8 @@ from paceline.study.command import CellProcess, last_words, resume_words, train_
 from paceline.study.folder import DONE, Cell, Study, StudyFolder, Trouble
 from paceline.study.plan import Plan
 from paceline.study.progress import Display
-from paceline.worker.checkpoint import iterations as checkpointed_iterations
-from paceline.worker.checkpoint import newest_checkpoint
+from paceline.training.checkpoint import iterations as checkpointed_iterations
+from paceline.training.checkpoint import newest_checkpoint
 
 WHERE_NOT_WHAT = ("out", "name", "data_dir", "node_rank", "master_addr", "master_port")
 """Settings that say where a run happens and are no reason to run it again."""

@@ -37,7 +37,7 @@ from paceline.launch.result import write_result
 from paceline.launch.store_files import parts_of, receive_files, record_names
 from paceline.launch.team import is_refusal
 from paceline.records import SCHEMA, RunFolder, write_json
-from paceline.worker.checkpoint import iterations
+from paceline.training.checkpoint import iterations
 
 FILES_SECONDS = 60.0
 """What the records of a node may take on their way from the store to the first one's disk."""

@@ -25,7 +25,7 @@ from paceline.launch.ray.cluster import Connection, HeadLostError, LostError, co
 from paceline.launch.ray.fleet import RayFleet, ray_fleet
 from paceline.launch.ray.head import Head
 from paceline.records import RunFolder
-from paceline.worker.checkpoint import iterations
+from paceline.training.checkpoint import iterations
 
 
 def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:

@@ -1,39 +1,128 @@
-"""One worker from its config to its account: build, perhaps resume, train, tell."""
+"""Ctrl-C and termination signals while a worker trains.
+
+What can be built and refused before a run begins: its data, model and strategy.
+
+One worker from its config to its account: build, perhaps resume, train, tell."""
 
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FrameType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.place import Place
 from paceline.config import RunConfig
+from paceline.data.dataset import Dataset
 from paceline.data.input import InputPath, evaluation_batches
+from paceline.data.loading import load_dataset
 from paceline.data.order import SampleOrder, share
-from paceline.errors import AgreedStopError, PacelineError, RunError, in_a_line
+from paceline.errors import (
+    AgreedStopError,
+    CheckpointError,
+    PacelineError,
+    RunError,
+    UserCodeError,
+    in_a_line,
+)
 from paceline.measure.phase_clock import PhaseClock, clock_of
+from paceline.measure.startup import StartupTimer
 from paceline.measure.tensorboard import ScalarWriter
 from paceline.measure.trace import Tracer
+from paceline.models.loading import build_model
 from paceline.records import EventWriter, RunFolder
 from paceline.sync.batch_norm import synchronise_batch_norm
+from paceline.sync.options import create_strategy
 from paceline.sync.replica import Replica
-from paceline.worker import state
-from paceline.worker.checkpoint import Checkpoint, CheckpointStore
-from paceline.worker.device import autocast, computing
-from paceline.worker.display import Display
-from paceline.worker.fingerprint import weights_sha256
-from paceline.worker.journal import Journal
-from paceline.worker.ledger import Ledger
-from paceline.worker.loop import Progress, TrainingLoop
-from paceline.worker.optimiser import build_optimizer
-from paceline.worker.prepare import Prepared
-from paceline.worker.report import WorkerReport, account_of, explain
-from paceline.worker.stop_signals import stop_on_signals
+from paceline.sync.strategy import Strategy
+from paceline.training import run_state
+from paceline.training.checkpoint import Checkpoint, CheckpointStore
+from paceline.training.device import autocast, choose_device, computing
+from paceline.training.display import Display
+from paceline.training.loop import Progress, TrainingLoop
+from paceline.training.optimizer import build_optimizer
+from paceline.training.rank_report import Ledger, WorkerReport, account_of, explain, weights_sha256
+from paceline.training.run_logger import Journal
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def stop_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
+    """Let a signal end the loop between iterations; another Ctrl-C, at once.
+
+    Termination may be asked for again without haste: SLURM does so at a job's time limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    is_requested = False
+
+    def request(number: int, frame: FrameType | None) -> None:
+        nonlocal is_requested
+        if is_requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if not is_requested:
+            is_requested = True
+            request_stop(f"stopped by {signal.Signals(number).name}")
+
+    before = [signal.signal(number, request) for number in SIGNALS]
+    try:
+        yield
+    finally:
+        for number, handler in zip(SIGNALS, before, strict=True):
+            signal.signal(number, handler)
+
+
+@dataclass(slots=True)
+class Prepared:
+    dataset: Dataset
+    model: nn.Module
+    strategy: Strategy
+    device: torch.device
+
+
+def prepare(
+    config: RunConfig, local_rank: int = 0, startup: StartupTimer | None = None
+) -> Prepared:
+    """Load and build, refusing with a UsageError what cannot be trained.
+
+    `startup` counts the seconds of it as `data` and `model`, and is left in `model`.
+    """
+    startup = startup or StartupTimer(0.0)
+    startup.enter("model")
+    strategy = create_strategy(config.strategy, config.options)
+    device = choose_device(config, local_rank)
+    startup.enter("data")
+    dataset = load_dataset(config)
+    startup.enter("model")
+    model = build_model(config.model, dataset.sample_shape, dataset.classes, config.seed)
+    if not any(weight.requires_grad for weight in model.parameters()):
+        raise UserCodeError(f"model {config.model!r} has no weights to train")
+    return Prepared(dataset, model, strategy, device)
+
+
+def check_work_is_left(
+    config: RunConfig, prepared: Prepared, checkpoint: Checkpoint, is_finished: bool
+) -> None:
+    """Refuse to resume what has come to its end already: its result must stay as it is.
+
+    A run with a checkpoint of its last iteration but without a result can still write one.
+    """
+    order = SampleOrder(len(prepared.dataset.train), config.global_batch_size, config.seed)
+    total = config.iterations_in_total(order.batches_per_epoch)
+    if checkpoint.iteration > total or (checkpoint.iteration == total and is_finished):
+        raise CheckpointError(
+            f"the run has done all of its {total} iterations:"
+            " give more --epochs or --iterations to go on"
+        )
 
 
 def run_worker(
@@ -121,8 +210,8 @@ class _Worker:
             self.warnings += checkpoint.warnings
             if self.team.place.rank == 0:
                 saved = checkpoint.state.get("settings", {})
-                self.warnings += state.changed_settings(saved, self.config)
-            self.progress, account = state.restore(checkpoint.state, self.replica, strategy)
+                self.warnings += run_state.changed_settings(saved, self.config)
+            self.progress, account = run_state.restore(checkpoint.state, self.replica, strategy)
             events = self.folder.events_file(self.team.place.rank)
             steps = range(self.progress.steps_before, self.progress.steps)
             self.ledger.take_up(account, events, steps, checkpoint.iteration)
@@ -223,10 +312,10 @@ class _Worker:
         account = {**self.ledger.to_dict(), "recent_losses": [*self.journal.recent_losses]}
         # This checkpoint's event tells how long training waited for it, for that one included.
         account["checkpoints"]["blocked_seconds"] = blocked
-        saved = state.gather(self.replica, self.prepared.strategy, self.progress, account)
+        saved = run_state.gather(self.replica, self.prepared.strategy, self.progress, account)
         if saved is None or store is None:
             return
-        saved["settings"] = state.kept_settings(self.config)
+        saved["settings"] = run_state.kept_settings(self.config)
         store.save(self.progress.iteration, saved)
         self.journal.events.write(
             "checkpoint",

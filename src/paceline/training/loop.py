@@ -20,12 +20,11 @@ from paceline.measure.trace import Tracer
 from paceline.sync.replica import Replica
 from paceline.sync.state_exchange import agree_on_buffers
 from paceline.sync.strategy import Strategy, Terms, Turn
-from paceline.worker.evaluate import evaluate
-from paceline.worker.journal import Journal
-from paceline.worker.optimiser import set_learning_rate
-from paceline.worker.schedule import learning_rate
-from paceline.worker.steady import SteadyPhases
-from paceline.worker.teamwork import Teamwork
+from paceline.training.coordination import Teamwork
+from paceline.training.evaluation import evaluate
+from paceline.training.optimizer import learning_rate, set_learning_rate
+from paceline.training.run_logger import Journal
+from paceline.training.steady import SteadyPhases
 
 Batch = tuple[Tensor, Tensor]
 

@@ -3,7 +3,10 @@
 The checksum file says what the other one may hold; it is on disk before that gets its name, so that
 a checkpoint which can be seen can also be verified, whenever the power fails. While one checkpoint
 replaces another of the same iteration, both checksums are listed.
-"""
+
+The state of a run as plain containers of host tensors: all that a checkpoint may hold.
+
+The checkpoints of a run: the newest few, each whole and verified before it is used."""
 
 from __future__ import annotations
 
@@ -13,16 +16,19 @@ import hashlib
 import os
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
+from time import perf_counter
 from typing import Any, BinaryIO, cast
 
 import psutil
 import torch
+from torch import Tensor
 
 from paceline.errors import CheckpointError, DamagedCheckpointError, RecordsError, RunError
-from paceline.records import SCHEMA, open_record, read_json, sync_folder, write_json
+from paceline.records import SCHEMA, make_folder, open_record, read_json, sync_folder, write_json
 
 _NAME = re.compile(r"iteration-(\d{8,})\.(pt|json)")
 _TEMPORARY = re.compile(r"\.iteration-\d{8,}\.(?:pt|json)\.(\d+)")
@@ -278,3 +284,219 @@ class _HashingFile:
 
     def hexdigest(self) -> str:
         return self._digest.hexdigest()
+
+
+_SCALARS = (int, float, bool, str, type(None))
+
+
+def without_copy(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state to be written while nothing changes it; tensors are copied only where they must be:
+    off a device, and out of a larger storage, which would otherwise be written whole."""
+    return _plain_dict(state, "state", _compact)
+
+
+def _compact(_path: str, tensor: Tensor) -> Tensor:
+    host = tensor.cpu()
+    if host.untyped_storage().nbytes() > host.numel() * host.element_size():
+        host = host.clone()
+    return host
+
+
+class HostBuffers:
+    """Copies of states, one after another in the same memory: each overwrites the one before."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[Any, ...], Tensor] = {}
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers.values())
+
+    def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The state as it is now, untouched by later changes of the original's tensors."""
+        reusable, self._buffers = self._buffers, {}
+        copied: dict[tuple[Any, ...], Tensor] = {}
+
+        def copy(path: str, tensor: Tensor) -> Tensor:
+            layout = (tensor.dtype, tensor.shape, tensor.stride())
+            # Weights that are tied under several names are copied, and written, once.
+            place = (tensor.device, tensor.data_ptr(), *layout)
+            if place not in copied:
+                key = (path, tensor.device.type, *layout)
+                buffer = reusable.get(key)
+                if buffer is None:
+                    buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+                copied[place] = self._buffers[key] = buffer.copy_(tensor)
+            return copied[place]
+
+        return _plain_dict(state, "state", copy)
+
+
+def _plain(value: Any, path: str, host: Callable[[str, Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensor = value.detach()
+        # A parameter detaches to a plain tensor; what does not would need its class to be loaded.
+        if type(tensor) is not Tensor or tensor.layout != torch.strided:
+            raise TypeError(f"{path} is a {type(value).__name__}: a checkpoint holds plain tensors")
+        return host(path, tensor)
+    if isinstance(value, Mapping):
+        return _plain_dict(value, path, host)
+    if type(value) in (list, tuple):
+        return type(value)(_plain(item, f"{path}[{i}]", host) for i, item in enumerate(value))
+    # The exact type counts: numpy's float64 is a float, and would be written as numpy's.
+    if type(value) in _SCALARS:
+        return value
+    raise TypeError(
+        f"{path} is a {type(value).__name__}: a checkpoint holds dicts, lists and tuples of "
+        "tensors, numbers, text and None"
+    )
+
+
+def _plain_dict(
+    mapping: Mapping[Any, Any], path: str, host: Callable[[str, Tensor], Tensor]
+) -> dict[Any, Any]:
+    for key in mapping:
+        if type(key) not in (str, int):
+            raise TypeError(f"{path} has the key {key!r}: a checkpoint's keys are text or integers")
+    return {key: _plain(value, f"{path}[{key!r}]", host) for key, value in mapping.items()}
+
+
+__all__ = ["Checkpoint", "CheckpointStore", "iterations", "newest_checkpoint"]
+
+
+class CheckpointStore:
+    """Writes a folder's checkpoints; made by one process alone, rank 0's.
+
+    Other processes read with `newest_checkpoint`. A failure to write is a `RunError`; in background
+    mode it is raised by the next `save`, by `newest` or by `close`, whichever comes first.
+    """
+
+    def __init__(self, folder: Path, keep: int, mode: str) -> None:
+        if keep < 1 or mode not in ("sync", "background"):
+            raise ValueError(f"keep={keep} must be 1 or more, mode={mode!r} sync or background")
+        self.folder = folder
+        self.count = 0
+        self.bytes = 0
+        """Written so far, removed checkpoints included."""
+        self.blocked_seconds = 0.0
+        """Time in `save` and `close`, while training waits."""
+        self.background_seconds = 0.0
+        """Time of writing beside the training."""
+        self._keep = keep
+        self._buffers = HostBuffers() if mode == "background" else None
+        self._writer: Thread | None = None
+        self._failure: BaseException | None = None
+        self._reached: int | None = None
+        """The iteration last saved, or last given out to resume from."""
+        self._unwritten: tuple[int, Mapping[str, Any]] | None = None
+        """What the background thread failed to write last."""
+        try:
+            make_folder(folder)
+            remove_stale_temporaries(folder)
+        except OSError as error:
+            raise RunError(f"cannot write checkpoints to {folder}: {error.strerror}") from error
+
+    @property
+    def extra_memory_bytes(self) -> int:
+        """What the copies for writing in the background take; nothing in sync mode."""
+        return self._buffers.size_bytes if self._buffers else 0
+
+    def take_up(self, totals: Mapping[str, Any], iteration: int, blocked_seconds: float) -> None:
+        """Count on from the `totals` before the checkpoint that a run is resumed from, and it."""
+        self.count += totals.get("count", 0) + 1
+        with contextlib.suppress(OSError):
+            self.bytes += state_file(self.folder, iteration).stat().st_size
+        self.bytes += totals.get("bytes", 0)
+        self.blocked_seconds += totals.get("blocked_seconds", 0.0) + blocked_seconds
+        self.background_seconds += totals.get("background_seconds", 0.0)
+
+    def save(self, iteration: int, state: Mapping[str, Any]) -> None:
+        """Write the state after `iteration`; when it is on disk, remove what is no longer wanted.
+
+        Returns when it is on disk, or in background mode when the state may change again, which is
+        after the previous write has ended and the tensors are copied.
+        """
+        began = perf_counter()
+        try:
+            if self._buffers is None:
+                self._write(iteration, without_copy(state))
+                return
+            self._wait()
+            copy = self._buffers.copy(state)
+            self._writer = Thread(
+                target=self._write_beside, args=(iteration, copy), name="checkpoint writer"
+            )
+            self._writer.start()
+        finally:
+            self.blocked_seconds += perf_counter() - began
+
+    def newest(self) -> Checkpoint | None:
+        """The newest that verifies, with a warning for each one passed over; None if there is none.
+
+        A CheckpointError where there are some and none verifies.
+        """
+        self._wait()
+        checkpoint = newest_checkpoint(self.folder)
+        if checkpoint is not None:
+            self._reached = checkpoint.iteration
+        return checkpoint
+
+    def close(self) -> None:
+        """Wait until everything is on disk; the store may be used again afterwards."""
+        began = perf_counter()
+        try:
+            self._wait()
+        finally:
+            self.blocked_seconds += perf_counter() - began
+
+    def write_again(self) -> int | None:
+        """Write in this thread what could not be written in the background; its iteration.
+
+        For after `close` has raised the failure. None where there is nothing to write.
+        """
+        if self._unwritten is None:
+            return None
+        iteration, state = self._unwritten
+        self._write(iteration, state)
+        self._unwritten = None
+        return iteration
+
+    def _wait(self) -> None:
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _write_beside(self, iteration: int, state: Mapping[str, Any]) -> None:
+        began = perf_counter()
+        try:
+            self._write(iteration, state)
+            self._unwritten = None
+        except BaseException as error:  # noqa: BLE001 - raised in the training thread by _wait
+            self._failure = error
+            self._unwritten = (iteration, state)
+        self.background_seconds += perf_counter() - began
+
+    def _write(self, iteration: int, state: Mapping[str, Any]) -> None:
+        self.bytes += write_checkpoint(self.folder, iteration, state)
+        self.count += 1
+        kept = self._course(iteration)[: self._keep]
+        known = {*iterations(self.folder), *iterations(self.folder, suffix="json")}
+        for other in known.difference(kept):
+            remove_checkpoint(self.folder, other)
+        self._reached = iteration
+
+    def _course(self, iteration: int) -> list[int]:
+        """The checkpoints that led to this one, the newest first.
+
+        Those between the resumed one and this one, or beyond it, were damaged when the run was
+        resumed; they count for nothing, lest they crowd out whole ones.
+        """
+        return [
+            other
+            for other in iterations(self.folder)
+            if other == iteration
+            or (other < iteration and (self._reached is None or other <= self._reached))
+        ]

@@ -22,9 +22,9 @@ from paceline.measure.phase_clock import PhaseClock, clock_of
 from paceline.sync.replica import Replica
 from paceline.sync.state_exchange import agree_on_buffers
 from paceline.sync.strategy import Strategy
-from paceline.worker.report import account_of
-from paceline.worker.steady import SteadyPhases
-from paceline.worker.teamwork import Teamwork
+from paceline.training.coordination import Teamwork
+from paceline.training.rank_report import account_of
+from paceline.training.steady import SteadyPhases
 
 Samples = Dataset[Any] | Sequence[Tensor]
 """A map-style dataset, or tensors such as (inputs, labels): the first dimension counts samples."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.errors import DivergedError
 from paceline.measure.tensorboard import ScalarWriter
 from paceline.records import EventWriter
-from paceline.worker.display import Display, Standing
+from paceline.training.display import Display, Standing
 
 BLOCK_SECONDS = 0.5
 """How often a block is written: rarely enough to cost nothing, often enough to watch."""

@@ -12,7 +12,7 @@ from paceline.cluster_spec import parse
 from paceline.config import RunConfig
 from paceline.errors import ConfigError
 from paceline.measure.machine import cores_usable
-from paceline.worker.process import pinned
+from paceline.training.process import pinned
 
 
 def choose_device(config: RunConfig, local_rank: int = 0) -> torch.device:

@@ -14,7 +14,7 @@ from paceline.config import RunConfig, fields, flag_of, option_of
 from paceline.errors import CheckpointError
 from paceline.sync.replica import Replica
 from paceline.sync.strategy import Strategy
-from paceline.worker.loop import Progress
+from paceline.training.loop import Progress
 
 Account = dict[str, Any]
 """What a worker has measured so far, as JSON can hold it."""

@@ -1,0 +1,194 @@
+"""A fingerprint of weights, by which anyone can see that two runs agree bit for bit.
+
+What a worker has measured of a run: in its earlier parts, where it was resumed, and since.
+
+What a worker tells at its end; the launcher makes result.json of all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import statistics
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm.place import Place
+from paceline.errors import DivergedError, PacelineError, StoppedError, in_a_line
+from paceline.measure.phase_clock import PhaseClock
+from paceline.records import RunFolder, read_iteration_seconds, read_lines
+from paceline.sync.replica import Replica
+from paceline.sync.strategy import Strategy
+from paceline.training.checkpoint import CheckpointStore
+from paceline.training.run_state import Account
+from paceline.training.steady import SteadyPhases
+
+
+def weights_sha256(model_state: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes of a state dict's tensors, sorted by name.
+
+    Neither the device nor the memory format nor the order of the mapping plays a part. Bits count,
+    not values: 0.0 and -0.0 differ.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(model_state):
+        tensor = model_state[name].detach()
+        # The header says how many bytes follow it, so that no two states run together the same way.
+        header = [name, str(tensor.dtype), list(tensor.shape)]
+        digest.update(json.dumps(header).encode() + b"\n")
+        flat = tensor.cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+class Ledger:
+    def __init__(self, clock: PhaseClock, replica: Replica, store: CheckpointStore | None) -> None:
+        self._clock = clock
+        self._replica = replica
+        self._store = store
+        self.steady = SteadyPhases(clock, replica)
+        self._phases_before: dict[str, float] = {}
+        self._iteration_seconds_before: Sequence[float] = ()
+
+    def take_up(self, account: Account, events: Path, steps: range, iteration: int) -> None:
+        """Go on from what the checkpoint of `iteration` holds, and `events` of these steps."""
+        self._phases_before = account.get("phases", {})
+        self._iteration_seconds_before = read_iteration_seconds(events, steps.stop, steps.start)
+        self._replica.hidden_exchange_seconds = account.get("hidden_exchange_seconds", 0.0)
+        if steps:
+            self.steady.resume(account.get("after_first"))
+        if "traffic" in account:
+            self._replica.communicator.traffic.restore(account["traffic"])
+        if self._store:
+            blocked_seconds = _read_blocked_seconds(events, iteration)
+            self._store.take_up(account.get("checkpoints", {}), iteration, blocked_seconds)
+
+    def to_dict(self) -> Account:
+        """As a checkpoint holds it."""
+        return {
+            "phases": self.phases,
+            "traffic": self._replica.communicator.traffic.to_dict(),
+            "hidden_exchange_seconds": self._replica.hidden_exchange_seconds,
+            "checkpoints": self.checkpoints,
+            "after_first": self.steady.to_dict(),
+        }
+
+    @property
+    def phases(self) -> dict[str, float]:
+        before = self._phases_before
+        return {name: before.get(name, 0.0) + spent for name, spent in self._clock.seconds.items()}
+
+    @property
+    def seconds_before(self) -> float:
+        """Wall time of the earlier parts."""
+        return sum(self._phases_before.values())
+
+    @property
+    def iteration_seconds(self) -> list[float]:
+        return [*self._iteration_seconds_before, *self._clock.lap_seconds]
+
+    @property
+    def checkpoints(self) -> dict[str, Any]:
+        store = self._store
+        return {
+            "count": store.count if store else 0,
+            "bytes": store.bytes if store else 0,
+            "blocked_seconds": store.blocked_seconds if store else 0.0,
+            "background_seconds": store.background_seconds if store else 0.0,
+            "extra_memory_bytes": store.extra_memory_bytes if store else 0,
+        }
+
+
+def _read_blocked_seconds(path: Path, iteration: int) -> float:
+    """How long training waited for the checkpoint of this iteration, by a rank's events."""
+    waits = [
+        event["blocked_seconds"]
+        for event in read_lines(path)
+        if event.get("event") == "checkpoint" and event["iteration"] == iteration
+    ]
+    return float(waits[-1]) if waits else 0.0
+
+
+@dataclass(slots=True)
+class WorkerReport:
+    status: str
+    cause: str | None
+    exit_code: int
+    is_echo: bool
+    """Whether the failure is only what this worker saw of another one's."""
+    ended: float
+    """Unix time, to find the first of several failures."""
+    is_together: bool
+    """Whether all workers ended after the same iteration."""
+    iterations: int
+    weights_sha256: str | None
+    """None where a run ended while each worker had a part of the weights only."""
+    train_loss: float | None
+    seconds_to_target: float | None
+    history: list[dict[str, Any]]
+    worker: dict[str, Any]
+    checkpoints: dict[str, Any]
+    measuring_fraction: float
+    warnings: list[str]
+    samples_before: int = 0
+    """That all workers together had trained on when their number changed last."""
+
+
+def summarise_iterations(seconds: Sequence[float]) -> dict[str, float | None]:
+    """The first iteration apart, and the others' mean, median and 95th percentile."""
+    if not seconds:
+        return dict.fromkeys(("first", "mean", "median", "p95"))
+    rest = sorted(seconds[1:]) or [seconds[0]]
+    return {
+        "first": seconds[0],
+        "mean": statistics.fmean(rest),
+        "median": statistics.median(rest),
+        "p95": rest[min(len(rest) - 1, round(0.95 * (len(rest) - 1)))],
+    }
+
+
+def account_of(
+    place: Place,
+    samples: int,
+    phases: dict[str, float],
+    iteration_seconds: Sequence[float],
+    replica: Replica,
+    strategy: Strategy,
+    steady: SteadyPhases,
+) -> dict[str, Any]:
+    """One worker's part of the result."""
+    after_first = steady.to_dict()
+    return {
+        "rank": place.rank,
+        "node": place.node,
+        "samples": samples,
+        "wall_seconds": sum(phases.values()),
+        "iteration_seconds": summarise_iterations(iteration_seconds),
+        "phases": phases,
+        "hidden_exchange_seconds": replica.hidden_exchange_seconds,
+        "after_first": after_first
+        and {"iterations": max(0, len(iteration_seconds) - 1), **after_first},
+        "traffic": replica.communicator.traffic.to_dict(),
+        **strategy.account(),
+    }
+
+
+def explain(error: BaseException, folder: RunFolder) -> tuple[str, str, int]:
+    """Status, cause in a line, and exit code; the traceback of a surprise goes into a file."""
+    if isinstance(error, KeyboardInterrupt):
+        error = StoppedError("interrupted")
+    if isinstance(error, PacelineError):
+        kinds: dict[type, str] = {DivergedError: "diverged", StoppedError: "stopped"}
+        status = next((text for kind, text in kinds.items() if isinstance(error, kind)), "failed")
+        return status, str(error), error.exit_code
+    file = folder.path / "traceback.txt"
+    with contextlib.suppress(OSError):
+        file.write_text("".join(traceback.format_exception(error)))
+    cause = in_a_line(error)
+    return "failed", f"{cause} (traceback in {file})", 1
