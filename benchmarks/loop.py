@@ -29,8 +29,8 @@ from paceline.measure.phase_clock import PhaseClock
 from paceline.measure.tensorboard import ScalarWriter
 from paceline.models.loading import build_model
 from paceline.records import EventWriter
-from paceline.sync.replica import Replica
-from paceline.sync.single import Single
+from paceline.strategies.replica import Replica
+from paceline.strategies.strategy import Single
 from paceline.training.display import SilentDisplay
 from paceline.training.loop import Progress, TrainingLoop
 from paceline.training.optimizer import build_optimizer

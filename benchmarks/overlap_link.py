@@ -47,9 +47,9 @@ from paceline.measure.machine import hardware, software
 from paceline.measure.phase_clock import PhaseClock
 from paceline.measure.procfs import NetworkCounter
 from paceline.models.loading import build_model
-from paceline.sync.options import create_strategy
-from paceline.sync.replica import Replica
-from paceline.sync.strategy import Strategy
+from paceline.strategies.options import create_strategy
+from paceline.strategies.replica import Replica
+from paceline.strategies.strategy import Strategy
 from paceline.training.process import keep_freed_memory
 
 MODEL, SHAPE, CLASSES = "vgg11", (3, 32, 32), 10

@@ -40,11 +40,11 @@ from paceline.measure.machine import hardware, software
 from paceline.measure.phase_clock import PhaseClock
 from paceline.measure.traffic import Traffic
 from paceline.models.loading import build_model
-from paceline.sync import STRATEGIES
-from paceline.sync.options import create_strategy
-from paceline.sync.replica import Replica
-from paceline.sync.server.link import SERVER, WORKER
-from paceline.sync.strategy import Strategy, Terms
+from paceline.strategies import STRATEGIES
+from paceline.strategies.options import create_strategy
+from paceline.strategies.parameter_server.protocol import SERVER, WORKER
+from paceline.strategies.replica import Replica
+from paceline.strategies.strategy import Strategy, Terms
 from paceline.training.coordination import ClockOffset, measure_clock_offset, settle_waits
 
 SHAPE, CLASSES = (3, 32, 32), 10

@@ -9,9 +9,8 @@ between. (paceline has this as `local_sgd`, with more care; here is the idea alo
 
 import torch
 
-from paceline.sync.replica import Replica
-from paceline.sync.state_exchange import broadcast_model
-from paceline.sync.strategy import Strategy
+from paceline.strategies.replica import Replica, broadcast_model
+from paceline.strategies.strategy import Strategy
 
 
 class LateAveraging(Strategy):

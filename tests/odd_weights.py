@@ -15,8 +15,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from paceline.comm.communicator import Communicator
 from paceline.measure.phase_clock import PhaseClock
-from paceline.sync.replica import Replica
-from paceline.sync.strategy import Strategy
+from paceline.strategies.replica import Replica
+from paceline.strategies.strategy import Strategy
 
 S = TypeVar("S", bound=Strategy)
 

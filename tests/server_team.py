@@ -10,8 +10,8 @@ from typing import TypeVar
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.comm.in_process import Hub
-from paceline.sync.parameter_server import ParameterServer
-from paceline.sync.server.link import SERVER, WORKER
+from paceline.strategies.parameter_server.protocol import SERVER, WORKER
+from paceline.strategies.parameter_server.strategy import ParameterServer
 from toy_replicas import MakeOptimizer, replica
 
 T = TypeVar("T")

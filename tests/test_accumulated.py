@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.sync.accumulated import AccumulatedGradients
-from paceline.sync.aligned import AlignedMemory
+from paceline.strategies.flat_buffer import AlignedMemory
+from paceline.strategies.shared.gradients import AccumulatedGradients
 
 
 def forget_none(model: nn.Module) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
-from paceline.sync.batch_norm import synchronise_batch_norm
+from paceline.strategies.sync_batch_norm import synchronise_batch_norm
 
 
 class UsedTwice(nn.Module):

@@ -12,7 +12,7 @@ import toy_replicas as toy
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError, RunError
-from paceline.sync.options import create_strategy
+from paceline.strategies.options import create_strategy
 
 
 @pytest.mark.parametrize(

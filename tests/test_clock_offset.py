@@ -10,7 +10,7 @@ import toy_replicas as toy
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.config import RunConfig
-from paceline.sync.options import create_strategy
+from paceline.strategies.options import create_strategy
 from paceline.training import coordination
 from paceline.training.coordination import FIRST_CLOCK_SECONDS, ClockOffset, OffsetSample, Teamwork
 

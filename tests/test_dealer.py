@@ -9,8 +9,8 @@ from time import sleep
 import pytest
 
 from paceline.errors import PeerError
-from paceline.sync.server.dealer import Deal, Dealer
-from paceline.sync.strategy import Terms
+from paceline.strategies.parameter_server.assignments import Deal, Dealer
+from paceline.strategies.strategy import Terms
 
 
 def terms(

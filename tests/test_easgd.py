@@ -10,8 +10,8 @@ import toy_replicas as toy
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError
-from paceline.sync.easgd import Easgd
-from paceline.sync.local_sgd import LocalSgd
+from paceline.strategies.easgd import Easgd
+from paceline.strategies.local_sgd import LocalSgd
 
 
 def own_steps(workers: int, steps: int) -> list[Tensor]:

@@ -12,9 +12,8 @@ import odd_weights as odd
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.errors import UsageError
-from paceline.sync.flat import FlatGradients
-from paceline.sync.flat_weights import FlatWeights
-from paceline.sync.options import create_strategy
+from paceline.strategies.flat_buffer import FlatGradients, FlatWeights
+from paceline.strategies.options import create_strategy
 
 
 class Gappy(nn.Module):

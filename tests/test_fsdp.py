@@ -21,10 +21,9 @@ from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.comm.cost import Network
 from paceline.errors import ConfigError
-from paceline.sync.fsdp import Fsdp
-from paceline.sync.sharded import Sharded
-from paceline.sync.single import Single
-from paceline.sync.strategy import ModelShape, Strategy
+from paceline.strategies.fsdp import Fsdp
+from paceline.strategies.sharded import Sharded
+from paceline.strategies.strategy import ModelShape, Single, Strategy
 from worker_pool import WorkerPool
 
 WORKERS = 3

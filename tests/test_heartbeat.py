@@ -8,7 +8,7 @@ from threading import Event
 
 import pytest
 
-from paceline.sync.server.heartbeat import Address, Heartbeats, Silence
+from paceline.strategies.parameter_server.heartbeat import Address, Heartbeats, Silence
 
 LIMIT_SECONDS = 30.0
 """For what must happen, on a machine that has other work as well."""

@@ -17,9 +17,9 @@ from paceline.comm.cost import Network
 from paceline.config import from_mapping
 from paceline.errors import ConfigError
 from paceline.launch import start
-from paceline.sync.averaging import GradientAveraging
-from paceline.sync.local_sgd import LocalSgd
-from paceline.sync.strategy import ModelShape, Strategy
+from paceline.strategies.gradient_averaging import GradientAveraging
+from paceline.strategies.local_sgd import LocalSgd
+from paceline.strategies.strategy import ModelShape, Strategy
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])

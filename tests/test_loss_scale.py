@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import odd_weights as odd
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
-from paceline.sync.options import create_strategy
-from paceline.sync.single import Single
+from paceline.strategies.options import create_strategy
+from paceline.strategies.strategy import Single
 from worker_pool import WorkerPool
 
 INPUTS = torch.arange(1.0, 9.0) / 7

@@ -21,10 +21,10 @@ from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.measure import timeline as timeline_module
 from paceline.measure.phase_clock import clock_of
 from paceline.measure.timeline import GpuTimeline, Moment, Timeline, timeline_of
-from paceline.sync.ddp import Ddp
-from paceline.sync.exchange import seconds_under_way
-from paceline.sync.options import create_strategy
-from paceline.sync.replica import Replica
+from paceline.strategies.ddp import Ddp
+from paceline.strategies.gradient_averaging import seconds_under_way
+from paceline.strategies.options import create_strategy
+from paceline.strategies.replica import Replica
 from worker_pool import WorkerPool
 
 

@@ -23,9 +23,8 @@ from paceline.config import from_mapping
 from paceline.errors import ConfigError
 from paceline.launch import start
 from paceline.records import Result, RunFolder, read_lines
-from paceline.sync.parameter_server import ParameterServer
-from paceline.sync.single import Single
-from paceline.sync.strategy import Terms
+from paceline.strategies.parameter_server.strategy import ParameterServer
+from paceline.strategies.strategy import Single, Terms
 from server_team import with_servers
 from warm import Nursery
 from worker_pool import free_port

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
-from paceline.sync.quick_step import QuickStep
+from paceline.strategies.optimizer_step import QuickStep
 
 
 def weights() -> list[nn.Parameter]:

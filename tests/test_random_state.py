@@ -11,7 +11,7 @@ from torch import Tensor
 import toy_replicas as toy
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
-from paceline.sync.averaging import GradientAveraging
+from paceline.strategies.gradient_averaging import GradientAveraging
 from paceline.training import run_state
 from paceline.training.loop import Progress
 

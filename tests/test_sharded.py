@@ -16,10 +16,9 @@ from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.comm.cost import Network
 from paceline.errors import ConfigError
-from paceline.sync.averaging import GradientAveraging
-from paceline.sync.sharded import Sharded
-from paceline.sync.single import Single
-from paceline.sync.strategy import ModelShape, Strategy
+from paceline.strategies.gradient_averaging import GradientAveraging
+from paceline.strategies.sharded import Sharded
+from paceline.strategies.strategy import ModelShape, Single, Strategy
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "sharded": Sharded,

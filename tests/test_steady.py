@@ -9,7 +9,7 @@ import pytest
 
 from paceline.measure import phase_clock as clock_module
 from paceline.measure.phase_clock import PhaseClock
-from paceline.sync.replica import Replica
+from paceline.strategies.replica import Replica
 from paceline.training.steady import SteadyPhases
 
 

@@ -23,9 +23,9 @@ from paceline.measure.phase_clock import PhaseClock, PhaseLog, Span
 from paceline.measure.trace import WARM_UP_ITERATIONS, Tracer
 from paceline.measure.traffic import Traffic
 from paceline.records import read_iteration_seconds, read_json
-from paceline.sync import replica as replica_module
-from paceline.sync.options import create_strategy
-from paceline.sync.replica import Replica
+from paceline.strategies import replica as replica_module
+from paceline.strategies.options import create_strategy
+from paceline.strategies.replica import Replica
 
 Event = dict[str, Any]
 

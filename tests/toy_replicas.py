@@ -13,8 +13,8 @@ from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.data.order import share
 from paceline.measure.phase_clock import PhaseClock
-from paceline.sync.replica import Replica
-from paceline.sync.strategy import Strategy
+from paceline.strategies.replica import Replica
+from paceline.strategies.strategy import Strategy
 
 SAMPLES, FEATURES, CLASSES = 24, 5, 3
 

@@ -37,7 +37,7 @@ PRELOADED = (
     "paceline.launch.servers",
     "paceline.launch.start",
     "paceline.report.summary",
-    "paceline.sync.averaging",
+    "paceline.strategies.gradient_averaging",
     "torch._dynamo",
 )
 """What commands and workers load sooner or later, and loading which starts no thread."""

@@ -54,8 +54,8 @@ PRELOADED = [
     "torch",
     "torch._dynamo",
     "paceline.launch.start",
-    "paceline.sync.fsdp",
-    "paceline.sync.ddp",
+    "paceline.strategies.fsdp",
+    "paceline.strategies.ddp",
 ]
 """What workers need sooner or later, and importing which starts no thread."""
 

@@ -16,7 +16,7 @@ from time import monotonic
 
 from comparison.progress import progress
 from comparison.requests import Answer, Hello, Prepared, Refusal, Request
-from paceline.sync import STRATEGIES
+from paceline.strategies import STRATEGIES
 
 BENCHMARKS = Path(__file__).parent.parent
 START_LIMIT_SECONDS = 240.0

@@ -15,9 +15,9 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.rendezvous import Meeting
 from paceline.comm.torch_distributed import connect
 from paceline.measure.phase_clock import PhaseClock
-from paceline.sync.options import create_strategy
-from paceline.sync.replica import Replica
-from paceline.sync.strategy import Strategy
+from paceline.strategies.options import create_strategy
+from paceline.strategies.replica import Replica
+from paceline.strategies.strategy import Strategy
 from paceline.training.process import keep_freed_memory
 
 

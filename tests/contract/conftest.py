@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from paceline.comm.communicator import Communicator
-from paceline.sync import STRATEGIES
+from paceline.strategies import STRATEGIES
 from worker_pool import WorkerPool
 
 

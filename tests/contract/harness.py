@@ -20,12 +20,12 @@ from paceline.comm.in_process import Hub
 from paceline.config import RunConfig
 from paceline.data.order import share
 from paceline.measure.phase_clock import PhaseClock
-from paceline.sync import STRATEGIES
-from paceline.sync.averaging import GradientAveraging
-from paceline.sync.ddp import Ddp
-from paceline.sync.options import create_strategy
-from paceline.sync.replica import Replica
-from paceline.sync.strategy import Strategy
+from paceline.strategies import STRATEGIES
+from paceline.strategies.ddp import Ddp
+from paceline.strategies.gradient_averaging import GradientAveraging
+from paceline.strategies.options import create_strategy
+from paceline.strategies.replica import Replica
+from paceline.strategies.strategy import Strategy
 from worker_pool import WorkerPool
 
 SMALL_BUCKETS = {

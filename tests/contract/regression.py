@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from contract.harness import Seat, Task, build_replica, options_of, weights_of
 from paceline.comm.objects import broadcast_json
 from paceline.data.order import share
-from paceline.sync.options import create_strategy
-from paceline.sync.strategy import Strategy
+from paceline.strategies.options import create_strategy
+from paceline.strategies.strategy import Strategy
 from paceline.training import run_state
 from paceline.training.loop import Progress
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from contract.harness import Seat, Task, build_replica, run_team
-from paceline.sync.options import create_strategy
-from paceline.sync.strategy import Strategy
+from paceline.strategies.options import create_strategy
+from paceline.strategies.strategy import Strategy
 from paceline.training.coordination import ClockOffset, measure_clock_offset, settle_waits
 from worker_pool import WorkerPool
 

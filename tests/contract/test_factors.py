@@ -18,9 +18,10 @@ from paceline.comm.arena import Arena
 from paceline.comm.communicator import Communicator
 from paceline.data.order import share
 from paceline.errors import RunError
-from paceline.sync import deposits, factors, shared
-from paceline.sync.factors import Factored, layers_to_factor, memory_bytes
-from paceline.sync.options import create_strategy
+from paceline.strategies.options import create_strategy
+from paceline.strategies.shared import gradients, linear_factors
+from paceline.strategies.shared import strategy as shared
+from paceline.strategies.shared.linear_factors import Factored, layers_to_factor, memory_bytes
 from worker_pool import WorkerPool
 
 
@@ -52,8 +53,8 @@ LESSONS = {
 def train(seat: Seat, name: str, lesson: Task, least_weight_bytes: int = 0) -> dict[str, Tensor]:
     """With every layer factored, every other gradient given early, and a chunk for each worker."""
     with (
-        patch.object(factors, "LEAST_WEIGHT_BYTES", least_weight_bytes),
-        patch.object(deposits, "EARLY_BYTES", 0),
+        patch.object(linear_factors, "LEAST_WEIGHT_BYTES", least_weight_bytes),
+        patch.object(gradients, "EARLY_BYTES", 0),
         patch.object(shared, "LEAST_CHUNK_BYTES", 64),
     ):
         return _train(seat, name, lesson)
@@ -121,7 +122,7 @@ def test_gradients_that_are_deposited_whole_teach_the_same(
 def test_only_plain_layers_of_their_own_weight_are_factored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(factors, "LEAST_WEIGHT_BYTES", 64)
+    monkeypatch.setattr(linear_factors, "LEAST_WEIGHT_BYTES", 64)
     plain, small, tied = nn.Linear(8, 8), nn.Linear(2, 2), nn.Linear(8, 8)
     also_tied, frozen = nn.Linear(8, 8), nn.Linear(8, 8)
     also_tied.weight = tied.weight
@@ -183,7 +184,7 @@ def test_a_copy_of_a_model_is_plain() -> None:
 def second_gradient(seat: Seat, name: str, lesson: Task) -> str:
     """What one is told who calls backward twice for one batch."""
     model = Layers().double()
-    with patch.object(deposits, "EARLY_BYTES", 0), patch.object(shared, "LEAST_CHUNK_BYTES", 64):
+    with patch.object(gradients, "EARLY_BYTES", 0), patch.object(shared, "LEAST_CHUNK_BYTES", 64):
         strategy = create_strategy(name, {})
         strategy.attach(build_replica(model, seat, lesson))
         loss = strategy.replica.forward(torch.ones(1, 2, 20, dtype=torch.float64)).sum()

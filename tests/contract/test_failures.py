@@ -8,7 +8,7 @@ from contract.exact import ExactModel
 from contract.harness import Seat, Task, build_replica, options_of, train_step
 from paceline.comm.communicator import Communicator
 from paceline.errors import PeerError
-from paceline.sync.options import create_strategy
+from paceline.strategies.options import create_strategy
 from worker_pool import WorkerPool
 
 AVERAGING = ("gather_scatter", "allreduce", "ring", "tree", "halving_doubling", "overlap", "ddp")

@@ -19,9 +19,9 @@ from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.data.order import share
 from paceline.models.loading import build_model
-from paceline.sync import STRATEGIES
-from paceline.sync.batch_norm import synchronise_batch_norm
-from paceline.sync.options import create_strategy
+from paceline.strategies import STRATEGIES
+from paceline.strategies.options import create_strategy
+from paceline.strategies.sync_batch_norm import synchronise_batch_norm
 from worker_pool import WorkerPool
 
 ROUNDING = 1e-5

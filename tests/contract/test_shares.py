@@ -14,8 +14,8 @@ from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.config import from_mapping
 from paceline.data.order import share
-from paceline.sync.state_exchange import agree_on_buffers
-from paceline.sync.strategy import Strategy
+from paceline.strategies.replica import agree_on_buffers
+from paceline.strategies.strategy import Strategy
 from paceline.training.coordination import Teamwork, follow
 from worker_pool import WorkerPool
 

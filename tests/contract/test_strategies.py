@@ -10,8 +10,8 @@ import torch
 from contract.harness import Seat, Task, Trained, options_of, run_team, teams, train_exactly
 from paceline.comm import ALGORITHMS, in_process
 from paceline.comm.communicator import Communicator
-from paceline.sync import STRATEGIES
-from paceline.sync.options import create_strategy
+from paceline.strategies import STRATEGIES
+from paceline.strategies.options import create_strategy
 from worker_pool import WorkerPool
 
 TASKS = {

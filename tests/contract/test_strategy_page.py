@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.sync import STRATEGIES
+from paceline.strategies import STRATEGIES
 from paceline.values import option_types
 
 PAGE = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text(encoding="utf-8")

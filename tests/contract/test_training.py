@@ -9,7 +9,7 @@ from contract.harness import run_team, teams
 from contract.regression import Course, Fitted, fit
 from contract.test_strategies import keeps_equal
 from paceline.compression import CODECS
-from paceline.sync import STRATEGIES
+from paceline.strategies import STRATEGIES
 from worker_pool import WorkerPool
 
 OPTIONS_OF_CODECS = {"topk": (("ratio", "0.25"),), "int8": (("chunk", "64"),)}

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from paceline.comm.communicator import Communicator
 from paceline.errors import UsageError
-from paceline.sync.parameter_server import ParameterServer
-from paceline.sync.replica import Replica
-from paceline.sync.strategy import MakeOptimizer, Strategy
+from paceline.strategies.parameter_server.strategy import ParameterServer
+from paceline.strategies.replica import Replica
+from paceline.strategies.strategy import MakeOptimizer, Strategy
 from paceline.training.rank_report import weights_sha256
 
 Samples = tuple[Tensor, Tensor]

@@ -21,7 +21,7 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.place import ALONE
 from paceline.config import from_mapping
 from paceline.errors import UsageError
-from paceline.sync.options import create_strategy
+from paceline.strategies.options import create_strategy
 from paceline.training.session import JoinedTeam, Samples
 
 SAMPLES, BATCH = 50, 16

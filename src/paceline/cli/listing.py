@@ -10,8 +10,8 @@ from paceline.compression import CODECS
 from paceline.data import DATASETS
 from paceline.models import MODELS
 from paceline.registry import Entry
+from paceline.strategies import STRATEGIES
 from paceline.study.named import Shipped
-from paceline.sync import STRATEGIES
 
 SUMMARY = "list what can be picked by name: strategies, algorithms, codecs, models, data, studies"
 

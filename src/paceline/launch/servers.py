@@ -2,7 +2,7 @@
 
 Among all processes of a run the workers have the first ranks and the servers the following ones;
 only workers are counted as workers. They meet at the workers' store, and each worker gets a pair
-with each server (sync/server/link.py), and heartbeats beside it (sync/server/heartbeat.py).
+with each server (strategies/parameter_server/protocol.py), and heartbeats beside it (strategies/parameter_server/heartbeat.py).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from paceline.launch.ending import Ending, write_failure
 from paceline.launch.spawn import spawn
 from paceline.measure.traffic import Traffic
 from paceline.records import SCHEMA, RunFolder, read_json, write_json
-from paceline.sync.options import create_strategy
-from paceline.sync.server.heartbeat import Address, Heartbeats
-from paceline.sync.server.link import SERVER, WORKER
-from paceline.sync.server.pair import Pair
+from paceline.strategies.options import create_strategy
+from paceline.strategies.parameter_server.connection import Pair
+from paceline.strategies.parameter_server.heartbeat import Address, Heartbeats
+from paceline.strategies.parameter_server.protocol import SERVER, WORKER
 from paceline.training.device import computing
 from paceline.training.optimizer import build_optimizer
 from paceline.training.rank_report import explain

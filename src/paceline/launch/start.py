@@ -21,9 +21,9 @@ from paceline.launch.elastic.refusals import check_elastic
 from paceline.launch.outcome import Outcome
 from paceline.models import MODELS
 from paceline.records import RunFolder
-from paceline.sync import STRATEGIES
-from paceline.sync.options import create_strategy
-from paceline.sync.strategy import Strategy
+from paceline.strategies import STRATEGIES
+from paceline.strategies.options import create_strategy
+from paceline.strategies.strategy import Strategy
 from paceline.training.checkpoint import iterations
 
 

@@ -12,8 +12,8 @@ from paceline.config import RunConfig, fields, from_mapping
 from paceline.data import DATASETS
 from paceline.errors import ConfigError, UnknownNameError, nearest, shown
 from paceline.models import MODELS
+from paceline.strategies import STRATEGIES
 from paceline.study.located import Node, Problems
-from paceline.sync import STRATEGIES
 
 CLUSTER_KEYS = ("nodes", "cpus", "bandwidth", "latency", "slow")
 GIVEN_BY_THE_STUDY = ("out", "name")

@@ -19,8 +19,8 @@ from torch import Tensor
 from paceline.comm.communicator import Communicator
 from paceline.config import RunConfig
 from paceline.measure.phase_clock import PhaseClock
-from paceline.sync.replica import Exposed, Replica
-from paceline.sync.strategy import Strategy
+from paceline.strategies.replica import Exposed, Replica
+from paceline.strategies.strategy import Strategy
 
 SECONDS_BETWEEN = 1.0
 MOST_ITERATIONS_BETWEEN = 1000

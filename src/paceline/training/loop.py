@@ -17,9 +17,8 @@ from paceline.data.input import InputPath
 from paceline.data.order import own_part
 from paceline.errors import AgreedStopError, DivergedError
 from paceline.measure.trace import Tracer
-from paceline.sync.replica import Replica
-from paceline.sync.state_exchange import agree_on_buffers
-from paceline.sync.strategy import Strategy, Terms, Turn
+from paceline.strategies.replica import Replica, agree_on_buffers
+from paceline.strategies.strategy import Strategy, Terms, Turn
 from paceline.training.coordination import Teamwork
 from paceline.training.evaluation import evaluate
 from paceline.training.optimizer import learning_rate, set_learning_rate

@@ -23,8 +23,8 @@ from paceline.comm.place import Place
 from paceline.errors import DivergedError, PacelineError, StoppedError, in_a_line
 from paceline.measure.phase_clock import PhaseClock
 from paceline.records import RunFolder, read_iteration_seconds, read_lines
-from paceline.sync.replica import Replica
-from paceline.sync.strategy import Strategy
+from paceline.strategies.replica import Replica
+from paceline.strategies.strategy import Strategy
 from paceline.training.checkpoint import CheckpointStore
 from paceline.training.run_state import Account
 from paceline.training.steady import SteadyPhases

@@ -12,8 +12,8 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.objects import gather_bytes, gather_json
 from paceline.config import RunConfig, fields, flag_of, option_of
 from paceline.errors import CheckpointError
-from paceline.sync.replica import Replica
-from paceline.sync.strategy import Strategy
+from paceline.strategies.replica import Replica
+from paceline.strategies.strategy import Strategy
 from paceline.training.loop import Progress
 
 Account = dict[str, Any]

@@ -19,9 +19,8 @@ from paceline.config import RunConfig
 from paceline.data.order import SampleOrder, own_part
 from paceline.errors import UsageError
 from paceline.measure.phase_clock import PhaseClock, clock_of
-from paceline.sync.replica import Replica
-from paceline.sync.state_exchange import agree_on_buffers
-from paceline.sync.strategy import Strategy
+from paceline.strategies.replica import Replica, agree_on_buffers
+from paceline.strategies.strategy import Strategy
 from paceline.training.coordination import Teamwork
 from paceline.training.rank_report import account_of
 from paceline.training.steady import SteadyPhases

@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.measure.phase_clock import PhaseClock
 from paceline.records import BETWEEN_ITERATIONS
-from paceline.sync.replica import Replica
+from paceline.strategies.replica import Replica
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,10 +38,10 @@ from paceline.measure.tensorboard import ScalarWriter
 from paceline.measure.trace import Tracer
 from paceline.models.loading import build_model
 from paceline.records import EventWriter, RunFolder
-from paceline.sync.batch_norm import synchronise_batch_norm
-from paceline.sync.options import create_strategy
-from paceline.sync.replica import Replica
-from paceline.sync.strategy import Strategy
+from paceline.strategies.options import create_strategy
+from paceline.strategies.replica import Replica
+from paceline.strategies.strategy import Strategy
+from paceline.strategies.sync_batch_norm import synchronise_batch_norm
 from paceline.training import run_state
 from paceline.training.checkpoint import Checkpoint, CheckpointStore
 from paceline.training.device import autocast, choose_device, computing

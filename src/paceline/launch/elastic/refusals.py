@@ -6,7 +6,7 @@ import dataclasses
 
 from paceline.config import RunConfig
 from paceline.errors import ConfigError
-from paceline.sync.strategy import Strategy
+from paceline.strategies.strategy import Strategy
 
 
 def check_elastic(config: RunConfig, strategy: Strategy) -> None:

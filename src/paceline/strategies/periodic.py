@@ -18,10 +18,9 @@ from torch import Tensor
 
 from paceline.comm import ALGORITHMS
 from paceline.comm.cost import Cost
-from paceline.sync.flat_weights import FlatWeights
-from paceline.sync.replica import Replica
-from paceline.sync.state_exchange import broadcast_model
-from paceline.sync.strategy import Strategy
+from paceline.strategies.flat_buffer import FlatWeights
+from paceline.strategies.replica import Replica, broadcast_model
+from paceline.strategies.strategy import Strategy
 
 
 class IndependentReplicas(Strategy):

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from paceline.comm.algorithms.chunks import chunk
 from paceline.comm.work import Work
-from paceline.sync.server.dealer import Deal
-from paceline.sync.server.link import DTYPES, NUMBERS, Link, Request
-from paceline.sync.server.shard import TENSOR, State, described
-from paceline.sync.strategy import CALLS, Terms, Turn
+from paceline.strategies.parameter_server.assignments import Deal
+from paceline.strategies.parameter_server.protocol import DTYPES, NUMBERS, Link, Request
+from paceline.strategies.parameter_server.server import TENSOR, State, described
+from paceline.strategies.strategy import CALLS, Terms, Turn
 
 CLIP_EPSILON = 1e-6
 """As in torch's clip_grad_norm_."""

@@ -24,11 +24,15 @@ from paceline.config import RunConfig
 from paceline.errors import ConfigError, PeerError, RunError
 from paceline.measure.timeline import timeline_of
 from paceline.measure.traffic import CountedTransfer
-from paceline.sync.averaging import GradientAveraging
-from paceline.sync.exchange import KIND, Exchange, Underway, seconds_under_way
-from paceline.sync.replica import Replica
-from paceline.sync.state_exchange import broadcast_model
-from paceline.sync.strategy import needs_torch
+from paceline.strategies.gradient_averaging import (
+    KIND,
+    Exchange,
+    GradientAveraging,
+    Underway,
+    seconds_under_way,
+)
+from paceline.strategies.replica import Replica, broadcast_model
+from paceline.strategies.strategy import needs_torch
 from paceline.values import check_option
 
 

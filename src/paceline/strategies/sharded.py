@@ -3,7 +3,15 @@
 Its optimiser is of the same class as the replica's and follows its settings, learning rate
 included; the replica's own never steps and holds no state. Only optimisers that treat every element
 by itself give the same result for a part as for the whole.
-"""
+
+Optimiser state split over the workers (ZeRO, stages 1 and 2).
+
+Every worker has all weights, and updates one chunk of them; so it needs the optimiser's state of
+that chunk alone, a part of 1 / workers. All weights lie in one tensor, all gradients in another.
+After the backward pass a reduce-scatter leaves on each worker the sum of its own chunk of the
+gradients, the worker updates that chunk of the weights, and an all-gather hands the chunks around.
+That is an all-reduce with the update in the middle: it moves the same bytes as averaging gradients
+does, and computes the same weights."""
 
 from __future__ import annotations
 
@@ -29,13 +37,15 @@ from torch.optim import (
 )
 
 from paceline.comm.algorithms.chunks import chunk, chunk_begin
+from paceline.comm.algorithms.ring import Ring
 from paceline.comm.communicator import Communicator
+from paceline.comm.cost import Cost, Network
 from paceline.errors import ConfigError
-from paceline.sync import own_state
-from paceline.sync.aligned import AlignedMemory
-from paceline.sync.loss_scale import overflow, step_unless_overflown
-from paceline.sync.quick_step import QuickStep
-from paceline.sync.replica import Replica
+from paceline.strategies import checkpoint_state
+from paceline.strategies.flat_buffer import AlignedMemory, padded_bytes
+from paceline.strategies.optimizer_step import QuickStep, overflow, step_unless_overflown
+from paceline.strategies.replica import Replica, broadcast_model
+from paceline.strategies.strategy import ModelShape, Strategy
 
 ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop)
 
@@ -122,13 +132,13 @@ class OwnPart:
         """As an optimiser of all weights has it, on rank 0; elsewhere no tensors. Collective."""
         settings = self._replica.optimizer.state_dict()["param_groups"]
         tensors = [
-            own_state.PieceState(
+            checkpoint_state.PieceState(
                 piece.weight, piece.begin, self.optimizer.state.get(piece.values, {})
             )
             for piece in self._pieces
             if piece.values.numel()
         ]
-        whole = own_state.gather(self._communicator, self._weights, tensors)
+        whole = checkpoint_state.gather(self._communicator, self._weights, tensors)
         return {"state": whole, "param_groups": settings}
 
     def gather_over(self, communicator: Communicator) -> None:
@@ -142,7 +152,7 @@ class OwnPart:
         order = [values for group in self.optimizer.param_groups for values in group["params"]]
         place = {id(values): number for number, values in enumerate(order)}
         own["state"] = {
-            place[id(piece.values)]: own_state.cut(
+            place[id(piece.values)]: checkpoint_state.cut(
                 state["state"][piece.weight],
                 self._weights[piece.weight],
                 slice(piece.begin, piece.begin + piece.values.numel()),
@@ -200,3 +210,41 @@ def same_kind(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     accepted = inspect.signature(type(optimizer)).parameters
     defaults = {name: value for name, value in optimizer.defaults.items() if name in accepted}
     return type(optimizer)(groups, **defaults)
+
+
+class Sharded(Strategy):
+    def attach(self, replica: Replica) -> None:
+        super().attach(replica)
+        check_splittable(replica.optimizer, "sharded")
+        weights = optimizer_weights(replica.optimizer)
+        broadcast_model(replica.model, replica.communicator)
+        rank, workers = replica.communicator.rank, replica.communicator.world_size
+        self._weights = AlignedMemory(weights, workers)
+        self._gradients = AlignedMemory(weights, workers)
+        for number, weight in enumerate(weights):
+            weight.data = self._weights.views[number].copy_(weight.data)
+            weight.grad = self._gradients.views[number] if weight.requires_grad else None
+        replica.flat_gradients = self._gradients.tensor
+        pieces = pieces_of_chunk(weights, self._weights, self._gradients, rank, workers)
+        self.own = OwnPart(replica, weights, pieces, replica.communicator)
+
+    def step(self) -> None:
+        replica, communicator = self.replica, self.replica.communicator
+        with replica.exchanging():
+            communicator.reduce_scatter(self._gradients.tensor, "gradients").wait()
+        self.own.update()
+        with replica.exchanging():
+            communicator.all_gather(self._weights.tensor, "parameters").wait()
+        replica.clock.enter("update")
+        replica.clear_gradients()
+
+    def cost(self, shape: ModelShape, network: Network) -> Cost:
+        """Of a ring's two halves; clipping and fp16 add an all-reduce of two numbers."""
+        size_bytes = padded_bytes(shape.tensor_bytes, shape.workers)
+        return Ring().cost(shape.workers, size_bytes, network)
+
+    def optimizer_state(self) -> dict[str, Any]:
+        return self.own.state()
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        self.own.load_state(state)

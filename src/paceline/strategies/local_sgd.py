@@ -14,11 +14,11 @@ from torch import Tensor
 
 from paceline.comm.cost import Cost, Network
 from paceline.config import RunConfig
-from paceline.sync.exchange import KIND
-from paceline.sync.flat import FlatGradients
-from paceline.sync.independent import IndependentReplicas, optimizer_tensors, spread
-from paceline.sync.replica import Replica
-from paceline.sync.strategy import ModelShape
+from paceline.strategies.flat_buffer import FlatGradients
+from paceline.strategies.gradient_averaging import KIND
+from paceline.strategies.periodic import IndependentReplicas, optimizer_tensors, spread
+from paceline.strategies.replica import Replica
+from paceline.strategies.strategy import ModelShape
 from paceline.values import check_option
 
 

@@ -34,15 +34,13 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.cost import Cost, Network
 from paceline.config import RunConfig
 from paceline.errors import ConfigError
-from paceline.sync.flat import FlatGradients
-from paceline.sync.flat_weights import FlatWeights
-from paceline.sync.replica import Replica
-from paceline.sync.server.client import Servers
-from paceline.sync.server.link import DTYPES, Link
-from paceline.sync.server.serving import Server
-from paceline.sync.server.staleness import Staleness
-from paceline.sync.state_exchange import broadcast_model
-from paceline.sync.strategy import MakeOptimizer, ModelShape, Strategy, Terms, Turn
+from paceline.strategies.flat_buffer import FlatGradients, FlatWeights
+from paceline.strategies.parameter_server.assignments import Staleness
+from paceline.strategies.parameter_server.client import Servers
+from paceline.strategies.parameter_server.protocol import DTYPES, Link
+from paceline.strategies.parameter_server.server import Server
+from paceline.strategies.replica import Replica, broadcast_model
+from paceline.strategies.strategy import MakeOptimizer, ModelShape, Strategy, Terms, Turn
 from paceline.values import check_option
 
 

@@ -18,9 +18,9 @@ from typing import Any
 from torch import Tensor
 
 from paceline.comm.cost import Cost, Network
-from paceline.sync.independent import IndependentReplicas, spread
-from paceline.sync.replica import Replica
-from paceline.sync.strategy import ModelShape
+from paceline.strategies.periodic import IndependentReplicas, spread
+from paceline.strategies.replica import Replica
+from paceline.strategies.strategy import ModelShape
 from paceline.values import check_option
 
 MOVING_RATE = 0.9

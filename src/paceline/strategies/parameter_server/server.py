@@ -1,19 +1,122 @@
-"""One server: a thread for each worker answers its requests until all of them have left."""
+"""What one server holds: a contiguous part of the flat weights, and the optimiser of that part.
+
+SGD and Adam treat every element by itself, so the parts together do what one optimiser of all
+weights does.
+
+A synchronous update on a server: all workers bring a gradient, the sum is applied once.
+
+One server: a thread for each worker answers its requests until all of them have left."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from threading import Barrier, BrokenBarrierError, Lock, Thread
+from threading import Barrier, BrokenBarrierError, Condition, Lock, Thread
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.errors import PeerError
-from paceline.sync.server.dealer import Dealer
-from paceline.sync.server.link import DTYPES, Link, Request
-from paceline.sync.server.round import Rounds
-from paceline.sync.server.shard import TENSOR, Shard, State, described
-from paceline.sync.strategy import CALLS, MakeOptimizer, Terms
+from paceline.strategies.parameter_server.assignments import Dealer
+from paceline.strategies.parameter_server.protocol import DTYPES, Link, Request
+from paceline.strategies.strategy import CALLS, MakeOptimizer, Terms
+
+State = dict[str, Tensor | float | None]
+"""Of an optimiser, for one flat tensor: one like the weights, a count, or nothing yet."""
+
+TENSOR = "tensor"
+"""Stands for a tensor where a state is described."""
+
+
+class Shard:
+    def __init__(self, weights: Tensor, make_optimizer: MakeOptimizer) -> None:
+        self._parameter = nn.Parameter(weights)
+        self._optimizer = make_optimizer(self._parameter)
+        self.updates = 0
+
+    @property
+    def weights(self) -> Tensor:
+        return self._parameter.detach()
+
+    def apply(self, gradient: Tensor, rate: float) -> None:
+        """One update; the gradient may be used up."""
+        self._parameter.grad = gradient
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        self.updates += 1
+
+    def state(self) -> State:
+        values = self._optimizer.state.get(self._parameter, {})
+        return {
+            name: float(value) if isinstance(value, Tensor) and value.dim() == 0 else value
+            for name, value in values.items()
+        }
+
+    def load_state(self, state: State) -> None:
+        values = {
+            name: torch.tensor(value) if isinstance(value, float) else value
+            for name, value in state.items()
+        }
+        settings = self._optimizer.state_dict()["param_groups"]
+        own = {0: values} if values else {}
+        self._optimizer.load_state_dict({"state": own, "param_groups": settings})
+
+
+def described(state: State) -> dict[str, float | str | None]:
+    """As JSON can hold it; the tensors follow it in the same order."""
+    return {name: TENSOR if isinstance(value, Tensor) else value for name, value in state.items()}
+
+
+class Rounds:
+    """Serves all workers, each from a thread of its own. A worker that has not been answered brings
+    nothing new, so there is one round at a time."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._changed = Condition()
+        self._brought: dict[int, Tensor] = {}
+        self._total: Tensor | None = None
+        self._squares = 0.0
+        self._summed = 0
+        self._applied = 0
+        self._gave_up = False
+
+    def bring(self, worker: int, gradient: Tensor) -> tuple[int, float]:
+        """Returns when all have come: the round's number, and the sum of squares of the total."""
+        with self._changed:
+            number = self._summed + 1
+            self._brought[worker] = gradient
+            if len(self._brought) == self._workers:
+                self._sum()
+            while self._summed < number:
+                if self._gave_up:
+                    raise PeerError("a worker is gone")
+                self._changed.wait()
+            return number, self._squares
+
+    def _sum(self) -> None:
+        # In the order of the ranks, whoever came first: the same bits in every run.
+        first, *others = (self._brought[worker] for worker in range(self._workers))
+        for other in others:
+            first.add_(other)
+        self._total = first
+        self._squares = float(first.double().square().sum())
+        self._brought.clear()
+        self._summed += 1
+        self._changed.notify_all()
+
+    def apply(self, number: int, update: Callable[[Tensor], None]) -> None:
+        """Update with the total of a round, unless another thread has done so."""
+        with self._changed:
+            if self._applied < number and self._total is not None:
+                update(self._total)
+                self._applied = number
+
+    def give_up(self) -> None:
+        """Let nobody wait any longer: somebody who would have to come is gone."""
+        with self._changed:
+            self._gave_up = True
+            self._changed.notify_all()
 
 
 class Server:

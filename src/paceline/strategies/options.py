@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from paceline.errors import PacelineError, UserCodeError, in_a_line
-from paceline.sync import STRATEGIES
-from paceline.sync.strategy import Strategy
+from paceline.strategies import STRATEGIES
+from paceline.strategies.strategy import Strategy
 from paceline.values import convert_options
 
 
@@ -15,7 +15,7 @@ def create_strategy(name: str, options: Mapping[str, str]) -> Strategy:
     chosen = STRATEGIES.load(name)
     if not (isinstance(chosen, type) and issubclass(chosen, Strategy)):
         raise UserCodeError(
-            f"strategy {name!r}: must be a subclass of paceline.sync.strategy.Strategy"
+            f"strategy {name!r}: must be a subclass of paceline.strategies.strategy.Strategy"
         )
     try:
         given = convert_options(f"strategy {name}", chosen, options)

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING
 from paceline.registry import Registry
 
 if TYPE_CHECKING:
-    from paceline.sync.strategy import Strategy
+    from paceline.strategies.strategy import Strategy
 
 STRATEGIES: Registry[type[Strategy]] = Registry("strategy")
 
-_AVERAGING = "paceline.sync.averaging:GradientAveraging"
+_AVERAGING = "paceline.strategies.gradient_averaging:GradientAveraging"
 
-STRATEGIES.register("single", "paceline.sync.single:Single", "one worker, nothing to keep in step")
+STRATEGIES.register(
+    "single", "paceline.strategies.strategy:Single", "one worker, nothing to keep in step"
+)
 STRATEGIES.register(
     "gather_scatter",
     _AVERAGING,
@@ -44,28 +46,34 @@ STRATEGIES.register(
     flat=True,
 )
 STRATEGIES.register(
-    "overlap", "paceline.sync.overlap:Overlap", "buckets of gradients, during the backward pass"
+    "overlap",
+    "paceline.strategies.overlap:Overlap",
+    "buckets of gradients, during the backward pass",
 )
-STRATEGIES.register("ddp", "paceline.sync.ddp:Ddp", "PyTorch's own DistributedDataParallel")
+STRATEGIES.register("ddp", "paceline.strategies.ddp:Ddp", "PyTorch's own DistributedDataParallel")
 STRATEGIES.register(
     "shared",
-    "paceline.sync.shared:Shared",
+    "paceline.strategies.shared.strategy:Shared",
     "one copy of the weights per host, in memory that its workers share",
 )
 STRATEGIES.register(
-    "local_sgd", "paceline.sync.local_sgd:LocalSgd", "steps of one's own, then the mean of weights"
+    "local_sgd",
+    "paceline.strategies.local_sgd:LocalSgd",
+    "steps of one's own, then the mean of weights",
 )
 STRATEGIES.register(
-    "easgd", "paceline.sync.easgd:Easgd", "steps of one's own, on a spring to a common centre"
+    "easgd", "paceline.strategies.easgd:Easgd", "steps of one's own, on a spring to a common centre"
 )
 STRATEGIES.register(
-    "sharded", "paceline.sync.sharded:Sharded", "optimiser state split over the workers"
+    "sharded", "paceline.strategies.sharded:Sharded", "optimiser state split over the workers"
 )
 STRATEGIES.register(
-    "fsdp", "paceline.sync.fsdp:Fsdp", "PyTorch's own fully_shard: weights split over the workers"
+    "fsdp",
+    "paceline.strategies.fsdp:Fsdp",
+    "PyTorch's own fully_shard: weights split over the workers",
 )
 STRATEGIES.register(
     "parameter_server",
-    "paceline.sync.parameter_server:ParameterServer",
+    "paceline.strategies.parameter_server.strategy:ParameterServer",
     "servers hold the weights, in step or not",
 )

@@ -3,7 +3,8 @@
 For each update the loop calls `backward` once for every part of the worker's batch, then `step`.
 Losses are weighted so that the *sum* of all workers' gradients is the gradient of the mean loss
 over the whole global batch, however unequal the workers' shares are.
-"""
+
+One worker: the yardstick that every other strategy is compared with."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from paceline.comm.communicator import Communicator
 from paceline.comm.cost import Cost, Network
 from paceline.config import RunConfig
-from paceline.sync.replica import Replica
+from paceline.strategies.replica import Replica
 
 
 def needs_torch(config: RunConfig) -> list[str]:
@@ -183,3 +184,10 @@ class Strategy:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave on this rank."""
+
+
+class Single(Strategy):
+    most_workers: ClassVar[int | None] = 1
+
+    def cost(self, shape: ModelShape, network: Network) -> Cost:
+        return Cost(seconds=0.0, bytes_sent=0, messages=0)

@@ -28,20 +28,18 @@ from paceline.comm.arena import Arena, lay_out
 from paceline.comm.cost import Cost, Network
 from paceline.comm.levels import Levels, split
 from paceline.errors import ConfigError
-from paceline.sync.accumulated import AccumulatedGradients
-from paceline.sync.aligned import AlignedMemory, padded_bytes
-from paceline.sync.deposits import Deposits
-from paceline.sync.factors import Factored, layers_to_factor, memory_bytes
-from paceline.sync.own_part import (
+from paceline.strategies.flat_buffer import AlignedMemory, padded_bytes
+from paceline.strategies.replica import Replica, broadcast_model
+from paceline.strategies.sharded import (
     OwnPart,
     Piece,
     check_splittable,
     optimizer_weights,
     pieces_of_chunk,
 )
-from paceline.sync.replica import Replica
-from paceline.sync.state_exchange import broadcast_model
-from paceline.sync.strategy import ModelShape, Strategy
+from paceline.strategies.shared.gradients import AccumulatedGradients, Deposits
+from paceline.strategies.shared.linear_factors import Factored, layers_to_factor, memory_bytes
+from paceline.strategies.strategy import ModelShape, Strategy
 
 LEAST_CHUNK_BYTES = 512 * 1024
 

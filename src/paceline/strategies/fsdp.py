@@ -1,4 +1,6 @@
-"""PyTorch's own fully_shard: weights, gradients and optimiser state split over the workers.
+"""The collectives that fully_shard calls, counted and timed like all others.
+
+PyTorch's own fully_shard: weights, gradients and optimiser state split over the workers.
 
 Between updates each worker has a part of every weight, 1 / workers of its rows. Block by block the
 weights are gathered for the forward pass, freed, gathered again for the backward pass, and the
@@ -10,13 +12,12 @@ fully_shard lets its collectives be replaced. Here they sum where it would avera
 weighted already, and go through the run's communicator, counted and timed like any other. Where
 every worker has a GPU of its own they stay NCCL's, which runs them beside the computation: their
 bytes are then counted as a ring's, and the time they hold training up is part of forward and
-backward.
-"""
+backward."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,15 +28,79 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from paceline.comm.algorithms.chunks import chunk
 from paceline.comm.cost import Cost, Network
 from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.config import RunConfig
 from paceline.errors import ConfigError
-from paceline.sync.fsdp_collectives import AllGather, ReduceScatter
-from paceline.sync.own_part import OwnPart, Piece, check_splittable, optimizer_weights
-from paceline.sync.replica import Replica
-from paceline.sync.state_exchange import broadcast_model
-from paceline.sync.strategy import ModelShape, Strategy, needs_torch
+from paceline.strategies.replica import Replica, broadcast_model
+from paceline.strategies.sharded import OwnPart, Piece, check_splittable, optimizer_weights
+from paceline.strategies.strategy import ModelShape, Strategy, needs_torch
+
+
+class _Collective:
+    """`beside`: let NCCL run it beside the computation, counted as one lap of a ring.
+
+    Otherwise tensors on a GPU travel as copies in main memory, made here: fully_shard calls from
+    streams of its own, with which the communicator's thread does not keep in step.
+    """
+
+    def __init__(self, replica: Replica, beside: bool) -> None:
+        self._replica = replica
+        self._communicator = replica.communicator
+        self._beside = beside
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def _count(self, whole: Tensor, kind: str) -> None:
+        workers = self._communicator.world_size
+        moved_bytes = whole.nbytes // workers * (workers - 1)
+        traffic = self._communicator.traffic
+        transfer = traffic.begin(
+            kind, bytes_sent=moved_bytes, bytes_received=moved_bytes, messages=workers - 1
+        )
+        traffic.end(transfer)
+
+
+class AllGather(_Collective):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> None:
+        """The input is this worker's chunk of the output already."""
+        if self._beside:
+            self._count(output_tensor, "parameters")
+            group._allgather_base(output_tensor, input_tensor).wait()
+            return
+        with self._replica.exchanging():
+            host = output_tensor.cpu()
+            self._communicator.all_gather(host, "parameters").wait()
+            if host is not output_tensor:
+                output_tensor.copy_(host)
+
+
+class ReduceScatter(_Collective):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """`op` is a sum, as fully_shard was told."""
+        if self._beside:
+            self._count(input_tensor, "gradients")
+            options = dist.ReduceScatterOptions()
+            options.reduceOp = op
+            group._reduce_scatter_base(output_tensor, input_tensor, options).wait()
+            return
+        with self._replica.exchanging():
+            host = input_tensor.cpu()
+            self._communicator.reduce_scatter(host, "gradients").wait()
+            own = chunk(host, self._communicator.world_size, self._communicator.rank)
+            output_tensor.copy_(own)
+
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 

@@ -1,4 +1,6 @@
-"""Who computes what next, where workers are not in step: the parts of the batches, dealt in order.
+"""How stale the updates of a worker were: for each one when it comes, and in all.
+
+Who computes what next, where workers are not in step: the parts of the batches, dealt in order.
 
 Each global batch has as many parts as there are workers. Whoever is free claims the next part, so a
 fast worker does more of them than a slow one, and each sample is still used exactly once an epoch.
@@ -12,17 +14,57 @@ goes to those who are free.
 A checkpoint, a stop and the end of the run are collective: every worker must get the same call, or
 they would enter different collectives. So these calls wait until all workers have asked for their
 next turn, and are decided once for all of them: the end of the run precedes a stop, and a stop
-precedes a checkpoint.
-"""
+precedes a checkpoint."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from threading import Condition
 from time import perf_counter
+from typing import Any
 
 from paceline.errors import PeerError
-from paceline.sync.strategy import Call, Terms, Turn
+from paceline.strategies.strategy import Call, Terms, Turn
+
+
+class Staleness:
+    """`ahead`: iterations between an update's batch and the one that the slowest worker was at when
+    it was begun. `behind`: updates by others between reading the weights and applying it."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, Counter[int]] = {"ahead": Counter(), "behind": Counter()}
+        self._news: dict[str, list[int]] = {}
+
+    def note(self, *, iteration: int, part: int, ahead: int, behind: int) -> None:
+        values = {"batch": iteration, "part": part, "ahead": ahead, "behind": behind}
+        for name, value in values.items():
+            self._news.setdefault(name, []).append(value)
+            if name in self._counts:
+                self._counts[name][value] += 1
+
+    def take_news(self) -> dict[str, list[int]]:
+        """What was noted since the last time: lists with one number for each update."""
+        news, self._news = self._news, {}
+        return news
+
+    def summary(self) -> dict[str, Any]:
+        """Mean, largest, and how many updates had which value."""
+        return {
+            name: {
+                "mean": sum(value * count for value, count in counts.items()) / counts.total(),
+                "max": max(counts),
+                "histogram": {str(value): counts[value] for value in sorted(counts)},
+            }
+            for name, counts in self._counts.items()
+            if counts
+        }
+
+    def state_dict(self) -> dict[str, dict[int, int]]:
+        return {name: dict(counts) for name, counts in self._counts.items()}
+
+    def load_state_dict(self, state: dict[str, dict[int, int]]) -> None:
+        self._counts = {name: Counter(counts) for name, counts in state.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,11 +23,9 @@ from paceline.comm.objects import broadcast_json, gather_json
 from paceline.comm.work import Work
 from paceline.errors import RunError
 from paceline.measure.timeline import timeline_of
-from paceline.sync.averaging import GradientAveraging
-from paceline.sync.exchange import Underway, seconds_under_way
-from paceline.sync.flat import FlatGradients
-from paceline.sync.replica import Replica
-from paceline.sync.state_exchange import broadcast_model
+from paceline.strategies.flat_buffer import FlatGradients
+from paceline.strategies.gradient_averaging import GradientAveraging, Underway, seconds_under_way
+from paceline.strategies.replica import Replica, broadcast_model
 from paceline.values import check_option
 
 MIB = 2**20
