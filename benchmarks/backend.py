@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import paceline.backend
-from paceline.comm.torch_backends import sockets_on
+from paceline.comm.process_groups import sockets_on
 from paceline.measure.machine import hardware, software
 from paceline.models.loading import build_model
 

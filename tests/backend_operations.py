@@ -16,7 +16,7 @@ from torch.distributed import FileStore, ReduceOp  # type: ignore[attr-defined]
 
 import paceline.backend  # noqa: F401 - registers it
 from paceline.comm.communicator import Communicator
-from paceline.comm.torch_backends import sockets_on
+from paceline.comm.process_groups import sockets_on
 from paceline.torch_backend import process_group as group
 from paceline.torch_backend.process_group import Seat
 

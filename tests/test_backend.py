@@ -30,7 +30,7 @@ import leaks
 from backend_operations import OTHERS, OWN, WAYS, default_group, differences
 from backend_training import OPTIONS, lose_a_peer_in_training, train_twice
 from paceline.comm.communicator import Communicator
-from paceline.comm.torch_backends import sockets_on
+from paceline.comm.process_groups import sockets_on
 from paceline.errors import PeerError
 from paceline.torch_backend.process_group import PacelineGroup
 from worker_pool import WorkerPool, free_port
@@ -243,7 +243,7 @@ def test_a_destroyed_group_leaves_nothing_behind(
 
 def sum_without_shared_memory(communicator: Communicator, file: Path) -> list[object]:
     with (
-        mock.patch("paceline.comm.shared_memory.is_supported", return_value=False),
+        mock.patch("paceline.comm.shm.communicator.is_supported", return_value=False),
         warnings.catch_warnings(record=True) as said,
     ):
         warnings.simplefilter("always")

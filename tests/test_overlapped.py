@@ -14,9 +14,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch d
 
 import odd_weights as odd
 import toy_replicas as toy
-from paceline.comm import torch_backends
+from paceline.comm import process_groups
 from paceline.comm.communicator import Communicator, Operation
-from paceline.comm.torch_backends import NcclWork
+from paceline.comm.process_groups import NcclWork
 from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.measure import timeline as timeline_module
 from paceline.measure.phase_clock import clock_of
@@ -298,7 +298,7 @@ def test_a_mark_on_a_real_gpu_is_passed_between_submitting_and_now() -> None:
 
 @pytest.mark.gpu
 def test_a_collective_of_real_nccl_completes_before_what_the_gpu_does_after_it() -> None:
-    nccl = torch_backends.make_nccl(HashStore(), 0, 1, "127.0.0.1", GPU, 30.0)
+    nccl = process_groups.make_nccl(HashStore(), 0, 1, "127.0.0.1", GPU, 30.0)
     timeline, moments = timeline_of(GPU), list[float]()
     tensor = torch.ones(1000, device=GPU)
     nccl.allreduce([tensor]).wait()

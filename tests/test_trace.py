@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import toy_replicas as toy
-from paceline.comm.communicator import Communicator
-from paceline.comm.composed import ComposedCommunicator
+from paceline.comm.communicator import Communicator, ComposedCommunicator
 from paceline.comm.work import Done, Work
 from paceline.config import RunConfig
 from paceline.launch.start import train

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from comparison.contenders import Contender, Update
-from paceline.comm import shared_memory
 from paceline.comm.communicator import Communicator
 from paceline.comm.rendezvous import Meeting
+from paceline.comm.shm import communicator
 from paceline.comm.torch_distributed import connect
 from paceline.measure.phase_clock import PhaseClock
 from paceline.strategies.options import create_strategy
@@ -74,7 +74,7 @@ class Paceline(Contender):
 
     def _team(self) -> Communicator:
         if self._shared_memory is None:
-            self._shared_memory = shared_memory.over(self._communicator)
+            self._shared_memory = communicator.over(self._communicator)
         return self._shared_memory
 
     def close(self) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from paceline.comm import hierarchical, in_process, shared_memory
+from paceline.comm import hierarchical, in_process
 from paceline.comm.communicator import Communicator
+from paceline.comm.shm import communicator as shared_memory
 from worker_pool import WorkerPool
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from threading import Event
 import pytest
 import torch
 
-from paceline.comm import gpu_order
+from paceline.comm import background as gpu_order
 from paceline.comm.background import Background
 from paceline.comm.communicator import Communicator
 from paceline.comm.in_process import Hub, run

@@ -7,9 +7,10 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from paceline.comm import bell, in_process
-from paceline.comm.arena import LINE_BYTES, Arena
-from paceline.comm.bell import Bells
+from paceline.comm import in_process
+from paceline.comm.shm import futex
+from paceline.comm.shm.futex import Bells
+from paceline.comm.shm.segment import LINE_BYTES, Arena
 
 
 @contextmanager
@@ -20,8 +21,8 @@ def bells_and_peer(spaces_apart: int = 0) -> Iterator[tuple[Bells, subprocess.Po
     lines = arena.numbers(0, 2 * LINE_BYTES, "I")
     second = LINE_BYTES // 4
     with subprocess.Popen(["sleep", "60"]) as process:
-        lines[second + bell._PROCESS] = process.pid
-        lines[second + bell._SPACE] = lines[bell._SPACE] ^ spaces_apart
+        lines[second + futex._PROCESS] = process.pid
+        lines[second + futex._SPACE] = lines[futex._SPACE] ^ spaces_apart
         own.watch_over_peers()
         try:
             yield own, process
@@ -60,8 +61,8 @@ def test_a_peer_that_ended_before_it_was_watched_is_gone() -> None:
     peer = LINE_BYTES // 4
     process = subprocess.Popen(["true"])
     process.wait()  # its number is free again: no process here has it
-    lines[peer + bell._PROCESS] = process.pid
-    lines[peer + bell._SPACE] = lines[bell._SPACE]
+    lines[peer + futex._PROCESS] = process.pid
+    lines[peer + futex._SPACE] = lines[futex._SPACE]
     own.watch_over_peers()
     assert own.gone() == ([], [1])
     own.leave()
@@ -75,5 +76,5 @@ def test_every_rank_rings_with_numbers_of_its_own() -> None:
     seen = []
     for rank in range(1, world_size):
         Bells(arena, 0, rank, world_size, cores=2).ring_one(0)
-        seen.append(lines[bell._STAMP])
+        seen.append(lines[futex._STAMP])
     assert len(set(seen)) == len(seen)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.comm import shared_memory
 from paceline.comm.communicator import Communicator
+from paceline.comm.shm import communicator as shared_memory
 from paceline.errors import RunError
 from worker_pool import WorkerPool
 

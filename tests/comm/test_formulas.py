@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from paceline.comm import ALGORITHMS, in_process
-from paceline.comm.algorithms.algorithm import Algorithm
-from paceline.comm.algorithms.chunks import chunk, chunk_elements
+from paceline.comm.algorithms.base import Algorithm
+from paceline.comm.buffers import chunk, chunk_elements
 from paceline.comm.communicator import Communicator
 from paceline.comm.cost import Network
 

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from paceline.comm import hierarchical
-from paceline.comm.algorithms.chunks import chunk
+from paceline.comm.buffers import chunk
 from paceline.comm.communicator import Communicator
-from paceline.comm.hierarchical import HierarchicalCommunicator
-from paceline.comm.levels import split
-from paceline.comm.shared_memory import SharedMemoryCommunicator
+from paceline.comm.hierarchical import HierarchicalCommunicator, split
+from paceline.comm.shm.communicator import SharedMemoryCommunicator
 from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.comm.work import Work
 from paceline.errors import PeerError

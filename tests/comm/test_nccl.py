@@ -17,7 +17,7 @@ from comm.fake_nccl import GPU, FakeNccl, FakeNetwork
 from paceline.comm import torch_distributed
 from paceline.comm.algorithms import ring
 from paceline.comm.communicator import Communicator
-from paceline.comm.torch_backends import make_nccl, start_nccl_messages
+from paceline.comm.process_groups import make_nccl, start_nccl_messages
 from paceline.comm.torch_distributed import TorchCommunicator
 
 WORLD_SIZE = 4

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from paceline.comm import in_process
-from paceline.comm.algorithms.chunks import chunk
-from paceline.comm.arena import Arena
-from paceline.comm.outbox import (
+from paceline.comm.buffers import chunk
+from paceline.comm.shm.collectives import (
     AllGather,
     AllReduce,
     Broadcast,
@@ -21,6 +20,7 @@ from paceline.comm.outbox import (
     Outboxes,
     ReduceScatter,
 )
+from paceline.comm.shm.segment import Arena
 
 WORKERS = 3
 PIECE_BYTES = 4096

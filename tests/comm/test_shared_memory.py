@@ -16,8 +16,9 @@ from stat import S_IMODE
 import pytest
 import torch
 
-from paceline.comm import arena, shared_memory
 from paceline.comm.communicator import Communicator
+from paceline.comm.shm import communicator as shared_memory
+from paceline.comm.shm import segment
 from paceline.comm.work import Work
 from paceline.errors import PeerError, UsageError
 from worker_pool import WorkerPool
@@ -29,15 +30,15 @@ def files_in(folder: Path, on_map: Callable[[Path], None]) -> Iterator[None]:
 
     Many programs share /dev/shm.
     """
-    make_map = arena._map
+    make_map = segment._map
 
     def look_and_map(path: Path, size_bytes: int) -> object:
         on_map(path)
         return make_map(path, size_bytes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arena, "FOLDER", folder)
-        patch.setattr(arena, "_map", look_and_map)
+        patch.setattr(segment, "FOLDER", folder)
+        patch.setattr(segment, "_map", look_and_map)
         yield
 
 
@@ -98,21 +99,24 @@ def process_of_another() -> Iterator[int]:
 def test_only_names_of_ended_processes_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arena, "FOLDER", tmp_path)
-    space, own = arena.space_of_numbers(), os.getpid()
+    monkeypatch.setattr(segment, "FOLDER", tmp_path)
+    space, own = segment.space_of_numbers(), os.getpid()
     with process_of_another() as ended:
-        left = {f"paceline-{arena._owner(ended)}-aa", f"paceline-{space}-{own}-1-number-used-anew"}
+        left = {
+            f"paceline-{segment._owner(ended)}-aa",
+            f"paceline-{space}-{own}-1-number-used-anew",
+        }
     with process_of_another() as living:
         stays = {
-            f"paceline-{arena._owner(living)}-bb",
+            f"paceline-{segment._owner(living)}-bb",
             f"paceline-{space + 1}-{ended}-1-of-another-container",
             f"paceline-{space}-none",
             f"paceline-{space}-x-y-z",
-            f"another-{arena._owner(ended)}-cc",
+            f"another-{segment._owner(ended)}-cc",
         }
         for name in left | stays:
             (tmp_path / name).touch()
-        arena.remove_left_behind()
+        segment.remove_left_behind()
         assert {path.name for path in tmp_path.iterdir()} == stays
 
 
@@ -120,11 +124,11 @@ def test_only_names_of_ended_processes_are_removed(
 def test_names_of_other_users_are_not_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arena, "FOLDER", tmp_path)
-    theirs = tmp_path / f"paceline-{arena.space_of_numbers()}-{os.getpid()}-1-aa"
+    monkeypatch.setattr(segment, "FOLDER", tmp_path)
+    theirs = tmp_path / f"paceline-{segment.space_of_numbers()}-{os.getpid()}-1-aa"
     theirs.touch()
     os.chown(theirs, 65534, 65534)
-    arena.remove_left_behind()
+    segment.remove_left_behind()
     assert theirs.exists()
 
 
@@ -386,7 +390,7 @@ def sum_without_room(communicator: Communicator) -> tuple[float, int]:
         raise OSError(errno.ENOSPC, "no space left")
 
     with shared_memory.over(communicator) as team, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arena, "_make", refuse)
+        patch.setattr(segment, "_make", refuse)
         tensor = team.zeros(100_000, torch.float32, torch.device("cpu")).fill_(team.rank + 1)
         team.all_reduce(tensor, "gradients").wait()
         return float(tensor.sum()), len(team._blocks)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.comm.communicator import Communicator
-from paceline.comm.torch_backends import urgent_threads
+from paceline.comm.process_groups import urgent_threads
 from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.errors import PeerError
 from worker_pool import WorkerPool

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
-from paceline.comm.place import Place
+from paceline.comm.rank_info import Place
 from paceline.comm.rendezvous import Meeting
 from paceline.config import RunConfig, from_mapping
 from paceline.launch.servers import pairs_with_servers, serve, server_ranks

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from contract.harness import Seat, Task, build_replica, run_team
 from paceline.comm import in_process
-from paceline.comm.arena import Arena
 from paceline.comm.communicator import Communicator
+from paceline.comm.shm.segment import Arena
 from paceline.data.order import share
 from paceline.errors import RunError
 from paceline.strategies.options import create_strategy

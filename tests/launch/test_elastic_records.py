@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # torch lists neither
 
 from paceline.comm.communicator import Communicator
-from paceline.comm.place import ALONE
+from paceline.comm.rank_info import ALONE
 from paceline.config import from_mapping
 from paceline.launch import hand_in
 from paceline.launch.crew import Crew

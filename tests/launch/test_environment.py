@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline import cli
-from paceline.comm.place import ALONE, Place
+from paceline.comm.rank_info import ALONE, Place
 from paceline.errors import UsageError
 from paceline.launch.environment import detect
 from paceline.launch.member import has_own_gpu

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 import paceline
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
-from paceline.comm.place import ALONE
+from paceline.comm.rank_info import ALONE
 from paceline.config import from_mapping
 from paceline.errors import UsageError
 from paceline.strategies.options import create_strategy

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.commands import TINY, Command, Ended, flags, free_port, names_in
-from paceline.comm.place import Place
+from paceline.comm.rank_info import Place
 from paceline.config import from_mapping
 from paceline.launch import member
 from paceline.measure.sampler import ResourceSampler

@@ -21,7 +21,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch lists onl
 
 from launch.commands import ENDLESS, SLOW, free_port, is_training, names_in, node, wait_until
 from paceline.comm.communicator import Communicator
-from paceline.comm.place import ALONE
+from paceline.comm.rank_info import ALONE
 from paceline.config import from_mapping
 from paceline.errors import PacelineError, RunError
 from paceline.launch import hand_in, member, nodes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.comm import formulas
+from paceline.comm import communicator
 from paceline.comm.bus import BUS_FACTORS
 
 
@@ -13,7 +13,7 @@ from paceline.comm.bus import BUS_FACTORS
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "all_gather"])
 def test_the_factor_is_what_a_ring_sends(operation: str, workers: int) -> None:
     tensor = torch.empty(workers * 10)
-    sent = getattr(formulas, operation)(tensor, 0, workers)["bytes_sent"]
+    sent = getattr(communicator, operation)(tensor, 0, workers)["bytes_sent"]
     assert BUS_FACTORS[operation](workers) * tensor.nbytes == pytest.approx(sent)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
-from paceline.comm.place import ALONE
+from paceline.comm.rank_info import ALONE
 from paceline.comm.work import Done, Work
 from paceline.errors import RunError
 from paceline.probe import operations, timing

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from paceline.registry import Registry
 
 if TYPE_CHECKING:
-    from paceline.comm.algorithms.algorithm import Algorithm
+    from paceline.comm.algorithms.base import Algorithm
 
 ALGORITHMS: Registry[type[Algorithm]] = Registry("algorithm")
 
@@ -31,5 +31,5 @@ ALGORITHMS.register(
     "pairs exchange halves, then quarters, and back",
 )
 ALGORITHMS.register(
-    "library", "paceline.comm.algorithms.library:Library", "the communicator's own all-reduce"
+    "library", "paceline.comm.algorithms.ring:Library", "the communicator's own all-reduce"
 )

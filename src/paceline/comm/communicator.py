@@ -1,4 +1,10 @@
-"""The contract of a communicator: how one worker talks to the others.
+"""How collectives are counted that cannot be looked into, or that are to be counted alike.
+
+all_reduce, reduce_scatter and all_gather count as a ring (algorithms/ring.py), broadcast as a
+binomial tree (algorithms/tree.py), whatever carries them out. Each function gives the arguments of
+`Traffic.begin`.
+
+The contract of a communicator: how one worker talks to the others.
 
 Every operation returns a `Work` at once and is finished by its `wait()`; so each of them is there
 in a blocking form, `communicator.all_reduce(gradient, "gradients").wait()`, and in a non-blocking
@@ -23,21 +29,68 @@ What holds for all operations:
 
 reduce_scatter and all_gather see the flat tensor as `world_size` chunks that differ by at most one
 element (algorithms/chunks.py), one for each rank; so all_reduce is the one followed by the other.
-"""
+
+Collectives made of sends and receives, for communicators whose library has none of its own.
+
+gather and scatter are sends and receives that all start at once. The others go in steps, one
+waiting for the one before, so they run on a background thread: they make progress while the caller
+computes, and their messages cannot be mistaken for the caller's own."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from paceline.comm.work import AllOf, Work
+from paceline.comm.algorithms import ring, tree
+from paceline.comm.algorithms.tree import children
+from paceline.comm.background import Background
+from paceline.comm.buffers import Staged
+from paceline.comm.work import AllOf, Done, Work
 from paceline.errors import PeerError
 from paceline.measure.traffic import CountedTransfer, Traffic
+
+Formula = Callable[[int, int, int, int], int]
+"""Bytes sent, from rank, world size, elements and bytes of an element."""
+
+
+def broadcast(tensor: Tensor, rank: int, world_size: int, root: int) -> dict[str, int]:
+    place = (rank - root) % world_size
+    copies = len(children(place, world_size))
+    return {
+        "bytes_sent": copies * tensor.nbytes,
+        "bytes_received": tensor.nbytes if place else 0,
+        "messages": copies,
+    }
+
+
+def reduce_scatter(tensor: Tensor, rank: int, world_size: int) -> dict[str, int]:
+    return _laps(1, ring.reduce_scatter_bytes_sent, tensor, rank, world_size)
+
+
+def all_gather(tensor: Tensor, rank: int, world_size: int) -> dict[str, int]:
+    return _laps(1, ring.all_gather_bytes_sent, tensor, rank, world_size)
+
+
+def all_reduce(tensor: Tensor, rank: int, world_size: int) -> dict[str, int]:
+    return _laps(2, ring.Ring().bytes_sent, tensor, rank, world_size)
+
+
+def _laps(
+    laps: int, formula: Formula, tensor: Tensor, rank: int, world_size: int
+) -> dict[str, int]:
+    left = (rank - 1) % world_size
+    size = (world_size, tensor.numel(), tensor.element_size())
+    return {
+        "bytes_sent": formula(rank, *size),
+        "bytes_received": formula(left, *size),
+        "messages": laps * (world_size - 1),
+    }
+
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
 
@@ -178,3 +231,67 @@ def name_ranks(ranks: Sequence[int], noun: str = "rank") -> str:
         f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs
     )
     return f"{noun}{'' if len(ranks) == 1 else 's'} {text}"
+
+
+class ComposedCommunicator(Communicator):
+    """What is left to write is `send`, `recv`, `fork` and `_disconnect`."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        timeout_seconds: float,
+        traffic: Traffic | None,
+        known_as: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(rank, world_size, timeout_seconds, traffic, known_as)
+        self._background: Background | None = None
+
+    def broadcast(self, tensor: Tensor, root: int, kind: str) -> Work:
+        return self._in_steps(tensor, lambda fork, flat: tree.broadcast(fork, flat, root, kind))
+
+    def gather(self, tensor: Tensor, parts: Sequence[Tensor] | None, root: int, kind: str) -> Work:
+        if self.rank != root:
+            return self.send(tensor, root, kind)
+        places = self._check_parts(parts)
+        places[root].copy_(tensor.detach())
+        return AllOf([self.recv(places[peer], peer, kind) for peer in self.peers])
+
+    def scatter(self, tensor: Tensor, parts: Sequence[Tensor] | None, root: int, kind: str) -> Work:
+        if self.rank != root:
+            return self.recv(tensor, root, kind)
+        places = self._check_parts(parts)
+        tensor.detach().copy_(places[root])
+        return AllOf([self.send(places[peer], peer, kind) for peer in self.peers])
+
+    def reduce_scatter(self, tensor: Tensor, kind: str) -> Work:
+        return self._in_steps(tensor, lambda fork, flat: ring.reduce_scatter(fork, flat, kind))
+
+    def all_gather(self, tensor: Tensor, kind: str) -> Work:
+        return self._in_steps(tensor, lambda fork, flat: ring.all_gather(fork, flat, kind))
+
+    def all_reduce(self, tensor: Tensor, kind: str) -> Work:
+        return self._in_steps(tensor, lambda fork, flat: ring.Ring().all_reduce(fork, flat, kind))
+
+    def close(self) -> None:
+        if self._background is not None:
+            self._background.close()
+            self._background = None
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        """Give back the connections of this communicator itself."""
+
+    def _in_steps(self, tensor: Tensor, steps: Callable[[Communicator, Tensor], None]) -> Work:
+        if self.world_size == 1 or tensor.numel() == 0:
+            return Done()
+        if self._background is None:
+            self._background = Background(self)
+        staged = Staged.of(tensor)
+        work = self._background.submit(lambda fork: steps(fork, staged.flat), staged.flat.device)
+        return work.on_success(staged.copy_back)
+
+    def _check_parts(self, parts: Sequence[Tensor] | None) -> Sequence[Tensor]:
+        if parts is None or len(parts) != self.world_size:
+            raise ValueError(f"the root needs {self.world_size} parts, one for each rank")
+        return [part.detach() for part in parts]

@@ -1,36 +1,184 @@
-"""Workers on several hosts: shared memory inside each host, torch.distributed across hosts.
+"""Two levels of connection: shared memory between the workers of a host, the network across hosts.
+
+Worker i of every host is connected to the workers i of all others: when each of them carries one
+chunk of a tensor across, all links carry equal parts.
+
+Collectives on two levels, for hosts of equally many workers; each blocks until it is complete.
+
+Every byte that must leave a host leaves it once, and all workers of a host carry equal parts.
+
+Workers on several hosts: shared memory inside each host, torch.distributed across hosts.
 
 Messages go by shared memory where both workers are on one host, else over the network. Collectives
 go on both levels (two_levels.py), in several steps; so they run on a background thread, with
 connections of its own. Where hosts have unequal numbers of workers, collectives go over the network
-between all of them, as torch.distributed carries them out.
-"""
+between all of them, as torch.distributed carries them out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from time import sleep
-from typing import Self
+from typing import Protocol, Self, runtime_checkable
 
+import torch
 from torch import Tensor
 
-from paceline.comm import formulas, shared_memory
-from paceline.comm.communicator import Communicator
-from paceline.comm.composed import ComposedCommunicator
-from paceline.comm.levels import (
-    Hosts,
-    Levels,
-    are_even,
-    connect_across,
-    connect_host,
-    divisible,
-    find_hosts,
-)
-from paceline.comm.shared_memory import SharedMemoryCommunicator
-from paceline.comm.two_levels import TwoLevels
+from paceline.comm import communicator as formulas
+from paceline.comm import in_process
+from paceline.comm.algorithms import ring
+from paceline.comm.buffers import chunk, chunk_elements
+from paceline.comm.communicator import Communicator, ComposedCommunicator
+from paceline.comm.shm import communicator as shared_memory
+from paceline.comm.shm.communicator import SharedMemoryCommunicator
 from paceline.comm.work import Done, Work
+from paceline.errors import UsageError
 from paceline.measure.traffic import Traffic
+
+Hosts = Sequence[Sequence[int]]
+"""The ranks on each host."""
+
+
+@runtime_checkable
+class Divisible(Protocol):
+    """A communicator that can connect some of its workers by themselves."""
+
+    def among(self, ranks: Sequence[int]) -> Communicator: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    host: Communicator
+    """Those on the same host; `host.rank` is this worker's place among them."""
+    across: Communicator
+    """Those with the same place on all hosts, in the order of their nodes."""
+
+    def close(self) -> None:
+        self.host.close()
+        self.across.close()
+
+
+def split(communicator: Communicator, node: int) -> Levels:
+    """Connect the workers on two levels; those who give the same node share memory. Collective."""
+    hosts = find_hosts(communicator, node)
+    if not are_even(hosts):
+        raise UsageError(
+            f"nodes have {', '.join(str(len(ranks)) for ranks in hosts)} workers: to share weights"
+            " on each, start as many on every one (--nproc-per-node)"
+        )
+    if len(hosts) == 1:
+        return Levels(shared_memory.over(communicator), _alone())
+    network = divisible(communicator)
+    host = connect_host(network, hosts, communicator.rank)
+    return Levels(host or _alone(), connect_across(network, hosts, communicator.rank))
+
+
+def find_hosts(communicator: Communicator, node: int) -> Hosts:
+    """Who gave the same node, in the nodes' order. Collective."""
+    nodes = torch.zeros(communicator.world_size, dtype=torch.int64)
+    nodes[communicator.rank] = node
+    communicator.all_reduce(nodes, "control").wait()
+    return [
+        [rank for rank in range(communicator.world_size) if nodes[rank] == number]
+        for number in sorted(set(nodes.tolist()))
+    ]
+
+
+def are_even(hosts: Hosts) -> bool:
+    return len({len(ranks) for ranks in hosts}) == 1
+
+
+def divisible(communicator: Communicator) -> Divisible:
+    if not isinstance(communicator, Divisible):
+        raise TypeError("workers on several nodes must have met over torch.distributed")
+    return communicator
+
+
+def connect_host(network: Divisible, hosts: Hosts, rank: int) -> SharedMemoryCommunicator | None:
+    """The workers of each host by shared memory; None for one that is alone. Collective."""
+    own = next(ranks for ranks in hosts if rank in ranks)
+    with network.among(own) as over_network:
+        return shared_memory.over(over_network) if len(own) > 1 else None
+
+
+def connect_across(network: Divisible, hosts: Hosts, rank: int) -> Communicator:
+    """The workers with the same place on all hosts, which are even. Collective."""
+    place = next(ranks.index(rank) for ranks in hosts if rank in ranks)
+    return network.among([ranks[place] for ranks in hosts])
+
+
+def _alone() -> Communicator:
+    return in_process.Hub(1).communicators[0]
+
+
+class TwoLevels:
+    """Over the connections of one worker."""
+
+    def __init__(self, levels: Levels, hosts: Hosts) -> None:
+        self._host, self._across = levels.host, levels.across
+        self._hosts = hosts
+        self._rank = hosts[levels.across.rank][levels.host.rank]
+
+    def all_reduce(self, flat: Tensor, kind: str) -> None:
+        """In each host; worker i sums chunk i with the workers i of the others; back again."""
+        self._host.reduce_scatter(flat, kind).wait()
+        self._across.all_reduce(self._own_chunk(flat), kind).wait()
+        self._host.all_gather(flat, kind).wait()
+
+    def broadcast(self, flat: Tensor, root: int, kind: str) -> None:
+        """Through the root's host; worker i hands chunk i to the others'; there to everybody."""
+        first = next(number for number, ranks in enumerate(self._hosts) if root in ranks)
+        if self._across.rank == first:
+            self._host.broadcast(flat, self._hosts[first].index(root), kind).wait()
+        self._across.broadcast(self._own_chunk(flat), first, kind).wait()
+        if self._across.rank != first:
+            self._host.all_gather(flat, kind).wait()
+
+    def reduce_scatter(self, flat: Tensor, kind: str) -> None:
+        """As all_reduce, without the way back."""
+        dealt = self._dealt(flat)
+        for part, place in self._parts(flat, dealt):
+            place.copy_(part)
+        self._host.reduce_scatter(dealt, kind).wait()
+        ring.reduce_scatter(self._across, self._own_chunk(dealt), kind)
+        own, place = self._parts(flat, dealt)[self._rank]
+        own.copy_(place)
+
+    def all_gather(self, flat: Tensor, kind: str) -> None:
+        """The way back alone."""
+        dealt = self._dealt(flat)
+        own, place = self._parts(flat, dealt)[self._rank]
+        place.copy_(own)
+        self._across.all_gather(self._own_chunk(dealt), kind).wait()
+        self._host.all_gather(dealt, kind).wait()
+        for part, place in self._parts(flat, dealt):
+            part.copy_(place)
+
+    def _own_chunk(self, flat: Tensor) -> Tensor:
+        return chunk(flat, self._host.world_size, self._host.rank)
+
+    def _dealt(self, flat: Tensor) -> Tensor:
+        """Room for the chunks of all ranks, every one as large as the first."""
+        ranks = self._host.world_size * self._across.world_size
+        return flat.new_zeros(ranks * chunk_elements(flat.numel(), ranks, 0))
+
+    def _parts(self, flat: Tensor, dealt: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """By rank, its chunk and the place of that in `dealt`, where the chunks of those who have
+        the same place on their hosts follow one another."""
+        ranks = self._host.world_size * self._across.world_size
+        parts = []
+        for rank in range(ranks):
+            number, place = next(
+                (number, ranks_there.index(rank))
+                for number, ranks_there in enumerate(self._hosts)
+                if rank in ranks_there
+            )
+            part = chunk(flat, ranks, rank)
+            slot = chunk(dealt, ranks, place * self._across.world_size + number)
+            parts.append((part, slot[: part.numel()]))
+        return parts
+
 
 POLL_SECONDS = 0.0002
 

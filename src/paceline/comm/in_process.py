@@ -17,9 +17,8 @@ from typing import Self, TypeVar
 
 from torch import Tensor
 
-from paceline.comm.communicator import Communicator, Operation
-from paceline.comm.composed import ComposedCommunicator
-from paceline.comm.staging import Staged
+from paceline.comm.buffers import Staged
+from paceline.comm.communicator import Communicator, ComposedCommunicator, Operation
 from paceline.comm.work import Done, Work
 from paceline.measure.traffic import Traffic
 

@@ -17,13 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch lists neither
 
-from paceline.comm import formulas
-from paceline.comm.algorithms.chunks import chunk
-from paceline.comm.communicator import DEFAULT_TIMEOUT_SECONDS, Operation
-from paceline.comm.composed import ComposedCommunicator
-from paceline.comm.rendezvous import Meeting
-from paceline.comm.staging import Staged
-from paceline.comm.torch_backends import (
+from paceline.comm import communicator
+from paceline.comm.buffers import Staged, chunk
+from paceline.comm.communicator import DEFAULT_TIMEOUT_SECONDS, ComposedCommunicator, Operation
+from paceline.comm.process_groups import (
     SUMS,
     GlooTransfer,
     GlooWork,
@@ -35,6 +32,7 @@ from paceline.comm.torch_backends import (
     sockets_on,
     start_nccl_messages,
 )
+from paceline.comm.rendezvous import Meeting
 from paceline.comm.work import Done, Work
 from paceline.measure.timeline import Timeline, timeline_of
 from paceline.measure.traffic import CountedTransfer, Traffic
@@ -160,7 +158,7 @@ class TorchCommunicator(ComposedCommunicator):
             kind,
             # As bytes, since gloo's broadcast does not know every dtype.
             lambda flat: self._backend(flat.device).broadcast([flat.view(torch.uint8)], options),
-            formulas.broadcast(tensor, self.rank, self.world_size, root),
+            communicator.broadcast(tensor, self.rank, self.world_size, root),
         )
 
     def reduce_scatter(self, tensor: Tensor, kind: str) -> Work:
@@ -172,7 +170,7 @@ class TorchCommunicator(ComposedCommunicator):
             own = chunk(flat, self.world_size, self.rank)
             return self._nccl._reduce_scatter_base(own, flat)
 
-        counts = formulas.reduce_scatter(tensor, self.rank, self.world_size)
+        counts = communicator.reduce_scatter(tensor, self.rank, self.world_size)
         return self._collective("reduce_scatter with", tensor, kind, start, counts)
 
     def all_gather(self, tensor: Tensor, kind: str) -> Work:
@@ -184,7 +182,7 @@ class TorchCommunicator(ComposedCommunicator):
             into, part = flat.view(torch.uint8), own.view(torch.uint8)
             return self._backend(flat.device)._allgather_base(into, part)
 
-        counts = formulas.all_gather(tensor, self.rank, self.world_size)
+        counts = communicator.all_gather(tensor, self.rank, self.world_size)
         return self._collective("all_gather with", tensor, kind, start, counts)
 
     def all_reduce(self, tensor: Tensor, kind: str) -> Work:
@@ -194,7 +192,7 @@ class TorchCommunicator(ComposedCommunicator):
         def start(flat: Tensor) -> Any:
             return self._backend(flat.device).allreduce([flat])
 
-        counts = formulas.all_reduce(tensor, self.rank, self.world_size)
+        counts = communicator.all_reduce(tensor, self.rank, self.world_size)
         return self._collective("all_reduce with", tensor, kind, start, counts)
 
     def fork(self) -> Self:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from paceline.comm.in_process import Hub
-from paceline.comm.place import ALONE
+from paceline.comm.rank_info import ALONE
 from paceline.config import RunConfig
 from paceline.errors import ConfigError, UsageError
 from paceline.launch.outcome import Outcome

@@ -12,7 +12,7 @@ from time import monotonic, sleep
 from typing import Self
 
 from paceline.comm.communicator import name_ranks
-from paceline.comm.place import Place
+from paceline.comm.rank_info import Place
 from paceline.config import RunConfig
 from paceline.errors import RunError, StoppedError
 from paceline.launch.ending import Ending, earliest, failure_file, read_failure

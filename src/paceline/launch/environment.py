@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from paceline.comm.place import Place
+from paceline.comm.rank_info import Place
 from paceline.errors import UsageError, shown
 
 

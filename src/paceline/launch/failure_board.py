@@ -15,7 +15,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch lists nei
     TCPStore,
 )
 
-from paceline.comm.place import Place
+from paceline.comm.rank_info import Place
 from paceline.config import RunConfig
 from paceline.errors import RunError
 from paceline.launch.ending import Ending

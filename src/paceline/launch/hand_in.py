@@ -11,7 +11,7 @@ import torch
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.objects import broadcast_json, gather_bytes, gather_json
-from paceline.comm.place import Place
+from paceline.comm.rank_info import Place
 from paceline.errors import PeerError, RunError
 from paceline.launch.ending import STATUSES
 from paceline.launch.messages import Kinds, MalformedError, check_fields, decode, printable

@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.in_process import Hub
-from paceline.comm.place import ALONE, Place
+from paceline.comm.rank_info import ALONE, Place
 from paceline.config import RunConfig, from_mapping
 from paceline.errors import UsageError
 from paceline.launch import environment

@@ -20,7 +20,7 @@ from paceline.cluster.state import VARIABLE as CLUSTER_VARIABLE
 from paceline.comm import hierarchical
 from paceline.comm.communicator import Communicator
 from paceline.comm.objects import broadcast_json
-from paceline.comm.place import Place
+from paceline.comm.rank_info import Place
 from paceline.comm.rendezvous import Meeting
 from paceline.comm.torch_distributed import connect
 from paceline.config import RunConfig, from_mapping

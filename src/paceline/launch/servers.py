@@ -23,7 +23,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch lists onl
 )
 
 from paceline.comm.communicator import Communicator
-from paceline.comm.place import Place
+from paceline.comm.rank_info import Place
 from paceline.comm.rendezvous import Meeting
 from paceline.config import RunConfig, from_mapping
 from paceline.errors import PeerError, in_a_line

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.comm.place import Place
+from paceline.comm.rank_info import Place
 from paceline.sources import search_path
 
 

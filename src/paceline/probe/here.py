@@ -9,7 +9,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
-from paceline.comm.place import Place
+from paceline.comm.rank_info import Place
 from paceline.errors import PacelineError, RunError, StoppedError
 from paceline.launch.ending import earliest, read_failure
 from paceline.launch.interruptions import Interruptions, signal_name

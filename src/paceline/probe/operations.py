@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm import ALGORITHMS
-from paceline.comm.algorithms.chunks import chunk
+from paceline.comm.buffers import chunk
 from paceline.comm.communicator import Communicator
 from paceline.probe.plan import Way
 

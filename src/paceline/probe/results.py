@@ -32,7 +32,7 @@ from dataclasses import asdict
 from typing import Any
 
 from paceline.comm.bus import BUS_FACTORS
-from paceline.comm.place import Place
+from paceline.comm.rank_info import Place
 from paceline.measure.machine import hardware, software
 from paceline.probe.fit import Point, fit
 from paceline.probe.limits import Limit

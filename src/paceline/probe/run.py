@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.comm import hierarchical
 from paceline.comm.communicator import Communicator
 from paceline.comm.objects import broadcast_json
-from paceline.comm.place import Place
+from paceline.comm.rank_info import Place
 from paceline.errors import UsageError
 from paceline.launch.agreement import succeed_together
 from paceline.launch.cluster_account import cluster_account

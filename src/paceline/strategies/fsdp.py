@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from paceline.comm.algorithms.chunks import chunk
+from paceline.comm.buffers import chunk
 from paceline.comm.cost import Cost, Network
 from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.config import RunConfig

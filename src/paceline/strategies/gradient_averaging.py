@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm import ALGORITHMS
-from paceline.comm.algorithms.library import Library
+from paceline.comm.algorithms.ring import Library
 from paceline.comm.communicator import Communicator
 from paceline.comm.cost import Cost, Network
 from paceline.comm.work import Done, Work

@@ -36,8 +36,8 @@ from torch.optim import (
     Rprop,
 )
 
-from paceline.comm.algorithms.chunks import chunk, chunk_begin
 from paceline.comm.algorithms.ring import Ring
+from paceline.comm.buffers import chunk, chunk_begin
 from paceline.comm.communicator import Communicator
 from paceline.comm.cost import Cost, Network
 from paceline.errors import ConfigError

@@ -37,10 +37,11 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch lists nei
     Store,
 )
 
-from paceline.comm import arena, hierarchical
-from paceline.comm.algorithms.chunks import chunk
+from paceline.comm import hierarchical
 from paceline.comm.background import Background
+from paceline.comm.buffers import chunk
 from paceline.comm.communicator import Communicator
+from paceline.comm.shm import segment
 from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.comm.work import Work
 from paceline.errors import PeerError, UsageError
@@ -61,7 +62,7 @@ class Seat:
     @classmethod
     def own(cls) -> Seat:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        memory = arena.FOLDER.stat().st_dev
+        memory = segment.FOLDER.stat().st_dev
         network = Path("/proc/self/ns/net").stat().st_ino
         return cls(f"{machine} {memory} {network}", cores_usable())
 
@@ -90,7 +91,7 @@ def connect(
     try:
         quicker = hierarchical.over(network, hosts.index(seats[rank].host))
     except UsageError as error:
-        cause = str(error).removesuffix(arena.OTHERWISE).removesuffix(" or ").rstrip(" ,:")
+        cause = str(error).removesuffix(segment.OTHERWISE).removesuffix(" or ").rstrip(" ,:")
         warnings.warn(f"paceline: gloo instead of shared memory: {cause}", stacklevel=2)
     except BaseException:
         network.close()

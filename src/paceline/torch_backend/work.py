@@ -15,9 +15,9 @@ from torch.autograd import Variable
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch lists neither
 
 from paceline.comm.background import Background
+from paceline.comm.buffers import Staged
 from paceline.comm.communicator import Communicator, Operation
-from paceline.comm.staging import Staged
-from paceline.comm.torch_backends import explain, make_gloo
+from paceline.comm.process_groups import explain, make_gloo
 from paceline.comm.work import Work
 
 Future = torch.futures.Future[Any]

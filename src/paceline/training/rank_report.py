@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.place import Place
+from paceline.comm.rank_info import Place
 from paceline.errors import DivergedError, PacelineError, StoppedError, in_a_line
 from paceline.measure.phase_clock import PhaseClock
 from paceline.records import RunFolder, read_iteration_seconds, read_lines

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from paceline.comm.communicator import Communicator
-from paceline.comm.place import Place
+from paceline.comm.rank_info import Place
 from paceline.config import RunConfig
 from paceline.data.order import SampleOrder, own_part
 from paceline.errors import UsageError

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.communicator import Communicator
-from paceline.comm.place import Place
+from paceline.comm.rank_info import Place
 from paceline.config import RunConfig
 from paceline.data.dataset import Dataset
 from paceline.data.input import InputPath, evaluation_batches

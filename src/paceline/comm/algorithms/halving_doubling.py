@@ -15,13 +15,17 @@ a balanced binary tree over the ranks.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from paceline.comm.algorithms.algorithm import Algorithm
-from paceline.comm.algorithms.chunks import chunk, chunk_begin, chunk_elements
-from paceline.comm.communicator import Communicator
+from paceline.comm.algorithms.base import Algorithm
+from paceline.comm.buffers import chunk, chunk_begin, chunk_elements
 from paceline.comm.cost import Cost, Network
+
+if TYPE_CHECKING:
+    from paceline.comm.communicator import Communicator
 
 
 class HalvingDoubling(Algorithm):

@@ -10,17 +10,28 @@ time and nobody sends more than twice the tensor, however many workers there are
 
 Order of the sum: chunk c starts at rank c + 1 and collects the ranks to the right in turn; rank c
 comes last.
-"""
+
+Library: whatever the communicator's own all-reduce does.
+
+Gloo runs a ring; NCCL picks a ring or a tree by size and topology; the in-process communicator runs
+ring.py. What a library does inside cannot be counted from outside, so its traffic is counted as a
+ring's and its cost is a ring's too: the least that an all-reduce of a large tensor can move.
+
+Order of the sum: the library's own."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from paceline.comm.algorithms.algorithm import Algorithm
-from paceline.comm.algorithms.chunks import chunk, chunk_elements
-from paceline.comm.communicator import Communicator
+from paceline.comm.algorithms.base import Algorithm
+from paceline.comm.buffers import chunk, chunk_elements
 from paceline.comm.cost import Cost, Network
+
+if TYPE_CHECKING:
+    from paceline.comm.communicator import Communicator
 
 
 class Ring(Algorithm):
@@ -80,3 +91,8 @@ def _pass_on(communicator: Communicator, outgoing: Tensor, arriving: Tensor, kin
     right = (communicator.rank + 1) % communicator.world_size
     left = (communicator.rank - 1) % communicator.world_size
     communicator.exchange(outgoing, right, arriving, left, kind).wait()
+
+
+class Library(Ring):
+    def all_reduce(self, communicator: Communicator, tensor: Tensor, kind: str) -> None:
+        communicator.all_reduce(tensor, kind).wait()

@@ -8,13 +8,17 @@ Order of the sum: ((x0 + x1) + x2) + ..., by rank.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from paceline.comm.algorithms.algorithm import Algorithm
-from paceline.comm.communicator import Communicator
+from paceline.comm.algorithms.base import Algorithm
 from paceline.comm.cost import Cost, Network
 from paceline.comm.work import AllOf
+
+if TYPE_CHECKING:
+    from paceline.comm.communicator import Communicator
 
 
 class Root(Algorithm):

@@ -18,13 +18,17 @@ Order of the sum: each rank adds its children's sums to its own part, nearest ch
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from paceline.comm.algorithms.algorithm import Algorithm
-from paceline.comm.communicator import Communicator
+from paceline.comm.algorithms.base import Algorithm
 from paceline.comm.cost import Cost, Network
 from paceline.comm.work import AllOf
+
+if TYPE_CHECKING:
+    from paceline.comm.communicator import Communicator
 
 
 class Tree(Algorithm):

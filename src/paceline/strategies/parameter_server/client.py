@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.comm.algorithms.chunks import chunk
+from paceline.comm.buffers import chunk
 from paceline.comm.work import Work
 from paceline.strategies.parameter_server.assignments import Deal
 from paceline.strategies.parameter_server.protocol import DTYPES, NUMBERS, Link, Request

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from paceline.comm.communicator import Operation
-from paceline.comm.torch_backends import GlooTransfer, GlooWork
+from paceline.comm.process_groups import GlooTransfer, GlooWork
 from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.comm.work import Work
 from paceline.errors import PeerError

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from paceline.comm.staging import copy_flat
+from paceline.comm.buffers import copy_flat
 from paceline.errors import RunError
 from paceline.strategies.flat_buffer import AlignedMemory
 from paceline.strategies.replica import Replica

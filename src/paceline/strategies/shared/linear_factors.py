@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.comm.arena import LINE_BYTES, Arena, lay_out
+from paceline.comm.shm.segment import LINE_BYTES, Arena, lay_out
 
 LEAST_WEIGHT_BYTES = 256 * 1024
 """Of a layer for which the detour pays."""

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.comm.algorithms.chunks import chunk
-from paceline.comm.arena import Arena, lay_out
+from paceline.comm.buffers import chunk
 from paceline.comm.cost import Cost, Network
-from paceline.comm.levels import Levels, split
+from paceline.comm.hierarchical import Levels, split
+from paceline.comm.shm.segment import Arena, lay_out
 from paceline.errors import ConfigError
 from paceline.strategies.flat_buffer import AlignedMemory, padded_bytes
 from paceline.strategies.replica import Replica, broadcast_model

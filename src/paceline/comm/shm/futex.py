@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from paceline.comm.arena import LINE_BYTES, Arena, space_of_numbers
+from paceline.comm.shm.segment import LINE_BYTES, Arena, space_of_numbers
 
 NAP_SECONDS = 0.02
 MOST_LOOK_SECONDS = 1e-3

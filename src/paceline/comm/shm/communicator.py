@@ -22,16 +22,16 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from paceline.comm import formulas
-from paceline.comm.arena import LINE_BYTES, OTHERWISE, Arena, lay_out
-from paceline.comm.bell import Bells, is_supported
-from paceline.comm.blocks import AllReduceInPlace, Blocks
-from paceline.comm.communicator import Communicator, Operation
-from paceline.comm.composed import ComposedCommunicator
-from paceline.comm.outbox import (
+from paceline.comm import communicator as formulas
+from paceline.comm.buffers import Staged
+from paceline.comm.communicator import Communicator, ComposedCommunicator, Operation
+from paceline.comm.shm.channels import SLOTS, Pairs, Transfer
+from paceline.comm.shm.collectives import (
     PIECES,
     AllGather,
     AllReduce,
+    AllReduceInPlace,
+    Blocks,
     Broadcast,
     Collective,
     DirectAllReduce,
@@ -39,8 +39,8 @@ from paceline.comm.outbox import (
     Outboxes,
     ReduceScatter,
 )
-from paceline.comm.pair import SLOTS, Pairs, Transfer
-from paceline.comm.staging import Staged
+from paceline.comm.shm.futex import Bells, is_supported
+from paceline.comm.shm.segment import LINE_BYTES, OTHERWISE, Arena, lay_out
 from paceline.comm.work import Done, Work
 from paceline.errors import PeerError, UsageError
 from paceline.measure.machine import cpu_quota

@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from paceline.comm.arena import LINE_BYTES, Arena
-from paceline.comm.staging import copy_flat
+from paceline.comm.buffers import copy_flat
+from paceline.comm.shm.segment import LINE_BYTES, Arena
 
 SLOTS = 2
 NUMBERS_A_LINE = LINE_BYTES // 8

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from paceline.comm.communicator import Communicator
 from paceline.comm.cost import Cost, Network
+
+if TYPE_CHECKING:
+    from paceline.comm.communicator import Communicator
 
 
 class Algorithm(ABC):
