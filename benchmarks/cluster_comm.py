@@ -16,11 +16,9 @@ import argparse
 import os
 
 from paceline.cluster_spec import bits_per_second
-from paceline.comm.bus import BUS_FACTORS
+from paceline.commbench.launch import measure
+from paceline.commbench.spec import BUS_FACTORS, LAST_BYTES, make_plan, size_text
 from paceline.measure.machine import hardware, software
-from paceline.probe.command import measure
-from paceline.probe.plan import make_plan
-from paceline.probe.sizes import LAST_BYTES, size_text
 
 ALGORITHMS = ("library", "ring")
 AIM = 0.05

@@ -19,7 +19,7 @@ from launch.commands import (
     workers_of,
 )
 from paceline.cli import main
-from paceline.probe.plan import OPERATIONS
+from paceline.commbench.spec import OPERATIONS
 from paceline.records import read_json
 
 ENDLESS = ["--sizes", "1m", "--algorithms", "ring", "--seconds", "3600", "--repeats", "10000"]

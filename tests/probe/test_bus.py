@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.comm import communicator
-from paceline.comm.bus import BUS_FACTORS
+from paceline.commbench.spec import BUS_FACTORS
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4, 8])

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from paceline.probe.fit import Point, fit
+from paceline.commbench.fit import Point, fit
 
 LATENCY, RATE = 100e-6, 1e9
 SIZES = [2**power for power in range(10, 28, 2)]

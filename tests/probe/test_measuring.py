@@ -13,12 +13,11 @@ from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.comm.rank_info import ALONE
 from paceline.comm.work import Done, Work
+from paceline.commbench import operations, runner
+from paceline.commbench.record import Limit, link_limit, make_record
+from paceline.commbench.runner import Timed, time_size
+from paceline.commbench.spec import OPERATIONS, Plan, Way, make_plan
 from paceline.errors import RunError
-from paceline.probe import operations, timing
-from paceline.probe.limits import Limit, link_limit
-from paceline.probe.plan import OPERATIONS, Plan, Way, make_plan
-from paceline.probe.results import make_record
-from paceline.probe.timing import Timed, time_size
 
 SIZE = 3 * 70_000 * 4
 """More than the period of the numbers that are sent, for each of three workers."""
@@ -70,7 +69,7 @@ def test_a_wrong_result_ends_the_measuring_and_names_the_worker() -> None:
     def work(team: Communicator) -> str:
         operation = operations.make(way, Forgetful(team, 1), torch.ones(64), 256)  # type: ignore[arg-type]
         with pytest.raises(RunError) as raised:
-            timing._check(operation, way, team)
+            runner._check(operation, way, team)
         return str(raised.value)
 
     told = "broadcast by library through torch gave a wrong result: 256 B, rank 1"
@@ -101,7 +100,7 @@ def test_no_result_passes_that_was_never_sent(operation: str) -> None:
 
 def test_the_slowest_worker_counts() -> None:
     def work(team: Communicator) -> list[float]:
-        return timing._slowest(team, [[1.0, 5.0], [4.0, 2.0], [3.0, 3.0]][team.rank])
+        return runner._slowest(team, [[1.0, 5.0], [4.0, 2.0], [3.0, 3.0]][team.rank])
 
     assert in_process.run(3, work) == [[4.0, 5.0]] * 3
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.comm import ALGORITHMS
+from paceline.commbench.spec import OPERATIONS, Plan, Way, make_plan
 from paceline.errors import ConfigError
-from paceline.probe.plan import OPERATIONS, Plan, Way, make_plan
 
 
 def test_by_default_every_algorithm_sums_from_a_kilobyte_to_256_megabytes() -> None:

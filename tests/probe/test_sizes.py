@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.probe.sizes import doubling, parse_size, parse_sizes, size_text
+from paceline.commbench.spec import doubling, parse_size, parse_sizes, size_text
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ FIGURE_SUFFIXES = (".svg", ".png")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    from paceline.probe.plan import MACHINE_FIELDS
+    from paceline.commbench.spec import MACHINE_FIELDS
 
     parser.epilog = "Without a word about workers: two of them, on this machine."
     what = parser.add_argument_group("What is measured")
@@ -64,7 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from paceline.probe.plan import make_plan
+    from paceline.commbench.spec import make_plan
     from paceline.values import convert
 
     where = given_flags(arguments)
@@ -92,12 +92,12 @@ def run(arguments: argparse.Namespace) -> int:
         link=arguments.link,
     )
     _check_files(arguments)
-    from paceline.probe.command import measure
+    from paceline.commbench.launch import measure
 
     record = measure(plan, arguments.quiet)
     if record is None:
         return 0
-    from paceline.probe.table import print_record
+    from paceline.commbench.render import print_record
 
     print_record(record)
     if arguments.json:
@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
         except OSError as error:
             raise RecordsError(f"cannot write {arguments.json}: {error.strerror}") from None
     if arguments.figure:
-        from paceline.probe.figure import draw
+        from paceline.commbench.render import draw
 
         draw(record, Path(arguments.figure))
     return 0

@@ -1,22 +1,87 @@
-"""The workers of this machine, from their start to their end."""
+"""How far the measuring has come: a live line on a terminal, a line now and then elsewhere.
+
+The workers of this machine, from their start to their end.
+
+Measure, wherever the workers come from."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from paceline import __version__
 from paceline.comm.rank_info import Place
+from paceline.commbench.spec import Plan, check_workers
 from paceline.errors import PacelineError, RunError, StoppedError
+from paceline.launch import environment
 from paceline.launch.ending import earliest, read_failure
 from paceline.launch.interruptions import Interruptions, signal_name
 from paceline.launch.spawn import spawn
-from paceline.probe import progress
-from paceline.probe.plan import Plan
 from paceline.records import SCHEMA, RunFolder, read_json, write_json
+from paceline.training.display import COLUMNS_VARIABLE
+
+if TYPE_CHECKING:
+    from paceline.launch.fleet import Fleet
+
+QUIET_SECONDS = 10.0
+_CLEAR_LINE = "\r\x1b[2K"
+
+Show = Callable[[str, int, int], None]
+"""Told what comes next, how many sizes are done, and of how many."""
+
+
+@contextmanager
+def showing(quiet: bool) -> Iterator[Show]:
+    """Shown only between sizes: a thread of its own would disturb what is measured."""
+    if quiet:
+        yield lambda text, done, total: None
+    elif _is_live():
+        yield lambda text, done, total: _write(f"{_CLEAR_LINE}{_describe(text, done, total)}")
+        clear()
+    else:
+        yield _now_and_then()
+
+
+def clear() -> None:
+    """Take away a live line, perhaps that of a process that could not do so itself."""
+    if _is_live():
+        _write(_CLEAR_LINE)
+
+
+def _is_live() -> bool:
+    return COLUMNS_VARIABLE in os.environ or sys.stdout.isatty()
+
+
+def _now_and_then() -> Show:
+    spoke = time.monotonic()
+
+    def show(text: str, done: int, total: int) -> None:
+        nonlocal spoke
+        if time.monotonic() - spoke > QUIET_SECONDS:
+            spoke = time.monotonic()
+            _write(f"{_describe(text, done, total)}\n")
+
+    return show
+
+
+def _describe(text: str, done: int, total: int) -> str:
+    return f"measuring {text} ({done} of {total} sizes done)"
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 3.0
@@ -43,7 +108,7 @@ def run_here(plan: Plan, quiet: bool) -> dict[str, Any] | None:
         finally:
             _end(processes)
             if not quiet and 0 in processes and processes[0].returncode:
-                progress.clear()
+                clear()
             del store
 
 
@@ -81,7 +146,7 @@ def _start(plan: Plan, folder: RunFolder, quiet: bool, port: int, processes: Pro
             store_is_served=True,
         )
         processes[rank] = spawn(
-            "paceline.probe.worker",
+            "paceline.commbench.worker",
             place,
             [str(plan_file), str(folder.path), "quiet" if quiet else "shown"],
             _output_file(folder, rank),
@@ -105,7 +170,7 @@ def _watch(processes: Processes, interruptions: Interruptions) -> None:
 def _outcome(
     folder: RunFolder, processes: Processes, interruptions: Interruptions
 ) -> dict[str, Any] | None:
-    from paceline.probe.worker import RECORD
+    from paceline.commbench.worker import RECORD
 
     if interruptions.received:
         raise StoppedError(f"stopped by {interruptions.received[0].name}")
@@ -141,3 +206,70 @@ def _end(processes: Processes) -> None:
             process.kill()
     for process in running:
         process.wait()
+
+
+def measure(plan: Plan, quiet: bool = False) -> dict[str, Any] | None:
+    """The record (commbench/record.py); None where another process has it.
+
+    In this process where it is one of several workers (torchrun, srun), or else in workers that are
+    started here, over ssh, in an emulated cluster or by Ray.
+    """
+    place = environment.detect()
+    if place is not None:
+        from paceline.commbench.runner import run
+
+        try:
+            with showing(quiet or place.rank > 0) as show:
+                return run(place, plan, show)
+        except PacelineError as error:
+            error.is_told = place.rank > 0
+            raise
+    check_workers(plan.machines.workers)
+    if plan.machines.launcher == "ray":
+        return _measure_on_ray(plan, quiet)
+    if plan.machines.hosts or plan.machines.cluster:
+        from paceline.launch.away import fleet_of
+        from paceline.launch.interruptions import Interruptions
+
+        machines = fleet_of(plan.machines, quiet)
+        with Interruptions("measuring") as interruptions, machines as fleet:
+            return measure_on(fleet, plan, quiet, interruptions)
+
+    return run_here(plan, quiet)
+
+
+def _measure_on_ray(plan: Plan, quiet: bool) -> dict[str, Any]:
+    from paceline.launch.ray.run import machines_for
+
+    with machines_for(plan.machines, quiet) as (fleet, interruptions):
+        machines = replace(plan.machines, master_port=fleet.free_port())
+        return measure_on(fleet, replace(plan, machines=machines), quiet, interruptions)
+
+
+def measure_on(
+    fleet: Fleet, plan: Plan, quiet: bool, interruptions: Interruptions
+) -> dict[str, Any]:
+    """With workers on every machine of a fleet."""
+    from paceline.launch.away import LOOPBACK
+    from paceline.launch.fleet import Watch, error_of, first_failure
+    from paceline.launch.node import Task
+
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    machines = plan.machines
+    if not (machines.hosts and machines.master_addr != LOOPBACK):
+        machines = replace(machines, master_addr=fleet.addresses[0])
+
+    def task(node: int) -> bytes:
+        # A node is told its place, and need not know how the others are reached.
+        own = replace(plan, machines=replace(machines, node_rank=node, hosts=(), cluster=None))
+        return Task(__version__, own.to_dict(), False, quiet, columns).to_bytes()
+
+    words = [fleet.python, "-m", "paceline.commbench.node"]
+    with Watch(fleet, interruptions) as watch:
+        ends = watch.run(lambda _: words, task)
+    if failure := first_failure(ends):
+        raise error_of(fleet, failure, ends)
+    record = ends[0].news.get("record")
+    if not isinstance(record, dict):
+        raise RunError("the first machine ended without a record")
+    return {**record, "plan": plan.to_dict()}

@@ -1,4 +1,4 @@
-"""A worker that probe/here.py has started: `PLAN FOLDER quiet|shown`.
+"""A worker that commbench/launch.py has started: `PLAN FOLDER quiet|shown`.
 
 It leaves the record in the folder, or else why there is none, for its launcher.
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from paceline.commbench.launch import showing
+from paceline.commbench.runner import run
+from paceline.commbench.spec import Plan
 from paceline.errors import PacelineError, in_a_line
 from paceline.launch import environment
 from paceline.launch.ending import Ending, write_failure
-from paceline.probe.plan import Plan
-from paceline.probe.progress import showing
-from paceline.probe.run import run
 from paceline.records import RunFolder, read_json, write_json
 
 RECORD = "comm.json"

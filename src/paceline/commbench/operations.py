@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.comm import ALGORITHMS
 from paceline.comm.buffers import chunk
 from paceline.comm.communicator import Communicator
-from paceline.probe.plan import Way
+from paceline.commbench.spec import Way
 
 KIND = "gradients"
 ELEMENT_BYTES = 4

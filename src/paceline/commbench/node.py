@@ -1,13 +1,13 @@
-"""What is started on each machine of `--hosts` or `--cluster`: `python -m paceline.probe.node`."""
+"""What is started on each machine of `--hosts` or `--cluster`: `python -m paceline.commbench.node`."""
 
 from __future__ import annotations
 
 import sys
 
+from paceline.commbench.launch import run_here
+from paceline.commbench.spec import Plan
 from paceline.launch import node
 from paceline.launch.starter import tell, telling_errors
-from paceline.probe.here import run_here
-from paceline.probe.plan import Plan
 
 
 def _measure(task: node.Task) -> None:

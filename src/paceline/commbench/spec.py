@@ -1,18 +1,77 @@
-"""What to measure, and between whom; refused before anything starts where it cannot be done."""
+"""Sizes of tensors as text: 4k, 1m, 37m; k, m and g are powers of 1024, as memory is counted.
+
+Bus bandwidth: how fast the busiest link would have to be, at the least, for what was measured.
+
+An operation on n bytes that takes t seconds has the algorithm bandwidth n / t. That falls as
+workers are added, even on a perfect network, since more than n bytes must move. Its factor says how
+many times n the busiest worker has to send or receive, whatever the algorithm; times that, the
+bandwidth can be held against the link's for any number of workers.
+
+What to measure, and between whom; refused before anything starts where it cannot be done."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from paceline import cluster_spec
 from paceline.comm import ALGORITHMS
-from paceline.comm.bus import BUS_FACTORS
 from paceline.config import RunConfig, from_mapping
 from paceline.errors import ConfigError, UsageError, shown
-from paceline.probe.sizes import LAST_BYTES, doubling, parse_size, parse_sizes
+
+UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+LEAST_BYTES, MOST_BYTES = 4, 8 * 2**30
+FIRST_BYTES, LAST_BYTES = 2**10, 2**28
+"""Of the sizes that are measured unless others are asked for."""
+
+
+def parse_size(text: str) -> int:
+    """Bytes; ValueError says what would do."""
+    match = re.fullmatch(r"([0-9]{1,19})\s*([kmg]?)(i?b)?", text.strip().lower())
+    size = int(match[1]) * UNITS[match[2]] if match else 0
+    if not LEAST_BYTES <= size <= MOST_BYTES:
+        raise ValueError(f"a size from 4 to 8g such as 4k, 1m or 256m, got {shown(text)}")
+    return size
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """In ascending order, each once."""
+    sizes = {parse_size(part) for part in text.split(",") if part.strip()}
+    if not sizes:
+        raise ValueError("sizes such as 4k,1m,37m")
+    return tuple(sorted(sizes))
+
+
+def doubling(last_bytes: int) -> tuple[int, ...]:
+    """From the first size on, each twice the one before, up to a last one."""
+    sizes = [FIRST_BYTES]
+    while sizes[-1] * 2 <= last_bytes:
+        sizes.append(sizes[-1] * 2)
+    return tuple(sizes) if last_bytes >= FIRST_BYTES else (last_bytes,)
+
+
+def size_text(size_bytes: int) -> str:
+    """As short as is exact: 4 KiB, 37 MiB, 1020 B."""
+    for letter in ("g", "m", "k"):
+        if size_bytes % UNITS[letter] == 0:
+            return f"{size_bytes // UNITS[letter]} {letter.upper()}iB"
+    return f"{size_bytes} B"
+
+
+BUS_FACTORS: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda workers: 2 * (workers - 1) / workers,
+    "reduce_scatter": lambda workers: (workers - 1) / workers,
+    "all_gather": lambda workers: (workers - 1) / workers,
+    "broadcast": lambda workers: 1.0,
+    "gather": lambda workers: (workers - 1) / workers,
+    "scatter": lambda workers: (workers - 1) / workers,
+    "send_recv": lambda workers: 1.0,
+}
+"""n is the whole tensor: for gather and scatter, what the root has; for send_recv, one message."""
+
 
 OPERATIONS = tuple(BUS_FACTORS)
 COMMUNICATORS = ("torch", "hierarchical")

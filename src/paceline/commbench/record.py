@@ -1,4 +1,6 @@
-"""The record of a measurement, as `--json` writes it and report/ reads it.
+"""What the bus bandwidth is held against: the link between machines, or the memory of one.
+
+The record of a measurement, as `--json` writes it and report/ reads it.
 
     schema            1
     kind              "comm"
@@ -7,7 +9,7 @@
     workers, nodes    how many
     tensors           where they were: main memory, own GPUs (one for each worker of a machine, and
                       NCCL between them) or shared GPUs (by way of main memory)
-    plan              what was asked (probe/plan.py)
+    plan              what was asked (commbench/spec.py)
     cluster           the emulated cluster that this was in, as in result.json; null outside of one
     limits            link and memory: bytes_per_second, source; null where nothing is known
     measurements      one for each operation, communicator, algorithm and size:
@@ -20,25 +22,52 @@
                       sizes); share_of_limit
     left_out          sizes that would have taken too long, by way
 
-docs/metrics.md defines the figures.
-"""
+docs/metrics.md defines the figures."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
-from paceline.comm.bus import BUS_FACTORS
 from paceline.comm.rank_info import Place
+from paceline.commbench.fit import Point, fit
+from paceline.commbench.spec import BUS_FACTORS, Plan, Way
 from paceline.measure.machine import hardware, software
-from paceline.probe.fit import Point, fit
-from paceline.probe.limits import Limit
-from paceline.probe.plan import Plan, Way
-from paceline.probe.timing import Timed
 from paceline.records import SCHEMA
+
+if TYPE_CHECKING:
+    from paceline.commbench.runner import Timed
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    kind: str
+    """link or memory."""
+    bytes_per_second: float
+    source: str
+    """Where the figure comes from, in a few words."""
+
+
+def link_limit(plan: Plan, cluster: dict[str, Any] | None) -> Limit | None:
+    """By --link, or else as the emulated cluster was measured to be (launch/cluster_account.py)."""
+    if plan.link_bits_per_second is not None:
+        return Limit("link", plan.link_bits_per_second / 8, "as --link says")
+    if cluster is None:
+        return None
+    got = [item["got"] for item in cluster["got"] if item["what"].startswith("bandwidth")]
+    if got:
+        return Limit("link", min(got) / 8, "as calibrated, the slowest link")
+    asked = _asked(cluster["asked"] or {})
+    return Limit("link", min(asked) / 8, "as asked of the emulated cluster") if asked else None
+
+
+def _asked(spec: dict[str, Any]) -> list[float]:
+    rates = [spec.get("bandwidth_bits_per_second"), *spec.get("bandwidth_of", {}).values()]
+    return [rate for rate in rates if rate is not None]
+
 
 Record = dict[str, Any]
 
