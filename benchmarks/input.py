@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.data.dataset import Split
-from paceline.data.input import InputPath
-from paceline.data.order import SampleOrder
+from paceline.data.pipeline import InputPath
+from paceline.data.sampling import SampleOrder
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 PAD = 4

@@ -21,9 +21,9 @@ from torch.nn import functional as F
 
 from paceline.comm.in_process import Hub
 from paceline.config import RunConfig, from_mapping
-from paceline.data.input import InputPath, evaluation_batches
 from paceline.data.loading import load_dataset
-from paceline.data.order import SampleOrder
+from paceline.data.pipeline import InputPath, evaluation_batches
+from paceline.data.sampling import SampleOrder
 from paceline.measure.machine import hardware, software
 from paceline.measure.phase_clock import PhaseClock
 from paceline.measure.tensorboard import ScalarWriter

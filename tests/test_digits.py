@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from paceline.data import digits
 from paceline.data.dataset import DataRequest, Split
+from paceline.data.digit_images import FONTS, WIDTH
 from paceline.data.digits import DIGITS, PLAIN_DIGITS, DrawnSet
-from paceline.data.glyphs import FONTS, WIDTH
 from paceline.data.storage import Chunk
 from paceline.errors import DataError
 

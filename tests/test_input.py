@@ -9,10 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.data.augment import CROP_PAD, CUTOUT_SIDE, Augmenter, Changes, cut_out, draw_changes
 from paceline.data.dataset import Split
-from paceline.data.input import InputPath, evaluation_batches
-from paceline.data.order import SampleOrder, share
+from paceline.data.image_transforms import (
+    CROP_PAD,
+    CUTOUT_SIDE,
+    Augmenter,
+    Changes,
+    cut_out,
+    draw_changes,
+)
+from paceline.data.pipeline import InputPath, evaluation_batches
+from paceline.data.sampling import SampleOrder, share
 
 MEAN, STD = (0.1, 0.5, 0.7), (0.2, 0.25, 0.4)
 ALL_KINDS = ("crop", "flip", "cutout")
@@ -258,7 +265,7 @@ def test_evaluation_leaves_a_split_of_floats_as_it_was() -> None:
 def test_a_gpu_is_given_the_batches_that_a_cpu_is(
     resident: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.data.input._GPU_SHARE", 0.5 if resident else 0.0)
+    monkeypatch.setattr("paceline.data.pipeline._GPU_SHARE", 0.5 if resident else 0.0)
     split = image_split()
     on_cpu = path_over(split, augment=ALL_KINDS)
     on_gpu = path_over(split, augment=ALL_KINDS, device="cuda")

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from paceline.config import RunConfig
-from paceline.data.loading import load_dataset
-from paceline.data.own import load_own
+from paceline.data.loading import load_dataset, load_own
 from paceline.errors import ConfigError, DataError, UnknownNameError, UserCodeError
 
 

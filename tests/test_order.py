@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from paceline.data.order import SampleOrder, mix, share
+from paceline.data.sampling import SampleOrder, mix, share
 
 
 def cases() -> Iterator[tuple[int, int, list[float]]]:

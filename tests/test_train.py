@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from paceline.config import RunConfig, from_mapping
 from paceline.data.dataset import Dataset
-from paceline.data.input import InputPath
 from paceline.data.loading import load_dataset
-from paceline.data.order import SampleOrder
+from paceline.data.pipeline import InputPath
+from paceline.data.sampling import SampleOrder
 from paceline.launch import start
 from paceline.models.loading import build_model
 from paceline.records import PHASES, Result, RunFolder, read_lines

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
-from paceline.data.order import share
+from paceline.data.sampling import share
 from paceline.measure.phase_clock import PhaseClock
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import Strategy

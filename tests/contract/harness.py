@@ -18,7 +18,7 @@ from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.comm.in_process import Hub
 from paceline.config import RunConfig
-from paceline.data.order import share
+from paceline.data.sampling import share
 from paceline.measure.phase_clock import PhaseClock
 from paceline.strategies import STRATEGIES
 from paceline.strategies.ddp import Ddp

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from contract.harness import Seat, Task, build_replica, options_of, weights_of
 from paceline.comm.objects import broadcast_json
-from paceline.data.order import share
+from paceline.data.sampling import share
 from paceline.strategies.options import create_strategy
 from paceline.strategies.strategy import Strategy
 from paceline.training import run_state

@@ -16,7 +16,7 @@ from contract.harness import Seat, Task, build_replica, run_team
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.comm.shm.segment import Arena
-from paceline.data.order import share
+from paceline.data.sampling import share
 from paceline.errors import RunError
 from paceline.strategies.options import create_strategy
 from paceline.strategies.shared import gradients, linear_factors

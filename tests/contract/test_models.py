@@ -17,7 +17,7 @@ from contract.real_runs import Run, distance, run
 from contract.test_strategies import keeps_equal
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
-from paceline.data.order import share
+from paceline.data.sampling import share
 from paceline.models.loading import build_model
 from paceline.strategies import STRATEGIES
 from paceline.strategies.options import create_strategy

@@ -13,7 +13,7 @@ from contract.real_runs import distance, run
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.config import from_mapping
-from paceline.data.order import share
+from paceline.data.sampling import share
 from paceline.strategies.replica import agree_on_buffers
 from paceline.strategies.strategy import Strategy
 from paceline.training.coordination import Teamwork, follow

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.catalogue import OfficialFile
 from paceline.data.cifar10 import CIFAR10
-from paceline.data.fileset import FileSet
+from paceline.data.files import FileSet
+from paceline.data.manifest import OfficialFile
 from paceline.data.mnist import MNIST
 from paceline.data.svhn import SVHN, SVHN_EXTRA
 

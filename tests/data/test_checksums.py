@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from paceline.data import checksums
-from paceline.data.catalogue import OFFICIAL_SETS, OfficialFile
 from paceline.data.checksums import VERDICTS_FILE, Verdict, judge
+from paceline.data.manifest import OFFICIAL_SETS, OfficialFile
 
 CONTENT = b"official" * 1000
 FILE = OfficialFile("set/file", len(CONTENT), hashlib.sha256(CONTENT).hexdigest())

@@ -15,9 +15,9 @@ import pytest
 from synthetic_sets import SMALL_MNIST, write_mnist
 
 from paceline.cli import data as command
-from paceline.data import DATASETS, checksums, fetch
-from paceline.data.catalogue import CIFAR10, MNIST, SVHN, OfficialFile, OfficialSet
+from paceline.data import DATASETS, checksums, download
 from paceline.data.download import Patience
+from paceline.data.manifest import CIFAR10, MNIST, SVHN, OfficialFile, OfficialSet
 from paceline.errors import DataError, UnknownNameError
 
 CONTENTS = {"mnist/one": b"1" * 100, "mnist/two": b"2" * 200}
@@ -53,7 +53,7 @@ def downloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(CONTENTS[file.path])
 
-    monkeypatch.setattr(fetch, "download", bring)
+    monkeypatch.setattr(download, "download", bring)
     return asked
 
 

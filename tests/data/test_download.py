@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from synthetic_sets import random_bytes
 
-from paceline.data.catalogue import OfficialFile
 from paceline.data.download import Patience, download
+from paceline.data.manifest import OfficialFile
 from paceline.errors import DataError
 
 CONTENT = random_bytes(1 << 20).tobytes()

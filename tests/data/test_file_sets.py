@@ -31,7 +31,7 @@ from synthetic_sets import (
 
 from paceline.data.checksums import VERDICTS_FILE
 from paceline.data.dataset import DataRequest, Dataset
-from paceline.data.fileset import FileSet
+from paceline.data.files import FileSet
 from paceline.errors import DataError
 
 SETS: dict[str, tuple[FileSet, Callable[[Path], object]]] = {

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from synthetic_sets import BOMB_BYTES, Bytes, cut_positions, idx_bytes, peak_below, random_bytes
 
-from paceline.data.damage import DamageError
-from paceline.data.idx import read_idx
+from paceline.data.manifest import DamageError
+from paceline.data.mnist import read_idx
 
 IMAGES = random_bytes(5, 28, 28)
 PACKED = gzip.compress(idx_bytes(IMAGES), mtime=0)

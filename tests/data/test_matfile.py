@@ -20,8 +20,8 @@ from synthetic_sets import (
     random_bytes,
 )
 
-from paceline.data.damage import DamageError
-from paceline.data.fileset import Source
+from paceline.data.files import Source
+from paceline.data.manifest import DamageError
 from paceline.data.matfile import read_variables
 from paceline.data.svhn import read_files
 

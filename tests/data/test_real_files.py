@@ -9,8 +9,8 @@ import torch
 
 from paceline.cli.data import verify_sets
 from paceline.data import DATASETS
-from paceline.data.catalogue import OFFICIAL_SETS
 from paceline.data.dataset import DataRequest, Dataset
+from paceline.data.manifest import OFFICIAL_SETS
 
 pytestmark = pytest.mark.real_data
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from synthetic_sets import BOMB_BYTES, cut_positions, peak_below, random_bytes
 
-from paceline.data.catalogue import OfficialFile
-from paceline.data.damage import DamageError
-from paceline.data.unpack import unpack
+from paceline.data.download import unpack
+from paceline.data.manifest import DamageError, OfficialFile
 
 CONTENT = random_bytes(5000).tobytes()
 FILES = [OfficialFile("batches/one", len(CONTENT), hashlib.sha256(CONTENT).hexdigest())]

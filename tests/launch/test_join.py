@@ -82,7 +82,7 @@ def train(team: JoinedTeam, epochs: int = 2) -> tuple[nn.Module, dict[str, Any]]
 
 def bare_loop(epochs: int = 2) -> nn.Module:
     """The same training without paceline, but for the order of the samples."""
-    from paceline.data.order import SampleOrder
+    from paceline.data.sampling import SampleOrder
 
     own, (inputs, labels) = model(), tensors()
     order = SampleOrder(SAMPLES, BATCH, seed=0)

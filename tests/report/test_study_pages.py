@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from paceline.config import RunConfig
-from paceline.data.order import SampleOrder
+from paceline.data.sampling import SampleOrder
 from paceline.report import units
 from paceline.report.build import to_document
 from paceline.report.collection import collect

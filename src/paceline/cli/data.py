@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.data import DATASETS
-from paceline.data.catalogue import OFFICIAL_SETS, OfficialSet, data_folder
+from paceline.data.manifest import OFFICIAL_SETS, OfficialSet, data_folder
 from paceline.errors import DataError
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def fetch_sets(
     from rich import progress as bars
     from rich.console import Console
 
-    from paceline.data.fetch import fetch
+    from paceline.data.download import fetch
 
     columns = (
         bars.TextColumn("{task.description}"),
@@ -165,8 +165,8 @@ def _verify(official: OfficialSet, folder: Path) -> int:
 
 
 def _verify_readable(official: OfficialSet, folder: Path) -> int:
-    from paceline.data.damage import DamageError
-    from paceline.data.fileset import FileSet
+    from paceline.data.files import FileSet
+    from paceline.data.manifest import DamageError
 
     loader = DATASETS.load(official.name)
     if not isinstance(loader, FileSet):

@@ -218,7 +218,7 @@ def _emulated_cluster() -> Finding:
 
 def _datasets(data_dir: str | None) -> Iterator[Finding]:
     from paceline.data import DATASETS
-    from paceline.data.catalogue import OFFICIAL_SETS, data_folder
+    from paceline.data.manifest import OFFICIAL_SETS, data_folder
 
     folder = data_folder(data_dir)
 

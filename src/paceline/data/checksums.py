@@ -16,7 +16,7 @@ from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 
-from paceline.data.catalogue import OfficialFile
+from paceline.data.manifest import OfficialFile
 
 VERDICTS_FILE = ".paceline-verdicts.json"
 _CHUNK_BYTES = 1 << 20

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.data import catalogue
-from paceline.data.damage import DamageError, refuse_larger
-from paceline.data.fileset import FileSet, Source
+from paceline.data import manifest
+from paceline.data.files import FileSet, Source
+from paceline.data.manifest import DamageError, refuse_larger
 from paceline.data.restricted_pickle import ByteArray, PickleRefusedError, read_plain_pickle
 from paceline.data.storage import Chunk
 
@@ -78,4 +78,4 @@ def _as_bytes(value: object) -> object:
     return value.encode("utf-8", "replace") if isinstance(value, str) else value
 
 
-CIFAR10 = FileSet(catalogue.CIFAR10, read_batches)
+CIFAR10 = FileSet(manifest.CIFAR10, read_batches)

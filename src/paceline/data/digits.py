@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 from torch import Generator, Tensor
 
-from paceline.data.catalogue import data_folder
 from paceline.data.dataset import DataRequest, Dataset, SetOutline, Split
-from paceline.data.drawing import DRAWING_VERSION, draw_plain_digits, draw_street_numbers
-from paceline.data.order import mix
+from paceline.data.digit_images import DRAWING_VERSION, draw_plain_digits, draw_street_numbers
+from paceline.data.manifest import data_folder
+from paceline.data.sampling import mix
 from paceline.data.storage import Chunk, mapped_split, resident_split
 from paceline.errors import DataError
 

@@ -1,29 +1,112 @@
-"""Fetch an official file: resumed where it broke off, checked, and in place only when whole.
+"""Take the official files, and nothing else, out of a fetched archive.
+
+Fetch an official file: resumed where it broke off, checked, and in place only when whole.
 
 What has arrived is kept as `NAME.part`. All addresses of a file serve the same bytes, so that a
 part from one can be continued from another; the checksum decides in the end.
-"""
+
+Fetch all files of a dataset that are not there yet."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import gzip
 import http.client
 import os
 import re
 import shutil
+import tarfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import BinaryIO
+from pathlib import Path, PurePosixPath
+from typing import IO, BinaryIO
 
-from paceline.data.catalogue import OfficialFile
-from paceline.data.checksums import sha256_of
+from paceline.data.checksums import Verdict, judge, keep_official, sha256_of
+from paceline.data.manifest import FOLDER_VARIABLE, DamageError, OfficialFile, OfficialSet
 from paceline.errors import DataError
+
+_MAX_MEMBERS = 64
+_OTHER_BYTES = 1 << 22
+_UNPACK_CHUNK_BYTES = 1 << 20
+
+
+def unpack(archive: Path, files: Sequence[OfficialFile], folder: Path) -> None:
+    """Write `files` below `folder`, each under its own name only once its checksum is right.
+
+    Only names from the catalogue are ever written. An archive with a path that leads elsewhere, a
+    link, or more than the official files' bytes raises DamageError.
+    """
+    limit_bytes = sum(file.size_bytes for file in files) + _OTHER_BYTES
+    wanted = {file.path: file for file in files}
+    try:
+        with (
+            _Bounded(archive, limit_bytes) as inflated,
+            tarfile.open(fileobj=inflated, mode="r|") as members,
+        ):
+            for count, member in enumerate(members, start=1):
+                _refuse_unsafe(archive, member, count)
+                file = wanted.pop(member.name, None)
+                content = members.extractfile(member) if file is not None else None
+                if file is not None and content is not None:
+                    _write_member(archive, content, file, folder)
+    except (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError) as error:
+        raise DamageError(archive, f"is not a sound archive ({error})") from None
+    except OSError as error:
+        raise DataError(
+            f"cannot unpack {archive}: {error.filename or folder}: {error.strerror}"
+        ) from None
+    if wanted:
+        raise DamageError(archive, f"lacks {min(wanted)}")
+
+
+def _refuse_unsafe(archive: Path, member: tarfile.TarInfo, count: int) -> None:
+    if count > _MAX_MEMBERS:
+        raise DamageError(archive, f"has more than {_MAX_MEMBERS} members")
+    path = PurePosixPath(member.name)
+    if path.is_absolute() or ".." in path.parts:
+        raise DamageError(archive, f"has the member {member.name!r}, which leads out of its folder")
+    if not (member.isreg() or member.isdir()):
+        raise DamageError(archive, f"has the member {member.name!r}, which is no plain file")
+
+
+def _write_member(archive: Path, content: IO[bytes], file: OfficialFile, folder: Path) -> None:
+    target = folder / file.path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f"{target.name}.part")
+    try:
+        with temporary.open("wb") as output:
+            while chunk := content.read(_UNPACK_CHUNK_BYTES):
+                output.write(chunk)
+            output.flush()
+            os.fsync(output.fileno())
+        if sha256_of(temporary) != file.sha256:
+            raise DamageError(archive, f"holds a {file.path} that is not the official one")
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class _Bounded(gzip.GzipFile):
+    """Contents that end in DamageError where a bomb would go on."""
+
+    def __init__(self, archive: Path, limit_bytes: int) -> None:
+        super().__init__(archive, "rb")
+        self._archive, self._left = archive, limit_bytes
+
+    def read(self, size: int | None = -1) -> bytes:
+        asked = self._left + 1 if size is None or size < 0 else min(size, self._left + 1)
+        data = super().read(asked)
+        self._left -= len(data)
+        if self._left < 0:
+            raise DamageError(self._archive, "holds far more than the official files")
+        return data
+
 
 Watcher = Callable[[int], None]
 """Is told how many bytes of the file are there."""
@@ -212,3 +295,80 @@ def _network_errors(output: BinaryIO) -> Iterator[None]:
 
 def _size(output: BinaryIO) -> int:
     return os.fstat(output.fileno()).st_size
+
+
+FetchWatcher = Callable[[str, int, int], None]
+"""Is told a file's name, how many of its bytes are there, and how many there will be."""
+
+
+def fetch(
+    official: OfficialSet,
+    folder: Path,
+    watch: FetchWatcher,
+    *,
+    force: bool = False,
+    patience: Patience | None = None,
+) -> int:
+    """Bring a set's files to `folder`; returns how many were not official before.
+
+    A file that is there and is not the official one is replaced only with `force`: it may be the
+    only copy of somebody's own version.
+    """
+    try:
+        verdicts = {file: judge(file, folder) for file in official.files}
+    except OSError as error:
+        raise DataError(f"cannot read {error.filename or folder}: {error.strerror}") from None
+    others = [file.path for file, verdict in verdicts.items() if verdict is Verdict.OTHER]
+    if others and not force:
+        raise DataError(
+            f"{folder / others[0]} is there and is not the official file: "
+            "--force replaces it, `paceline data verify` tells whether it can be read"
+        )
+    needed = [file for file, verdict in verdicts.items() if verdict is not Verdict.OFFICIAL]
+
+    def bring(file: OfficialFile) -> Path:
+        target = folder / file.path
+        try:
+            download(file, target, lambda done: watch(target.name, done, file.size_bytes), patience)
+        except NowhereError as error:
+            raise DataError(f"{error}; {_by_hand(official, folder)}") from None
+        return target
+
+    if needed and official.archive is not None:
+        _from_archive(official.archive, needed, folder, bring)
+    else:
+        for file in needed:
+            bring(file)
+    for file in needed:
+        keep_official(file, folder)
+    return len(needed)
+
+
+def _by_hand(official: OfficialSet, folder: Path) -> str:
+    """What whoever has no network can do."""
+    where = f"by hand into {folder} (or set --data-dir or {FOLDER_VARIABLE})"
+    check = f"`paceline data verify {official.name}`"
+    if official.archive is None:
+        names = ", ".join(file.path for file in official.files)
+        return f"put {names} {where} and run {check}"
+    again = f"`paceline data fetch {official.name}`, which unpacks it"
+    return f"put {official.archive.path} {where} and run {again}, then {check}"
+
+
+def _from_archive(
+    archive: OfficialFile,
+    needed: list[OfficialFile],
+    folder: Path,
+    bring: Callable[[OfficialFile], Path],
+) -> None:
+    path = folder / archive.path
+    ours = judge(archive, folder) is not Verdict.OFFICIAL
+    if ours:
+        bring(archive)
+    try:
+        unpack(path, needed, folder)
+    except DamageError as damage:
+        raise DataError(f"{damage}: delete it and fetch again") from None
+    # An archive that somebody put there stays; one fetched for this has done its work.
+    if ours:
+        path.unlink(missing_ok=True)

@@ -18,7 +18,7 @@ from typing import BinaryIO, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.damage import DamageError
+from paceline.data.manifest import DamageError
 
 _MATRIX, _COMPRESSED = 14, 15
 _INT8, _INT32, _UINT32 = 1, 5, 6

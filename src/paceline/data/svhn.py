@@ -8,9 +8,9 @@ from contextlib import closing, contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data import catalogue
-from paceline.data.damage import DamageError, refuse_larger
-from paceline.data.fileset import FileSet, Source
+from paceline.data import manifest
+from paceline.data.files import FileSet, Source
+from paceline.data.manifest import DamageError, refuse_larger
 from paceline.data.matfile import MatVariable, read_variables
 from paceline.data.storage import Chunk
 
@@ -69,5 +69,5 @@ def _variable(source: Source, name: str, shape: tuple[int, ...]) -> Iterator[Mat
     raise DamageError(source.path, f"has no variable {name}")
 
 
-SVHN = FileSet(catalogue.SVHN, read_files)
-SVHN_EXTRA = FileSet(catalogue.SVHN_EXTRA, read_files)
+SVHN = FileSet(manifest.SVHN, read_files)
+SVHN_EXTRA = FileSet(manifest.SVHN_EXTRA, read_files)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from paceline.config import RunConfig
-from paceline.data.catalogue import OFFICIAL_SETS, data_folder
+from paceline.data.manifest import OFFICIAL_SETS, data_folder
 from paceline.errors import ClusterError
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.config import Every, RunConfig
-from paceline.data.input import InputPath
-from paceline.data.order import own_part
+from paceline.data.pipeline import InputPath
+from paceline.data.sampling import own_part
 from paceline.errors import AgreedStopError, DivergedError
 from paceline.measure.trace import Tracer
 from paceline.strategies.replica import Replica, agree_on_buffers

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 from paceline.comm.communicator import Communicator
 from paceline.comm.rank_info import Place
 from paceline.config import RunConfig
-from paceline.data.order import SampleOrder, own_part
+from paceline.data.sampling import SampleOrder, own_part
 from paceline.errors import UsageError
 from paceline.measure.phase_clock import PhaseClock, clock_of
 from paceline.strategies.replica import Replica, agree_on_buffers

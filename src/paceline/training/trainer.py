@@ -21,9 +21,9 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.rank_info import Place
 from paceline.config import RunConfig
 from paceline.data.dataset import Dataset
-from paceline.data.input import InputPath, evaluation_batches
 from paceline.data.loading import load_dataset
-from paceline.data.order import SampleOrder, share
+from paceline.data.pipeline import InputPath, evaluation_batches
+from paceline.data.sampling import SampleOrder, share
 from paceline.errors import (
     AgreedStopError,
     CheckpointError,

@@ -41,7 +41,7 @@ def orders(cell: Cell) -> Orders | None:
     if not 0 < samples <= MOST_TO_SHUFFLE or not epochs:
         return None
     # Only the few reports that show this pay for loading it.
-    from paceline.data.order import SampleOrder
+    from paceline.data.sampling import SampleOrder
 
     config = run.config
     order = SampleOrder(samples, config.global_batch_size, config.seed, config.reshuffle)

@@ -1,8 +1,9 @@
-"""The official files of each dataset: where they come from, their sizes and their checksums.
+"""How the readers of file formats say that a file is not what it should be.
+
+The official files of each dataset: where they come from, their sizes and their checksums.
 
 The checksums are those that the sets' authors or the widely used loaders publish; each was found
-alike in at least two independent places. Nothing in this module needs torch.
-"""
+alike in at least two independent places. Nothing in this module needs torch."""
 
 from __future__ import annotations
 
@@ -11,6 +12,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import DataError
+
+
+class DamageError(Exception):
+    """A file that does not hold what it should; `FileSet` turns it into the line that users see."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{path} {reason}")
+        self.path = path
+        self.reason = reason
+
+
+def refuse_larger(path: Path, limit_bytes: int) -> None:
+    """Refuse a file that cannot be the one meant, before any of it is read."""
+    size_bytes = path.stat().st_size
+    if size_bytes > limit_bytes:
+        raise DamageError(path, f"is too large: {size_bytes} bytes, not {limit_bytes} at most")
+
 
 FOLDER_VARIABLE = "PACELINE_DATA"
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.data.order import mix
+from paceline.data.sampling import mix
 
 CROP_PAD = 4
 CUTOUT_SIDE = 8

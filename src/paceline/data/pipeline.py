@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from paceline.data.augment import Augmenter, Changes, draw_changes
 from paceline.data.dataset import Split
-from paceline.data.order import SampleOrder
+from paceline.data.image_transforms import Augmenter, Changes, draw_changes
+from paceline.data.sampling import SampleOrder
 
 _GPU_SHARE = 0.5
 """A split is kept on the GPU when it takes at most this part of the memory that is free there."""

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.data.catalogue import OfficialFile, OfficialSet, data_folder
 from paceline.data.checksums import Verdict, judge
-from paceline.data.damage import DamageError
 from paceline.data.dataset import DataRequest, Dataset, SetOutline, Split
+from paceline.data.manifest import DamageError, OfficialFile, OfficialSet, data_folder
 from paceline.data.storage import Chunk, mapped_split, resident_split
 from paceline.errors import DataError
 
