@@ -27,7 +27,7 @@ from torch.optim import SGD
 import paceline.backend
 from paceline.comm.process_groups import sockets_on
 from paceline.measure.machine import hardware, software
-from paceline.models.loading import build_model
+from paceline.models.build import build_model
 
 SHAPE, CLASSES = (3, 32, 32), 10
 BACKENDS = ("gloo", paceline.torch_backend.NAME)

@@ -31,7 +31,7 @@ ROUND_TRIPS = ("200us", "1ms", "5ms")
 STEPS = """
 import statistics, time, torch
 from torch.nn import functional as F
-from paceline.models.loading import build_model
+from paceline.models.build import build_model
 torch.set_num_threads(1)
 model = build_model("lenet", (3, 32, 32), 10, 0)
 inputs, labels = torch.randn(64, 3, 32, 32), torch.randint(10, (64,))

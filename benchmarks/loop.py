@@ -27,7 +27,7 @@ from paceline.data.sampling import SampleOrder
 from paceline.measure.machine import hardware, software
 from paceline.measure.phase_clock import PhaseClock
 from paceline.measure.tensorboard import ScalarWriter
-from paceline.models.loading import build_model
+from paceline.models.build import build_model
 from paceline.records import EventWriter
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import Single

@@ -46,7 +46,7 @@ from paceline.comm.torch_distributed import connect
 from paceline.measure.machine import hardware, software
 from paceline.measure.phase_clock import PhaseClock
 from paceline.measure.procfs import NetworkCounter
-from paceline.models.loading import build_model
+from paceline.models.build import build_model
 from paceline.strategies.options import create_strategy
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import Strategy

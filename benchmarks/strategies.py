@@ -39,7 +39,7 @@ from paceline.comm.torch_distributed import TorchCommunicator, connect
 from paceline.measure.machine import hardware, software
 from paceline.measure.phase_clock import PhaseClock
 from paceline.measure.traffic import Traffic
-from paceline.models.loading import build_model
+from paceline.models.build import build_model
 from paceline.strategies import STRATEGIES
 from paceline.strategies.options import create_strategy
 from paceline.strategies.parameter_server.protocol import SERVER, WORKER

@@ -19,7 +19,7 @@ from torch import nn
 from golden.make import CASES, CIFAR_SHAPE, CLASSES, MNIST_SHAPE, Case, batch
 from paceline.errors import ConfigError, UnknownNameError, UserCodeError
 from paceline.models import MODELS
-from paceline.models.loading import build_model
+from paceline.models.build import build_model
 from paceline.models.resnet import ResidualBlock
 
 SHAPES = [MNIST_SHAPE, CIFAR_SHAPE]

@@ -19,7 +19,7 @@ from paceline.data.loading import load_dataset
 from paceline.data.pipeline import InputPath
 from paceline.data.sampling import SampleOrder
 from paceline.launch import start
-from paceline.models.loading import build_model
+from paceline.models.build import build_model
 from paceline.records import PHASES, Result, RunFolder, read_lines
 from paceline.training import trainer
 from paceline.training.rank_report import weights_sha256

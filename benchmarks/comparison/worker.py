@@ -38,7 +38,7 @@ from comparison.requests import (
     Request,
     Train,
 )
-from paceline.models.loading import build_model
+from paceline.models.build import build_model
 
 SHAPE, CLASSES = (3, 32, 32), 10
 TIMED_LEARNING_RATE = 1e-5

@@ -18,7 +18,7 @@ from contract.test_strategies import keeps_equal
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.data.sampling import share
-from paceline.models.loading import build_model
+from paceline.models.build import build_model
 from paceline.strategies import STRATEGIES
 from paceline.strategies.options import create_strategy
 from paceline.strategies.sync_batch_norm import synchronise_batch_norm

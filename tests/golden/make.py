@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.models.loading import build_model
+from paceline.models.build import build_model
 
 CLASSES = 10
 Weights = Iterator[Tensor]

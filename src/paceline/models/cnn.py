@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from paceline.models.image_shape import image_shape
+from paceline.models.build import image_shape
 
 SMALLEST_SIDE = 6
 """The convolutions take four pixels off, and the pooling needs two."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from paceline.models.image_shape import image_shape
+from paceline.models.build import image_shape
 
 SMALLEST_SIDE = 16
 """Each half takes four pixels off and halves the rest; from 15 pixels nothing would be left."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from paceline.models.image_shape import image_shape
+from paceline.models.build import image_shape
 
 STAGE_CHANNELS = (64, 128, 256, 512)
 """Each stage but the first starts with a halving of the image."""

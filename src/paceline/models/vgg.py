@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from paceline.models.image_shape import image_shape
+from paceline.models.build import image_shape
 
 STAGE_CHANNELS = (64, 128, 256, 512, 512)
 """Each stage ends in a pooling that halves the image."""

@@ -20,7 +20,7 @@ from paceline.data import DATASETS
 from paceline.data.dataset import SetOutline
 from paceline.measure.machine import cores_usable
 from paceline.models import MODELS
-from paceline.models.loading import build_model
+from paceline.models.build import build_model
 
 BATCH = 8
 """Of the step that is timed."""

@@ -36,7 +36,7 @@ from paceline.measure.phase_clock import PhaseClock, clock_of
 from paceline.measure.startup import StartupTimer
 from paceline.measure.tensorboard import ScalarWriter
 from paceline.measure.trace import Tracer
-from paceline.models.loading import build_model
+from paceline.models.build import build_model
 from paceline.records import EventWriter, RunFolder
 from paceline.strategies.options import create_strategy
 from paceline.strategies.replica import Replica
