@@ -21,9 +21,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from paceline.cluster import measuring
-from paceline.cluster.emulated import EmulatedCluster
 from paceline.cluster_spec import bits_per_second, parse, seconds
+from paceline.emulation import calibration
+from paceline.emulation.cluster import EmulatedCluster
 from paceline.measure.machine import hardware
 
 RATES = ("100mbit", "1gbit", "5gbit")
@@ -93,13 +93,13 @@ def rates(repeats: int) -> None:
 
 
 def round_trips(repeats: int) -> None:
-    print(f"\nround trips, us, medians of {measuring.MOST_PINGS} or 0.3 s, {repeats} times")
+    print(f"\nround trips, us, medians of {calibration.MOST_PINGS} or 0.3 s, {repeats} times")
     with cluster("nodes=2") as made:
-        base = statistics.median(measuring.round_trip_seconds(made.state) for _ in range(repeats))
+        base = statistics.median(calibration.round_trip_seconds(made.state) for _ in range(repeats))
         print(f"the machine itself, over a bridge: {base * 1e6:.0f}")
     for asked in ROUND_TRIPS:
         with cluster(f"nodes=2,latency={asked}") as made:
-            got = [measuring.round_trip_seconds(made.state) * 1e6 for _ in range(repeats)]
+            got = [calibration.round_trip_seconds(made.state) * 1e6 for _ in range(repeats)]
             verdict(f"{asked} by {made.state.delay}", got, seconds(asked) * 1e6, 0.2)
 
 

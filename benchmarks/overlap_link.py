@@ -37,12 +37,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from paceline.cluster import measuring
-from paceline.cluster.emulated import EmulatedCluster
 from paceline.cluster_spec import parse
 from paceline.comm.communicator import Communicator
 from paceline.comm.rendezvous import Meeting
 from paceline.comm.torch_distributed import connect
+from paceline.emulation import calibration
+from paceline.emulation.cluster import EmulatedCluster
 from paceline.measure.machine import hardware, software
 from paceline.measure.phase_clock import PhaseClock
 from paceline.measure.procfs import NetworkCounter
@@ -120,7 +120,7 @@ def main() -> None:
 
 def link_rates(cluster: EmulatedCluster) -> list[float]:
     """Bits a second of what TCP carries, of every node, out and in."""
-    return [each.got for each in measuring.link_rates(cluster.state)]
+    return [each.got for each in calibration.link_rates(cluster.state)]
 
 
 def run(cluster: EmulatedCluster, job: Job) -> dict[str, list[list[Update]]]:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from leaks import no_leaks, no_leaks_of_session, pytest_fixture_setup
-from paceline.cluster.abilities import examine
-from paceline.cluster.namespaces import can_be_root
+from paceline.emulation.cluster import examine
+from paceline.emulation.namespaces import can_be_root
 from paceline.errors import ClusterError
 from warm import Nursery, warm_spawning
 

@@ -74,7 +74,7 @@ def test_what_only_some_commands_need_is_said_with_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, remedy: str
 ) -> None:
     monkeypatch.setattr(doctor, "find_spec", lambda module: None)
-    monkeypatch.setattr("paceline.cluster.compile.compiler", lambda: None)
+    monkeypatch.setattr("paceline.emulation.latency.compiler", lambda: None)
     missing = finding(doctor.examine(tmp_path, None), name)
     assert missing.status == "absent"
     assert remedy in missing.advice

@@ -6,9 +6,9 @@ import subprocess
 import sys
 import time
 
-from paceline.cluster.emulated import EmulatedCluster
-from paceline.cluster.links import port
 from paceline.cluster_spec import parse
+from paceline.emulation.cluster import EmulatedCluster
+from paceline.emulation.network import port
 
 CUT_SECONDS = 5.0
 """How long a link is down that comes back."""

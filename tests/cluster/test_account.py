@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.cluster.calibration import Calibration, Measured
-from paceline.cluster.state import State
 from paceline.cluster_spec import parse
-from paceline.launch.cluster_account import cluster_account
+from paceline.emulation.state import Calibration, Measured, State, cluster_account
 
 
 def test_it_tells_what_the_measured_figures_are_worth(tmp_path: Path) -> None:

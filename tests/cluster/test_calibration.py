@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from cluster.inside import small_cluster
-from paceline.cluster import links, measuring, subnet
-from paceline.cluster.calibration import Calibration, Measured
-from paceline.cluster.state import State, load
 from paceline.cluster_spec import parse
+from paceline.emulation import calibration, network
+from paceline.emulation.state import Calibration, Measured, State, load
 
 
 def test_only_what_is_over_ten_percent_off_is_told() -> None:
@@ -31,7 +30,7 @@ def test_what_nobody_asked_for_is_never_off() -> None:
 
 def test_measuring_again_stops_at_the_first_that_is_near() -> None:
     tries = iter([Measured("cpus", 0, 1.0, got, "cores") for got in (0.2, 0.95, 1.0)])
-    assert measuring._nearest(tries).got == 0.95
+    assert calibration._nearest(tries).got == 0.95
     assert next(tries).got == 1.0
 
 
@@ -43,9 +42,9 @@ def test_shares_of_the_cpu_are_measured_again_where_one_is_off(
     def measure(state: State) -> list[Measured]:
         return [Measured("cpus", node, 0.5, got, "cores") for node, got in enumerate(next(rounds))]
 
-    monkeypatch.setattr(measuring, "_cpus_at_once", measure)
+    monkeypatch.setattr(calibration, "_cpus_at_once", measure)
     state = State(tmp_path / "name.json", parse("nodes=2,cpus=0.5"))
-    assert [item.got for item in measuring._cpus(state)] == [0.5, 0.4]
+    assert [item.got for item in calibration._cpus(state)] == [0.5, 0.4]
     assert next(rounds, None) is None
 
 
@@ -54,7 +53,7 @@ def test_shares_of_the_cpu_are_measured_again_where_one_is_off(
 @pytest.mark.quotas
 def test_a_cluster_is_measured_link_by_link_and_node_by_node() -> None:
     with small_cluster("nodes=2,cpus=0.5,bandwidth=50mbit/1:10mbit,slow=1:0.5") as cluster:
-        found = measuring.calibrate(cluster.state)
+        found = calibration.calibrate(cluster.state)
         cluster.state.calibration = found
         cluster.state.save()
         assert load(cluster.state.path).calibration == found
@@ -74,18 +73,18 @@ def test_a_cluster_is_measured_link_by_link_and_node_by_node() -> None:
 
 
 def test_a_token_bucket_leaves_the_asked_rate_to_what_tcp_carries() -> None:
-    words = links.token_bucket(1e9).split()
+    words = network.token_bucket(1e9).split()
     rate = int(words[words.index("rate") + 1].removesuffix("bit"))
     assert rate * 1448 / 1514 == pytest.approx(1e9)
 
 
 def test_addresses_pass_over_networks_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subnet, "_routes", list)
-    monkeypatch.setattr(subnet, "_of_other_clusters", list)
-    first = subnet.addresses("name", 3)
+    monkeypatch.setattr(network, "_routes", list)
+    monkeypatch.setattr(network, "_of_other_clusters", list)
+    first = network.addresses("name", 3)
     assert len(set(first)) == 3
-    monkeypatch.setattr(subnet, "_routes", lambda: [first[0].rsplit(".", 1)[0] + ".0/24"])
-    assert not set(subnet.addresses("name", 3)) & set(first)
+    monkeypatch.setattr(network, "_routes", lambda: [first[0].rsplit(".", 1)[0] + ".0/24"])
+    assert not set(network.addresses("name", 3)) & set(first)
 
 
 @pytest.mark.parametrize(
@@ -97,10 +96,10 @@ def test_routes_do_not_keep_a_cluster_from_addresses(
     routes: list[str], begin: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As those of a company's network; a clash does no harm, since nodes are cut off from it."""
-    monkeypatch.setattr(subnet, "_routes", lambda: routes)
-    monkeypatch.setattr(subnet, "_of_other_clusters", list)
-    first = subnet.addresses("name", 3)
+    monkeypatch.setattr(network, "_routes", lambda: routes)
+    monkeypatch.setattr(network, "_of_other_clusters", list)
+    first = network.addresses("name", 3)
     assert all(address.startswith(begin) for address in first)
     other = first[0].rsplit(".", 1)[0] + ".0/24"
-    monkeypatch.setattr(subnet, "_of_other_clusters", lambda: [other])
-    assert not set(subnet.addresses("name", 3)) & set(first)
+    monkeypatch.setattr(network, "_of_other_clusters", lambda: [other])
+    assert not set(network.addresses("name", 3)) & set(first)

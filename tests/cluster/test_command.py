@@ -12,10 +12,10 @@ import pytest
 
 from cluster.inside import small_cluster
 from paceline.cli import main
-from paceline.cluster import processes, state
-from paceline.cluster.emulated import EmulatedCluster
-from paceline.cluster.processes import ProcessId
 from paceline.cluster_spec import parse
+from paceline.emulation import processes, state
+from paceline.emulation.cluster import EmulatedCluster
+from paceline.emulation.processes import ProcessId
 
 NAME = f"command-{os.getpid()}"
 

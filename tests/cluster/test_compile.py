@@ -8,34 +8,34 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster import compile
+from paceline.emulation import latency
 from paceline.errors import ClusterError
 
 
 def test_without_a_compiler_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(compile, "_cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(latency, "_cache_folder", lambda: tmp_path)
     monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
     with pytest.raises(ClusterError, match="install gcc, or leave out latency"):
-        compile.forwarder()
+        latency.forwarder()
 
 
 def test_the_binary_is_made_once_and_again_for_another_source(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    if compile.compiler() is None:
+    if latency.compiler() is None:
         pytest.skip("needs a C compiler")
-    monkeypatch.setattr(compile, "_cache_folder", lambda: tmp_path / "kept")
+    monkeypatch.setattr(latency, "_cache_folder", lambda: tmp_path / "kept")
     source = tmp_path / "forwarder.c"
     source.write_text("int main(void) { return 0; }\n")
-    monkeypatch.setattr(compile, "SOURCE", source)
-    first = compile.forwarder()
+    monkeypatch.setattr(latency, "SOURCE", source)
+    first = latency.forwarder()
     made_at = first.stat().st_mtime_ns
-    assert compile.forwarder() == first
+    assert latency.forwarder() == first
     assert first.stat().st_mtime_ns == made_at
     source.write_text("int main(void) { return 1; }\n")
-    assert compile.forwarder() != first
+    assert latency.forwarder() != first
 
 
 @pytest.fixture
@@ -48,44 +48,44 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
     folder = tmp_path / "kept"
     folder.mkdir(mode=0o700)
-    monkeypatch.setattr(compile, "_cache_folder", lambda: folder)
-    monkeypatch.setattr(compile, "_compile", pretend)
-    made = compile.forwarder()
+    monkeypatch.setattr(latency, "_cache_folder", lambda: folder)
+    monkeypatch.setattr(latency, "_compile", pretend)
+    made = latency.forwarder()
     made.write_text("kept")
     return made
 
 
 def test_a_binary_that_is_ours_alone_is_run_again(kept: Path) -> None:
-    assert compile.forwarder().read_text() == "kept"
+    assert latency.forwarder().read_text() == "kept"
 
 
 @pytest.mark.parametrize("mode", [0o720, 0o702])
 def test_a_binary_that_others_can_write_is_made_anew(kept: Path, mode: int) -> None:
     kept.chmod(mode)
-    assert compile.forwarder().read_text() == "compiled"
+    assert latency.forwarder().read_text() == "compiled"
 
 
 def test_a_binary_in_a_folder_that_others_can_write_is_made_anew(kept: Path) -> None:
     kept.parent.chmod(0o777)
-    assert compile.forwarder().read_text() == "compiled"
+    assert latency.forwarder().read_text() == "compiled"
 
 
 def test_a_binary_of_another_user_is_made_anew(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: kept.stat().st_uid + 1)
-    assert compile.forwarder().read_text() == "compiled"
+    assert latency.forwarder().read_text() == "compiled"
 
 
 def test_nothing_is_compiled_into_a_folder_that_others_can_write(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     tmp_path.chmod(0o777)
-    monkeypatch.setattr(compile, "_cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(compile, "compiler", lambda: "/bin/false")
+    monkeypatch.setattr(latency, "_cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(latency, "compiler", lambda: "/bin/false")
     with pytest.raises(ClusterError, match="others can write to"):
-        compile.forwarder()
+        latency.forwarder()
 
 
 def test_root_keeps_it_where_no_variable_leads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("XDG_CACHE_HOME", "/tmp")
-    assert compile._cache_folder() == Path("/var/cache/paceline")
+    assert latency._cache_folder() == Path("/var/cache/paceline")

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from cluster.inside import comes_back_whole, python_inside, run_inside, small_cluster
-from paceline.cluster.emulated import EmulatedCluster
-from paceline.cluster.state import load
+from paceline.emulation.cluster import EmulatedCluster
+from paceline.emulation.state import load
 from paceline.errors import ClusterError
 from paceline.measure.machine import group_folders
 

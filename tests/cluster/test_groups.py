@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster import emulated, groups, processes, removal
-from paceline.cluster import state as states
-from paceline.cluster.state import State, load
 from paceline.cluster_spec import parse
+from paceline.emulation import cluster, cpu_limits, processes, removal
+from paceline.emulation import state as states
+from paceline.emulation.state import State, load
 from paceline.errors import ClusterError
 
 
 @pytest.fixture(autouse=True)
 def _anybody_can_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "_can_join", lambda group: True)
+    monkeypatch.setattr(cpu_limits, "_can_join", lambda group: True)
 
 
 def version_1(folder: Path) -> Path:
@@ -33,7 +33,7 @@ def version_2(folder: Path, offered: str = "cpu memory") -> Path:
 
 
 def test_version_2_gets_quota_and_period_in_one_file(tmp_path: Path) -> None:
-    made = groups.make_groups("name", {0: 0.5, 3: 1.5}, folders=[version_2(tmp_path / "v2")])
+    made = cpu_limits.make_groups("name", {0: 0.5, 3: 1.5}, folders=[version_2(tmp_path / "v2")])
     assert made is not None
     assert made[0] == tmp_path / "v2" / "name-0"
     assert (made[0] / "cpu.max").read_text() == "5000 10000"
@@ -41,7 +41,7 @@ def test_version_2_gets_quota_and_period_in_one_file(tmp_path: Path) -> None:
 
 
 def test_version_1_gets_them_in_two(tmp_path: Path) -> None:
-    made = groups.make_groups("name", {0: 0.5}, folders=[version_1(tmp_path / "v1")])
+    made = cpu_limits.make_groups("name", {0: 0.5}, folders=[version_1(tmp_path / "v1")])
     assert made is not None
     assert (made[0] / "cpu.cfs_period_us").read_text() == "10000"
     assert (made[0] / "cpu.cfs_quota_us").read_text() == "5000"
@@ -50,7 +50,7 @@ def test_version_1_gets_them_in_two(tmp_path: Path) -> None:
 def test_a_small_share_gets_a_period_that_the_kernel_takes(tmp_path: Path) -> None:
     group = version_2(tmp_path / "v2") / "small"
     group.mkdir()
-    groups.set_quota(group, 0.02)
+    cpu_limits.set_quota(group, 0.02)
     quota, period = map(int, (group / "cpu.max").read_text().split())
     assert quota >= 1000
     assert quota / period == pytest.approx(0.02)
@@ -58,7 +58,7 @@ def test_a_small_share_gets_a_period_that_the_kernel_takes(tmp_path: Path) -> No
 
 def test_version_2_offers_the_controller_where_it_is_not_yet(tmp_path: Path) -> None:
     parent = version_2(tmp_path / "v2", offered="memory")
-    assert groups.make_groups("name", {0: 0.5}, folders=[parent])
+    assert cpu_limits.make_groups("name", {0: 0.5}, folders=[parent])
     assert (parent / "cgroup.subtree_control").read_text() == "+cpu"
 
 
@@ -74,7 +74,7 @@ def test_what_was_offered_is_taken_back_unless_another_child_needs_it(
     other = version_2(parent / "other")
     (other / "cpu.max").write_text(of_the_other)
     (other / "cpu.weight").write_text("100\n")
-    groups.withdraw_cpu(parent)
+    cpu_limits.withdraw_cpu(parent)
     assert (parent / "cgroup.subtree_control").read_text() == left
 
 
@@ -87,7 +87,7 @@ def test_all_that_will_be_made_is_told_before_it_is(tmp_path: Path) -> None:
         assert (parent / "cgroup.subtree_control").read_text() == "memory\n"
         told.append((planned, offering))
 
-    made = groups.make_groups("name", {0: 0.5, 1: 0.5}, note, [parent])
+    made = cpu_limits.make_groups("name", {0: 0.5, 1: 0.5}, note, [parent])
     assert told == [(made, parent)]
 
 
@@ -101,8 +101,8 @@ def test_a_quota_over_the_groups_own_is_not_sought_outside_of_it(
         if group.parent == own:
             raise OSError(errno.EINVAL, "invalid")
 
-    monkeypatch.setattr(groups, "set_quota", refuse)
-    assert groups.make_groups("name", {0: 4.0}, folders=[own, parent]) is None
+    monkeypatch.setattr(cpu_limits, "set_quota", refuse)
+    assert cpu_limits.make_groups("name", {0: 4.0}, folders=[own, parent]) is None
     assert not (parent / "name-0").exists()
 
 
@@ -110,7 +110,7 @@ def test_a_cluster_whose_group_stays_is_kept_on_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "all_pids", lambda: iter(()))
-    monkeypatch.setattr(groups, "remove_groups", list)
+    monkeypatch.setattr(cpu_limits, "remove_groups", list)
     state = State(tmp_path / "name.json", parse("nodes=1,cpus=0.5"))
     state.groups = {0: tmp_path / "group-0"}
     state.create()
@@ -137,17 +137,17 @@ def test_what_one_cluster_had_offered_a_second_one_takes_back_too(
     monkeypatch.setattr(states, "_folders", lambda: iter([tmp_path / "clusters"]))
     parent = tmp_path / "v2"
     State(states.path_of("first"), parse("nodes=1,cpus=0.5"), offering=parent).create()
-    assert emulated._offering_already({0: parent / "second-0"}) == parent
-    assert emulated._offering_already({0: tmp_path / "elsewhere" / "second-0"}) is None
+    assert cluster._offering_already({0: parent / "second-0"}) == parent
+    assert cluster._offering_already({0: tmp_path / "elsewhere" / "second-0"}) is None
 
 
 def test_groups_further_out_than_the_callers_own_are_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = tmp_path / "outer" / "own"
-    monkeypatch.setattr(groups, "group_folders", lambda controller: iter([own, own.parent]))
-    assert not groups.is_outside_of_ours(own / "name-0")
-    assert groups.is_outside_of_ours(own.parent / "name-0")
+    monkeypatch.setattr(cpu_limits, "group_folders", lambda controller: iter([own, own.parent]))
+    assert not cpu_limits.is_outside_of_ours(own / "name-0")
+    assert cpu_limits.is_outside_of_ours(own.parent / "name-0")
 
 
 def test_a_group_that_holds_processes_is_passed_over_for_its_parent(
@@ -156,25 +156,25 @@ def test_a_group_that_holds_processes_is_passed_over_for_its_parent(
     """The kernel lets no group of version 2 have both processes and controlled children."""
     parent = version_2(tmp_path / "v2")
     own = version_2(parent / "own", offered="")
-    write = groups._write
+    write = cpu_limits._write
 
     def refuse(path: Path, text: str) -> None:
         if path == own / "cgroup.subtree_control":
             raise OSError(errno.EBUSY, "busy")
         write(path, text)
 
-    monkeypatch.setattr(groups, "_write", refuse)
-    made = groups.make_groups("name", {0: 0.5}, folders=[own, parent])
+    monkeypatch.setattr(cpu_limits, "_write", refuse)
+    made = cpu_limits.make_groups("name", {0: 0.5}, folders=[own, parent])
     assert made == {0: parent / "name-0"}
 
 
 def test_a_folder_that_is_no_group_is_passed_over(tmp_path: Path) -> None:
-    assert groups.make_groups("name", {0: 0.5}, folders=[tmp_path]) is None
+    assert cpu_limits.make_groups("name", {0: 0.5}, folders=[tmp_path]) is None
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_group_that_cannot_be_joined_is_of_no_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(groups, "_can_join", lambda group: False)
-    assert groups.make_groups("name", {0: 0.5}, folders=[version_2(tmp_path / "v2")]) is None
+    monkeypatch.setattr(cpu_limits, "_can_join", lambda group: False)
+    assert cpu_limits.make_groups("name", {0: 0.5}, folders=[version_2(tmp_path / "v2")]) is None

@@ -11,12 +11,13 @@ import psutil
 import pytest
 
 from cluster.inside import comes_back_whole, run_inside, small_cluster
-from paceline.cluster import compile, latency, links, measuring
-from paceline.cluster.emulated import EmulatedCluster
-from paceline.cluster.namespaces import Namespace
-from paceline.cluster.processes import ProcessId
-from paceline.cluster.state import State
 from paceline.cluster_spec import parse
+from paceline.emulation import calibration, latency, network
+from paceline.emulation import latency as compile
+from paceline.emulation.cluster import EmulatedCluster
+from paceline.emulation.namespaces import Namespace
+from paceline.emulation.processes import ProcessId
+from paceline.emulation.state import State
 
 IDLE_SECONDS = 0.5
 ROUND_TRIP_SECONDS = 0.04
@@ -37,7 +38,7 @@ def cluster() -> Iterator[EmulatedCluster]:
 @pytest.mark.iproute
 def test_a_message_takes_its_time(cluster: EmulatedCluster) -> None:
     # Only a lower bound: what a busy machine adds has none, and half of it may be taken off.
-    assert measuring.round_trip_seconds(cluster.state) > 0.45 * ROUND_TRIP_SECONDS
+    assert calibration.round_trip_seconds(cluster.state) > 0.45 * ROUND_TRIP_SECONDS
 
 
 @pytest.mark.root
@@ -61,7 +62,7 @@ def test_a_frame_for_one_node_does_not_reach_another(cluster: EmulatedCluster) -
 @pytest.mark.iproute
 def test_a_link_is_held_to_its_rate(cluster: EmulatedCluster) -> None:
     """Towards a node only the forwarder does so."""
-    found = [item for item in measuring.link_rates(cluster.state) if item.what == "bandwidth in"]
+    found = [item for item in calibration.link_rates(cluster.state) if item.what == "bandwidth in"]
     assert len(found) == 3
     assert all(0 < item.got < 1.25 * 50e6 for item in found)
 
@@ -97,16 +98,16 @@ def test_where_there_is_netem_it_delays_before_the_token_bucket(
     told: list[str] = []
     monkeypatch.setattr(Namespace, "run", lambda _, words, given="": told.append(" ".join(words)))
     monkeypatch.setattr(latency, "program", str)
-    monkeypatch.setattr(links, "program", str)
+    monkeypatch.setattr(network, "program", str)
     monkeypatch.setattr(latency, "has_netem", lambda as_root: True)
-    monkeypatch.setattr(measuring, "round_trip_seconds", lambda state: 0.0011)
+    monkeypatch.setattr(calibration, "round_trip_seconds", lambda state: 0.0011)
     switch = Namespace(ProcessId(1, 1), 1, is_of_user=False)
     state = State(tmp_path / "name.json", parse("nodes=2,bandwidth=1gbit,latency=1ms"))
     latency.join_ports(state, switch)
     delays = [line for line in told if "dev port1 root handle 1: netem delay" in line]
     # Half a round trip at first; then without half of what the machine itself adds.
     assert [line.split("delay ")[1].split()[0] for line in delays][:2] == ["500.0us", "450.0us"]
-    assert f"dev port1 parent 1:1 handle 10: {links.token_bucket(1e9)}" in told[-1]
+    assert f"dev port1 parent 1:1 handle 10: {network.token_bucket(1e9)}" in told[-1]
     assert state.delay == "netem"
 
 
@@ -130,14 +131,14 @@ def test_a_kernel_without_ipv6_is_not_asked_about_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     told: list[str] = []
-    monkeypatch.setattr(links, "_batch", lambda namespace, tool, lines: told.extend(lines))
-    monkeypatch.setattr(links, "IPV6", tmp_path / "missing")
+    monkeypatch.setattr(network, "_batch", lambda namespace, tool, lines: told.extend(lines))
+    monkeypatch.setattr(network, "IPV6", tmp_path / "missing")
     switch = Namespace(ProcessId(1, 1), 1, is_of_user=False)
-    links.connect(switch, [switch], ["10.0.0.1", "10.0.0.2"])
-    links.bridge(switch, 1)
+    network.connect(switch, [switch], ["10.0.0.1", "10.0.0.2"])
+    network.bridge(switch, 1)
     assert "link set port0 up" in told
     assert not [line for line in told if "addrgenmode" in line]
 
 
 def test_a_port_is_told_by_the_end_of_its_address() -> None:
-    assert links.mac(0x1FE).split(":")[4:] == ["01", "fe"]
+    assert network.mac(0x1FE).split(":")[4:] == ["01", "fe"]

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster import emulated, groups, placement, state
-from paceline.cluster.placement import core_each, words_on
 from paceline.cluster_spec import parse
+from paceline.emulation import cluster as emulated
+from paceline.emulation import cpu_limits, state
+from paceline.emulation.cpu_limits import core_each, words_on
 
 
 def test_nodes_of_half_a_core_share_the_cores_evenly() -> None:
@@ -49,8 +50,8 @@ def test_clusters_that_are_made_at_the_same_moment_get_different_cores(
 
     monkeypatch.setattr(state, "_folders", lambda: [tmp_path / "clusters"])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(placement, "core_each", choose_slowly)
-    monkeypatch.setattr(groups, "make_groups", lambda *_: {0: tmp_path / "group"})
+    monkeypatch.setattr(cpu_limits, "core_each", choose_slowly)
+    monkeypatch.setattr(cpu_limits, "make_groups", lambda *_: {0: tmp_path / "group"})
     clusters = [state.State(state.path_of(name), parse("nodes=1,cpus=1")) for name in "ab"]
     for cluster in clusters:
         cluster.create()

@@ -14,18 +14,18 @@ from pathlib import Path
 import pytest
 
 from cluster.inside import small_cluster
-from paceline.cluster import groups, links
-from paceline.cluster.emulated import EmulatedCluster, all_clusters
-from paceline.cluster.processes import ProcessId, network_namespace
-from paceline.cluster.removal import pids_of
-from paceline.cluster.state import State, load, path_of
+from paceline.emulation import cpu_limits, network
+from paceline.emulation.cluster import EmulatedCluster, all_clusters
+from paceline.emulation.processes import ProcessId, network_namespace
+from paceline.emulation.removal import pids_of
+from paceline.emulation.state import State, load, path_of
 from paceline.errors import ClusterError
 
 pytestmark = [pytest.mark.root, pytest.mark.iproute]
 
 OWNER = """
 import sys, time
-from paceline.cluster.emulated import EmulatedCluster
+from paceline.emulation.cluster import EmulatedCluster
 from paceline.cluster_spec import parse
 cluster = EmulatedCluster.up(parse("nodes=2,cpus=0.5"), sys.argv[1], calibrate=False)
 print(cluster.name, flush=True)
@@ -147,7 +147,7 @@ def test_a_failure_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         holders.extend(namespace.holder for namespace in load(path_of(name)).namespaces())
         raise ClusterError("joining failed")
 
-    monkeypatch.setattr(links, "bridge", fail)
+    monkeypatch.setattr(network, "bridge", fail)
     with pytest.raises(ClusterError, match="joining failed"):
         small_cluster("nodes=2,cpus=0.5", name)
     assert len(holders) == 3
@@ -166,7 +166,7 @@ def test_groups_are_on_file_from_before_they_are_made(monkeypatch: pytest.Monkey
         made.append(group)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(groups, "set_quota", interrupt)
+    monkeypatch.setattr(cpu_limits, "set_quota", interrupt)
     with pytest.raises(KeyboardInterrupt):
         small_cluster("nodes=2,cpus=0.5", name)
     assert len(made) == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.cluster.processes import process_space
+from paceline.emulation.processes import process_space
 
 pytestmark = [pytest.mark.root, pytest.mark.iproute]
 
@@ -27,7 +27,7 @@ ASKED_BITS_PER_SECOND = 20e6
 
 PROGRAM = f"""
 import json, os, shutil, subprocess
-from paceline.cluster.emulated import EmulatedCluster
+from paceline.emulation.cluster import EmulatedCluster
 from paceline.cluster_spec import parse
 assert os.geteuid() == 65534
 spec = parse("nodes=2,cpus=0.5,bandwidth={ASKED_BITS_PER_SECOND / 1e6:g}mbit")

@@ -20,8 +20,8 @@ import psutil
 
 from cluster.inside import set_link
 from launch.commands import HERE, TINY, Ended, flags
-from paceline.cluster.emulated import EmulatedCluster
 from paceline.cluster_spec import parse
+from paceline.emulation.cluster import EmulatedCluster
 from paceline.training.checkpoint import iterations
 
 MACHINES = 3

@@ -30,10 +30,10 @@ from launch.commands import (
     wait_until,
 )
 from launch.warm_nodes import WarmFleet
-from paceline.cluster.emulated import EmulatedCluster
-from paceline.cluster.state import all_paths
 from paceline.cluster_spec import ClusterSpec
 from paceline.config import from_mapping
+from paceline.emulation.cluster import EmulatedCluster
+from paceline.emulation.state import all_paths
 from paceline.launch import away, start
 from paceline.launch.interruptions import Interruptions
 from paceline.launch.outcome import Outcome

@@ -15,7 +15,7 @@ from launch.test_cluster_runs import (
     run_in,
     run_through_a_cut,
 )
-from paceline.cluster.emulated import EmulatedCluster
+from paceline.emulation.cluster import EmulatedCluster
 
 __all__ = ["cluster"]
 

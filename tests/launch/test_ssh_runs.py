@@ -25,8 +25,8 @@ from launch.commands import (
     train,
     wait_until,
 )
-from paceline.cluster.emulated import EmulatedCluster
 from paceline.cluster_spec import ClusterSpec
+from paceline.emulation.cluster import EmulatedCluster
 from paceline.launch import start
 from paceline.launch.ssh import SSH
 from paceline.records import read_json

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import warm
 from launch.commands import HERE
-from paceline.cluster.emulated import EmulatedCluster
-from paceline.cluster.state import VARIABLE
+from paceline.emulation.cluster import EmulatedCluster
+from paceline.emulation.state import VARIABLE
 from paceline.launch.emulated import EmulatedFleet
 from paceline.sources import search_path
 

@@ -20,8 +20,8 @@ from paceline.errors import ClusterError, ConfigError, UsageError, shown
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from paceline.cluster.calibration import Measured
-    from paceline.cluster.emulated import EmulatedCluster
+    from paceline.emulation.cluster import EmulatedCluster
+    from paceline.emulation.state import Measured
 
 SUMMARY = "make and use an emulated cluster: nodes with shaped links and shares of the CPU"
 
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _up(arguments: argparse.Namespace) -> int:
-    from paceline.cluster.emulated import EmulatedCluster
+    from paceline.emulation.cluster import EmulatedCluster
 
     spec = _spec({key: value for key in WANTED if (value := getattr(arguments, key)) is not None})
     cluster = EmulatedCluster.up(
@@ -110,7 +110,7 @@ def _is_spec(text: str) -> bool:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from paceline.cluster.emulated import all_clusters
+    from paceline.emulation.cluster import all_clusters
 
     console = _console()
     clusters = all_clusters()
@@ -145,7 +145,7 @@ def _name_and_words(name: str | None, rest: list[str]) -> tuple[str | None, list
 
 
 def _down(arguments: argparse.Namespace) -> int:
-    from paceline.cluster.removal import sweep
+    from paceline.emulation.removal import sweep
 
     try:
         cluster = _chosen(arguments.name)
@@ -159,7 +159,7 @@ def _down(arguments: argparse.Namespace) -> int:
 
 def _chosen(name: str | None) -> EmulatedCluster:
     """The one of that name, or the only one that belongs to no run."""
-    from paceline.cluster.emulated import EmulatedCluster, all_clusters
+    from paceline.emulation.cluster import EmulatedCluster, all_clusters
 
     clusters = [] if name else all_clusters()
     kept = [cluster for cluster in clusters if cluster.state.owner is None]
@@ -233,7 +233,7 @@ def _row(item: Measured) -> tuple[str, ...]:
 
 
 def _amount(value: float, unit: str) -> str:
-    from paceline.cluster.calibration import amount
+    from paceline.emulation.state import amount
     from paceline.report.units import seconds
 
     return seconds(value) if unit == "s" else amount(value, unit)

@@ -201,7 +201,7 @@ def _measuring() -> Finding:
 
 
 def _emulated_cluster() -> Finding:
-    from paceline.cluster.abilities import examine as examine_cluster
+    from paceline.emulation.cluster import examine as examine_cluster
     from paceline.errors import ClusterError
 
     try:
@@ -252,7 +252,7 @@ def _extra(name: str, modules: Sequence[str], purpose: str) -> Finding:
 
 
 def _compiler() -> Finding:
-    from paceline.cluster.compile import compiler
+    from paceline.emulation.latency import compiler
 
     purpose = "latency of emulated links where the kernel has no netem"
     if compiler():

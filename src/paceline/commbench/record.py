@@ -52,7 +52,7 @@ class Limit:
 
 
 def link_limit(plan: Plan, cluster: dict[str, Any] | None) -> Limit | None:
-    """By --link, or else as the emulated cluster was measured to be (launch/cluster_account.py)."""
+    """By --link, or else as the emulated cluster was measured to be (emulation/state.py)."""
     if plan.link_bits_per_second is not None:
         return Limit("link", plan.link_bits_per_second / 8, "as --link says")
     if cluster is None:

@@ -24,9 +24,9 @@ from paceline.commbench.launch import Show
 from paceline.commbench.operations import ELEMENT_BYTES, Operation
 from paceline.commbench.record import Limit, Record, link_limit, make_record
 from paceline.commbench.spec import Plan, Way, check_workers, size_text
+from paceline.emulation.state import cluster_account
 from paceline.errors import RunError, UsageError
 from paceline.launch.agreement import succeed_together
-from paceline.launch.cluster_account import cluster_account
 from paceline.launch.member import connection, has_own_gpu
 from paceline.training.device import choose_device, computing
 

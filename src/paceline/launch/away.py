@@ -15,8 +15,8 @@ from pathlib import Path
 
 from paceline import __version__, cluster_spec
 from paceline.config import RunConfig
+from paceline.emulation.state import cluster_account
 from paceline.errors import PacelineError, RecordsError, RunError, StoppedError, UsageError
-from paceline.launch.cluster_account import cluster_account
 from paceline.launch.ending import Ending
 from paceline.launch.fleet import Fleet, Watch, error_of, first_failure
 from paceline.launch.hand_in import clear_reports, read_reports
@@ -49,7 +49,7 @@ def fleet_of(config: RunConfig, quiet: bool = False) -> Iterator[Fleet]:
         yield SshFleet(config.hosts)
         return
     # Only here, since it is of no use to those who have machines.
-    from paceline.cluster.emulated import EmulatedCluster
+    from paceline.emulation.cluster import EmulatedCluster
     from paceline.launch.emulated import EmulatedFleet
 
     spec = cluster_spec.parse(config.cluster or "")

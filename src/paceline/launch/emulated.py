@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from paceline.cluster.emulated import EmulatedCluster
+from paceline.emulation.cluster import EmulatedCluster
 from paceline.errors import PacelineError, RunError
 from paceline.launch.fleet import describe_end
 from paceline.launch.node_process import NodeEnd, open_node

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-from paceline.cluster.state import VARIABLE as CLUSTER_VARIABLE
 from paceline.comm import hierarchical
 from paceline.comm.communicator import Communicator
 from paceline.comm.objects import broadcast_json
@@ -24,6 +23,7 @@ from paceline.comm.rank_info import Place
 from paceline.comm.rendezvous import Meeting
 from paceline.comm.torch_distributed import connect
 from paceline.config import RunConfig, from_mapping
+from paceline.emulation.state import VARIABLE as CLUSTER_VARIABLE
 from paceline.errors import PacelineError, UsageError
 from paceline.launch import environment
 from paceline.launch.agreement import agree_on_config, succeed_together

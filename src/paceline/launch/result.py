@@ -6,8 +6,8 @@ from typing import Any
 
 from paceline.comm.communicator import name_ranks
 from paceline.config import RunConfig
+from paceline.emulation.state import cluster_account
 from paceline.errors import RunError
-from paceline.launch.cluster_account import cluster_account
 from paceline.launch.ending import Ending, earliest
 from paceline.measure.machine import cores_usable, hardware, software
 from paceline.measure.resources import summarise

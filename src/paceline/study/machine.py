@@ -29,10 +29,10 @@ def _missing_data(config: RunConfig) -> str | None:
 
 @cache
 def _without_clusters() -> str | None:
-    from paceline.cluster import emulated
+    from paceline.emulation import cluster
 
     try:
-        emulated.check_possible()
+        cluster.check_possible()
     except ClusterError as error:
         return str(error)
     return None

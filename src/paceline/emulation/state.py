@@ -1,4 +1,8 @@
-"""State files: what was made for each cluster, so that it can be found, used and removed."""
+"""State files: what was made for each cluster, so that it can be found, used and removed.
+
+What a cluster was asked to be against what it was measured to be.
+
+What a result says of the emulated cluster that its run was in."""
 
 from __future__ import annotations
 
@@ -13,10 +17,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster.calibration import Calibration
-from paceline.cluster.namespaces import Namespace
-from paceline.cluster.processes import ProcessId, boot_id, process_space
 from paceline.cluster_spec import ClusterSpec
+from paceline.emulation.namespaces import Namespace
+from paceline.emulation.processes import ProcessId, boot_id, process_space
 from paceline.errors import ClusterError
 
 SCHEMA = 1
@@ -210,3 +213,89 @@ def _by_number(values: dict[str, Any]) -> dict[int, Any]:
 def _offer(folder: Path) -> str:
     names = [path.stem for path in sorted(folder.glob("[!.]*.json"))]
     return f"; there is {', '.join(names)}" if names else ": make one with `paceline cluster up`"
+
+
+PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+TOLERANCE = 0.1
+"""How far what was got may be from what was asked before it is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    what: str
+    """bandwidth out, bandwidth in, round trip or cpus."""
+    node: int | None
+    """None: of all nodes alike."""
+    asked: float | None
+    """None: nothing was asked for."""
+    got: float
+    unit: str
+
+    @property
+    def deviation(self) -> float:
+        """As a part of what was asked."""
+        return 0.0 if not self.asked else self.got / self.asked - 1
+
+    @property
+    def is_off(self) -> bool:
+        return abs(self.deviation) > TOLERANCE
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    measured: list[Measured] = field(default_factory=list)
+    busy_cores: float = 0.0
+    """Cores that other programs kept busy just before; much of it makes the figures doubtful."""
+
+    def warnings(self) -> list[str]:
+        """A line for each thing that is over 10 % from what was asked."""
+        return [
+            f"the emulated cluster's {item.what}{_of(item.node)} is {amount(item.got, item.unit)},"
+            f" {100 * item.deviation:+.0f} % from the {amount(item.asked, item.unit)} asked for"
+            for item in self.measured
+            if item.asked is not None and item.is_off
+        ]
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Calibration:
+        return cls([Measured(**item) for item in values["measured"]], values["busy_cores"])
+
+
+def _of(node: int | None) -> str:
+    return "" if node is None else f" (node {node})"
+
+
+def amount(value: float, unit: str) -> str:
+    """A figure with its unit; of a rate with a prefix, as it was asked for."""
+    if unit != "bit/s":
+        return f"{value:.3g} {unit}"
+    scale, prefix = next((pair for pair in PREFIXES if value >= pair[0]), PREFIXES[-1])
+    return f"{value / scale:.4g} {prefix}bit/s"
+
+
+def cluster_account(path: str | None = None) -> dict[str, Any] | None:
+    """What was asked for, what was measured to be, and where the two differ.
+
+    Of the cluster with this state file, or of the one that this process is in; None without one.
+    """
+    path = path or os.environ.get(VARIABLE)
+    if path is None:
+        return None
+    try:
+        state = load(Path(path))
+    except ClusterError as error:
+        return {
+            "asked": None,
+            "got": [],
+            "busy_cores": None,
+            "delayed_by": None,
+            "warnings": [str(error)],
+        }
+    calibration = state.calibration
+    return {
+        "asked": asdict(state.spec),
+        "got": [asdict(item) for item in calibration.measured] if calibration else [],
+        "busy_cores": calibration.busy_cores if calibration else None,
+        "delayed_by": state.delay,
+        "warnings": [*state.notes, *(calibration.warnings() if calibration else [])],
+    }

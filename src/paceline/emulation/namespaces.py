@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.cluster.processes import ProcessId, network_namespace
+from paceline.emulation.processes import ProcessId, network_namespace
 from paceline.errors import ClusterError
 
 HOLDER = ("sleep", "infinity")

@@ -1,4 +1,6 @@
-"""A cluster of emulated machines: made, found by name, used and removed."""
+"""What of an emulated cluster this machine can do, for `paceline doctor`.
+
+A cluster of emulated machines: made, found by name, used and removed."""
 
 from __future__ import annotations
 
@@ -8,17 +10,56 @@ import logging
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from paceline.cluster import groups, latency, links, measuring, namespaces, placement, subnet
-from paceline.cluster.calibration import Calibration
-from paceline.cluster.guardian import Guardian
-from paceline.cluster.processes import ProcessId
-from paceline.cluster.removal import pids_of, remove, sweep
-from paceline.cluster.state import VARIABLE, State, all_paths, choosing, load, path_of
 from paceline.cluster_spec import ClusterSpec
+from paceline.emulation import calibration, cpu_limits, latency, namespaces, network
+from paceline.emulation.guardian import Guardian
+from paceline.emulation.latency import compiler, has_netem
+from paceline.emulation.namespaces import can_be_root
+from paceline.emulation.processes import ProcessId
+from paceline.emulation.removal import pids_of, remove, sweep
+from paceline.emulation.state import (
+    VARIABLE,
+    Calibration,
+    State,
+    all_paths,
+    choosing,
+    load,
+    path_of,
+)
 from paceline.errors import ClusterError
+
+TRIED_CPUS = 0.1
+"""Little enough for a group that is itself held to less than a core."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    as_root: bool
+    has_quotas: bool
+    latency: str | None
+    """What would make it: netem or forwarder; None: nothing here can."""
+
+
+def examine() -> Abilities:
+    """Tries things out and leaves nothing; ClusterError where no cluster can be made at all."""
+    as_root = can_be_root()
+    latency = "netem" if has_netem(as_root=as_root) else "forwarder" if compiler() else None
+    return Abilities(as_root, _has_quotas(), latency)
+
+
+def _has_quotas() -> bool:
+    told: list[Path | None] = []
+    name = f"paceline-doctor-{os.getpid()}"
+    made = cpu_limits.make_groups(name, {0: TRIED_CPUS}, lambda _, offering: told.append(offering))
+    cpu_limits.remove_groups((made or {}).values())
+    if (offering := told[-1] if told else None) is not None:
+        cpu_limits.withdraw_cpu(offering)
+    return made is not None
+
 
 _counter = itertools.count()
 _log = logging.getLogger("paceline")
@@ -71,7 +112,7 @@ class EmulatedCluster:
             guardian = None if is_kept else Guardian.start(state.path)
             _build(state)
             if calibrate:
-                state.calibration = measuring.calibrate(state)
+                state.calibration = calibration.calibrate(state)
             if is_kept:
                 state.owner = None
             state.save()
@@ -101,11 +142,11 @@ class EmulatedCluster:
         if not inside.is_held():
             raise ClusterError(f"{who} is gone: `paceline cluster down {self.name}`")
         entered = inside.words(["env", f"{VARIABLE}={self.state.path}", *words])
-        entered = [*placement.words_on(self.state.cores.get(node), who), *entered]
+        entered = [*cpu_limits.words_on(self.state.cores.get(node), who), *entered]
         group = self.state.groups.get(node)
         if group is None:
             return entered
-        return [*groups.join_words(group), *entered]
+        return [*cpu_limits.join_words(group), *entered]
 
     def processes(self, node: int) -> list[int]:
         """Ids of the processes inside a node."""
@@ -157,8 +198,8 @@ def _check(spec: ClusterSpec, name: str) -> None:
         raise ClusterError(f"a cluster's name is letters, digits, '-', '_' and '.', not {name!r}")
     cores = len(os.sched_getaffinity(0))
     shares = [spec.cpus_of(node, cores) for node in range(spec.nodes)]
-    if any(share is not None and share < groups.LEAST_CPUS for share in shares):
-        raise ClusterError(f"a node needs at least {groups.LEAST_CPUS:g} cpus")
+    if any(share is not None and share < cpu_limits.LEAST_CPUS for share in shares):
+        raise ClusterError(f"a node needs at least {cpu_limits.LEAST_CPUS:g} cpus")
 
 
 def _build(state: State) -> None:
@@ -166,7 +207,7 @@ def _build(state: State) -> None:
     as_root = namespaces.can_be_root()
     environment = state.environment()
     with choosing():
-        state.addresses = subnet.addresses(state.name, state.spec.nodes + 1)
+        state.addresses = network.addresses(state.name, state.spec.nodes + 1)
         state.save()
     state.switch = namespaces.hold(environment, None, as_root=as_root)
     state.save()
@@ -175,10 +216,10 @@ def _build(state: State) -> None:
         state.save()
     _limit_cpus(state)
     state.save()
-    links.connect(state.switch, state.nodes, state.addresses)
+    network.connect(state.switch, state.nodes, state.addresses)
     for number, node in enumerate(state.nodes):
         if (rate := state.spec.bandwidth(number)) is not None:
-            links.shape(node, {"eth0": rate})
+            network.shape(node, {"eth0": rate})
     latency.join_ports(state, state.switch)
     state.save()
 
@@ -201,16 +242,16 @@ def _limit_cpus(state: State) -> None:
         state.offering = offering or _offering_already(planned)
         state.save()
 
-    made = groups.make_groups(state.group_name, limited, note)
+    made = cpu_limits.make_groups(state.group_name, limited, note)
     if made is not None:
-        if groups.is_outside_of_ours(made[min(made)]):
+        if cpu_limits.is_outside_of_ours(made[min(made)]):
             state.notes.append(
                 f"the nodes' CPU groups are in {made[min(made)].parent}, not in the group that "
                 "this was started in: its limits do not hold for them"
             )
         if len(limited) == state.spec.nodes:
             with choosing():
-                state.cores = placement.core_each(limited, cores, _taken_by_others(state))
+                state.cores = cpu_limits.core_each(limited, cores, _taken_by_others(state))
                 state.save()
         return
     turns = itertools.cycle(cores)

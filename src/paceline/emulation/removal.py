@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 
-from paceline.cluster import groups, processes
-from paceline.cluster.state import VARIABLE, State, all_paths, load
+from paceline.emulation import cpu_limits, processes
+from paceline.emulation.state import VARIABLE, State, all_paths, load
 from paceline.errors import ClusterError
 
 
@@ -23,13 +23,13 @@ def remove(state: State) -> None:
                 f"cluster {state.name}: process {', '.join(map(str, stubborn))} cannot be ended; "
                 f"end it and try `paceline cluster down {state.name}` again"
             )
-        if left := groups.remove_groups(state.groups.values()):
+        if left := cpu_limits.remove_groups(state.groups.values()):
             raise ClusterError(
                 f"cluster {state.name}: CPU group {', '.join(map(str, left))} cannot be removed; "
                 f"end what is in it and try `paceline cluster down {state.name}` again"
             )
         if state.offering is not None:
-            groups.withdraw_cpu(state.offering)
+            cpu_limits.withdraw_cpu(state.offering)
     state.path.unlink(missing_ok=True)
 
 
@@ -44,7 +44,7 @@ def pids_of(state: State, node: int | None = None) -> list[int]:
     found = set(processes.in_namespaces(held))
     if node is not None:
         return sorted(found - {state.nodes[node].holder.pid})
-    found.update(groups.pids_in(state.groups.values()))
+    found.update(cpu_limits.pids_in(state.groups.values()))
     found.update(processes.with_variable(VARIABLE, str(state.path)))
     return sorted(found)
 

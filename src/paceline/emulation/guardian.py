@@ -1,6 +1,6 @@
 """A process that removes a run's cluster when the command that made it is gone, killed or not.
 
-`python -m paceline.cluster.guardian STATE_FILE`: its input is a pipe whose other end the command
+`python -m paceline.emulation.guardian STATE_FILE`: its input is a pipe whose other end the command
 holds. The kernel closes that end however the command ends, and then the cluster is removed.
 """
 
@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 from typing import Self
 
-from paceline.cluster.removal import pids_of, remove
-from paceline.cluster.state import State, load
+from paceline.emulation.removal import pids_of, remove
+from paceline.emulation.state import State, load
 from paceline.errors import ClusterError
 from paceline.sources import search_path
 
@@ -37,7 +37,7 @@ class Guardian:
     def start(cls, path: Path) -> Self:
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "paceline.cluster.guardian", str(path)],
+                [sys.executable, "-P", "-m", "paceline.emulation.guardian", str(path)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import psutil
 
-from paceline.cluster import groups, placement, probe
-from paceline.cluster.calibration import Calibration, Measured
-from paceline.cluster.namespaces import Namespace
-from paceline.cluster.state import State
+from paceline.emulation import cpu_limits, probe
+from paceline.emulation.namespaces import Namespace
+from paceline.emulation.state import Calibration, Measured, State
 from paceline.errors import ClusterError
 
 RATE_SECONDS = 0.3
@@ -100,8 +99,8 @@ def _cpus_at_once(state: State) -> list[Measured]:
     try:
         for node, group in state.groups.items():
             asked = state.spec.cpus_of(node, cores) or cores
-            on_cores = placement.words_on(state.cores.get(node), state.name_of(node))
-            words = [*groups.join_words(group), *on_cores, *_probe("spin", str(SPIN_SECONDS))]
+            on_cores = cpu_limits.words_on(state.cores.get(node), state.name_of(node))
+            words = [*cpu_limits.join_words(group), *on_cores, *_probe("spin", str(SPIN_SECONDS))]
             spinners[node] = [
                 subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
                 for _ in range(math.ceil(asked))
