@@ -80,12 +80,12 @@ FAKES = {
         f"127.0.0.2: has no Python at {sys.executable}: name the one there in $PACELINE_PYTHON",
     ),
     "without paceline": (
-        f"exec {sys.executable} -I -S -m paceline.launch.node",
+        f"exec {sys.executable} -I -S -m paceline.launch.node_main",
         f"127.0.0.2: paceline 0.1.0 is not installed for {sys.executable} there: install it, or"
         " name another Python in $PACELINE_PYTHON",
     ),
     "another version": (
-        f"sed -u 1s/0.1.0/0.0.9/ | {sys.executable} -m paceline.launch.node; exit 2",
+        f"sed -u 1s/0.1.0/0.0.9/ | {sys.executable} -m paceline.launch.node_main; exit 2",
         "127.0.0.2: has paceline 0.1.0, and the command that starts it 0.0.9: install the same"
         " version on all machines",
     ),

@@ -1,7 +1,7 @@
 """Emulated machines whose nodes and workers start warm (tests/warm.py).
 
 As a program, `python -m launch.warm_nodes` is a node: it enters the network of its machine, takes
-its input from its starter's pipe and goes on as `python -m paceline.launch.node`.
+its input from its starter's pipe and goes on as `python -m paceline.launch.node_main`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.sources import search_path
 
 NETWORK, INPUT = "WARM_NETWORK", "WARM_INPUT"
 """Variables that name the files of a machine's network and of a node's input."""
-NODE = "paceline.launch.node"
+NODE = "paceline.launch.node_main"
 CLONE_NEWNET = 0x40000000
 
 

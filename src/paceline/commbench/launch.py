@@ -252,7 +252,7 @@ def measure_on(
     """With workers on every machine of a fleet."""
     from paceline.launch.away import LOOPBACK
     from paceline.launch.fleet import Watch, error_of, first_failure
-    from paceline.launch.node import Task
+    from paceline.launch.node_main import Task
 
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     machines = plan.machines

@@ -21,7 +21,7 @@ from paceline.launch.ending import Ending
 from paceline.launch.fleet import Fleet, Watch, error_of, first_failure
 from paceline.launch.hand_in import clear_reports, read_reports
 from paceline.launch.interruptions import Interruptions
-from paceline.launch.node import Task
+from paceline.launch.node_main import Task
 from paceline.launch.node_process import NodeEnd
 from paceline.launch.outcome import Outcome
 from paceline.launch.parcel import PASSING
@@ -87,7 +87,7 @@ def _run_on_locked(
 ) -> Outcome:
     before = folder.read_result() if resumed else None
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    words = [fleet.python, "-m", "paceline.launch.node"]
+    words = [fleet.python, "-m", "paceline.launch.node_main"]
 
     def task(node: int) -> bytes:
         own = replace(config, node_rank=node)

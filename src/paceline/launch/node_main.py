@@ -1,4 +1,4 @@
-"""What is started on each machine of a run: `python -m paceline.launch.node`.
+"""What is started on each machine of a run: `python -m paceline.launch.node_main`.
 
 The first line of its input is a `Task`; launch/starter.py tells how it hangs on its starter.
 Loading torch takes seconds, so what can be said before is said before.
