@@ -11,9 +11,8 @@ import argparse
 import statistics
 from time import perf_counter
 
-from paceline.launch.ray.claim import Wanted
 from paceline.launch.ray.cluster import connected, load
-from paceline.launch.ray.fleet import ray_fleet
+from paceline.launch.ray.machines import Wanted, ray_fleet
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.config import from_mapping
-from paceline.launch import start
+from paceline.launch import launcher
 from paceline.measure.machine import hardware, software
 from paceline.records import Result
 
@@ -136,7 +136,7 @@ def take_turns(cases: dict[str, Case], repeats: int) -> Runs:
 
 def run(settings: dict[str, Any]) -> Result:
     with tempfile.TemporaryDirectory() as out:
-        outcome = start.train(from_mapping({**BASE, **settings, "out": out}), quiet=True)
+        outcome = launcher.train(from_mapping({**BASE, **settings, "out": out}), quiet=True)
     if outcome.result is None or outcome.exit_code:
         raise SystemExit(f"a run failed: {outcome.result and outcome.result['cause']}")
     return outcome.result

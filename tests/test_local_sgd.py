@@ -16,7 +16,7 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.cost import Network
 from paceline.config import from_mapping
 from paceline.errors import ConfigError
-from paceline.launch import start
+from paceline.launch import launcher
 from paceline.strategies.gradient_averaging import GradientAveraging
 from paceline.strategies.local_sgd import LocalSgd
 from paceline.strategies.strategy import ModelShape, Strategy
@@ -119,8 +119,8 @@ def test_a_resumed_run_of_processes_ends_with_the_same_weights(tmp_path: Path) -
         "train_samples": 64, "test_samples": 32, "batch_size": 16, "threads": 1,
         "sample_seconds": 0, "tensorboard": False, "eval_every": "never", "out": str(tmp_path),
     }  # fmt: skip
-    whole = start.train(from_mapping({**settings, "checkpoint_every": 4}), quiet=True)
-    again = start.resume(str(whole.folder.path), {"iterations": 7}, quiet=True)
+    whole = launcher.train(from_mapping({**settings, "checkpoint_every": 4}), quiet=True)
+    again = launcher.resume(str(whole.folder.path), {"iterations": 7}, quiet=True)
     assert whole.result is not None
     assert again.result is not None
     assert again.result["weights_sha256"] == whole.result["weights_sha256"]

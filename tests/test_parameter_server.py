@@ -21,7 +21,7 @@ from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.config import from_mapping
 from paceline.errors import ConfigError
-from paceline.launch import start
+from paceline.launch import launcher
 from paceline.records import Result, RunFolder, read_lines
 from paceline.strategies.parameter_server.strategy import ParameterServer
 from paceline.strategies.strategy import Single, Terms
@@ -215,7 +215,7 @@ def test_servers_are_placed_on_the_first_node_or_spread() -> None:
 
 def train(out: Path, name: str, **settings: Any) -> tuple[RunFolder, Result]:
     config = from_mapping({**SMALL, "out": str(out), "name": name, **settings})
-    folder, result, code = start.train(config, quiet=True)
+    folder, result, code = launcher.train(config, quiet=True)
     assert result is not None
     assert code == 0, result["cause"]
     return folder, result
@@ -230,7 +230,7 @@ def test_processes_in_step_train_lenet_like_one_worker_and_resume_bit_for_bit(
     _, single = train(tmp_path, "single", iterations=7, **settings)
     assert whole["final"]["test_loss"] == pytest.approx(single["final"]["test_loss"], rel=1e-5)
     assert len(whole["workers"]) == 2
-    _, again, _ = start.resume(str(folder.path), {"iterations": 7}, quiet=True)
+    _, again, _ = launcher.resume(str(folder.path), {"iterations": 7}, quiet=True)
     assert again is not None
     assert again["weights_sha256"] == whole["weights_sha256"]
 
@@ -253,7 +253,7 @@ def test_processes_out_of_step_use_every_sample_once_and_record_staleness(tmp_pa
         assert max(ahead) <= 2
         assert worker["staleness"]["ahead"]["max"] == max(ahead)
     assert sorted(dealt) == [(batch, part) for batch in range(12) for part in range(2)]
-    _, more, _ = start.resume(str(folder.path), {"epochs": 4}, quiet=True)
+    _, more, _ = launcher.resume(str(folder.path), {"epochs": 4}, quiet=True)
     assert more is not None
     assert more["samples"] == 4 * 64
 
@@ -280,7 +280,7 @@ def test_a_model_that_diverges_where_a_checkpoint_is_due_ends_the_run_with_that_
         **SMALL, "out": str(tmp_path), "name": "diverged", "iterations": 1000, "lr": 1e30,
         "options": {"mode": mode}, "eval_every": 2, "checkpoint_every": 2, "timeout_seconds": 15,
     }  # fmt: skip
-    _, result, code = start.train(from_mapping(settings), quiet=True)
+    _, result, code = launcher.train(from_mapping(settings), quiet=True)
     assert result is not None
     assert (result["status"], code) == ("diverged", 1)
 

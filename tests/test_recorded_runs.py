@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.launch import start
+from paceline.launch import launcher
 from paceline.report.build import write_report
 
 RECORDED = Path(__file__).with_name("recorded_runs")
@@ -41,7 +41,7 @@ def uninterrupted(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("killed_run", NAMES, indirect=True)
 def test_a_recorded_run_resumes_to_the_weights_of_an_uninterrupted_one(killed_run: Path) -> None:
     expected = uninterrupted(killed_run)
-    result = start.resume(str(killed_run), {}, quiet=True).result
+    result = launcher.resume(str(killed_run), {}, quiet=True).result
     assert result is not None
     assert result["status"] == "finished"
     assert result["iterations"] == 10

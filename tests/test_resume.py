@@ -17,8 +17,8 @@ import pytest
 
 from paceline.config import from_mapping
 from paceline.errors import CheckpointError, ConfigError, RecordsError, RunError
-from paceline.launch import start
-from paceline.launch.outcome import Outcome
+from paceline.launch import launcher
+from paceline.launch.result import Outcome
 from paceline.models import MODELS
 from paceline.records import Result, RunFolder, read_lines
 from paceline.training import checkpoint, loop
@@ -49,7 +49,7 @@ class PlugPulled(BaseException):
 
 def uninterrupted(out: Path, **settings: Any) -> Result:
     config = from_mapping({**SMALL, "out": str(out), "name": "whole", **settings})
-    return result_of(start.train(config, quiet=True))
+    return result_of(launcher.train(config, quiet=True))
 
 
 def cut_after(
@@ -58,7 +58,7 @@ def cut_after(
     """Start the same run and pull the plug inside the iteration after `iteration`."""
     config = from_mapping({**SMALL, "out": str(out), "name": "cut", **settings})
     with pytest.raises(PlugPulled), pulling_the_plug(monkeypatch, iteration):
-        start.train(config, quiet=True)
+        launcher.train(config, quiet=True)
     return RunFolder.open(out / "cut")
 
 
@@ -81,7 +81,7 @@ def check_resumed_equals_whole(
 ) -> None:
     whole = uninterrupted(tmp_path, **settings)
     folder = cut_after(tmp_path, iteration, monkeypatch, checkpoint_every=2, **settings)
-    resumed = result_of(start.resume(str(folder.path), {}, quiet=True))
+    resumed = result_of(launcher.resume(str(folder.path), {}, quiet=True))
     assert resumed["weights_sha256"] == whole["weights_sha256"]
     assert resumed["samples"] == whole["samples"]
     for figure in ("test_loss", "train_loss"):
@@ -141,9 +141,11 @@ def test_a_killed_process_resumes_bit_for_bit(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait(10) == -signal.SIGKILL
     assert not (tmp_path / "killed" / "result.json").exists()
-    resumed = result_of(start.resume(str(tmp_path / "killed"), {}, quiet=True))
+    resumed = result_of(launcher.resume(str(tmp_path / "killed"), {}, quiet=True))
     whole = result_of(
-        start.train(from_mapping({**settings, "out": str(tmp_path), "name": "whole"}), quiet=True)
+        launcher.train(
+            from_mapping({**settings, "out": str(tmp_path), "name": "whole"}), quiet=True
+        )
     )
     assert resumed["weights_sha256"] == whole["weights_sha256"]
     assert resumed["iterations"] == 700
@@ -235,14 +237,14 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(
     folder = cut_after(tmp_path, 7, monkeypatch, checkpoint_every=2)
     newest = max(folder.checkpoints.glob("*.pt"))
     newest.write_bytes(newest.read_bytes()[:-100])
-    resumed = result_of(start.resume(str(folder.path), {}, quiet=True))
+    resumed = result_of(launcher.resume(str(folder.path), {}, quiet=True))
     assert resumed["weights_sha256"] == whole["weights_sha256"]
     assert any(newest.name in text for text in resumed["warnings"])
 
 
 def test_a_resumed_run_may_go_on_for_longer(tmp_path: Path) -> None:
     uninterrupted(tmp_path, checkpoint_every=8)
-    outcome = start.resume(str(tmp_path / "whole"), {"iterations": "12"}, quiet=True)
+    outcome = launcher.resume(str(tmp_path / "whole"), {"iterations": "12"}, quiet=True)
     folder, resumed = outcome.folder, result_of(outcome)
     assert resumed["iterations"] == 12
     assert (folder.path / "result-1.json").exists(), "the first result must be kept"
@@ -263,7 +265,7 @@ def test_a_resumed_runs_figures_are_of_the_whole_run(
     settings = {"checkpoint_every": 2, "eval_every": 2}
     whole = uninterrupted(tmp_path, **settings)
     folder = cut_after(tmp_path, 5, monkeypatch, **settings)
-    resumed = result_of(start.resume(str(folder.path), {}, quiet=True))
+    resumed = result_of(launcher.resume(str(folder.path), {}, quiet=True))
     assert resumed["workers"][0]["hidden_exchange_seconds"] == 8.0
     assert resumed["checkpoints"]["count"] == whole["checkpoints"]["count"] == 4
     # The accounts in them have other digits.
@@ -282,8 +284,8 @@ def test_a_longer_budget_outlives_a_second_cut(
     whole = uninterrupted(tmp_path, schedule="constant", iterations=12)
     folder = cut_after(tmp_path, 5, monkeypatch, checkpoint_every=2, schedule="constant")
     with pytest.raises(PlugPulled), pulling_the_plug(monkeypatch, 9):
-        start.resume(str(folder.path), {"iterations": "12"}, quiet=True)
-    resumed = result_of(start.resume(str(folder.path), {}, quiet=True))
+        launcher.resume(str(folder.path), {"iterations": "12"}, quiet=True)
+    resumed = result_of(launcher.resume(str(folder.path), {}, quiet=True))
     assert resumed["iterations"] == 12
     assert resumed["weights_sha256"] == whole["weights_sha256"]
 
@@ -294,14 +296,14 @@ def test_a_finished_run_keeps_its_result_when_nothing_is_left_to_do(
 ) -> None:
     before = uninterrupted(tmp_path, checkpoint_every=8)
     with pytest.raises(CheckpointError, match="done all of its 8 iterations"):
-        start.resume(str(tmp_path / "whole"), change, quiet=True)
+        launcher.resume(str(tmp_path / "whole"), change, quiet=True)
     assert RunFolder.open(tmp_path / "whole").read_result() == before
 
 
 def test_a_finished_run_has_nothing_to_resume(tmp_path: Path) -> None:
     uninterrupted(tmp_path, checkpoint_every=8)
     with pytest.raises(RecordsError, match="finished"):
-        start.resume(str(tmp_path / "whole"), {}, quiet=True)
+        launcher.resume(str(tmp_path / "whole"), {}, quiet=True)
 
 
 @pytest.mark.parametrize("change", [{"model": "mlp"}, {"batch_size": "16"}, {"seed": "9"}])
@@ -311,7 +313,7 @@ def test_a_change_that_would_break_the_promise_is_refused(
     folder = cut_after(tmp_path, 5, monkeypatch, checkpoint_every=2)
     before = sorted(path.name for path in folder.path.rglob("*"))
     with pytest.raises(ConfigError, match="a resumed run keeps its"):
-        start.resume(str(folder.path), change, quiet=True)
+        launcher.resume(str(folder.path), change, quiet=True)
     assert sorted(path.name for path in folder.path.rglob("*")) == before
 
 
@@ -320,12 +322,12 @@ def test_a_run_without_checkpoints_cannot_be_resumed(
 ) -> None:
     folder = cut_after(tmp_path, 5, monkeypatch)
     with pytest.raises(CheckpointError, match="checkpoint"):
-        start.resume(str(folder.path), {}, quiet=True)
+        launcher.resume(str(folder.path), {}, quiet=True)
 
 
 def test_what_is_no_run_cannot_be_resumed(tmp_path: Path) -> None:
     with pytest.raises(RecordsError, match="is not a run"):
-        start.resume(str(tmp_path), {}, quiet=True)
+        launcher.resume(str(tmp_path), {}, quiet=True)
 
 
 def test_a_run_killed_before_its_first_checkpoint_is_started_again(
@@ -333,7 +335,7 @@ def test_a_run_killed_before_its_first_checkpoint_is_started_again(
 ) -> None:
     whole = uninterrupted(tmp_path)
     folder = cut_after(tmp_path, 3, monkeypatch, checkpoint_every=4)
-    resumed = result_of(start.resume(str(folder.path), {}))
+    resumed = result_of(launcher.resume(str(folder.path), {}))
     assert resumed["status"] == "finished"
     assert resumed["weights_sha256"] == whole["weights_sha256"]
     told = capsys.readouterr().err
@@ -347,8 +349,8 @@ def test_a_run_without_checkpoints_is_started_again_with_checkpoint_every(
 ) -> None:
     folder = cut_after(tmp_path, 5, monkeypatch)
     with pytest.raises(CheckpointError, match="give --checkpoint-every with --resume to start it"):
-        start.resume(str(folder.path), {}, quiet=True)
-    result = result_of(start.resume(str(folder.path), {"checkpoint_every": "4"}, quiet=True))
+        launcher.resume(str(folder.path), {}, quiet=True)
+    result = result_of(launcher.resume(str(folder.path), {"checkpoint_every": "4"}, quiet=True))
     assert (result["status"], result["iterations"]) == ("finished", 8)
     assert folder.read_config().checkpoint_every == 4
 
@@ -356,7 +358,7 @@ def test_a_run_without_checkpoints_is_started_again_with_checkpoint_every(
 def test_a_finished_run_without_a_checkpoint_is_never_started_again(tmp_path: Path) -> None:
     before = uninterrupted(tmp_path, checkpoint_every=100)
     with pytest.raises(CheckpointError, match="is finished and has no checkpoint"):
-        start.resume(str(tmp_path / "whole"), {"iterations": "12"}, quiet=True)
+        launcher.resume(str(tmp_path / "whole"), {"iterations": "12"}, quiet=True)
     assert RunFolder.open(tmp_path / "whole").read_result() == before
 
 
@@ -371,7 +373,7 @@ def test_settings_edited_by_hand_are_named_when_a_run_is_resumed(
 ) -> None:
     folder = cut_after(tmp_path, 5, monkeypatch, checkpoint_every=2, lr=0.1)
     edit_config(folder, lr=0.5, out="elsewhere", checkpoint_keep=3)
-    resumed = result_of(start.resume(str(folder.path), {}, quiet=True))
+    resumed = result_of(launcher.resume(str(folder.path), {}, quiet=True))
     (warning,) = resumed["warnings"]
     assert warning.startswith("--lr is 0.5, but the checkpoint was written with 0.1:")
 
@@ -381,7 +383,7 @@ def test_a_batch_size_edited_by_hand_is_named_when_a_run_is_resumed(
 ) -> None:
     folder = cut_after(tmp_path, 5, monkeypatch, checkpoint_every=2)
     edit_config(folder, batch_size=10)
-    (warning,) = result_of(start.resume(str(folder.path), {}, quiet=True))["warnings"]
+    (warning,) = result_of(launcher.resume(str(folder.path), {}, quiet=True))["warnings"]
     assert warning.startswith("--batch-size is 10, but the checkpoint was written with 8:")
 
 
@@ -395,7 +397,7 @@ def test_an_older_checkpoint_without_settings_still_resumes(
     assert newest is not None
     del newest.state["settings"]
     store.save(newest.iteration, newest.state)
-    resumed = result_of(start.resume(str(folder.path), {}, quiet=True))
+    resumed = result_of(launcher.resume(str(folder.path), {}, quiet=True))
     assert resumed["warnings"] == []
     assert resumed["weights_sha256"] == whole["weights_sha256"]
 
@@ -409,7 +411,7 @@ def test_a_damaged_result_beside_good_checkpoints_is_kept_aside(
     if done == "in the middle":
         folder = cut_after(tmp_path, 5, monkeypatch, checkpoint_every=2)
     folder.result_file.write_text('{"schema": 1, "sta')
-    resumed = result_of(start.resume(str(folder.path), {}, quiet=True))
+    resumed = result_of(launcher.resume(str(folder.path), {}, quiet=True))
     assert (resumed["status"], resumed["iterations"]) == ("finished", 8)
     assert resumed["weights_sha256"] == whole["weights_sha256"]
     assert (folder.path / "result-1.json").read_text() == '{"schema": 1, "sta'

@@ -14,7 +14,7 @@ import toy_replicas as toy
 from paceline.comm.communicator import Communicator, ComposedCommunicator
 from paceline.comm.work import Done, Work
 from paceline.config import RunConfig
-from paceline.launch.start import train
+from paceline.launch.launcher import train
 from paceline.measure import phase_clock as clock_module
 from paceline.measure import timeline as timeline_module
 from paceline.measure import traffic as traffic_module

@@ -18,7 +18,7 @@ from paceline.data.dataset import Dataset
 from paceline.data.loading import load_dataset
 from paceline.data.pipeline import InputPath
 from paceline.data.sampling import SampleOrder
-from paceline.launch import start
+from paceline.launch import launcher
 from paceline.models.build import build_model
 from paceline.records import PHASES, Result, RunFolder, read_lines
 from paceline.training import trainer
@@ -36,7 +36,7 @@ SMALL: dict[str, Any] = {
 
 def train(out: Path, **settings: Any) -> tuple[RunFolder, Result]:
     config = from_mapping({**SMALL, "out": str(out), **settings})
-    folder, result, code = start.train(config, quiet=True)
+    folder, result, code = launcher.train(config, quiet=True)
     assert result is not None
     assert (code == 0) == (result["status"] == "finished")
     return folder, result

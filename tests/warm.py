@@ -33,9 +33,9 @@ from typing import IO, Any
 from paceline.launch import spawn
 
 PRELOADED = (
-    "paceline.launch.member",
-    "paceline.launch.servers",
-    "paceline.launch.start",
+    "paceline.launch.worker",
+    "paceline.launch.parameter_servers",
+    "paceline.launch.launcher",
     "paceline.report.summary",
     "paceline.strategies.gradient_averaging",
     "torch._dynamo",

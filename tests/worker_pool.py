@@ -53,7 +53,7 @@ class _Call:
 PRELOADED = [
     "torch",
     "torch._dynamo",
-    "paceline.launch.start",
+    "paceline.launch.launcher",
     "paceline.strategies.fsdp",
     "paceline.strategies.ddp",
 ]

@@ -24,9 +24,9 @@ def train(**settings: Any) -> dict[str, Any]:
 
     try:
         config = from_mapping(settings)
-        from paceline.launch import start
+        from paceline.launch import launcher
 
-        return start.train(config, quiet=True).result or {}
+        return launcher.train(config, quiet=True).result or {}
     except UsageError as error:
         # It is the caller's line that wants mending: frames inside paceline would only bury it.
         raise error.with_traceback(None) from error.__cause__

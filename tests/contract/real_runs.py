@@ -18,7 +18,7 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.rank_info import Place
 from paceline.comm.rendezvous import Meeting
 from paceline.config import RunConfig, from_mapping
-from paceline.launch.servers import pairs_with_servers, serve, server_ranks
+from paceline.launch.parameter_servers import pairs_with_servers, serve, server_ranks
 from paceline.measure.phase_clock import PhaseClock
 from paceline.records import RunFolder
 from paceline.training.display import open_display

@@ -21,8 +21,8 @@ import psutil
 import pytest
 
 from paceline.config import flag_of, from_mapping
-from paceline.launch import start
-from paceline.launch.outcome import Outcome
+from paceline.launch import launcher as start
+from paceline.launch.result import Outcome
 from warm import Nursery, warm_spawning
 
 HERE = Path(__file__).parent
@@ -151,7 +151,7 @@ def workers_of(launcher: int) -> dict[int, psutil.Process]:
             with contextlib.suppress(psutil.Error):
                 if warm := re.fullmatch(r"worker (\d+)", child.name()):
                     found[int(warm[1])] = child
-                elif "paceline.launch.child" in child.cmdline():
+                elif "paceline.launch.child_main" in child.cmdline():
                     found[int(child.environ()["RANK"])] = child
     return found
 

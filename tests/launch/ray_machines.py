@@ -173,7 +173,7 @@ class RayMachines:
         for pid in self.cluster.processes(machine):
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(pid)
-                if "paceline.launch.child" in process.cmdline():
+                if "paceline.launch.child_main" in process.cmdline():
                     found.append(process)
         return found
 

@@ -10,8 +10,8 @@ from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.config import from_mapping
 from paceline.errors import DataError, RunError, StoppedError, UsageError
-from paceline.launch.agreement import OF_THIS_NODE, agree_on_config, succeed_together
-from paceline.launch.ending import Ending, earliest
+from paceline.launch.consistency import OF_THIS_NODE, agree_on_config, succeed_together
+from paceline.launch.termination import Ending, earliest
 
 
 def refusals(workers: int, work: Callable[[Communicator], object]) -> list[str]:

@@ -34,9 +34,9 @@ from paceline.cluster_spec import ClusterSpec
 from paceline.config import from_mapping
 from paceline.emulation.cluster import EmulatedCluster
 from paceline.emulation.state import all_paths
-from paceline.launch import away, start
-from paceline.launch.interruptions import Interruptions
-from paceline.launch.outcome import Outcome
+from paceline.launch import launcher, remote
+from paceline.launch.result import Outcome
+from paceline.launch.signals import Interruptions
 from paceline.records import Result, RunFolder, read_json
 
 pytestmark = [pytest.mark.root, pytest.mark.iproute, pytest.mark.timeout(300)]
@@ -58,7 +58,7 @@ def run_in(cluster: EmulatedCluster, out: Path, **settings: Any) -> Outcome:
     values = {**TINY, **PATIENT, "cluster": "nodes=2", "out": str(out), "name": "run"}
     config = from_mapping({**values, **settings})
     with Interruptions() as interruptions:
-        return away.run_on(fleet, config, None, True, interruptions)
+        return remote.run_on(fleet, config, None, True, interruptions)
 
 
 @contextlib.contextmanager
@@ -158,7 +158,7 @@ def test_a_run_that_describes_its_cluster_gets_it_and_leaves_nothing_of_it(
         f"paceline: go on with `paceline train --resume {tmp_path / 'run'}`",
     ]
 
-    result = start.resume(str(tmp_path / "run"), {}, quiet=True).result
+    result = launcher.resume(str(tmp_path / "run"), {}, quiet=True).result
     assert result is not None
     assert (result["status"], result["cause"]) == ("finished", None)
     one_machine = read_json(talkative_run[0] / "result.json")

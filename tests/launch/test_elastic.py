@@ -34,7 +34,7 @@ from launch.commands import (
     workers_of,
 )
 from paceline import cli
-from paceline.launch import start
+from paceline.launch import launcher
 from paceline.records import Result, RunFolder, read_json, read_lines
 from paceline.training.checkpoint import iterations
 from warm import Nursery
@@ -255,7 +255,7 @@ def test_the_loss_of_the_first_node_ends_the_others_and_can_be_resumed(
     lost = f"paceline: error: lost contact with the first node at 127.0.0.1:{port}, and the run"
     assert (ended.code, ended.err) == (1, f"{lost} {WITHOUT_IT}\n")
     more = {"elastic": "1:1", "iterations": newest(tmp_path / "run") + 10}
-    result = start.resume(str(tmp_path / "run"), more, quiet=True).result
+    result = launcher.resume(str(tmp_path / "run"), more, quiet=True).result
     assert result is not None
     assert (result["status"], result["iterations"]) == ("finished", more["iterations"])
 

@@ -10,11 +10,10 @@ import pytest
 
 from launch.test_fleet import LocalFleet
 from paceline.config import RunConfig, from_mapping
-from paceline.launch import away
-from paceline.launch.interruptions import Interruptions
-from paceline.launch.node_process import NodeEnd
-from paceline.launch.outcome import Outcome
-from paceline.launch.result import assemble
+from paceline.launch import remote
+from paceline.launch.control_channel import NodeEnd
+from paceline.launch.result import Outcome, assemble
+from paceline.launch.signals import Interruptions
 from paceline.records import Result, RunFolder
 
 KILLED_EARLY = NodeEnd(2, -9, has_begun=True, ended=60.0)
@@ -56,9 +55,9 @@ def run(
         def run(self, *_: Any) -> list[NodeEnd]:
             return happen()
 
-    monkeypatch.setattr(away, "Watch", Seen)
-    monkeypatch.setattr(away, "deliver", lambda *_: None)
-    return away.run_on(LocalFleet(), config, resumed, True, Interruptions())
+    monkeypatch.setattr(remote, "Watch", Seen)
+    monkeypatch.setattr(remote, "deliver", lambda *_: None)
+    return remote.run_on(LocalFleet(), config, resumed, True, Interruptions())
 
 
 @pytest.mark.parametrize(
@@ -100,7 +99,7 @@ def test_without_the_first_node_the_records_of_the_others_are_fetched(
         folder.events_file(node).write_text("")
         return True
 
-    monkeypatch.setattr(away, "fetch", fetch)
+    monkeypatch.setattr(remote, "fetch", fetch)
     ends = [NodeEnd(0, -9, has_begun=True, ended=60.0)]
     ends += [NodeEnd(node, 1, "lost contact", has_begun=True, ended=75.0) for node in (1, 2)]
     outcome = run(monkeypatch, config, folder if is_resumed else None, lambda: ends, lost=set())

@@ -14,14 +14,14 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # 
 from paceline.comm.communicator import Communicator
 from paceline.comm.rank_info import ALONE
 from paceline.config import from_mapping
-from paceline.launch import hand_in
-from paceline.launch.crew import Crew
-from paceline.launch.elastic import contact as contacts
+from paceline.launch import record_collection
+from paceline.launch import store_client as contacts
 from paceline.launch.elastic import run as runs
-from paceline.launch.elastic.contact import Contact
-from paceline.launch.elastic.leader import Leader
-from paceline.launch.interruptions import Interruptions
-from paceline.launch.store_files import PART_BYTES, parts_of, receive_files, send_files
+from paceline.launch.elastic.rendezvous import Leader
+from paceline.launch.processes import Crew
+from paceline.launch.record_collection import PART_BYTES, parts_of, receive_files, send_files
+from paceline.launch.signals import Interruptions
+from paceline.launch.store_client import Contact
 from paceline.records import RunFolder
 
 OUTSIDE = ["../up", "/up", "checkpoints/1.pt", ".hidden", "a\nb", ""]
@@ -177,8 +177,8 @@ def test_files_that_would_lie_outside_the_folder_are_not_taken_from_workers(
     def payloads(_: Communicator, payload: Any, __: str) -> list[Any]:
         return [payload, payload]
 
-    monkeypatch.setattr(hand_in, "broadcast_json", lambda *_: None)
-    monkeypatch.setattr(hand_in, "gather_json", gathered)
-    monkeypatch.setattr(hand_in, "gather_bytes", payloads)
-    hand_in._hand_in_files(folder, ALONE, cast("Communicator", None))
+    monkeypatch.setattr(record_collection, "broadcast_json", lambda *_: None)
+    monkeypatch.setattr(record_collection, "gather_json", gathered)
+    monkeypatch.setattr(record_collection, "gather_bytes", payloads)
+    record_collection._hand_in_files(folder, ALONE, cast("Communicator", None))
     assert list(tmp_path.rglob("*")) == before

@@ -14,15 +14,21 @@ import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # torch lists neither
 
 from paceline.config import from_mapping
-from paceline.launch.crew import Crew
-from paceline.launch.elastic import contact as contacts
-from paceline.launch.elastic import leader as leaders
+from paceline.launch import store_client as contacts
+from paceline.launch.elastic import rendezvous as leaders
 from paceline.launch.elastic.agent import NodeAgent
-from paceline.launch.elastic.contact import Contact, LostContactError
-from paceline.launch.elastic.leader import LAST_CALL_SECONDS, LOST_SECONDS, Leader
-from paceline.launch.elastic.rounds import Application, Rounds, RunOverError
-from paceline.launch.ending import Ending
-from paceline.launch.interruptions import Interruptions
+from paceline.launch.elastic.rendezvous import (
+    LAST_CALL_SECONDS,
+    LOST_SECONDS,
+    Application,
+    Leader,
+    Rounds,
+    RunOverError,
+)
+from paceline.launch.processes import Crew
+from paceline.launch.signals import Interruptions
+from paceline.launch.store_client import Contact, LostContactError
+from paceline.launch.termination import Ending
 
 WAIT_SECONDS = 50.0
 KILLED = Ending("rank 2 was killed by SIGKILL", ended=5.0)

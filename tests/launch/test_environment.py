@@ -9,7 +9,7 @@ from paceline import cli
 from paceline.comm.rank_info import ALONE, Place
 from paceline.errors import UsageError
 from paceline.launch.environment import detect
-from paceline.launch.member import has_own_gpu
+from paceline.launch.worker import has_own_gpu
 
 TORCHRUN = {
     "RANK": "5",

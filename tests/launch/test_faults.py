@@ -28,11 +28,11 @@ from launch.commands import (
 from paceline import cli
 from paceline.config import from_mapping
 from paceline.errors import StoppedError
-from paceline.launch.crew import Crew
-from paceline.launch.ending import Ending, write_failure
-from paceline.launch.interruptions import Interruptions
 from paceline.launch.nodes import Nodes
-from paceline.launch.outcome import Outcome
+from paceline.launch.processes import Crew
+from paceline.launch.result import Outcome
+from paceline.launch.signals import Interruptions
+from paceline.launch.termination import Ending, write_failure
 from paceline.records import RunFolder, read_json
 
 TWO: dict[str, Any] = {**ENDLESS, "nproc_per_node": 2}

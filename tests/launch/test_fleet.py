@@ -19,12 +19,12 @@ import pytest
 from launch.commands import LIMIT_SECONDS
 from paceline.config import from_mapping
 from paceline.errors import PacelineError, RecordsError, RunError, StoppedError, UsageError
-from paceline.launch import fleet as fleet_module
-from paceline.launch import transport
-from paceline.launch.fleet import Watch, describe_end, run_on_all
-from paceline.launch.interruptions import Interruptions, signal_name
-from paceline.launch.node_process import NodeEnd, open_node
-from paceline.launch.parcel import is_plain, unpack
+from paceline.launch import folder_transfer
+from paceline.launch import machines as fleet_module
+from paceline.launch.control_channel import NodeEnd, open_node
+from paceline.launch.folder_transfer import is_plain, unpack
+from paceline.launch.machines import Watch, describe_end, run_on_all
+from paceline.launch.signals import Interruptions, signal_name
 from paceline.records import RunFolder
 
 UNTIL_LET_GO = "import sys; sys.stdin.read()"
@@ -107,7 +107,7 @@ def test_a_node_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> 
 def test_ctrl_c_reaches_every_node(capfd: pytest.CaptureFixture[str]) -> None:
     program = """if True:
         import signal, sys, time
-        from paceline.launch.starter import end_with_starter, read_given
+        from paceline.launch.control_channel import end_with_starter, read_given
         def stop(number, frame):
             sys.exit(sys.stderr.write(f"paceline: error: stopped by {number}\\n") and 130)
         signal.signal(signal.SIGINT, stop)
@@ -204,20 +204,20 @@ def test_records_are_fetched_as_they_are(tmp_path: Path) -> None:
     expected = records.contents(records.there)
     (records.there.path / "link").symlink_to("/etc/hostname")
     (records.there.path / "launch-0.json").write_text("{}")
-    assert transport.fetch(LocalFleet(), 0, str(records.there.path), records.here)
+    assert folder_transfer.fetch(LocalFleet(), 0, str(records.there.path), records.here)
     assert records.contents(records.here) == expected
 
 
 def test_the_same_folder_is_not_fetched(tmp_path: Path) -> None:
     records = Records(tmp_path)
     before = records.there.identity()
-    assert transport.fetch(LocalFleet(), 0, str(records.there.path), records.there)
+    assert folder_transfer.fetch(LocalFleet(), 0, str(records.there.path), records.there)
     assert records.there.identity() == before
 
 
 def test_a_run_is_sent_to_where_it_is_resumed(tmp_path: Path) -> None:
     records = Records(tmp_path)
-    transport.deliver(LocalFleet(), 0, str(records.here.path), records.there)
+    folder_transfer.deliver(LocalFleet(), 0, str(records.here.path), records.there)
     assert records.contents(records.here) == records.contents(records.there)
 
 
@@ -225,7 +225,7 @@ def test_another_run_is_not_written_over(tmp_path: Path) -> None:
     records = Records(tmp_path)
     other = RunFolder.create(from_mapping({"out": str(tmp_path), "name": "other", "seed": 5}))
     with pytest.raises(UsageError, match=r"^a: .*other there is another run: move it away$"):
-        transport.deliver(LocalFleet(), 0, str(other.path), records.there)
+        folder_transfer.deliver(LocalFleet(), 0, str(other.path), records.there)
     assert other.read_config().seed == 5
 
 

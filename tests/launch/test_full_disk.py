@@ -24,7 +24,7 @@ from launch.commands import (
     wait_until,
 )
 from paceline.errors import RunError
-from paceline.launch import crew
+from paceline.launch import processes
 
 DISK_BYTES = 36 << 10
 
@@ -63,7 +63,7 @@ def test_workers_that_cannot_be_started_for_want_of_space_leave_nothing(
     def write(path: Path, _: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(crew, "write_json", write)
+    monkeypatch.setattr(processes, "write_json", write)
     with pytest.raises(RunError, match=r"run/launch-0\.json: No space left") as raised:
         launch(tmp_path, nproc_per_node=2)
     assert "\n" not in str(raised.value)

@@ -15,11 +15,11 @@ import pytest
 
 from paceline.config import RunConfig, from_mapping
 from paceline.errors import ConfigError, PacelineError, RunError, StoppedError, UsageError
-from paceline.launch.interruptions import Interruptions
-from paceline.launch.outcome import Outcome
 from paceline.launch.ray import cluster, run
-from paceline.launch.ray.claim import TooFewError, Wanted
 from paceline.launch.ray.cluster import HeadLostError, LostError
+from paceline.launch.ray.machines import TooFewError, Wanted
+from paceline.launch.result import Outcome
+from paceline.launch.signals import Interruptions
 from paceline.records import SCHEMA, RunFolder, read_json
 
 

@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 
-from paceline.launch.ray.claim import Wanted, claimed
-from paceline.launch.ray.cluster import HeadLostError, ask_all
-from paceline.launch.ray.head import Head
+from paceline.launch.ray.cluster import Head, HeadLostError, ask_all
+from paceline.launch.ray.machines import Wanted, claimed
 
 
 def test_a_head_that_is_silent_for_a_moment_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.launch.ray.head.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("paceline.launch.ray.cluster.LOOK_SECONDS", 0.01)
     told = iter([None, "no route to host", "timed out", None])
-    monkeypatch.setattr("paceline.launch.ray.head.try_to_connect", lambda _: next(told, None))
+    monkeypatch.setattr("paceline.launch.ray.cluster.try_to_connect", lambda _: next(told, None))
     with contextlib.closing(Head("10.0.0.1:6379")) as head:
         assert head.answers()
 
@@ -43,8 +42,8 @@ def server() -> Iterator[socket.socket]:
 @pytest.fixture
 def head(server: socket.socket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Head]:
     """Lost soon after it falls silent."""
-    monkeypatch.setattr("paceline.launch.ray.head.LOOK_SECONDS", 0.01)
-    monkeypatch.setattr("paceline.launch.ray.head.SILENCE_SECONDS", 0.1)
+    monkeypatch.setattr("paceline.launch.ray.cluster.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("paceline.launch.ray.cluster.SILENCE_SECONDS", 0.1)
     with contextlib.closing(Head(f"127.0.0.1:{server.getsockname()[1]}")) as head:
         yield head
 

@@ -26,7 +26,7 @@ from launch.commands import (
     workers_of,
 )
 from paceline.config import from_mapping
-from paceline.launch import start
+from paceline.launch import launcher
 from paceline.records import Result, RunFolder, read_iteration_seconds
 from paceline.report.run import open_run
 from paceline.report.worlds import World
@@ -43,7 +43,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> R
 
 
 def check_resumed_equals(undisturbed: Result, folder: Path, **changes: Any) -> None:
-    result = start.resume(str(folder), changes, quiet=True).result
+    result = launcher.resume(str(folder), changes, quiet=True).result
     assert result is not None
     assert result["status"] == "finished"
     assert len(result["workers"]) == 2
@@ -106,7 +106,7 @@ def test_another_number_of_workers_goes_on_with_the_same_samples(
     for file in (cut / "checkpoints").glob("*12.*"):
         file.unlink()
     halfway, expected = weights_after(cut), weights_after(whole)
-    result = start.resume(str(cut), {"nproc_per_node": workers}, quiet=True).result
+    result = launcher.resume(str(cut), {"nproc_per_node": workers}, quiet=True).result
     assert result is not None
     assert result["iterations"] == 12
     assert [worker["samples"] for worker in result["workers"]] == [6 * 12 // workers] * workers
@@ -126,7 +126,7 @@ def test_workers_killed_before_their_first_checkpoint_are_started_again(tmp_path
     whole = launch(tmp_path / "whole", **settings).result
     config = from_mapping({**settings, "out": str(tmp_path), "name": "run"})
     folder = RunFolder.create(config)
-    result = start.resume(str(folder.path), {}, quiet=True).result
+    result = launcher.resume(str(folder.path), {}, quiet=True).result
     assert whole is not None
     assert result is not None
     assert result["status"] == "finished"

@@ -16,8 +16,8 @@ import pytest
 
 from launch.commands import ENDLESS, SLOW, free_port, launch, train, wait_until
 from paceline.errors import UsageError
-from paceline.launch import start
-from paceline.launch.parcel import pack
+from paceline.launch import launcher as start
+from paceline.launch.folder_transfer import pack
 from paceline.records import RunFolder, read_lines
 from paceline.training.checkpoint import iterations
 
@@ -100,7 +100,7 @@ def test_records_from_another_machine_do_not_overwrite_a_live_run(tmp_path: Path
     pack(folder.path, packed)
     request = {"folder": str(folder.path), "identity": None}
     given = json.dumps(request).encode() + b"\n" + packed.getvalue()
-    command = [sys.executable, "-m", "paceline.launch.parcel", "take"]
+    command = [sys.executable, "-m", "paceline.launch.folder_transfer", "take"]
     before = folder.identity()
     with folder.locked():
         ended = subprocess.run(command, input=given, capture_output=True, timeout=60, check=False)

@@ -33,7 +33,7 @@ from launch.commands import (
     warm_commands,
     workers_of,
 )
-from paceline.launch import start
+from paceline.launch import launcher
 from paceline.records import Result, read_json
 from paceline.training.checkpoint import iterations, newest_checkpoint
 from warm import Nursery
@@ -121,7 +121,7 @@ def resume_under(strategy: str, run: Path, copy: Path, workers: int) -> Result:
     recorded["config"]["strategy"] = strategy
     (copy / "config.json").write_text(json.dumps(recorded))
     changes = {"nproc_per_node": workers, "checkpoint_every": 12}
-    return finished(start.resume(str(copy), changes, quiet=True).result)
+    return finished(launcher.resume(str(copy), changes, quiet=True).result)
 
 
 @pytest.mark.parametrize("strategy", ["shared", "overlap"])

@@ -11,7 +11,7 @@ import pytest
 from launch.commands import TINY, names_in
 from paceline.config import from_mapping
 from paceline.errors import ConfigError, UsageError
-from paceline.launch import start
+from paceline.launch import launcher
 from paceline.launch.ssh import SSH, Host, SshFleet
 
 
@@ -48,7 +48,7 @@ def test_hosts_are_not_for_workers_that_torchrun_has_started(
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(ConfigError, match="give these without torchrun or srun"):
-        start.train(from_mapping({**TINY, "hosts": "a,b"}))
+        launcher.train(from_mapping({**TINY, "hosts": "a,b"}))
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_a_host_that_cannot_take_part_is_told_in_one_line(
         "name": "run",
     }
     with pytest.raises(UsageError) as raised:
-        start.train(from_mapping(values), quiet=True)
+        launcher.train(from_mapping(values), quiet=True)
     assert str(raised.value) == line
     assert capfd.readouterr() == ("", "")
     assert not (tmp_path / "runs").exists() or not names_in(tmp_path / "runs")

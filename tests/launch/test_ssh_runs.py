@@ -27,7 +27,7 @@ from launch.commands import (
 )
 from paceline.cluster_spec import ClusterSpec
 from paceline.emulation.cluster import EmulatedCluster
-from paceline.launch import start
+from paceline.launch import launcher
 from paceline.launch.ssh import SSH
 from paceline.records import read_json
 
@@ -150,7 +150,7 @@ def test_hosts_train_what_one_machine_trains_and_all_records_come_here(
 
     shutil.rmtree(machines.disks[1] / "run")
     changes = {"hosts": ",".join(machines.hosts[::-1])}
-    result = start.resume(str(folder), changes, quiet=True).result
+    result = launcher.resume(str(folder), changes, quiet=True).result
     assert result is not None
     assert result == read_json(folder / "result.json")
     assert [worker["node"] for worker in result["workers"]] == [0, 1]
@@ -170,7 +170,7 @@ def test_a_killed_worker_on_a_host_ends_all_with_one_cause(
         processes = machines.remote_processes()
         [victim] = [
             process
-            for process in machines.remote_processes("paceline.launch.child")
+            for process in machines.remote_processes("paceline.launch.child_main")
             if process.environ()["RANK"] == "1"
         ]
         victim.kill()

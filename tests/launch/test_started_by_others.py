@@ -11,7 +11,7 @@ import pytest
 from launch.commands import TINY, Command, Ended, flags, free_port, names_in
 from paceline.comm.rank_info import Place
 from paceline.config import from_mapping
-from paceline.launch import member
+from paceline.launch import worker
 from paceline.measure.sampler import ResourceSampler
 
 ONLY = Place(
@@ -70,6 +70,6 @@ def test_what_kept_resources_from_being_sampled_is_a_warning_of_the_result(
     monkeypatch.setattr(ResourceSampler, "start", start)
     config = from_mapping({**TINY, "strategy": "single", "out": str(tmp_path), "name": "run"})
     place = dataclasses.replace(ONLY, master_port=free_port())
-    result = member.run(config, place, None, quiet=True).result
+    result = worker.run(config, place, None, quiet=True).result
     assert result is not None
     assert "resources were not sampled: no processes left" in result["warnings"]

@@ -24,18 +24,16 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.rank_info import ALONE
 from paceline.config import from_mapping
 from paceline.errors import PacelineError, RunError
-from paceline.launch import hand_in, member, nodes
+from paceline.launch import nodes, record_collection, worker
+from paceline.launch.control_channel import NEWS_MARK, NodeEnd, NodeProcess, open_node
 from paceline.launch.elastic import run as elastic
-from paceline.launch.elastic.contact import Contact
-from paceline.launch.elastic.leader import Leader
-from paceline.launch.elastic.rounds import Rounds
-from paceline.launch.interruptions import Interruptions
-from paceline.launch.node_process import NodeEnd, NodeProcess, open_node
+from paceline.launch.elastic.rendezvous import Leader, Rounds
+from paceline.launch.folder_transfer import fetch
 from paceline.launch.nodes import Nodes
+from paceline.launch.record_collection import PART_BYTES
 from paceline.launch.result import assemble
-from paceline.launch.starter import NEWS_MARK
-from paceline.launch.store_files import PART_BYTES
-from paceline.launch.transport import fetch
+from paceline.launch.signals import Interruptions
+from paceline.launch.store_client import Contact
 from paceline.records import RunFolder, read_json
 
 ENDED = {
@@ -155,10 +153,10 @@ def test_a_run_name_from_the_first_worker_is_checked_as_well(
     class Second:
         rank = 1
 
-    monkeypatch.setattr(member, "broadcast_json", lambda *_: "../../up")
-    monkeypatch.setattr(member, "succeed_together", lambda _, action: action())
+    monkeypatch.setattr(worker, "broadcast_json", lambda *_: "../../up")
+    monkeypatch.setattr(worker, "succeed_together", lambda _, action: action())
     with pytest.raises(RunError, match="malformed run name"):
-        member._agree_on_folder(config, None, cast("Communicator", Second()), ExitStack())
+        worker._agree_on_folder(config, None, cast("Communicator", Second()), ExitStack())
     assert not any(tmp_path.iterdir())
 
 
@@ -285,7 +283,7 @@ def test_a_malformed_report_is_not_taken(
     store.set("file/1/report-1.json/0", report)
     with caplog.at_level(logging.WARNING, "paceline"):
         folder = collected(store, tmp_path)
-    assert hand_in.read_reports(folder, 2) == []
+    assert record_collection.read_reports(folder, 2) == []
     assert "report-1.json" in caplog.text
 
 
@@ -295,10 +293,12 @@ def test_workers_hand_in_only_their_own_files(
 ) -> None:
     folder = RunFolder.create(from_mapping({"out": str(tmp_path), "name": "run"}))
     before = folder.config_file.read_bytes()
-    monkeypatch.setattr(hand_in, "broadcast_json", lambda *_: None)
-    monkeypatch.setattr(hand_in, "gather_json", lambda *_: [None, name])
-    monkeypatch.setattr(hand_in, "gather_bytes", lambda _, payload, __: [payload, payload])
-    hand_in._hand_in_files(folder, ALONE, cast("Communicator", None))
+    monkeypatch.setattr(record_collection, "broadcast_json", lambda *_: None)
+    monkeypatch.setattr(record_collection, "gather_json", lambda *_: [None, name])
+    monkeypatch.setattr(
+        record_collection, "gather_bytes", lambda _, payload, __: [payload, payload]
+    )
+    record_collection._hand_in_files(folder, ALONE, cast("Communicator", None))
     assert names_in(folder.path) == {"config.json"}
     assert folder.config_file.read_bytes() == before
 

@@ -17,7 +17,7 @@ import warm
 from launch.commands import HERE
 from paceline.emulation.cluster import EmulatedCluster
 from paceline.emulation.state import VARIABLE
-from paceline.launch.emulated import EmulatedFleet
+from paceline.launch.machines import EmulatedFleet
 from paceline.sources import search_path
 
 NETWORK, INPUT = "WARM_NETWORK", "WARM_INPUT"

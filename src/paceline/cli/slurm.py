@@ -72,14 +72,14 @@ def run(arguments: argparse.Namespace) -> int:
     values = _with_counts(arguments, given_flags(arguments))
     # Refused before torch is loaded, which takes two seconds.
     config = from_mapping(values) if arguments.resume is None else None
-    from paceline.launch import slurm, start
+    from paceline.launch import launcher, slurm
     from paceline.records import RunFolder, default_name
 
     if config is None:
-        folder, config = start.resumable(arguments.resume, values)
-        start.check_names(config)
+        folder, config = launcher.resumable(arguments.resume, values)
+        launcher.check_names(config)
     else:
-        start.check_names(config)
+        launcher.check_names(config)
         folder = RunFolder(Path(config.out) / (config.name or default_name(config)))
         if folder.path.exists():
             raise RecordsError(f"--name: {folder.path} is there already; go on with it by --resume")
@@ -151,8 +151,8 @@ def _words(arguments: argparse.Namespace, folder: RunFolder) -> list[str]:
 
 def _wait(job: Job, folder: RunFolder, before: Result | None) -> int:
     """`before` is the result that a resumed run had already."""
-    from paceline.launch.ending import Ending
     from paceline.launch.slurm import follow
+    from paceline.launch.termination import Ending
 
     try:
         state = follow(job)

@@ -27,16 +27,16 @@ def run(arguments: argparse.Namespace) -> int:
     # Refused before torch is loaded, which takes two seconds.
     config = from_mapping({**_counts(), **values}) if arguments.resume is None else None
     with importing():
-        from paceline.launch import start
+        from paceline.launch import launcher
         from paceline.report.summary import print_summary
         from paceline.training.checkpoint import iterations
         from paceline.training.process import keep_freed_memory
 
     keep_freed_memory()
     if config is None:
-        outcome = start.resume(arguments.resume, values, arguments.quiet)
+        outcome = launcher.resume(arguments.resume, values, arguments.quiet)
     else:
-        outcome = start.train(config, arguments.quiet)
+        outcome = launcher.train(config, arguments.quiet)
     if outcome.result is not None:
         print_summary(outcome.folder, outcome.result)
         if outcome.exit_code:

@@ -24,14 +24,14 @@ from paceline.comm.rank_info import Place
 from paceline.commbench.spec import Plan, check_workers
 from paceline.errors import PacelineError, RunError, StoppedError
 from paceline.launch import environment
-from paceline.launch.ending import earliest, read_failure
-from paceline.launch.interruptions import Interruptions, signal_name
+from paceline.launch.signals import Interruptions, signal_name
 from paceline.launch.spawn import spawn
+from paceline.launch.termination import earliest, read_failure
 from paceline.records import SCHEMA, RunFolder, read_json, write_json
 from paceline.training.display import COLUMNS_VARIABLE
 
 if TYPE_CHECKING:
-    from paceline.launch.fleet import Fleet
+    from paceline.launch.machines import Fleet
 
 QUIET_SECONDS = 10.0
 _CLEAR_LINE = "\r\x1b[2K"
@@ -228,8 +228,8 @@ def measure(plan: Plan, quiet: bool = False) -> dict[str, Any] | None:
     if plan.machines.launcher == "ray":
         return _measure_on_ray(plan, quiet)
     if plan.machines.hosts or plan.machines.cluster:
-        from paceline.launch.away import fleet_of
-        from paceline.launch.interruptions import Interruptions
+        from paceline.launch.remote import fleet_of
+        from paceline.launch.signals import Interruptions
 
         machines = fleet_of(plan.machines, quiet)
         with Interruptions("measuring") as interruptions, machines as fleet:
@@ -250,9 +250,9 @@ def measure_on(
     fleet: Fleet, plan: Plan, quiet: bool, interruptions: Interruptions
 ) -> dict[str, Any]:
     """With workers on every machine of a fleet."""
-    from paceline.launch.away import LOOPBACK
-    from paceline.launch.fleet import Watch, error_of, first_failure
+    from paceline.launch.machines import Watch, error_of, first_failure
     from paceline.launch.node_main import Task
+    from paceline.launch.remote import LOOPBACK
 
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     machines = plan.machines

@@ -7,7 +7,7 @@ import sys
 from paceline.commbench.launch import run_here
 from paceline.commbench.spec import Plan
 from paceline.launch import node_main
-from paceline.launch.starter import tell, telling_errors
+from paceline.launch.control_channel import tell, telling_errors
 
 
 def _measure(task: node_main.Task) -> None:

@@ -26,8 +26,8 @@ from paceline.commbench.record import Limit, Record, link_limit, make_record
 from paceline.commbench.spec import Plan, Way, check_workers, size_text
 from paceline.emulation.state import cluster_account
 from paceline.errors import RunError, UsageError
-from paceline.launch.agreement import succeed_together
-from paceline.launch.member import connection, has_own_gpu
+from paceline.launch.consistency import succeed_together
+from paceline.launch.worker import connection, has_own_gpu
 from paceline.training.device import choose_device, computing
 
 ROW_SECONDS = 0.005

@@ -13,7 +13,7 @@ from paceline.commbench.runner import run
 from paceline.commbench.spec import Plan
 from paceline.errors import PacelineError, in_a_line
 from paceline.launch import environment
-from paceline.launch.ending import Ending, write_failure
+from paceline.launch.termination import Ending, write_failure
 from paceline.records import RunFolder, read_json, write_json
 
 RECORD = "comm.json"

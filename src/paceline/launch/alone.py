@@ -8,8 +8,7 @@ from paceline.comm.in_process import Hub
 from paceline.comm.rank_info import ALONE
 from paceline.config import RunConfig
 from paceline.errors import ConfigError, UsageError
-from paceline.launch.outcome import Outcome
-from paceline.launch.result import write_result
+from paceline.launch.result import Outcome, write_result
 from paceline.measure.phase_clock import PhaseClock
 from paceline.measure.sampler import ResourceSampler
 from paceline.records import RunFolder

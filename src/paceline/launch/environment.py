@@ -1,17 +1,27 @@
-"""Finding out who one is: the variables that torchrun, srun or our own launcher has set.
+"""Ports that nobody listens on.
 
-Creating processes is another matter (launch/team.py); a worker that was created by anything at all
-asks here.
-"""
+Finding out who one is: the variables that torchrun, srun or our own launcher has set.
+
+Creating processes is another matter (launch/node.py); a worker that was created by anything at all
+asks here."""
 
 from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Mapping
 
 from paceline.comm.rank_info import Place
 from paceline.errors import UsageError, shown
+
+
+def free_port(address: str) -> int:
+    """On this machine, for an address of this kind."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def detect(variables: Mapping[str, str] = os.environ) -> Place | None:

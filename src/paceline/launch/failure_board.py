@@ -18,8 +18,8 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch lists nei
 from paceline.comm.rank_info import Place
 from paceline.config import RunConfig
 from paceline.errors import RunError
-from paceline.launch.ending import Ending
 from paceline.launch.messages import MalformedError, decode
+from paceline.launch.termination import Ending
 
 T = TypeVar("T")
 

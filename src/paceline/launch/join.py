@@ -13,8 +13,8 @@ from paceline.comm.rank_info import ALONE, Place
 from paceline.config import RunConfig, from_mapping
 from paceline.errors import UsageError
 from paceline.launch import environment
-from paceline.launch.member import connection
-from paceline.launch.start import check_strategy
+from paceline.launch.launcher import check_strategy
+from paceline.launch.worker import connection
 from paceline.training.device import choose_device
 from paceline.training.session import JoinedTeam
 

@@ -1,6 +1,6 @@
 """What is started on each machine of a run: `python -m paceline.launch.node_main`.
 
-The first line of its input is a `Task`; launch/starter.py tells how it hangs on its starter.
+The first line of its input is a `Task`; launch/control_channel.py tells how it hangs on its starter.
 Loading torch takes seconds, so what can be said before is said before.
 """
 
@@ -20,8 +20,14 @@ from typing import Any, NoReturn
 from paceline import __version__
 from paceline.config import RunConfig, from_mapping
 from paceline.errors import StoppedError, UsageError
-from paceline.launch.interruptions import SIGNALS
-from paceline.launch.starter import COMPLAINT, end_with_starter, read_given, tell, telling_errors
+from paceline.launch.control_channel import (
+    COMPLAINT,
+    end_with_starter,
+    read_given,
+    tell,
+    telling_errors,
+)
+from paceline.launch.signals import SIGNALS
 from paceline.records import RunFolder
 from paceline.training.display import COLUMNS_VARIABLE
 
@@ -72,13 +78,15 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _train(task: Task) -> None:
-    from paceline.launch import start
-    from paceline.launch.ending import Ending
+    from paceline.launch import launcher
+    from paceline.launch.termination import Ending
     from paceline.training.process import keep_freed_memory
 
     keep_freed_memory()
     config = from_mapping(task.config)
-    outcome = start.launch_here(config, _resumed(config) if task.is_resumed else None, task.quiet)
+    outcome = launcher.launch_here(
+        config, _resumed(config) if task.is_resumed else None, task.quiet
+    )
     tell(identity=outcome.folder.identity())
     if outcome.exit_code and outcome.result is not None:
         raise Ending(outcome.result["cause"], outcome.exit_code).error()

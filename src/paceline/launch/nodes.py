@@ -19,12 +19,11 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # torch does 
 from paceline.comm.rendezvous import Meeting, port_of
 from paceline.config import RunConfig
 from paceline.errors import ConfigError, RunError
-from paceline.launch.agreement import differences
-from paceline.launch.ending import Ending, earliest
+from paceline.launch.consistency import differences
 from paceline.launch.failure_board import FailureBoard
-from paceline.launch.hand_in import put_record
 from paceline.launch.messages import MalformedError, check_fields, check_run_name, decode
-from paceline.launch.store_files import receive_files, record_names, send_files
+from paceline.launch.record_collection import put_record, receive_files, record_names, send_files
+from paceline.launch.termination import Ending, earliest
 from paceline.records import RunFolder
 
 T = TypeVar("T")

@@ -1,18 +1,27 @@
-"""The reports of all workers and the samples of all nodes, put together as result.json."""
+"""How a run ended, for whoever started it.
+
+The reports of all workers and the samples of all nodes, put together as result.json."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.comm.communicator import name_ranks
 from paceline.config import RunConfig
 from paceline.emulation.state import cluster_account
 from paceline.errors import RunError
-from paceline.launch.ending import Ending, earliest
+from paceline.launch.termination import Ending, earliest
 from paceline.measure.machine import cores_usable, hardware, software
 from paceline.measure.resources import summarise
 from paceline.records import SCHEMA, Result, RunFolder
 from paceline.training.rank_report import WorkerReport
+
+
+class Outcome(NamedTuple):
+    folder: RunFolder
+    result: Result | None
+    """None in a process that is one worker of several: the first one has the result."""
+    exit_code: int
 
 
 def write_result(

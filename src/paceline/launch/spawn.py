@@ -19,7 +19,7 @@ def spawn(
 
     `role`: worker, server, or a module with a `main` of its own.
     """
-    command = [sys.executable, "-m", "paceline.launch.child", str(os.getpid()), role]
+    command = [sys.executable, "-m", "paceline.launch.child_main", str(os.getpid()), role]
     with output.open("ab") as file:
         return subprocess.Popen(
             [*command, *arguments],

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from paceline import __version__
 from paceline.errors import ConfigError, PacelineError, RunError, UsageError, shown
-from paceline.launch.fleet import describe_end
-from paceline.launch.node_process import NodeEnd, open_node
+from paceline.launch.control_channel import NodeEnd, open_node
+from paceline.launch.machines import describe_end
 
 SSH = "PACELINE_SSH"
 """The ssh command, with options, where it is not just `ssh`."""

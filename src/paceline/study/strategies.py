@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.errors import ConfigError, UsageError
-from paceline.launch.start import check_strategy
+from paceline.launch.launcher import check_strategy
 from paceline.study.located import Problems
 from paceline.study.plan import Plan
 

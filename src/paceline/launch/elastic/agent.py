@@ -22,10 +22,10 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.events.api import Event, EventSource
 
 from paceline.errors import StoppedError, UsageError
-from paceline.launch.crew import GRACE_SECONDS, Crew
-from paceline.launch.elastic.rounds import POLL_SECONDS, Rounds, RunOverError
-from paceline.launch.ending import Ending
-from paceline.launch.interruptions import Interruptions
+from paceline.launch.elastic.rendezvous import POLL_SECONDS, Rounds, RunOverError
+from paceline.launch.processes import GRACE_SECONDS, Crew
+from paceline.launch.signals import Interruptions
+from paceline.launch.termination import Ending
 
 PLANNED_SECONDS = 30.0
 """What workers get to agree on a last iteration and to write a checkpoint, when a node joins."""

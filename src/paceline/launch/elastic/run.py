@@ -16,26 +16,23 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch
 from paceline.comm.rendezvous import Meeting, port_of
 from paceline.config import RunConfig
 from paceline.errors import CheckpointError, ConfigError, PacelineError, RunError, StoppedError
-from paceline.launch.agreement import differences
-from paceline.launch.crew import Crew
+from paceline.launch.consistency import differences
 from paceline.launch.elastic.agent import NodeAgent
-from paceline.launch.elastic.contact import Contact, LostContactError
-from paceline.launch.elastic.leader import Leader
-from paceline.launch.elastic.rounds import POLL_SECONDS, Rounds, RunOverError
-from paceline.launch.ending import Ending
+from paceline.launch.elastic.rendezvous import POLL_SECONDS, Leader, Rounds, RunOverError
 from paceline.launch.failure_board import FailureBoard
-from paceline.launch.hand_in import put_record
-from paceline.launch.interruptions import Interruptions
 from paceline.launch.messages import (
     MalformedError,
     check_fields,
     check_run_name,
     is_file_name,
 )
-from paceline.launch.outcome import Outcome
-from paceline.launch.result import write_result
-from paceline.launch.store_files import parts_of, receive_files, record_names
-from paceline.launch.team import is_refusal
+from paceline.launch.node import is_refusal
+from paceline.launch.processes import Crew
+from paceline.launch.record_collection import parts_of, put_record, receive_files, record_names
+from paceline.launch.result import Outcome, write_result
+from paceline.launch.signals import Interruptions
+from paceline.launch.store_client import Contact, LostContactError
+from paceline.launch.termination import Ending
 from paceline.records import SCHEMA, RunFolder, write_json
 from paceline.training.checkpoint import iterations
 

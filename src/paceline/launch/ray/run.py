@@ -1,7 +1,7 @@
 """A run on a Ray cluster, from attempt to attempt.
 
 What Ray gives are machines, slots and news of what was lost; a run on them is a run on any fleet
-(launch/away.py). When a worker, an actor or a machine is lost, the whole group is started anew, on
+(launch/remote.py). When a worker, an actor or a machine is lost, the whole group is started anew, on
 the machines that there are then, from the newest checkpoint.
 """
 
@@ -17,13 +17,11 @@ from typing import Any
 
 from paceline.config import RunConfig
 from paceline.errors import ConfigError, PacelineError, RunError, StoppedError, UsageError
-from paceline.launch.away import run_on
-from paceline.launch.interruptions import Interruptions
-from paceline.launch.outcome import Outcome
-from paceline.launch.ray.claim import TooFewError, Wanted, has_gpus
-from paceline.launch.ray.cluster import Connection, HeadLostError, LostError, connected
-from paceline.launch.ray.fleet import RayFleet, ray_fleet
-from paceline.launch.ray.head import Head
+from paceline.launch.ray.cluster import Connection, Head, HeadLostError, LostError, connected
+from paceline.launch.ray.machines import RayFleet, TooFewError, Wanted, has_gpus, ray_fleet
+from paceline.launch.remote import run_on
+from paceline.launch.result import Outcome
+from paceline.launch.signals import Interruptions
 from paceline.records import RunFolder
 from paceline.training.checkpoint import iterations
 
@@ -38,7 +36,7 @@ def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
 
 @contextlib.contextmanager
 def machines_for(config: RunConfig, quiet: bool) -> Iterator[tuple[RayFleet, Interruptions]]:
-    """The machines that a config asks for, for any command (launch/fleet.py), for a while.
+    """The machines that a config asks for, for any command (launch/machines.py), for a while.
 
     Signals are noted meanwhile.
     """

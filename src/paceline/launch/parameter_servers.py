@@ -28,8 +28,8 @@ from paceline.comm.rendezvous import Meeting
 from paceline.config import RunConfig, from_mapping
 from paceline.errors import PeerError, in_a_line
 from paceline.launch import environment
-from paceline.launch.ending import Ending, write_failure
 from paceline.launch.spawn import spawn
+from paceline.launch.termination import Ending, write_failure
 from paceline.measure.traffic import Traffic
 from paceline.records import SCHEMA, RunFolder, read_json, write_json
 from paceline.strategies.options import create_strategy

@@ -1,6 +1,6 @@
 """Several workers on this machine, and perhaps others on more machines, each started by its own.
 
-The launcher of each node starts the node's workers (launch/crew.py), watches over them and ends all
+The launcher of each node starts the node's workers (launch/processes.py), watches over them and ends all
 of them when one fails; launch/nodes.py brings it together with the launchers of the other nodes.
 """
 
@@ -11,12 +11,11 @@ from contextlib import ExitStack, contextmanager
 
 from paceline.config import RunConfig
 from paceline.errors import PacelineError, RunError, UsageError
-from paceline.launch.crew import Crew
-from paceline.launch.ending import Ending
-from paceline.launch.interruptions import Interruptions
 from paceline.launch.nodes import Nodes
-from paceline.launch.outcome import Outcome
-from paceline.launch.result import write_result
+from paceline.launch.processes import Crew
+from paceline.launch.result import Outcome, write_result
+from paceline.launch.signals import Interruptions
+from paceline.launch.termination import Ending
 from paceline.records import RunFolder
 from paceline.training.rank_report import WorkerReport
 

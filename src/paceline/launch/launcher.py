@@ -16,9 +16,9 @@ from paceline.errors import (
     UsageError,
     shown,
 )
-from paceline.launch import alone, away, environment, member, team
-from paceline.launch.elastic.refusals import check_elastic
-from paceline.launch.outcome import Outcome
+from paceline.launch import alone, environment, node, remote, worker
+from paceline.launch.result import Outcome
+from paceline.launch.validation import check_elastic
 from paceline.models import MODELS
 from paceline.records import RunFolder
 from paceline.strategies import STRATEGIES
@@ -123,7 +123,7 @@ def _launch(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcom
         from paceline.launch.ray import run as ray
 
         return ray.run(config, resumed, quiet)
-    return away.run(config, resumed, quiet)
+    return remote.run(config, resumed, quiet)
 
 
 def launch_here(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
@@ -154,7 +154,7 @@ def launch_here(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Ou
         error.is_told = place is not None and place.rank > 0
         raise
     if place is not None:
-        return member.run(config, place, resumed, quiet)
+        return worker.run(config, place, resumed, quiet)
     if config.elastic is not None:
         # torch's elastic agent takes a while to load, and few want it.
         from paceline.launch.elastic import run as elastic
@@ -162,7 +162,7 @@ def launch_here(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Ou
         return elastic.run(config, resumed, quiet)
     if config.workers == 1 and not strategy.server_nodes(config.nnodes):
         return alone.run(config, resumed, quiet)
-    return team.run(config, resumed, quiet)
+    return node.run(config, resumed, quiet)
 
 
 def check_names(config: RunConfig) -> Strategy:

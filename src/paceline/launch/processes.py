@@ -15,13 +15,13 @@ from paceline.comm.communicator import name_ranks
 from paceline.comm.rank_info import Place
 from paceline.config import RunConfig
 from paceline.errors import RunError, StoppedError
-from paceline.launch.ending import Ending, earliest, failure_file, read_failure
 from paceline.launch.failure_board import FailureBoard
-from paceline.launch.hand_in import clear_reports, read_reports
-from paceline.launch.interruptions import Interruptions, signal_name
 from paceline.launch.nodes import POLL_SECONDS, Nodes
-from paceline.launch.servers import server_ranks
+from paceline.launch.parameter_servers import server_ranks
+from paceline.launch.record_collection import clear_reports, read_reports
+from paceline.launch.signals import Interruptions, signal_name
 from paceline.launch.spawn import spawn
+from paceline.launch.termination import Ending, earliest, failure_file, read_failure
 from paceline.measure.sampler import ResourceSampler
 from paceline.records import SCHEMA, RunFolder, explain_write_error, write_json
 from paceline.training.rank_report import WorkerReport

@@ -17,17 +17,15 @@ from paceline import __version__, cluster_spec
 from paceline.config import RunConfig
 from paceline.emulation.state import cluster_account
 from paceline.errors import PacelineError, RecordsError, RunError, StoppedError, UsageError
-from paceline.launch.ending import Ending
-from paceline.launch.fleet import Fleet, Watch, error_of, first_failure
-from paceline.launch.hand_in import clear_reports, read_reports
-from paceline.launch.interruptions import Interruptions
+from paceline.launch.control_channel import NodeEnd
+from paceline.launch.folder_transfer import PASSING, deliver, fetch
+from paceline.launch.machines import Fleet, Watch, error_of, first_failure
 from paceline.launch.node_main import Task
-from paceline.launch.node_process import NodeEnd
-from paceline.launch.outcome import Outcome
-from paceline.launch.parcel import PASSING
-from paceline.launch.result import write_result
+from paceline.launch.record_collection import clear_reports, read_reports
+from paceline.launch.result import Outcome, write_result
+from paceline.launch.signals import Interruptions
 from paceline.launch.ssh import SshFleet
-from paceline.launch.transport import deliver, fetch
+from paceline.launch.termination import Ending
 from paceline.records import Result, RunFolder, default_name
 
 LOOPBACK = "127.0.0.1"
@@ -50,7 +48,7 @@ def fleet_of(config: RunConfig, quiet: bool = False) -> Iterator[Fleet]:
         return
     # Only here, since it is of no use to those who have machines.
     from paceline.emulation.cluster import EmulatedCluster
-    from paceline.launch.emulated import EmulatedFleet
+    from paceline.launch.machines import EmulatedFleet
 
     spec = cluster_spec.parse(config.cluster or "")
     with EmulatedCluster.up(spec, quiet=quiet) as cluster:

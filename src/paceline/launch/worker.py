@@ -1,6 +1,6 @@
 """This process is one worker of several: meet the others, train, hand in the records.
 
-Started by launch/crew.py (through launch/child.py), by torchrun, by srun or by hand;
+Started by launch/processes.py (through launch/child_main.py), by torchrun, by srun or by hand;
 launch/environment.py tells which of the workers it is.
 """
 
@@ -26,10 +26,11 @@ from paceline.config import RunConfig, from_mapping
 from paceline.emulation.state import VARIABLE as CLUSTER_VARIABLE
 from paceline.errors import PacelineError, UsageError
 from paceline.launch import environment
-from paceline.launch.agreement import agree_on_config, succeed_together
-from paceline.launch.ending import Ending, write_failure
+from paceline.launch.consistency import agree_on_config, succeed_together
 from paceline.launch.failure_board import post_failure
-from paceline.launch.hand_in import (
+from paceline.launch.messages import check_run_name
+from paceline.launch.parameter_servers import hosted, pairs_with_servers
+from paceline.launch.record_collection import (
     OTHERS_SECONDS,
     clear_reports,
     collect_reports,
@@ -37,11 +38,9 @@ from paceline.launch.hand_in import (
     part_in_peace,
     write_report,
 )
-from paceline.launch.interruptions import Interruptions
-from paceline.launch.messages import check_run_name
-from paceline.launch.outcome import Outcome
-from paceline.launch.result import first_cause, write_result
-from paceline.launch.servers import hosted, pairs_with_servers
+from paceline.launch.result import Outcome, first_cause, write_result
+from paceline.launch.signals import Interruptions
+from paceline.launch.termination import Ending, write_failure
 from paceline.measure.phase_clock import PhaseClock
 from paceline.measure.sampler import ResourceSampler
 from paceline.measure.startup import StartupTimer
@@ -54,7 +53,7 @@ from paceline.training.trainer import Prepared, Team, check_work_is_left, prepar
 
 
 def main(arguments: list[str]) -> int:
-    """A child of launch/crew.py: `CONFIG FOLDER new|resumed quiet|shown`."""
+    """A child of launch/processes.py: `CONFIG FOLDER new|resumed quiet|shown`."""
     clock = PhaseClock()
     clock.startup.begin("rendezvous")
     config = from_mapping(read_json(Path(arguments[0]))["config"])

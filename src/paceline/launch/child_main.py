@@ -1,6 +1,6 @@
-"""What a launcher starts: `python -m paceline.launch.child PARENT worker|server|MODULE ...`.
+"""What a launcher starts: `python -m paceline.launch.child_main PARENT worker|server|MODULE ...`.
 
-The rest is for the `main` of launch/member.py, launch/servers.py or the module.
+The rest is for the `main` of launch/worker.py, launch/parameter_servers.py or the module.
 
 Loading torch takes seconds, in which the launcher may end; so the tie to it is made before that.
 """
@@ -18,7 +18,7 @@ from paceline.launch.lifeline import tie_to
 from paceline.measure.startup import importing
 from paceline.training.process import keep_freed_memory
 
-PROGRAMS = {"worker": "paceline.launch.member", "server": "paceline.launch.servers"}
+PROGRAMS = {"worker": "paceline.launch.worker", "server": "paceline.launch.parameter_servers"}
 
 
 def main(arguments: list[str]) -> NoReturn:

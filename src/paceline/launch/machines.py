@@ -1,13 +1,15 @@
 """Machines that processes can be started on, and a command that runs on all of them.
 
 A fleet starts a process on one of its nodes; launch/ssh.py does so on real machines and
-launch/emulated.py on emulated ones. `Watch` starts one on each, shows what they say and sees that
+launch/machines.py on emulated ones. `Watch` starts one on each, shows what they say and sees that
 they end together; `run_on_all` is that, with one line for what went wrong.
-"""
+
+Machines that are emulated on this one (`--cluster`)."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import selectors
 import subprocess
 import sys
@@ -15,10 +17,11 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Protocol, Self
 
+from paceline.emulation.cluster import EmulatedCluster
 from paceline.errors import ConfigError, PacelineError, RunError, StoppedError, UsageError
-from paceline.launch.interruptions import Interruptions, signal_name
-from paceline.launch.node_process import NodeEnd, NodeProcess
-from paceline.launch.starter import BEAT_SECONDS
+from paceline.launch.control_channel import BEAT_SECONDS, NodeEnd, NodeProcess, open_node
+from paceline.launch.signals import Interruptions, signal_name
+from paceline.sources import search_path
 
 POLL_SECONDS = 0.1
 PATIENCE_SECONDS = 10.0
@@ -204,3 +207,18 @@ class Watch:
                 cause = end.complaint or self._fleet.explain(end)
                 sys.stderr.write(f"paceline: going on without node {end.node}: {cause}\n")
         return True
+
+
+class EmulatedFleet:
+    def __init__(self, cluster: EmulatedCluster) -> None:
+        self._cluster = cluster
+        self.addresses = cluster.addresses
+        self.cluster_file = str(cluster.state.path)
+        self.python = sys.executable
+
+    def start(self, node: int, words: Sequence[str], given: bytes) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "PYTHONPATH": search_path()}
+        return open_node(self._cluster.command(node, words), given, environment)
+
+    def explain(self, end: NodeEnd) -> PacelineError:
+        return RunError(describe_end(end, self.addresses[end.node]))
