@@ -14,8 +14,8 @@ from paceline.errors import RecordsError
 from paceline.records import EventWriter, RunFolder
 from paceline.report.collection import collect
 from paceline.study.folder import Cell, Part, Study, StudyFolder
-from paceline.ui.library import SILENT_SECONDS, Library
 from paceline.ui.live import MOST_POINTS, Follower, thinned
+from paceline.ui.run_index import SILENT_SECONDS, Library
 from report.records import FakeRun, write_asynchronous, write_run
 from time_limits import time_limit
 
@@ -112,7 +112,7 @@ def test_a_file_that_is_renamed_meanwhile_does_not_end_a_run(
     folder = begun(tmp_path, "one")
     real = os.scandir
     listed = nullcontext([*real(folder.path), Renamed()])
-    monkeypatch.setattr("paceline.ui.library.os.scandir", lambda path: listed)
+    monkeypatch.setattr("paceline.ui.run_index.os.scandir", lambda path: listed)
     assert not Follower(folder.path).is_over
 
 

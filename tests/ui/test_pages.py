@@ -17,8 +17,8 @@ from urllib.request import urlopen
 
 import pytest
 
-from paceline.ui.library import Library
-from paceline.ui.serve import names_of
+from paceline.ui.run_index import Library
+from paceline.ui.server import names_of
 from report.records import FakeRun, write_run
 from report.test_study_comparison import write_study
 from ui.serving import served
@@ -195,7 +195,7 @@ def test_the_page_can_be_opened_before_there_is_a_run(
     from paceline.cli import main
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("paceline.ui.serve.serve", lambda folder, *_: Library(folder))
+    monkeypatch.setattr("paceline.ui.server.serve", lambda folder, *_: Library(folder))
     assert main(["ui"]) == 0
 
 

@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
         raise UsageError(f"the page needs {' and '.join(missing)}: pip install 'paceline[ui]'")
-    from paceline.ui.serve import serve
+    from paceline.ui.server import serve
 
     if arguments.folder is None:
         # Where the first run will be, which may be yet to come.
