@@ -15,9 +15,9 @@ from __future__ import annotations
 import argparse
 import os
 
-from paceline.cluster_spec import bits_per_second
 from paceline.commbench.launch import measure
 from paceline.commbench.spec import BUS_FACTORS, LAST_BYTES, make_plan, size_text
+from paceline.config.cluster_spec import bits_per_second
 from paceline.measure.machine import hardware, software
 
 ALGORITHMS = ("library", "ring")

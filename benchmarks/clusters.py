@@ -21,7 +21,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from paceline.cluster_spec import bits_per_second, parse, seconds
+from paceline.config.cluster_spec import bits_per_second, parse, seconds
 from paceline.emulation import calibration
 from paceline.emulation.cluster import EmulatedCluster
 from paceline.measure.machine import hardware

@@ -37,10 +37,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from paceline.cluster_spec import parse
 from paceline.comm.communicator import Communicator
 from paceline.comm.rendezvous import Meeting
 from paceline.comm.torch_distributed import connect
+from paceline.config.cluster_spec import parse
 from paceline.emulation import calibration
 from paceline.emulation.cluster import EmulatedCluster
 from paceline.measure.machine import hardware, software

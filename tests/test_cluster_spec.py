@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.cluster_spec import ClusterSpec, parse
 from paceline.config import from_mapping
+from paceline.config.cluster_spec import ClusterSpec, parse
 from paceline.errors import ConfigError
 
 

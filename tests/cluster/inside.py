@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from paceline.cluster_spec import parse
+from paceline.config.cluster_spec import parse
 from paceline.emulation.cluster import EmulatedCluster
 from paceline.emulation.network import port
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.cluster_spec import parse
+from paceline.config.cluster_spec import parse
 from paceline.emulation.state import Calibration, Measured, State, cluster_account
 
 

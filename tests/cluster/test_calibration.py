@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.inside import small_cluster
-from paceline.cluster_spec import parse
+from paceline.config.cluster_spec import parse
 from paceline.emulation import calibration, network
 from paceline.emulation.state import Calibration, Measured, State, load
 

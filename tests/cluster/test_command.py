@@ -12,7 +12,7 @@ import pytest
 
 from cluster.inside import small_cluster
 from paceline.cli import main
-from paceline.cluster_spec import parse
+from paceline.config.cluster_spec import parse
 from paceline.emulation import processes, state
 from paceline.emulation.cluster import EmulatedCluster
 from paceline.emulation.processes import ProcessId

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster_spec import parse
+from paceline.config.cluster_spec import parse
 from paceline.emulation import cluster, cpu_limits, processes, removal
 from paceline.emulation import state as states
 from paceline.emulation.state import State, load

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from cluster.inside import comes_back_whole, run_inside, small_cluster
-from paceline.cluster_spec import parse
+from paceline.config.cluster_spec import parse
 from paceline.emulation import calibration, latency, network
 from paceline.emulation import latency as compile
 from paceline.emulation.cluster import EmulatedCluster

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster_spec import parse
+from paceline.config.cluster_spec import parse
 from paceline.emulation import cluster as emulated
 from paceline.emulation import cpu_limits, state
 from paceline.emulation.cpu_limits import core_each, words_on

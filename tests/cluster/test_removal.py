@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.root, pytest.mark.iproute]
 OWNER = """
 import sys, time
 from paceline.emulation.cluster import EmulatedCluster
-from paceline.cluster_spec import parse
+from paceline.config.cluster_spec import parse
 cluster = EmulatedCluster.up(parse("nodes=2,cpus=0.5"), sys.argv[1], calibrate=False)
 print(cluster.name, flush=True)
 time.sleep(60)

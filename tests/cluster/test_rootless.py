@@ -28,7 +28,7 @@ ASKED_BITS_PER_SECOND = 20e6
 PROGRAM = f"""
 import json, os, shutil, subprocess
 from paceline.emulation.cluster import EmulatedCluster
-from paceline.cluster_spec import parse
+from paceline.config.cluster_spec import parse
 assert os.geteuid() == 65534
 spec = parse("nodes=2,cpus=0.5,bandwidth={ASKED_BITS_PER_SECOND / 1e6:g}mbit")
 with EmulatedCluster.up(spec, calibrate=False) as cluster:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.config.conversion import option_types
 from paceline.strategies import STRATEGIES
-from paceline.values import option_types
 
 PAGE = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text(encoding="utf-8")
 OPTIONS = PAGE[PAGE.index("## Options") : PAGE.index("## Compare")]

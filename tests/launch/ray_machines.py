@@ -20,7 +20,7 @@ import psutil
 
 from cluster.inside import set_link
 from launch.commands import HERE, TINY, Ended, flags
-from paceline.cluster_spec import parse
+from paceline.config.cluster_spec import parse
 from paceline.emulation.cluster import EmulatedCluster
 from paceline.training.checkpoint import iterations
 

@@ -30,8 +30,8 @@ from launch.commands import (
     wait_until,
 )
 from launch.warm_nodes import WarmFleet
-from paceline.cluster_spec import ClusterSpec
 from paceline.config import from_mapping
+from paceline.config.cluster_spec import ClusterSpec
 from paceline.emulation.cluster import EmulatedCluster
 from paceline.emulation.state import all_paths
 from paceline.launch import launcher, remote

@@ -25,7 +25,7 @@ from launch.commands import (
     train,
     wait_until,
 )
-from paceline.cluster_spec import ClusterSpec
+from paceline.config.cluster_spec import ClusterSpec
 from paceline.emulation.cluster import EmulatedCluster
 from paceline.launch import launcher
 from paceline.launch.ssh import SSH

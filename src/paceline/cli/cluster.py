@@ -7,7 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from paceline.cluster_spec import (
+from paceline.config.cluster_spec import (
     LEAST_CPUS,
     MOST_CPUS,
     MOST_LATENCY_SECONDS,

@@ -65,7 +65,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from paceline.commbench.spec import make_plan
-    from paceline.values import convert
+    from paceline.config.conversion import convert
 
     where = given_flags(arguments)
     if not where.keys() & {"nproc_per_node", "nnodes", "hosts", "cluster"}:

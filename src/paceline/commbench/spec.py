@@ -17,9 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline import cluster_spec
 from paceline.comm import ALGORITHMS
-from paceline.config import RunConfig, from_mapping
+from paceline.config import RunConfig, cluster_spec, from_mapping
 from paceline.errors import ConfigError, UsageError, shown
 
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}

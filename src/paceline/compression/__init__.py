@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from paceline.config.conversion import convert_options, option_types
 from paceline.errors import UserCodeError
 from paceline.registry import Registry
-from paceline.values import convert_options, option_types
 
 if TYPE_CHECKING:
     from paceline.compression.codec import Codec

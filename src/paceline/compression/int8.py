@@ -25,7 +25,7 @@ from paceline.compression.codec import (
     unpack,
 )
 from paceline.compression.error_feedback import ErrorFeedback
-from paceline.values import check_option
+from paceline.config.conversion import check_option
 
 LARGEST_CODE = 127
 

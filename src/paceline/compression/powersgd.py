@@ -29,8 +29,8 @@ from torch.nn.functional import pad
 
 from paceline.compression.codec import Codec, Exchange, Shapes, State, WireBytes, summed
 from paceline.compression.error_feedback import ErrorFeedback, copied
+from paceline.config.conversion import check_option
 from paceline.errors import CheckpointError
-from paceline.values import check_option
 
 
 class PowerSGD(Codec):

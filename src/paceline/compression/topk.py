@@ -22,8 +22,8 @@ from paceline.compression.codec import (
     unpack,
 )
 from paceline.compression.error_feedback import ErrorFeedback
+from paceline.config.conversion import check_option
 from paceline.errors import ConfigError
-from paceline.values import check_option
 
 INDEX_TYPE = torch.int32
 LARGEST_GRADIENT = torch.iinfo(INDEX_TYPE).max

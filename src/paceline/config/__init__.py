@@ -5,10 +5,9 @@ of `RunConfig`, with their documentation, choices and limits. All problems are r
 each with its field and what would do.
 """
 
-from paceline.config.option import GROUPS, Option, flag_of, option_of
-from paceline.config.reading import from_mapping
+from paceline.config.parsing import from_mapping, values_to_type, words_of
 from paceline.config.run_config import Every, RunConfig, fields, type_of
-from paceline.config.words import values_to_type, words_of
+from paceline.config.schema import GROUPS, Option, flag_of, option_of
 
 __all__ = [
     "GROUPS",

@@ -7,17 +7,17 @@ import typing
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from paceline.config.checks import (
+from paceline.config.conversion import LARGEST_INTEGER, Limits
+from paceline.config.schema import (
     HIGHEST_RATE,
     MOST_EPOCHS,
     MOST_MACHINES,
     check_alone,
     check_together,
+    described,
     whole_within,
 )
-from paceline.config.option import described
 from paceline.errors import ConfigError
-from paceline.values import LARGEST_INTEGER, Limits
 
 Every = int | Literal["epoch", "never"]
 """A cadence: a number of iterations, once an epoch, or never."""

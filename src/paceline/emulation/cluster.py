@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from paceline.cluster_spec import ClusterSpec
+from paceline.config.cluster_spec import ClusterSpec
 from paceline.emulation import calibration, cpu_limits, latency, namespaces, network
 from paceline.emulation.guardian import Guardian
 from paceline.emulation.latency import compiler, has_netem

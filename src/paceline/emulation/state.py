@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster_spec import ClusterSpec
+from paceline.config.cluster_spec import ClusterSpec
 from paceline.emulation.namespaces import Namespace
 from paceline.emulation.processes import ProcessId, boot_id, process_space
 from paceline.errors import ClusterError

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from paceline import __version__, cluster_spec
-from paceline.config import RunConfig
+from paceline import __version__
+from paceline.config import RunConfig, cluster_spec
 from paceline.emulation.state import cluster_account
 from paceline.errors import PacelineError, RecordsError, RunError, StoppedError, UsageError
 from paceline.launch.control_channel import NodeEnd

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from paceline.cluster_spec import parse
+from paceline.config.cluster_spec import parse
 from paceline.report.cells import Cell
 from paceline.report.phases import COMPUTING, by_rank
 from paceline.report.run import Run

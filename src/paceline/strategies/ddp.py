@@ -21,6 +21,7 @@ from paceline.comm.background import Background
 from paceline.comm.communicator import Communicator, name_ranks
 from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.config import RunConfig
+from paceline.config.conversion import check_option
 from paceline.errors import ConfigError, PeerError, RunError
 from paceline.measure.timeline import timeline_of
 from paceline.measure.traffic import CountedTransfer
@@ -33,7 +34,6 @@ from paceline.strategies.gradient_averaging import (
 )
 from paceline.strategies.replica import Replica, broadcast_model
 from paceline.strategies.strategy import needs_torch
-from paceline.values import check_option
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ from typing import Any
 from torch import Tensor
 
 from paceline.comm.cost import Cost, Network
+from paceline.config.conversion import check_option
 from paceline.strategies.periodic import IndependentReplicas, spread
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import ModelShape
-from paceline.values import check_option
 
 MOVING_RATE = 0.9
 """Of the centre, for all workers together."""

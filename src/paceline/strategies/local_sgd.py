@@ -14,12 +14,12 @@ from torch import Tensor
 
 from paceline.comm.cost import Cost, Network
 from paceline.config import RunConfig
+from paceline.config.conversion import check_option
 from paceline.strategies.flat_buffer import FlatGradients
 from paceline.strategies.gradient_averaging import KIND
 from paceline.strategies.periodic import IndependentReplicas, optimizer_tensors, spread
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import ModelShape
-from paceline.values import check_option
 
 
 class LocalSgd(IndependentReplicas):

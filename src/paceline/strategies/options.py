@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from paceline.config.conversion import convert_options
 from paceline.errors import PacelineError, UserCodeError, in_a_line
 from paceline.strategies import STRATEGIES
 from paceline.strategies.strategy import Strategy
-from paceline.values import convert_options
 
 
 def create_strategy(name: str, options: Mapping[str, str]) -> Strategy:

@@ -21,12 +21,12 @@ from paceline.comm.background import Background
 from paceline.comm.communicator import Communicator
 from paceline.comm.objects import broadcast_json, gather_json
 from paceline.comm.work import Work
+from paceline.config.conversion import check_option
 from paceline.errors import RunError
 from paceline.measure.timeline import timeline_of
 from paceline.strategies.flat_buffer import FlatGradients
 from paceline.strategies.gradient_averaging import GradientAveraging, Underway, seconds_under_way
 from paceline.strategies.replica import Replica, broadcast_model
-from paceline.values import check_option
 
 MIB = 2**20
 BETWEEN_MACHINES_MIB, WITHIN_MACHINE_MIB = 4.0, 25.0

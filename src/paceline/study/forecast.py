@@ -14,8 +14,8 @@ from time import perf_counter
 import torch
 import torch.nn.functional as F
 
-from paceline.cluster_spec import parse
 from paceline.config import RunConfig
+from paceline.config.cluster_spec import parse
 from paceline.data import DATASETS
 from paceline.data.dataset import SetOutline
 from paceline.measure.machine import cores_usable

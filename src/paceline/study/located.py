@@ -14,8 +14,8 @@ import yaml
 from yaml.constructor import SafeConstructor
 from yaml.reader import ReaderError
 
+from paceline.config.conversion import MOST_DIGITS
 from paceline.errors import ConfigError, UsageError, bare, shown
-from paceline.values import MOST_DIGITS
 
 MOST_VALUES = 20_000
 """In one file: aliases of aliases could make any number of them out of a few lines."""

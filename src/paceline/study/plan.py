@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import RunConfig
+from paceline.config.conversion import LARGEST_INTEGER
 from paceline.errors import bare, nearest, shown
 from paceline.study.document import Document
 from paceline.study.folder import Cell, Part, Study
@@ -19,7 +20,6 @@ from paceline.study.grid import Point, expand, read_axes, slug, text_of
 from paceline.study.located import Node, Problems, read
 from paceline.study.sections import SECTION_NAMES
 from paceline.study.settings import Settings, check_key
-from paceline.values import LARGEST_INTEGER
 
 ORDERS = ("interleaved", "sequential")
 OF_A_GRID = ("grid", "include", "exclude", "context")

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from paceline.cluster_spec import parse
 from paceline.config import RunConfig
+from paceline.config.cluster_spec import parse
 from paceline.errors import ConfigError
 from paceline.measure.machine import cores_usable
 from paceline.training.process import pinned

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from paceline.comm.communicator import Communicator
 from paceline.comm.cost import Cost, Network
 from paceline.config import RunConfig
+from paceline.config.conversion import check_option
 from paceline.errors import ConfigError
 from paceline.strategies.flat_buffer import FlatGradients, FlatWeights
 from paceline.strategies.parameter_server.assignments import Staleness
@@ -41,7 +42,6 @@ from paceline.strategies.parameter_server.protocol import DTYPES, Link
 from paceline.strategies.parameter_server.server import Server
 from paceline.strategies.replica import Replica, broadcast_model
 from paceline.strategies.strategy import MakeOptimizer, ModelShape, Strategy, Terms, Turn
-from paceline.values import check_option
 
 
 class ParameterServer(Strategy):
