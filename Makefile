@@ -24,7 +24,7 @@ format: $(READY)
 	$(BIN)/ruff format
 
 docs: $(READY)  ## the pages that are written from the code
-	$(BIN)/python -m paceline.cli.reference > docs/config.md.new && mv docs/config.md.new docs/config.md
+	$(BIN)/python -m paceline.cli.config_flags > docs/config.md.new && mv docs/config.md.new docs/config.md
 
 pictures: $(READY)  ## those of docs/, of the newest demo and the live page; needs chromium and its driver
 	PYTHONPATH=tests $(BIN)/python -m ui.pictures

@@ -12,7 +12,7 @@ import pytest
 
 import paceline
 from paceline.cli import COMMANDS
-from paceline.cli.reference import config_page
+from paceline.cli.config_flags import config_page
 from paceline.records import PHASES
 
 ROOT = Path(__file__).parent.parent

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import main
-from paceline.cli.flags import add_config_flags, given_flags
+from paceline.cli.config_flags import add_config_flags, given_flags
 from paceline.config import from_mapping
 from paceline.report.build import write_report
 from paceline.report.phases import explain

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from paceline.cli.flags import add_config_flags, given_flags
+from paceline.cli.config_flags import add_config_flags, given_flags
 from paceline.config import from_mapping
 from paceline.errors import RecordsError, UsageError
 from paceline.report.run import open_run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from paceline.cli.flags import add_config_flags, given_flags
+from paceline.cli.config_flags import add_config_flags, given_flags
 from paceline.errors import RecordsError, UsageError, shown
 
 SUMMARY = "measure all-reduce and friends by size, algorithm and communicator"

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.flags import add_config_flags, add_control_flags, given_flags
+from paceline.cli.config_flags import add_config_flags, add_control_flags, given_flags
 from paceline.config import RunConfig, flag_of, from_mapping, words_of
 from paceline.errors import ConfigError, RecordsError, RunError, StoppedError, bare, shown
 

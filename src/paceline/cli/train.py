@@ -6,7 +6,7 @@ import argparse
 import shlex
 import sys
 
-from paceline.cli.flags import add_config_flags, add_control_flags, given_flags
+from paceline.cli.config_flags import add_config_flags, add_control_flags, given_flags
 from paceline.config import from_mapping
 from paceline.errors import StoppedError
 from paceline.launch import environment
