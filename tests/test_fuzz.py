@@ -15,8 +15,8 @@ import pytest
 
 from paceline.cli import main
 from paceline.config import fields, flag_of, option_of, type_of
-from paceline.study.document import KEYS
 from paceline.study.settings import FIELDS
+from paceline.study.study_file import KEYS
 
 SEED = 20240607
 LONGEST_MESSAGE = 2200

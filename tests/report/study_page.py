@@ -27,9 +27,9 @@ from paceline.report.document import (
     Tabs,
     Text,
 )
-from paceline.study import named
+from paceline.study import catalogue
+from paceline.study.cells import load
 from paceline.study.folder import Cell, Study, StudyFolder
-from paceline.study.plan import load
 from report.records import FakeRun, write_run
 
 Plant = Callable[[FakeRun, Cell, RunConfig], None]
@@ -91,7 +91,7 @@ def flat(blocks: Any) -> Iterator[Block]:
 
 def page_of(name: str, out: Path, plant: Plant = lambda run, cell, config: None) -> Page:
     """The report of a study's quick scale with runs as planted."""
-    plan = load(named.find(name), "quick")
+    plan = load(catalogue.find(name), "quick")
     folder = StudyFolder(out / name)
     folder.write(plan.study)
     for number, cell in enumerate(plan.in_running_order()):

@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 
 from paceline.report.sections import SECTIONS, VERDICT, unknown, wanted
-from paceline.study.sections import SECTION_NAMES
+from paceline.study.study_file import SECTION_NAMES
 
 ROOT = Path(__file__).parents[2]
 

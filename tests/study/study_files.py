@@ -9,8 +9,8 @@ from typing import Any
 
 from paceline.config import RunConfig
 from paceline.records import RESULT_KEYS, SCHEMA, RunFolder, write_json
+from paceline.study.cells import Plan, load
 from paceline.study.folder import StudyFolder
-from paceline.study.plan import Plan, load
 
 TINY_BASE = """
     base:

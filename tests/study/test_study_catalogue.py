@@ -6,9 +6,8 @@ import pytest
 
 from paceline.config import from_mapping
 from paceline.report.sections import unknown
-from paceline.study import named
-from paceline.study.plan import Plan, load
-from paceline.study.strategies import check_strategies
+from paceline.study import catalogue
+from paceline.study.cells import Plan, check_strategies, load
 
 REFERENCES = (
     "first-look",
@@ -21,11 +20,11 @@ REFERENCES = (
 
 
 def plan_of(name: str, scale: str) -> Plan:
-    return load(named.find(name), scale)
+    return load(catalogue.find(name), scale)
 
 
 def test_there_is_a_study_for_each_reference_experiment() -> None:
-    assert tuple(named.names()) == REFERENCES
+    assert tuple(catalogue.names()) == REFERENCES
 
 
 @pytest.mark.parametrize("scale", ["quick", "full"])

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigError, UsageError
-from paceline.study import named
-from paceline.study.plan import load
-from paceline.study.strategies import check_strategies
+from paceline.study import catalogue
+from paceline.study.cells import check_strategies, load
 from study.study_files import planned, write_study
 
 
@@ -262,7 +261,7 @@ def test_more_cells_than_anyone_runs_are_refused_at_once(text: str, tmp_path: Pa
 
 def test_an_unknown_study_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(UsageError, match="unknown study 'four-wys': did you mean four-ways"):
-        named.find("four-wys")
+        catalogue.find("four-wys")
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:

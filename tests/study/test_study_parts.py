@@ -21,12 +21,12 @@ from paceline.cli.config_flags import add_config_flags, given_flags
 from paceline.config import from_mapping
 from paceline.errors import RecordsError, UsageError
 from paceline.report.run import open_run
-from paceline.study import estimate, lock, named
-from paceline.study.command import CellProcess, last_words, train_words
-from paceline.study.folder import Cell, Part, Study, StudyFolder, Trouble
-from paceline.study.plan import load
+from paceline.study import catalogue, duration
+from paceline.study import folder as lock
+from paceline.study.cells import load
+from paceline.study.folder import Cell, Part, Study, StudyFolder, Trouble, rows
 from paceline.study.progress import BarDisplay, LineDisplay, choose
-from paceline.study.summary import rows
+from paceline.study.runner import CellProcess, last_words, train_words
 from report.records import FakeRun, write_asynchronous, write_run
 from study.study_files import planned, pretend_run
 
@@ -120,12 +120,12 @@ def test_a_cell_that_outlives_its_runner_keeps_the_folder_until_it_ends(tmp_path
         pass
 
 
-@pytest.mark.parametrize("name", named.names())
+@pytest.mark.parametrize("name", catalogue.names())
 def test_a_cells_command_says_the_cells_settings(name: str) -> None:
     parser = argparse.ArgumentParser()
     add_config_flags(parser)
     parser.add_argument("--quiet", action="store_true")
-    for config in load(named.find(name), "full").configs.values():
+    for config in load(catalogue.find(name), "full").configs.values():
         words = train_words(config)
         assert words[:3] == ["-m", "paceline", "train"]
         assert from_mapping(given_flags(parser.parse_args(words[3:]))) == config
@@ -158,7 +158,7 @@ def test_a_cell_is_asked_to_stop_when_its_runner_is_killed(tmp_path: Path) -> No
 def test_a_cell_that_does_not_stop_when_asked_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.study.command.STOP_SECONDS", 0.2)
+    monkeypatch.setattr("paceline.study.runner.STOP_SECONDS", 0.2)
     deaf = tmp_path / "deaf.py"
     deaf.write_text(
         "import signal, time\n"
@@ -184,16 +184,16 @@ def test_an_errors_line_is_the_last_word(tmp_path: Path) -> None:
 
 def test_an_estimate_comes_from_repeats_then_the_part_then_all() -> None:
     done = [cell("a", elapsed_seconds=10), cell("b", elapsed_seconds=30), cell("c")]
-    assert estimate.seconds_of(cell("a", repeat=2), done) == 10
-    assert estimate.seconds_of(cell("c"), done) == 20
-    assert estimate.seconds_of(cell("d", part="two"), done) == 20
-    assert estimate.seconds_of(cell("a"), [cell("a")]) is None
-    assert estimate.seconds_of_all([cell("a", repeat=2), cell("c")], done) == 30
-    assert estimate.seconds_of_all([cell("a")], []) is None
+    assert duration.seconds_of(cell("a", repeat=2), done) == 10
+    assert duration.seconds_of(cell("c"), done) == 20
+    assert duration.seconds_of(cell("d", part="two"), done) == 20
+    assert duration.seconds_of(cell("a"), [cell("a")]) is None
+    assert duration.seconds_of_all([cell("a", repeat=2), cell("c")], done) == 30
+    assert duration.seconds_of_all([cell("a")], []) is None
 
 
 def test_seconds_read_as_a_clock() -> None:
-    assert [estimate.as_clock(value) for value in (None, 0, 75.4, 3661)] == [
+    assert [duration.as_clock(value) for value in (None, 0, 75.4, 3661)] == [
         "unknown",
         "0:00",
         "1:15",

@@ -19,9 +19,10 @@ from rich.console import Console
 from paceline.cli.config_flags import add_config_flags, given_flags
 from paceline.config import from_mapping
 from paceline.errors import RecordsError, UsageError
-from paceline.study import machine, runner
+from paceline.study import runner
+from paceline.study import runner as machine
+from paceline.study.cells import Plan
 from paceline.study.folder import StudyFolder
-from paceline.study.plan import Plan
 from paceline.study.progress import LineDisplay
 from paceline.study.runner import Outcome, Runner, State, state_of
 from paceline.training.checkpoint import CheckpointStore, newest_checkpoint

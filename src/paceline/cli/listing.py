@@ -11,7 +11,7 @@ from paceline.data import DATASETS
 from paceline.models import MODELS
 from paceline.registry import Entry
 from paceline.strategies import STRATEGIES
-from paceline.study.named import Shipped
+from paceline.study.catalogue import Shipped
 
 SUMMARY = "list what can be picked by name: strategies, algorithms, codecs, models, data, studies"
 

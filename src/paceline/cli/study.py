@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from paceline.study.cells import Plan
     from paceline.study.folder import Study, StudyFolder
-    from paceline.study.plan import Plan
     from paceline.study.runner import Outcome
 
 SUMMARY = "run a grid of runs from a file, what is missing of it, and report"
@@ -77,15 +77,16 @@ def run_study(
     is_dry: bool = False,
 ) -> int:
     """Run what is missing of a study and report; the exit code."""
-    from paceline.study import lock, named, progress
+    from paceline.study import catalogue, progress
+    from paceline.study import folder as lock
+    from paceline.study.cells import load
     from paceline.study.folder import StudyFolder
-    from paceline.study.plan import load
     from paceline.terminal import open_console
 
     # Refused before torch is loaded, which takes two seconds.
-    plan = load(named.find(given), scale, repeats)
+    plan = load(catalogue.find(given), scale, repeats)
+    from paceline.study.cells import check_strategies
     from paceline.study.runner import Runner
-    from paceline.study.strategies import check_strategies
 
     check_strategies(plan)
     suffix = "" if plan.study.scale == "full" else f"-{plan.study.scale}"
@@ -106,15 +107,15 @@ def run_study(
 
 
 def list_studies() -> int:
-    from paceline.study import named
-    from paceline.study.plan import load
+    from paceline.study import catalogue
+    from paceline.study.cells import load
     from paceline.terminal import open_console
 
     table = _table("name", "title", "cells, quick", "cells, full", right=("cells, ",))
-    for name in named.names():
+    for name in catalogue.names():
         counts = []
         for scale in ("quick", "full"):
-            plan = load(named.find(name), scale)
+            plan = load(catalogue.find(name), scale)
             counts.append(str(len(plan.in_running_order())))
         table.add_row(name, plan.study.title, *counts)
     open_console().print(table)
@@ -122,11 +123,11 @@ def list_studies() -> int:
 
 
 def show_study(given: str, scale: str | None) -> int:
-    from paceline.study import named
-    from paceline.study.plan import load
+    from paceline.study import catalogue
+    from paceline.study.cells import load
     from paceline.terminal import open_console
 
-    path = named.find(given)
+    path = catalogue.find(given)
     plan = load(path, scale)
     sys.stdout.write(path.read_text(encoding="utf-8"))
     cells = plan.in_running_order()
@@ -149,8 +150,8 @@ def _report(folder: StudyFolder, console: Console) -> None:
 
 
 def _print_dry_run(console: Console, plan: Plan, folder: StudyFolder, only: str | None) -> None:
-    from paceline.study import estimate, machine
-    from paceline.study.forecast import Forecast
+    from paceline.study import duration, runner
+    from paceline.study.duration import Forecast
     from paceline.study.runner import State, chosen_cells, state_of, with_what_is_known
 
     known = with_what_is_known(plan, folder).cells
@@ -169,18 +170,18 @@ def _print_dry_run(console: Console, plan: Plan, folder: StudyFolder, only: str 
     for cell in chosen_cells(plan, only):
         config = plan.configs[cell.id]
         state = state_of(folder, cell, config)
-        reason = machine.unable(config) if state is not State.DONE else None
+        reason = runner.unable(config) if state is not State.DONE else None
         told, clock = f"skipped: {reason}" if reason else words[state], ""
         if state is not State.DONE and reason is None:
-            seconds = forecast.seconds_of(config) if forecast else estimate.seconds_of(cell, known)
+            seconds = forecast.seconds_of(config) if forecast else duration.seconds_of(cell, known)
             to_run.append(seconds)
-            clock = estimate.as_clock(seconds)
+            clock = duration.as_clock(seconds)
         rows.append((cell.id, cell.label, told, clock))
     _print_by_cell(console, ("cell", "what", "state", "estimate"), rows)
     total = "unknown until one is done"
     guessed = [seconds for seconds in to_run if seconds is not None]
     if len(guessed) == len(to_run):
-        total = estimate.as_clock(sum(guessed))
+        total = duration.as_clock(sum(guessed))
         if forecast and to_run:
             total += ", by a step of each model here; communicating comes on top"
     cells = f"{len(to_run)} cell{'s' * (len(to_run) != 1)}"
@@ -190,7 +191,7 @@ def _print_dry_run(console: Console, plan: Plan, folder: StudyFolder, only: str 
 def _print_cells(console: Console, folder: StudyFolder, study: Study) -> None:
     from paceline.report import units
     from paceline.report.run import open_run
-    from paceline.study.summary import rows
+    from paceline.study.folder import rows
 
     figures = ("accuracy (mean)", "per iteration (mean)")
     table = _table("cell", "status", *figures, right=figures)

@@ -1,4 +1,6 @@
-"""The folder of a study: what the runner writes and reports read.
+"""One runner at a time in a study's folder.
+
+The folder of a study: what the runner writes and reports read.
 
     study.json     the study as it was planned: its parts, its cells in the order of the file
     cells/<run>/   ordinary folders of runs (records.py), for `tensorboard --logdir` too
@@ -10,18 +12,37 @@ study.json holds the fields of `Study`, `Part` and `Cell` below by name, and a s
 cells with the same settings, in different parts, are one run: the later one's `run` is the id of
 the earlier one. `trouble` tells why there is no run, or why it failed; how a run went is in its own
 result.json.
-"""
+
+The cells of a study in a few figures each, repeats together."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import RecordsError
+from paceline.folder_lock import locked
 from paceline.records import SCHEMA, Result, RunFolder, make_folder, read_json, write_json
+
+
+@contextmanager
+def held(folder: StudyFolder) -> Iterator[None]:
+    """Hold the folder's lock; the kernel takes it back when this process ends, however it does.
+
+    A cell that it has started then holds it on, for the moments in which it writes what it has.
+    """
+    try:
+        make_folder(folder.path)
+    except OSError as error:
+        raise RecordsError(f"cannot write to {folder.path}: {error.strerror}") from None
+    with locked(folder.path, "wait for it, or give another --out", is_inherited=True):
+        yield
+
 
 STUDY_FILE = "study.json"
 DONE = ("finished", "diverged")
@@ -187,3 +208,50 @@ def _cell(values: dict[str, Any]) -> Cell:
 
 def _names(values: Sequence[object]) -> tuple[str, ...]:
     return tuple(map(str, values))
+
+
+StepSeconds = Callable[[Path], float | None]
+"""From a run's folder to its step time, as a report defines it; None where none was timed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    part: str
+    label: str
+    status: str
+    accuracies: tuple[float, ...]
+    """Of the finished repeats, at the end."""
+    iteration_seconds: tuple[float, ...]
+    """Of the finished repeats."""
+
+
+def rows(folder: StudyFolder, study: Study, step_seconds: StepSeconds) -> Iterator[Row]:
+    groups: dict[tuple[str, str], list[Cell]] = {}
+    for cell in study.cells:
+        groups.setdefault((cell.part, cell.group), []).append(cell)
+    for (part, _), cells in groups.items():
+        yield _row(folder, part, cells, step_seconds)
+
+
+def _row(folder: StudyFolder, part: str, cells: list[Cell], step_seconds: StepSeconds) -> Row:
+    statuses: Counter[str] = Counter()
+    figures: list[tuple[float | None, float | None]] = []
+    for cell in cells:
+        try:
+            status, result = folder.status(cell), folder.result(cell)
+            if status == "finished" and result is not None:
+                seconds = step_seconds(folder.run_folder(cell).path)
+                figures.append((result["final"].get("test_accuracy"), seconds))
+        except (RecordsError, LookupError, TypeError, AttributeError):
+            # A result can be whole JSON and still hold what no run writes.
+            status = "damaged"
+        statuses[status] += 1
+    words = [status if len(cells) == 1 else f"{count} {status}"
+             for status, count in statuses.items()]  # fmt: skip
+    return Row(
+        part=part,
+        label=cells[0].label,
+        status=", ".join(words),
+        accuracies=tuple(value for value, _ in figures if value is not None),
+        iteration_seconds=tuple(value for _, value in figures if value is not None),
+    )

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import bare, nearest, shown
-from paceline.study.located import Node, Problems
 from paceline.study.settings import FIELDS, as_text, check_key, is_setting
+from paceline.study.yaml_nodes import Node, Problems
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Protocol, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from paceline.study.estimate import as_clock
+from paceline.study.duration import as_clock
 
 
 class Display(Protocol):

@@ -1,33 +1,157 @@
-"""Run the cells of a study that have no result yet, each as a process of its own.
+"""What this machine cannot run, told before a cell is started.
+
+A cell as a command of its own: its words, and a process that can be stopped.
+
+A process for each cell, so that one that crashes, hangs or leaks takes nothing with it.
+
+Run the cells of a study that have no result yet, each as a process of its own.
 
 A cell is done when its folder holds the result of a run with just these settings. One that was
 interrupted goes on from its newest checkpoint; one whose settings changed, or that has no readable
-checkpoint, is run anew, and what was there is kept aside. One that fails stops nobody else.
-"""
+checkpoint, is run anew, and what was there is kept aside. One that fails stops nobody else."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from fnmatch import fnmatchcase
+from functools import cache
 from itertools import count
 from pathlib import Path
 
-from paceline.config import RunConfig
-from paceline.errors import CheckpointError, DamagedCheckpointError, RecordsError, UsageError
+from paceline.config import RunConfig, values_to_type, words_of
+from paceline.data.manifest import OFFICIAL_SETS, data_folder
+from paceline.errors import (
+    CheckpointError,
+    ClusterError,
+    DamagedCheckpointError,
+    RecordsError,
+    UsageError,
+)
 from paceline.records import RunFolder
-from paceline.study import estimate, machine
-from paceline.study.command import CellProcess, last_words, resume_words, train_words
+from paceline.study import duration
+from paceline.study.cells import Plan
 from paceline.study.folder import DONE, Cell, Study, StudyFolder, Trouble
-from paceline.study.plan import Plan
 from paceline.study.progress import Display
 from paceline.training.checkpoint import iterations as checkpointed_iterations
 from paceline.training.checkpoint import newest_checkpoint
+
+
+def unable(config: RunConfig) -> str | None:
+    """Why a run cannot be done here; None: nothing is known to be in its way."""
+    if config.cluster is not None and (reason := _without_clusters()):
+        return f"no emulated cluster: {reason}"
+    if config.device == "cuda" and not _has_gpu():
+        return "no GPU that torch can use"
+    return _missing_data(config)
+
+
+def _missing_data(config: RunConfig) -> str | None:
+    """What other hosts have is theirs to know."""
+    known = OFFICIAL_SETS.get(config.data)
+    folder = data_folder(config.data_dir)
+    if known is None or config.hosts or known.is_in(folder):
+        return None
+    return f"{config.data} is not in {folder}: paceline data fetch {config.data}"
+
+
+@cache
+def _without_clusters() -> str | None:
+    from paceline.emulation import cluster
+
+    try:
+        cluster.check_possible()
+    except ClusterError as error:
+        return str(error)
+    return None
+
+
+@cache
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+STOP_SECONDS = 60.0
+"""What a run gets to write its last checkpoint and its account when it is asked to stop."""
+POLL_SECONDS = 0.2
+
+_TRAIN = ("-m", "paceline", "train", "--quiet")
+"""What Python is given, so that it is the Python and the paceline of this process."""
+
+
+def train_words(config: RunConfig) -> list[str]:
+    """Python's arguments for `paceline train` with this config."""
+    return [*_TRAIN, *words_of(values_to_type(config))]
+
+
+def resume_words(folder: Path) -> list[str]:
+    return [*_TRAIN, "--resume", str(folder)]
+
+
+class CellProcess:
+    """A Python program whose output goes to a file; it does not outlive this process."""
+
+    def __init__(self, words: list[str], log: Path) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        tied = [sys.executable, "-m", "paceline.study.tied", str(os.getpid())]
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [*tied, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # In a group of its own: Ctrl-C reaches this process alone, which passes it on once.
+                start_new_session=True,
+                # The study's lock is the only one that may be inherited.
+                close_fds=False,
+            )
+
+    def wait(self, limit_seconds: float, tick: Callable[[float], None]) -> int | None:
+        """The exit code, or None where the limit passed; `tick` is told the seconds so far."""
+        begin = time.monotonic()
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self._process.wait(POLL_SECONDS)
+            spent = time.monotonic() - begin
+            if spent > limit_seconds:
+                return None
+            tick(spent)
+
+    def stop(self) -> None:
+        """Ask the run to stop, and end it where it does not; nothing of it is left."""
+        try:
+            if self._process.poll() is None:
+                self._process.send_signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(STOP_SECONDS)
+        finally:
+            # The whole group: a second Ctrl-C comes through here as well.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def last_words(log: Path) -> str:
+    """What a command's output gives as the reason of its failure, in a line; may be empty."""
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError:
+        return ""
+    mark = "paceline: error: "
+    told = [line.removeprefix(mark) for line in lines if line.startswith(mark)]
+    said = told or [line.strip() for line in lines if line.strip()][-1:]
+    return said[0][:300] if said else ""
+
 
 WHERE_NOT_WHAT = ("out", "name", "data_dir", "node_rank", "master_addr", "master_port")
 """Settings that say where a run happens and are no reason to run it again."""
@@ -161,15 +285,15 @@ class Runner:
         if state_of(self._folder, cell, config) is State.DONE:
             self._note(cell, trouble=None)
             return True
-        reason = machine.unable(config)
+        reason = unable(config)
         if reason is not None:
             self._note(cell, trouble=Trouble("skipped", reason))
         return reason is not None
 
     def _run_cell(self, cell: Cell, number: int, waiting: list[Cell]) -> None:
         known = self._outcome.study.cells
-        own = estimate.seconds_of(cell, known)
-        others = estimate.seconds_of_all(waiting[number:], known)
+        own = duration.seconds_of(cell, known)
+        others = duration.seconds_of_all(waiting[number:], known)
 
         def left(spent: float) -> float | None:
             return None if others is None or own is None else others + max(0.0, own - spent)
@@ -220,7 +344,7 @@ class Runner:
         finally:
             process.stop()
         if code is None:
-            clock = estimate.as_clock(limit)
+            clock = duration.as_clock(limit)
             return Trouble("failed", f"stopped after its time limit of {clock}"), code
         return self._trouble(cell, code, log), code
 

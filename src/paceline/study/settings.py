@@ -13,7 +13,7 @@ from paceline.data import DATASETS
 from paceline.errors import ConfigError, UnknownNameError, nearest, shown
 from paceline.models import MODELS
 from paceline.strategies import STRATEGIES
-from paceline.study.located import Node, Problems
+from paceline.study.yaml_nodes import Node, Problems
 
 CLUSTER_KEYS = ("nodes", "cpus", "bandwidth", "latency", "slow")
 GIVEN_BY_THE_STUDY = ("out", "name")

@@ -1,4 +1,6 @@
-"""A study file at one scale, checked and expanded into cells, before anything runs."""
+"""Whether each cell's strategy takes its options and its workers; this loads torch.
+
+A study file at one scale, checked and expanded into cells, before anything runs."""
 
 from __future__ import annotations
 
@@ -13,13 +15,29 @@ from typing import Any
 
 from paceline.config import RunConfig
 from paceline.config.conversion import LARGEST_INTEGER
-from paceline.errors import bare, nearest, shown
-from paceline.study.document import Document
+from paceline.errors import ConfigError, UsageError, bare, nearest, shown
+from paceline.launch.launcher import check_strategy
 from paceline.study.folder import Cell, Part, Study
 from paceline.study.grid import Point, expand, read_axes, slug, text_of
-from paceline.study.located import Node, Problems, read
-from paceline.study.sections import SECTION_NAMES
 from paceline.study.settings import Settings, check_key
+from paceline.study.study_file import SECTION_NAMES, Document
+from paceline.study.yaml_nodes import Node, Problems, read
+
+
+def check_strategies(plan: Plan) -> None:
+    """ConfigError with the lines of the study file, before any of its cells has cost an hour."""
+    problems = Problems()
+    for cell in plan.study.cells:
+        if cell.repeat > 1 or cell.run != cell.id:
+            continue
+        try:
+            check_strategy(plan.configs[cell.id])
+        except ConfigError as error:
+            plan.tell(cell, error.problems, problems)
+        except UsageError as error:
+            plan.tell(cell, (str(error),), problems)
+    problems.raise_if_any()
+
 
 ORDERS = ("interleaved", "sequential")
 OF_A_GRID = ("grid", "include", "exclude", "context")

@@ -11,7 +11,7 @@ from pathlib import Path
 from paceline.errors import UnknownNameError, nearest, shown
 from paceline.registry import Entry
 
-CATALOGUE = Path(__file__).parent / "catalogue"
+CATALOGUE = Path(__file__).parent
 
 
 def names() -> list[str]:
@@ -35,7 +35,7 @@ class Shipped:
     """The catalogue as entries with the studies' titles."""
 
     def __iter__(self) -> Iterator[Entry]:
-        from paceline.study.plan import load
+        from paceline.study.cells import load
 
         for name in names():
             path = find(name)

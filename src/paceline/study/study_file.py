@@ -1,8 +1,9 @@
-"""A study file's keys, and what a scale lays over them.
+"""Names of the sections that a report can have, for checking a study file's `report:` list.
+
+A study file's keys, and what a scale lays over them.
 
 Base settings are layers, one over the other; of grids the axes are replaced one by one; any other
-key is replaced whole, and null takes it, an axis or a part away.
-"""
+key is replaced whole, and null takes it, an axis or a part away."""
 
 from __future__ import annotations
 
@@ -10,7 +11,30 @@ import dataclasses
 from collections.abc import Iterator
 
 from paceline.errors import UsageError, nearest, shown
-from paceline.study.located import Node, Problems
+from paceline.study.yaml_nodes import Node, Problems
+
+SECTION_NAMES = (
+    "verdict",
+    "overview",
+    "target",
+    "winners",
+    "curves",
+    "accuracy",
+    "evaluations",
+    "iteration_time",
+    "ranks",
+    "phases",
+    "timeline",
+    "scaling",
+    "batch_size",
+    "checkpoint",
+    "traffic",
+    "bandwidth",
+    "resources",
+    "order",
+    "configuration",
+)
+
 
 SCALES = ("quick", "full")
 _GRID_KEYS = ("base", "grid", "include", "exclude", "report")
