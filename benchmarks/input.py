@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.data.dataset import Split
-from paceline.data.pipeline import InputPath
-from paceline.data.sampling import SampleOrder
+from paceline.data.pipeline import InputPipeline
+from paceline.data.sampling import GlobalBatchSampler
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 PAD = 4
@@ -74,8 +74,8 @@ def normalise(image: Tensor) -> Tensor:
 
 
 def by_input_path(split: Split, batch_size: int) -> Iterator[int]:
-    order = SampleOrder(len(split), batch_size, seed=0)
-    path = InputPath(split, MEAN, STD, order, augment=("crop", "flip"))
+    order = GlobalBatchSampler(len(split), batch_size, seed=0)
+    path = InputPipeline(split, MEAN, STD, order, augment=("crop", "flip"))
     for epoch in range(1_000_000):
         for index in range(order.batches_per_epoch):
             yield len(path.batch(epoch, index)[1])

@@ -19,14 +19,14 @@ from time import perf_counter
 import torch
 from torch.nn import functional as F
 
-from paceline.comm.in_process import Hub
+from paceline.comm.in_process import InProcessGroup
 from paceline.config import RunConfig, from_mapping
 from paceline.data.loading import load_dataset
-from paceline.data.pipeline import InputPath, evaluation_batches
-from paceline.data.sampling import SampleOrder
+from paceline.data.pipeline import InputPipeline, evaluation_batches
+from paceline.data.sampling import GlobalBatchSampler
 from paceline.measure.machine import hardware, software
 from paceline.measure.phase_clock import PhaseClock
-from paceline.measure.tensorboard import ScalarWriter
+from paceline.measure.tensorboard import TensorBoardWriter
 from paceline.models.build import build_model
 from paceline.records import EventWriter
 from paceline.strategies.replica import Replica
@@ -34,7 +34,7 @@ from paceline.strategies.strategy import Single
 from paceline.training.display import SilentDisplay
 from paceline.training.loop import Progress, TrainingLoop
 from paceline.training.optimizer import build_optimizer
-from paceline.training.run_logger import Journal
+from paceline.training.run_logger import RunLogger
 
 CASES = {"lenet": (300, 3.0), "vgg11": (6, 1.0)}
 """Model: iterations in a block, and how many percent more than bare are allowed."""
@@ -82,11 +82,11 @@ def quartiles(values: list[float]) -> str:
     return f"{middle:.2f} ({low:.2f}-{high:.2f})"
 
 
-def build(config: RunConfig) -> tuple[torch.nn.Module, torch.optim.Optimizer, InputPath]:
+def build(config: RunConfig) -> tuple[torch.nn.Module, torch.optim.Optimizer, InputPipeline]:
     data = load_dataset(config)
     model = build_model(config.model, data.sample_shape, data.classes, config.seed)
-    order = SampleOrder(len(data.train), config.global_batch_size, config.seed)
-    inputs = InputPath(data.train, data.mean, data.std, order, augment=(), seed=config.seed)
+    order = GlobalBatchSampler(len(data.train), config.global_batch_size, config.seed)
+    inputs = InputPipeline(data.train, data.mean, data.std, order, augment=(), seed=config.seed)
     return model, build_optimizer(config, model.parameters()), inputs
 
 
@@ -112,9 +112,9 @@ def paceline_block(config: RunConfig, folder: Path) -> Block:
     model, optimizer, inputs = build(config)
     data = load_dataset(config)
     assert config.iterations is not None
-    journal = Journal(
+    journal = RunLogger(
         EventWriter(folder / "events-0.jsonl"),
-        ScalarWriter(folder / "tensorboard"),
+        TensorBoardWriter(folder / "tensorboard"),
         SilentDisplay(),
         config.iterations,
     )
@@ -122,7 +122,7 @@ def paceline_block(config: RunConfig, folder: Path) -> Block:
     def block() -> float:
         clock = PhaseClock()
         scaler = torch.amp.GradScaler("cpu", enabled=False)
-        communicator = Hub(1).communicators[0]
+        communicator = InProcessGroup(1).communicators[0]
         replica = Replica(model, optimizer, clock, model, scaler, communicator)
         strategy = Single()
         strategy.attach(replica)

@@ -38,7 +38,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from paceline.comm.communicator import Communicator
-from paceline.comm.rendezvous import Meeting
+from paceline.comm.rendezvous import Rendezvous
 from paceline.comm.torch_distributed import connect
 from paceline.config.cluster_spec import parse
 from paceline.emulation import calibration
@@ -199,7 +199,7 @@ def work(rank: int, job: Job) -> None:
     inputs = torch.randn(job.batch_per_worker, *SHAPE, generator=generator)
     labels = torch.randint(CLASSES, (job.batch_per_worker,), generator=generator)
     seen: dict[str, list[Update]] = {name: [] for name in STRATEGIES}
-    with connect(Meeting(rank, job.world_size, job.address, PORT)) as communicator:
+    with connect(Rendezvous(rank, job.world_size, job.address, PORT)) as communicator:
         strategies = {name: attach(communicator, name, job) for name in STRATEGIES}
         for strategy in strategies.values():
             for _ in range(FIRST_UPDATES):

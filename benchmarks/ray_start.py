@@ -12,7 +12,7 @@ import statistics
 from time import perf_counter
 
 from paceline.launch.ray.cluster import connected, load
-from paceline.launch.ray.machines import Wanted, ray_fleet
+from paceline.launch.ray.machines import ResourceRequest, ray_fleet
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=2, help="CPUs of each machine")
     parser.add_argument("--repeats", type=int, default=10)
     arguments = parser.parse_args()
-    wanted = Wanted(arguments.machines, arguments.slots, 0)
+    wanted = ResourceRequest(arguments.machines, arguments.slots, 0)
     begun = perf_counter()
     with connected(arguments.slots, print) as connection:
         print(f"Ray {load().__version__}: connected after {perf_counter() - begun:.2f} s")

@@ -34,7 +34,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from paceline.comm.communicator import Communicator
-from paceline.comm.rendezvous import Meeting
+from paceline.comm.rendezvous import Rendezvous
 from paceline.comm.torch_distributed import TorchCommunicator, connect
 from paceline.measure.machine import hardware, software
 from paceline.measure.phase_clock import PhaseClock
@@ -44,8 +44,8 @@ from paceline.strategies import STRATEGIES
 from paceline.strategies.options import create_strategy
 from paceline.strategies.parameter_server.protocol import SERVER, WORKER
 from paceline.strategies.replica import Replica
-from paceline.strategies.strategy import Strategy, Terms
-from paceline.training.coordination import ClockOffset, measure_clock_offset, settle_waits
+from paceline.strategies.strategy import AssignmentRequest, Strategy
+from paceline.training.coordination import ClockOffset, attribute_waits, measure_clock_offset
 
 SHAPE, CLASSES = (3, 32, 32), 10
 MODELS = ("lenet", "mlp", "resnet18", "vgg11")
@@ -53,7 +53,7 @@ REFERENCE = "ddp"
 SECONDS_PER_BLOCK = 0.5
 MODES = {f"server/{mode}": mode for mode in ("sync", "async", "bounded")}
 """Of the parameter server, by the name it has in the table."""
-WITHOUT_END = Terms(first=0, total=2**31, meet_every=0, stop=False)
+WITHOUT_END = AssignmentRequest(first=0, total=2**31, meet_every=0, stop=False)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def chosen(asked: list[str] | None, world: int) -> tuple[str, ...]:
     """Those asked for, or all that can run here; the parameter server in each of its modes."""
     names: list[str] = []
     for name in asked or STRATEGIES.names():
-        most = STRATEGIES.load(name).most_workers
+        most = STRATEGIES.load(name).max_world_size
         if asked or most is None or most >= world:
             names += MODES if name == "parameter_server" else [name]
     return tuple(names)
@@ -192,13 +192,13 @@ def serve(pipe: Connection) -> None:
             rank, world, port, cells = pipe.recv()
         except EOFError:
             return
-        everybody = Meeting(rank, world + 1, "127.0.0.1", port, name="everybody").join()
+        everybody = Rendezvous(rank, world + 1, "127.0.0.1", port, name="everybody").join()
         if rank == world:
             for cell in cells:
                 host_servers(everybody, world, cell)
             pipe.send(None)
             continue
-        own = Meeting(rank, world, "127.0.0.1", port, serves_store=False, name="workers")
+        own = Rendezvous(rank, world, "127.0.0.1", port, serves_store=False, name="workers")
         with connect(own) as communicator:
             for cell in cells:
                 with servers_of(everybody, communicator, cell) as servers:
@@ -275,7 +275,7 @@ def measure(
             )
     for name, strategy in strategies.items():
         replica = strategy.replica
-        settle_waits(communicator, replica.clock, replica.exposed, offset)
+        attribute_waits(communicator, replica.clock, replica.exposed, offset)
         results[name].phases = dict(replica.clock.seconds)
         results[name].hidden_seconds = replica.hidden_exchange_seconds
         strategy.finish()

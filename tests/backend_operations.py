@@ -18,7 +18,7 @@ import paceline.backend  # noqa: F401 - registers it
 from paceline.comm.communicator import Communicator
 from paceline.comm.process_groups import sockets_on
 from paceline.torch_backend import process_group as group
-from paceline.torch_backend.process_group import Seat
+from paceline.torch_backend.process_group import HostInfo
 
 DTYPES = (
     torch.float32,
@@ -44,12 +44,12 @@ def default_group(
     """torch.distributed's default group, on loopback, over the workers of a pool."""
     rank, world_size = communicator.rank, communicator.world_size
     cores = world_size + 1 if way == "spare cores" else world_size
-    seat = replace(Seat.own(), cores=cores)
+    seat = replace(HostInfo.own(), cores=cores)
     if way == "hosts":
         seat = replace(seat, host=f"host {rank % 2}")
     with (
         sockets_on("127.0.0.1"),
-        mock.patch.object(Seat, "own", return_value=seat),
+        mock.patch.object(HostInfo, "own", return_value=seat),
         mock.patch.object(group, "LARGE_BYTES", 1),
     ):
         store = FileStore(str(file), world_size)

@@ -16,7 +16,7 @@ from leaks import no_leaks, no_leaks_of_session, pytest_fixture_setup
 from paceline.emulation.cluster import examine
 from paceline.emulation.namespaces import can_be_root
 from paceline.errors import ClusterError
-from warm import Nursery, warm_spawning
+from warm import PrewarmedStarter, warm_spawning
 
 __all__ = ["no_leaks", "no_leaks_of_session", "pytest_fixture_setup"]
 
@@ -108,14 +108,14 @@ def real_data_dir(pytestconfig: pytest.Config) -> Path:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
+def nursery() -> Iterator[PrewarmedStarter]:
     """For tests that start programs where starting them is not the point."""
-    with Nursery.opened() as opened:
+    with PrewarmedStarter.opened() as opened:
         yield opened
 
 
 @pytest.fixture
-def warm_workers(nursery: Nursery) -> Iterator[None]:
+def warm_workers(nursery: PrewarmedStarter) -> Iterator[None]:
     """Workers and servers that this process launches start warm."""
     with warm_spawning(nursery):
         yield

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
-from paceline.comm.in_process import Hub
+from paceline.comm.in_process import InProcessGroup
 from paceline.strategies.parameter_server.protocol import SERVER, WORKER
 from paceline.strategies.parameter_server.strategy import ParameterServer
 from toy_replicas import MakeOptimizer, replica
@@ -28,7 +28,7 @@ def with_servers(
     count = len(make().server_nodes(1))
     with ExitStack() as stack:
         pairs = [
-            [stack.enter_context(Hub(2)).communicators for _ in range(workers)]
+            [stack.enter_context(InProcessGroup(2)).communicators for _ in range(workers)]
             for _ in range(count)
         ]
         threads = [

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from paceline.strategies.flat_buffer import AlignedMemory
-from paceline.strategies.shared.gradients import AccumulatedGradients
+from paceline.strategies.shared.gradients import InPlaceGradients
 
 
 def forget_none(model: nn.Module) -> None:
@@ -34,9 +34,7 @@ def test_the_sum_is_that_of_all_workers_whatever_became_of_the_views(
     models = [nn.Linear(5, 3), nn.Linear(5, 3)]
     weights = [list(model.parameters()) for model in models]
     memories = [AlignedMemory(weights[0], 1) for _ in models]
-    workers = [
-        AccumulatedGradients(members, memories, place) for place, members in enumerate(weights)
-    ]
+    workers = [InPlaceGradients(members, memories, place) for place, members in enumerate(weights)]
     for place, model in enumerate(models):
         disturb(model)
         model(torch.full((1, 5), place + 1.0)).sum().backward()
@@ -51,7 +49,7 @@ def test_a_weight_without_gradient_counts_as_zero_and_old_sums_are_forgotten() -
     model = nn.Linear(5, 3)
     weights = list(model.parameters())
     memories = [AlignedMemory(weights, 1) for _ in range(2)]
-    worker = AccumulatedGradients(weights, memories, 1)
+    worker = InPlaceGradients(weights, memories, 1)
     model(torch.ones(1, 5)).sum().backward()
     worker.give()
     worker.clear()

@@ -32,7 +32,7 @@ from backend_training import OPTIONS, lose_a_peer_in_training, train_twice
 from paceline.comm.communicator import Communicator
 from paceline.comm.process_groups import sockets_on
 from paceline.errors import PeerError
-from paceline.torch_backend.process_group import PacelineGroup
+from paceline.torch_backend.process_group import PacelineProcessGroup
 from worker_pool import WorkerPool, free_port
 
 ROOT = Path(__file__).parents[1]
@@ -163,7 +163,7 @@ def test_every_operation_that_pytorch_looks_up_in_python_is_overridden() -> None
     assert {"allreduce", "allreduce_coalesced", "recv"} <= looked_up
     # Gloo cannot coalesce, and says so without waiting for anything.
     looked_up -= {"start_coalescing", "end_coalescing"}
-    assert looked_up <= set(vars(PacelineGroup))
+    assert looked_up <= set(vars(PacelineProcessGroup))
 
 
 def receive_before_waiting(communicator: Communicator, file: Path, way: str) -> list[float]:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
-from paceline.strategies.sync_batch_norm import synchronise_batch_norm
+from paceline.strategies.sync_batch_norm import convert_sync_batch_norm
 
 
 class UsedTwice(nn.Module):
@@ -28,7 +28,7 @@ def test_a_layer_that_is_used_twice_normalises_over_all_workers_in_both_places()
     expected = alone(inputs)
 
     def work(communicator: Communicator) -> tuple[Tensor, dict[str, Tensor]]:
-        model = synchronise_batch_norm(UsedTwice(), communicator)
+        model = convert_sync_batch_norm(UsedTwice(), communicator)
         own = model(inputs.chunk(2)[communicator.rank])
         return own.detach(), model.state_dict()
 
@@ -42,7 +42,7 @@ def test_a_model_may_be_nothing_but_the_layer() -> None:
     inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
 
     def work(communicator: Communicator) -> Tensor:
-        model = synchronise_batch_norm(nn.BatchNorm1d(3), communicator)
+        model = convert_sync_batch_norm(nn.BatchNorm1d(3), communicator)
         output: Tensor = model(inputs.chunk(2)[communicator.rank])
         return output.detach()
 
@@ -62,7 +62,7 @@ def test_a_layer_without_affine_weights_may_be_followed_by_an_operation_in_place
         return leaf.grad
 
     def work(communicator: Communicator) -> Tensor:
-        layer = synchronise_batch_norm(nn.BatchNorm1d(3, affine=False).double(), communicator)
+        layer = convert_sync_batch_norm(nn.BatchNorm1d(3, affine=False).double(), communicator)
         return gradient(layer, inputs.chunk(2)[communicator.rank])
 
     expected = gradient(nn.BatchNorm1d(3, affine=False).double(), inputs)

@@ -97,11 +97,11 @@ def test_the_cost_of_a_change_is_positive() -> None:
 def test_a_lap_spans_the_phases_between_its_ends(hand: HandClock) -> None:
     clock = PhaseClock()
     for length in (1, 2):
-        clock.begin_lap("input")
+        clock.begin_step("input")
         hand.now += length
         clock.enter("forward")
         hand.now += 4
-        clock.end_lap("other")
+        clock.end_step("other")
         hand.now += 8
     assert list(clock.lap_seconds) == [5, 6]
 
@@ -110,8 +110,8 @@ def test_a_lap_is_taken_once(hand: HandClock) -> None:
     clock = PhaseClock()
     taken = []
     for length in (1, 2):
-        clock.begin_lap("input")
+        clock.begin_step("input")
         hand.now += length
-        clock.end_lap("other")
+        clock.end_step("other")
         taken.append(clock.take_laps())
     assert taken == [[1], [2]]

@@ -12,7 +12,12 @@ from paceline.comm.communicator import Communicator
 from paceline.config import RunConfig
 from paceline.strategies.options import create_strategy
 from paceline.training import coordination
-from paceline.training.coordination import FIRST_CLOCK_SECONDS, ClockOffset, OffsetSample, Teamwork
+from paceline.training.coordination import (
+    FIRST_CLOCK_SECONDS,
+    ClockOffset,
+    OffsetSample,
+    StepCoordinator,
+)
 
 DRIFT = 20e-6
 AHEAD_SECONDS = 7.0
@@ -44,12 +49,12 @@ def test_drifting_clocks_do_not_turn_communication_into_waiting(
     def work(communicator: Communicator) -> float:
         clocks.rank = communicator.rank
         replica = toy.replica(communicator, toy.sgd())
-        team = Teamwork(RunConfig(), create_strategy("allreduce", {}), replica)
+        team = StepCoordinator(RunConfig(), create_strategy("allreduce", {}), replica)
         for seconds in STEPS:
             clocks.true_seconds += seconds
             began = clocks()
             replica.exposed.note(began, began + 0.5)
-            team.wants_to_stop(1.0, 1, stop=False)
+            team.after_step(1.0, 1, stop=False)
         return replica.clock.seconds["wait"]
 
     # Until the second measurement nothing is known of the drift.

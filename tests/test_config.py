@@ -11,10 +11,10 @@ from paceline.config import (
     RunConfig,
     fields,
     from_mapping,
+    non_default_values,
     option_of,
+    to_argv,
     type_of,
-    values_to_type,
-    words_of,
 )
 from paceline.errors import ConfigError
 
@@ -209,4 +209,4 @@ def test_a_config_cannot_be_changed() -> None:
 def test_the_words_of_a_config_are_those_a_user_types(
     settled: dict[str, object], typed: list[str]
 ) -> None:
-    assert words_of(values_to_type(from_mapping(settled))) == typed
+    assert to_argv(non_default_values(from_mapping(settled))) == typed

@@ -9,22 +9,22 @@ from time import sleep
 import pytest
 
 from paceline.errors import PeerError
-from paceline.strategies.parameter_server.assignments import Deal, Dealer
-from paceline.strategies.strategy import Terms
+from paceline.strategies.parameter_server.assignments import AssignmentQueue, QueuedAssignment
+from paceline.strategies.strategy import AssignmentRequest
 
 
 def terms(
     total: int = 10, first: int = 0, meet_every: int = 0, stop: bool = False, finish: bool = False
-) -> Terms:
-    return Terms(first, total, meet_every, stop, finish)
+) -> AssignmentRequest:
+    return AssignmentRequest(first, total, meet_every, stop, finish)
 
 
-def parts(deals: list[Deal]) -> list[tuple[int, int]]:
+def parts(deals: list[QueuedAssignment]) -> list[tuple[int, int]]:
     return [(deal.turn.iteration, deal.turn.part) for deal in deals]
 
 
 def test_whoever_is_free_gets_the_next_part() -> None:
-    dealer = Dealer(workers=2, staleness=None)
+    dealer = AssignmentQueue(workers=2, staleness=None)
     slow = dealer.claim(0, terms())
     fast = [dealer.claim(1, terms()) for _ in range(4)]
     assert parts([slow, *fast]) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
@@ -32,9 +32,9 @@ def test_whoever_is_free_gets_the_next_part() -> None:
 
 
 def test_all_parts_are_dealt_exactly_once_and_then_it_is_the_end() -> None:
-    dealer = Dealer(workers=3, staleness=1)
+    dealer = AssignmentQueue(workers=3, staleness=1)
 
-    def work(worker: int) -> list[Deal]:
+    def work(worker: int) -> list[QueuedAssignment]:
         deals = []
         while (deal := dealer.claim(worker, terms(total=20))).turn.call == "train":
             deals.append(deal)
@@ -50,7 +50,7 @@ def test_all_parts_are_dealt_exactly_once_and_then_it_is_the_end() -> None:
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_nobody_gets_further_ahead_than_the_bound(staleness: int) -> None:
     """One worker holds the first batch; the other gets what the bound allows, and then waits."""
-    dealer = Dealer(workers=2, staleness=staleness)
+    dealer = AssignmentQueue(workers=2, staleness=staleness)
     dealer.claim(0, terms())
     allowed = [dealer.claim(1, terms()) for _ in range(2 * staleness + 1)]
     assert allowed[-1].ahead == staleness
@@ -63,13 +63,13 @@ def test_nobody_gets_further_ahead_than_the_bound(staleness: int) -> None:
 
 
 def test_a_resumed_run_is_dealt_on_from_its_iteration() -> None:
-    dealer = Dealer(workers=2, staleness=None)
+    dealer = AssignmentQueue(workers=2, staleness=None)
     assert parts([dealer.claim(0, terms(first=7))]) == [(7, 0)]
 
 
 def test_all_meet_before_a_batch_when_one_is_due() -> None:
     """Everyone gets one part of the batch, when the batches before it are done, not sooner."""
-    dealer = Dealer(workers=2, staleness=None)
+    dealer = AssignmentQueue(workers=2, staleness=None)
     everyone_is_here = Barrier(2)
     calls: list[list[tuple[str, int]]] = [[], []]
 
@@ -90,7 +90,7 @@ def test_all_meet_before_a_batch_when_one_is_due() -> None:
 
 
 def test_a_stop_comes_to_all_after_a_whole_batch() -> None:
-    dealer = Dealer(workers=2, staleness=None)
+    dealer = AssignmentQueue(workers=2, staleness=None)
     dealer.claim(0, terms())
     with ThreadPoolExecutor(1) as pool:
         rest = dealer.claim(0, terms(stop=True))
@@ -103,7 +103,12 @@ def test_a_stop_comes_to_all_after_a_whole_batch() -> None:
         assert stopping.result().turn.iteration == 1
 
 
-def check_all_get(dealer: Dealer, first: Terms, last: Terms, expected: tuple[str, int]) -> None:
+def check_all_get(
+    dealer: AssignmentQueue,
+    first: AssignmentRequest,
+    last: AssignmentRequest,
+    expected: tuple[str, int],
+) -> None:
     """Worker 1 asks first and is not answered before worker 0 has asked; both get one answer."""
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(dealer.claim, 1, first)
@@ -113,9 +118,9 @@ def check_all_get(dealer: Dealer, first: Terms, last: Terms, expected: tuple[str
     assert [(turn.call, turn.iteration) for turn in turns] == [expected] * 2
 
 
-def started(parts: int) -> Dealer:
+def started(parts: int) -> AssignmentQueue:
     """Of two workers, which have computed so many parts in turn."""
-    dealer = Dealer(workers=2, staleness=None)
+    dealer = AssignmentQueue(workers=2, staleness=None)
     for number in range(parts):
         dealer.claim(number % 2, terms())
         dealer.done(number % 2)
@@ -123,7 +128,7 @@ def started(parts: int) -> Dealer:
 
 
 def test_a_worker_that_finishes_ends_the_run_once_the_others_are_done() -> None:
-    dealer = Dealer(workers=2, staleness=None)
+    dealer = AssignmentQueue(workers=2, staleness=None)
     assert parts([dealer.claim(0, terms()), dealer.claim(1, terms())]) == [(0, 0), (0, 1)]
     with ThreadPoolExecutor(1) as pool:
         finishing = pool.submit(dealer.claim, 0, terms(finish=True))
@@ -160,7 +165,7 @@ def test_a_batch_that_was_begun_is_not_completed_when_a_worker_finishes() -> Non
 
 
 def test_nobody_waits_for_one_who_is_gone() -> None:
-    dealer = Dealer(workers=2, staleness=0)
+    dealer = AssignmentQueue(workers=2, staleness=0)
     dealer.claim(0, terms())
     dealer.claim(1, terms())
     with ThreadPoolExecutor(1) as pool:

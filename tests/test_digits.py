@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.data import digits
-from paceline.data.dataset import DataRequest, Split
+from paceline.data.dataset import LoadRequest, Split
 from paceline.data.digit_images import FONTS, WIDTH
-from paceline.data.digits import DIGITS, PLAIN_DIGITS, DrawnSet
+from paceline.data.digits import DIGITS, PLAIN_DIGITS, SyntheticDigits
 from paceline.data.storage import Chunk
 from paceline.errors import DataError
 
 EACH_SET = pytest.mark.parametrize("drawing", [DIGITS, PLAIN_DIGITS], ids=lambda each: each.name)
 
 
-def drawn(split: str, samples: int, seed: int = 0, drawing: DrawnSet = DIGITS) -> Split:
+def drawn(split: str, samples: int, seed: int = 0, drawing: SyntheticDigits = DIGITS) -> Split:
     images, labels = zip(*drawing.draw(split, samples, seed), strict=True)
     return Split(
         torch.from_numpy(np.concatenate(images)), torch.from_numpy(np.concatenate(labels)).long()
@@ -39,15 +39,15 @@ def few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digits, "_WORTH_KEEPING_SAMPLES", 0)
 
 
-def request_in(folder: Path, **changes: int) -> DataRequest:
-    return DataRequest(folder=str(folder), train_samples=100, test_samples=50, **changes)
+def request_in(folder: Path, **changes: int) -> LoadRequest:
+    return LoadRequest(folder=str(folder), train_samples=100, test_samples=50, **changes)
 
 
 @pytest.mark.parametrize(("drawing", "shape"), [(DIGITS, (3, 32, 32)), (PLAIN_DIGITS, (1, 28, 28))])
 def test_images_are_bytes_with_digits_as_labels(
-    drawing: DrawnSet, shape: tuple[int, int, int]
+    drawing: SyntheticDigits, shape: tuple[int, int, int]
 ) -> None:
-    dataset = drawing(DataRequest(train_samples=30, test_samples=20))
+    dataset = drawing(LoadRequest(train_samples=30, test_samples=20))
     assert dataset.train.inputs.shape == (30, *shape)
     assert dataset.test.inputs.shape == (20, *shape)
     assert dataset.train.inputs.dtype == torch.uint8
@@ -91,9 +91,9 @@ def test_labels_are_about_evenly_spread() -> None:
 
 
 @EACH_SET
-def test_the_stated_mean_and_deviation_are_those_of_the_images(drawing: DrawnSet) -> None:
+def test_the_stated_mean_and_deviation_are_those_of_the_images(drawing: SyntheticDigits) -> None:
     images = drawn("train", 2000, drawing=drawing).inputs.double() / 255
-    dataset = drawing(DataRequest(train_samples=1, test_samples=1))
+    dataset = drawing(LoadRequest(train_samples=1, test_samples=1))
     torch.testing.assert_close(
         images.mean((0, 2, 3)), torch.tensor(dataset.mean).double(), atol=0.02, rtol=0
     )
@@ -152,13 +152,15 @@ class TestKeptOnDisk:
     def never_drawn(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Only the first chunk may be drawn, as the check of what was found does."""
 
-        draw = DrawnSet.draw
+        draw = SyntheticDigits.draw
 
-        def first_chunk(drawing: DrawnSet, split: str, samples: int, seed: int) -> Iterator[Chunk]:
+        def first_chunk(
+            drawing: SyntheticDigits, split: str, samples: int, seed: int
+        ) -> Iterator[Chunk]:
             yield next(iter(draw(drawing, split, samples, seed)))
             raise AssertionError("drawn although it was kept")
 
-        monkeypatch.setattr(DrawnSet, "draw", first_chunk)
+        monkeypatch.setattr(SyntheticDigits, "draw", first_chunk)
 
     def test_a_kept_set_is_what_was_drawn(self, tmp_path: Path) -> None:
         first = DIGITS(request_in(tmp_path))

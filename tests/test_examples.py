@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.records import read_json
-from warm import Nursery
+from warm import PrewarmedStarter
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -40,7 +40,7 @@ def test_own_loop_learns_the_same_with_one_worker_and_with_two() -> None:
     assert together[1] == pytest.approx(alone[1], rel=1e-3)
 
 
-def train(nursery: Nursery, out: Path, *words: str) -> dict[str, object]:
+def train(nursery: PrewarmedStarter, out: Path, *words: str) -> dict[str, object]:
     common = ["--no-tensorboard", "--quiet", "--threads", "1", "--nproc-per-node", "2"]
     command = ["-m", "paceline", "train", *common, "--out", str(out), "--name", "run", *words]
     process = nursery.start(command, cwd=EXAMPLES, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -49,7 +49,7 @@ def train(nursery: Nursery, out: Path, *words: str) -> dict[str, object]:
     return read_json(out / "run" / "result.json")
 
 
-def test_own_model_learns_own_data(nursery: Nursery, tmp_path: Path) -> None:
+def test_own_model_learns_own_data(nursery: PrewarmedStarter, tmp_path: Path) -> None:
     words = ["--model", "own_model:Wide", "--data", "own_model:rings", "--strategy", "ring"]
     result = train(nursery, tmp_path, *words, "--epochs", "4", "--lr", "0.1")
     final = result["final"]
@@ -58,7 +58,7 @@ def test_own_model_learns_own_data(nursery: Nursery, tmp_path: Path) -> None:
 
 
 def test_own_strategy_averages_as_often_as_its_option_says(
-    nursery: Nursery, tmp_path: Path
+    nursery: PrewarmedStarter, tmp_path: Path
 ) -> None:
     words = ["--model", "own_model:Wide", "--data", "own_model:rings", "--iterations", "8"]
     result = train(

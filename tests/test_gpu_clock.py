@@ -10,7 +10,7 @@ import torch
 
 from paceline.measure import phase_clock as clock_module
 from paceline.measure import phase_clock as gpu_clock_module
-from paceline.measure.phase_clock import GpuPhaseClock, Mark, PhaseClock, clock_of
+from paceline.measure.phase_clock import CudaPhaseClock, Mark, PhaseClock, clock_for
 
 
 class Machine:
@@ -58,7 +58,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def iterate(machine: Machine, clock: PhaseClock) -> None:
     """One second of the program's, eleven of the GPU's."""
-    clock.begin_lap("input")
+    clock.begin_step("input")
     machine.launch(1)
     clock.enter("forward")
     machine.launch(3)
@@ -67,7 +67,7 @@ def iterate(machine: Machine, clock: PhaseClock) -> None:
     clock.enter("update")
     machine.launch(1)
     machine.now += 1
-    clock.end_lap("other")
+    clock.end_step("other")
 
 
 def spent(clock: PhaseClock) -> dict[str, float]:
@@ -75,39 +75,39 @@ def spent(clock: PhaseClock) -> dict[str, float]:
 
 
 def test_a_phase_lasts_as_long_as_the_gpu_takes_for_its_work(machine: Machine) -> None:
-    clock = GpuPhaseClock(PhaseClock(), machine.put_mark)
+    clock = CudaPhaseClock(PhaseClock(), machine.put_mark)
     for _ in range(2):
         iterate(machine, clock)
     assert spent(clock) == {"input": 2, "forward": 6, "backward": 12, "update": 2}
 
 
 def test_laps_last_as_long_as_the_gpu_takes_for_them(machine: Machine) -> None:
-    clock = GpuPhaseClock(PhaseClock(), machine.put_mark)
+    clock = CudaPhaseClock(PhaseClock(), machine.put_mark)
     for _ in range(3):
         iterate(machine, clock)
     assert list(clock.lap_seconds) == [11, 11, 11]
 
 
 def test_a_lap_may_be_under_way_when_times_are_asked_for(machine: Machine) -> None:
-    clock = GpuPhaseClock(PhaseClock(), machine.put_mark)
-    clock.begin_lap("input")
+    clock = CudaPhaseClock(PhaseClock(), machine.put_mark)
+    clock.begin_step("input")
     machine.launch(2)
     clock.enter("forward")
     assert spent(clock) == {"input": 2}
     machine.launch(3)
-    clock.end_lap("other")
+    clock.end_step("other")
     assert list(clock.lap_seconds) == [5]
 
 
 def test_the_program_does_not_wait_at_a_change_of_phase(machine: Machine) -> None:
-    clock = GpuPhaseClock(PhaseClock(), machine.put_mark)
+    clock = CudaPhaseClock(PhaseClock(), machine.put_mark)
     machine.launch(50)
     assert clock.enter("update") == 100
 
 
 @pytest.mark.parametrize("enter", ["exchange", "arrive"])
 def test_an_exchange_and_an_arrival_are_entered_with_the_gpu(machine: Machine, enter: str) -> None:
-    clock = GpuPhaseClock(PhaseClock(), machine.put_mark)
+    clock = CudaPhaseClock(PhaseClock(), machine.put_mark)
     clock.enter("backward")
     machine.launch(50)
     moment = clock.enter("exchange") if enter == "exchange" else clock.arrive("other")
@@ -117,7 +117,7 @@ def test_an_exchange_and_an_arrival_are_entered_with_the_gpu(machine: Machine, e
 def test_time_in_which_the_gpu_has_nothing_to_do_belongs_to_the_program_s_phase(
     machine: Machine,
 ) -> None:
-    clock = GpuPhaseClock(PhaseClock(), machine.put_mark)
+    clock = CudaPhaseClock(PhaseClock(), machine.put_mark)
     clock.enter("checkpoint")
     machine.now += 7
     clock.enter("other")
@@ -127,14 +127,14 @@ def test_time_in_which_the_gpu_has_nothing_to_do_belongs_to_the_program_s_phase(
 def test_phases_add_up_to_the_wall_time_with_what_came_before(machine: Machine) -> None:
     before = PhaseClock()
     machine.now += 5
-    clock = GpuPhaseClock(before, machine.put_mark)
+    clock = CudaPhaseClock(before, machine.put_mark)
     iterate(machine, clock)
     clock.arrive("other")
     assert sum(clock.seconds.values()) == clock.wall_seconds == 16
 
 
 def test_marks_are_used_again(machine: Machine) -> None:
-    clock = GpuPhaseClock(PhaseClock(), machine.put_mark)
+    clock = CudaPhaseClock(PhaseClock(), machine.put_mark)
     for _ in range(100):
         iterate(machine, clock)
         clock.take_laps()
@@ -142,7 +142,7 @@ def test_marks_are_used_again(machine: Machine) -> None:
 
 
 def test_marks_that_nobody_asks_for_do_not_pile_up(machine: Machine) -> None:
-    clock = GpuPhaseClock(PhaseClock(), machine.put_mark)
+    clock = CudaPhaseClock(PhaseClock(), machine.put_mark)
     for _ in range(3 * gpu_clock_module.MARKS_AT_MOST):
         clock.enter("other")
     assert machine.marks <= gpu_clock_module.MARKS_AT_MOST + 1
@@ -150,13 +150,13 @@ def test_marks_that_nobody_asks_for_do_not_pile_up(machine: Machine) -> None:
 
 def test_a_cpu_keeps_the_clock_it_has() -> None:
     clock = PhaseClock()
-    assert clock_of(torch.device("cpu"), clock) is clock
+    assert clock_for(torch.device("cpu"), clock) is clock
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_phases_add_up_to_the_wall_time_on_a_real_gpu() -> None:
-    clock = clock_of(torch.device("cuda"), PhaseClock())
+    clock = clock_for(torch.device("cuda"), PhaseClock())
     matrix = torch.zeros(4096, 4096, device="cuda")
     for phase in ("forward", "backward", "update"):
         clock.enter(phase)

@@ -14,12 +14,12 @@ from paceline.data.image_transforms import (
     CROP_PAD,
     CUTOUT_SIDE,
     Augmenter,
-    Changes,
+    AugmentParams,
     cut_out,
     draw_changes,
 )
-from paceline.data.pipeline import InputPath, evaluation_batches
-from paceline.data.sampling import SampleOrder, share
+from paceline.data.pipeline import InputPipeline, evaluation_batches
+from paceline.data.sampling import GlobalBatchSampler, shard_bounds
 
 MEAN, STD = (0.1, 0.5, 0.7), (0.2, 0.25, 0.4)
 ALL_KINDS = ("crop", "flip", "cutout")
@@ -39,17 +39,17 @@ def plain(images: Tensor) -> Tensor:
     return (images / 255 - mean) / std
 
 
-def path_over(split: Split, batch_size: int = 16, **options: object) -> InputPath:
-    order = SampleOrder(len(split), batch_size, seed=4)
-    return InputPath(split, MEAN, STD, order, **options)  # type: ignore[arg-type]
+def path_over(split: Split, batch_size: int = 16, **options: object) -> InputPipeline:
+    order = GlobalBatchSampler(len(split), batch_size, seed=4)
+    return InputPipeline(split, MEAN, STD, order, **options)  # type: ignore[arg-type]
 
 
-def changes_to(images: Tensor, epoch: int = 0) -> Changes:
+def changes_to(images: Tensor, epoch: int = 0) -> AugmentParams:
     samples, _, height, width = images.shape
     return draw_changes(1, epoch, samples, height, width)
 
 
-def augmented(augmenter: Augmenter, images: Tensor, changes: Changes | None = None) -> Tensor:
+def augmented(augmenter: Augmenter, images: Tensor, changes: AugmentParams | None = None) -> Tensor:
     changes = changes or changes_to(images)
     return augmenter.gather(images, torch.arange(len(images)), changes).clone()
 
@@ -66,27 +66,30 @@ def test_a_batch_is_the_plain_normalisation_of_its_samples() -> None:
 
 def test_images_without_statistics_are_scaled_to_between_0_and_1() -> None:
     split = image_split()
-    path = InputPath(split, (), (), SampleOrder(50, 16, seed=4))
+    path = InputPipeline(split, (), (), GlobalBatchSampler(50, 16, seed=4))
     expected = split.inputs[path.order.batch(0, 0)] / 255
     torch.testing.assert_close(path.batch(0, 0)[0], expected)
 
 
 def test_one_statistic_serves_all_channels() -> None:
     split = image_split()
-    path = InputPath(split, (0.5,), (0.25,), SampleOrder(50, 16, seed=4))
+    path = InputPipeline(split, (0.5,), (0.25,), GlobalBatchSampler(50, 16, seed=4))
     expected = (split.inputs[path.order.batch(0, 0)] / 255 - 0.5) / 0.25
     torch.testing.assert_close(path.batch(0, 0)[0], expected)
 
 
 def test_floats_pass_unnormalised() -> None:
     split = Split(torch.randn(20, 7), torch.arange(20))
-    path = InputPath(split, (), (), SampleOrder(20, 8, seed=0))
+    path = InputPipeline(split, (), (), GlobalBatchSampler(20, 8, seed=0))
     assert torch.equal(path.batch(0, 1)[0], split.inputs[path.order.batch(0, 1)])
 
 
 def test_doubles_become_the_type_that_models_take() -> None:
     split = Split(torch.randn(20, 7, dtype=torch.float64), torch.arange(20))
-    assert InputPath(split, (), (), SampleOrder(20, 8, 0)).batch(0, 0)[0].dtype == torch.float32
+    assert (
+        InputPipeline(split, (), (), GlobalBatchSampler(20, 8, 0)).batch(0, 0)[0].dtype
+        == torch.float32
+    )
 
 
 def test_labels_of_any_whole_type_become_int64() -> None:
@@ -131,7 +134,7 @@ def test_shares_of_a_batch_are_changed_as_the_whole_is(
     for index in range(alone.order.batches_per_epoch):
         whole, labels = alone.batch(3, index)
         parts = [
-            worker.batch(3, index, share(len(labels), weights, rank))
+            worker.batch(3, index, shard_bounds(len(labels), weights, rank))
             for rank, worker in enumerate(workers)
         ]
         torch.testing.assert_close(torch.cat([part[0] for part in parts]), whole)

@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.records import EventWriter, read_iteration_seconds
 from paceline.training import run_logger as journal_module
 from paceline.training.display import open_display
-from paceline.training.run_logger import Journal
+from paceline.training.run_logger import RunLogger
 
 
 @pytest.fixture
@@ -20,15 +20,15 @@ def events(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def journal(events: Path) -> Journal:
-    return Journal(EventWriter(events), None, open_display(quiet=True), 10)
+def journal(events: Path) -> RunLogger:
+    return RunLogger(EventWriter(events), None, open_display(quiet=True), 10)
 
 
-def note(journal: Journal, index: int) -> None:
+def note(journal: RunLogger, index: int) -> None:
     journal.iteration(index, torch.tensor(2.0), 4, rate=0.1, now=0.0)
 
 
-def test_each_iteration_is_written_with_its_own_time(journal: Journal, events: Path) -> None:
+def test_each_iteration_is_written_with_its_own_time(journal: RunLogger, events: Path) -> None:
     laps = [[0.25, 0.5], [1.0]]
     journal.take_iteration_seconds = lambda: laps.pop(0)
     note(journal, 0)
@@ -54,7 +54,7 @@ class Noted:
 
 def test_scalars_have_step_time_and_phase_shares_of_each_block(events: Path) -> None:
     noted = Noted()
-    journal = Journal(EventWriter(events), noted, open_display(quiet=True), 10)  # type: ignore[arg-type]
+    journal = RunLogger(EventWriter(events), noted, open_display(quiet=True), 10)  # type: ignore[arg-type]
     laps = [[0.25, 0.75], [2.0]]
     phases = [
         {"forward": 0.0, "wait": 0.0, "other": 40.0},
@@ -78,7 +78,7 @@ def test_scalars_have_step_time_and_phase_shares_of_each_block(events: Path) -> 
 
 
 def test_waiting_for_the_gpu_to_give_the_losses_is_no_cost_of_measuring(
-    journal: Journal, monkeypatch: pytest.MonkeyPatch
+    journal: RunLogger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
     stack = torch.stack

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.config import RunConfig
-from paceline.data.loading import load_dataset, load_own
+from paceline.data.loading import load_custom, load_dataset
 from paceline.errors import ConfigError, DataError, UnknownNameError, UserCodeError
 
 
@@ -25,7 +25,7 @@ def returning(train_x: Any, train_y: Any, test_x: Any = None, test_y: Any = None
 
 
 def test_a_users_images_are_taken_and_normalised_by_their_own_statistics() -> None:
-    dataset = load_own("mine:data", returning(images(), torch.tensor([0, 1, 2, 0, 1, 2])))
+    dataset = load_custom("mine:data", returning(images(), torch.tensor([0, 1, 2, 0, 1, 2])))
     scaled = images().double() / 255
     assert dataset.classes == 3
     assert dataset.sample_shape == (3, 4, 4)
@@ -35,17 +35,17 @@ def test_a_users_images_are_taken_and_normalised_by_their_own_statistics() -> No
 
 def test_images_of_one_value_get_a_deviation_to_divide_by() -> None:
     grey = torch.full((2, 1, 4, 4), 9, dtype=torch.uint8)
-    assert load_own("mine:data", returning(grey, torch.tensor([0, 1]))).std == (1.0,)
+    assert load_custom("mine:data", returning(grey, torch.tensor([0, 1]))).std == (1.0,)
 
 
 def test_a_users_floats_are_not_normalised() -> None:
-    dataset = load_own("mine:data", returning(torch.randn(4, 7), torch.tensor([0, 1, 1, 0])))
+    dataset = load_custom("mine:data", returning(torch.randn(4, 7), torch.tensor([0, 1, 1, 0])))
     assert dataset.mean == dataset.std == ()
 
 
 def test_classes_are_counted_over_both_splits() -> None:
     few, more = torch.tensor([0, 1]), torch.tensor([0, 4])
-    dataset = load_own("mine:data", returning(torch.ones(2, 3), few, torch.ones(2, 3), more))
+    dataset = load_custom("mine:data", returning(torch.ones(2, 3), few, torch.ones(2, 3), more))
     assert dataset.classes == 5
 
 
@@ -80,7 +80,7 @@ FAULTS: dict[str, tuple[Callable[[], object], str]] = {
 def test_a_fault_in_a_users_data_is_one_line_that_names_it(fault: str) -> None:
     function, explanation = FAULTS[fault]
     with pytest.raises(DataError) as caught:
-        load_own("mine:data", function)
+        load_custom("mine:data", function)
     assert explanation in str(caught.value)
     assert str(caught.value).startswith("data 'mine:data': ")
     assert "\n" not in str(caught.value)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from paceline.data.sampling import SampleOrder, mix, share
+from paceline.data.sampling import GlobalBatchSampler, derive_seed, shard_bounds
 
 
 def cases() -> Iterator[tuple[int, int, list[float]]]:
@@ -26,13 +26,13 @@ def cases() -> Iterator[tuple[int, int, list[float]]]:
         yield samples, dice.randint(1, samples), weights
 
 
-def collect(order: SampleOrder, epoch: int, weights: list[float]) -> list[list[int]]:
+def collect(order: GlobalBatchSampler, epoch: int, weights: list[float]) -> list[list[int]]:
     """What each rank is given over an epoch."""
     given: list[list[int]] = [[] for _ in weights]
     for index in range(order.batches_per_epoch):
         batch = order.batch(epoch, index)
         for rank, samples in enumerate(given):
-            samples += batch[share(len(batch), weights, rank)].tolist()
+            samples += batch[shard_bounds(len(batch), weights, rank)].tolist()
     return given
 
 
@@ -40,7 +40,7 @@ def collect(order: SampleOrder, epoch: int, weights: list[float]) -> list[list[i
 def test_ranks_together_see_each_sample_once_an_epoch(
     samples: int, batch_size: int, weights: list[float]
 ) -> None:
-    order = SampleOrder(samples, batch_size, seed=3)
+    order = GlobalBatchSampler(samples, batch_size, seed=3)
     for epoch in (0, 1, 7):
         seen = [sample for rank in collect(order, epoch, weights) for sample in rank]
         assert sorted(seen) == list(range(samples))
@@ -50,10 +50,10 @@ def test_ranks_together_see_each_sample_once_an_epoch(
 def test_shares_put_together_are_the_global_batch(
     samples: int, batch_size: int, weights: list[float]
 ) -> None:
-    order = SampleOrder(samples, batch_size, seed=3)
+    order = GlobalBatchSampler(samples, batch_size, seed=3)
     for index in range(order.batches_per_epoch):
         batch = order.batch(2, index)
-        parts = [batch[share(len(batch), weights, rank)] for rank in range(len(weights))]
+        parts = [batch[shard_bounds(len(batch), weights, rank)] for rank in range(len(weights))]
         assert torch.equal(torch.cat(parts), batch)
 
 
@@ -62,29 +62,29 @@ def test_equal_weights_give_shares_that_differ_by_one_at_most() -> None:
         for workers in range(1, 18):
             sizes = [
                 part.stop - part.start
-                for part in (share(count, [1.0] * workers, rank) for rank in range(workers))
+                for part in (shard_bounds(count, [1.0] * workers, rank) for rank in range(workers))
             ]
             assert max(sizes) - min(sizes) <= 1
 
 
 def test_a_share_is_in_proportion_to_its_weight() -> None:
-    sizes = [share(600, [1, 2, 3], rank) for rank in range(3)]
+    sizes = [shard_bounds(600, [1, 2, 3], rank) for rank in range(3)]
     assert sizes == [slice(0, 100), slice(100, 300), slice(300, 600)]
 
 
 def test_the_last_batch_holds_what_is_left() -> None:
-    order = SampleOrder(samples=10, batch_size=4, seed=0)
+    order = GlobalBatchSampler(samples=10, batch_size=4, seed=0)
     assert [len(order.batch(0, index)) for index in range(order.batches_per_epoch)] == [4, 4, 2]
 
 
 def test_a_run_continued_mid_epoch_sees_the_batches_it_would_have_seen() -> None:
-    uninterrupted = SampleOrder(samples=50, batch_size=8, seed=1)
+    uninterrupted = GlobalBatchSampler(samples=50, batch_size=8, seed=1)
     every = [
         uninterrupted.batch(*divmod(iteration, uninterrupted.batches_per_epoch))
         for iteration in range(20)
     ]
     for stop in range(20):
-        resumed = SampleOrder(samples=50, batch_size=8, seed=1)
+        resumed = GlobalBatchSampler(samples=50, batch_size=8, seed=1)
         for iteration in range(stop, 20):
             epoch, index = divmod(iteration, resumed.batches_per_epoch)
             assert torch.equal(resumed.batch(epoch, index), every[iteration])
@@ -92,7 +92,7 @@ def test_a_run_continued_mid_epoch_sees_the_batches_it_would_have_seen() -> None
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     orders = {
-        tuple(SampleOrder(30, 8, seed).permutation(epoch).tolist())
+        tuple(GlobalBatchSampler(30, 8, seed).permutation(epoch).tolist())
         for seed in range(5)
         for epoch in range(5)
     }
@@ -100,10 +100,10 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 
 
 def test_forgetting_the_epoch_composes_every_epoch_of_the_same_batches() -> None:
-    forgetful = SampleOrder(samples=40, batch_size=8, seed=2, reshuffle=False)
-    careful = SampleOrder(samples=40, batch_size=8, seed=2)
+    forgetful = GlobalBatchSampler(samples=40, batch_size=8, seed=2, reshuffle=False)
+    careful = GlobalBatchSampler(samples=40, batch_size=8, seed=2)
 
-    def composition(order: SampleOrder, epoch: int) -> list[frozenset[int]]:
+    def composition(order: GlobalBatchSampler, epoch: int) -> list[frozenset[int]]:
         return [frozenset(order.batch(epoch, index).tolist()) for index in range(5)]
 
     for epoch in range(1, 6):
@@ -112,24 +112,26 @@ def test_forgetting_the_epoch_composes_every_epoch_of_the_same_batches() -> None
 
 
 def test_without_reshuffling_the_first_epoch_is_as_with_it() -> None:
-    forgetful = SampleOrder(samples=40, batch_size=8, seed=2, reshuffle=False)
-    assert torch.equal(forgetful.permutation(3), SampleOrder(40, 8, 2).permutation(0))
+    forgetful = GlobalBatchSampler(samples=40, batch_size=8, seed=2, reshuffle=False)
+    assert torch.equal(forgetful.permutation(3), GlobalBatchSampler(40, 8, 2).permutation(0))
 
 
 def test_mixed_seeds_do_not_collide() -> None:
     near = range(12)
-    numbers = {mix(a, b, c) for a in near for b in near for c in near}
-    numbers |= {mix(a, b) for a in near for b in near} | {mix(a) for a in near}
+    numbers = {derive_seed(a, b, c) for a in near for b in near for c in near}
+    numbers |= {derive_seed(a, b) for a in near for b in near} | {derive_seed(a) for a in near}
     assert len(numbers) == 12**3 + 12**2 + 12
 
 
 def test_mixed_seeds_are_ones_that_torch_takes() -> None:
     for number in (0, 1, 2**31, 2**63 - 1):
-        mixed = mix(number, number)
+        mixed = derive_seed(number, number)
         assert 0 <= mixed < 2**63
         torch.Generator().manual_seed(mixed)
 
 
 def test_neighbouring_seeds_differ_in_about_half_their_bits() -> None:
-    differing = [(mix(seed, 0) ^ mix(seed + 1, 0)).bit_count() for seed in range(500)]
+    differing = [
+        (derive_seed(seed, 0) ^ derive_seed(seed + 1, 0)).bit_count() for seed in range(500)
+    ]
     assert 28 < sum(differing) / len(differing) < 35

@@ -15,11 +15,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch d
 import odd_weights as odd
 import toy_replicas as toy
 from paceline.comm import process_groups
-from paceline.comm.communicator import Communicator, Operation
+from paceline.comm.communicator import Communicator, OperationContext
 from paceline.comm.process_groups import NcclWork
 from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.measure import timeline as timeline_module
-from paceline.measure.phase_clock import clock_of
+from paceline.measure.phase_clock import clock_for
 from paceline.measure.timeline import GpuTimeline, Moment, Timeline, timeline_of
 from paceline.strategies.ddp import Ddp
 from paceline.strategies.gradient_averaging import seconds_under_way
@@ -109,7 +109,7 @@ class EnqueuedHandle:
 def test_a_collective_of_nccl_is_complete_when_the_gpu_has_done_it() -> None:
     """And neither when it was submitted nor when somebody waits for it."""
     moments: list[float] = []
-    operation = Operation(0, "all_reduce with", (1,))
+    operation = OperationContext(0, "all_reduce with", (1,))
     work = NcclWork(EnqueuedHandle([]), operation, 5.0, ScriptedTimeline([17.0]))
     work.when_complete(moments.append)
     work.when_complete(moments.append)
@@ -223,13 +223,13 @@ class AloneAsTwo(TorchCommunicator):
         gpu = device if device.type == "cuda" else None
         alone = cls(HashStore(), 0, 1, address="127.0.0.1", gpu=gpu, timeout_seconds=30.0)
         alone.process_group()
-        alone.world_size, alone.known_as = 2, range(2)
+        alone.world_size, alone.global_ranks = 2, range(2)
         return alone
 
     def fork(self) -> Self:
         gpu = self.gpu
         other = type(self)(HashStore(), 0, 1, address="127.0.0.1", gpu=gpu, timeout_seconds=30.0)
-        other.world_size, other.known_as = 2, range(2)
+        other.world_size, other.global_ranks = 2, range(2)
         return other
 
     def close(self) -> None:
@@ -240,7 +240,7 @@ class AloneAsTwo(TorchCommunicator):
 def replica_on(communicator: Communicator, device: torch.device) -> Replica:
     layers = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(3))).to(device)
     replica = odd.build(communicator, toy.sgd(), layers)
-    replica.clock = clock_of(device, replica.clock)
+    replica.clock = clock_for(device, replica.clock)
     return replica
 
 
@@ -298,13 +298,13 @@ def test_a_mark_on_a_real_gpu_is_passed_between_submitting_and_now() -> None:
 
 @pytest.mark.gpu
 def test_a_collective_of_real_nccl_completes_before_what_the_gpu_does_after_it() -> None:
-    nccl = process_groups.make_nccl(HashStore(), 0, 1, "127.0.0.1", GPU, 30.0)
+    nccl = process_groups.create_nccl(HashStore(), 0, 1, "127.0.0.1", GPU, 30.0)
     timeline, moments = timeline_of(GPU), list[float]()
     tensor = torch.ones(1000, device=GPU)
     nccl.allreduce([tensor]).wait()
     torch.cuda._sleep(SLEEP_CYCLES)
     ready = timeline.mark()
-    operation = Operation(0, "all_reduce with", (1,))
+    operation = OperationContext(0, "all_reduce with", (1,))
     work = NcclWork(nccl.allreduce([tensor]), operation, 30.0, timeline)
     work.when_complete(moments.append)
     torch.cuda._sleep(SLEEP_CYCLES)

@@ -24,9 +24,9 @@ from paceline.errors import ConfigError
 from paceline.launch import launcher
 from paceline.records import Result, RunFolder, read_lines
 from paceline.strategies.parameter_server.strategy import ParameterServer
-from paceline.strategies.strategy import Single, Terms
+from paceline.strategies.strategy import AssignmentRequest, Single
 from server_team import with_servers
-from warm import Nursery
+from warm import PrewarmedStarter
 from worker_pool import free_port
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
@@ -158,7 +158,7 @@ def out_of_step(
 
     def work(strategy: ParameterServer) -> tuple[Tensor, dict[str, list[int]], dict[str, Any]]:
         own = strategy.replica
-        terms = Terms(first=0, total=iterations, meet_every=0, stop=False)
+        terms = AssignmentRequest(first=0, total=iterations, meet_every=0, stop=False)
         while (turn := strategy.claim(terms)).call == "train":
             toy.compute(strategy, turn.iteration, turn.part, [1.0] * workers)
             time.sleep(0.002 * own.communicator.rank)
@@ -291,7 +291,7 @@ def flags() -> list[str]:
     return ["--no-tensorboard", *(f"--{k.replace('_', '-')}={v}" for k, v in named.items())]
 
 
-def running(nursery: Nursery, out: Path, name: str, *more: str) -> subprocess.Popen[str]:
+def running(nursery: PrewarmedStarter, out: Path, name: str, *more: str) -> subprocess.Popen[str]:
     command = ["-m", "paceline", "train", "--quiet", *flags(), *more]
     return nursery.start([*command, "--out", str(out), "--name", name])
 
@@ -311,7 +311,9 @@ def wait_until_training(folder: Path) -> None:
     raise TimeoutError("the run did not begin to train within a minute")
 
 
-def test_a_killed_server_ends_the_run_with_its_name(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_killed_server_ends_the_run_with_its_name(
+    nursery: PrewarmedStarter, tmp_path: Path
+) -> None:
     process = running(nursery, tmp_path, "killed", "--iterations=1000000", "-o", "mode=async")
     wait_until_training(tmp_path / "killed")
     (server,) = children(process, "server")
@@ -324,7 +326,7 @@ def test_a_killed_server_ends_the_run_with_its_name(nursery: Nursery, tmp_path: 
 
 @pytest.mark.parametrize("more", [[], ["--checkpoint-every=1", "--eval-every=1"]])
 def test_a_run_out_of_step_stops_when_asked_and_its_servers_end(
-    more: list[str], nursery: Nursery, tmp_path: Path
+    more: list[str], nursery: PrewarmedStarter, tmp_path: Path
 ) -> None:
     options = ["--iterations=1000000", "-o", "mode=bounded", "--timeout-seconds=15", *more]
     process = running(nursery, tmp_path, "stopped", *options)

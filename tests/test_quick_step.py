@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
-from paceline.strategies.optimizer_step import QuickStep
+from paceline.strategies.optimizer_step import FusedSgdStep
 
 
 def weights() -> list[nn.Parameter]:
@@ -82,7 +82,7 @@ def test_it_steps_as_the_optimiser_does(
     if between is end_momentum and settings.get("nesterov"):
         settings = {"momentum": 0.9, "weight_decay": 0.01}
     expected = train(lambda optimizer: optimizer.step, between, **settings)
-    assert all(map(torch.equal, train(QuickStep, between, **settings), expected))
+    assert all(map(torch.equal, train(FusedSgdStep, between, **settings), expected))
 
 
 def counted(optimizer: Optimizer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -105,7 +105,7 @@ def test_only_the_first_step_is_left_to_a_usual_optimiser(
     members = weights()
     optimizer = kind(members, lr=0.1, fused=True)  # type: ignore[call-arg]
     calls = counted(optimizer, monkeypatch)
-    step = QuickStep(optimizer)
+    step = FusedSgdStep(optimizer)
     for number in range(4):
         for weight, gradient in zip(members, gradients(number), strict=True):
             weight.grad = gradient
@@ -120,7 +120,7 @@ def test_whoever_hooks_in_later_is_called() -> None:
         if number == 2:
             optimizer.register_step_post_hook(lambda *_: seen.append(1))
 
-    train(QuickStep, between)
+    train(FusedSgdStep, between)
     assert len(seen) == 4
 
 
@@ -128,7 +128,7 @@ def test_a_scheduler_sees_that_the_optimiser_has_stepped() -> None:
     """It would warn, which fails a test here, if its rate changed before the first step."""
     members = weights()
     optimizer = optimizer_of(members, momentum=0.9)
-    step = QuickStep(optimizer)
+    step = FusedSgdStep(optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     for number in range(3):
         for weight, gradient in zip(members, gradients(number), strict=True):

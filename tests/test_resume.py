@@ -18,7 +18,7 @@ import pytest
 from paceline.config import from_mapping
 from paceline.errors import CheckpointError, ConfigError, RecordsError, RunError
 from paceline.launch import launcher
-from paceline.launch.result import Outcome
+from paceline.launch.result import RunOutcome
 from paceline.models import MODELS
 from paceline.records import Result, RunFolder, read_lines
 from paceline.training import checkpoint, loop
@@ -38,7 +38,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-def result_of(outcome: Outcome) -> Result:
+def result_of(outcome: RunOutcome) -> Result:
     assert outcome.result is not None
     return outcome.result
 

@@ -16,7 +16,7 @@ import pytest
 
 from paceline.measure import sampler as sampler_module
 from paceline.measure.resources import read_resources, summarise
-from paceline.measure.sampler import Paced, ResourceSampler, next_turn
+from paceline.measure.sampler import ResourceSampler, Throttled, next_turn
 
 PATIENCE_SECONDS = 30.0
 
@@ -264,7 +264,7 @@ def test_a_cut_line_costs_only_itself(path: Path) -> None:
 
 
 def test_a_costly_reading_is_taken_less_often() -> None:
-    paced = Paced()
+    paced = Throttled()
 
     def costly() -> str:
         end = time.process_time() + 0.02
@@ -279,5 +279,5 @@ def test_a_costly_reading_is_taken_less_often() -> None:
 
 
 def test_a_cheap_reading_is_taken_each_time() -> None:
-    paced = Paced()
+    paced = Throttled()
     assert [paced.take(moment, lambda: "taken") for moment in (1.0, 2.0)] == ["taken", "taken"]

@@ -13,7 +13,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from paceline.measure import tensorboard
-from paceline.measure.tensorboard import ScalarWriter
+from paceline.measure.tensorboard import TensorBoardWriter
 
 
 def read(folder: Path, tag: str) -> list[Any]:
@@ -23,7 +23,7 @@ def read(folder: Path, tag: str) -> list[Any]:
 
 
 def test_tensorboard_reads_back_steps_and_values_of_every_tag(tmp_path: Path) -> None:
-    writer = ScalarWriter(tmp_path / "deep" / "folder")
+    writer = TensorBoardWriter(tmp_path / "deep" / "folder")
     # Steps around the sizes at which a varint grows by a byte; values that float32 holds exactly.
     steps = [0, 1, 127, 128, 16383, 16384, 2**31, 2**40]
     for step in steps:
@@ -39,7 +39,7 @@ def test_tensorboard_reads_back_steps_and_values_of_every_tag(tmp_path: Path) ->
 
 
 def test_seconds_are_relative_to_the_making_of_the_writer(tmp_path: Path) -> None:
-    writer = ScalarWriter(tmp_path)
+    writer = TensorBoardWriter(tmp_path)
     writer.add("loss", 1.0, 1, 10.0)
     writer.add("loss", 1.0, 2, 13.5)
     writer.close()
@@ -54,26 +54,26 @@ def test_seconds_are_relative_to_the_making_of_the_writer(tmp_path: Path) -> Non
 def test_values_outside_the_range_of_float32_are_kept_as_near_as_can_be(
     tmp_path: Path, value: float, expected: float
 ) -> None:
-    writer = ScalarWriter(tmp_path)
+    writer = TensorBoardWriter(tmp_path)
     writer.add("loss", value, 0)
     assert writer.close() is None
     assert read(tmp_path, "loss")[0].value == expected
 
 
 def test_nan_stays_nan(tmp_path: Path) -> None:
-    writer = ScalarWriter(tmp_path)
+    writer = TensorBoardWriter(tmp_path)
     writer.add("loss", math.nan, 0)
     writer.close()
     assert math.isnan(read(tmp_path, "loss")[0].value)
 
 
 def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path: Path) -> None:
-    before = ScalarWriter(tmp_path)
+    before = TensorBoardWriter(tmp_path)
     for step in range(5):
         before.add("loss", 0.0, step)
         before.add("rate", 0.0, step)
     before.close()
-    after = ScalarWriter(tmp_path, resumed_step=3)
+    after = TensorBoardWriter(tmp_path, resumed_step=3)
     after.add("loss", 1.0, 3)
     after.add("rate", 1.0, 4)
     after.close()
@@ -90,7 +90,7 @@ def test_values_can_be_watched_before_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensorboard, "FLUSH_SECONDS", 0.0)
-    writer = ScalarWriter(tmp_path)
+    writer = TensorBoardWriter(tmp_path)
     writer.add("loss", 0.5, 7)
     assert [event.step for event in read(tmp_path, "loss")] == [7]
     writer.close()
@@ -103,7 +103,7 @@ def test_the_checksum_is_crc_32c() -> None:
 
 def test_no_thread_is_started(tmp_path: Path) -> None:
     before = threading.active_count()
-    writer = ScalarWriter(tmp_path)
+    writer = TensorBoardWriter(tmp_path)
     writer.add("loss", 0.5, 7)
     assert threading.active_count() == before
     writer.close()
@@ -111,7 +111,7 @@ def test_no_thread_is_started(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_a_warning_at_the_end(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    writer = ScalarWriter(tmp_path / "file" / "below")
+    writer = TensorBoardWriter(tmp_path / "file" / "below")
     writer.add("loss", 0.5, 0)
     warning = writer.close()
     assert warning is not None
@@ -121,7 +121,7 @@ def test_a_folder_that_cannot_be_made_is_a_warning_at_the_end(tmp_path: Path) ->
 def test_a_full_disk_is_a_warning_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = ScalarWriter(tmp_path)
+    writer = TensorBoardWriter(tmp_path)
     assert writer._file is not None
     writer._file.close()
     writer._file = Path("/dev/full").open("wb")  # noqa: SIM115 (the writer closes it)

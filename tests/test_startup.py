@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from paceline.measure import startup
-from paceline.measure.phase_clock import GpuPhaseClock
+from paceline.measure.phase_clock import CudaPhaseClock
 from paceline.measure.startup import STARTUP_PARTS, StartupTimer, importing
 
 
@@ -69,7 +69,7 @@ def test_a_gpu_clock_keeps_the_timer_of_the_clock_before_it() -> None:
             return 0.0
 
     before = PhaseClock()
-    assert GpuPhaseClock(before, lambda _: NoMark()).startup is before.startup
+    assert CudaPhaseClock(before, lambda _: NoMark()).startup is before.startup
 
 
 def test_the_timer_does_not_import_torch() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from warm import Nursery
+from warm import PrewarmedStarter
 
 pytest.importorskip("expecttest", reason="PyTorch's own tests need the package expecttest")
 if find_spec("torch.testing._internal.distributed.distributed_test") is None:
@@ -35,7 +35,11 @@ Outcomes = Mapping[str, tuple[str, str]]
 
 
 def run(
-    nursery: Nursery, folder: Path, world_size: int, backend: str, names: Sequence[str] = ()
+    nursery: PrewarmedStarter,
+    folder: Path,
+    world_size: int,
+    backend: str,
+    names: Sequence[str] = (),
 ) -> Outcomes:
     """The tests named, by default all of them."""
     results, printed = folder / f"{backend}.json", folder / f"{backend}.txt"
@@ -60,7 +64,7 @@ def run(
 @pytest.mark.timeout(2 * LIMIT_SECONDS)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_what_gloo_passes_the_backend_passes(
-    nursery: Nursery, tmp_path: Path, world_size: int
+    nursery: PrewarmedStarter, tmp_path: Path, world_size: int
 ) -> None:
     ours = run(nursery, tmp_path, world_size, "paceline")
     for name, message in ASKS_FOR_GLOO_BY_NAME.items():

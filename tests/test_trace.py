@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import toy_replicas as toy
 from paceline.comm.communicator import Communicator, ComposedCommunicator
-from paceline.comm.work import Done, Work
+from paceline.comm.work import CompletedWork, Work
 from paceline.config import RunConfig
 from paceline.launch.launcher import train
 from paceline.measure import phase_clock as clock_module
@@ -74,9 +74,9 @@ def test_the_warm_up_is_passed_over_and_as_many_iterations_traced_as_asked(
     tracer = Tracer(clock, Traffic(), iterations=2, done=0, left=100)
     for number in range(20):
         tracer.before_iteration(number)
-        clock.begin_lap("input")
+        clock.begin_step("input")
         hand.move(number + 1)
-        clock.end_lap("other")
+        clock.end_step("other")
         hand.move(1)
     trace = written(tracer, tmp_path)
     first = WARM_UP_ITERATIONS
@@ -95,9 +95,9 @@ def test_a_short_run_is_traced_from_earlier_on(
     tracer = Tracer(clock, Traffic(), iterations=3, done=0, left=left)
     for number in range(left):
         tracer.before_iteration(number)
-        clock.begin_lap("input")
+        clock.begin_step("input")
         hand.move(1)
-        clock.end_lap("other")
+        clock.end_step("other")
     numbers = [each["iteration"] for each in written(tracer, tmp_path)["iterations"]]
     assert numbers == [first, first + 1, first + 2]
 
@@ -128,7 +128,7 @@ def test_transfers_that_overlap_are_on_threads_of_their_own(hand: Hand, tmp_path
     clock, traffic = PhaseClock(), Traffic()
     tracer = Tracer(clock, traffic, iterations=1, done=0, left=1)
     tracer.before_iteration(0)
-    clock.begin_lap("exchange")
+    clock.begin_step("exchange")
     one = traffic.begin("gradients", bytes_sent=5, bytes_received=3, messages=1)
     hand.move(2)
     other = traffic.begin("metrics", bytes_sent=1, messages=1)
@@ -138,7 +138,7 @@ def test_transfers_that_overlap_are_on_threads_of_their_own(hand: Hand, tmp_path
     hand.move(2)
     traffic.end(other)
     traffic.end(third)
-    clock.end_lap("other")
+    clock.end_step("other")
     transfers = of_category(written(tracer, tmp_path), "transfer")
     seen = [(e["name"], e["tid"], e["ts"] / 1e6, e["dur"] / 1e6) for e in transfers]
     assert seen == [("gradients", 1, 0, 4), ("metrics", 2, 2, 4), ("control", 1, 4, 2)]
@@ -157,7 +157,7 @@ class SlowLine(ComposedCommunicator):
         return self.counted(_Travelling(self._hand, 3.0), transfer)
 
     def broadcast(self, tensor: Tensor, root: int, kind: str) -> Work:
-        return Done()
+        return CompletedWork()
 
     def send(self, tensor: Tensor, to: int, kind: str) -> Work:
         raise NotImplementedError
@@ -249,10 +249,10 @@ def test_hidden_communication_shows_as_transfers_beside_other_phases(
     for number in range(2):
         hidden_before = replica.hidden_exchange_seconds
         tracer.before_iteration(number)
-        replica.clock.begin_lap("backward")
+        replica.clock.begin_step("backward")
         strategy.backward(replica.forward(torch.ones(1, 2)).sum())
         strategy.step()
-        replica.clock.end_lap("other")
+        replica.clock.end_step("other")
     trace = written(tracer, tmp_path)
     strategy.finish()
     beside = [

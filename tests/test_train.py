@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from paceline.config import RunConfig, from_mapping
 from paceline.data.dataset import Dataset
 from paceline.data.loading import load_dataset
-from paceline.data.pipeline import InputPath
-from paceline.data.sampling import SampleOrder
+from paceline.data.pipeline import InputPipeline
+from paceline.data.sampling import GlobalBatchSampler
 from paceline.launch import launcher
 from paceline.models.build import build_model
 from paceline.records import PHASES, Result, RunFolder, read_lines
@@ -134,8 +134,8 @@ def plain_training(settings: dict[str, Any], steps: int) -> str:
     """The same training written bare, with torch's own optimiser: the independent reference."""
     config = from_mapping(settings)
     data = load_dataset(config)
-    order = SampleOrder(len(data.train), config.global_batch_size, config.seed)
-    inputs = InputPath(data.train, data.mean, data.std, order, augment=(), seed=config.seed)
+    order = GlobalBatchSampler(len(data.train), config.global_batch_size, config.seed)
+    inputs = InputPipeline(data.train, data.mean, data.std, order, augment=(), seed=config.seed)
     model = build_model(config.model, data.sample_shape, data.classes, config.seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9, fused=True)
     for step in range(steps):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
-from paceline.data.sampling import share
+from paceline.data.sampling import shard_bounds
 from paceline.measure.phase_clock import PhaseClock
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import Strategy
@@ -58,7 +58,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 def compute(strategy: Strategy, step: int, part: int, shares: Sequence[float]) -> None:
     """Forward and backward as the loop does them: a part of a batch, its loss weighted by it."""
     inputs, labels = batch(step)
-    own, chosen = strategy.replica, share(SAMPLES, shares, part)
+    own, chosen = strategy.replica, shard_bounds(SAMPLES, shares, part)
     own.share = (chosen.stop - chosen.start) / SAMPLES
     loss = F.cross_entropy(own.forward(inputs[chosen]), labels[chosen])
     strategy.backward(loss * own.share)

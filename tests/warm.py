@@ -66,14 +66,14 @@ class WarmProcess(subprocess.Popen[Any]):
         self.encoding, self.errors, self.text_mode = "utf-8", None, True
 
 
-class Nursery:
+class PrewarmedStarter:
     def __init__(self, pipe: socket.socket) -> None:
         self._pipe = pipe
         self._lock = threading.Lock()
 
     @classmethod
     @contextlib.contextmanager
-    def opened(cls) -> Iterator[Nursery]:
+    def opened(cls) -> Iterator[PrewarmedStarter]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
             with theirs:
@@ -144,7 +144,7 @@ def _standard_file(asked: Any, own: int, given: contextlib.ExitStack) -> tuple[i
 
 
 @contextlib.contextmanager
-def warm_spawning(nursery: Nursery) -> Iterator[None]:
+def warm_spawning(nursery: PrewarmedStarter) -> Iterator[None]:
     """Let the launcher in this process take its workers and servers from a nursery."""
     before = vars(spawn)["subprocess"]
     _spawn_from(nursery)
@@ -154,7 +154,7 @@ def warm_spawning(nursery: Nursery) -> Iterator[None]:
         vars(spawn)["subprocess"] = before
 
 
-def _spawn_from(nursery: Nursery) -> None:
+def _spawn_from(nursery: PrewarmedStarter) -> None:
     def popen(command: Sequence[str], **keywords: Any) -> WarmProcess:
         assert command[0] == sys.executable
         role, rank = command[4], keywords["env"]["RANK"]
@@ -229,7 +229,7 @@ def _open_own_nursery() -> None:
             os.dup2(null, number)
         _run(_serve(theirs))
     theirs.close()
-    _spawn_from(Nursery(ours))
+    _spawn_from(PrewarmedStarter(ours))
 
 
 def _run(request: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from paceline.comm.communicator import Communicator
-from paceline.comm.rendezvous import Meeting
+from paceline.comm.rendezvous import Rendezvous
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ class Outcome(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    meeting: Meeting
+    meeting: Rendezvous
     timeout_seconds: float
     fresh: bool
     function: Callable[..., Any]
@@ -126,7 +126,7 @@ class WorkerPool:
         port = free_port() if fresh else self._meetings.setdefault(world_size, free_port())
         workers = self._workers[:world_size]
         for rank, worker in enumerate(workers):
-            meeting = Meeting(rank, world_size, "127.0.0.1", port, timeout_seconds=30.0)
+            meeting = Rendezvous(rank, world_size, "127.0.0.1", port, timeout_seconds=30.0)
             worker.pipe.send(_Call(meeting, timeout_seconds, fresh, function, arguments))
         outcomes = [worker.outcome() for worker in workers]
         if not fresh and any(outcome.error is not None for outcome in outcomes):
@@ -161,7 +161,7 @@ def _serve(pipe: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
-    groups: dict[Meeting, Communicator] = {}
+    groups: dict[Rendezvous, Communicator] = {}
     while True:
         try:
             call: _Call = pipe.recv()
@@ -172,7 +172,7 @@ def _serve(pipe: Connection) -> None:
     os._exit(0)
 
 
-def _answer(call: _Call, groups: dict[Meeting, Communicator]) -> Outcome[Any]:
+def _answer(call: _Call, groups: dict[Rendezvous, Communicator]) -> Outcome[Any]:
     try:
         if call.fresh:
             with _connect(call) as communicator:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from comparison.contenders import Contender, Update
 from paceline.comm.communicator import Communicator
-from paceline.comm.rendezvous import Meeting
+from paceline.comm.rendezvous import Rendezvous
 from paceline.comm.shm import communicator
 from paceline.comm.torch_distributed import connect
 from paceline.measure.phase_clock import PhaseClock
@@ -33,7 +33,7 @@ class Paceline(Contender):
         super().connect()
         keep_freed_memory()
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self._communicator = connect(Meeting(self.rank, self.world_size, address, port))
+        self._communicator = connect(Rendezvous(self.rank, self.world_size, address, port))
 
     def prepare(
         self, model: nn.Module, optimizer: Optimizer, inputs: Tensor, labels: Tensor
@@ -74,7 +74,7 @@ class Paceline(Contender):
 
     def _team(self) -> Communicator:
         if self._shared_memory is None:
-            self._shared_memory = communicator.over(self._communicator)
+            self._shared_memory = communicator.connect(self._communicator)
         return self._shared_memory
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ class PacelineError(Exception):
     """The root of the tree; its message is meant for the user, without a traceback."""
 
     exit_code = 1
-    is_echo = False
+    is_secondary = False
     """Whether it is only what was seen of another worker's ending."""
     is_told = False
     """Whether another process tells the user about it, so that this one need not."""
@@ -84,7 +84,7 @@ class DivergedError(RunError):
 class PeerError(RunError):
     """A peer that went away or gave no answer in time: often the echo of another one's failure."""
 
-    is_echo = True
+    is_secondary = True
 
 
 class StoppedError(RunError):
@@ -132,12 +132,12 @@ def one_line(text: str) -> str:
     )
 
 
-def in_a_line(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """What somebody else's exception says, short enough to stand in a message of ours."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def nearest(name: str, known: Iterable[str], most: int = 1) -> str:
+def suggest(name: str, known: Iterable[str], most: int = 1) -> str:
     """A hint for a misspelt name, as the end of a message: what is near it, else all there is."""
     names = list(known)
     near = difflib.get_close_matches(name, names, n=most)

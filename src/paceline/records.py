@@ -231,7 +231,7 @@ class RunFolder:
         names = (self.path / f"{stem}-{number}.json" for number in itertools.count(1))
         return next(name for name in names if not name.exists())
 
-    def set_result_aside(self) -> None:
+    def archive_result(self) -> None:
         """Keep what an earlier part of a resumed run said about itself."""
         if self.result_file.exists():
             self.result_file.rename(self._free_name("result"))

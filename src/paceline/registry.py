@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar, cast
 
-from paceline.errors import UnknownNameError, UserCodeError, bare, in_a_line, nearest, shown
+from paceline.errors import UnknownNameError, UserCodeError, bare, error_line, shown, suggest
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class Registry(Generic[T]):
         """Refuse an unknown name, without importing what a known one stands for."""
         if name in self._entries or ":" in name:
             return
-        hint = nearest(name, self._entries, most=3)
+        hint = suggest(name, self._entries, most=3)
         if not hint.endswith("?"):
             hint += ", or give your own as package.module:name"
         raise UnknownNameError(f"unknown {self.kind} {shown(name)}: {hint}")
@@ -86,7 +86,7 @@ def load_user_object(kind: str, path: str) -> object:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        cause = in_a_line(error)
+        cause = error_line(error)
         raise UserCodeError(
             f"{kind} {shown(path)}: {bare(module_name)} does not import: {cause}"
         ) from error

@@ -9,7 +9,7 @@ import pytest
 from cluster.inside import small_cluster
 from paceline.config.cluster_spec import parse
 from paceline.emulation import calibration, network
-from paceline.emulation.state import Calibration, Measured, State, load
+from paceline.emulation.state import Calibration, ClusterState, Measured, load
 
 
 def test_only_what_is_over_ten_percent_off_is_told() -> None:
@@ -39,11 +39,11 @@ def test_shares_of_the_cpu_are_measured_again_where_one_is_off(
 ) -> None:
     rounds = iter([(0.5, 0.1), (0.2, 0.4), (0.48, 0.3)])
 
-    def measure(state: State) -> list[Measured]:
+    def measure(state: ClusterState) -> list[Measured]:
         return [Measured("cpus", node, 0.5, got, "cores") for node, got in enumerate(next(rounds))]
 
     monkeypatch.setattr(calibration, "_cpus_at_once", measure)
-    state = State(tmp_path / "name.json", parse("nodes=2,cpus=0.5"))
+    state = ClusterState(tmp_path / "name.json", parse("nodes=2,cpus=0.5"))
     assert [item.got for item in calibration._cpus(state)] == [0.5, 0.4]
     assert next(rounds, None) is None
 

@@ -86,8 +86,8 @@ def test_down_by_name_sweeps_what_others_left(
     monkeypatch.setattr(state, "_folders", lambda: iter([tmp_path / "clusters"]))
     monkeypatch.setattr(processes, "all_pids", lambda: iter(()))
     left, named = state.path_of("left"), state.path_of("named")
-    state.State(left, parse("nodes=1"), owner=ProcessId(os.getpid(), 0)).create()
-    state.State(named, parse("nodes=1")).create()
+    state.ClusterState(left, parse("nodes=1"), owner=ProcessId(os.getpid(), 0)).create()
+    state.ClusterState(named, parse("nodes=1")).create()
     assert main(["cluster", "down", "named"]) == 0
     assert not named.exists()
     assert not left.exists()

@@ -13,7 +13,7 @@ from cluster.inside import comes_back_whole, python_inside, run_inside, small_cl
 from paceline.emulation.cluster import EmulatedCluster
 from paceline.emulation.state import load
 from paceline.errors import ClusterError
-from paceline.measure.machine import group_folders
+from paceline.measure.machine import cgroup_dirs
 
 pytestmark = [pytest.mark.root, pytest.mark.iproute]
 
@@ -139,6 +139,6 @@ def test_down_leaves_no_group() -> None:
         assert len(made.state.groups) == 2
         assert all(group.is_dir() for group in made.state.groups.values())
     left = [
-        path for folder in group_folders("cpu") for path in folder.glob(f"paceline-{made.name}-*")
+        path for folder in cgroup_dirs("cpu") for path in folder.glob(f"paceline-{made.name}-*")
     ]
     assert left == []

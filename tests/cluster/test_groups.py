@@ -10,7 +10,7 @@ import pytest
 from paceline.config.cluster_spec import parse
 from paceline.emulation import cluster, cpu_limits, processes, removal
 from paceline.emulation import state as states
-from paceline.emulation.state import State, load
+from paceline.emulation.state import ClusterState, load
 from paceline.errors import ClusterError
 
 
@@ -33,7 +33,7 @@ def version_2(folder: Path, offered: str = "cpu memory") -> Path:
 
 
 def test_version_2_gets_quota_and_period_in_one_file(tmp_path: Path) -> None:
-    made = cpu_limits.make_groups("name", {0: 0.5, 3: 1.5}, folders=[version_2(tmp_path / "v2")])
+    made = cpu_limits.create_cgroups("name", {0: 0.5, 3: 1.5}, folders=[version_2(tmp_path / "v2")])
     assert made is not None
     assert made[0] == tmp_path / "v2" / "name-0"
     assert (made[0] / "cpu.max").read_text() == "5000 10000"
@@ -41,7 +41,7 @@ def test_version_2_gets_quota_and_period_in_one_file(tmp_path: Path) -> None:
 
 
 def test_version_1_gets_them_in_two(tmp_path: Path) -> None:
-    made = cpu_limits.make_groups("name", {0: 0.5}, folders=[version_1(tmp_path / "v1")])
+    made = cpu_limits.create_cgroups("name", {0: 0.5}, folders=[version_1(tmp_path / "v1")])
     assert made is not None
     assert (made[0] / "cpu.cfs_period_us").read_text() == "10000"
     assert (made[0] / "cpu.cfs_quota_us").read_text() == "5000"
@@ -58,7 +58,7 @@ def test_a_small_share_gets_a_period_that_the_kernel_takes(tmp_path: Path) -> No
 
 def test_version_2_offers_the_controller_where_it_is_not_yet(tmp_path: Path) -> None:
     parent = version_2(tmp_path / "v2", offered="memory")
-    assert cpu_limits.make_groups("name", {0: 0.5}, folders=[parent])
+    assert cpu_limits.create_cgroups("name", {0: 0.5}, folders=[parent])
     assert (parent / "cgroup.subtree_control").read_text() == "+cpu"
 
 
@@ -87,7 +87,7 @@ def test_all_that_will_be_made_is_told_before_it_is(tmp_path: Path) -> None:
         assert (parent / "cgroup.subtree_control").read_text() == "memory\n"
         told.append((planned, offering))
 
-    made = cpu_limits.make_groups("name", {0: 0.5, 1: 0.5}, note, [parent])
+    made = cpu_limits.create_cgroups("name", {0: 0.5, 1: 0.5}, note, [parent])
     assert told == [(made, parent)]
 
 
@@ -102,7 +102,7 @@ def test_a_quota_over_the_groups_own_is_not_sought_outside_of_it(
             raise OSError(errno.EINVAL, "invalid")
 
     monkeypatch.setattr(cpu_limits, "set_quota", refuse)
-    assert cpu_limits.make_groups("name", {0: 4.0}, folders=[own, parent]) is None
+    assert cpu_limits.create_cgroups("name", {0: 4.0}, folders=[own, parent]) is None
     assert not (parent / "name-0").exists()
 
 
@@ -111,7 +111,7 @@ def test_a_cluster_whose_group_stays_is_kept_on_file(
 ) -> None:
     monkeypatch.setattr(processes, "all_pids", lambda: iter(()))
     monkeypatch.setattr(cpu_limits, "remove_groups", list)
-    state = State(tmp_path / "name.json", parse("nodes=1,cpus=0.5"))
+    state = ClusterState(tmp_path / "name.json", parse("nodes=1,cpus=0.5"))
     state.groups = {0: tmp_path / "group-0"}
     state.create()
     with pytest.raises(ClusterError, match=r"group-0 cannot be removed; .*cluster down name"):
@@ -124,7 +124,7 @@ def test_a_cluster_that_goes_takes_back_what_was_offered_for_it(
 ) -> None:
     monkeypatch.setattr(processes, "all_pids", lambda: iter(()))
     parent = version_2(tmp_path / "v2")
-    state = State(tmp_path / "name.json", parse("nodes=1,cpus=0.5"), offering=parent)
+    state = ClusterState(tmp_path / "name.json", parse("nodes=1,cpus=0.5"), offering=parent)
     state.create()
     removal.remove(load(state.path))
     assert (parent / "cgroup.subtree_control").read_text() == "-cpu"
@@ -136,7 +136,7 @@ def test_what_one_cluster_had_offered_a_second_one_takes_back_too(
     """The first one to go finds the second one's groups there, and must leave it."""
     monkeypatch.setattr(states, "_folders", lambda: iter([tmp_path / "clusters"]))
     parent = tmp_path / "v2"
-    State(states.path_of("first"), parse("nodes=1,cpus=0.5"), offering=parent).create()
+    ClusterState(states.path_of("first"), parse("nodes=1,cpus=0.5"), offering=parent).create()
     assert cluster._offering_already({0: parent / "second-0"}) == parent
     assert cluster._offering_already({0: tmp_path / "elsewhere" / "second-0"}) is None
 
@@ -145,7 +145,7 @@ def test_groups_further_out_than_the_callers_own_are_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = tmp_path / "outer" / "own"
-    monkeypatch.setattr(cpu_limits, "group_folders", lambda controller: iter([own, own.parent]))
+    monkeypatch.setattr(cpu_limits, "cgroup_dirs", lambda controller: iter([own, own.parent]))
     assert not cpu_limits.is_outside_of_ours(own / "name-0")
     assert cpu_limits.is_outside_of_ours(own.parent / "name-0")
 
@@ -164,12 +164,12 @@ def test_a_group_that_holds_processes_is_passed_over_for_its_parent(
         write(path, text)
 
     monkeypatch.setattr(cpu_limits, "_write", refuse)
-    made = cpu_limits.make_groups("name", {0: 0.5}, folders=[own, parent])
+    made = cpu_limits.create_cgroups("name", {0: 0.5}, folders=[own, parent])
     assert made == {0: parent / "name-0"}
 
 
 def test_a_folder_that_is_no_group_is_passed_over(tmp_path: Path) -> None:
-    assert cpu_limits.make_groups("name", {0: 0.5}, folders=[tmp_path]) is None
+    assert cpu_limits.create_cgroups("name", {0: 0.5}, folders=[tmp_path]) is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -177,4 +177,4 @@ def test_a_group_that_cannot_be_joined_is_of_no_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_limits, "_can_join", lambda group: False)
-    assert cpu_limits.make_groups("name", {0: 0.5}, folders=[version_2(tmp_path / "v2")]) is None
+    assert cpu_limits.create_cgroups("name", {0: 0.5}, folders=[version_2(tmp_path / "v2")]) is None

@@ -17,7 +17,7 @@ from paceline.emulation import latency as compile
 from paceline.emulation.cluster import EmulatedCluster
 from paceline.emulation.namespaces import Namespace
 from paceline.emulation.processes import ProcessId
-from paceline.emulation.state import State
+from paceline.emulation.state import ClusterState
 
 IDLE_SECONDS = 0.5
 ROUND_TRIP_SECONDS = 0.04
@@ -102,7 +102,7 @@ def test_where_there_is_netem_it_delays_before_the_token_bucket(
     monkeypatch.setattr(latency, "has_netem", lambda as_root: True)
     monkeypatch.setattr(calibration, "round_trip_seconds", lambda state: 0.0011)
     switch = Namespace(ProcessId(1, 1), 1, is_of_user=False)
-    state = State(tmp_path / "name.json", parse("nodes=2,bandwidth=1gbit,latency=1ms"))
+    state = ClusterState(tmp_path / "name.json", parse("nodes=2,bandwidth=1gbit,latency=1ms"))
     latency.join_ports(state, switch)
     delays = [line for line in told if "dev port1 root handle 1: netem delay" in line]
     # Half a round trip at first; then without half of what the machine itself adds.
@@ -122,7 +122,7 @@ def test_a_forwarder_counts_as_started_only_inside_the_switch(
     monkeypatch.setattr(latency, "spawn", lambda words, environment: os.getpid())
     monkeypatch.setattr(os, "waitpid", lambda pid, options: (0, 0))
     monkeypatch.setattr(Namespace, "words", lambda _, words: list(words))
-    state = State(tmp_path / "name.json", parse("nodes=2,latency=1ms"))
+    state = ClusterState(tmp_path / "name.json", parse("nodes=2,latency=1ms"))
     latency._forward(state, Namespace(ProcessId(1, 1), 7, is_of_user=False), 0.001)
     assert next(inside, None) is None
 

@@ -51,8 +51,8 @@ def test_clusters_that_are_made_at_the_same_moment_get_different_cores(
     monkeypatch.setattr(state, "_folders", lambda: [tmp_path / "clusters"])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(cpu_limits, "core_each", choose_slowly)
-    monkeypatch.setattr(cpu_limits, "make_groups", lambda *_: {0: tmp_path / "group"})
-    clusters = [state.State(state.path_of(name), parse("nodes=1,cpus=1")) for name in "ab"]
+    monkeypatch.setattr(cpu_limits, "create_cgroups", lambda *_: {0: tmp_path / "group"})
+    clusters = [state.ClusterState(state.path_of(name), parse("nodes=1,cpus=1")) for name in "ab"]
     for cluster in clusters:
         cluster.create()
     threads = [Thread(target=emulated._limit_cpus, args=(cluster,)) for cluster in clusters]

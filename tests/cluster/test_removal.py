@@ -18,7 +18,7 @@ from paceline.emulation import cpu_limits, network
 from paceline.emulation.cluster import EmulatedCluster, all_clusters
 from paceline.emulation.processes import ProcessId, network_namespace
 from paceline.emulation.removal import pids_of
-from paceline.emulation.state import State, load, path_of
+from paceline.emulation.state import ClusterState, load, path_of
 from paceline.errors import ClusterError
 
 pytestmark = [pytest.mark.root, pytest.mark.iproute]
@@ -82,7 +82,7 @@ def test_what_a_killed_owner_left_goes_without_another_command() -> None:
     assert not any(group.exists() for group in left.groups.values())
 
 
-def is_removed(state: State) -> bool:
+def is_removed(state: ClusterState) -> bool:
     """Soon: what runs inside gets some seconds to end by itself."""
     deadline = time.monotonic() + 60
     while state.path.exists() and time.monotonic() < deadline:

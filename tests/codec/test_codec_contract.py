@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.compression import CODECS, create
 from paceline.compression.codec import Codec, drive
-from paceline.compression.testing import exchange_in_lockstep
+from paceline.compression.testing import exchange_all_ranks
 
 WORLDS = (1, 2, 3, 4)
 SIZES = (0, 1, 7, 1009, 2500)
@@ -45,7 +45,7 @@ def test_all_workers_end_with_the_same_bits(name: str, world: int, elements: int
     codecs = team(name, world)
     for step in range(3):
         given = [gradient * (step + 1) for gradient in gradients(world, elements)]
-        results = exchange_in_lockstep(codecs, "layer", given).results
+        results = exchange_all_ranks(codecs, "layer", given).results
         assert all(torch.equal(result, results[0]) for result in results)
 
 
@@ -55,7 +55,7 @@ def test_all_workers_end_with_the_same_bits_in_shaped_buckets(name: str, world: 
     codecs = team(name, world)
     for step in range(3):
         given = [gradient * (step + 1) for gradient in gradients(world, SHAPED_ELEMENTS)]
-        results = exchange_in_lockstep(codecs, "bucket", given, SHAPES).results
+        results = exchange_all_ranks(codecs, "bucket", given, SHAPES).results
         assert all(torch.equal(result, results[0]) for result in results)
 
 
@@ -65,7 +65,7 @@ def test_all_workers_end_with_the_same_bits_in_shaped_buckets(name: str, world: 
 def test_the_result_has_the_size_and_type_of_the_gradient(
     name: str, dtype: torch.dtype, elements: int
 ) -> None:
-    result = exchange_in_lockstep(team(name, 2), "layer", gradients(2, elements, dtype)).results[0]
+    result = exchange_all_ranks(team(name, 2), "layer", gradients(2, elements, dtype)).results[0]
     assert (result.shape, result.dtype) == ((elements,), dtype)
 
 
@@ -73,14 +73,14 @@ def test_the_result_has_the_size_and_type_of_the_gradient(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("elements", SIZES)
 def test_wire_bytes_are_those_of_the_requests(name: str, dtype: torch.dtype, elements: int) -> None:
-    moved = exchange_in_lockstep(team(name, 3), "layer", gradients(3, elements, dtype)).wire_bytes
+    moved = exchange_all_ranks(team(name, 3), "layer", gradients(3, elements, dtype)).wire_bytes
     assert create(name, {}).wire_bytes(elements, dtype.itemsize) == moved
 
 
 @every_codec
 def test_wire_bytes_are_those_of_the_requests_in_shaped_buckets(name: str) -> None:
     given = gradients(3, SHAPED_ELEMENTS)
-    moved = exchange_in_lockstep(team(name, 3), "bucket", given, SHAPES).wire_bytes
+    moved = exchange_all_ranks(team(name, 3), "bucket", given, SHAPES).wire_bytes
     assert create(name, {}).wire_bytes(SHAPED_ELEMENTS, 4, SHAPES) == moved
 
 
@@ -88,7 +88,7 @@ def test_wire_bytes_are_those_of_the_requests_in_shaped_buckets(name: str) -> No
 @every_world
 def test_zero_gradients_sum_to_zero(name: str, world: int) -> None:
     given = [torch.zeros(SHAPED_ELEMENTS) for _ in range(world)]
-    result = exchange_in_lockstep(team(name, world), "bucket", given, SHAPES).results[0]
+    result = exchange_all_ranks(team(name, world), "bucket", given, SHAPES).results[0]
     assert torch.equal(result, torch.zeros(SHAPED_ELEMENTS))
 
 
@@ -100,7 +100,7 @@ def test_a_non_finite_gradient_of_one_worker_shows_in_the_result(
 ) -> None:
     given = gradients(3, SHAPED_ELEMENTS)
     given[1][position] = bad
-    result = exchange_in_lockstep(team(name, 3), "bucket", given, SHAPES).results[0]
+    result = exchange_all_ranks(team(name, 3), "bucket", given, SHAPES).results[0]
     assert not result[position].isfinite()
 
 
@@ -109,21 +109,21 @@ def test_a_non_finite_gradient_of_one_worker_shows_in_the_result(
 def test_a_non_finite_gradient_does_not_spoil_later_steps(name: str, bad: float) -> None:
     codecs = team(name, 2)
     good = gradients(2, SHAPED_ELEMENTS)
-    exchange_in_lockstep(codecs, "bucket", copies(good), SHAPES)
+    exchange_all_ranks(codecs, "bucket", copies(good), SHAPES)
     spoilt = copies(good)
     spoilt[0].fill_(bad)
-    exchange_in_lockstep(codecs, "bucket", spoilt, SHAPES)
-    result = exchange_in_lockstep(codecs, "bucket", copies(good), SHAPES).results[0]
+    exchange_all_ranks(codecs, "bucket", spoilt, SHAPES)
+    result = exchange_all_ranks(codecs, "bucket", copies(good), SHAPES).results[0]
     assert result.isfinite().all()
 
 
 @every_codec
 def test_a_zero_gradient_does_not_spoil_later_steps(name: str) -> None:
     codec = create(name, {})
-    exchange_in_lockstep([codec], "bucket", [torch.zeros(SHAPED_ELEMENTS)], SHAPES)
+    exchange_all_ranks([codec], "bucket", [torch.zeros(SHAPED_ELEMENTS)], SHAPES)
     good = gradients(1, SHAPED_ELEMENTS)
-    expected = exchange_in_lockstep([create(name, {})], "bucket", copies(good), SHAPES).results[0]
-    result = exchange_in_lockstep([codec], "bucket", copies(good), SHAPES).results[0]
+    expected = exchange_all_ranks([create(name, {})], "bucket", copies(good), SHAPES).results[0]
+    result = exchange_all_ranks([codec], "bucket", copies(good), SHAPES).results[0]
     assert torch.equal(result, expected)
 
 
@@ -136,7 +136,7 @@ def test_huge_and_tiny_gradients_stay_finite_and_at_their_magnitude(
     generator = torch.Generator().manual_seed(5)
     for _ in range(3):
         given = [torch.randn(SHAPED_ELEMENTS, generator=generator) * magnitude for _ in range(2)]
-        result = exchange_in_lockstep(codecs, "bucket", given, SHAPES).results[0]
+        result = exchange_all_ranks(codecs, "bucket", given, SHAPES).results[0]
         assert magnitude / 10 < float(result.abs().amax()) < magnitude * 100
 
 
@@ -145,9 +145,9 @@ def test_keys_do_not_share_memory(name: str) -> None:
     alone, beside = create(name, {}), create(name, {})
     for step in range(3):
         gradient = gradients(1, SHAPED_ELEMENTS)[0] * (step + 1)
-        exchange_in_lockstep([beside], "other", [gradient * 3], SHAPES)
-        expected = exchange_in_lockstep([alone], "bucket", [gradient.clone()], SHAPES).results[0]
-        result = exchange_in_lockstep([beside], "bucket", [gradient.clone()], SHAPES).results[0]
+        exchange_all_ranks([beside], "other", [gradient * 3], SHAPES)
+        expected = exchange_all_ranks([alone], "bucket", [gradient.clone()], SHAPES).results[0]
+        result = exchange_all_ranks([beside], "bucket", [gradient.clone()], SHAPES).results[0]
         assert torch.equal(result, expected)
 
 
@@ -157,15 +157,15 @@ def test_a_saved_and_loaded_team_goes_on_bit_for_bit(name: str, world: int) -> N
     codecs = team(name, world)
     given = gradients(world, SHAPED_ELEMENTS)
     for _ in range(3):
-        exchange_in_lockstep(codecs, "bucket", copies(given), SHAPES)
+        exchange_all_ranks(codecs, "bucket", copies(given), SHAPES)
     restored = team(name, world)
     for codec, original in zip(restored, codecs, strict=True):
         file = io.BytesIO()
         torch.save(original.state_dict(), file)
         codec.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
     for _ in range(3):
-        expected = exchange_in_lockstep(codecs, "bucket", copies(given), SHAPES).results
-        results = exchange_in_lockstep(restored, "bucket", copies(given), SHAPES).results
+        expected = exchange_all_ranks(codecs, "bucket", copies(given), SHAPES).results
+        results = exchange_all_ranks(restored, "bucket", copies(given), SHAPES).results
         assert all(map(torch.equal, results, expected))
 
 
@@ -173,10 +173,10 @@ def test_a_saved_and_loaded_team_goes_on_bit_for_bit(name: str, world: int) -> N
 def test_a_saved_state_does_not_change_with_later_steps(name: str) -> None:
     codec = create(name, {})
     gradient = gradients(1, SHAPED_ELEMENTS)[0]
-    exchange_in_lockstep([codec], "bucket", [gradient.clone()], SHAPES)
+    exchange_all_ranks([codec], "bucket", [gradient.clone()], SHAPES)
     state = codec.state_dict()
     before = {memory: {key: t.clone() for key, t in state[memory].items()} for memory in state}
-    exchange_in_lockstep([codec], "bucket", [gradient.clone()], SHAPES)
+    exchange_all_ranks([codec], "bucket", [gradient.clone()], SHAPES)
     for memory, tensors in state.items():
         assert all(torch.equal(tensor, before[memory][key]) for key, tensor in tensors.items())
 
@@ -184,7 +184,7 @@ def test_a_saved_state_does_not_change_with_later_steps(name: str) -> None:
 @every_codec
 def test_drive_answers_the_requests_of_one_worker(name: str) -> None:
     gradient = gradients(1, SHAPED_ELEMENTS)[0]
-    expected = exchange_in_lockstep([create(name, {})], "b", [gradient.clone()], SHAPES).results[0]
+    expected = exchange_all_ranks([create(name, {})], "b", [gradient.clone()], SHAPES).results[0]
     exchange = create(name, {}).exchange("b", gradient.clone(), SHAPES)
     assert torch.equal(drive(exchange, lambda tensor: tensor, lambda tensor: [tensor]), expected)
 
@@ -227,5 +227,5 @@ def test_lossless_codecs_sum_whole_numbers_exactly(world: int, elements: int) ->
     for name in CODECS.names():
         if create(name, {}).lossless:
             floats = [gradient.float() for gradient in given]
-            result = exchange_in_lockstep(team(name, world), "layer", floats).results[0]
+            result = exchange_all_ranks(team(name, world), "layer", floats).results[0]
             assert torch.equal(result, expected)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.compression import CODECS, option_names
-from paceline.compression.testing import exchange_in_lockstep
+from paceline.compression.testing import exchange_all_ranks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "compression.md").read_text(encoding="utf-8")
 
@@ -29,6 +29,6 @@ def test_the_example_codec_sums_signs_at_mean_magnitude() -> None:
     exec(example[1], names)
     codecs = [names["Sign"]() for _ in range(2)]
     given = [torch.tensor([1.0, -3.0]), torch.tensor([5.0, 1.0])]
-    outcome = exchange_in_lockstep(codecs, "layer", given)
+    outcome = exchange_all_ranks(codecs, "layer", given)
     assert torch.equal(outcome.results[0], torch.tensor([2.0 + 3.0, -2.0 + 3.0]))
     assert outcome.wire_bytes == codecs[0].wire_bytes(2, 4)

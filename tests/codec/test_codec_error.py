@@ -8,7 +8,7 @@ from torch import Tensor
 
 from paceline.compression import create
 from paceline.compression.powersgd import orthonormal
-from paceline.compression.testing import exchange_in_lockstep
+from paceline.compression.testing import exchange_all_ranks
 
 WORLD = 3
 
@@ -25,7 +25,7 @@ def gradients(elements: int, seed: int = 0, world: int = WORLD) -> list[Tensor]:
 
 def exchanged(name: str, given: list[Tensor], **options: str) -> Tensor:
     codecs = [create(name, options) for _ in given]
-    return exchange_in_lockstep(codecs, "layer", [g.clone() for g in given]).results[0]
+    return exchange_all_ranks(codecs, "layer", [g.clone() for g in given]).results[0]
 
 
 def exact_sum(given: list[Tensor]) -> Tensor:
@@ -80,7 +80,7 @@ def test_int8_keeps_what_is_too_small_to_scale_until_it_can_be_sent() -> None:
     gradient = torch.full((10,), 1e-37)
     steps = 40
     sent = sum(
-        exchange_in_lockstep([codec], "layer", [gradient.clone()]).results[0].double()
+        exchange_all_ranks([codec], "layer", [gradient.clone()]).results[0].double()
         for _ in range(steps)
     )
     assert isinstance(sent, Tensor)
@@ -123,7 +123,7 @@ def test_powersgd_is_exact_where_the_sum_and_each_part_have_its_rank(
     given = [(left @ torch.randn(2, columns, generator=generator)).flatten() for _ in range(WORLD)]
     codecs = [create("powersgd", {"rank": "2"}) for _ in given]
     expected = exact_sum(given).float()
-    outcome = exchange_in_lockstep(codecs, "layer", given, ((rows, columns),))
+    outcome = exchange_all_ranks(codecs, "layer", given, ((rows, columns),))
     torch.testing.assert_close(outcome.results[0], expected, rtol=1e-4, atol=1e-4)
 
 
@@ -135,7 +135,7 @@ def test_powersgd_sends_vectors_and_small_matrices_exactly() -> None:
     shapes = ((50,), (30, 30), (2, 3))
     codecs = [create("powersgd", {}) for _ in given]
     expected = exact_sum(given).float()
-    result = exchange_in_lockstep(codecs, "bucket", given, shapes).results[0]
+    result = exchange_all_ranks(codecs, "bucket", given, shapes).results[0]
     plain = [*range(50), *range(950, 956)]
     assert torch.equal(result[plain], expected[plain])
 
@@ -153,7 +153,7 @@ def test_powersgd_converges_to_the_best_approximation_of_a_constant_matrix() -> 
         state = codec.state_dict()
         codec.load_state_dict({**state, "pending": {}})
         gradient = matrix.clone().flatten()
-        result = exchange_in_lockstep([codec], "layer", [gradient], ((30, 20),)).results[0]
+        result = exchange_all_ranks([codec], "layer", [gradient], ((30, 20),)).results[0]
     torch.testing.assert_close(result.view(30, 20), best, rtol=0, atol=1e-5)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.compression import CODECS, create
 from paceline.compression.codec import Codec
-from paceline.compression.testing import exchange_in_lockstep
+from paceline.compression.testing import exchange_all_ranks
 
 WORLD = 3
 SHAPES = ((24, 20), (20,))
@@ -30,7 +30,7 @@ def constant_gradients() -> list[Tensor]:
 def total_sent(codecs: list[Codec], given: list[Tensor], steps: int) -> Tensor:
     sent = torch.zeros_like(given[0])
     for _ in range(steps):
-        sent += exchange_in_lockstep(codecs, "b", [g.clone() for g in given], SHAPES).results[0]
+        sent += exchange_all_ranks(codecs, "b", [g.clone() for g in given], SHAPES).results[0]
     return sent
 
 
@@ -98,6 +98,6 @@ def test_linear_regression_converges_on_the_solution(name: str) -> None:
             (x.T @ (x @ weights - y) / len(everything)).flatten()
             for x, y in zip(inputs, targets, strict=True)
         ]
-        average = exchange_in_lockstep(codecs, "weights", given, ((20, 16),)).results[0]
+        average = exchange_all_ranks(codecs, "weights", given, ((20, 16),)).results[0]
         weights -= 0.2 / curvature * average.view(20, 16)
     assert float((weights - truth).norm() / truth.norm()) < 1e-3

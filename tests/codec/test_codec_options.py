@@ -8,7 +8,7 @@ import torch
 from paceline.compression import CODECS, create, option_names
 from paceline.compression.int8 import Int8
 from paceline.compression.powersgd import PowerSGD
-from paceline.compression.testing import exchange_in_lockstep
+from paceline.compression.testing import exchange_all_ranks
 from paceline.compression.topk import TopK
 from paceline.errors import ConfigError, UnknownNameError, UsageError, UserCodeError
 
@@ -52,7 +52,7 @@ def test_a_chunk_larger_than_memory_is_one_chunk_of_what_there_is() -> None:
     codec, whole = create("int8", {"chunk": str(2**50)}), create("int8", {"chunk": "10"})
     gradient = torch.linspace(-1, 1, 10)
     results = [
-        exchange_in_lockstep([each], "b", [gradient.clone()]).results[0] for each in (codec, whole)
+        exchange_all_ranks([each], "b", [gradient.clone()]).results[0] for each in (codec, whole)
     ]
     assert torch.equal(results[0], results[1])
 
@@ -82,6 +82,6 @@ def test_every_codec_names_its_options(name: str) -> None:
 @pytest.mark.parametrize("name", ["int8", "topk", "powersgd"])
 def test_memory_of_other_buckets_is_refused(name: str) -> None:
     codec = create(name, {})
-    exchange_in_lockstep([codec], "bucket", [torch.ones(400)], ((20, 20),))
+    exchange_all_ranks([codec], "bucket", [torch.ones(400)], ((20, 20),))
     with pytest.raises(UsageError, match="resume with the original run's buckets"):
-        exchange_in_lockstep([codec], "bucket", [torch.ones(900)], ((30, 30),))
+        exchange_all_ranks([codec], "bucket", [torch.ones(900)], ((30, 30),))

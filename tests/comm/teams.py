@@ -68,16 +68,16 @@ def _over(
 
 def over_pairs(communicator: Communicator) -> Communicator:
     """Two workers on each host; one on the last, if they are odd."""
-    return hierarchical.over(communicator, communicator.rank // 2)
+    return hierarchical.connect(communicator, communicator.rank // 2)
 
 
 def over_three_and_one(communicator: Communicator) -> Communicator:
-    return hierarchical.over(communicator, communicator.rank // 3)
+    return hierarchical.connect(communicator, communicator.rank // 3)
 
 
 CONNECT: dict[str, Connect | None] = {
     "torch_distributed": None,
-    "shared_memory": shared_memory.over,
+    "shared_memory": shared_memory.connect,
     "hierarchical": over_pairs,
     "uneven_hosts": over_three_and_one,
 }

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from comm.teams import Team
 from paceline.comm import ALGORITHMS
-from paceline.comm.background import Background
+from paceline.comm.background import CommunicationThread
 from paceline.comm.communicator import Communicator
 from paceline.measure.traffic import Traffic
 
@@ -74,7 +74,7 @@ def sums_in_background(communicator: Communicator, name: str) -> list[bytes]:
     """Two all-reduces under way while the caller sends messages of its own."""
     algorithm, rank = ALGORITHMS.load(name)(), communicator.rank
     tensors = [integers_of(rank, 1009), integers_of(rank + 5, 64)]
-    background = Background(communicator)
+    background = CommunicationThread(communicator)
     try:
         works = [
             background.submit(partial(algorithm.all_reduce, tensor=tensor, kind="gradients"))

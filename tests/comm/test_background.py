@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from paceline.comm import background as gpu_order
-from paceline.comm.background import Background
+from paceline.comm.background import CommunicationThread
 from paceline.comm.communicator import Communicator
-from paceline.comm.in_process import Hub, run
+from paceline.comm.in_process import InProcessGroup, run
 from paceline.errors import PeerError
 from worker_pool import WorkerPool
 
@@ -24,8 +24,8 @@ def note(done: list[int], number: int, _: Communicator) -> None:
 
 def test_operations_run_in_the_order_of_submission() -> None:
     done: list[int] = []
-    with Hub(1) as hub:
-        background = Background(hub.communicators[0])
+    with InProcessGroup(1) as hub:
+        background = CommunicationThread(hub.communicators[0])
         works = [background.submit(partial(note, done, i)) for i in range(5)]
         works[4].wait()
         background.close()
@@ -38,8 +38,8 @@ def pass_gate(gate: Event) -> None:
 
 def test_the_caller_does_not_wait() -> None:
     gate = Event()
-    with Hub(1) as hub:
-        background = Background(hub.communicators[0])
+    with InProcessGroup(1) as hub:
+        background = CommunicationThread(hub.communicators[0])
         work = background.submit(lambda _: pass_gate(gate))
         was_done = work.is_done()
         gate.set()
@@ -55,8 +55,8 @@ def test_after_a_failure_nothing_more_is_sent() -> None:
     def fail(_: Communicator) -> None:
         raise PeerError("rank 0: recv from rank 1: the connection was closed")
 
-    with Hub(1) as hub:
-        background = Background(hub.communicators[0])
+    with InProcessGroup(1) as hub:
+        background = CommunicationThread(hub.communicators[0])
         works = [background.submit(fail), background.submit(lambda _: sent.append(1))]
         for work in works:
             with pytest.raises(PeerError, match="recv from rank 1"):
@@ -105,8 +105,8 @@ def test_an_operation_follows_the_device_work_of_its_caller_and_completes_with_i
     def add(_: Communicator) -> None:
         device.threads.append(lambda: memory.update(sum=memory["gradient"] + 1))
 
-    with Hub(1) as hub:
-        background = Background(hub.communicators[0])
+    with InProcessGroup(1) as hub:
+        background = CommunicationThread(hub.communicators[0])
         device.callers.append(lambda: memory.update(gradient=5))
         work = background.submit(add, torch.device("meta"))
         device.callers.append(lambda: memory.update(gradient=100))
@@ -149,8 +149,8 @@ def test_an_operation_waits_for_the_callers_stream_on_a_real_gpu() -> None:
         torch.cuda._sleep(SLEEP_CYCLES)
         torch.mul(gradient, 2, out=doubled)
 
-    with Hub(1) as hub:
-        background = Background(hub.communicators[0])
+    with InProcessGroup(1) as hub:
+        background = CommunicationThread(hub.communicators[0])
         with torch.cuda.stream(torch.cuda.Stream()):
             torch.cuda._sleep(SLEEP_CYCLES)
             gradient.fill_(1.0)

@@ -9,17 +9,17 @@ from contextlib import contextmanager
 
 from paceline.comm import in_process
 from paceline.comm.shm import futex
-from paceline.comm.shm.futex import Bells
-from paceline.comm.shm.segment import LINE_BYTES, Arena
+from paceline.comm.shm.futex import FutexSignals
+from paceline.comm.shm.segment import CACHE_LINE_BYTES, SharedSegment
 
 
 @contextmanager
-def bells_and_peer(spaces_apart: int = 0) -> Iterator[tuple[Bells, subprocess.Popen[bytes]]]:
+def bells_and_peer(spaces_apart: int = 0) -> Iterator[tuple[FutexSignals, subprocess.Popen[bytes]]]:
     """The first of two workers, and a process with the number that the second has given."""
-    arena = Arena(in_process.Hub(1).communicators[0], Bells.size_bytes(2))
-    own = Bells(arena, 0, rank=0, world_size=2, cores=2)
-    lines = arena.numbers(0, 2 * LINE_BYTES, "I")
-    second = LINE_BYTES // 4
+    arena = SharedSegment(in_process.InProcessGroup(1).communicators[0], FutexSignals.size_bytes(2))
+    own = FutexSignals(arena, 0, rank=0, world_size=2, cores=2)
+    lines = arena.numbers(0, 2 * CACHE_LINE_BYTES, "I")
+    second = CACHE_LINE_BYTES // 4
     with subprocess.Popen(["sleep", "60"]) as process:
         lines[second + futex._PROCESS] = process.pid
         lines[second + futex._SPACE] = lines[futex._SPACE] ^ spaces_apart
@@ -55,10 +55,10 @@ def test_leaving_on_another_thread_is_not_the_end_of_a_peer() -> None:
 
 
 def test_a_peer_that_ended_before_it_was_watched_is_gone() -> None:
-    arena = Arena(in_process.Hub(1).communicators[0], Bells.size_bytes(2))
-    own = Bells(arena, 0, rank=0, world_size=2, cores=2)
-    lines = arena.numbers(0, 2 * LINE_BYTES, "I")
-    peer = LINE_BYTES // 4
+    arena = SharedSegment(in_process.InProcessGroup(1).communicators[0], FutexSignals.size_bytes(2))
+    own = FutexSignals(arena, 0, rank=0, world_size=2, cores=2)
+    lines = arena.numbers(0, 2 * CACHE_LINE_BYTES, "I")
+    peer = CACHE_LINE_BYTES // 4
     process = subprocess.Popen(["true"])
     process.wait()  # its number is free again: no process here has it
     lines[peer + futex._PROCESS] = process.pid
@@ -71,10 +71,12 @@ def test_a_peer_that_ended_before_it_was_watched_is_gone() -> None:
 def test_every_rank_rings_with_numbers_of_its_own() -> None:
     """A worker that waits for its number to change would miss a call that repeats it."""
     world_size = 1000
-    arena = Arena(in_process.Hub(1).communicators[0], Bells.size_bytes(world_size))
-    lines = arena.numbers(0, world_size * LINE_BYTES, "I")
+    arena = SharedSegment(
+        in_process.InProcessGroup(1).communicators[0], FutexSignals.size_bytes(world_size)
+    )
+    lines = arena.numbers(0, world_size * CACHE_LINE_BYTES, "I")
     seen = []
     for rank in range(1, world_size):
-        Bells(arena, 0, rank, world_size, cores=2).ring_one(0)
+        FutexSignals(arena, 0, rank, world_size, cores=2).notify(0)
         seen.append(lines[futex._STAMP])
     assert len(set(seen)) == len(seen)

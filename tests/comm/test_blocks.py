@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 def sum_different_parts(communicator: Communicator) -> str:
     """Of the second of two tensors, while the first is summed by all alike."""
-    with shared_memory.over(communicator) as team:
+    with shared_memory.connect(communicator) as team:
         both = [team.zeros(100_000, torch.float32, CPU) for _ in range(2)]
         team.all_reduce(both[0], "gradients").wait()
         with pytest.raises(RunError) as caught:
@@ -33,7 +33,7 @@ def test_different_parts_are_not_summed(pool: WorkerPool) -> None:
 
 def sum_different_tensors(communicator: Communicator) -> str:
     """Of one size, which lie in the same place of different blocks; all were summed before."""
-    with shared_memory.over(communicator) as team:
+    with shared_memory.connect(communicator) as team:
         both = [team.zeros(100_000, torch.float32, CPU) for _ in range(2)]
         for tensor in 2 * both[:1] + 2 * both[1:]:
             team.all_reduce(tensor, "gradients").wait()
@@ -47,7 +47,7 @@ def test_different_tensors_of_one_size_are_not_summed(pool: WorkerPool) -> None:
 
 
 def ask_for_different_sizes(communicator: Communicator) -> str:
-    with shared_memory.over(communicator) as team, pytest.raises(RunError) as caught:
+    with shared_memory.connect(communicator) as team, pytest.raises(RunError) as caught:
         team.zeros(1000 + 24 * team.rank, torch.float32, CPU)
     return str(caught.value)
 

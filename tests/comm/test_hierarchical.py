@@ -10,7 +10,7 @@ from torch import Tensor
 from paceline.comm import hierarchical
 from paceline.comm.buffers import chunk
 from paceline.comm.communicator import Communicator
-from paceline.comm.hierarchical import HierarchicalCommunicator, split
+from paceline.comm.hierarchical import HierarchicalCommunicator, split_by_node
 from paceline.comm.shm.communicator import SharedMemoryCommunicator
 from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.comm.work import Work
@@ -23,7 +23,7 @@ TENSORS = ((1, torch.bool), (3, torch.int16), (8, torch.float32), (1009, torch.b
 
 
 def connect(communicator: Communicator, nodes: list[int]) -> Communicator:
-    return hierarchical.over(communicator, nodes[communicator.rank])
+    return hierarchical.connect(communicator, nodes[communicator.rank])
 
 
 def values(rank: int, size: int, dtype: torch.dtype) -> Tensor:
@@ -145,7 +145,7 @@ def test_a_message_in_a_host_goes_on_while_its_sender_waits_for_another_host(
 def names_in_errors(communicator: Communicator) -> list[str]:
     """Of the second host, whose workers are numbers 0 and 1 there. All others leave."""
     said = []
-    levels = split(communicator, communicator.rank // 2)
+    levels = split_by_node(communicator, communicator.rank // 2)
     with connect(communicator, [0, 0, 1, 1]) as team:
         communicator.barrier().wait()
         if communicator.rank < 3:

@@ -17,7 +17,7 @@ from comm.fake_nccl import GPU, FakeNccl, FakeNetwork
 from paceline.comm import torch_distributed
 from paceline.comm.algorithms import ring
 from paceline.comm.communicator import Communicator
-from paceline.comm.process_groups import make_nccl, start_nccl_messages
+from paceline.comm.process_groups import create_nccl, start_nccl_messages
 from paceline.comm.torch_distributed import TorchCommunicator
 
 WORLD_SIZE = 4
@@ -36,7 +36,7 @@ def run_on_gpus(
         nccl.eager_connect_single_device(GPU)
         return nccl
 
-    monkeypatch.setattr(torch_distributed, "make_nccl", make)
+    monkeypatch.setattr(torch_distributed, "create_nccl", make)
 
     def run(function: Callable[[Communicator], object]) -> list[object]:
         store = HashStore()
@@ -120,7 +120,7 @@ def test_nccl_listens_on_the_interface_of_the_run(
     recorded: type[_RecordedNccl], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
-    make_nccl(HashStore(), 0, 1, "127.0.0.1", GPU, 5.0)
+    create_nccl(HashStore(), 0, 1, "127.0.0.1", GPU, 5.0)
     assert recorded.interfaces == ["=lo", "=lo"]
     assert "NCCL_SOCKET_IFNAME" not in os.environ
 
@@ -129,7 +129,7 @@ def test_an_interface_that_the_user_chose_for_nccl_is_kept(
     recorded: type[_RecordedNccl], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
-    make_nccl(HashStore(), 0, 1, "127.0.0.1", GPU, 5.0)
+    create_nccl(HashStore(), 0, 1, "127.0.0.1", GPU, 5.0)
     assert recorded.interfaces == ["ib0", "ib0"]
     assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0"
 
@@ -138,13 +138,13 @@ def test_every_rank_creates_its_nccl_communicator_when_it_connects(
     recorded: type[_RecordedNccl],
 ) -> None:
     """Otherwise a rank with nothing to send would not take part, and the others wait for it."""
-    make_nccl(HashStore(), 0, 1, "127.0.0.1", GPU, 5.0)
+    create_nccl(HashStore(), 0, 1, "127.0.0.1", GPU, 5.0)
     assert recorded.connected == [GPU]
 
 
 @pytest.fixture
 def real_nccl() -> Any:
-    nccl = make_nccl(HashStore(), 0, 1, "127.0.0.1", torch.device("cuda:0"), 30.0)
+    nccl = create_nccl(HashStore(), 0, 1, "127.0.0.1", torch.device("cuda:0"), 30.0)
     yield nccl
     nccl.abort()
 

@@ -12,29 +12,29 @@ from paceline.comm import in_process
 from paceline.comm.buffers import chunk
 from paceline.comm.shm.collectives import (
     AllGather,
-    AllReduce,
+    Barrier,
     Broadcast,
     Collective,
-    DirectAllReduce,
-    Meet,
-    Outboxes,
+    CollectiveBuffers,
+    OneShotAllReduce,
     ReduceScatter,
+    TwoShotAllReduce,
 )
-from paceline.comm.shm.segment import Arena
+from paceline.comm.shm.segment import SharedSegment
 
 WORKERS = 3
 PIECE_BYTES = 4096
 
-Begin = Callable[[Outboxes, torch.Tensor], Collective | Meet]
+Begin = Callable[[CollectiveBuffers, torch.Tensor], Collective | Barrier]
 
 
-def meet(boxes: Outboxes, _: torch.Tensor) -> Meet:
-    return Meet(boxes)
+def meet(boxes: CollectiveBuffers, _: torch.Tensor) -> Barrier:
+    return Barrier(boxes)
 
 
 KINDS: tuple[Begin, ...] = (
-    AllReduce,
-    DirectAllReduce,
+    TwoShotAllReduce,
+    OneShotAllReduce,
     ReduceScatter,
     AllGather,
     lambda boxes, flat: Broadcast(boxes, flat, 0),
@@ -45,11 +45,13 @@ KINDS: tuple[Begin, ...] = (
 class Worker:
     """One that sleeps once nothing moves, as a communicator does, until another calls it."""
 
-    def __init__(self, workers: list[Worker], arena: Arena) -> None:
+    def __init__(self, workers: list[Worker], arena: SharedSegment) -> None:
         self.is_awake = True
-        self.works: list[Collective | Meet] = []
+        self.works: list[Collective | Barrier] = []
         self._workers = workers
-        self.boxes = Outboxes(arena, 0, len(workers), WORKERS, PIECE_BYTES, self._call_peers)
+        self.boxes = CollectiveBuffers(
+            arena, 0, len(workers), WORKERS, PIECE_BYTES, self._call_peers
+        )
         workers.append(self)
 
     def _call_peers(self) -> None:
@@ -69,8 +71,8 @@ class Worker:
 
 
 def team() -> list[Worker]:
-    size_bytes = Outboxes.size_bytes(WORKERS, PIECE_BYTES)
-    arena = Arena(in_process.Hub(1).communicators[0], size_bytes)
+    size_bytes = CollectiveBuffers.size_bytes(WORKERS, PIECE_BYTES)
+    arena = SharedSegment(in_process.InProcessGroup(1).communicators[0], size_bytes)
     workers: list[Worker] = []
     for _ in range(WORKERS):
         Worker(workers, arena)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from paceline.comm.rendezvous import Meeting, port_of
+from paceline.comm.rendezvous import Rendezvous, port_of
 from paceline.errors import PacelineError, RunError, UsageError
 from worker_pool import free_port
 
@@ -22,11 +22,11 @@ def taken_port() -> Iterator[int]:
         yield int(listener.getsockname()[1])
 
 
-def failures(*meetings: Meeting) -> list[str]:
+def failures(*meetings: Rendezvous) -> list[str]:
     """What each worker is told when all come at once, in threads of this process."""
     stores = []  # a store that nobody holds any more is gone for the others too
 
-    def join(meeting: Meeting) -> str:
+    def join(meeting: Rendezvous) -> str:
         try:
             stores.append(meeting.join())
         except PacelineError as error:
@@ -39,7 +39,7 @@ def failures(*meetings: Meeting) -> list[str]:
 
 def test_a_port_in_use_is_named(taken_port: int) -> None:
     with pytest.raises(UsageError) as caught:
-        Meeting(0, 2, "127.0.0.1", taken_port, timeout_seconds=1.0).join()
+        Rendezvous(0, 2, "127.0.0.1", taken_port, timeout_seconds=1.0).join()
     assert str(caught.value) == (
         f"port {taken_port} of 127.0.0.1 is in use: choose another --master-port"
     )
@@ -53,19 +53,19 @@ def test_that_no_port_is_free_is_told_without_a_flag_that_would_not_help(
 
     monkeypatch.setattr(socket.socket, "bind", bind)
     with pytest.raises(UsageError, match=r"^no port of 127\.0\.0\.1 is free") as caught:
-        Meeting(0, 1, "127.0.0.1", 0, timeout_seconds=1.0).join()
+        Rendezvous(0, 1, "127.0.0.1", 0, timeout_seconds=1.0).join()
     assert "--master-port" not in str(caught.value)
 
 
 def test_any_free_port_can_be_asked_for() -> None:
-    store = Meeting(0, 2, "127.0.0.1", 0, timeout_seconds=5.0).reach(may_serve=True)[0]
-    others = Meeting(1, 2, "127.0.0.1", port_of(store), timeout_seconds=5.0)
+    store = Rendezvous(0, 2, "127.0.0.1", 0, timeout_seconds=5.0).reach(may_serve=True)[0]
+    others = Rendezvous(1, 2, "127.0.0.1", port_of(store), timeout_seconds=5.0)
     assert others.reach(may_serve=False)[1] is False
 
 
 def test_an_address_of_another_machine_is_refused_on_rank_zero() -> None:
     with pytest.raises(UsageError, match=r"^192\.0\.2\.1 is no address of this machine") as caught:
-        Meeting(0, 2, "192.0.2.1", 29500, timeout_seconds=1.0).join()
+        Rendezvous(0, 2, "192.0.2.1", 29500, timeout_seconds=1.0).join()
     assert "--master-addr" in str(caught.value)
 
 
@@ -73,13 +73,13 @@ def test_a_name_that_does_not_resolve_is_refused() -> None:
     with pytest.raises(
         UsageError, match=r"^cannot resolve no\.such\.host\.invalid .*--master-addr"
     ):
-        Meeting(1, 2, "no.such.host.invalid", 29500, timeout_seconds=1.0).join()
+        Rendezvous(1, 2, "no.such.host.invalid", 29500, timeout_seconds=1.0).join()
 
 
 def test_nobody_at_the_address_is_an_error_after_the_time_limit() -> None:
     port = free_port()
     with pytest.raises(RunError) as caught:
-        Meeting(1, 2, "127.0.0.1", port, timeout_seconds=0.2).join()
+        Rendezvous(1, 2, "127.0.0.1", port, timeout_seconds=0.2).join()
     assert str(caught.value) == (
         f"rank 1: nobody answered at 127.0.0.1:{port} for 0.2 s: is rank 0 running, and are "
         "--master-addr and --master-port right?"
@@ -88,7 +88,7 @@ def test_nobody_at_the_address_is_an_error_after_the_time_limit() -> None:
 
 def test_something_else_at_the_address_is_no_hang(taken_port: int) -> None:
     with pytest.raises(RunError) as caught:
-        Meeting(1, 2, "127.0.0.1", taken_port, timeout_seconds=0.2).join()
+        Rendezvous(1, 2, "127.0.0.1", taken_port, timeout_seconds=0.2).join()
     assert str(caught.value) == (
         f"rank 1: what listens at 127.0.0.1:{taken_port} is not a paceline run: "
         "check --master-addr and --master-port"
@@ -98,20 +98,20 @@ def test_something_else_at_the_address_is_no_hang(taken_port: int) -> None:
 def test_ranks_that_never_come_are_named() -> None:
     port = free_port()
     with pytest.raises(RunError) as caught:
-        Meeting(0, 4, "127.0.0.1", port, timeout_seconds=0.2).join()
+        Rendezvous(0, 4, "127.0.0.1", port, timeout_seconds=0.2).join()
     assert str(caught.value) == (f"rank 0: ranks 1-3 did not come to 127.0.0.1:{port} within 0.2 s")
 
 
 def test_workers_who_all_come_meet() -> None:
     port = free_port()
-    assert failures(*(Meeting(rank, 3, "127.0.0.1", port) for rank in range(3))) == ["met"] * 3
+    assert failures(*(Rendezvous(rank, 3, "127.0.0.1", port) for rank in range(3))) == ["met"] * 3
 
 
 def test_workers_who_expect_different_numbers_are_told() -> None:
     port = free_port()
     said = failures(
-        Meeting(0, 2, "127.0.0.1", port, timeout_seconds=2.0),
-        Meeting(1, 3, "127.0.0.1", port, timeout_seconds=2.0),
+        Rendezvous(0, 2, "127.0.0.1", port, timeout_seconds=2.0),
+        Rendezvous(1, 3, "127.0.0.1", port, timeout_seconds=2.0),
     )
     assert said[0] == (
         f"rank 0 expects 2 ranks at 127.0.0.1:{port}, rank 1 expects 3: start all with the same "
@@ -122,9 +122,9 @@ def test_workers_who_expect_different_numbers_are_told() -> None:
 def test_a_rank_that_comes_twice_is_refused() -> None:
     port = free_port()
     said = failures(
-        Meeting(0, 3, "127.0.0.1", port, timeout_seconds=1.0),
-        Meeting(1, 3, "127.0.0.1", port, timeout_seconds=1.0),
-        Meeting(1, 3, "127.0.0.1", port, timeout_seconds=1.0),
+        Rendezvous(0, 3, "127.0.0.1", port, timeout_seconds=1.0),
+        Rendezvous(1, 3, "127.0.0.1", port, timeout_seconds=1.0),
+        Rendezvous(1, 3, "127.0.0.1", port, timeout_seconds=1.0),
     )
     refused = [line for line in said[1:] if f"127.0.0.1:{port} as rank 1" in line]
     assert len(refused) == 1

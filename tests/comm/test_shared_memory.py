@@ -47,7 +47,7 @@ def names_and_modes(communicator: Communicator, folder: Path) -> list[object]:
     seen: list[object] = []
     with (
         files_in(folder, lambda path: seen.append(oct(S_IMODE(path.stat().st_mode)))),
-        shared_memory.over(communicator) as team,
+        shared_memory.connect(communicator) as team,
     ):
         team.all_reduce(torch.ones(3), "control").wait()
         seen.append(list(folder.iterdir()))
@@ -64,7 +64,7 @@ def stay_away(communicator: Communicator, folder: Path) -> None:
     with files_in(folder, lambda _: None):
         if communicator.rank == 1:
             raise RuntimeError("out of memory, say")
-        shared_memory.over(communicator)
+        shared_memory.connect(communicator)
 
 
 def test_a_peer_that_does_not_come_leaves_no_name(pool: WorkerPool, tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_peer_that_does_not_come_leaves_no_name(pool: WorkerPool, tmp_path: Pa
 
 def die_while_connecting(communicator: Communicator, folder: Path) -> None:
     with files_in(folder, lambda _: os.kill(os.getpid(), signal.SIGKILL)):
-        shared_memory.over(communicator)
+        shared_memory.connect(communicator)
 
 
 def test_what_is_left_where_all_were_killed_while_connecting_the_next_removes(
@@ -100,7 +100,7 @@ def test_only_names_of_ended_processes_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segment, "FOLDER", tmp_path)
-    space, own = segment.space_of_numbers(), os.getpid()
+    space, own = segment.pid_namespace(), os.getpid()
     with process_of_another() as ended:
         left = {
             f"paceline-{segment._owner(ended)}-aa",
@@ -116,7 +116,7 @@ def test_only_names_of_ended_processes_are_removed(
         }
         for name in left | stays:
             (tmp_path / name).touch()
-        segment.remove_left_behind()
+        segment.unlink_stale_segments()
         assert {path.name for path in tmp_path.iterdir()} == stays
 
 
@@ -125,17 +125,17 @@ def test_names_of_other_users_are_not_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segment, "FOLDER", tmp_path)
-    theirs = tmp_path / f"paceline-{segment.space_of_numbers()}-{os.getpid()}-1-aa"
+    theirs = tmp_path / f"paceline-{segment.pid_namespace()}-{os.getpid()}-1-aa"
     theirs.touch()
     os.chown(theirs, 65534, 65534)
-    segment.remove_left_behind()
+    segment.unlink_stale_segments()
     assert theirs.exists()
 
 
 def connect_in(communicator: Communicator, folder: Path) -> str:
     with files_in(folder, lambda _: None):
         try:
-            shared_memory.over(communicator).close()
+            shared_memory.connect(communicator).close()
         except UsageError as error:
             return str(error)
     return "no error"
@@ -166,7 +166,7 @@ def kinds_of_waiting(team: Communicator, absent: int) -> list[Callable[[], Work]
 
 def lose_rank_three(communicator: Communicator) -> tuple[str, float]:
     """Each of the others waits for it in another way; what is said, and after how long."""
-    with shared_memory.over(communicator) as team:
+    with shared_memory.connect(communicator) as team:
         team.barrier().wait()
         if team.rank == 3:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -200,7 +200,7 @@ def stall(communicator: Communicator) -> str:
     processes = torch.zeros(2, dtype=torch.int64)
     processes[communicator.rank] = os.getpid()
     communicator.all_reduce(processes, "control").wait()
-    with shared_memory.over(communicator) as team:
+    with shared_memory.connect(communicator) as team:
         team.barrier().wait()
         if team.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -238,7 +238,7 @@ def poll(work: Work) -> str:
 
 
 def poll_after_a_death(communicator: Communicator, operation: int) -> str:
-    with shared_memory.over(communicator) as team:
+    with shared_memory.connect(communicator) as team:
         team.barrier().wait()
         if team.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -262,7 +262,7 @@ def poll_after_a_stop(communicator: Communicator) -> str:
     processes = torch.zeros(2, dtype=torch.int64)
     processes[communicator.rank] = os.getpid()
     communicator.all_reduce(processes, "control").wait()
-    with shared_memory.over(communicator) as team:
+    with shared_memory.connect(communicator) as team:
         team.barrier().wait()
         if team.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -279,7 +279,7 @@ def test_an_operation_with_a_silent_peer_is_done_after_the_timeout(pool: WorkerP
 
 
 def poll_a_closed_connection(communicator: Communicator) -> str:
-    with shared_memory.over(communicator) as team:
+    with shared_memory.connect(communicator) as team:
         team.barrier().wait()
         work = team.all_reduce(torch.zeros(1000), "gradients") if team.rank == 0 else None
         team.close()
@@ -293,7 +293,7 @@ def test_an_operation_on_a_closed_connection_is_done_and_raises(pool: WorkerPool
 
 def seconds_of_computing(communicator: Communicator) -> float:
     """While rank 0 sleeps and all others wait for it."""
-    with shared_memory.over(communicator) as team:
+    with shared_memory.connect(communicator) as team:
         team.barrier().wait()
         if team.rank == 0:
             time.sleep(1.0)
@@ -314,7 +314,7 @@ def held_after_closing(communicator: Communicator) -> int:
     gc.collect()  # what other tests left in cycles must not go away in between
     before = _held()
     for _ in range(3):
-        with shared_memory.over(communicator) as team, team.fork() as fork:
+        with shared_memory.connect(communicator) as team, team.fork() as fork:
             team.all_reduce(torch.ones(3), "control").wait()
             [peer] = fork.peers
             fork.exchange(torch.ones(3), peer, torch.ones(3), peer, "control").wait()
@@ -338,7 +338,7 @@ def test_closing_gives_everything_back(pool: WorkerPool) -> None:
 def sum_parts_in_place(communicator: Communicator, dtype: torch.dtype) -> list[torch.Tensor]:
     """A whole tensor of `zeros`, then three neighbouring parts of one, all under way together."""
     elements, cpu = 300_001, torch.device("cpu")
-    with shared_memory.over(communicator) as team:
+    with shared_memory.connect(communicator) as team:
         whole, cut = (team.zeros(elements, dtype, cpu) for _ in range(2))
         for tensor in (whole, cut):
             tensor.copy_(torch.arange(elements) % 7 + team.rank)
@@ -366,7 +366,7 @@ def test_tensors_in_shared_memory_are_summed_where_they_lie_and_nothing_beside_t
 
 def outboxes_changed(communicator: Communicator) -> list[bool]:
     """Whether a sum in place changes what is in the outboxes, and whether another does."""
-    with shared_memory.over(communicator) as team:
+    with shared_memory.connect(communicator) as team:
         tensor = team.zeros(100_000, torch.float32, torch.device("cpu")).fill_(1)
         changed = []
         for each in (tensor, tensor.clone()):
@@ -389,7 +389,7 @@ def sum_without_room(communicator: Communicator) -> tuple[float, int]:
     def refuse(size_bytes: int) -> Path:
         raise OSError(errno.ENOSPC, "no space left")
 
-    with shared_memory.over(communicator) as team, pytest.MonkeyPatch.context() as patch:
+    with shared_memory.connect(communicator) as team, pytest.MonkeyPatch.context() as patch:
         patch.setattr(segment, "_make", refuse)
         tensor = team.zeros(100_000, torch.float32, torch.device("cpu")).fill_(team.rank + 1)
         team.all_reduce(tensor, "gradients").wait()
@@ -404,7 +404,7 @@ def test_tensors_for_which_there_is_no_room_in_shared_memory_lie_elsewhere(
 
 def completions(communicator: Communicator, elements: int) -> tuple[int, int]:
     """How often a sum said that it was complete: after its last step, and after `wait()`."""
-    with shared_memory.over(communicator) as team:
+    with shared_memory.connect(communicator) as team:
         moments: list[object] = []
         work = team.all_reduce(torch.ones(elements), "gradients")
         work.when_complete(lambda *moment: moments.append(moment))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.comm.communicator import Communicator
-from paceline.comm.process_groups import urgent_threads
+from paceline.comm.process_groups import high_priority_threads
 from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.errors import PeerError
 from worker_pool import WorkerPool
@@ -111,7 +111,7 @@ def sum_on_gpu(communicator: Communicator) -> list[float]:
 @pytest.mark.root
 def test_threads_that_communicate_come_before_the_one_that_made_them() -> None:
     usual, seen = os.getpriority(os.PRIO_PROCESS, 0), []
-    with urgent_threads():
+    with high_priority_threads():
         thread = Thread(target=lambda: seen.append(os.getpriority(os.PRIO_PROCESS, 0)))
         thread.start()
         thread.join()
@@ -124,5 +124,5 @@ def test_who_may_not_raise_priorities_goes_without(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(os, "setpriority", refuse)
     usual = os.getpriority(os.PRIO_PROCESS, 0)
-    with urgent_threads():
+    with high_priority_threads():
         assert os.getpriority(os.PRIO_PROCESS, 0) == usual

@@ -47,7 +47,7 @@ def counted_and_seen(communicator: Communicator, name: str) -> tuple[int, int]:
 
 def counted_across_and_seen(communicator: Communicator, name: str) -> tuple[int, int]:
     """Of two hosts with two workers each: what shared memory carries, the kernel does not see."""
-    with hierarchical.over(communicator, communicator.rank // 2) as team:
+    with hierarchical.connect(communicator, communicator.rank // 2) as team:
         assert isinstance(team, HierarchicalCommunicator)
         return measure(communicator, team, team.network.traffic, name)
 

@@ -16,9 +16,9 @@ from torch.optim import SGD
 from contract.exact import ExactModel, exact_batch
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
-from paceline.comm.in_process import Hub
+from paceline.comm.in_process import InProcessGroup
 from paceline.config import RunConfig
-from paceline.data.sampling import share
+from paceline.data.sampling import shard_bounds
 from paceline.measure.phase_clock import PhaseClock
 from paceline.strategies import STRATEGIES
 from paceline.strategies.ddp import Ddp
@@ -133,7 +133,7 @@ def train_step(strategy: Strategy, step: int, samples: int, task: Task) -> None:
     """One update with this worker's part of the global batch."""
     replica = strategy.replica
     world_size, rank = replica.communicator.world_size, replica.communicator.rank
-    part = share(samples, task.shares or [1.0] * world_size, rank)
+    part = shard_bounds(samples, task.shares or [1.0] * world_size, rank)
     has_samples = part.stop > part.start
     # As in the training loop: a worker without a sample computes one that weighs nothing.
     inputs = exact_batch(step, samples)[part if has_samples else slice(0, 1)]
@@ -189,7 +189,10 @@ def _sit_down(communicator: Communicator, function: Any, name: str, task: Any) -
 
 
 def _run_with_servers(world_size: int, function: Any, name: str, task: Any) -> list[Any]:
-    pairs = [[Hub(2) for _ in range(world_size)] for _ in create_strategy(name, {}).server_nodes(1)]
+    pairs = [
+        [InProcessGroup(2) for _ in range(world_size)]
+        for _ in create_strategy(name, {}).server_nodes(1)
+    ]
 
     def serve(number: int) -> None:
         ends = [hub.communicators[0] for hub in pairs[number]]
@@ -224,7 +227,7 @@ def _is_plain(name: str) -> bool:
 def takes(name: str, world_size: int) -> bool:
     """Whether a strategy is for so many workers."""
     chosen = STRATEGIES.load(name)
-    most = chosen.most_workers
+    most = chosen.max_world_size
     return most is None or world_size <= most
 
 

@@ -15,21 +15,21 @@ from torch import Tensor
 
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
-from paceline.comm.rank_info import Place
-from paceline.comm.rendezvous import Meeting
+from paceline.comm.rank_info import RankInfo
+from paceline.comm.rendezvous import Rendezvous
 from paceline.config import RunConfig, from_mapping
-from paceline.launch.parameter_servers import pairs_with_servers, serve, server_ranks
+from paceline.launch.parameter_servers import connect_servers, serve, server_ranks
 from paceline.measure.phase_clock import PhaseClock
 from paceline.records import RunFolder
 from paceline.training.display import open_display
-from paceline.training.rank_report import WorkerReport
-from paceline.training.trainer import Team, prepare, run_worker
+from paceline.training.rank_report import RankReport
+from paceline.training.trainer import RankContext, prepare, run_worker
 from worker_pool import WorkerPool, free_port
 
 
 @dataclass(frozen=True)
 class Run:
-    report: WorkerReport
+    report: RankReport
     weights: dict[str, Tensor]
     """And buffers."""
 
@@ -62,7 +62,7 @@ def servers_of(config: RunConfig) -> Iterator[int]:
     if not ranks:
         yield port
         return
-    store = Meeting(0, 1, "127.0.0.1", port, name="host").join()
+    store = Rendezvous(0, 1, "127.0.0.1", port, name="host").join()
     place = place_of(config.workers, config.workers, port)
     threads = [Thread(target=serve, args=(config, replace(place, rank=rank))) for rank in ranks]
     for thread in threads:
@@ -75,8 +75,8 @@ def servers_of(config: RunConfig) -> Iterator[int]:
         del store
 
 
-def place_of(rank: int, workers: int, port: int) -> Place:
-    return Place(rank, workers, rank, workers, 0, 1, "127.0.0.1", port, store_is_served=True)
+def place_of(rank: int, workers: int, port: int) -> RankInfo:
+    return RankInfo(rank, workers, rank, workers, 0, 1, "127.0.0.1", port, has_external_store=True)
 
 
 def work(communicator: Communicator, values: dict[str, Any], port: int) -> Run:
@@ -87,7 +87,7 @@ def work(communicator: Communicator, values: dict[str, Any], port: int) -> Run:
     place = place_of(rank, communicator.world_size, port)
     with (
         warnings.catch_warnings(),
-        pairs_with_servers(config, place, communicator.traffic) as servers,
+        connect_servers(config, place, communicator.traffic) as servers,
     ):
         warnings.simplefilter("error")
         prepared = prepare(config)
@@ -95,7 +95,7 @@ def work(communicator: Communicator, values: dict[str, Any], port: int) -> Run:
             config,
             folder,
             prepared,
-            Team(place, communicator, None, servers),
+            RankContext(place, communicator, None, servers),
             None,
             open_display(quiet=True),
             PhaseClock(),

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from contract.harness import Seat, Task, build_replica, options_of, weights_of
 from paceline.comm.objects import broadcast_json
-from paceline.data.sampling import share
+from paceline.data.sampling import shard_bounds
 from paceline.strategies.options import create_strategy
 from paceline.strategies.strategy import Strategy
 from paceline.training import run_state
@@ -94,7 +94,7 @@ def _step(strategy: Strategy, step: int) -> None:
     inputs, targets = _samples()
     order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(step))
     world_size = replica.communicator.world_size
-    part = order[share(SAMPLES, [1.0] * world_size, replica.communicator.rank)]
+    part = order[shard_bounds(SAMPLES, [1.0] * world_size, replica.communicator.rank)]
     replica.share = len(part) / SAMPLES
     loss = F.mse_loss(replica.forward(inputs[part]), targets[part])
     strategy.backward(loss * replica.share)

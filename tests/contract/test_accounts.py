@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from contract.harness import Seat, Task, build_replica, run_team
 from paceline.strategies.options import create_strategy
 from paceline.strategies.strategy import Strategy
-from paceline.training.coordination import ClockOffset, measure_clock_offset, settle_waits
+from paceline.training.coordination import ClockOffset, attribute_waits, measure_clock_offset
 from worker_pool import WorkerPool
 
 STEPS = 4
@@ -72,14 +72,14 @@ def account(seat: Seat, name: str, day: Day) -> Account:
         offset = ClockOffset(measure_clock_offset(seat.communicator))
         # The first step makes connections and buckets, and is no measure of the others.
         _step(strategy, late=False)
-        settle_waits(seat.communicator, strategy.replica.clock, strategy.replica.exposed, offset)
+        attribute_waits(seat.communicator, strategy.replica.clock, strategy.replica.exposed, offset)
         clock = strategy.replica.clock
         clock.enter("other")
         before, wall, hidden = dict(clock.seconds), clock.wall_seconds, _hidden(strategy)
         for _ in range(STEPS):
             _step(strategy, late=seat.communicator.rank == day.late_rank)
         clock.enter("other")
-        settle_waits(seat.communicator, clock, strategy.replica.exposed, offset)
+        attribute_waits(seat.communicator, clock, strategy.replica.exposed, offset)
         phases = {phase: spent - before[phase] for phase, spent in clock.seconds.items()}
         result = Account(phases, clock.wall_seconds - wall, _hidden(strategy) - hidden)
         strategy.finish()

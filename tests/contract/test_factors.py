@@ -15,13 +15,17 @@ from torch import Tensor, nn
 from contract.harness import Seat, Task, build_replica, run_team
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
-from paceline.comm.shm.segment import Arena
-from paceline.data.sampling import share
+from paceline.comm.shm.segment import SharedSegment
+from paceline.data.sampling import shard_bounds
 from paceline.errors import RunError
 from paceline.strategies.options import create_strategy
 from paceline.strategies.shared import gradients, linear_factors
 from paceline.strategies.shared import strategy as shared
-from paceline.strategies.shared.linear_factors import Factored, layers_to_factor, memory_bytes
+from paceline.strategies.shared.linear_factors import (
+    LinearGradientFactors,
+    layers_to_factor,
+    memory_bytes,
+)
 from worker_pool import WorkerPool
 
 
@@ -69,7 +73,7 @@ def _train(seat: Seat, name: str, lesson: Task) -> dict[str, Tensor]:
     world_size, rank = seat.communicator.world_size, seat.communicator.rank
     for step, samples in enumerate(lesson.batches):
         inputs = torch.randn(samples, 2, 20, generator=generator, dtype=torch.float64)
-        part = share(samples, (lesson.shares or (1.0,) * 4)[:world_size], rank)
+        part = shard_bounds(samples, (lesson.shares or (1.0,) * 4)[:world_size], rank)
         model.skips = step == 1
         own = inputs[part]
         chunks = own.tensor_split(lesson.accumulate) if len(own) else [inputs[:1]]
@@ -151,10 +155,10 @@ def test_only_passes_that_train_leave_factors() -> None:
     torch.testing.assert_close(product.view_as(layer.weight), expected[1])
 
 
-def factored_layer() -> tuple[nn.Linear, Factored]:
+def factored_layer() -> tuple[nn.Linear, LinearGradientFactors]:
     layer = nn.Linear(20, 80)
-    arena = Arena(in_process.Hub(1).communicators[0], memory_bytes(layer))
-    return layer, Factored(layer, arena, 0, 0, 1)
+    arena = SharedSegment(in_process.InProcessGroup(1).communicators[0], memory_bytes(layer))
+    return layer, LinearGradientFactors(layer, arena, 0, 0, 1)
 
 
 def test_gradients_of_gradients_are_those_of_a_plain_layer() -> None:

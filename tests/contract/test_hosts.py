@@ -20,7 +20,7 @@ def train_on_two_hosts(
     node = communicator.rank // 2
     if not is_hierarchical:
         return train_exactly(Seat(communicator, node=node), name, task)
-    with hierarchical.over(communicator, node) as team:
+    with hierarchical.connect(communicator, node) as team:
         return train_exactly(Seat(team, node=node), name, task)
 
 

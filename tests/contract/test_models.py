@@ -17,11 +17,11 @@ from contract.real_runs import Run, distance, run
 from contract.test_strategies import keeps_equal
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
-from paceline.data.sampling import share
+from paceline.data.sampling import shard_bounds
 from paceline.models.build import build_model
 from paceline.strategies import STRATEGIES
 from paceline.strategies.options import create_strategy
-from paceline.strategies.sync_batch_norm import synchronise_batch_norm
+from paceline.strategies.sync_batch_norm import convert_sync_batch_norm
 from worker_pool import WorkerPool
 
 ROUNDING = 1e-5
@@ -124,7 +124,7 @@ def train_vgg(seat: Seat, name: str, task: Task) -> dict[str, Tensor]:
     """In double precision: rectifiers and small batches blow rounding errors up."""
     with SEEDING:
         model: nn.Module = build_model("vgg11", (3, 32, 32), 10, seed=1).double()
-    model = synchronise_batch_norm(model, seat.communicator)
+    model = convert_sync_batch_norm(model, seat.communicator)
     strategy = create_strategy(name, {})
     strategy.attach(build_replica(model, seat, task))
     generator = torch.Generator().manual_seed(2)
@@ -132,7 +132,7 @@ def train_vgg(seat: Seat, name: str, task: Task) -> dict[str, Tensor]:
         inputs = torch.randn(samples, 3, 32, 32, generator=generator, dtype=torch.float64)
         labels = torch.randint(10, (samples,), generator=generator)
         replica = strategy.replica
-        part = share(samples, [1.0] * seat.communicator.world_size, seat.communicator.rank)
+        part = shard_bounds(samples, [1.0] * seat.communicator.world_size, seat.communicator.rank)
         weight = (part.stop - part.start) / samples
         replica.take_part(weight > 0)
         part = part if weight else slice(0, 1)

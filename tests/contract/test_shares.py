@@ -13,10 +13,10 @@ from contract.real_runs import distance, run
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.config import from_mapping
-from paceline.data.sampling import share
+from paceline.data.sampling import shard_bounds
 from paceline.strategies.replica import agree_on_buffers
 from paceline.strategies.strategy import Strategy
-from paceline.training.coordination import Teamwork, follow
+from paceline.training.coordination import StepCoordinator, follow
 from worker_pool import WorkerPool
 
 
@@ -52,12 +52,12 @@ def meet(communicator: Communicator, shares: str) -> list[float]:
     replica = build_replica(nn.Linear(1, 1), Seat(communicator), Task())
     strategy = Strategy()
     strategy.attach(replica)
-    team = Teamwork(config, strategy, replica)
+    team = StepCoordinator(config, strategy, replica)
     replica.clock.seconds["forward"] += 1.0 * 2**communicator.rank
     replica.clock.seconds["backward"] += 3.0 * 2**communicator.rank
     # Waiting is no sign of being slow.
     replica.clock.seconds["wait"] += 100.0 * communicator.rank
-    team.wants_to_stop(seconds=20.0, samples=40, stop=False)
+    team.after_step(seconds=20.0, samples=40, stop=False)
     return team.shares
 
 
@@ -75,7 +75,7 @@ def test_fixed_shares_stay_as_they_are() -> None:
 @pytest.mark.parametrize("whole", [1, 2, 16, 17, 1000])
 def test_whatever_the_shares_every_sample_is_dealt_once(whole: int) -> None:
     weights = [1.0, 0.5, 0.25 / 3]
-    dealt = [list(range(whole))[share(whole, weights, rank)] for rank in range(3)]
+    dealt = [list(range(whole))[shard_bounds(whole, weights, rank)] for rank in range(3)]
     assert [sample for part in dealt for sample in part] == list(range(whole))
 
 

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.cifar10 import CIFAR10
-from paceline.data.files import FileSet
-from paceline.data.manifest import OfficialFile
+from paceline.data.files import FileDataset
+from paceline.data.manifest import ManifestFile
 from paceline.data.mnist import MNIST
 from paceline.data.svhn import SVHN, SVHN_EXTRA
 
@@ -35,11 +35,11 @@ def random_labels(count: int, seed: int = 0) -> list[int]:
     return [int(label) for label in np.random.default_rng(seed).integers(0, 10, count)]
 
 
-def shrunk(fileset: FileSet) -> FileSet:
+def shrunk(fileset: FileDataset) -> FileDataset:
     """The same set with a few samples in each file."""
     official = fileset.official
 
-    def files(some: Sequence[OfficialFile], samples: int) -> tuple[OfficialFile, ...]:
+    def files(some: Sequence[ManifestFile], samples: int) -> tuple[ManifestFile, ...]:
         return tuple(
             dataclasses.replace(file, samples=samples if file.samples else 0) for file in some
         )

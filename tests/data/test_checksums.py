@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from paceline.data import checksums
-from paceline.data.checksums import VERDICTS_FILE, Verdict, judge
-from paceline.data.manifest import OFFICIAL_SETS, OfficialFile
+from paceline.data.checksums import VERDICTS_FILE, Verdict, verify_file
+from paceline.data.manifest import OFFICIAL_SETS, ManifestFile
 
 CONTENT = b"official" * 1000
-FILE = OfficialFile("set/file", len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
+FILE = ManifestFile("set/file", len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
 
 
 @pytest.fixture
@@ -38,22 +38,22 @@ def count_hashing(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def test_the_official_bytes_are_official(folder: Path) -> None:
-    assert judge(FILE, folder) is Verdict.OFFICIAL
+    assert verify_file(FILE, folder) is Verdict.OFFICIAL
 
 
 def test_one_other_byte_is_not_official(folder: Path) -> None:
     (folder / "set" / "file").write_bytes(b"O" + CONTENT[1:])
-    assert judge(FILE, folder) is Verdict.OTHER
+    assert verify_file(FILE, folder) is Verdict.OTHER
 
 
 def test_no_file_is_missing(folder: Path) -> None:
     (folder / "set" / "file").unlink()
-    assert judge(FILE, folder) is Verdict.MISSING
+    assert verify_file(FILE, folder) is Verdict.MISSING
 
 
 def test_an_unchanged_file_is_hashed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = count_hashing(monkeypatch)
-    assert judge(FILE, folder) is judge(FILE, folder) is Verdict.OFFICIAL
+    assert verify_file(FILE, folder) is verify_file(FILE, folder) is Verdict.OFFICIAL
     assert len(hashed) == 1
 
 
@@ -62,31 +62,31 @@ def test_a_file_of_another_size_is_not_hashed(
 ) -> None:
     hashed = count_hashing(monkeypatch)
     (folder / "set" / "file").write_bytes(CONTENT + b"x")
-    assert judge(FILE, folder) is Verdict.OTHER
+    assert verify_file(FILE, folder) is Verdict.OTHER
     assert hashed == []
 
 
 def test_a_changed_file_loses_its_verdict(folder: Path) -> None:
-    judge(FILE, folder)
+    verify_file(FILE, folder)
     path = folder / "set" / "file"
     path.write_bytes(b"O" + CONTENT[1:])
     os.utime(path, ns=(1, 1))
-    assert judge(FILE, folder) is Verdict.OTHER
+    assert verify_file(FILE, folder) is Verdict.OTHER
 
 
 def test_afresh_looks_behind_an_unchanged_size_and_time(folder: Path) -> None:
-    judge(FILE, folder)
+    verify_file(FILE, folder)
     path = folder / "set" / "file"
     times = path.stat()
     path.write_bytes(b"O" + CONTENT[1:])
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert judge(FILE, folder, afresh=True) is Verdict.OTHER
+    assert verify_file(FILE, folder, afresh=True) is Verdict.OTHER
 
 
 @pytest.mark.parametrize("scrambled", ["", "[]", "{", '{"set/file": 7}', '{"set/file": [1]}'])
 def test_a_scrambled_file_of_verdicts_is_ignored(folder: Path, scrambled: str) -> None:
     (folder / VERDICTS_FILE).write_text(scrambled)
-    assert judge(FILE, folder) is Verdict.OFFICIAL
+    assert verify_file(FILE, folder) is Verdict.OFFICIAL
 
 
 def test_every_compressed_file_of_the_catalogue_is_known_by_its_content() -> None:
@@ -100,24 +100,24 @@ def test_every_compressed_file_of_the_catalogue_is_known_by_its_content() -> Non
 def test_a_file_that_was_compressed_again_is_official(tmp_path: Path) -> None:
     original = gzip.compress(CONTENT, compresslevel=9, mtime=0)
     content_sha256 = hashlib.sha256(CONTENT).hexdigest()
-    file = OfficialFile(
+    file = ManifestFile(
         "file.gz",
         len(original),
         hashlib.sha256(original).hexdigest(),
         content_sha256=content_sha256,
     )
     (tmp_path / "file.gz").write_bytes(gzip.compress(CONTENT, compresslevel=1, mtime=1))
-    assert judge(file, tmp_path) is Verdict.OFFICIAL
+    assert verify_file(file, tmp_path) is Verdict.OFFICIAL
 
 
 def test_a_verdict_from_before_the_content_was_known_is_not_kept(tmp_path: Path) -> None:
     original = gzip.compress(CONTENT, compresslevel=9, mtime=0)
-    before = OfficialFile("file.gz", len(original), hashlib.sha256(original).hexdigest())
+    before = ManifestFile("file.gz", len(original), hashlib.sha256(original).hexdigest())
     (tmp_path / "file.gz").write_bytes(gzip.compress(CONTENT, compresslevel=1, mtime=1))
-    assert judge(before, tmp_path) is Verdict.OTHER
+    assert verify_file(before, tmp_path) is Verdict.OTHER
     content_sha256 = hashlib.sha256(CONTENT).hexdigest()
     known = dataclasses.replace(before, content_sha256=content_sha256)
-    assert judge(known, tmp_path) is Verdict.OFFICIAL
+    assert verify_file(known, tmp_path) is Verdict.OFFICIAL
 
 
 def test_the_catalogue_has_whole_checksums_and_an_address_for_everything() -> None:

@@ -16,16 +16,16 @@ from synthetic_sets import SMALL_MNIST, write_mnist
 
 from paceline.cli import data as command
 from paceline.data import DATASETS, checksums, download
-from paceline.data.download import Patience
-from paceline.data.manifest import CIFAR10, MNIST, SVHN, OfficialFile, OfficialSet
+from paceline.data.download import RetryPolicy
+from paceline.data.manifest import CIFAR10, MNIST, SVHN, DatasetManifest, ManifestFile
 from paceline.errors import DataError, UnknownNameError
 
 CONTENTS = {"mnist/one": b"1" * 100, "mnist/two": b"2" * 200}
 
 
-def official_file(path: str, content: bytes) -> OfficialFile:
+def official_file(path: str, content: bytes) -> ManifestFile:
     digest = hashlib.sha256(content).hexdigest()
-    return OfficialFile(path, len(content), digest, 1, addresses=("http://127.0.0.1/",))
+    return ManifestFile(path, len(content), digest, 1, addresses=("http://127.0.0.1/",))
 
 
 TINY = dataclasses.replace(
@@ -47,7 +47,7 @@ def downloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     asked: list[str] = []
 
     def bring(
-        file: OfficialFile, target: Path, watch: object, patience: Patience | None = None
+        file: ManifestFile, target: Path, watch: object, patience: RetryPolicy | None = None
     ) -> None:
         asked.append(file.path)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ def test_fetch_with_force_replaces_it(tmp_path: Path, downloads: list[str]) -> N
     assert (tmp_path / "mnist/one").read_bytes() == CONTENTS["mnist/one"]
 
 
-def archive_set(contents: dict[str, bytes]) -> tuple[OfficialSet, bytes]:
+def archive_set(contents: dict[str, bytes]) -> tuple[DatasetManifest, bytes]:
     """TINY as a set that comes in an archive, and that archive."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
@@ -210,13 +210,13 @@ def test_names_without_files_and_unknown_names_are_refused(tmp_path: Path, actio
 
 def test_a_failed_download_is_a_data_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    nowhere: Sequence[OfficialFile] = [
+    nowhere: Sequence[ManifestFile] = [
         dataclasses.replace(file, addresses=("http://127.0.0.1:1/",)) for file in TINY.train
     ]
     unreachable = dataclasses.replace(TINY, train=tuple(nowhere))
     with pytest.raises(DataError, match=r"could not fetch one: .*cannot be reached"):
         command.fetch_sets(
-            [unreachable], tmp_path, patience=Patience(fruitless_attempts=1, pause_seconds=0)
+            [unreachable], tmp_path, patience=RetryPolicy(fruitless_attempts=1, pause_seconds=0)
         )
 
 
@@ -230,7 +230,7 @@ def test_without_a_network_a_line_says_where_to_put_the_files(
         command.fetch_sets(
             [dataclasses.replace(CIFAR10, archive=nowhere)],
             tmp_path,
-            patience=Patience(fruitless_attempts=1, pause_seconds=0),
+            patience=RetryPolicy(fruitless_attempts=1, pause_seconds=0),
         )
     line = str(told.value)
     assert f"put {nowhere.path} by hand into {tmp_path} " in line

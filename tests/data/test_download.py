@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from synthetic_sets import random_bytes
 
-from paceline.data.download import Patience, download
-from paceline.data.manifest import OfficialFile
+from paceline.data.download import RetryPolicy, download
+from paceline.data.manifest import ManifestFile
 from paceline.errors import DataError
 
 CONTENT = random_bytes(1 << 20).tobytes()
 HALF = len(CONTENT) // 2
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
-QUICK = Patience(timeout_seconds=5, fruitless_attempts=2, attempts=5, pause_seconds=0)
+QUICK = RetryPolicy(timeout_seconds=5, fruitless_attempts=2, attempts=5, pause_seconds=0)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -90,9 +90,9 @@ class Server(HTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.requests: list[tuple[str, str | None]] = []
 
-    def file(self, *behaviours: str) -> OfficialFile:
+    def file(self, *behaviours: str) -> ManifestFile:
         addresses = tuple(f"http://127.0.0.1:{self.server_port}/{name}" for name in behaviours)
-        return OfficialFile("file", len(CONTENT), SHA256, addresses=addresses)
+        return ManifestFile("file", len(CONTENT), SHA256, addresses=addresses)
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         thread.join()
 
 
-def fetch(file: OfficialFile, folder: Path) -> bytes:
+def fetch(file: ManifestFile, folder: Path) -> bytes:
     target = folder / "deep" / "file"
     download(file, target, lambda done: None, QUICK)
     assert not target.with_name("file.part").exists()
@@ -176,7 +176,7 @@ def test_the_next_address_is_taken_when_one_will_not_do(
 def test_an_address_that_nobody_listens_at_is_passed_over(server: Server, tmp_path: Path) -> None:
     file = server.file("whole")
     # Port 1 of this machine: reserved, and closed.
-    nobody = OfficialFile(
+    nobody = ManifestFile(
         "file", len(CONTENT), SHA256, addresses=("http://127.0.0.1:1/", *file.addresses)
     )
     assert fetch(nobody, tmp_path) == CONTENT

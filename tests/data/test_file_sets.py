@@ -30,11 +30,11 @@ from synthetic_sets import (
 )
 
 from paceline.data.checksums import VERDICTS_FILE
-from paceline.data.dataset import DataRequest, Dataset
-from paceline.data.files import FileSet
+from paceline.data.dataset import Dataset, LoadRequest
+from paceline.data.files import FileDataset
 from paceline.errors import DataError
 
-SETS: dict[str, tuple[FileSet, Callable[[Path], object]]] = {
+SETS: dict[str, tuple[FileDataset, Callable[[Path], object]]] = {
     "mnist": (SMALL_MNIST, write_mnist),
     "cifar10": (SMALL_CIFAR10, write_cifar10),
     "svhn": (SMALL_SVHN, write_svhn),
@@ -43,8 +43,8 @@ SETS: dict[str, tuple[FileSet, Callable[[Path], object]]] = {
 every_set = pytest.mark.parametrize("name", SETS)
 
 
-def load(fileset: FileSet, folder: Path, limit_bytes: int = 1 << 30) -> Dataset:
-    return fileset(DataRequest(str(folder), resident_limit_bytes=limit_bytes))
+def load(fileset: FileDataset, folder: Path, limit_bytes: int = 1 << 30) -> Dataset:
+    return fileset(LoadRequest(str(folder), resident_limit_bytes=limit_bytes))
 
 
 def test_mnist_is_read_as_written(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_the_first_samples_asked_for_are_those_of_the_whole(
     whole = load(fileset, tmp_path).train
     # More than one file of the sets that have several.
     asked = min(TRAIN + 2, len(whole) - 1)
-    request = DataRequest(
+    request = LoadRequest(
         str(tmp_path), train_samples=asked, test_samples=2, resident_limit_bytes=limit_bytes
     )
     part = fileset(request)
@@ -111,7 +111,7 @@ def test_the_first_samples_asked_for_are_those_of_the_whole(
 
 def test_more_samples_than_there_are_give_all(tmp_path: Path) -> None:
     write_mnist(tmp_path)
-    dataset = SMALL_MNIST(DataRequest(str(tmp_path), test_samples=1000))
+    dataset = SMALL_MNIST(LoadRequest(str(tmp_path), test_samples=1000))
     assert len(dataset.test) == TEST
 
 
@@ -258,7 +258,7 @@ def test_files_that_are_not_official_give_one_warning(tmp_path: Path) -> None:
 
 def test_official_contents_compressed_anew_give_no_warning(tmp_path: Path) -> None:
     write_mnist(tmp_path)
-    assert as_official(SMALL_MNIST, tmp_path)(DataRequest(str(tmp_path))).warnings == ()
+    assert as_official(SMALL_MNIST, tmp_path)(LoadRequest(str(tmp_path))).warnings == ()
 
 
 def test_an_unwritable_folder_costs_no_more_than_the_kept_verdicts(tmp_path: Path) -> None:
@@ -266,11 +266,11 @@ def test_an_unwritable_folder_costs_no_more_than_the_kept_verdicts(tmp_path: Pat
     # A folder of that name cannot be replaced by a file, whoever runs the test.
     (tmp_path / VERDICTS_FILE).mkdir()
     fileset = as_official(SMALL_MNIST, tmp_path)
-    assert fileset(DataRequest(str(tmp_path))).warnings == ()
+    assert fileset(LoadRequest(str(tmp_path))).warnings == ()
     assert [entry.name for entry in tmp_path.iterdir() if entry.is_file()] == []
 
 
-def as_official(fileset: FileSet, folder: Path) -> FileSet:
+def as_official(fileset: FileDataset, folder: Path) -> FileDataset:
     """The set with the contents of the files there as the official ones."""
 
     def contents(path: str) -> str:

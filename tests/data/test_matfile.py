@@ -1,4 +1,4 @@
-"""The MATLAB 5 reader: what SciPy wrote comes back, and anything unsound is DamageError."""
+"""The MATLAB 5 reader: what SciPy wrote comes back, and anything unsound is CorruptFileError."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from synthetic_sets import (
 )
 
 from paceline.data.files import Source
-from paceline.data.manifest import DamageError
+from paceline.data.manifest import CorruptFileError
 from paceline.data.matfile import read_variables
 from paceline.data.svhn import read_files
 
@@ -86,7 +86,7 @@ def test_variables_may_stand_in_any_order_with_others_between(tmp_path: Path) ->
 def test_a_file_cut_anywhere_is_damaged(tmp_path: Path, position: int, deflated: bool) -> None:
     path = tmp_path / "train_32x32.mat"
     path.write_bytes(mat_file(IMAGES, DIGITS, deflated=deflated)[:position])
-    with pytest.raises(DamageError):
+    with pytest.raises(CorruptFileError):
         read_all(path, 4)
 
 
@@ -96,14 +96,14 @@ def test_a_flipped_byte_of_a_deflated_file_is_damage(tmp_path: Path, position: i
     scrambled[position] ^= 0xFF
     path = tmp_path / "train_32x32.mat"
     path.write_bytes(scrambled)
-    with pytest.raises(DamageError):
+    with pytest.raises(CorruptFileError):
         read_all(path, 4)
 
 
 def test_another_number_of_samples_is_named(tmp_path: Path) -> None:
     path = tmp_path / "test_32x32.mat"
     path.write_bytes(mat_file(IMAGES, DIGITS))
-    with pytest.raises(DamageError, match=r"has y of the shape \(4, 1\), not \(3, 1\)"):
+    with pytest.raises(CorruptFileError, match=r"has y of the shape \(4, 1\), not \(3, 1\)"):
         read_all(path, 3)
 
 
@@ -113,7 +113,7 @@ def test_a_label_outside_1_to_10_is_damage(tmp_path: Path, label: float) -> None
     images = mat_variable("X", IMAGES[:1].transpose(2, 3, 1, 0), deflated=True)
     labels = mat_variable("y", np.array([[label]], np.float64), deflated=True)
     path.write_bytes(MAT_HEADER + images + labels)
-    with pytest.raises(DamageError, match="label outside 1 to 10"):
+    with pytest.raises(CorruptFileError, match="label outside 1 to 10"):
         read_all(path, 1)
 
 
@@ -122,7 +122,7 @@ def test_a_shape_that_its_bytes_do_not_fill_is_refused_before_any_is_read(tmp_pa
     struct.pack_into("<i", lying, 8 + 16 + 8 + 12, 2**31 - 1)
     path = tmp_path / "train_32x32.mat"
     path.write_bytes(MAT_HEADER + lying)
-    with pytest.raises(DamageError, match="bytes of numbers for the shape"):
+    with pytest.raises(CorruptFileError, match="bytes of numbers for the shape"):
         next(read_variables(path))
 
 
@@ -132,7 +132,7 @@ def test_a_bomb_is_not_inflated_beyond_the_shape(tmp_path: Path) -> None:
     labels = mat_variable("y", np.array([[1]] * 4, np.uint8), deflated=True)
     path = tmp_path / "train_32x32.mat"
     path.write_bytes(MAT_HEADER + struct.pack("<II", 15, len(small)) + small + labels)
-    with peak_below(BOMB_BYTES // 8), pytest.raises(DamageError, match="left over"):
+    with peak_below(BOMB_BYTES // 8), pytest.raises(CorruptFileError, match="left over"):
         read_all(path, 4)
 
 
@@ -140,5 +140,5 @@ def test_a_bomb_is_not_inflated_beyond_the_shape(tmp_path: Path) -> None:
 def test_other_versions_and_byte_orders_are_refused(tmp_path: Path, header: bytes) -> None:
     path = tmp_path / "train_32x32.mat"
     path.write_bytes(MAT_HEADER[:124] + header)
-    with pytest.raises(DamageError, match="no little-endian MATLAB 5 file"):
+    with pytest.raises(CorruptFileError, match="no little-endian MATLAB 5 file"):
         list(read_variables(path))

@@ -9,7 +9,7 @@ import torch
 
 from paceline.cli.data import verify_sets
 from paceline.data import DATASETS
-from paceline.data.dataset import DataRequest, Dataset
+from paceline.data.dataset import Dataset, LoadRequest
 from paceline.data.manifest import OFFICIAL_SETS
 
 pytestmark = pytest.mark.real_data
@@ -37,7 +37,7 @@ def linked_data(real_data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module", params=NAMES)
 def dataset(request: pytest.FixtureRequest, linked_data: Path) -> Dataset:
-    return DATASETS.load(request.param)(DataRequest(str(linked_data)))
+    return DATASETS.load(request.param)(LoadRequest(str(linked_data)))
 
 
 def test_the_classes_have_their_published_counts(dataset: Dataset) -> None:
@@ -62,7 +62,7 @@ def test_real_files_verify(linked_data: Path) -> None:
 
 
 def test_mapped_svhn_equals_resident_svhn(linked_data: Path) -> None:
-    resident = DATASETS.load("svhn")(DataRequest(str(linked_data)))
-    mapped = DATASETS.load("svhn")(DataRequest(str(linked_data), resident_limit_bytes=0))
+    resident = DATASETS.load("svhn")(LoadRequest(str(linked_data)))
+    mapped = DATASETS.load("svhn")(LoadRequest(str(linked_data), resident_limit_bytes=0))
     assert torch.equal(resident.test.inputs, mapped.test.inputs)
     assert torch.equal(resident.train.labels, mapped.train.labels)

@@ -22,8 +22,8 @@ import pytest
 
 from paceline.config import flag_of, from_mapping
 from paceline.launch import launcher as start
-from paceline.launch.result import Outcome
-from warm import Nursery, warm_spawning
+from paceline.launch.result import RunOutcome
+from warm import PrewarmedStarter, warm_spawning
 
 HERE = Path(__file__).parent
 """Where own_code.py lies; programs are started here, since the current folder is searched."""
@@ -66,7 +66,7 @@ class Ended:
 class Command:
     """A program under way; on leaving its block it is killed if it still runs."""
 
-    nursery: Nursery | None = None
+    nursery: PrewarmedStarter | None = None
     """Where there is one, commands of paceline start warm."""
 
     def __init__(self, words: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
@@ -102,7 +102,7 @@ class Command:
 
 
 @contextmanager
-def warm_commands(nursery: Nursery) -> Iterator[pytest.MonkeyPatch]:
+def warm_commands(nursery: PrewarmedStarter) -> Iterator[pytest.MonkeyPatch]:
     """Commands start warm, where own_code.py is found, and so do workers of this process."""
     with pytest.MonkeyPatch.context() as patch, warm_spawning(nursery):
         patch.chdir(HERE)
@@ -131,7 +131,7 @@ def run_nodes(outs: list[Path], late_seconds: float = 0.0, **settings: Any) -> l
         return [command.end() for command in commands]
 
 
-def launch(out: Path, **settings: Any) -> Outcome:
+def launch(out: Path, **settings: Any) -> RunOutcome:
     """A run whose launcher is this very process, which saves loading torch once more."""
     values = {**TINY, "out": str(out), "name": "run", **settings}
     return start.train(from_mapping(values), quiet=True)

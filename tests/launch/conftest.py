@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from launch.commands import Ended, train, warm_commands
-from warm import Nursery
+from warm import PrewarmedStarter
 
 
 @pytest.fixture(autouse=True)
-def warm(nursery: Nursery) -> Iterator[None]:
+def warm(nursery: PrewarmedStarter) -> Iterator[None]:
     with warm_commands(nursery):
         yield
 

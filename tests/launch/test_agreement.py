@@ -10,8 +10,8 @@ from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.config import from_mapping
 from paceline.errors import DataError, RunError, StoppedError, UsageError
-from paceline.launch.consistency import OF_THIS_NODE, agree_on_config, succeed_together
-from paceline.launch.termination import Ending, earliest
+from paceline.launch.consistency import OF_THIS_NODE, agree_on_config, run_collectively
+from paceline.launch.termination import Termination, root_cause
 
 
 def refusals(workers: int, work: Callable[[Communicator], object]) -> list[str]:
@@ -54,28 +54,28 @@ def test_a_refusal_on_one_worker_reaches_all_in_its_own_words() -> None:
             if communicator.rank == 1:
                 raise DataError("the disk of rank 1 is empty")
 
-        succeed_together(communicator, load)
+        run_collectively(communicator, load)
 
     assert refusals(3, work) == ["the disk of rank 1 is empty"] * 3
 
 
 def test_everyone_keeps_its_own_result_where_all_succeed() -> None:
     def work(communicator: Communicator) -> int:
-        return succeed_together(communicator, lambda: communicator.rank * 10)
+        return run_collectively(communicator, lambda: communicator.rank * 10)
 
     assert in_process.run(3, work) == [0, 10, 20]
 
 
 def test_an_echo_is_never_the_first_cause_though_it_came_first() -> None:
-    echo = Ending("the connection was closed", is_echo=True, ended=1.0)
-    late, later = Ending("out of memory", ended=2.0), Ending("killed", ended=3.0)
-    assert earliest([later, echo, late]) == late
-    assert earliest([echo]) == echo
-    assert earliest([]) is None
+    echo = Termination("the connection was closed", is_secondary=True, ended=1.0)
+    late, later = Termination("out of memory", ended=2.0), Termination("killed", ended=3.0)
+    assert root_cause([later, echo, late]) == late
+    assert root_cause([echo]) == echo
+    assert root_cause([]) is None
 
 
 @pytest.mark.parametrize(("code", "kind"), [(1, RunError), (2, UsageError), (130, StoppedError)])
 def test_an_ending_keeps_its_exit_code_as_an_error(code: int, kind: type[Exception]) -> None:
-    error = Ending("why", code).error()
+    error = Termination("why", code).error()
     assert isinstance(error, kind)
     assert (str(error), error.exit_code) == ("why", code)

@@ -35,8 +35,8 @@ from paceline.config.cluster_spec import ClusterSpec
 from paceline.emulation.cluster import EmulatedCluster
 from paceline.emulation.state import all_paths
 from paceline.launch import launcher, remote
-from paceline.launch.result import Outcome
-from paceline.launch.signals import Interruptions
+from paceline.launch.result import RunOutcome
+from paceline.launch.signals import SignalMonitor
 from paceline.records import Result, RunFolder, read_json
 
 pytestmark = [pytest.mark.root, pytest.mark.iproute, pytest.mark.timeout(300)]
@@ -52,12 +52,12 @@ PATIENT = {"rendezvous_seconds": LIMIT_SECONDS, "timeout_seconds": LIMIT_SECONDS
 """All nodes are this one machine, and load torch at the same time."""
 
 
-def run_in(cluster: EmulatedCluster, out: Path, **settings: Any) -> Outcome:
+def run_in(cluster: EmulatedCluster, out: Path, **settings: Any) -> RunOutcome:
     assert Command.nursery is not None
     fleet = WarmFleet(cluster, Command.nursery)
     values = {**TINY, **PATIENT, "cluster": "nodes=2", "out": str(out), "name": "run"}
     config = from_mapping({**values, **settings})
-    with Interruptions() as interruptions:
+    with SignalMonitor() as interruptions:
         return remote.run_on(fleet, config, None, True, interruptions)
 
 
@@ -79,7 +79,7 @@ def disturbed(folder: Path, disturb: Callable[[], None]) -> Iterator[None]:
 
 def run_through_a_cut(
     cluster: EmulatedCluster, out: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
-) -> Outcome:
+) -> RunOutcome:
     """While the second node's link is down for a while."""
     monkeypatch.setenv("OWN_SLEEP_SECONDS", "0.3")
     with disturbed(out / "run", lambda: cut_for_a_while(cluster, 1)):
@@ -111,7 +111,7 @@ def kill_all(victims: list[psutil.Process]) -> None:
             process.kill()
 
 
-def check_failed(outcome: Outcome, cause: str) -> None:
+def check_failed(outcome: RunOutcome, cause: str) -> None:
     assert outcome.exit_code == 1
     result = read_json(outcome.folder.result_file)
     assert result == outcome.result

@@ -37,7 +37,7 @@ from paceline import cli
 from paceline.launch import launcher
 from paceline.records import Result, RunFolder, read_json, read_lines
 from paceline.training.checkpoint import iterations
-from warm import Nursery
+from warm import PrewarmedStarter
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -84,7 +84,7 @@ def kill_node(command: Command) -> None:
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[Story]:
+def story(tmp_path_factory: pytest.TempPathFactory, nursery: PrewarmedStarter) -> Iterator[Story]:
     base = tmp_path_factory.mktemp("story")
     with warm_commands(nursery) as patch, contextlib.ExitStack() as stack:
         patch.setenv("OWN_NOTES", str(base))

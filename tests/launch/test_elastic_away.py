@@ -11,12 +11,12 @@ import pytest
 from launch.test_fleet import LocalFleet
 from paceline.config import RunConfig, from_mapping
 from paceline.launch import remote
-from paceline.launch.control_channel import NodeEnd
-from paceline.launch.result import Outcome, assemble
-from paceline.launch.signals import Interruptions
+from paceline.launch.control_channel import NodeExit
+from paceline.launch.result import RunOutcome, assemble
+from paceline.launch.signals import SignalMonitor
 from paceline.records import Result, RunFolder
 
-KILLED_EARLY = NodeEnd(2, -9, has_begun=True, ended=60.0)
+KILLED_EARLY = NodeExit(2, -9, has_begun=True, ended=60.0)
 DIVERGED = "the loss is nan at iteration 70"
 
 
@@ -35,9 +35,9 @@ def run(
     monkeypatch: pytest.MonkeyPatch,
     config: RunConfig,
     resumed: RunFolder | None,
-    happen: Callable[[], list[NodeEnd]],
+    happen: Callable[[], list[NodeExit]],
     lost: set[int],
-) -> Outcome:
+) -> RunOutcome:
     """With nodes of which only their ends are seen; the run went on without the lost ones."""
 
     class Seen:
@@ -52,12 +52,12 @@ def run(
         def __exit__(self, *_: object) -> None:
             pass
 
-        def run(self, *_: Any) -> list[NodeEnd]:
+        def run(self, *_: Any) -> list[NodeExit]:
             return happen()
 
-    monkeypatch.setattr(remote, "Watch", Seen)
+    monkeypatch.setattr(remote, "NodeSupervisor", Seen)
     monkeypatch.setattr(remote, "deliver", lambda *_: None)
-    return remote.run_on(LocalFleet(), config, resumed, True, Interruptions())
+    return remote.run_on(LocalFleet(), config, resumed, True, SignalMonitor())
 
 
 @pytest.mark.parametrize(
@@ -66,13 +66,13 @@ def run(
 def test_a_loss_that_the_run_got_over_is_not_the_cause_of_a_later_end(
     status: str, code: int, exit_code: int, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def happen() -> list[NodeEnd]:
+    def happen() -> list[NodeExit]:
         folder = RunFolder.create(config)
         folder.events_file(0).write_text("")
         folder.write_result(result_of(config, folder, status, DIVERGED))
         news = {"identity": folder.identity()}
-        first = NodeEnd(0, code, DIVERGED, has_begun=True, news=news, ended=90.0)
-        return [first, NodeEnd(1, code, DIVERGED, has_begun=True, ended=91.0), KILLED_EARLY]
+        first = NodeExit(0, code, DIVERGED, has_begun=True, news=news, ended=90.0)
+        return [first, NodeExit(1, code, DIVERGED, has_begun=True, ended=91.0), KILLED_EARLY]
 
     outcome = run(monkeypatch, config, None, happen, lost={2})
     assert outcome.result is not None
@@ -100,8 +100,8 @@ def test_without_the_first_node_the_records_of_the_others_are_fetched(
         return True
 
     monkeypatch.setattr(remote, "fetch", fetch)
-    ends = [NodeEnd(0, -9, has_begun=True, ended=60.0)]
-    ends += [NodeEnd(node, 1, "lost contact", has_begun=True, ended=75.0) for node in (1, 2)]
+    ends = [NodeExit(0, -9, has_begun=True, ended=60.0)]
+    ends += [NodeExit(node, 1, "lost contact", has_begun=True, ended=75.0) for node in (1, 2)]
     outcome = run(monkeypatch, config, folder if is_resumed else None, lambda: ends, lost=set())
     assert asked == [0, 1, 2]
     assert outcome.result is not None

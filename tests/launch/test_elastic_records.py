@@ -12,16 +12,16 @@ import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # torch lists neither
 
 from paceline.comm.communicator import Communicator
-from paceline.comm.rank_info import ALONE
+from paceline.comm.rank_info import SINGLE_PROCESS
 from paceline.config import from_mapping
 from paceline.launch import record_collection
 from paceline.launch import store_client as contacts
 from paceline.launch.elastic import run as runs
-from paceline.launch.elastic.rendezvous import Leader
-from paceline.launch.processes import Crew
+from paceline.launch.elastic.rendezvous import RoundLeader
+from paceline.launch.processes import NodeWorkers
 from paceline.launch.record_collection import PART_BYTES, parts_of, receive_files, send_files
-from paceline.launch.signals import Interruptions
-from paceline.launch.store_client import Contact
+from paceline.launch.signals import SignalMonitor
+from paceline.launch.store_client import StoreClient
 from paceline.records import RunFolder
 
 OUTSIDE = ["../up", "/up", "checkpoints/1.pt", ".hidden", "a\nb", ""]
@@ -33,14 +33,14 @@ def store() -> Store:
 
 
 @pytest.fixture
-def contact(store: Store) -> Iterator[Contact]:
-    with closing(Contact(store, "here")) as contact:
+def contact(store: Store) -> Iterator[StoreClient]:
+    with closing(StoreClient(store, "here")) as contact:
         yield contact
 
 
-def given(contact: Contact) -> runs._Given:
+def given(contact: StoreClient) -> runs._Given:
     config = from_mapping({"elastic": "1:2", "nproc_per_node": 1})
-    return runs._Given(config, contact, 1, None, True, Interruptions())
+    return runs._Given(config, contact, 1, None, True, SignalMonitor())
 
 
 def received(store: Store, node: int) -> dict[str, bytes]:
@@ -50,7 +50,7 @@ def received(store: Store, node: int) -> dict[str, bytes]:
 
 
 def test_what_fails_in_the_line_to_the_store_is_told_to_who_asked(
-    contact: Contact, tmp_path: Path
+    contact: StoreClient, tmp_path: Path
 ) -> None:
     with pytest.raises(FileNotFoundError):
         contact.ask(lambda _: (tmp_path / "gone").read_bytes())
@@ -59,7 +59,7 @@ def test_what_fails_in_the_line_to_the_store_is_told_to_who_asked(
 
 
 def test_a_node_beats_after_each_part_that_it_hands_in(
-    contact: Contact, monkeypatch: pytest.MonkeyPatch
+    contact: StoreClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contacts, "BEAT_SECONDS", 1000.0)
     node = contact.enlist()
@@ -69,7 +69,7 @@ def test_a_node_beats_after_each_part_that_it_hands_in(
 
 
 def test_a_file_of_several_parts_arrives_whole(
-    store: Store, contact: Contact, tmp_path: Path
+    store: Store, contact: StoreClient, tmp_path: Path
 ) -> None:
     contents = bytes(range(256)) * (PART_BYTES // 256) + b"rest"
     (tmp_path / "events-1.jsonl").write_bytes(contents)
@@ -85,13 +85,13 @@ class Traceless:
 
 
 def test_a_node_whose_rank_has_changed_hands_in_what_there_is(
-    store: Store, contact: Contact, tmp_path: Path
+    store: Store, contact: StoreClient, tmp_path: Path
 ) -> None:
     """Reports are removed from round to round, while their names are remembered."""
     node = runs._OtherNode(given(contact), {})
     node.folder, node._shares_folder = RunFolder(tmp_path), False
     (tmp_path / "events-1.jsonl").write_bytes(b"{}\n")
-    node._agent.crew = cast("Crew", Traceless())
+    node._agent.crew = cast("NodeWorkers", Traceless())
     node._agent.records = {"events-1.jsonl", "report-2.json"}
     node.conclude(None)
     assert received(store, 0) == {"events-1.jsonl": b"{}\n"}
@@ -106,14 +106,14 @@ class Living:
 
 
 def gather(
-    contact: Contact,
+    contact: StoreClient,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     step: Callable[[float], None],
 ) -> float:
     """Have a first node gather; `step` is what happens between two looks, 4 s apart, at a time."""
     node = runs._FirstNode(given(contact))
-    node.folder, node._leader = RunFolder(folder), cast("Leader", Living())
+    node.folder, node._leader = RunFolder(folder), cast("RoundLeader", Living())
     now = 0.0
 
     def pass_time(_: float) -> None:
@@ -128,7 +128,7 @@ def gather(
 
 
 def test_records_that_come_slowly_are_waited_for(
-    store: Store, contact: Contact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, contact: StoreClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     for folder in (here, there):
@@ -146,7 +146,7 @@ def test_records_that_come_slowly_are_waited_for(
 
 
 def test_a_node_that_lives_and_hands_nothing_in_is_not_waited_for(
-    contact: Contact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    contact: StoreClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited = gather(contact, tmp_path, monkeypatch, lambda _: None)
     assert runs.FAREWELL_SECONDS <= waited <= runs.FAREWELL_SECONDS + 4
@@ -180,5 +180,5 @@ def test_files_that_would_lie_outside_the_folder_are_not_taken_from_workers(
     monkeypatch.setattr(record_collection, "broadcast_json", lambda *_: None)
     monkeypatch.setattr(record_collection, "gather_json", gathered)
     monkeypatch.setattr(record_collection, "gather_bytes", payloads)
-    record_collection._hand_in_files(folder, ALONE, cast("Communicator", None))
+    record_collection._hand_in_files(folder, SINGLE_PROCESS, cast("Communicator", None))
     assert list(tmp_path.rglob("*")) == before

@@ -16,23 +16,25 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # 
 from paceline.config import from_mapping
 from paceline.launch import store_client as contacts
 from paceline.launch.elastic import rendezvous as leaders
-from paceline.launch.elastic.agent import NodeAgent
+from paceline.launch.elastic.agent import ElasticAgent
 from paceline.launch.elastic.rendezvous import (
     LAST_CALL_SECONDS,
     LOST_SECONDS,
-    Application,
-    Leader,
-    Rounds,
-    RunOverError,
+    ElasticRendezvous,
+    JoinRequest,
+    RoundLeader,
+    RunEndedError,
 )
-from paceline.launch.processes import Crew
-from paceline.launch.signals import Interruptions
-from paceline.launch.store_client import Contact, LostContactError
-from paceline.launch.termination import Ending
+from paceline.launch.processes import NodeWorkers
+from paceline.launch.signals import SignalMonitor
+from paceline.launch.store_client import LostContactError, StoreClient
+from paceline.launch.termination import Termination
 
 WAIT_SECONDS = 50.0
-KILLED = Ending("rank 2 was killed by SIGKILL", ended=5.0)
-ECHO = Ending("rank 0: all_reduce with rank 2: connection closed", is_echo=True, ended=4.0)
+KILLED = Termination("rank 2 was killed by SIGKILL", ended=5.0)
+ECHO = Termination(
+    "rank 0: all_reduce with rank 2: connection closed", is_secondary=True, ended=4.0
+)
 
 
 def _beat(store: Store, node: int) -> None:
@@ -42,7 +44,7 @@ def _beat(store: Store, node: int) -> None:
 class Table:
     """A leader and what it sees of the nodes; all of them beat unless they are lost."""
 
-    def __init__(self, contact: Contact, monkeypatch: pytest.MonkeyPatch, elastic: str) -> None:
+    def __init__(self, contact: StoreClient, monkeypatch: pytest.MonkeyPatch, elastic: str) -> None:
         self.contact = contact
         self.seconds = 1000.0
         self.checkpoint: int | None = None
@@ -51,16 +53,16 @@ class Table:
         monkeypatch.setattr(leaders, "monotonic", lambda: self.seconds)
         settings = {"elastic": elastic, "max_restarts": 2, "rendezvous_seconds": WAIT_SECONDS}
         config = from_mapping({**settings, "nproc_per_node": 2})
-        self.leader = Leader(config, contact, lambda: self.checkpoint)
+        self.leader = RoundLeader(config, contact, lambda: self.checkpoint)
 
     def come(self, count: int) -> None:
         self._nodes += count
         self.contact.ask(lambda store: store.add("nodes", count))
 
-    def apply(self, *nodes: int, number: int = 0, cause: Ending | None = None) -> None:
+    def apply(self, *nodes: int, number: int = 0, cause: Termination | None = None) -> None:
         told = dataclasses.asdict(cause) if cause else None
         for node in nodes:
-            application = dataclasses.asdict(Application(number, told))
+            application = dataclasses.asdict(JoinRequest(number, told))
             self.contact.set(f"application/{node}", application)
 
     def withdraw(self) -> None:
@@ -91,13 +93,13 @@ class Table:
 
 
 @pytest.fixture
-def contact() -> Iterator[Contact]:
-    with closing(Contact(HashStore(), "here")) as contact:
+def contact() -> Iterator[StoreClient]:
+    with closing(StoreClient(HashStore(), "here")) as contact:
         yield contact
 
 
 @pytest.fixture
-def table(contact: Contact, monkeypatch: pytest.MonkeyPatch) -> Table:
+def table(contact: StoreClient, monkeypatch: pytest.MonkeyPatch) -> Table:
     return Table(contact, monkeypatch, "2:3")
 
 
@@ -148,7 +150,7 @@ def test_who_joins_asks_for_a_planned_regrouping_which_is_no_restart(table: Tabl
     table.apply(2)
     table.leader.watch()
     assert table.contact.get("regroup") == {"number": 0, "is_planned": True}
-    stopped = Ending("stopped by another worker", 130, "stopped", is_echo=True)
+    stopped = Termination("stopped by another worker", 130, "stopped", is_secondary=True)
     table.apply(0, 1, number=1, cause=stopped)
     table.pass_time(1)
     assert (table.nodes, table.leader.restarts) == ([0, 1, 2], [])
@@ -176,7 +178,7 @@ def test_too_few_nodes_end_the_run_with_its_cause(table: Table) -> None:
     table.begin(2)
     table.lost = {1}
     table.apply(0, number=1, cause=ECHO)
-    with pytest.raises(RunOverError) as caught:
+    with pytest.raises(RunEndedError) as caught:
         table.pass_time(WAIT_SECONDS + 2)
     assert str(caught.value) == (
         "node 1 lost (no sign of life for 6 s): 1 of at least 2 nodes came within 50 s"
@@ -190,18 +192,18 @@ def test_restarts_are_counted_and_come_to_an_end(table: Table) -> None:
         table.pass_time(1)
         assert len(table.leader.restarts) == number
     table.apply(0, 1, number=3, cause=KILLED)
-    with pytest.raises(RunOverError) as caught:
+    with pytest.raises(RunEndedError) as caught:
         table.pass_time(1)
     assert caught.value.ending == dataclasses.replace(
         KILLED, cause=f"worker lost on node 0 ({KILLED.cause}) (--max-restarts 2 are used up)"
     )
 
 
-def test_the_first_to_end_the_run_gives_the_cause(contact: Contact) -> None:
-    one, other = (Rounds(contact, number, "127.0.0.1", 1) for number in range(2))
+def test_the_first_to_end_the_run_gives_the_cause(contact: StoreClient) -> None:
+    one, other = (ElasticRendezvous(contact, number, "127.0.0.1", 1) for number in range(2))
     one.end(KILLED)
     other.end(ECHO)
-    with pytest.raises(RunOverError) as caught:
+    with pytest.raises(RunEndedError) as caught:
         other.check_end()
     assert caught.value.ending == KILLED
 
@@ -222,7 +224,7 @@ def test_a_first_node_that_falls_silent_is_lost_after_a_while(
 ) -> None:
     monkeypatch.setattr(contacts, "CLOSING_SECONDS", 0.0)
     store = Silent()
-    with closing(Contact(cast("Store", store), "10.0.0.1:29500")) as contact:
+    with closing(StoreClient(cast("Store", store), "10.0.0.1:29500")) as contact:
         with pytest.raises(LostContactError, match="lost contact with the first node"):
             contact.ask(lambda store: store.add("nodes", 0), limit_seconds=0.05)
         with pytest.raises(LostContactError):
@@ -233,30 +235,30 @@ def test_a_first_node_that_falls_silent_is_lost_after_a_while(
 class Stopped:
     """Workers that a signal has ended before they began to train, and what the others saw of it."""
 
-    def __init__(self, code: int, ending: Ending) -> None:
+    def __init__(self, code: int, ending: Termination) -> None:
         self._code, self._ending = code, ending
 
     def wind_down(self, grace_seconds: float) -> dict[int, int | None]:
         return {0: self._code}
 
-    def explain(self, codes: Any, interruptions: Any) -> Ending:
+    def explain(self, codes: Any, interruptions: Any) -> Termination:
         return self._ending
 
 
 @pytest.mark.parametrize(
     ("code", "ending", "is_failure"),
     [
-        (-signal.SIGTERM, Ending("rank 0 was killed by SIGTERM"), False),
-        (130, Ending("stopped by SIGTERM", 130, "stopped"), False),
+        (-signal.SIGTERM, Termination("rank 0 was killed by SIGTERM"), False),
+        (130, Termination("stopped by SIGTERM", 130, "stopped"), False),
         (1, ECHO, False),
         (1, KILLED, True),
     ],
 )
 def test_what_a_planned_regrouping_does_to_workers_is_no_failure(
-    code: int, ending: Ending, is_failure: bool, contact: Contact
+    code: int, ending: Termination, is_failure: bool, contact: StoreClient
 ) -> None:
-    rounds = Rounds(contact, 0, "127.0.0.1", 1)
-    agent = NodeAgent(rounds, 1, lambda *_: cast("Crew", None), Interruptions())
-    agent.crew = cast("Crew", Stopped(code, ending))
+    rounds = ElasticRendezvous(contact, 0, "127.0.0.1", 1)
+    agent = ElasticAgent(rounds, 1, lambda *_: cast("NodeWorkers", None), SignalMonitor())
+    agent.crew = cast("NodeWorkers", Stopped(code, ending))
     assert agent._end_round(is_planned=True) == (ending if is_failure else None)
     assert agent._end_round(is_planned=False) == ending

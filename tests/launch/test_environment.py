@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline import cli
-from paceline.comm.rank_info import ALONE, Place
+from paceline.comm.rank_info import SINGLE_PROCESS, RankInfo
 from paceline.errors import UsageError
 from paceline.launch.environment import detect
 from paceline.launch.worker import has_own_gpu
@@ -41,7 +41,7 @@ def test_without_a_launcher_there_is_no_place() -> None:
 
 
 def test_torchruns_variables_are_taken_as_they_are() -> None:
-    assert detect(TORCHRUN) == Place(
+    assert detect(TORCHRUN) == RankInfo(
         rank=5,
         world_size=6,
         local_rank=1,
@@ -50,7 +50,7 @@ def test_torchruns_variables_are_taken_as_they_are() -> None:
         nnodes=3,
         master_addr="10.0.0.7",
         master_port=1234,
-        store_is_served=True,
+        has_external_store=True,
     )
 
 
@@ -67,7 +67,7 @@ def test_srun_gives_rank_node_and_the_first_host() -> None:
     assert (place.local_rank, place.local_world_size) == (1, 2)
     assert (place.node, place.nnodes) == (2, 3)
     assert place.master_addr == "node03"
-    assert not place.store_is_served
+    assert not place.has_external_store
 
 
 def test_all_tasks_of_a_step_find_the_same_port_without_root_rights() -> None:
@@ -153,6 +153,6 @@ def test_a_node_of_an_emulated_cluster_has_no_gpu_of_its_own(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.delenv("PACELINE_CLUSTER", raising=False)
-    assert has_own_gpu(ALONE)
+    assert has_own_gpu(SINGLE_PROCESS)
     monkeypatch.setenv("PACELINE_CLUSTER", "/run/paceline/clusters/c.json")
-    assert not has_own_gpu(ALONE)
+    assert not has_own_gpu(SINGLE_PROCESS)

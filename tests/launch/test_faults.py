@@ -28,11 +28,11 @@ from launch.commands import (
 from paceline import cli
 from paceline.config import from_mapping
 from paceline.errors import StoppedError
-from paceline.launch.nodes import Nodes
-from paceline.launch.processes import Crew
-from paceline.launch.result import Outcome
-from paceline.launch.signals import Interruptions
-from paceline.launch.termination import Ending, write_failure
+from paceline.launch.nodes import NodeCoordinator
+from paceline.launch.processes import NodeWorkers
+from paceline.launch.result import RunOutcome
+from paceline.launch.signals import SignalMonitor
+from paceline.launch.termination import Termination, write_failure
 from paceline.records import RunFolder, read_json
 
 TWO: dict[str, Any] = {**ENDLESS, "nproc_per_node": 2}
@@ -40,7 +40,7 @@ PASSING = ("launch-", "report-", "failure-")
 """How the names of files begin that are of use only while a run goes on."""
 
 
-def check_failed(outcome: Outcome, cause: str, gone: tuple[str, ...]) -> None:
+def check_failed(outcome: RunOutcome, cause: str, gone: tuple[str, ...]) -> None:
     assert outcome.exit_code == 1
     result = read_json(outcome.folder.result_file)
     assert result == outcome.result
@@ -113,16 +113,16 @@ def test_ctrl_c_at_the_start_leaves_nothing(tmp_path: Path) -> None:
 def test_ctrl_c_does_not_wait_for_a_worker_that_waits_for_a_stopped_one(tmp_path: Path) -> None:
     """Deep in the library that connects them, where it would hear no signal for a long time."""
     config = from_mapping({**TINY, "out": str(tmp_path), "name": "run", "nproc_per_node": 2})
-    folder, interruptions = RunFolder.create(config), Interruptions()
-    crew = Crew(config, folder, port=0, resumed=False, quiet=True)
+    folder, interruptions = RunFolder.create(config), SignalMonitor()
+    crew = NodeWorkers(config, folder, port=0, resumed=False, quiet=True)
     line = "stopped by SIGINT before training began"
-    write_failure(folder, 0, Ending(line, StoppedError.exit_code, "stopped"))
+    write_failure(folder, 0, Termination(line, StoppedError.exit_code, "stopped"))
     deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(80)"
     for rank, program in enumerate(["raise SystemExit(130)", deaf]):
         crew._processes[rank] = subprocess.Popen([sys.executable, "-I", "-S", "-c", program])
     crew._processes[0].wait()
     interruptions.received.append(signal.SIGINT)
-    ending = crew.watch(Nodes(from_mapping({})), interruptions)
+    ending = crew.watch(NodeCoordinator(from_mapping({})), interruptions)
     assert crew._processes[1].returncode == -signal.SIGKILL
     assert ending is not None
     assert (ending.cause, ending.exit_code) == (line, 130)

@@ -21,10 +21,10 @@ from paceline.config import from_mapping
 from paceline.errors import PacelineError, RecordsError, RunError, StoppedError, UsageError
 from paceline.launch import folder_transfer
 from paceline.launch import machines as fleet_module
-from paceline.launch.control_channel import NodeEnd, open_node
+from paceline.launch.control_channel import NodeExit, popen_piped
 from paceline.launch.folder_transfer import is_plain, unpack
-from paceline.launch.machines import Watch, describe_end, run_on_all
-from paceline.launch.signals import Interruptions, signal_name
+from paceline.launch.machines import NodeSupervisor, describe_end, run_on_all
+from paceline.launch.signals import SignalMonitor, signal_name
 from paceline.records import RunFolder
 
 UNTIL_LET_GO = "import sys; sys.stdin.read()"
@@ -41,10 +41,10 @@ class LocalFleet:
         self.started: list[subprocess.Popen[bytes]] = []
 
     def start(self, node: int, words: Sequence[str], given: bytes) -> subprocess.Popen[bytes]:
-        self.started.append(open_node(words, given))
+        self.started.append(popen_piped(words, given))
         return self.started[-1]
 
-    def explain(self, end: NodeEnd) -> PacelineError:
+    def explain(self, end: NodeExit) -> PacelineError:
         return RunError(describe_end(end, self.addresses[end.node]))
 
 
@@ -148,7 +148,7 @@ def bound_to_starter(silence_seconds: float = 60.0) -> Iterator[subprocess.Popen
         print("ready", flush=True)
         time.sleep({LIMIT_SECONDS})
     """
-    with open_node([sys.executable, "-c", program], b"{}\n") as process:
+    with popen_piped([sys.executable, "-c", program], b"{}\n") as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == b"ready\n"
@@ -173,7 +173,7 @@ def test_a_node_ends_when_nothing_comes_from_its_starter_any_more() -> None:
 def test_an_elastic_run_goes_on_without_a_lost_node(capfd: pytest.CaptureFixture[str]) -> None:
     fleet = LocalFleet()
     programs = ["import time; time.sleep(1); print('done')", "import sys; sys.exit(4)", ""]
-    with Interruptions() as interruptions, Watch(fleet, interruptions, fewest=2) as watch:
+    with SignalMonitor() as interruptions, NodeSupervisor(fleet, interruptions, fewest=2) as watch:
         ends = watch.run(lambda node: [sys.executable, "-c", programs[node]], lambda _: b"")
     assert [end.code for end in ends] == [0, 4, 0]
     assert watch.told_lost == {1}
@@ -204,20 +204,20 @@ def test_records_are_fetched_as_they_are(tmp_path: Path) -> None:
     expected = records.contents(records.there)
     (records.there.path / "link").symlink_to("/etc/hostname")
     (records.there.path / "launch-0.json").write_text("{}")
-    assert folder_transfer.fetch(LocalFleet(), 0, str(records.there.path), records.here)
+    assert folder_transfer.download(LocalFleet(), 0, str(records.there.path), records.here)
     assert records.contents(records.here) == expected
 
 
 def test_the_same_folder_is_not_fetched(tmp_path: Path) -> None:
     records = Records(tmp_path)
     before = records.there.identity()
-    assert folder_transfer.fetch(LocalFleet(), 0, str(records.there.path), records.there)
+    assert folder_transfer.download(LocalFleet(), 0, str(records.there.path), records.there)
     assert records.there.identity() == before
 
 
 def test_a_run_is_sent_to_where_it_is_resumed(tmp_path: Path) -> None:
     records = Records(tmp_path)
-    folder_transfer.deliver(LocalFleet(), 0, str(records.here.path), records.there)
+    folder_transfer.upload(LocalFleet(), 0, str(records.here.path), records.there)
     assert records.contents(records.here) == records.contents(records.there)
 
 
@@ -225,7 +225,7 @@ def test_another_run_is_not_written_over(tmp_path: Path) -> None:
     records = Records(tmp_path)
     other = RunFolder.create(from_mapping({"out": str(tmp_path), "name": "other", "seed": 5}))
     with pytest.raises(UsageError, match=r"^a: .*other there is another run: move it away$"):
-        folder_transfer.deliver(LocalFleet(), 0, str(other.path), records.there)
+        folder_transfer.upload(LocalFleet(), 0, str(other.path), records.there)
     assert other.read_config().seed == 5
 
 

@@ -18,11 +18,11 @@ from torch.utils.data import Dataset, TensorDataset
 import paceline
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
-from paceline.comm.rank_info import ALONE
+from paceline.comm.rank_info import SINGLE_PROCESS
 from paceline.config import from_mapping
 from paceline.errors import UsageError
 from paceline.strategies.options import create_strategy
-from paceline.training.session import JoinedTeam, Samples
+from paceline.training.session import Samples, Session
 
 SAMPLES, BATCH = 50, 16
 """The last batch of an epoch has two samples: too few for three workers."""
@@ -45,12 +45,12 @@ def model() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def together(workers: int, work: Callable[[JoinedTeam], Any], strategy: str) -> list[Any]:
+def together(workers: int, work: Callable[[Session], Any], strategy: str) -> list[Any]:
     """One result for each worker; the workers are threads."""
 
     def one(communicator: Communicator) -> Any:
         place = replace(
-            ALONE,
+            SINGLE_PROCESS,
             rank=communicator.rank,
             local_rank=communicator.rank,
             world_size=workers,
@@ -58,7 +58,7 @@ def together(workers: int, work: Callable[[JoinedTeam], Any], strategy: str) -> 
         )
         config = from_mapping({"strategy": strategy, "nproc_per_node": workers})
         chosen = create_strategy(strategy, {})
-        team = JoinedTeam(config, place, communicator, chosen, CPU)
+        team = Session(config, place, communicator, chosen, CPU)
         result = work(team)
         team.finish()
         return result
@@ -66,7 +66,7 @@ def together(workers: int, work: Callable[[JoinedTeam], Any], strategy: str) -> 
     return in_process.run(workers, one)
 
 
-def train(team: JoinedTeam, epochs: int = 2) -> tuple[nn.Module, dict[str, Any]]:
+def train(team: Session, epochs: int = 2) -> tuple[nn.Module, dict[str, Any]]:
     own = model()
     # All but the first begin elsewhere: they must be brought to its weights.
     if team.rank:
@@ -82,10 +82,10 @@ def train(team: JoinedTeam, epochs: int = 2) -> tuple[nn.Module, dict[str, Any]]
 
 def bare_loop(epochs: int = 2) -> nn.Module:
     """The same training without paceline, but for the order of the samples."""
-    from paceline.data.sampling import SampleOrder
+    from paceline.data.sampling import GlobalBatchSampler
 
     own, (inputs, labels) = model(), tensors()
-    order = SampleOrder(SAMPLES, BATCH, seed=0)
+    order = GlobalBatchSampler(SAMPLES, BATCH, seed=0)
     optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
     for epoch in range(epochs):
         for index in range(order.batches_per_epoch):
@@ -116,7 +116,7 @@ def test_alone_no_launcher_is_needed() -> None:
         torch.testing.assert_close(weights, expected[name], rtol=1e-4, atol=1e-6)
 
 
-def dealt(team: JoinedTeam) -> list[list[int]]:
+def dealt(team: Session) -> list[list[int]]:
     """The samples of this worker, epoch by epoch."""
     own = nn.Linear(1, 1)
     numbers = torch.arange(SAMPLES)

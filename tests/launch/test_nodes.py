@@ -26,7 +26,7 @@ from launch.commands import (
 )
 from paceline.config import from_mapping
 from paceline.errors import RunError, UsageError
-from paceline.launch.nodes import Nodes
+from paceline.launch.nodes import NodeCoordinator
 from paceline.records import read_json
 from paceline.training.checkpoint import iterations
 
@@ -179,7 +179,7 @@ def test_on_one_machine_a_port_in_use_is_no_hindrance() -> None:
     """The launcher meets its workers at another one."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        nodes = Nodes(from_mapping({"nproc_per_node": 2, "master_port": port}))
+        nodes = NodeCoordinator(from_mapping({"nproc_per_node": 2, "master_port": port}))
     assert nodes.port != port
 
 
@@ -199,7 +199,7 @@ def test_nobody_can_take_the_port_of_a_run_on_one_machine(monkeypatch: pytest.Mo
     with monkeypatch.context() as patch:
         patch.setattr(socket, "socket", Watched)
         try:
-            nodes = Nodes(from_mapping({"nproc_per_node": 2}))
+            nodes = NodeCoordinator(from_mapping({"nproc_per_node": 2}))
         finally:
             for each in taken:
                 each.close()

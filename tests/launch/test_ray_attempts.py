@@ -17,9 +17,9 @@ from paceline.config import RunConfig, from_mapping
 from paceline.errors import ConfigError, PacelineError, RunError, StoppedError, UsageError
 from paceline.launch.ray import cluster, run
 from paceline.launch.ray.cluster import HeadLostError, LostError
-from paceline.launch.ray.machines import TooFewError, Wanted
-from paceline.launch.result import Outcome
-from paceline.launch.signals import Interruptions
+from paceline.launch.ray.machines import ResourceRequest, TooFewError
+from paceline.launch.result import RunOutcome
+from paceline.launch.signals import SignalMonitor
 from paceline.records import SCHEMA, RunFolder, read_json
 
 
@@ -57,7 +57,7 @@ class FakeFleet:
 def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Runs a script; each attempt writes its result, and a checkpoint where that is wanted."""
 
-    def play(script: Script, **settings: Any) -> Outcome:
+    def play(script: Script, **settings: Any) -> RunOutcome:
         @contextlib.contextmanager
         def fleet(*arguments: Any) -> Iterator[FakeFleet]:
             if isinstance(script.ends[0], TooFewError):
@@ -65,7 +65,7 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             script.firsts.append(arguments[4])
             yield FakeFleet(script)
 
-        def attempt(_: Any, config: RunConfig, resumed: RunFolder | None, *__: Any) -> Outcome:
+        def attempt(_: Any, config: RunConfig, resumed: RunFolder | None, *__: Any) -> RunOutcome:
             script.resumed.append(resumed is not None)
             end = script.ends.pop(0)
             if isinstance(end, PacelineError):
@@ -76,17 +76,17 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
                 (folder.checkpoints / "iteration-00000007.pt").touch()
             script.lost = script.lost and end["status"] != "finished"
             folder.write_result(end)
-            return Outcome(folder, end, 0 if end["status"] == "finished" else 1)
+            return RunOutcome(folder, end, 0 if end["status"] == "finished" else 1)
 
         monkeypatch.setattr(run, "ray_fleet", fleet)
         monkeypatch.setattr(run, "run_on", attempt)
         monkeypatch.setattr(run, "has_gpus", lambda *_: False)
         config = from_mapping({"out": str(tmp_path), "name": "run", "nnodes": 2, **settings})
-        with Interruptions() as interruptions:
+        with SignalMonitor() as interruptions:
             head: Any = SimpleNamespace(
                 address="head:6379", is_lost=script.headless, answers=lambda: not script.headless
             )
-            return run._Attempts(config, head, False, interruptions).run(None)
+            return run.RestartLoop(config, head, False, interruptions).run(None)
 
     return play
 
@@ -213,12 +213,12 @@ def test_too_few_machines_at_the_start_are_refused(play: Any) -> None:
 @pytest.mark.parametrize(
     ("wanted", "text"),
     [
-        (Wanted(1, 1, 0), "1 machine with 1 free CPU"),
-        (Wanted(3, 2, 0), "3 machines with 2 free CPUs each"),
-        (Wanted(2, 1, 1), "2 machines with 1 free CPU and 1 free GPU each"),
+        (ResourceRequest(1, 1, 0), "1 machine with 1 free CPU"),
+        (ResourceRequest(3, 2, 0), "3 machines with 2 free CPUs each"),
+        (ResourceRequest(2, 1, 1), "2 machines with 1 free CPU and 1 free GPU each"),
     ],
 )
-def test_what_is_needed_reads_well(wanted: Wanted, text: str) -> None:
+def test_what_is_needed_reads_well(wanted: ResourceRequest, text: str) -> None:
     assert str(wanted) == text
 
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from paceline.launch.ray.cluster import Head, HeadLostError, ask_all
-from paceline.launch.ray.machines import Wanted, claimed
+from paceline.launch.ray.cluster import HeadLostError, HeadMonitor, ask_all
+from paceline.launch.ray.machines import ResourceRequest, reserve_nodes
 
 
 def test_a_head_that_is_silent_for_a_moment_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.launch.ray.cluster.LOOK_SECONDS", 0.01)
     told = iter([None, "no route to host", "timed out", None])
     monkeypatch.setattr("paceline.launch.ray.cluster.try_to_connect", lambda _: next(told, None))
-    with contextlib.closing(Head("10.0.0.1:6379")) as head:
+    with contextlib.closing(HeadMonitor("10.0.0.1:6379")) as head:
         assert head.answers()
 
 
@@ -28,7 +28,7 @@ def test_a_head_that_was_never_reached_is_not_lost() -> None:
     """Where a proxy stands between."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-    with contextlib.closing(Head(address)) as head:
+    with contextlib.closing(HeadMonitor(address)) as head:
         assert head.answers()
 
 
@@ -40,15 +40,15 @@ def server() -> Iterator[socket.socket]:
 
 
 @pytest.fixture
-def head(server: socket.socket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Head]:
+def head(server: socket.socket, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeadMonitor]:
     """Lost soon after it falls silent."""
     monkeypatch.setattr("paceline.launch.ray.cluster.LOOK_SECONDS", 0.01)
     monkeypatch.setattr("paceline.launch.ray.cluster.SILENCE_SECONDS", 0.1)
-    with contextlib.closing(Head(f"127.0.0.1:{server.getsockname()[1]}")) as head:
+    with contextlib.closing(HeadMonitor(f"127.0.0.1:{server.getsockname()[1]}")) as head:
         yield head
 
 
-def test_a_head_that_stays_silent_is_lost(server: socket.socket, head: Head) -> None:
+def test_a_head_that_stays_silent_is_lost(server: socket.socket, head: HeadMonitor) -> None:
     server.close()
     assert not head.answers()
     assert head.is_lost
@@ -89,7 +89,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], bool]], 
     return install
 
 
-WANTED = Wanted(2, 1, 0)
+WANTED = ResourceRequest(2, 1, 0)
 
 
 def say_nothing(text: str) -> None: ...
@@ -97,11 +97,11 @@ def say_nothing(text: str) -> None: ...
 
 @pytest.mark.parametrize(("is_silent", "asked"), [(False, ["kill", "kill", "remove"]), (True, [])])
 def test_what_was_claimed_is_given_back_only_to_a_head_that_answers(
-    is_silent: bool, asked: list[str], server: socket.socket, head: Head, stand_in: Any
+    is_silent: bool, asked: list[str], server: socket.socket, head: HeadMonitor, stand_in: Any
 ) -> None:
     """A head that has just fallen silent is not lost yet, and what it were asked would hang."""
     ray = stand_in(lambda: True)
-    with claimed(WANTED, head, 60.0, say_nothing) as machines:
+    with reserve_nodes(WANTED, head, 60.0, say_nothing) as machines:
         assert [machine.address for machine in machines] == ["10.0.0.1"] * 2
         if is_silent:
             server.close()
@@ -109,7 +109,7 @@ def test_what_was_claimed_is_given_back_only_to_a_head_that_answers(
 
 
 def test_a_head_that_is_lost_while_machines_are_waited_for_is_told(
-    server: socket.socket, head: Head, stand_in: Any
+    server: socket.socket, head: HeadMonitor, stand_in: Any
 ) -> None:
     def is_ready() -> bool:
         server.close()
@@ -117,12 +117,12 @@ def test_a_head_that_is_lost_while_machines_are_waited_for_is_told(
 
     stand_in(is_ready)
     told = f"^lost Ray's head at {head.address}: was waiting for 2 machines with 1 free CPU each$"
-    with pytest.raises(HeadLostError, match=told), claimed(WANTED, head, 60.0, say_nothing):
+    with pytest.raises(HeadLostError, match=told), reserve_nodes(WANTED, head, 60.0, say_nothing):
         pass
 
 
 def test_a_head_that_is_lost_while_actors_are_asked_is_told(
-    server: socket.socket, head: Head, stand_in: Any
+    server: socket.socket, head: HeadMonitor, stand_in: Any
 ) -> None:
     def get(answers: Any, timeout: float) -> Any:
         server.close()

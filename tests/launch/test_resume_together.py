@@ -29,15 +29,15 @@ from paceline.config import from_mapping
 from paceline.launch import launcher
 from paceline.records import Result, RunFolder, read_iteration_seconds
 from paceline.report.run import open_run
-from paceline.report.worlds import World
+from paceline.report.worlds import WorldSize
 from paceline.training.checkpoint import iterations, newest_checkpoint
-from warm import Nursery
+from warm import PrewarmedStarter
 
 SETTINGS = {"model": "own_code:Slow", "iterations": 160, "nproc_per_node": 2}
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Result:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, nursery: PrewarmedStarter) -> Result:
     with warm_commands(nursery):
         return launch(tmp_path_factory.mktemp("undisturbed"), **SETTINGS).result or {}
 
@@ -110,7 +110,7 @@ def test_another_number_of_workers_goes_on_with_the_same_samples(
     assert result is not None
     assert result["iterations"] == 12
     assert [worker["samples"] for worker in result["workers"]] == [6 * 12 // workers] * workers
-    assert open_run(cut).worlds == [World(0, 2), World(6, workers)]
+    assert open_run(cut).worlds == [WorldSize(0, 2), WorldSize(6, workers)]
     since = read_iteration_seconds(cut / "events-0.jsonl", 12, since=6)
     assert result["workers"][0]["iteration_seconds"]["first"] == pytest.approx(since[0], abs=1e-6)
     assert distance(halfway, expected) > 1e-3, "the second half changes too little to tell"

@@ -36,7 +36,7 @@ from launch.commands import (
 from paceline.launch import launcher
 from paceline.records import Result, read_json
 from paceline.training.checkpoint import iterations, newest_checkpoint
-from warm import Nursery
+from warm import PrewarmedStarter
 
 
 def finished(result: Result | None) -> Result:
@@ -96,7 +96,7 @@ def test_two_nodes_of_two_workers_train_as_one_worker_does(
 
 
 @pytest.fixture(scope="module")
-def killed_run(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Path:
+def killed_run(tmp_path_factory: pytest.TempPathFactory, nursery: PrewarmedStarter) -> Path:
     """With `shared`, all of whose processes were killed some time after the fourth iteration."""
     out = tmp_path_factory.mktemp("killed")
     settings = {"model": "own_code:Slow", "strategy": "shared", "nproc_per_node": 2}

@@ -12,7 +12,7 @@ from launch.commands import TINY, names_in
 from paceline.config import from_mapping
 from paceline.errors import ConfigError, UsageError
 from paceline.launch import launcher
-from paceline.launch.ssh import SSH, Host, SshFleet
+from paceline.launch.ssh import SSH, Host, SshMachines
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_what_is_no_host_is_refused(text: str) -> None:
 
 def test_a_machine_given_twice_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^--hosts: each machine once"):
-        SshFleet(["me@a", "a"])
+        SshMachines(["me@a", "a"])
 
 
 def test_hosts_are_not_for_workers_that_torchrun_has_started(

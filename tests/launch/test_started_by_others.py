@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from launch.commands import TINY, Command, Ended, flags, free_port, names_in
-from paceline.comm.rank_info import Place
+from paceline.comm.rank_info import RankInfo
 from paceline.config import from_mapping
 from paceline.launch import worker
 from paceline.measure.sampler import ResourceSampler
 
-ONLY = Place(
+ONLY = RankInfo(
     rank=0,
     world_size=1,
     local_rank=0,
@@ -23,7 +23,7 @@ ONLY = Place(
     nnodes=1,
     master_addr="127.0.0.1",
     master_port=0,
-    store_is_served=False,
+    has_external_store=False,
 )
 
 
@@ -33,7 +33,7 @@ def run_workers(outs: list[Path], nnodes: int) -> list[Ended]:
     with contextlib.ExitStack() as stack:
         commands = []
         for rank, out in enumerate(outs):
-            place = Place(
+            place = RankInfo(
                 rank=rank,
                 world_size=len(outs),
                 local_rank=rank % local,
@@ -42,7 +42,7 @@ def run_workers(outs: list[Path], nnodes: int) -> list[Ended]:
                 nnodes=nnodes,
                 master_addr="127.0.0.1",
                 master_port=port,
-                store_is_served=False,
+                has_external_store=False,
             )
             settings = {**TINY, "strategy": "own_code:Picky", "out": out, "name": "run"}
             words = ["-m", "paceline", "train", *flags(settings)]

@@ -21,26 +21,26 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch lists onl
 
 from launch.commands import ENDLESS, SLOW, free_port, is_training, names_in, node, wait_until
 from paceline.comm.communicator import Communicator
-from paceline.comm.rank_info import ALONE
+from paceline.comm.rank_info import SINGLE_PROCESS
 from paceline.config import from_mapping
 from paceline.errors import PacelineError, RunError
 from paceline.launch import nodes, record_collection, worker
-from paceline.launch.control_channel import NEWS_MARK, NodeEnd, NodeProcess, open_node
+from paceline.launch.control_channel import NEWS_MARK, NodeExit, NodeProcess, popen_piped
 from paceline.launch.elastic import run as elastic
-from paceline.launch.elastic.rendezvous import Leader, Rounds
-from paceline.launch.folder_transfer import fetch
-from paceline.launch.nodes import Nodes
+from paceline.launch.elastic.rendezvous import ElasticRendezvous, RoundLeader
+from paceline.launch.folder_transfer import download
+from paceline.launch.nodes import NodeCoordinator
 from paceline.launch.record_collection import PART_BYTES
 from paceline.launch.result import assemble
-from paceline.launch.signals import Interruptions
-from paceline.launch.store_client import Contact
+from paceline.launch.signals import SignalMonitor
+from paceline.launch.store_client import StoreClient
 from paceline.records import RunFolder, read_json
 
 ENDED = {
     "cause": "the model broke",
     "exit_code": 1,
     "status": "failed",
-    "is_echo": False,
+    "is_secondary": False,
     "ended": 5.0,
     "is_loss": False,
     "order": 1,
@@ -53,21 +53,21 @@ def store() -> Store:
 
 
 @pytest.fixture
-def contact(store: Store) -> Iterator[Contact]:
-    with closing(Contact(store, "here")) as contact:
+def contact(store: Store) -> Iterator[StoreClient]:
+    with closing(StoreClient(store, "here")) as contact:
         yield contact
 
 
 @pytest.fixture(autouse=True)
 def short_waits(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Meeting:
+    class Rendezvous:
         def __init__(self, *_: object, **__: object) -> None:
             pass
 
         def join(self) -> Store:
             return store
 
-    monkeypatch.setattr(nodes, "Meeting", Meeting)
+    monkeypatch.setattr(nodes, "Rendezvous", Rendezvous)
     monkeypatch.setattr(nodes, "FAREWELL_SECONDS", 0.2)
 
 
@@ -82,11 +82,11 @@ def settings(out: Path, rank: int) -> dict[str, Any]:
     }
 
 
-def joined(store: Store, out: Path, rank: int = 0) -> Nodes:
+def joined(store: Store, out: Path, rank: int = 0) -> NodeCoordinator:
     """One of two nodes, when the other one has told its settings."""
     other = from_mapping(settings(out, 1 - rank))
     store.set(f"config/{1 - rank}", json.dumps(other.to_dict()))
-    return Nodes(from_mapping(settings(out, rank)))
+    return NodeCoordinator(from_mapping(settings(out, rank)))
 
 
 def one_line(error: pytest.ExceptionInfo[PacelineError]) -> str:
@@ -154,15 +154,17 @@ def test_a_run_name_from_the_first_worker_is_checked_as_well(
         rank = 1
 
     monkeypatch.setattr(worker, "broadcast_json", lambda *_: "../../up")
-    monkeypatch.setattr(worker, "succeed_together", lambda _, action: action())
+    monkeypatch.setattr(worker, "run_collectively", lambda _, action: action())
     with pytest.raises(RunError, match="malformed run name"):
         worker._agree_on_folder(config, None, cast("Communicator", Second()), ExitStack())
     assert not any(tmp_path.iterdir())
 
 
-def test_a_run_name_of_an_elastic_run_is_checked_as_well(contact: Contact, tmp_path: Path) -> None:
+def test_a_run_name_of_an_elastic_run_is_checked_as_well(
+    contact: StoreClient, tmp_path: Path
+) -> None:
     config = from_mapping({"elastic": "1:2", "out": str(tmp_path / "deep" / "out")})
-    given = elastic._Given(config, contact, 1, None, True, Interruptions())
+    given = elastic._Given(config, contact, 1, None, True, SignalMonitor())
     told = {"id": "../../up", "mark": "launch-0.json", "config": config.to_dict()}
     contact.set("run", told)
     with pytest.raises(RunError, match="malformed run name"):
@@ -174,7 +176,7 @@ def test_a_run_name_of_an_elastic_run_is_checked_as_well(contact: Contact, tmp_p
 def test_malformed_settings_are_one_line(told: str, store: Store, tmp_path: Path) -> None:
     store.set("config/1", told)
     with pytest.raises(RunError, match="malformed") as error:
-        Nodes(from_mapping(settings(tmp_path, 0)))
+        NodeCoordinator(from_mapping(settings(tmp_path, 0)))
     one_line(error)
 
 
@@ -298,15 +300,15 @@ def test_workers_hand_in_only_their_own_files(
     monkeypatch.setattr(
         record_collection, "gather_bytes", lambda _, payload, __: [payload, payload]
     )
-    record_collection._hand_in_files(folder, ALONE, cast("Communicator", None))
+    record_collection._hand_in_files(folder, SINGLE_PROCESS, cast("Communicator", None))
     assert names_in(folder.path) == {"config.json"}
     assert folder.config_file.read_bytes() == before
 
 
 @pytest.mark.parametrize("told", ['{"number": "x"}', "5", "{", '{"number": 1, "cause": {}}'])
-def test_a_malformed_application_is_one_line(told: str, store: Store, contact: Contact) -> None:
+def test_a_malformed_application_is_one_line(told: str, store: Store, contact: StoreClient) -> None:
     config = from_mapping({"elastic": "1:2"})
-    leader = Leader(config, contact, lambda: None)
+    leader = RoundLeader(config, contact, lambda: None)
     contact.enlist()
     store.set("application/0", told)
     with pytest.raises(RunError, match="malformed") as error:
@@ -317,9 +319,9 @@ def test_a_malformed_application_is_one_line(told: str, store: Store, contact: C
 @pytest.mark.parametrize("key", ["round", "regroup", "end"])
 @pytest.mark.parametrize("told", ["5", "{", '{"number": "x", "nodes": [0], "iteration": null}'])
 def test_a_malformed_round_is_one_line(
-    key: str, told: str, store: Store, contact: Contact, monkeypatch: pytest.MonkeyPatch
+    key: str, told: str, store: Store, contact: StoreClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rounds = Rounds(contact, 0, "127.0.0.1", 1)
+    rounds = ElasticRendezvous(contact, 0, "127.0.0.1", 1)
     store.set("round", '{"number": 0, "nodes": [0], "iteration": null}')
     if key != "round":
         rounds.next_rendezvous()
@@ -338,21 +340,21 @@ class Chatty:
     python = sys.executable
 
     def start(self, node: int, words: Sequence[str], given: bytes) -> subprocess.Popen[bytes]:
-        return open_node(["sh", "-c", "echo Welcome; cat > /dev/null"], given)
+        return popen_piped(["sh", "-c", "echo Welcome; cat > /dev/null"], given)
 
-    def explain(self, end: NodeEnd) -> PacelineError:
+    def explain(self, end: NodeExit) -> PacelineError:
         raise AssertionError(end)
 
 
 def test_an_answer_that_is_none_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="host: unexpected answer 'Welcome'") as error:
-        fetch(Chatty(), 0, "runs/run", RunFolder(tmp_path / "run"))
+        download(Chatty(), 0, "runs/run", RunFolder(tmp_path / "run"))
     one_line(error)
 
 
 @pytest.mark.parametrize("news", ["[1]", "5", "null", "{"])
 def test_malformed_news_of_a_node_are_ignored(news: str) -> None:
-    with open_node(["cat"], b"") as process:
+    with popen_piped(["cat"], b"") as process:
         node_process = NodeProcess(0, process, "")
         node_process._take_err(f"{NEWS_MARK}{news}\n".encode())
         node_process.close()

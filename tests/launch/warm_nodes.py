@@ -17,7 +17,7 @@ import warm
 from launch.commands import HERE
 from paceline.emulation.cluster import EmulatedCluster
 from paceline.emulation.state import VARIABLE
-from paceline.launch.machines import EmulatedFleet
+from paceline.launch.machines import EmulatedMachines
 from paceline.sources import search_path
 
 NETWORK, INPUT = "WARM_NETWORK", "WARM_INPUT"
@@ -26,8 +26,8 @@ NODE = "paceline.launch.node_main"
 CLONE_NEWNET = 0x40000000
 
 
-class WarmFleet(EmulatedFleet):
-    def __init__(self, cluster: EmulatedCluster, nursery: warm.Nursery) -> None:
+class WarmFleet(EmulatedMachines):
+    def __init__(self, cluster: EmulatedCluster, nursery: warm.PrewarmedStarter) -> None:
         super().__init__(cluster)
         assert not cluster.state.groups, "a node would have to enter its group as well"
         self._nursery = nursery

@@ -11,23 +11,23 @@ from torch import Tensor
 
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
-from paceline.comm.rank_info import ALONE
-from paceline.comm.work import Done, Work
+from paceline.comm.rank_info import SINGLE_PROCESS
+from paceline.comm.work import CompletedWork, Work
 from paceline.commbench import operations, runner
 from paceline.commbench.record import Limit, link_limit, make_record
-from paceline.commbench.runner import Timed, time_size
-from paceline.commbench.spec import OPERATIONS, Plan, Way, make_plan
+from paceline.commbench.runner import CaseTiming, time_size
+from paceline.commbench.spec import OPERATIONS, BenchmarkSpec, Case, make_plan
 from paceline.errors import RunError
 
 SIZE = 3 * 70_000 * 4
 """More than the period of the numbers that are sent, for each of three workers."""
 
 
-def quick_plan(**words: Any) -> Plan:
+def quick_plan(**words: Any) -> BenchmarkSpec:
     return make_plan({"nproc_per_node": 3}, repeats=2, communicators="torch", **words)
 
 
-def timed_by(communicator: Communicator, plan: Plan, size: int = SIZE) -> list[Timed]:
+def timed_by(communicator: Communicator, plan: BenchmarkSpec, size: int = SIZE) -> list[CaseTiming]:
     buffer = torch.ones(size // 4 + 3)
     return time_size(size, plan.ways(), {"torch": communicator}, buffer, plan)
 
@@ -64,7 +64,7 @@ class Forgetful:
 
 
 def test_a_wrong_result_ends_the_measuring_and_names_the_worker() -> None:
-    way = Way("broadcast", "torch", "library")
+    way = Case("broadcast", "torch", "library")
 
     def work(team: Communicator) -> str:
         operation = operations.make(way, Forgetful(team, 1), torch.ones(64), 256)  # type: ignore[arg-type]
@@ -79,11 +79,11 @@ def test_a_wrong_result_ends_the_measuring_and_names_the_worker() -> None:
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_no_result_passes_that_was_never_sent(operation: str) -> None:
     """A check that could not fail would show nothing."""
-    way = Way(operation, "torch", "library")
+    way = Case(operation, "torch", "library")
 
     class Deaf(Forgetful):
         def _nothing(self, *arguments: object) -> Work:
-            return Done()
+            return CompletedWork()
 
         all_reduce = reduce_scatter = all_gather = broadcast = _nothing  # type: ignore[assignment]
         gather = scatter = send = recv = _nothing
@@ -107,8 +107,8 @@ def test_the_slowest_worker_counts() -> None:
 
 def record_of(samples: Sequence[float], size: int, limit: Limit | None) -> dict[str, Any]:
     plan = quick_plan(algorithms="ring", sizes="1m")
-    place = ALONE.__class__(0, 4, 0, 4, 0, 1, "127.0.0.1", 0, False)
-    timed = Timed(plan.ways()[0], size, row=1, repeats=len(samples), samples=list(samples))
+    place = SINGLE_PROCESS.__class__(0, 4, 0, 4, 0, 1, "127.0.0.1", 0, False)
+    timed = CaseTiming(plan.ways()[0], size, row=1, repeats=len(samples), samples=list(samples))
     return make_record(
         plan, place, [timed], [], {"link": limit, "memory": None}, None, tensors="main memory"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.comm import ALGORITHMS
-from paceline.commbench.spec import OPERATIONS, Plan, Way, make_plan
+from paceline.commbench.spec import OPERATIONS, BenchmarkSpec, Case, make_plan
 from paceline.errors import ConfigError
 
 
@@ -26,9 +26,9 @@ def test_only_all_reduce_has_algorithms_to_choose_from() -> None:
         {"nnodes": 2}, operations="broadcast,all_reduce", algorithms="ring,tree", sizes="1k"
     )
     assert plan.ways() == [
-        Way("broadcast", "torch", "library"),
-        Way("all_reduce", "torch", "ring"),
-        Way("all_reduce", "torch", "tree"),
+        Case("broadcast", "torch", "library"),
+        Case("all_reduce", "torch", "ring"),
+        Case("all_reduce", "torch", "tree"),
     ]
 
 
@@ -36,7 +36,7 @@ def test_a_plan_goes_through_json() -> None:
     plan = make_plan(
         {"cluster": "nodes=3", "nproc_per_node": 2}, operations=",".join(OPERATIONS), link="1gbit"
     )
-    assert Plan.from_dict(plan.to_dict()) == plan
+    assert BenchmarkSpec.from_dict(plan.to_dict()) == plan
 
 
 def test_all_problems_are_told_at_once() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from paceline.report.cells import Cell
+from paceline.report.cells import RunGroup
 from paceline.report.document import Figure, Section, Tabs
 from paceline.report.section.outline import outline
 from paceline.report.sections import build_sections
@@ -20,7 +20,7 @@ def result_of(folder: Path) -> dict[str, Any]:
     return values
 
 
-def section(cells: list[Cell], name: str) -> Section:
+def section(cells: list[RunGroup], name: str) -> Section:
     return next(one for one in build_sections(outline("", cells), [name]) if one.name == name)
 
 

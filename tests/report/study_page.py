@@ -20,9 +20,9 @@ from paceline.report.collection import collect
 from paceline.report.document import (
     Block,
     ChapterPage,
+    Details,
     Document,
     Figure,
-    Fold,
     Table,
     Tabs,
     Text,
@@ -83,7 +83,7 @@ def flat(blocks: Any) -> Iterator[Block]:
     for block in blocks:
         if isinstance(block, Tabs):
             yield from (figure for _, figure in block.figures)
-        elif isinstance(block, Fold):
+        elif isinstance(block, Details):
             yield from flat(block.blocks)
         else:
             yield block

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.report.collection import collect
-from paceline.report.verdict import judge
+from paceline.report.verdict import make_verdict
 from report.records import FakeRun, write_repeats, write_run
 
 COMPUTE = {"forward": 0.010, "backward": 0.008}
@@ -16,7 +16,7 @@ NETWORK_BOUND = [{**COMPUTE, "exchange": 0.020}] * 2
 
 
 def steps(folder: Path) -> str:
-    return " ".join(judge(collect(folder).cells).next_steps)
+    return " ".join(make_verdict(collect(folder).cells).next_steps)
 
 
 def test_what_can_hide_is_as_long_as_the_backward_pass(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_tie_that_another_repeat_would_end_is_worth_it(tmp_path: Path) -> None
     """18 and 23.8 ms with a standard deviation of 1.4 ms each: two of each nearly do."""
     write_repeats(tmp_path, FakeRun("a", {"lr": 0.01}, [{"forward": 0.001}]), (17.0, 19.0))
     write_repeats(tmp_path, FakeRun("b", {"lr": 0.02}, [{"forward": 0.001}]), (22.8, 24.8))
-    assert judge(collect(tmp_path).cells).headline.startswith("No clear winner")
+    assert make_verdict(collect(tmp_path).cells).headline.startswith("No clear winner")
     assert "Run 3 repeats of lr 0.01 and lr 0.02" in steps(tmp_path)
 
 
@@ -85,7 +85,7 @@ def test_a_worker_with_all_the_cores_leaves_none_to_a_second(
 def tie(root: Path, first: list[float], second: list[float]) -> str:
     write_repeats(root, FakeRun("a", {"lr": 0.01}), first)
     write_repeats(root, FakeRun("b", {"lr": 0.02}), second)
-    verdict = judge(collect(root).cells)
+    verdict = make_verdict(collect(root).cells)
     assert verdict.headline.startswith("No clear winner")
     return verdict.next_steps[0]
 

@@ -7,40 +7,40 @@ from pathlib import Path
 import pytest
 
 from paceline.report.build import to_document
-from paceline.report.cells import Cell
-from paceline.report.chance import Doubt, doubt
+from paceline.report.cells import RunGroup
+from paceline.report.chance import AccuracyDifference, compare_accuracy
 from paceline.report.collection import collect
 from paceline.report.document import Table, Text
 from paceline.report.run import open_run
 from report.records import FakeRun, write_run
 
 
-def cell_of(folder: Path, name: str, accuracies: list[float], test_samples: int) -> Cell:
+def cell_of(folder: Path, name: str, accuracies: list[float], test_samples: int) -> RunGroup:
     settings = {"test_samples": test_samples}
     runs = [
         open_run(write_run(folder, FakeRun(f"{name}{number}", settings, accuracy=accuracy)))
         for number, accuracy in enumerate(accuracies)
     ]
-    return Cell(name, runs)
+    return RunGroup(name, runs)
 
 
 @pytest.mark.parametrize(
     ("one", "other", "samples", "expected"),
     [
         # One deviation of the difference is sqrt(2 x 0.9 x 0.1 / 100) = 0.042.
-        ([0.90], [0.83], 100, Doubt(True, "within the noise of 100 test samples")),
-        ([0.90], [0.80], 100, Doubt(False, "in one repeat")),
-        ([0.90], [0.90], 10_000, Doubt(True, "the same")),
-        ([0.90], [0.83], 10_000, Doubt(False, "in one repeat")),
-        ([0.90, 0.91, 0.89], [0.80, 0.81, 0.79], 100, Doubt(False, "")),
-        ([0.90, 0.80, 0.70], [0.80, 0.82, 0.78], 100, Doubt(True, "within noise")),
+        ([0.90], [0.83], 100, AccuracyDifference(True, "within the noise of 100 test samples")),
+        ([0.90], [0.80], 100, AccuracyDifference(False, "in one repeat")),
+        ([0.90], [0.90], 10_000, AccuracyDifference(True, "the same")),
+        ([0.90], [0.83], 10_000, AccuracyDifference(False, "in one repeat")),
+        ([0.90, 0.91, 0.89], [0.80, 0.81, 0.79], 100, AccuracyDifference(False, "")),
+        ([0.90, 0.80, 0.70], [0.80, 0.82, 0.78], 100, AccuracyDifference(True, "within noise")),
     ],
 )
 def test_chance_is_told_from_a_difference(
-    tmp_path: Path, one: list[float], other: list[float], samples: int, expected: Doubt
+    tmp_path: Path, one: list[float], other: list[float], samples: int, expected: AccuracyDifference
 ) -> None:
     cells = [cell_of(tmp_path, "a", one, samples), cell_of(tmp_path, "b", other, samples)]
-    assert doubt(*cells) == doubt(*reversed(cells)) == expected
+    assert compare_accuracy(*cells) == compare_accuracy(*reversed(cells)) == expected
 
 
 def test_accuracies_of_different_data_are_not_held_against_each_other(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from paceline.report.collection import collect
 from paceline.report.disturbance import others_share
 from paceline.report.run import open_run
-from paceline.report.verdict import judge
+from paceline.report.verdict import make_verdict
 from report.records import FakeRun, write_run
 
 
@@ -57,7 +57,7 @@ def test_a_busy_machine_is_told_with_the_answer_and_a_quiet_one_is_not(
     fast = FakeRun("b", {"lr": 0.02}, [{"forward": 0.01}])
     run_beside_others(tmp_path, slow, machine_percent, [60.0])
     run_beside_others(tmp_path, fast, 55.0, [100.0])
-    verdict = judge(collect(tmp_path).cells)
+    verdict = make_verdict(collect(tmp_path).cells)
     told = [point.text for point in verdict.points if point.subject == "Busy machine"]
     if is_told:
         assert "Other processes used up to 70.0% of the machine" in verdict.headline
@@ -76,7 +76,7 @@ def one_waits_for_the_other(name: str, **settings: object) -> FakeRun:
 @pytest.mark.parametrize("is_busy", [True, False])
 def test_a_busy_machine_explains_a_straggler(tmp_path: Path, is_busy: bool) -> None:
     run_beside_others(tmp_path, one_waits_for_the_other("a"), 100.0 if is_busy else 12.0, [22.0])
-    verdict = judge(collect(tmp_path).cells)
+    verdict = make_verdict(collect(tmp_path).cells)
     assert bool(verdict.stragglers) != is_busy
     assert any("--shares auto" in step for step in verdict.next_steps) != is_busy
     if is_busy:
@@ -89,7 +89,7 @@ def test_a_worker_that_was_slowed_down_on_purpose_is_named_on_a_busy_machine_too
     tmp_path: Path,
 ) -> None:
     run_beside_others(tmp_path, one_waits_for_the_other("a", slow="1=2"), 100.0, [22.0])
-    assert [one.rank for one in judge(collect(tmp_path).cells).stragglers] == [1]
+    assert [one.rank for one in make_verdict(collect(tmp_path).cells).stragglers] == [1]
 
 
 def test_a_busy_machine_leads_to_no_bottleneck_and_no_advice_about_it(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_busy_machine_leads_to_no_bottleneck_and_no_advice_about_it(tmp_path: 
     settings = {"nnodes": 2, "nproc_per_node": 1, "strategy": "ring"}
     run = FakeRun("a", settings, phases, nodes=2)
     run_beside_others(tmp_path, run, 100.0, [22.0, 22.0])
-    verdict = judge(collect(tmp_path).cells)
+    verdict = make_verdict(collect(tmp_path).cells)
     assert verdict.bounds == []
     assert len(verdict.next_steps) == 1, "nothing but to rerun"
 
@@ -105,7 +105,7 @@ def test_a_busy_machine_leads_to_no_bottleneck_and_no_advice_about_it(tmp_path: 
 def test_a_quiet_cell_beside_a_disturbed_one_has_its_bottleneck(tmp_path: Path) -> None:
     run_beside_others(tmp_path, FakeRun("a", {"lr": 0.01}), 100.0, [22.0])
     run_beside_others(tmp_path, FakeRun("b", {"lr": 0.02}), 12.0, [22.0])
-    assert [one.label for one in judge(collect(tmp_path).cells).bounds] == ["lr 0.02"]
+    assert [one.label for one in make_verdict(collect(tmp_path).cells).bounds] == ["lr 0.02"]
 
 
 def test_a_node_with_less_cpu_time_on_purpose_is_named_on_a_busy_machine_too(
@@ -115,5 +115,5 @@ def test_a_node_with_less_cpu_time_on_purpose_is_named_on_a_busy_machine_too(
     run = one_waits_for_the_other("a", **settings)
     run.nodes = 2
     run_beside_others(tmp_path, run, 100.0, [22.0, 22.0])
-    (found,) = judge(collect(tmp_path).cells).stragglers
-    assert (found.node, found.is_asked_for) == (1, True)
+    (found,) = make_verdict(collect(tmp_path).cells).stragglers
+    assert (found.node, found.is_injected) == (1, True)

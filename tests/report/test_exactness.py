@@ -11,9 +11,9 @@ import pytest
 from paceline.cli import main
 from paceline.config import from_mapping
 from paceline.report.collection import collect
-from paceline.report.document import Items, Text
+from paceline.report.document import BulletList, Text
 from paceline.report.exactness import deviation
-from paceline.report.verdict import judge
+from paceline.report.verdict import make_verdict
 from report.marks import section
 from report.records import FakeRun, write_run
 
@@ -56,7 +56,7 @@ def write_three(root: Path) -> None:
 
 def test_the_headline_names_the_fastest_exact_and_the_fastest_approximate(tmp_path: Path) -> None:
     write_three(tmp_path)
-    verdict = judge(collect(tmp_path).cells)
+    verdict = make_verdict(collect(tmp_path).cells)
     assert verdict.headline == (
         "Fastest exact: overlap, 20.00 ms per iteration, 33.3% less than allreduce (single run,"
         " significance unknown). Fastest approximate: local_sgd, 10.00 ms per iteration."
@@ -96,14 +96,16 @@ def test_time_to_the_same_accuracy_is_fair_to_all(tmp_path: Path) -> None:
             tmp_path,
             FakeRun(strategy, settings, [{"forward": 0.01}] * 2, seconds_to_target=seconds),
         )
-    assert judge(collect(tmp_path).cells).headline.startswith("local_sgd was fastest: 5.00 s")
+    assert make_verdict(collect(tmp_path).cells).headline.startswith(
+        "local_sgd was fastest: 5.00 s"
+    )
 
 
 def test_only_approximate_cells_are_ranked_and_said_to_be_approximate(tmp_path: Path) -> None:
     for every, seconds in (("4", 0.02), ("16", 0.01)):
         settings = {"strategy": "local_sgd", "options": {"every": every}}
         write_run(tmp_path, FakeRun(f"e{every}", settings, [{"forward": seconds}] * 2))
-    headline = judge(collect(tmp_path).cells).headline
+    headline = make_verdict(collect(tmp_path).cells).headline
     assert headline.startswith("every=16")
     assert "All of these are approximate: compare accuracy as well as time." in headline
 
@@ -118,5 +120,5 @@ def test_the_winners_of_a_grid_are_exact_and_approximate_ones_are_named(tmp_path
     answer = next(one.text for one in blocks if isinstance(one, Text) and one.kind == "answer")
     assert answer.startswith("overlap is the fastest exact choice in every case (equal).")
     assert answer.endswith("which computes something else: equal: local_sgd.")
-    (items,) = [one for one in blocks if isinstance(one, Items)]
+    (items,) = [one for one in blocks if isinstance(one, BulletList)]
     assert "Fastest approximate: local_sgd" in items.items[0][1]

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from paceline.records import PHASES
-from paceline.report.buckets import BUCKETS, shorten
-from paceline.report.cells import Cell
+from paceline.report.buckets import MAX_POINTS, downsample
+from paceline.report.cells import RunGroup
 from paceline.report.chart.timeline import MOST_SPANS, Span, merged
 from paceline.report.collection import collect
-from paceline.report.document import Items, Table
+from paceline.report.document import BulletList, Table
 from paceline.report.iterations import IN_ITERATION
 from paceline.report.phases import of_worker
 from paceline.report.run import open_run
@@ -223,8 +223,8 @@ def test_a_long_curve_is_short_and_keeps_its_extremes() -> None:
     values = np.random.default_rng(0).normal(size=1_000_003)
     values[123_456], values[765_432] = 50.0, -50.0
     x = np.arange(len(values), dtype=np.float64)
-    curve = shorten(x, values)
-    assert len(curve) == BUCKETS
+    curve = downsample(x, values)
+    assert len(curve) == MAX_POINTS
     assert curve.high.max() == 50.0
     assert curve.low.min() == -50.0
     assert curve.x[-1] == x[-1]
@@ -237,14 +237,14 @@ def test_the_points_of_a_figure_are_bounded(tmp_path: Path) -> None:
     path = write_run(tmp_path, FakeRun("a", iterations=5000, noise=(0.0, 0.001)))
     times = section(collect(path).cells, "iteration_time")
     (mark,) = series(figure(times, "iteration-time-curve"))
-    assert len(numbers(mark, "data-x")) <= BUCKETS
+    assert len(numbers(mark, "data-x")) <= MAX_POINTS
     assert max(numbers(mark, "data-high")) == pytest.approx(0.021)
 
 
 def test_curves_of_a_cell_are_of_the_repeats_that_finished(tmp_path: Path) -> None:
     cut = FakeRun("a", iterations=10, status="failed", cause="the cable was cut")
     runs = [open_run(write_run(tmp_path, run)) for run in (cut, FakeRun("b", iterations=40))]
-    cell = Cell("one", runs)
+    cell = RunGroup("one", runs)
     (mark,) = series(figure(section([cell], "curves"), "curves-train-loss-iteration"))
     assert numbers(mark, "data-x") == list(range(1, 41))
     (mark,) = series(figure(section([cell], "iteration_time"), "iteration-time-curve"))
@@ -275,7 +275,7 @@ def test_ways_within_noise_have_no_reason(tmp_path: Path) -> None:
         dataclasses.replace(cell, axes={"machines": "equal", "rate": cell.label})
         for cell in collect(tmp_path).cells
     ]
-    (items,) = [one for one in section(cells, "winners").blocks if isinstance(one, Items)]
+    (items,) = [one for one in section(cells, "winners").blocks if isinstance(one, BulletList)]
     assert "within noise" in items.items[0][1]
     assert "longer for an iteration" not in items.items[0][1]
 

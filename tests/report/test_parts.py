@@ -12,8 +12,8 @@ from paceline.cli import main
 from paceline.report.build import TOGETHER, to_document, write_report
 from paceline.report.collection import collect
 from paceline.report.sections import SECTIONS
-from paceline.report.verdict import judge
-from paceline.study.folder import Cell, Part, Study, StudyFolder, Trouble
+from paceline.report.verdict import make_verdict
+from paceline.study.folder import Cell, CellFailure, Part, Study, StudyFolder
 from report.records import FakeRun, write_run
 
 
@@ -25,7 +25,7 @@ def write_study(root: Path) -> StudyFolder:
         for rate in rates:
             name = f"{part}.lr-{rate}"
             run = "one.lr-0.01" if rate == 0.01 else name
-            trouble = Trouble("skipped", "needs a GPU") if rate == 0.03 else None
+            trouble = CellFailure("skipped", "needs a GPU") if rate == 0.03 else None
             cells.append(
                 Cell(f"{name}.r1", part, name, f"rate {rate}", 1, {"lr": str(rate)},
                      {"lr": rate}, run, trouble=trouble)
@@ -77,12 +77,12 @@ def test_cells_whose_turn_has_not_come_are_named_together(tmp_path: Path) -> Non
     folder = write_study(tmp_path)
     (folder.path / "cells").rename(tmp_path / "elsewhere")
     first, second = collect(folder.path).chapters
-    verdict = judge(first.cells)
+    verdict = make_verdict(first.cells)
     assert verdict.headline == "Nothing was run yet."
     assert [(point.subject, point.text) for point in verdict.points] == [
         ("Not run yet", "rate 0.01; rate 0.02")
     ]
-    told = [(point.subject, point.text) for point in judge(second.cells).points]
+    told = [(point.subject, point.text) for point in make_verdict(second.cells).points]
     assert ("Not finished", "rate 0.03: skipped: needs a GPU") in told
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from paceline.report.build import to_document, write_report
-from paceline.report.cells import Cell
+from paceline.report.cells import RunGroup
 from paceline.report.collection import collect
-from paceline.report.document import Fold, Table
+from paceline.report.document import Details, Table
 from paceline.report.markdown import to_markdown
 from paceline.report.section.accuracy import common_accuracy, learned
 from paceline.report.section.bandwidth import exchange_rate
@@ -26,7 +26,7 @@ def write_accuracies(root: Path, *accuracies: float) -> None:
         write_run(root, FakeRun(f"a-{seed}", {"seed": seed}, accuracy=accuracy))
 
 
-def rows_of(cells: list[Cell], name: str, heading: str) -> list[dict[str, str]]:
+def rows_of(cells: list[RunGroup], name: str, heading: str) -> list[dict[str, str]]:
     """Of the first table of a section that has such a column."""
     tables = [one for one in flat(section(cells, name).blocks) if isinstance(one, Table)]
     table = next(one for one in tables if any(heading in column for column in one.columns))
@@ -95,7 +95,7 @@ def test_the_balance_of_a_cell_is_that_of_each_repeat(tmp_path: Path) -> None:
 
 def repeats_table(document: Any) -> Table:
     blocks = [block for part in document.chapters[0].sections for block in part.blocks]
-    (fold,) = [one for one in blocks if isinstance(one, Fold) and one.title == "Each repeat"]
+    (fold,) = [one for one in blocks if isinstance(one, Details) and one.title == "Each repeat"]
     (table,) = [one for one in fold.blocks if isinstance(one, Table)]
     return table
 

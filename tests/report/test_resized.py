@@ -12,7 +12,7 @@ import pytest
 from paceline.report.build import to_document
 from paceline.report.collection import collect
 from paceline.report.comparison import result_rows
-from paceline.report.document import Items
+from paceline.report.document import BulletList
 from paceline.report.epochs import exchange_seconds_in_epoch
 from paceline.report.iterations import IN_ITERATION
 from paceline.report.markdown import to_markdown
@@ -21,7 +21,7 @@ from paceline.report.run import Run, open_run
 from paceline.report.section.bandwidth import exchange_rate
 from paceline.report.section.ranks import workers
 from paceline.report.section.traffic import run_traffic
-from paceline.report.worlds import World, worlds_of
+from paceline.report.worlds import WorldSize, worlds_of
 from report.records import FakeRun, write_run
 
 GRADIENT_BYTES = 1000
@@ -74,7 +74,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_times_are_of_the_iterations_since_the_last_change(run: Run) -> None:
-    assert run.worlds == [World(0, 2), World(50, 1), World(80, 2)]
+    assert run.worlds == [WorldSize(0, 2), WorldSize(50, 1), WorldSize(80, 2)]
     assert run.timing is not None
     assert [(rank.rank, rank.count) for rank in run.timing.ranks] == [(0, 20), (1, 20)]
     assert run.iteration_seconds == pytest.approx((0.012 + 0.014) / 2)
@@ -132,7 +132,7 @@ def test_the_page_says_what_its_figures_are_of(run: Run) -> None:
     document = to_document(collect(run.folder.path))
     assert "times are since the last change" in dict(document.points)["Workers changed"]
     sections = document.chapters[0].sections
-    lists = [one for section in sections for one in section.blocks if isinstance(one, Items)]
+    lists = [one for section in sections for one in section.blocks if isinstance(one, BulletList)]
     told = [item for one in lists for item in one.items]
     (text,) = [text for lead, text in told if "number of workers changed" in lead]
     assert text.startswith(
@@ -148,9 +148,9 @@ def test_a_comparison_says_that_the_number_changed(run: Run) -> None:
 
 def test_a_restart_with_as_many_workers_changes_nothing() -> None:
     """Nor does an attempt with fewer that never came to a checkpoint."""
-    assert worlds_of([(0, 2), (50, 2)]) == [World(0, 2)]
-    assert worlds_of([(0, 2), (50, 1), (50, 2)]) == [World(0, 2)]
-    assert worlds_of([(0, 2), (0, 1)]) == [World(0, 1)]
+    assert worlds_of([(0, 2), (50, 2)]) == [WorldSize(0, 2)]
+    assert worlds_of([(0, 2), (50, 1), (50, 2)]) == [WorldSize(0, 2)]
+    assert worlds_of([(0, 2), (0, 1)]) == [WorldSize(0, 1)]
 
 
 def test_a_rank_whose_first_holder_was_lost_with_its_records_is_not_left_out(

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from paceline.report.collection import collect
-from paceline.report.document import Items, Table
+from paceline.report.document import BulletList, Table
 from paceline.report.section.scaling import answer, families
-from paceline.report.verdict import judge
+from paceline.report.verdict import make_verdict
 from report.marks import figure, numbers, section, series
 from report.records import FakeRun, write_run
 
@@ -140,9 +140,9 @@ def test_efficiency_above_100_percent_is_flagged_with_its_likely_reason(
     cells = collect(tmp_path).cells
     flag = f"efficiency 368.5%, above 100%; likely reason: {reason}"
     assert flag in answer(families(cells))
-    items = [block for block in section(cells, "scaling").blocks if isinstance(block, Items)]
+    items = [block for block in section(cells, "scaling").blocks if isinstance(block, BulletList)]
     assert any(flag in text for block in items for _, text in block.items)
-    assert flag in judge(cells).headline, "it wins the verdict, but not silently"
+    assert flag in make_verdict(cells).headline, "it wins the verdict, but not silently"
 
 
 def test_efficiency_just_above_100_percent_is_noise(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_efficiency_up_to_100_percent_is_not_flagged(tmp_path: Path) -> None:
     write_scaling(tmp_path, is_weak=False)
     cells = collect(tmp_path).cells
     assert "above 100%" not in answer(families(cells))
-    assert "above 100%" not in judge(cells).headline
+    assert "above 100%" not in make_verdict(cells).headline
 
 
 def test_an_approximate_strategy_is_marked_where_speedups_are_told(tmp_path: Path) -> None:

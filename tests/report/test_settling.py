@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.report.collection import collect
-from paceline.report.section.accuracy import answer, learned, settled_epoch
+from paceline.report.section.accuracy import answer, convergence_epoch, learned
 from report.records import FakeRun, write_run
 
 
@@ -31,7 +31,7 @@ def test_a_loss_has_settled_once_it_stays_near_its_end(
 ) -> None:
     history = [{"epoch": number + 1, "test_loss": loss} for number, loss in enumerate(losses)]
     run: Any = SimpleNamespace(history=history)
-    assert settled_epoch(run) == epoch
+    assert convergence_epoch(run) == epoch
 
 
 def test_two_evaluations_do_not_tell_whether_a_loss_still_moves(tmp_path: Path) -> None:

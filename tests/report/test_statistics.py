@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.report.cells import Cell
-from paceline.report.pace import Pace, Paced
+from paceline.report.cells import RunGroup
+from paceline.report.pace import RankedGroup, Ranking
 from paceline.report.run import Run, open_run
 from paceline.report.statistics import (
     ALPHA,
@@ -20,9 +20,9 @@ from paceline.report.statistics import (
     correct,
     difference,
     repeats_needed,
-    student,
+    t_quantile,
 )
-from paceline.report.verdict import Verdict, judge, rank
+from paceline.report.verdict import Verdict, make_verdict, rank
 from report.records import FakeRun, write_run
 
 TRIALS = 1500
@@ -50,8 +50,10 @@ def draw(rng: random.Random, means: Sequence[float], repeats: int) -> list[list[
 
 
 def ranked(run: Run, drawn: Sequence[Sequence[float]]) -> Verdict:
-    paced = [Paced(Cell(f"{i}", [run]), list(values), []) for i, values in enumerate(drawn)]
-    verdict = Verdict("", pace=Pace("per iteration", sorted(paced, key=lambda one: one.mean)))
+    paced = [
+        RankedGroup(RunGroup(f"{i}", [run]), list(values), []) for i, values in enumerate(drawn)
+    ]
+    verdict = Verdict("", pace=Ranking("per iteration", sorted(paced, key=lambda one: one.mean)))
     rank(verdict)
     return verdict
 
@@ -69,10 +71,10 @@ def test_a_whole_verdict_rarely_names_a_difference_of_identical_cells(run: Run) 
     rng = random.Random(1)
     trials, false = 150, 0
     for _ in range(trials):
-        cells = [Cell(f"{index}", [run]) for index in range(8)]
+        cells = [RunGroup(f"{index}", [run]) for index in range(8)]
         for cell, values in zip(cells, draw(rng, [1.0] * 8, 3), strict=True):
             vars(cell)["iteration_means"] = values  # Where the cell would cache it.
-        false += claims(judge(cells))
+        false += claims(make_verdict(cells))
     assert false / trials <= limit(trials)
 
 
@@ -99,7 +101,7 @@ def test_cells_that_all_differ_leave_a_small_family_to_the_last_comparison() -> 
 
 def gap_of(p_value: float) -> Difference:
     """With so many degrees of freedom that t is nearly normal."""
-    return Difference(1.0, student(math.inf, p_value), True, True, error=1.0, degrees=math.inf)
+    return Difference(1.0, t_quantile(math.inf, p_value), True, True, error=1.0, degrees=math.inf)
 
 
 def test_holm_rejects_in_order_and_stops_at_the_first_that_is_not_significant() -> None:
@@ -122,7 +124,7 @@ def test_holm_rejects_in_order_and_stops_at_the_first_that_is_not_significant() 
 def test_critical_values_are_those_of_the_tables(
     degrees: float, alpha: float, value: float
 ) -> None:
-    assert student(degrees, alpha) == pytest.approx(value, abs=0.0006)
+    assert t_quantile(degrees, alpha) == pytest.approx(value, abs=0.0006)
 
 
 def test_a_single_run_is_never_significant() -> None:

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from paceline.config import RunConfig
-from paceline.data.sampling import SampleOrder
+from paceline.data.sampling import GlobalBatchSampler
 from paceline.report import units
 from paceline.report.build import to_document
 from paceline.report.collection import collect
 from paceline.report.document import (
+    BulletList,
     Figure,
-    Items,
     Table,
 )
 from paceline.report.markdown import to_markdown
@@ -215,7 +215,7 @@ def test_four_ways_tells_what_the_records_hold(tmp_path: Path) -> None:
         assert numbers(mark, "data-y") == pytest.approx([mean_iteration(result)] * 99, rel=1e-5)
     marks = page.marks("ways", "Training loss against iteration", "series")
     assert len(marks) == len(results)
-    reasons = [one for block in page.blocks("ways") if isinstance(block, Items)
+    reasons = [one for block in page.blocks("ways") if isinstance(block, BulletList)
                for one in block.items]  # fmt: skip
     (why,) = [text for lead, text in reasons if lead == "gather + scatter:"]
     assert "longer in exchange" in why
@@ -348,7 +348,7 @@ def test_gpu_scaling_tells_what_the_records_hold(tmp_path: Path) -> None:
     assert page.answers("large-batch")[0].startswith("small batch learned most: test accuracy 0.90")
     assert page.answers("large-batch")[0].endswith("least none: 0.3000.")
 
-    order = SampleOrder(2048, 64, 0)
+    order = GlobalBatchSampler(2048, 64, 0)
     rows = page.table("order", "its first 8 samples")
     shown = {(row[""], row["epoch"]): row["its first 8 samples"] for row in rows}
     for epoch in (1, 2):

@@ -22,7 +22,7 @@ from paceline.report.epochs import (
     first_epoch_seconds,
 )
 from paceline.report.iterations import IN_ITERATION, read_iterations
-from paceline.report.phases import explain, of_cell
+from paceline.report.phases import explain, iteration_breakdown
 from paceline.report.run import open_run
 from paceline.report.section.phases import first_note
 from report.marks import result_of
@@ -101,7 +101,7 @@ def test_phases_explain_the_difference_of_two_cells(tmp_path: Path) -> None:
 
 def test_the_whole_split_of_a_cell_is_the_mean_of_its_workers(tmp_path: Path) -> None:
     path = write_run(tmp_path, FakeRun("a", {}, [{"forward": 0.01}, {"forward": 0.03}]))
-    split = of_cell(collect(path).cells[0])
+    split = iteration_breakdown(collect(path).cells[0])
     assert split is not None
     assert split.seconds["forward"] == pytest.approx(0.02)
 
@@ -114,7 +114,7 @@ def test_meeting_after_the_last_iteration_is_no_part_of_an_iteration(tmp_path: P
     for rank in range(2):
         rewrite_events(path / f"events-{rank}.jsonl", seconds=[0.172] * 5, loss=[1.0] * 5,
                        phases=phases)  # fmt: skip
-    split = of_cell(collect(path).cells[0])
+    split = iteration_breakdown(collect(path).cells[0])
     assert split is not None
     assert split.seconds["exchange"] == pytest.approx(0.26 / 5)
     assert split.total == pytest.approx(0.172)
@@ -173,7 +173,7 @@ def test_old_records_exclude_the_first_block_of_events_and_say_where_they_cannot
     for rank in range(2):
         write_blocks(path / f"events-{rank}.jsonl", lengths, first=2.0)
     (cell,) = collect(path).cells
-    split = of_cell(cell)
+    split = iteration_breakdown(cell)
     assert split is not None
     assert split.seconds["forward"] == pytest.approx(forward)
     assert split.seconds["exchange"] == pytest.approx(0.002)

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from paceline.report.cells import NOT_RUN, Cell
+from paceline.report.cells import NOT_RUN, RunGroup
 from paceline.report.collection import collect
 from paceline.report.phases import explain
 from paceline.report.run import open_run
-from paceline.report.verdict import Verdict, judge
+from paceline.report.verdict import Verdict, make_verdict
 from report.records import FakeRun, write_repeats, write_run
 
 COMPUTE = {"forward": 0.010, "backward": 0.008}
 
 
 def judged(folder: Path) -> Verdict:
-    return judge(collect(folder).cells)
+    return make_verdict(collect(folder).cells)
 
 
 def texts(verdict: Verdict, subject: str) -> list[str]:
@@ -234,17 +234,17 @@ def test_finished_runs_without_times_are_not_called_unfinished(tmp_path: Path) -
 
 def test_a_repeat_that_failed_is_told_before_one_that_has_not_come(tmp_path: Path) -> None:
     path = write_run(tmp_path, FakeRun("a", status="failed", cause="the cable was cut"))
-    failed = Cell("one", [open_run(path)], NOT_RUN)
-    assert texts(judge([failed]), "Not finished") == ["one: failed: the cable was cut"]
+    failed = RunGroup("one", [open_run(path)], NOT_RUN)
+    assert texts(make_verdict([failed]), "Not finished") == ["one: failed: the cable was cut"]
     whole = open_run(write_run(tmp_path, FakeRun("b")))
-    refused = Cell("two", [whole], "failed: no such model")
-    assert texts(judge([refused]), "Not finished") == ["two: a repeat failed: no such model"]
+    refused = RunGroup("two", [whole], "failed: no such model")
+    assert texts(make_verdict([refused]), "Not finished") == ["two: a repeat failed: no such model"]
 
 
 def test_what_was_not_run_is_no_reason_why_a_run_did_not_finish(tmp_path: Path) -> None:
     cut = open_run(write_run(tmp_path, FakeRun("a", status="stopped", cause="by hand")))
-    cells = [Cell("one", [], "failed: no such model"), Cell("two", [cut])]
-    assert judge(cells).headline == "The run did not finish: by hand."
+    cells = [RunGroup("one", [], "failed: no such model"), RunGroup("two", [cut])]
+    assert make_verdict(cells).headline == "The run did not finish: by hand."
 
 
 def test_cells_are_named_by_what_sets_them_apart(tmp_path: Path) -> None:
@@ -426,6 +426,6 @@ def test_a_link_that_paceline_comm_measured_is_used_as_well(tmp_path: Path) -> N
            "share_of_limit": 0.5}  # fmt: skip
     file = tmp_path / "comm.json"
     file.write_text(json.dumps({"schema": 1, "workers": 2, "measurements": [one]}))
-    points = judge(collect(tmp_path).cells, [file]).points
+    points = make_verdict(collect(tmp_path).cells, [file]).points
     (told,) = [point.text for point in points if point.subject == "Communication-bound"]
     assert "408.0 kB take 41 us of the 94.00 ms at the measured 10.0 GB/s" in told

@@ -7,12 +7,12 @@ import math
 import pytest
 
 from paceline.config import from_mapping
-from paceline.data.dataset import SetOutline
+from paceline.data.dataset import DatasetInfo
 from paceline.models import MODELS
 from paceline.study import duration
-from paceline.study.duration import Forecast, samples_per_worker, speed
+from paceline.study.duration import DurationModel, samples_per_worker, speed
 
-OUTLINE = SetOutline((1, 28, 28), 10, train_samples=1000, test_samples=300)
+OUTLINE = DatasetInfo((1, 28, 28), 10, train_samples=1000, test_samples=300)
 
 
 @pytest.mark.parametrize(
@@ -65,12 +65,12 @@ def test_a_cell_takes_its_samples_and_its_start(monkeypatch: pytest.MonkeyPatch)
         "device": "cpu",
     }
     # 550 samples of each worker, then the command and two workers at once.
-    assert Forecast().seconds_of(from_mapping(settings)) == pytest.approx(5.5 + 2 * 2.0)
+    assert DurationModel().seconds_of(from_mapping(settings)) == pytest.approx(5.5 + 2 * 2.0)
 
 
 @pytest.mark.parametrize("settings", [{"model": "mine:net"}, {"data": "mine:set"}])
 def test_nothing_is_guessed_of_a_users_own(settings: dict[str, object]) -> None:
-    assert Forecast().seconds_of(from_mapping({**settings, "device": "cpu"})) is None
+    assert DurationModel().seconds_of(from_mapping({**settings, "device": "cpu"})) is None
 
 
 @pytest.mark.parametrize("model", [entry.name for entry in MODELS])

@@ -24,9 +24,9 @@ from paceline.report.run import open_run
 from paceline.study import catalogue, duration
 from paceline.study import folder as lock
 from paceline.study.cells import load
-from paceline.study.folder import Cell, Part, Study, StudyFolder, Trouble, rows
+from paceline.study.folder import Cell, CellFailure, Part, Study, StudyFolder, rows
 from paceline.study.progress import BarDisplay, LineDisplay, choose
-from paceline.study.runner import CellProcess, last_words, train_words
+from paceline.study.runner import CellProcess, last_error_line, train_words
 from report.records import FakeRun, write_asynchronous, write_run
 from study.study_files import planned, pretend_run
 
@@ -52,7 +52,16 @@ def cell(
 def test_a_study_is_read_as_it_was_written(tmp_path: Path) -> None:
     part = Part("one", "One", "why?", "", ("verdict",), {"seed": ("1", "2")})
     failed = Cell(
-        "a.r1", "one", "a", "A", 1, {"seed": "1"}, {"seed": 1}, "a.r1", 2.5, Trouble("failed", "x")
+        "a.r1",
+        "one",
+        "a",
+        "A",
+        1,
+        {"seed": "1"},
+        {"seed": 1},
+        "a.r1",
+        2.5,
+        CellFailure("failed", "x"),
     )
     study = Study("mine", "full", "Mine", "what?", (), (part,), (failed, cell("b")))
     folder = StudyFolder(tmp_path / "deep" / "study")
@@ -166,7 +175,9 @@ def test_a_cell_that_does_not_stop_when_asked_is_killed(
     )
     process = CellProcess([str(deaf)], tmp_path / "log.txt")
     begin = time.monotonic()
-    while last_words(tmp_path / "log.txt") != "deaf" and time.monotonic() - begin < LIMIT_SECONDS:
+    while (
+        last_error_line(tmp_path / "log.txt") != "deaf" and time.monotonic() - begin < LIMIT_SECONDS
+    ):
         time.sleep(0.05)
     assert process.wait(0.0, lambda spent: None) is None
     process.stop()
@@ -176,10 +187,10 @@ def test_a_cell_that_does_not_stop_when_asked_is_killed(
 def test_an_errors_line_is_the_last_word(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     log.write_text("a\npaceline: error: the cause\npaceline: error: its echo\nb\n")
-    assert last_words(log) == "the cause"
+    assert last_error_line(log) == "the cause"
     log.write_text("one\nkilled\n\n")
-    assert last_words(log) == "killed"
-    assert last_words(tmp_path / "none") == ""
+    assert last_error_line(log) == "killed"
+    assert last_error_line(tmp_path / "none") == ""
 
 
 def test_an_estimate_comes_from_repeats_then_the_part_then_all() -> None:
@@ -193,7 +204,7 @@ def test_an_estimate_comes_from_repeats_then_the_part_then_all() -> None:
 
 
 def test_seconds_read_as_a_clock() -> None:
-    assert [duration.as_clock(value) for value in (None, 0, 75.4, 3661)] == [
+    assert [duration.format_duration(value) for value in (None, 0, 75.4, 3661)] == [
         "unknown",
         "0:00",
         "1:15",

@@ -324,8 +324,10 @@ def test_a_folder_of_another_study_is_refused(stage: Stage, tmp_path: Path) -> N
 
 def test_unable_says_why_a_gpu_cell_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_has_gpu", lambda: False)
-    assert machine.unable(from_mapping({"device": "cuda"})) == "no GPU that torch can use"
-    assert machine.unable(from_mapping({"device": "auto"})) is None
+    assert (
+        machine.missing_requirement(from_mapping({"device": "cuda"})) == "no GPU that torch can use"
+    )
+    assert machine.missing_requirement(from_mapping({"device": "auto"})) is None
 
 
 def test_unable_says_why_an_emulated_cluster_cannot_be_made(
@@ -333,12 +335,15 @@ def test_unable_says_why_an_emulated_cluster_cannot_be_made(
 ) -> None:
     monkeypatch.setattr(machine, "_without_clusters", lambda: "run as root")
     config = from_mapping({"cluster": "nodes=2", "strategy": "ddp"})
-    assert machine.unable(config) == "no emulated cluster: run as root"
+    assert machine.missing_requirement(config) == "no emulated cluster: run as root"
 
 
 def test_unable_says_where_data_is_missing_and_how_to_fetch_it(tmp_path: Path) -> None:
     config = from_mapping({"data": "mnist", "data_dir": str(tmp_path)})
-    assert machine.unable(config) == f"mnist is not in {tmp_path}: paceline data fetch mnist"
+    assert (
+        machine.missing_requirement(config)
+        == f"mnist is not in {tmp_path}: paceline data fetch mnist"
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -15,7 +15,7 @@ from paceline.records import EventWriter, RunFolder
 from paceline.report.collection import collect
 from paceline.study.folder import Cell, Part, Study, StudyFolder
 from paceline.ui.live import MOST_POINTS, Follower, thinned
-from paceline.ui.run_index import SILENT_SECONDS, Library
+from paceline.ui.run_index import SILENT_SECONDS, RunIndex
 from report.records import FakeRun, write_asynchronous, write_run
 from time_limits import time_limit
 
@@ -32,7 +32,7 @@ def test_runs_are_listed_with_their_outcome_and_the_newest_first(tmp_path: Path)
     for file in silent.iterdir():
         os.utime(file, (0, file.stat().st_mtime - 2 * SILENT_SECONDS))
     result = json.loads((done / "result.json").read_text())
-    entries = {entry.name: entry for entry in Library(tmp_path).entries()}
+    entries = {entry.name: entry for entry in RunIndex(tmp_path).entries()}
     assert {name: entry.status for name, entry in entries.items()} == {
         "done": "finished",
         "running": "running",
@@ -51,7 +51,7 @@ def test_the_list_and_the_report_agree_on_the_step_time_of_an_asynchronous_run(
     is_old: bool, tmp_path: Path
 ) -> None:
     path = write_asynchronous(tmp_path, "async", is_old=is_old)
-    (entry,) = Library(tmp_path).entries()
+    (entry,) = RunIndex(tmp_path).entries()
     assert entry.iteration_seconds == pytest.approx(0.010)
     (cell,) = collect(path).cells
     assert cell.iteration_means == [entry.iteration_seconds]
@@ -62,7 +62,7 @@ def test_the_step_time_of_an_interrupted_run_is_over_all_its_iterations(tmp_path
     run = FakeRun("one", iterations=100, noise=[0.0] * 50 + [0.010] * 50, status="unfinished")
     for file in write_run(tmp_path, run).iterdir():
         os.utime(file, (0, file.stat().st_mtime - 2 * SILENT_SECONDS))
-    (entry,) = Library(tmp_path).entries()
+    (entry,) = RunIndex(tmp_path).entries()
     assert (entry.status, entry.iterations) == ("interrupted", 100)
     # Without the first iteration, 49 take 20 ms and 50 take 30 ms.
     assert entry.iteration_seconds == pytest.approx((49 * 0.020 + 50 * 0.030) / 99)
@@ -70,14 +70,14 @@ def test_the_step_time_of_an_interrupted_run_is_over_all_its_iterations(tmp_path
 
 def test_a_folder_that_is_a_run_itself_is_listed_and_found(tmp_path: Path) -> None:
     path = write_run(tmp_path, FakeRun(name="one"))
-    library = Library(path)
+    library = RunIndex(path)
     assert [entry.name for entry in library.entries()] == ["."]
     # A browser that is led to `.` asks for nothing.
     assert library.path_of("") == path
 
 
 def test_a_run_that_ends_is_read_again(tmp_path: Path) -> None:
-    library = Library(tmp_path)
+    library = RunIndex(tmp_path)
     write_run(tmp_path, FakeRun(name="one"))
     result = tmp_path / "one" / "result.json"
     kept = result.read_text()
@@ -91,7 +91,7 @@ def test_an_interrupted_run_that_goes_on_is_running_again(tmp_path: Path) -> Non
     events = write_run(tmp_path, FakeRun("one", status="unfinished")) / "events-0.jsonl"
     for file in events.parent.iterdir():
         os.utime(file, (0, file.stat().st_mtime - 2 * SILENT_SECONDS))
-    library = Library(tmp_path)
+    library = RunIndex(tmp_path)
     assert library.entries()[0].status == "interrupted"
     os.utime(events)
     assert library.entries()[0].status == "running"
@@ -118,7 +118,7 @@ def test_a_file_that_is_renamed_meanwhile_does_not_end_a_run(
 
 def test_a_study_is_running_while_a_cell_is(tmp_path: Path) -> None:
     folder = a_study(tmp_path / "deep" / "study", "a.r1")
-    library = Library(tmp_path)
+    library = RunIndex(tmp_path)
     assert [(one.name, one.status) for one in library.entries()] == [("deep/study", "unfinished")]
     write_run(folder.cells, FakeRun("a.r1", status="unfinished"))
     entries = {one.name: one for one in library.entries()}
@@ -133,7 +133,7 @@ def test_damaged_records_are_named_and_harm_nobody(tmp_path: Path) -> None:
         write_run(tmp_path, FakeRun(name=name))
         (tmp_path / name / "result.json").write_text(text)
     write_run(tmp_path, FakeRun(name="endless", more={"wall_seconds": 10**400}))
-    entries = {entry.name: entry for entry in Library(tmp_path).entries()}
+    entries = {entry.name: entry for entry in RunIndex(tmp_path).entries()}
     assert [name for name, entry in entries.items() if entry.status != "damaged"] == ["good"]
     assert "newer than" in entries["newer"].cause
 
@@ -146,7 +146,7 @@ def test_what_lies_elsewhere_is_no_run_of_the_library(tmp_path: Path, name: str)
     write_run(root, FakeRun(name="good"))
     outside = write_run(tmp_path, FakeRun(name="outside"))
     (root / "link").symlink_to(outside)
-    library = Library(root)
+    library = RunIndex(root)
     assert [entry.name for entry in library.entries()] == ["good"]
     with pytest.raises(RecordsError):
         library.path_of(name)
@@ -170,7 +170,7 @@ def test_links_in_a_run_or_study_that_lead_out_are_not_followed(
     inside, outside = path / linked, tmp_path / "outside"
     inside.rename(outside)
     inside.symlink_to(outside)
-    library = Library(tmp_path / "runs")
+    library = RunIndex(tmp_path / "runs")
     told = {entry.name: entry.cause for entry in library.entries() if entry.status == "damaged"}
     assert linked in told["study"]
     with pytest.raises(RecordsError, match="leads out of runs"):
@@ -181,7 +181,7 @@ def test_a_study_tells_how_its_cells_ended(tmp_path: Path) -> None:
     study = a_study(tmp_path / "study", "a", "b", "c", "d")
     for name, status in (("a", "finished"), ("b", "failed"), ("c", "diverged")):
         write_run(study.cells, FakeRun(name=name, status=status))
-    entry = next(entry for entry in Library(tmp_path).entries() if entry.kind == "study")
+    entry = next(entry for entry in RunIndex(tmp_path).entries() if entry.kind == "study")
     assert (entry.status, entry.cause) == ("unfinished", "2 of 4 cells, 1 failed")
 
 
@@ -272,7 +272,7 @@ def test_a_fifo_among_the_records_of_a_run_blocks_nobody(name: str, tmp_path: Pa
     (odd / name).unlink(missing_ok=True)
     os.mkfifo(odd / name)
     with time_limit(10):
-        entries = {entry.name: entry for entry in Library(tmp_path).entries()}
+        entries = {entry.name: entry for entry in RunIndex(tmp_path).entries()}
         news = Follower(odd).news()
     assert (news is None) == (name == "events-0.jsonl")
     assert entries["whole"].status == "finished"
@@ -287,7 +287,7 @@ def test_a_symlink_loop_in_one_run_harms_no_other(name: str, tmp_path: Path) -> 
     odd = write_run(tmp_path, FakeRun("odd"))
     (odd / name).unlink(missing_ok=True)
     (odd / name).symlink_to(name)
-    entries = {entry.name: entry for entry in Library(tmp_path).entries()}
+    entries = {entry.name: entry for entry in RunIndex(tmp_path).entries()}
     assert entries["whole"].status == "finished"
     if name != "config.json":
         assert entries["odd"].status == "damaged"
@@ -295,4 +295,4 @@ def test_a_symlink_loop_in_one_run_harms_no_other(name: str, tmp_path: Path) -> 
     (tmp_path / "loop").symlink_to("loop")
     for lost in ("odd", "loop"):
         with pytest.raises(RecordsError):
-            Library(tmp_path).path_of(lost)
+            RunIndex(tmp_path).path_of(lost)

@@ -17,7 +17,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from paceline.ui.run_index import Library
+from paceline.ui.run_index import RunIndex
 from paceline.ui.server import names_of
 from report.records import FakeRun, write_run
 from report.test_study_comparison import write_study
@@ -195,7 +195,7 @@ def test_the_page_can_be_opened_before_there_is_a_run(
     from paceline.cli import main
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("paceline.ui.server.serve", lambda folder, *_: Library(folder))
+    monkeypatch.setattr("paceline.ui.server.serve", lambda folder, *_: RunIndex(folder))
     assert main(["ui"]) == 0
 
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from paceline import __version__
 from paceline.cli.parser import Parser
-from paceline.errors import PacelineError, UsageError, nearest, one_line, shown
+from paceline.errors import PacelineError, UsageError, one_line, shown, suggest
 
 COMMANDS = {
     "demo": "demo",
@@ -108,7 +108,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         if argv[0] not in ("-h", "--help", "--version"):
             parser.unknown(argv[0])
     elif argv[0] not in COMMANDS:
-        parser.error(f"unknown command {shown(argv[0])}: {nearest(argv[0], COMMANDS)}")
+        parser.error(f"unknown command {shown(argv[0])}: {suggest(argv[0], COMMANDS)}")
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         command.unknown(unknown[0])

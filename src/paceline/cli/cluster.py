@@ -145,14 +145,14 @@ def _name_and_words(name: str | None, rest: list[str]) -> tuple[str | None, list
 
 
 def _down(arguments: argparse.Namespace) -> int:
-    from paceline.emulation.removal import sweep
+    from paceline.emulation.removal import remove_orphans
 
     try:
         cluster = _chosen(arguments.name)
         cluster.down()
     finally:
         # After it: the one that is named may itself be one that its owner has left behind.
-        sweep()
+        remove_orphans()
     _console().print(f"Cluster {cluster.name} is down.")
     return 0
 

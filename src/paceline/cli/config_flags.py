@@ -94,7 +94,7 @@ def config_page() -> str:
 
 def _row(item: dataclasses.Field[Any]) -> str:
     option = option_of(item)
-    mark = " *" if option.may_change else ""
+    mark = " *" if option.mutable_on_resume else ""
     names = ", ".join(f"`{name}`" for name in (flag_of(item.name), option.short) if name)
     cells = (names + mark, _value(item, option), _default(item), option.doc)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

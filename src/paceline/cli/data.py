@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.data import DATASETS
-from paceline.data.manifest import OFFICIAL_SETS, OfficialSet, data_folder
+from paceline.data.manifest import OFFICIAL_SETS, DatasetManifest, data_folder
 from paceline.errors import DataError
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from paceline.data.download import Patience
+    from paceline.data.download import RetryPolicy
 
 SUMMARY = "list datasets, fetch their official files, verify the files there are"
 
@@ -113,11 +113,11 @@ class _Bars:
 
 
 def fetch_sets(
-    sets: Sequence[OfficialSet],
+    sets: Sequence[DatasetManifest],
     folder: Path,
     *,
     force: bool = False,
-    patience: Patience | None = None,
+    patience: RetryPolicy | None = None,
 ) -> int:
     """Fetch what is missing of `sets`; a failure is a DataError."""
     from rich import progress as bars
@@ -142,15 +142,15 @@ def fetch_sets(
     return 0
 
 
-def verify_sets(sets: Sequence[OfficialSet], folder: Path) -> int:
+def verify_sets(sets: Sequence[DatasetManifest], folder: Path) -> int:
     """0 where all can be read, official or not; 2 where something is missing or damaged."""
     return max([_verify(official, folder) for official in sets], default=0)
 
 
-def _verify(official: OfficialSet, folder: Path) -> int:
-    from paceline.data.checksums import Verdict, judge
+def _verify(official: DatasetManifest, folder: Path) -> int:
+    from paceline.data.checksums import Verdict, verify_file
 
-    verdicts = {file.path: judge(file, folder, afresh=True) for file in official.files}
+    verdicts = {file.path: verify_file(file, folder, afresh=True) for file in official.files}
     for path, verdict in verdicts.items():
         _say(f"  {path}: {verdict.value}")
     found = set(verdicts.values())
@@ -164,23 +164,23 @@ def _verify(official: OfficialSet, folder: Path) -> int:
     return _verify_readable(official, folder)
 
 
-def _verify_readable(official: OfficialSet, folder: Path) -> int:
-    from paceline.data.files import FileSet
-    from paceline.data.manifest import DamageError
+def _verify_readable(official: DatasetManifest, folder: Path) -> int:
+    from paceline.data.files import FileDataset
+    from paceline.data.manifest import CorruptFileError
 
     loader = DATASETS.load(official.name)
-    if not isinstance(loader, FileSet):
+    if not isinstance(loader, FileDataset):
         raise DataError(f"{official.name} is not read from files")
     try:
         loader.check_readable(folder)
-    except DamageError as damage:
+    except CorruptFileError as damage:
         _say(f"{official.name}: damaged; {loader.advice(damage, str(folder))}")
         return 2
     _say(f"{official.name}: readable, but not the official bytes")
     return 0
 
 
-def _official(name: str) -> OfficialSet:
+def _official(name: str) -> DatasetManifest:
     DATASETS.check(name)
     if name not in OFFICIAL_SETS:
         raise DataError(f"{name} has no files; those with files are {', '.join(OFFICIAL_SETS)}")

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from paceline.errors import UsageError, bare, nearest, shown
+from paceline.errors import UsageError, bare, shown, suggest
 
 _MISSING = re.compile(r"the following arguments are required: (?P<names>.*)")
 _OF_ARGUMENT = re.compile(r"argument (?P<name>\S+): (?P<what>.*)", re.DOTALL)
@@ -74,7 +74,7 @@ def _told(action: argparse.Action, what: str) -> str:
         if action.option_strings:
             return f"{name}: must be {_wanted(action)}, got {shown(value)}"
         known = map(str, action.choices or ())
-        return f"unknown {name.lower()} {shown(value)}: {nearest(value, known)}"
+        return f"unknown {name.lower()} {shown(value)}: {suggest(value, known)}"
     if number := _NUMBER.match(what):
         return f"{name}: must be a whole number, got {shown(_given(number['value']))}"
     if given := _NO_VALUE.match(what):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.config_flags import add_config_flags, add_control_flags, given_flags
-from paceline.config import RunConfig, flag_of, from_mapping, words_of
+from paceline.config import RunConfig, flag_of, from_mapping, to_argv
 from paceline.errors import ConfigError, RecordsError, RunError, StoppedError, bare, shown
 
 if TYPE_CHECKING:
@@ -77,9 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     if config is None:
         folder, config = launcher.resumable(arguments.resume, values)
-        launcher.check_names(config)
+        launcher.validate(config)
     else:
-        launcher.check_names(config)
+        launcher.validate(config)
         folder = RunFolder(Path(config.out) / (config.name or default_name(config)))
         if folder.path.exists():
             raise RecordsError(f"--name: {folder.path} is there already; go on with it by --resume")
@@ -141,7 +141,7 @@ def _request(arguments: argparse.Namespace, config: RunConfig) -> Request:
 def _words(arguments: argparse.Namespace, folder: RunFolder) -> list[str]:
     """The flags of train: as they were given, but for what the job's script says elsewhere."""
     given = given_flags(arguments)
-    words = words_of({name: value for name, value in given.items() if name not in COUNTS})
+    words = to_argv({name: value for name, value in given.items() if name not in COUNTS})
     if arguments.quiet:
         words.append("--quiet")
     if arguments.resume is not None:
@@ -152,7 +152,7 @@ def _words(arguments: argparse.Namespace, folder: RunFolder) -> list[str]:
 def _wait(job: Job, folder: RunFolder, before: Result | None) -> int:
     """`before` is the result that a resumed run had already."""
     from paceline.launch.slurm import follow
-    from paceline.launch.termination import Ending
+    from paceline.launch.termination import Termination
 
     try:
         state = follow(job)
@@ -165,4 +165,4 @@ def _wait(job: Job, folder: RunFolder, before: Result | None) -> int:
     if result["status"] == "finished":
         return 0
     code = StoppedError.exit_code if result["status"] == "stopped" else RunError.exit_code
-    raise Ending(result["cause"], code, result["status"]).error()
+    raise Termination(result["cause"], code, result["status"]).error()

@@ -151,10 +151,10 @@ def _report(folder: StudyFolder, console: Console) -> None:
 
 def _print_dry_run(console: Console, plan: Plan, folder: StudyFolder, only: str | None) -> None:
     from paceline.study import duration, runner
-    from paceline.study.duration import Forecast
-    from paceline.study.runner import State, chosen_cells, state_of, with_what_is_known
+    from paceline.study.duration import DurationModel
+    from paceline.study.runner import State, chosen_cells, merge_previous, state_of
 
-    known = with_what_is_known(plan, folder).cells
+    known = merge_previous(plan, folder).cells
     words = {
         State.DONE: "done",
         State.NEW: "to run",
@@ -164,24 +164,24 @@ def _print_dry_run(console: Console, plan: Plan, folder: StudyFolder, only: str 
     rows = []
     to_run: list[float | None] = []
     # Cells that are done tell more than a step of a model can.
-    forecast = Forecast() if not any(cell.elapsed_seconds for cell in known) else None
+    forecast = DurationModel() if not any(cell.elapsed_seconds for cell in known) else None
     if forecast and console.is_terminal:
         console.print("timing a step of each model ...", style="dim")
     for cell in chosen_cells(plan, only):
         config = plan.configs[cell.id]
         state = state_of(folder, cell, config)
-        reason = runner.unable(config) if state is not State.DONE else None
+        reason = runner.missing_requirement(config) if state is not State.DONE else None
         told, clock = f"skipped: {reason}" if reason else words[state], ""
         if state is not State.DONE and reason is None:
             seconds = forecast.seconds_of(config) if forecast else duration.seconds_of(cell, known)
             to_run.append(seconds)
-            clock = duration.as_clock(seconds)
+            clock = duration.format_duration(seconds)
         rows.append((cell.id, cell.label, told, clock))
     _print_by_cell(console, ("cell", "what", "state", "estimate"), rows)
     total = "unknown until one is done"
     guessed = [seconds for seconds in to_run if seconds is not None]
     if len(guessed) == len(to_run):
-        total = duration.as_clock(sum(guessed))
+        total = duration.format_duration(sum(guessed))
         if forecast and to_run:
             total += ", by a step of each model here; communicating comes on top"
     cells = f"{len(to_run)} cell{'s' * (len(to_run) != 1)}"

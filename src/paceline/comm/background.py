@@ -52,7 +52,7 @@ def order_on(device: torch.device) -> DeviceOrder | None:
     return GpuOrder(device) if device.type == "cuda" else None
 
 
-class Background:
+class CommunicationThread:
     """Runs blocking communication without blocking the caller.
 
     It talks through a fork of the communicator it is given, so that its messages never mix with

@@ -33,21 +33,21 @@ def chunk(flat: Tensor, chunks: int, index: int, count: int = 1) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class StagingBuffer:
     flat: Tensor
     """One dimension, contiguous, on the device asked for; the tensor's memory where possible."""
     original: Tensor
     is_copy: bool
 
     @classmethod
-    def of(cls, tensor: Tensor, device: torch.device | None = None) -> Staged:
+    def of(cls, tensor: Tensor, device: torch.device | None = None) -> StagingBuffer:
         """Stand in for a tensor whose values are needed."""
         original = tensor.detach()
         placed = original.to(device or tensor.device).contiguous()
         return cls(placed.view(-1), original, is_copy=placed.data_ptr() != original.data_ptr())
 
     @classmethod
-    def to_fill(cls, tensor: Tensor, device: torch.device | None = None) -> Staged:
+    def to_fill(cls, tensor: Tensor, device: torch.device | None = None) -> StagingBuffer:
         """Stand in for a tensor that will be overwritten, whose values need not be copied."""
         original = tensor.detach()
         device = device or original.device
@@ -62,7 +62,7 @@ class Staged:
             self.original.copy_(self.flat.view(self.original.shape))
 
 
-def copy_flat(target: Tensor, source: Tensor) -> None:
+def memcpy(target: Tensor, source: Tensor) -> None:
     """Copy between contiguous tensors in main memory, as many bytes as both have.
 
     The C library does that in a third to a half less time than `Tensor.copy_` (docs/log.md).

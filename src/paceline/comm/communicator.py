@@ -48,9 +48,9 @@ from torch import Tensor
 
 from paceline.comm.algorithms import ring, tree
 from paceline.comm.algorithms.tree import children
-from paceline.comm.background import Background
-from paceline.comm.buffers import Staged
-from paceline.comm.work import AllOf, Done, Work
+from paceline.comm.background import CommunicationThread
+from paceline.comm.buffers import StagingBuffer
+from paceline.comm.work import CombinedWork, CompletedWork, Work
 from paceline.errors import PeerError
 from paceline.measure.traffic import CountedTransfer, Traffic
 
@@ -104,7 +104,7 @@ class Communicator(ABC):
         world_size: int,
         timeout_seconds: float,
         traffic: Traffic | None,
-        known_as: Sequence[int] | None = None,
+        global_ranks: Sequence[int] | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not one of 0 to {world_size - 1}")
@@ -112,7 +112,7 @@ class Communicator(ABC):
         self.world_size = world_size
         self.timeout_seconds = timeout_seconds
         self.traffic = traffic or Traffic()
-        self.known_as = known_as or range(world_size)
+        self.global_ranks = global_ranks or range(world_size)
         """The ranks' numbers among all workers, by which messages name them."""
 
     @abstractmethod
@@ -125,7 +125,7 @@ class Communicator(ABC):
 
     def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int, kind: str) -> Work:
         """Send to one rank and receive from one at the same time: what rings are made of."""
-        return AllOf([self.recv(incoming, source, kind), self.send(outgoing, to, kind)])
+        return CombinedWork([self.recv(incoming, source, kind), self.send(outgoing, to, kind)])
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, root: int, kind: str) -> Work:
@@ -193,9 +193,9 @@ class Communicator(ABC):
             work.when_complete(transfer.complete)
         return work.on_end(lambda: self.traffic.end(transfer))
 
-    def operation(self, name: str, peers: Sequence[int]) -> Operation:
-        return Operation(
-            self.known_as[self.rank], name, tuple(self.known_as[peer] for peer in peers)
+    def operation(self, name: str, peers: Sequence[int]) -> OperationContext:
+        return OperationContext(
+            self.global_ranks[self.rank], name, tuple(self.global_ranks[peer] for peer in peers)
         )
 
     def check_peer(self, peer: int) -> None:
@@ -204,7 +204,7 @@ class Communicator(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class OperationContext:
     """Who does what with whom, for the one line that an error has."""
 
     rank: int
@@ -216,10 +216,10 @@ class Operation:
         return self.failed(f"no answer within the timeout of {seconds:g} s")
 
     def failed(self, cause: str) -> PeerError:
-        return PeerError(f"rank {self.rank}: {self.name} {name_ranks(self.peers)}: {cause}")
+        return PeerError(f"rank {self.rank}: {self.name} {format_ranks(self.peers)}: {cause}")
 
 
-def name_ranks(ranks: Sequence[int], noun: str = "rank") -> str:
+def format_ranks(ranks: Sequence[int], noun: str = "rank") -> str:
     """`rank 2`, `ranks 0, 2`, `ranks 0-6, 8-15`; the ranks in ascending order."""
     runs: list[list[int]] = []
     for rank in ranks:
@@ -242,10 +242,10 @@ class ComposedCommunicator(Communicator):
         world_size: int,
         timeout_seconds: float,
         traffic: Traffic | None,
-        known_as: Sequence[int] | None = None,
+        global_ranks: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(rank, world_size, timeout_seconds, traffic, known_as)
-        self._background: Background | None = None
+        super().__init__(rank, world_size, timeout_seconds, traffic, global_ranks)
+        self._background: CommunicationThread | None = None
 
     def broadcast(self, tensor: Tensor, root: int, kind: str) -> Work:
         return self._in_steps(tensor, lambda fork, flat: tree.broadcast(fork, flat, root, kind))
@@ -255,14 +255,14 @@ class ComposedCommunicator(Communicator):
             return self.send(tensor, root, kind)
         places = self._check_parts(parts)
         places[root].copy_(tensor.detach())
-        return AllOf([self.recv(places[peer], peer, kind) for peer in self.peers])
+        return CombinedWork([self.recv(places[peer], peer, kind) for peer in self.peers])
 
     def scatter(self, tensor: Tensor, parts: Sequence[Tensor] | None, root: int, kind: str) -> Work:
         if self.rank != root:
             return self.recv(tensor, root, kind)
         places = self._check_parts(parts)
         tensor.detach().copy_(places[root])
-        return AllOf([self.send(places[peer], peer, kind) for peer in self.peers])
+        return CombinedWork([self.send(places[peer], peer, kind) for peer in self.peers])
 
     def reduce_scatter(self, tensor: Tensor, kind: str) -> Work:
         return self._in_steps(tensor, lambda fork, flat: ring.reduce_scatter(fork, flat, kind))
@@ -284,10 +284,10 @@ class ComposedCommunicator(Communicator):
 
     def _in_steps(self, tensor: Tensor, steps: Callable[[Communicator, Tensor], None]) -> Work:
         if self.world_size == 1 or tensor.numel() == 0:
-            return Done()
+            return CompletedWork()
         if self._background is None:
-            self._background = Background(self)
-        staged = Staged.of(tensor)
+            self._background = CommunicationThread(self)
+        staged = StagingBuffer.of(tensor)
         work = self._background.submit(lambda fork: steps(fork, staged.flat), staged.flat.device)
         return work.on_success(staged.copy_back)
 

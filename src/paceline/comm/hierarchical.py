@@ -32,7 +32,7 @@ from paceline.comm.buffers import chunk, chunk_elements
 from paceline.comm.communicator import Communicator, ComposedCommunicator
 from paceline.comm.shm import communicator as shared_memory
 from paceline.comm.shm.communicator import SharedMemoryCommunicator
-from paceline.comm.work import Done, Work
+from paceline.comm.work import CompletedWork, Work
 from paceline.errors import UsageError
 from paceline.measure.traffic import Traffic
 
@@ -48,7 +48,7 @@ class Divisible(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Levels:
+class NodeGroups:
     host: Communicator
     """Those on the same host; `host.rank` is this worker's place among them."""
     across: Communicator
@@ -59,22 +59,22 @@ class Levels:
         self.across.close()
 
 
-def split(communicator: Communicator, node: int) -> Levels:
+def split_by_node(communicator: Communicator, node: int) -> NodeGroups:
     """Connect the workers on two levels; those who give the same node share memory. Collective."""
-    hosts = find_hosts(communicator, node)
-    if not are_even(hosts):
+    hosts = ranks_by_node(communicator, node)
+    if not is_uniform(hosts):
         raise UsageError(
             f"nodes have {', '.join(str(len(ranks)) for ranks in hosts)} workers: to share weights"
             " on each, start as many on every one (--nproc-per-node)"
         )
     if len(hosts) == 1:
-        return Levels(shared_memory.over(communicator), _alone())
+        return NodeGroups(shared_memory.connect(communicator), _alone())
     network = divisible(communicator)
     host = connect_host(network, hosts, communicator.rank)
-    return Levels(host or _alone(), connect_across(network, hosts, communicator.rank))
+    return NodeGroups(host or _alone(), connect_across(network, hosts, communicator.rank))
 
 
-def find_hosts(communicator: Communicator, node: int) -> Hosts:
+def ranks_by_node(communicator: Communicator, node: int) -> Hosts:
     """Who gave the same node, in the nodes' order. Collective."""
     nodes = torch.zeros(communicator.world_size, dtype=torch.int64)
     nodes[communicator.rank] = node
@@ -85,7 +85,7 @@ def find_hosts(communicator: Communicator, node: int) -> Hosts:
     ]
 
 
-def are_even(hosts: Hosts) -> bool:
+def is_uniform(hosts: Hosts) -> bool:
     return len({len(ranks) for ranks in hosts}) == 1
 
 
@@ -99,7 +99,7 @@ def connect_host(network: Divisible, hosts: Hosts, rank: int) -> SharedMemoryCom
     """The workers of each host by shared memory; None for one that is alone. Collective."""
     own = next(ranks for ranks in hosts if rank in ranks)
     with network.among(own) as over_network:
-        return shared_memory.over(over_network) if len(own) > 1 else None
+        return shared_memory.connect(over_network) if len(own) > 1 else None
 
 
 def connect_across(network: Divisible, hosts: Hosts, rank: int) -> Communicator:
@@ -109,13 +109,13 @@ def connect_across(network: Divisible, hosts: Hosts, rank: int) -> Communicator:
 
 
 def _alone() -> Communicator:
-    return in_process.Hub(1).communicators[0]
+    return in_process.InProcessGroup(1).communicators[0]
 
 
 class TwoLevels:
     """Over the connections of one worker."""
 
-    def __init__(self, levels: Levels, hosts: Hosts) -> None:
+    def __init__(self, levels: NodeGroups, hosts: Hosts) -> None:
         self._host, self._across = levels.host, levels.across
         self._hosts = hosts
         self._rank = hosts[levels.across.rank][levels.host.rank]
@@ -183,15 +183,15 @@ class TwoLevels:
 POLL_SECONDS = 0.0002
 
 
-def over(communicator: Communicator, node: int) -> Communicator:
+def connect(communicator: Communicator, node: int) -> Communicator:
     """The quickest connection between workers; those who give the same node share memory.
 
     Collective. It counts into the same traffic, and needs the communicator given no more once it is
     made. On one host it is shared memory itself, and for hosts of one worker each the network.
     """
-    hosts = find_hosts(communicator, node)
+    hosts = ranks_by_node(communicator, node)
     if len(hosts) == 1:
-        return shared_memory.over(communicator)
+        return shared_memory.connect(communicator)
     network = communicator.fork()
     if all(len(ranks) == 1 for ranks in hosts):
         return network
@@ -203,7 +203,7 @@ def over(communicator: Communicator, node: int) -> Communicator:
 
 
 class HierarchicalCommunicator(ComposedCommunicator):
-    """Made by `over`.
+    """Made by `connect`.
 
     `traffic` counts collectives as the contract has them counted, whoever carries them out.
     `network.traffic` is what went across hosts, and `host.traffic` what stayed inside.
@@ -218,12 +218,12 @@ class HierarchicalCommunicator(ComposedCommunicator):
     ) -> None:
         rank = network.rank
         super().__init__(
-            rank, network.world_size, network.timeout_seconds, traffic, network.known_as
+            rank, network.world_size, network.timeout_seconds, traffic, network.global_ranks
         )
         self.network, self.host, self._hosts = network, host, hosts
         self._neighbours = next(ranks for ranks in hosts if rank in ranks)
         """Those on the same host, in the order of their places."""
-        self._is_even = are_even(hosts)
+        self._is_even = is_uniform(hosts)
         self._across: Communicator | None = None
 
     @cached_property
@@ -231,7 +231,7 @@ class HierarchicalCommunicator(ComposedCommunicator):
         """Of hosts with equally many workers, more than one each. Collective at first."""
         assert self.host is not None
         self._across = connect_across(divisible(self.network), self._hosts, self.rank)
-        return TwoLevels(Levels(self.host, self._across), self._hosts)
+        return TwoLevels(NodeGroups(self.host, self._across), self._hosts)
 
     def send(self, tensor: Tensor, to: int, kind: str) -> Work:
         self.check_peer(to)
@@ -325,7 +325,7 @@ class HierarchicalCommunicator(ComposedCommunicator):
         self, tensor: Tensor, kind: str, counts: dict[str, int], start: Callable[[], Work]
     ) -> Work:
         if tensor.numel() == 0:
-            return Done()
+            return CompletedWork()
         transfer = self.traffic.begin(kind, **counts)
         try:
             work = start()
@@ -335,10 +335,10 @@ class HierarchicalCommunicator(ComposedCommunicator):
         return self.counted(work, transfer)
 
     def _beside_host(self, work: Work) -> Work:
-        return work if self.host is None else _BesideHost(self.host, work)
+        return work if self.host is None else ShmProgressingWork(self.host, work)
 
 
-class _BesideHost(Work):
+class ShmProgressingWork(Work):
     """Work that does not go through the host's memory, while messages may that others wait for."""
 
     def __init__(self, host: SharedMemoryCommunicator, work: Work) -> None:

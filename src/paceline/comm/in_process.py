@@ -17,9 +17,9 @@ from typing import Self, TypeVar
 
 from torch import Tensor
 
-from paceline.comm.buffers import Staged
-from paceline.comm.communicator import Communicator, ComposedCommunicator, Operation
-from paceline.comm.work import Done, Work
+from paceline.comm.buffers import StagingBuffer
+from paceline.comm.communicator import Communicator, ComposedCommunicator, OperationContext
+from paceline.comm.work import CompletedWork, Work
 from paceline.measure.traffic import Traffic
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ Route = tuple[Channel, int, int]
 """Channel, sender, receiver."""
 
 
-class Hub:
+class InProcessGroup:
     """The post office of `world_size` workers, which makes their communicators."""
 
     def __init__(self, world_size: int, timeout_seconds: float = 30.0) -> None:
@@ -53,7 +53,9 @@ class Hub:
         with self._changed:
             return self._is_decided(route, number)
 
-    def take(self, route: Route, number: int, seconds: float, operation: Operation) -> Tensor:
+    def take(
+        self, route: Route, number: int, seconds: float, operation: OperationContext
+    ) -> Tensor:
         """The letter, once it is there; an error where its sender left or the time is up."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_decided(route, number), timeout=seconds)
@@ -97,7 +99,7 @@ class Hub:
 class InProcessCommunicator(ComposedCommunicator):
     def __init__(
         self,
-        hub: Hub,
+        hub: InProcessGroup,
         rank: int,
         world_size: int,
         timeout_seconds: float,
@@ -115,17 +117,17 @@ class InProcessCommunicator(ComposedCommunicator):
     def send(self, tensor: Tensor, to: int, kind: str) -> Work:
         self.check_peer(to)
         if tensor.numel() == 0:
-            return Done()
+            return CompletedWork()
         transfer = self.traffic.begin(kind, bytes_sent=tensor.nbytes, messages=1)
-        letter = Staged.of(tensor).flat.clone()
+        letter = StagingBuffer.of(tensor).flat.clone()
         self._hub.put((self._channel, self.rank, to), self._sent[to], letter)
         self._sent[to] += 1
-        return self.counted(Done(), transfer)
+        return self.counted(CompletedWork(), transfer)
 
     def recv(self, tensor: Tensor, source: int, kind: str) -> Work:
         self.check_peer(source)
         if tensor.numel() == 0:
-            return Done()
+            return CompletedWork()
         transfer = self.traffic.begin(kind, bytes_received=tensor.nbytes)
         work = _Receive(self, self._hub, self._channel, tensor, source, self._awaited[source])
         self._awaited[source] += 1
@@ -150,7 +152,7 @@ class _Receive(Work):
     def __init__(
         self,
         communicator: Communicator,
-        hub: Hub,
+        hub: InProcessGroup,
         channel: Channel,
         tensor: Tensor,
         source: int,
@@ -193,7 +195,7 @@ def run(
             failures.append(error)
             hub.leave((), communicator.rank)
 
-    with Hub(world_size, timeout_seconds) as hub:
+    with InProcessGroup(world_size, timeout_seconds) as hub:
         threads = [Thread(target=worker, args=(each,)) for each in hub.communicators]
         for thread in threads:
             thread.start()

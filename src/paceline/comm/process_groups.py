@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch lists neither
 
-from paceline.comm.communicator import Operation
+from paceline.comm.communicator import OperationContext
 from paceline.comm.work import Work
 from paceline.errors import PeerError
 from paceline.measure.timeline import Moment, Timeline
 
 T = TypeVar("T")
 
-SUMS = frozenset(
+SUMMABLE_DTYPES = frozenset(
     {
         torch.float16,
         torch.bfloat16,
@@ -51,7 +51,7 @@ NCCL_WATCHDOG_SECONDS = 60.0
 """NCCL's own watchdog ends the whole process; it must come after the time limit that says why."""
 
 
-def make_gloo(
+def create_gloo(
     store: Store, rank: int, world_size: int, address: str, timeout_seconds: float
 ) -> Any:
     """Gloo, listening on the given address of this machine alone."""
@@ -59,13 +59,13 @@ def make_gloo(
     options._timeout = timedelta(seconds=timeout_seconds)
     options._threads = 2
     # Within a machine no link stands still, and the computing thread had better not be interrupted.
-    with nullcontext() if is_loopback(address) else urgent_threads():
+    with nullcontext() if is_loopback(address) else high_priority_threads():
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         return dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, options)
 
 
 @contextmanager
-def urgent_threads() -> Iterator[None]:
+def high_priority_threads() -> Iterator[None]:
     """Let threads that are started in here, of any language, come before others on a busy core.
 
     They have little to do, and a link stands still until it is done. Needs the right to raise
@@ -83,7 +83,7 @@ def urgent_threads() -> Iterator[None]:
             os.setpriority(os.PRIO_PROCESS, 0, usual)
 
 
-def break_gloo(gloo: Any, peers: Iterable[int]) -> None:
+def abort_gloo(gloo: Any, peers: Iterable[int]) -> None:
     """Cut gloo's connections, so that what is under way on them fails, here and at the peers.
 
     Gloo offers no such thing, and waits for what is under way before it goes; but a receive that is
@@ -94,7 +94,7 @@ def break_gloo(gloo: Any, peers: Iterable[int]) -> None:
             gloo.recv([torch.empty(1)], peer, BREAKING_TAG).wait(timedelta(milliseconds=1))
 
 
-def make_nccl(
+def create_nccl(
     store: Store,
     rank: int,
     world_size: int,
@@ -139,15 +139,15 @@ def start_nccl_messages(
     return handle
 
 
-def attempt(operation: Operation, seconds: float, action: Callable[[], T]) -> T:
+def attempt(operation: OperationContext, seconds: float, action: Callable[[], T]) -> T:
     """Do it; what the backend raises becomes one line about the operation and its peers."""
     try:
         return action()
     except RuntimeError as error:
-        raise explain(operation, seconds, error) from None
+        raise to_peer_error(operation, seconds, error) from None
 
 
-def explain(operation: Operation, seconds: float, error: RuntimeError) -> PeerError:
+def to_peer_error(operation: OperationContext, seconds: float, error: RuntimeError) -> PeerError:
     """That line, for what a backend raised."""
     text = str(error).lower()
     if "timed out" in text or "timeout" in text:
@@ -160,7 +160,7 @@ def explain(operation: Operation, seconds: float, error: RuntimeError) -> PeerEr
 class BackendWork(Work):
     """A backend's handle of an operation under way."""
 
-    def __init__(self, handle: Any, operation: Operation, seconds: float) -> None:
+    def __init__(self, handle: Any, operation: OperationContext, seconds: float) -> None:
         super().__init__()
         self._handle, self._operation, self._seconds = handle, operation, seconds
 
@@ -187,7 +187,7 @@ class GlooWork(BackendWork):
         return bool(self._handle.is_completed())
 
 
-class GlooTransfer(BackendWork):
+class GlooPointToPointWork(BackendWork):
     """A send or receive of gloo's, which says whether it is complete only to those who wait for it.
 
     So the first who asks whether it is done starts a thread that waits.
@@ -223,7 +223,11 @@ class NcclWork(BackendWork):
     _end: Moment | None = None
 
     def __init__(
-        self, handle: Any, operation: Operation, seconds: float, timeline: Timeline | None = None
+        self,
+        handle: Any,
+        operation: OperationContext,
+        seconds: float,
+        timeline: Timeline | None = None,
     ) -> None:
         """`timeline`: of the GPU, for a collective; torch has no future for messages."""
         super().__init__(handle, operation, seconds)

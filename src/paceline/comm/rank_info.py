@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankInfo:
     rank: int
     world_size: int
     local_rank: int
@@ -15,7 +15,7 @@ class Place:
     nnodes: int
     master_addr: str
     master_port: int
-    store_is_served: bool
+    has_external_store: bool
     """Whether somebody other than rank 0 serves the store that the workers meet at."""
     attempt: int = 0
     """How often the workers were started before; a store that is kept knows those as well."""
@@ -31,12 +31,12 @@ class Place:
             "GROUP_WORLD_SIZE": str(self.nnodes),
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": str(self.master_port),
-            "TORCHELASTIC_USE_AGENT_STORE": str(self.store_is_served),
+            "TORCHELASTIC_USE_AGENT_STORE": str(self.has_external_store),
             "TORCHELASTIC_RESTART_COUNT": str(self.attempt),
         }
 
 
-ALONE = Place(
+SINGLE_PROCESS = RankInfo(
     rank=0,
     world_size=1,
     local_rank=0,
@@ -45,6 +45,6 @@ ALONE = Place(
     nnodes=1,
     master_addr="127.0.0.1",
     master_port=0,
-    store_is_served=False,
+    has_external_store=False,
 )
 """The place of a worker that has no others."""

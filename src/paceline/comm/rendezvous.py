@@ -22,14 +22,14 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch lists onl
     TCPStore,
 )
 
-from paceline.comm.communicator import name_ranks
+from paceline.comm.communicator import format_ranks
 from paceline.errors import RunError, UsageError
 
 POLL_SECONDS = 0.02
 
 
 def port_of(store: Store) -> int:
-    """The port at which a store that `Meeting` gave is served."""
+    """The port at which a store that `Rendezvous` gave is served."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     assert isinstance(store, TCPStore)
@@ -37,7 +37,7 @@ def port_of(store: Store) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """Where and when to meet."""
 
     rank: int
@@ -192,7 +192,7 @@ class Meeting:
                         if not store.check([self._seat(each)])
                     ]
                     raise RunError(
-                        f"{self._who}: {name_ranks(missing, self.noun)} did not come to "
+                        f"{self._who}: {format_ranks(missing, self.noun)} did not come to "
                         f"{self.place} within {self.timeout_seconds:g} s"
                     )
                 sleep(POLL_SECONDS)

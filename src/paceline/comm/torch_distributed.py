@@ -18,22 +18,26 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch lists neither
 
 from paceline.comm import communicator
-from paceline.comm.buffers import Staged, chunk
-from paceline.comm.communicator import DEFAULT_TIMEOUT_SECONDS, ComposedCommunicator, Operation
+from paceline.comm.buffers import StagingBuffer, chunk
+from paceline.comm.communicator import (
+    DEFAULT_TIMEOUT_SECONDS,
+    ComposedCommunicator,
+    OperationContext,
+)
 from paceline.comm.process_groups import (
-    SUMS,
-    GlooTransfer,
+    SUMMABLE_DTYPES,
+    GlooPointToPointWork,
     GlooWork,
     NcclWork,
+    abort_gloo,
     attempt,
-    break_gloo,
-    make_gloo,
-    make_nccl,
+    create_gloo,
+    create_nccl,
     sockets_on,
     start_nccl_messages,
 )
-from paceline.comm.rendezvous import Meeting
-from paceline.comm.work import Done, Work
+from paceline.comm.rendezvous import Rendezvous
+from paceline.comm.work import CompletedWork, Work
 from paceline.measure.timeline import Timeline, timeline_of
 from paceline.measure.traffic import CountedTransfer, Traffic
 
@@ -41,7 +45,7 @@ CPU = torch.device("cpu")
 
 
 def connect(
-    meeting: Meeting,
+    meeting: Rendezvous,
     *,
     gpu: torch.device | None = None,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
@@ -72,9 +76,9 @@ class TorchCommunicator(ComposedCommunicator):
         gpu: torch.device | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         traffic: Traffic | None = None,
-        known_as: Sequence[int] | None = None,
+        global_ranks: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(rank, world_size, timeout_seconds, traffic, known_as)
+        super().__init__(rank, world_size, timeout_seconds, traffic, global_ranks)
         self._store, self._address, self._gpu = store, address, gpu
         self._forks = 0
         self._made_default_group = False
@@ -82,7 +86,7 @@ class TorchCommunicator(ComposedCommunicator):
         self._gloo: Any = attempt(
             connecting,
             timeout_seconds,
-            lambda: make_gloo(store, rank, world_size, address, timeout_seconds),
+            lambda: create_gloo(store, rank, world_size, address, timeout_seconds),
         )
         self._nccl: Any = None
         self._timeline: Timeline | None = None
@@ -90,7 +94,7 @@ class TorchCommunicator(ComposedCommunicator):
             self._nccl = attempt(
                 connecting,
                 timeout_seconds,
-                lambda: make_nccl(store, rank, world_size, address, gpu, timeout_seconds),
+                lambda: create_nccl(store, rank, world_size, address, gpu, timeout_seconds),
             )
             self._timeline = timeline_of(gpu)
 
@@ -102,8 +106,8 @@ class TorchCommunicator(ComposedCommunicator):
     def send(self, tensor: Tensor, to: int, kind: str) -> Work:
         self.check_peer(to)
         if tensor.numel() == 0:
-            return Done()
-        flat = Staged.of(tensor, self._device(tensor)).flat
+            return CompletedWork()
+        flat = StagingBuffer.of(tensor, self._device(tensor)).flat
         transfer = self.traffic.begin(kind, bytes_sent=tensor.nbytes, messages=1)
 
         def start() -> Any:
@@ -112,13 +116,13 @@ class TorchCommunicator(ComposedCommunicator):
             return self._gloo.send([flat], to, 0)
 
         operation = self.operation("send to", (to,))
-        return self._start(operation, transfer, flat.device, start, GlooTransfer)
+        return self._start(operation, transfer, flat.device, start, GlooPointToPointWork)
 
     def recv(self, tensor: Tensor, source: int, kind: str) -> Work:
         self.check_peer(source)
         if tensor.numel() == 0:
-            return Done()
-        staged = Staged.to_fill(tensor, self._device(tensor))
+            return CompletedWork()
+        staged = StagingBuffer.to_fill(tensor, self._device(tensor))
         transfer = self.traffic.begin(kind, bytes_received=tensor.nbytes)
 
         def start() -> Any:
@@ -127,7 +131,7 @@ class TorchCommunicator(ComposedCommunicator):
             return self._gloo.recv([staged.flat], source, 0)
 
         operation = self.operation("recv from", (source,))
-        work = self._start(operation, transfer, staged.flat.device, start, GlooTransfer)
+        work = self._start(operation, transfer, staged.flat.device, start, GlooPointToPointWork)
         return work.on_success(staged.copy_back)
 
     def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int, kind: str) -> Work:
@@ -135,7 +139,7 @@ class TorchCommunicator(ComposedCommunicator):
             return super().exchange(outgoing, to, incoming, source, kind)
         self.check_peer(to)
         self.check_peer(source)
-        sending, receiving = Staged.of(outgoing), Staged.to_fill(incoming)
+        sending, receiving = StagingBuffer.of(outgoing), StagingBuffer.to_fill(incoming)
         transfer = self.traffic.begin(
             kind, bytes_sent=outgoing.nbytes, bytes_received=incoming.nbytes, messages=1
         )
@@ -146,7 +150,7 @@ class TorchCommunicator(ComposedCommunicator):
             )
 
         operation = self.operation("exchange with", sorted({to, source}))
-        work = self._start(operation, transfer, sending.flat.device, start, GlooTransfer)
+        work = self._start(operation, transfer, sending.flat.device, start, GlooPointToPointWork)
         return work.on_success(receiving.copy_back)
 
     def broadcast(self, tensor: Tensor, root: int, kind: str) -> Work:
@@ -163,7 +167,11 @@ class TorchCommunicator(ComposedCommunicator):
 
     def reduce_scatter(self, tensor: Tensor, kind: str) -> Work:
         # Gloo's own is a whole all-reduce of which all but a chunk is thrown away.
-        if self._device(tensor) == CPU or tensor.dtype not in SUMS or not self._is_even(tensor):
+        if (
+            self._device(tensor) == CPU
+            or tensor.dtype not in SUMMABLE_DTYPES
+            or not self._is_even(tensor)
+        ):
             return super().reduce_scatter(tensor, kind)
 
         def start(flat: Tensor) -> Any:
@@ -186,7 +194,7 @@ class TorchCommunicator(ComposedCommunicator):
         return self._collective("all_gather with", tensor, kind, start, counts)
 
     def all_reduce(self, tensor: Tensor, kind: str) -> Work:
-        if tensor.dtype not in SUMS:
+        if tensor.dtype not in SUMMABLE_DTYPES:
             return super().all_reduce(tensor, kind)
 
         def start(flat: Tensor) -> Any:
@@ -205,7 +213,7 @@ class TorchCommunicator(ComposedCommunicator):
             gpu=self._gpu,
             timeout_seconds=self.timeout_seconds,
             traffic=self.traffic,
-            known_as=self.known_as,
+            global_ranks=self.global_ranks,
         )
 
     def among(self, ranks: Sequence[int]) -> Self:
@@ -223,7 +231,7 @@ class TorchCommunicator(ComposedCommunicator):
             gpu=self._gpu,
             timeout_seconds=self.timeout_seconds,
             traffic=self.traffic,
-            known_as=[self.known_as[rank] for rank in ranks],
+            global_ranks=[self.global_ranks[rank] for rank in ranks],
         )
 
     def process_group(self) -> dist.ProcessGroup:
@@ -252,7 +260,7 @@ class TorchCommunicator(ComposedCommunicator):
         if self._nccl is not None:
             self._nccl.abort()
         if self._gloo is not None:
-            break_gloo(self._gloo, self.peers)
+            abort_gloo(self._gloo, self.peers)
         self._nccl = self._gloo = None
 
     def _collective(
@@ -264,8 +272,8 @@ class TorchCommunicator(ComposedCommunicator):
         counts: dict[str, int],
     ) -> Work:
         if self.world_size == 1 or tensor.numel() == 0:
-            return Done()
-        staged = Staged.of(tensor, self._device(tensor))
+            return CompletedWork()
+        staged = StagingBuffer.of(tensor, self._device(tensor))
         transfer = self.traffic.begin(kind, **counts)
         operation = self.operation(name, self.peers)
         work = self._start(
@@ -275,11 +283,11 @@ class TorchCommunicator(ComposedCommunicator):
 
     def _start(
         self,
-        operation: Operation,
+        operation: OperationContext,
         transfer: CountedTransfer,
         device: torch.device,
         action: Callable[[], Any],
-        gloo_work: type[GlooTransfer] | type[GlooWork],
+        gloo_work: type[GlooPointToPointWork] | type[GlooWork],
     ) -> Work:
         """Start what was counted before, on the backend of the device.
 

@@ -89,7 +89,7 @@ class Work(ABC):
         """Whether `_block` would come back at once."""
 
 
-class Done(Work):
+class CompletedWork(Work):
     """An operation that had nothing left to do when it was started."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class Done(Work):
         return True
 
 
-class AllOf(Work):
+class CombinedWork(Work):
     """Several operations as one."""
 
     def __init__(self, parts: Sequence[Work]) -> None:

@@ -20,18 +20,18 @@ from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
 from paceline import __version__
-from paceline.comm.rank_info import Place
-from paceline.commbench.spec import Plan, check_workers
+from paceline.comm.rank_info import RankInfo
+from paceline.commbench.spec import BenchmarkSpec, check_workers
 from paceline.errors import PacelineError, RunError, StoppedError
 from paceline.launch import environment
-from paceline.launch.signals import Interruptions, signal_name
+from paceline.launch.signals import SignalMonitor, signal_name
 from paceline.launch.spawn import spawn
-from paceline.launch.termination import earliest, read_failure
+from paceline.launch.termination import read_failure, root_cause
 from paceline.records import SCHEMA, RunFolder, read_json, write_json
 from paceline.training.display import COLUMNS_VARIABLE
 
 if TYPE_CHECKING:
-    from paceline.launch.machines import Fleet
+    from paceline.launch.machines import Machines
 
 QUIET_SECONDS = 10.0
 _CLEAR_LINE = "\r\x1b[2K"
@@ -90,11 +90,11 @@ GRACE_SECONDS = 3.0
 Processes = dict[int, subprocess.Popen[bytes]]
 
 
-def run_here(plan: Plan, quiet: bool) -> dict[str, Any] | None:
+def run_here(plan: BenchmarkSpec, quiet: bool) -> dict[str, Any] | None:
     """Start this machine's workers and wait for them; on the first machine, their record."""
     processes: Processes = {}
     with (
-        Interruptions("measuring") as interruptions,
+        SignalMonitor("measuring") as interruptions,
         tempfile.TemporaryDirectory(prefix="paceline-comm-") as name,
     ):
         folder = RunFolder(Path(name))
@@ -112,29 +112,31 @@ def run_here(plan: Plan, quiet: bool) -> dict[str, Any] | None:
             del store
 
 
-def _serve(plan: Plan) -> tuple[Any, int]:
+def _serve(plan: BenchmarkSpec) -> tuple[Any, int]:
     """The store at which all workers meet, on the first machine; and its port everywhere."""
     machines = plan.machines
     if machines.node_rank:
         return None, machines.master_port
     # Loads torch, which the other machines' launchers need not.
-    from paceline.comm.rendezvous import Meeting, port_of
+    from paceline.comm.rendezvous import Rendezvous, port_of
 
     # No other machine has to know the port on one machine.
     port = 0 if machines.nnodes == 1 else machines.master_port
-    store = Meeting(
+    store = Rendezvous(
         0, 1, machines.master_addr, port, machines.rendezvous_seconds, name="comm/launcher"
     ).join()
     return store, port_of(store)
 
 
-def _start(plan: Plan, folder: RunFolder, quiet: bool, port: int, processes: Processes) -> None:
+def _start(
+    plan: BenchmarkSpec, folder: RunFolder, quiet: bool, port: int, processes: Processes
+) -> None:
     machines = plan.machines
     plan_file = folder.path / "plan.json"
     write_json(plan_file, {"schema": SCHEMA, "plan": plan.to_dict()})
     for local_rank in range(machines.nproc_per_node):
         rank = machines.node_rank * machines.nproc_per_node + local_rank
-        place = Place(
+        place = RankInfo(
             rank=rank,
             world_size=machines.workers,
             local_rank=local_rank,
@@ -143,7 +145,7 @@ def _start(plan: Plan, folder: RunFolder, quiet: bool, port: int, processes: Pro
             nnodes=machines.nnodes,
             master_addr=machines.master_addr,
             master_port=port,
-            store_is_served=True,
+            has_external_store=True,
         )
         processes[rank] = spawn(
             "paceline.commbench.worker",
@@ -154,7 +156,7 @@ def _start(plan: Plan, folder: RunFolder, quiet: bool, port: int, processes: Pro
         )
 
 
-def _watch(processes: Processes, interruptions: Interruptions) -> None:
+def _watch(processes: Processes, interruptions: SignalMonitor) -> None:
     """Until all have ended, one has failed and the others had time to notice, or Ctrl-C."""
     deadline: float | None = None
     while any(process.poll() is None for process in processes.values()):
@@ -168,7 +170,7 @@ def _watch(processes: Processes, interruptions: Interruptions) -> None:
 
 
 def _outcome(
-    folder: RunFolder, processes: Processes, interruptions: Interruptions
+    folder: RunFolder, processes: Processes, interruptions: SignalMonitor
 ) -> dict[str, Any] | None:
     from paceline.commbench.worker import RECORD
 
@@ -181,8 +183,8 @@ def _outcome(
 
 
 def _explain(folder: RunFolder, failed: dict[int, int | None]) -> PacelineError:
-    known = earliest(filter(None, (read_failure(folder, rank) for rank in failed)))
-    if known and not known.is_echo:
+    known = root_cause(filter(None, (read_failure(folder, rank) for rank in failed)))
+    if known and not known.is_secondary:
         return known.error()
     for rank, code in failed.items():
         if code is not None and code < 0:
@@ -208,7 +210,7 @@ def _end(processes: Processes) -> None:
         process.wait()
 
 
-def measure(plan: Plan, quiet: bool = False) -> dict[str, Any] | None:
+def measure(plan: BenchmarkSpec, quiet: bool = False) -> dict[str, Any] | None:
     """The record (commbench/record.py); None where another process has it.
 
     In this process where it is one of several workers (torchrun, srun), or else in workers that are
@@ -229,16 +231,16 @@ def measure(plan: Plan, quiet: bool = False) -> dict[str, Any] | None:
         return _measure_on_ray(plan, quiet)
     if plan.machines.hosts or plan.machines.cluster:
         from paceline.launch.remote import fleet_of
-        from paceline.launch.signals import Interruptions
+        from paceline.launch.signals import SignalMonitor
 
         machines = fleet_of(plan.machines, quiet)
-        with Interruptions("measuring") as interruptions, machines as fleet:
+        with SignalMonitor("measuring") as interruptions, machines as fleet:
             return measure_on(fleet, plan, quiet, interruptions)
 
     return run_here(plan, quiet)
 
 
-def _measure_on_ray(plan: Plan, quiet: bool) -> dict[str, Any]:
+def _measure_on_ray(plan: BenchmarkSpec, quiet: bool) -> dict[str, Any]:
     from paceline.launch.ray.run import machines_for
 
     with machines_for(plan.machines, quiet) as (fleet, interruptions):
@@ -247,11 +249,11 @@ def _measure_on_ray(plan: Plan, quiet: bool) -> dict[str, Any]:
 
 
 def measure_on(
-    fleet: Fleet, plan: Plan, quiet: bool, interruptions: Interruptions
+    fleet: Machines, plan: BenchmarkSpec, quiet: bool, interruptions: SignalMonitor
 ) -> dict[str, Any]:
     """With workers on every machine of a fleet."""
-    from paceline.launch.machines import Watch, error_of, first_failure
-    from paceline.launch.node_main import Task
+    from paceline.launch.machines import NodeSupervisor, error_of, first_failure
+    from paceline.launch.node_main import NodeTask
     from paceline.launch.remote import LOOPBACK
 
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
@@ -262,10 +264,10 @@ def measure_on(
     def task(node: int) -> bytes:
         # A node is told its place, and need not know how the others are reached.
         own = replace(plan, machines=replace(machines, node_rank=node, hosts=(), cluster=None))
-        return Task(__version__, own.to_dict(), False, quiet, columns).to_bytes()
+        return NodeTask(__version__, own.to_dict(), False, quiet, columns).to_bytes()
 
     words = [fleet.python, "-m", "paceline.commbench.node"]
-    with Watch(fleet, interruptions) as watch:
+    with NodeSupervisor(fleet, interruptions) as watch:
         ends = watch.run(lambda _: words, task)
     if failure := first_failure(ends):
         raise error_of(fleet, failure, ends)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import sys
 
 from paceline.commbench.launch import run_here
-from paceline.commbench.spec import Plan
+from paceline.commbench.spec import BenchmarkSpec
 from paceline.launch import node_main
-from paceline.launch.control_channel import tell, telling_errors
+from paceline.launch.control_channel import report_errors, send_status
 
 
-def _measure(task: node_main.Task) -> None:
-    record = run_here(Plan.from_dict(task.config), task.quiet)
+def _measure(task: node_main.NodeTask) -> None:
+    record = run_here(BenchmarkSpec.from_dict(task.config), task.quiet)
     if record is not None:
-        tell(record=record)
+        send_status(record=record)
 
 
 if __name__ == "__main__":
-    sys.exit(telling_errors(lambda: node_main.main(_measure)))
+    sys.exit(report_errors(lambda: node_main.main(_measure)))

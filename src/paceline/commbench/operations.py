@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.comm import ALGORITHMS
 from paceline.comm.buffers import chunk
 from paceline.comm.communicator import Communicator
-from paceline.commbench.spec import Way
+from paceline.commbench.spec import Case
 
 KIND = "gradients"
 ELEMENT_BYTES = 4
@@ -191,7 +191,7 @@ def elements_of(operation: str, size_bytes: int, workers: int) -> int:
     return elements
 
 
-def make(way: Way, communicator: Communicator, buffer: Tensor, size_bytes: int) -> Operation:
+def make(way: Case, communicator: Communicator, buffer: Tensor, size_bytes: int) -> Operation:
     elements = elements_of(way.operation, size_bytes, communicator.world_size)
     return KINDS[way.operation](communicator, way.algorithm, buffer[:elements])
 

@@ -32,14 +32,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from paceline.comm.rank_info import Place
+from paceline.comm.rank_info import RankInfo
 from paceline.commbench.fit import Point, fit
-from paceline.commbench.spec import BUS_FACTORS, Plan, Way
+from paceline.commbench.spec import BUS_FACTORS, BenchmarkSpec, Case
 from paceline.measure.machine import hardware, software
 from paceline.records import SCHEMA
 
 if TYPE_CHECKING:
-    from paceline.commbench.runner import Timed
+    from paceline.commbench.runner import CaseTiming
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Limit:
     """Where the figure comes from, in a few words."""
 
 
-def link_limit(plan: Plan, cluster: dict[str, Any] | None) -> Limit | None:
+def link_limit(plan: BenchmarkSpec, cluster: dict[str, Any] | None) -> Limit | None:
     """By --link, or else as the emulated cluster was measured to be (emulation/state.py)."""
     if plan.link_bits_per_second is not None:
         return Limit("link", plan.link_bits_per_second / 8, "as --link says")
@@ -73,10 +73,10 @@ Record = dict[str, Any]
 
 
 def make_record(
-    plan: Plan,
-    place: Place,
-    timed: Sequence[Timed],
-    left_out: Sequence[tuple[Way, int]],
+    plan: BenchmarkSpec,
+    place: RankInfo,
+    timed: Sequence[CaseTiming],
+    left_out: Sequence[tuple[Case, int]],
     limits: dict[str, Limit | None],
     cluster: dict[str, Any] | None,
     tensors: str,
@@ -101,7 +101,7 @@ def make_record(
     }
 
 
-def _measurement(timed: Timed, workers: int, limit: float | None) -> Record:
+def _measurement(timed: CaseTiming, workers: int, limit: float | None) -> Record:
     samples = sorted(timed.samples)
     median = statistics.median(samples)
     bus = BUS_FACTORS[timed.way.operation](workers) * timed.size_bytes / median
@@ -123,7 +123,9 @@ def _measurement(timed: Timed, workers: int, limit: float | None) -> Record:
     }
 
 
-def _fits(plan: Plan, timed: Sequence[Timed], workers: int, limit: float | None) -> list[Record]:
+def _fits(
+    plan: BenchmarkSpec, timed: Sequence[CaseTiming], workers: int, limit: float | None
+) -> list[Record]:
     fits = []
     for way in plan.ways():
         points = [Point(each.size_bytes, each.samples) for each in timed if each.way == way]

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 from paceline.comm import hierarchical
-from paceline.comm.communicator import Communicator, name_ranks
+from paceline.comm.communicator import Communicator, format_ranks
 from paceline.comm.objects import broadcast_json
-from paceline.comm.rank_info import Place
+from paceline.comm.rank_info import RankInfo
 from paceline.commbench import operations
 from paceline.commbench.launch import Show
 from paceline.commbench.operations import ELEMENT_BYTES, Operation
 from paceline.commbench.record import Limit, Record, link_limit, make_record
-from paceline.commbench.spec import Plan, Way, check_workers, size_text
-from paceline.emulation.state import cluster_account
+from paceline.commbench.spec import BenchmarkSpec, Case, check_workers, size_text
+from paceline.emulation.state import cluster_record
 from paceline.errors import RunError, UsageError
-from paceline.launch.consistency import succeed_together
+from paceline.launch.consistency import run_collectively
 from paceline.launch.worker import connection, has_own_gpu
 from paceline.training.device import choose_device, computing
 
@@ -37,10 +37,10 @@ LEAST_REPEATS, MOST_REPEATS = 3, 50
 
 
 @dataclass(slots=True)
-class Timed:
+class CaseTiming:
     """A way at one size."""
 
-    way: Way
+    way: Case
     size_bytes: int
     """Of the whole tensor."""
     row: int
@@ -52,14 +52,14 @@ class Timed:
 
 def time_size(
     size_bytes: int,
-    ways: Sequence[Way],
+    ways: Sequence[Case],
     communicators: Mapping[str, Communicator],
     buffer: Tensor,
-    plan: Plan,
-) -> list[Timed]:
+    plan: BenchmarkSpec,
+) -> list[CaseTiming]:
     """Collective; the same on every worker."""
     control = communicators["torch"]
-    contestants: list[tuple[Operation, Timed]] = []
+    contestants: list[tuple[Operation, CaseTiming]] = []
     for way in ways:
         operation = operations.make(way, communicators[way.communicator], buffer, size_bytes)
         _check(operation, way, control)
@@ -79,16 +79,16 @@ def time_size(
     return [timed for _, timed in contestants]
 
 
-def _plan_of(way: Way, operation: Operation, seconds: float, plan: Plan) -> Timed:
+def _plan_of(way: Case, operation: Operation, seconds: float, plan: BenchmarkSpec) -> CaseTiming:
     row = 1
     if operation.in_rows:
         row = min(max(1, round(ROW_SECONDS / max(seconds, 1e-9))), LONGEST_ROW)
     fitting = int(plan.seconds / max(seconds * row, 1e-9))
     repeats = plan.repeats or min(max(LEAST_REPEATS, fitting), MOST_REPEATS)
-    return Timed(way, operation.tensor.numel() * ELEMENT_BYTES, row, repeats)
+    return CaseTiming(way, operation.tensor.numel() * ELEMENT_BYTES, row, repeats)
 
 
-def _check(operation: Operation, way: Way, control: Communicator) -> None:
+def _check(operation: Operation, way: Case, control: Communicator) -> None:
     operation.fill()
     operation.run()
     wrong = torch.zeros(control.world_size, dtype=torch.int64)
@@ -97,7 +97,7 @@ def _check(operation: Operation, way: Way, control: Communicator) -> None:
     # Sums of nothing stay nothing, however often they are added up.
     operation.tensor.zero_()
     if wrong.any():
-        where = name_ranks([rank for rank in range(control.world_size) if wrong[rank]])
+        where = format_ranks([rank for rank in range(control.world_size) if wrong[rank]])
         raise RunError(
             f"{way.operation} by {way.algorithm} through {way.communicator} gave a wrong result:"
             f" {size_text(operation.tensor.nbytes)}, {where}"
@@ -144,7 +144,9 @@ LEAST_COPIED_BYTES = 2**26
 """More than caches hold, so that it is the memory that is measured."""
 
 
-def run(place: Place, plan: Plan, show: Show = lambda text, done, total: None) -> Record | None:
+def run(
+    place: RankInfo, plan: BenchmarkSpec, show: Show = lambda text, done, total: None
+) -> Record | None:
     """Measure together with the other workers; the first one gets the record. Collective.
 
     The first worker's plan counts.
@@ -158,14 +160,14 @@ def run(place: Place, plan: Plan, show: Show = lambda text, done, total: None) -
         connection(config, place, "comm", is_agreed=False) as network,
         contextlib.ExitStack() as stack,
     ):
-        plan = Plan.from_dict(broadcast_json(network, plan.to_dict()))
+        plan = BenchmarkSpec.from_dict(broadcast_json(network, plan.to_dict()))
         communicators: dict[str, Communicator] = {"torch": network}
         if "hierarchical" in plan.communicators:
             communicators["hierarchical"] = stack.enter_context(
-                hierarchical.over(network, place.node)
+                hierarchical.connect(network, place.node)
             )
         device = choose_device(config, place.local_rank)
-        buffer = succeed_together(network, lambda: _allocate(plan, place.world_size, device))
+        buffer = run_collectively(network, lambda: _allocate(plan, place.world_size, device))
         timed, left_out = _time_all(plan, communicators, buffer, show)
         memory: Limit | None = None
         # Between GPUs the memory of neither is what limits.
@@ -175,18 +177,18 @@ def run(place: Place, plan: Plan, show: Show = lambda text, done, total: None) -
         network.barrier().wait()
     if place.rank:
         return None
-    cluster = cluster_account()
+    cluster = cluster_record()
     limits = {"link": link_limit(plan, cluster), "memory": memory}
     return make_record(plan, place, timed, left_out, limits, cluster, _tensors(device, place))
 
 
 def _time_all(
-    plan: Plan, communicators: dict[str, Communicator], buffer: Tensor, show: Show
-) -> tuple[list[Timed], list[tuple[Way, int]]]:
+    plan: BenchmarkSpec, communicators: dict[str, Communicator], buffer: Tensor, show: Show
+) -> tuple[list[CaseTiming], list[tuple[Case, int]]]:
     """And what was left out because a smaller size had taken too long."""
     ways = plan.ways()
-    timed: list[Timed] = []
-    left_out: list[tuple[Way, int]] = []
+    timed: list[CaseTiming] = []
+    left_out: list[tuple[Case, int]] = []
     for number, size in enumerate(plan.sizes):
         show(f"{size_text(size)}, {len(ways)} ways", number, len(plan.sizes))
         left_out += [(way, size) for way in plan.ways() if way not in ways]
@@ -198,14 +200,14 @@ def _time_all(
     return timed, left_out
 
 
-def _tensors(device: torch.device, place: Place) -> str:
+def _tensors(device: torch.device, place: RankInfo) -> str:
     """Where the tensors are; as record and tables say it."""
     if device.type == "cpu":
         return "main memory"
     return "own GPUs" if has_own_gpu(place) else "shared GPUs"
 
 
-def _allocate(plan: Plan, workers: int, device: torch.device) -> Tensor:
+def _allocate(plan: BenchmarkSpec, workers: int, device: torch.device) -> Tensor:
     size_bytes = max(plan.sizes[-1], LEAST_COPIED_BYTES)
     try:
         # Written to, so that the memory is there before anything is timed.

@@ -95,7 +95,7 @@ MACHINE_FIELDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Case:
     """One of the things that are compared."""
 
     operation: str
@@ -104,7 +104,7 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BenchmarkSpec:
     machines: RunConfig
     """Only its MACHINE_FIELDS count."""
     sizes: tuple[int, ...]
@@ -121,9 +121,9 @@ class Plan:
     link_bits_per_second: float | None
     """What a machine's link should carry, in each direction; None: nobody said."""
 
-    def ways(self) -> list[Way]:
+    def ways(self) -> list[Case]:
         return [
-            Way(operation, communicator, algorithm)
+            Case(operation, communicator, algorithm)
             for operation in self.operations
             for communicator in self.communicators
             for algorithm in (self.algorithms if operation == "all_reduce" else (OWN_ALGORITHM,))
@@ -139,7 +139,7 @@ class Plan:
         return {**values, "machines": {name: settings[name] for name in MACHINE_FIELDS}}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Plan:
+    def from_dict(cls, values: Mapping[str, Any]) -> BenchmarkSpec:
         lists = ("sizes", "operations", "algorithms", "communicators")
         return cls(
             **{
@@ -172,7 +172,7 @@ def make_plan(
     seconds: float = 0.3,
     most_seconds: float = 2.0,
     link: str | None = None,
-) -> Plan:
+) -> BenchmarkSpec:
     """From the words of a command line; every problem is reported at once."""
     problems: list[str] = []
 
@@ -208,7 +208,7 @@ def make_plan(
     if communicators is None and config.nproc_per_node == 1:
         # Where every machine has one worker, the two are the same.
         picked["communicators"] = COMMUNICATORS[:1]
-    return Plan(
+    return BenchmarkSpec(
         machines=config,
         sizes=chosen or doubling(last),
         repeats=repeats,

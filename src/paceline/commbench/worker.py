@@ -10,17 +10,17 @@ from pathlib import Path
 
 from paceline.commbench.launch import showing
 from paceline.commbench.runner import run
-from paceline.commbench.spec import Plan
-from paceline.errors import PacelineError, in_a_line
+from paceline.commbench.spec import BenchmarkSpec
+from paceline.errors import PacelineError, error_line
 from paceline.launch import environment
-from paceline.launch.termination import Ending, write_failure
+from paceline.launch.termination import Termination, write_failure
 from paceline.records import RunFolder, read_json, write_json
 
 RECORD = "comm.json"
 
 
 def main(arguments: list[str]) -> int:
-    plan = Plan.from_dict(read_json(Path(arguments[0]))["plan"])
+    plan = BenchmarkSpec.from_dict(read_json(Path(arguments[0]))["plan"])
     folder = RunFolder(Path(arguments[1]))
     place = environment.detect()
     assert place is not None
@@ -31,8 +31,10 @@ def main(arguments: list[str]) -> int:
             write_json(folder.path / RECORD, record)
         return 0
     except PacelineError as error:
-        ending = Ending(str(error), error.exit_code, is_echo=error.is_echo, ended=time.time())
+        ending = Termination(
+            str(error), error.exit_code, is_secondary=error.is_secondary, ended=time.time()
+        )
     except Exception as error:  # noqa: BLE001 - told by the launcher
-        ending = Ending(in_a_line(error), ended=time.time())
+        ending = Termination(error_line(error), ended=time.time())
     write_failure(folder, place.rank, ending)
     return ending.exit_code

@@ -19,7 +19,7 @@ class Outcome:
     """What each worker handed over, as counted on the way."""
 
 
-def exchange_in_lockstep(
+def exchange_all_ranks(
     codecs: Sequence[Codec], key: str, gradients: Sequence[Tensor], shapes: Shapes = ()
 ) -> Outcome:
     """One exchange among as many workers as there are codecs, each with its gradient."""

@@ -12,7 +12,7 @@ from paceline.config import cluster_spec
 from paceline.config.conversion import convert
 from paceline.config.run_config import RunConfig, fields, type_of
 from paceline.config.schema import check_alone, flag_of, nodes_in, option_of
-from paceline.errors import ConfigError, nearest, shown
+from paceline.errors import ConfigError, shown, suggest
 
 
 def from_mapping(values: Mapping[str, Any]) -> RunConfig:
@@ -50,7 +50,7 @@ def from_mapping(values: Mapping[str, Any]) -> RunConfig:
 
 
 def _hint(name: str) -> str:
-    hint = nearest(name, (item.name for item in fields()))
+    hint = suggest(name, (item.name for item in fields()))
     # All of them would fill a screen.
     return hint if hint.startswith("did") else "`paceline train --help` has them all"
 
@@ -76,7 +76,7 @@ def _convert(kind: Any, raw: Any) -> Any:
     return values[0]
 
 
-def words_of(values: Mapping[str, Any]) -> list[str]:
+def to_argv(values: Mapping[str, Any]) -> list[str]:
     """The flags that give these settings, be they text as a user gave it or a config's values."""
     words = []
     for name, value in values.items():
@@ -105,7 +105,7 @@ def _flag(name: str, text: str) -> list[str]:
 _SHORT = {item.name: option_of(item).short for item in fields()}
 
 
-def values_to_type(config: RunConfig) -> dict[str, Any]:
+def non_default_values(config: RunConfig) -> dict[str, Any]:
     """What a user has to type for this config: all that is neither the default nor follows."""
     plain = RunConfig()
     values = {item.name: getattr(config, item.name) for item in fields()}

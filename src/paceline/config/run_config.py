@@ -14,7 +14,7 @@ from paceline.config.schema import (
     MOST_MACHINES,
     check_alone,
     check_together,
-    described,
+    setting,
     whole_within,
 )
 from paceline.errors import ConfigError
@@ -36,184 +36,180 @@ DEFAULT_BATCH_SIZE = 64
 class RunConfig:
     """One run; frozen, and valid by the time it exists."""
 
-    model: str = described(
-        "lenet", "task", "a registered model, or your own as package.module:name"
-    )
-    data: str = described(
+    model: str = setting("lenet", "task", "a registered model, or your own as package.module:name")
+    data: str = setting(
         "digits", "task", "a registered dataset, or your own as package.module:name"
     )
-    data_dir: str | None = described(
+    data_dir: str | None = setting(
         None,
         "task",
         "folder of the datasets' files (default: $PACELINE_DATA, else ~/.cache/paceline)",
-        may_change=True,
+        mutable_on_resume=True,
     )
-    train_samples: int | None = described(
+    train_samples: int | None = setting(
         None, "task", "use only the first so many training samples", minimum=1, maximum=MOST_SAMPLES
     )
-    test_samples: int | None = described(
+    test_samples: int | None = setting(
         None, "task", "use only the first so many test samples", minimum=1, maximum=MOST_SAMPLES
     )
-    augment: tuple[str, ...] = described(
+    augment: tuple[str, ...] = setting(
         (),
         "task",
         "random changes to training images, comma-separated",
         choices=("crop", "flip", "cutout"),
     )
-    resident_limit_mib: int = described(
+    resident_limit_mib: int = setting(
         4096,
         "task",
         "a set larger than this is memory-mapped instead of held in memory",
         minimum=0,
         maximum=2**30,
-        may_change=True,
+        mutable_on_resume=True,
     )
 
-    epochs: int | None = described(
+    epochs: int | None = setting(
         None,
         "budget",
         f"passes over the training set (default: {DEFAULT_EPOCHS})",
         minimum=1,
         maximum=MOST_EPOCHS,
-        may_change=True,
+        mutable_on_resume=True,
     )
-    iterations: int | None = described(
+    iterations: int | None = setting(
         None,
         "budget",
         "weight updates, instead of --epochs",
         minimum=1,
         maximum=MOST_ITERATIONS,
-        may_change=True,
+        mutable_on_resume=True,
     )
-    batch_size: int | None = described(
+    batch_size: int | None = setting(
         None,
         "budget",
         f"samples in one update over all workers (default: {DEFAULT_BATCH_SIZE})",
         minimum=1,
         maximum=LARGEST_BATCH,
     )
-    batch_per_worker: int | None = described(
+    batch_per_worker: int | None = setting(
         None,
         "budget",
         "samples in one update of each worker, instead of --batch-size",
         minimum=1,
         maximum=LARGEST_BATCH,
     )
-    accumulate: int = described(
+    accumulate: int = setting(
         1,
         "budget",
         "parts that a worker's batch is computed in, to save memory",
         minimum=1,
         maximum=10**6,
     )
-    reshuffle: bool = described(
+    reshuffle: bool = setting(
         True, "budget", "a new order of samples each epoch; without it all repeat the first"
     )
-    eval_every: Every = described(
+    eval_every: Every = setting(
         "epoch",
         "budget",
         "evaluate on the test set every so many iterations; always at the end",
         minimum=1,
         maximum=MOST_ITERATIONS,
-        may_change=True,
+        mutable_on_resume=True,
     )
-    eval_batch_size: int = described(
+    eval_batch_size: int = setting(
         1000, "budget", "samples in one evaluation batch", minimum=1, maximum=LARGEST_BATCH
     )
-    target_accuracy: float | None = described(
+    target_accuracy: float | None = setting(
         None,
         "budget",
         "stop once test accuracy (0 to 1) reaches this",
         above=0,
         maximum=1,
-        may_change=True,
+        mutable_on_resume=True,
     )
 
-    optimizer: str = described("sgd", "optimiser", "update rule", choices=("sgd", "adam", "adamw"))
-    lr: float = described(
+    optimizer: str = setting("sgd", "optimiser", "update rule", choices=("sgd", "adam", "adamw"))
+    lr: float = setting(
         0.01,
         "optimiser",
         "learning rate before schedule, warm-up and scaling",
         above=0,
         maximum=HIGHEST_RATE,
     )
-    momentum: float = described(0.9, "optimiser", "momentum of sgd", minimum=0, maximum=1)
-    nesterov: bool = described(False, "optimiser", "Nesterov's form of momentum")
-    weight_decay: float = described(
+    momentum: float = setting(0.9, "optimiser", "momentum of sgd", minimum=0, maximum=1)
+    nesterov: bool = setting(False, "optimiser", "Nesterov's form of momentum")
+    weight_decay: float = setting(
         0.0, "optimiser", "weight decay; decoupled in adamw", minimum=0, maximum=1e6
     )
-    beta1: float = described(
+    beta1: float = setting(
         0.9, "optimiser", "adam's and adamw's first decay rate", minimum=0, below=1
     )
-    beta2: float = described(
+    beta2: float = setting(
         0.999, "optimiser", "adam's and adamw's second decay rate", minimum=0, below=1
     )
-    epsilon: float = described(
-        1e-8, "optimiser", "adam's and adamw's epsilon", above=0, maximum=1e6
-    )
-    schedule: str = described(
+    epsilon: float = setting(1e-8, "optimiser", "adam's and adamw's epsilon", above=0, maximum=1e6)
+    schedule: str = setting(
         "constant",
         "optimiser",
         "how the learning rate moves over the run",
         choices=("constant", "steps", "cosine", "one_cycle"),
     )
-    lr_steps: tuple[str, ...] = described(
+    lr_steps: tuple[str, ...] = setting(
         (), "optimiser", "for steps: rate:epochs pairs, as in 1e-2:10,1e-3:10,1e-4:20"
     )
-    warmup_epochs: float = described(
+    warmup_epochs: float = setting(
         0.0,
         "optimiser",
         "epochs over which the rate rises from zero",
         minimum=0,
         maximum=MOST_EPOCHS,
     )
-    lr_scaling: str = described(
+    lr_scaling: str = setting(
         "none",
         "optimiser",
         "multiply the rate by batch / base batch, or by its root",
         choices=("none", "linear", "sqrt"),
     )
-    base_batch_size: int = described(
+    base_batch_size: int = setting(
         64,
         "optimiser",
         "the batch that --lr is meant for, with --lr-scaling",
         minimum=1,
         maximum=LARGEST_BATCH,
     )
-    clip_norm: float | None = described(
+    clip_norm: float | None = setting(
         None, "optimiser", "largest global norm of the gradient", above=0, maximum=1e9
     )
-    label_smoothing: float = described(
+    label_smoothing: float = setting(
         0.0, "optimiser", "share of the target spread over all classes", minimum=0, maximum=1
     )
 
-    precision: str = described(
+    precision: str = setting(
         "fp32",
         "numerics",
         "arithmetic of forward and backward pass",
         choices=("fp32", "bf16", "fp16"),
     )
-    channels_last: bool = described(
+    channels_last: bool = setting(
         False, "numerics", "keep images as height, width, channels in memory"
     )
-    compile: bool = described(False, "numerics", "compile the model with torch.compile")
-    device: str = described(
+    compile: bool = setting(False, "numerics", "compile the model with torch.compile")
+    device: str = setting(
         "auto",
         "numerics",
         "where to train; auto takes a GPU if there is one",
         choices=("auto", "cpu", "cuda"),
     )
-    threads: int | None = described(
+    threads: int | None = setting(
         None,
         "numerics",
         "CPU threads of each worker (default: cores / workers)",
         minimum=1,
         maximum=1024,
     )
-    pin: bool = described(
+    pin: bool = setting(
         False, "numerics", "keep each worker on cores of its own, a part of those of its machine"
     )
-    seed: int = described(
+    seed: int = setting(
         0,
         "numerics",
         "seed of initial weights, order and augmentation",
@@ -221,158 +217,165 @@ class RunConfig:
         maximum=LARGEST_INTEGER,
     )
 
-    strategy: str = described(
+    strategy: str = setting(
         "single", "strategy", "a registered strategy, or your own as package.module:name"
     )
-    options: dict[str, str] = described(
+    options: dict[str, str] = setting(
         {}, "strategy", "a strategy's option, as key=value; repeatable", short="-o"
     )
 
-    communicator: str = described(
+    communicator: str = setting(
         "torch",
         "strategy",
         "how workers talk: torch.distributed, or shared memory inside a machine and that across",
         choices=("torch", "hierarchical"),
-        may_change=True,
+        mutable_on_resume=True,
     )
-    buffers: str = described(
+    buffers: str = setting(
         "rank0",
         "strategy",
         "whose batch-norm statistics count at evaluation: the first worker's, or the mean of all",
         choices=("rank0", "average"),
     )
-    sync_bn: bool = described(
+    sync_bn: bool = setting(
         False, "strategy", "normalise batches over all workers together instead of each its own"
     )
-    shares: tuple[str, ...] = described(
+    shares: tuple[str, ...] = setting(
         (),
         "strategy",
         "how a batch is dealt to the workers, as in 2,1,1; auto follows their measured speed",
     )
-    slow: tuple[str, ...] = described(
+    slow: tuple[str, ...] = setting(
         (), "strategy", "slow workers down on purpose, as rank=factor pairs such as 1=2,3=1.5"
     )
 
-    nnodes: int = described(
-        1, "processes", "machines that take part", minimum=1, maximum=MOST_MACHINES, may_change=True
+    nnodes: int = setting(
+        1,
+        "processes",
+        "machines that take part",
+        minimum=1,
+        maximum=MOST_MACHINES,
+        mutable_on_resume=True,
     )
-    nproc_per_node: int = described(
-        1, "processes", "workers on each machine", minimum=1, maximum=1024, may_change=True
+    nproc_per_node: int = setting(
+        1, "processes", "workers on each machine", minimum=1, maximum=1024, mutable_on_resume=True
     )
-    node_rank: int = described(
+    node_rank: int = setting(
         0,
         "processes",
         "which of the machines this is",
         minimum=0,
         maximum=MOST_MACHINES - 1,
-        may_change=True,
+        mutable_on_resume=True,
     )
-    master_addr: str = described(
-        "127.0.0.1", "processes", "address of the first machine", may_change=True
+    master_addr: str = setting(
+        "127.0.0.1", "processes", "address of the first machine", mutable_on_resume=True
     )
-    master_port: int = described(
+    master_port: int = setting(
         29500,
         "processes",
         "free port on the first machine, where there are several",
         minimum=1,
         maximum=65535,
-        may_change=True,
+        mutable_on_resume=True,
     )
 
-    hosts: tuple[str, ...] = described(
+    hosts: tuple[str, ...] = setting(
         (),
         "processes",
         "machines to start over ssh, comma-separated, instead of the flags above on each",
-        may_change=True,
+        mutable_on_resume=True,
     )
-    cluster: str | None = described(
+    cluster: str | None = setting(
         None,
         "processes",
         "emulate these machines, as nodes=4,cpus=0.5,bandwidth=1gbit,latency=200us,slow=3:0.25",
-        may_change=True,
+        mutable_on_resume=True,
     )
-    launcher: str = described(
+    launcher: str = setting(
         "local",
         "processes",
         "who starts the workers: this command, or a Ray cluster",
         choices=("local", "ray"),
-        may_change=True,
+        mutable_on_resume=True,
     )
-    elastic: str | None = described(
+    elastic: str | None = setting(
         None,
         "processes",
         "fewest:most machines; losing or gaining one costs a restart from the last checkpoint",
-        may_change=True,
+        mutable_on_resume=True,
     )
-    max_restarts: int = described(
+    max_restarts: int = setting(
         3,
         "processes",
         "restarts after failures, with --elastic or Ray",
         minimum=0,
         maximum=10**4,
-        may_change=True,
+        mutable_on_resume=True,
     )
-    rendezvous_seconds: float = described(
+    rendezvous_seconds: float = setting(
         60.0,
         "processes",
         "how long workers wait for one another to come",
         minimum=0.1,
         maximum=LONGEST_WAIT_SECONDS,
-        may_change=True,
+        mutable_on_resume=True,
     )
-    timeout_seconds: float = described(
+    timeout_seconds: float = setting(
         300.0,
         "processes",
         "how long a worker waits for an answer before the run fails",
         minimum=0.1,
         maximum=LONGEST_WAIT_SECONDS,
-        may_change=True,
+        mutable_on_resume=True,
     )
 
-    checkpoint_every: Every = described(
+    checkpoint_every: Every = setting(
         "never",
         "checkpoints",
         "write a checkpoint every so many iterations",
         minimum=1,
         maximum=MOST_ITERATIONS,
-        may_change=True,
+        mutable_on_resume=True,
     )
-    checkpoint_keep: int = described(
+    checkpoint_keep: int = setting(
         2,
         "checkpoints",
         "how many of the newest to keep",
         minimum=1,
         maximum=10**6,
-        may_change=True,
+        mutable_on_resume=True,
     )
-    checkpoint_mode: str = described(
+    checkpoint_mode: str = setting(
         "sync",
         "checkpoints",
         "write while training waits, or in the background after a copy",
         choices=("sync", "background"),
-        may_change=True,
+        mutable_on_resume=True,
     )
 
-    out: str = described("runs", "records", "folder that holds the runs")
-    name: str | None = described(
+    out: str = setting("runs", "records", "folder that holds the runs")
+    name: str | None = setting(
         None, "records", "name of the run's folder (default: time, model, strategy)"
     )
-    sample_seconds: float = described(
+    sample_seconds: float = setting(
         0.5,
         "records",
         "seconds between samples of CPU, memory and network; 0 takes none",
         minimum=0,
         maximum=86_400.0,
-        may_change=True,
+        mutable_on_resume=True,
     )
-    trace: int = described(
+    trace: int = setting(
         0,
         "records",
         "write down every phase and transfer of so many iterations, for a timeline",
         minimum=0,
         maximum=1000,
     )
-    tensorboard: bool = described(True, "records", "write scalars for TensorBoard", may_change=True)
+    tensorboard: bool = setting(
+        True, "records", "write scalars for TensorBoard", mutable_on_resume=True
+    )
 
     def __post_init__(self) -> None:
         problems = [

@@ -176,7 +176,7 @@ class Option:
     """An exclusive lower limit."""
     below: float | None = None
     """An exclusive upper limit."""
-    may_change: bool = False
+    mutable_on_resume: bool = False
     """Whether a resumed run may differ from the original here."""
     short: str | None = None
     """A one-letter flag."""
@@ -186,7 +186,7 @@ class Option:
         return Limits(self.minimum, self.maximum, self.above, self.below)
 
 
-def described(default: Any, group: str, doc: str, **limits: Any) -> Any:
+def setting(default: Any, group: str, doc: str, **limits: Any) -> Any:
     """A dataclass field with its option."""
     option = Option(group, doc, **limits)
     if isinstance(default, dict):

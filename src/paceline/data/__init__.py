@@ -1,4 +1,4 @@
-"""Datasets by name. An entry is a `Loader`: DataRequest -> Dataset."""
+"""Datasets by name. An entry is a `Loader`: LoadRequest -> Dataset."""
 
 from __future__ import annotations
 

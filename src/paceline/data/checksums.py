@@ -16,7 +16,7 @@ from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 
-from paceline.data.manifest import OfficialFile
+from paceline.data.manifest import ManifestFile
 
 VERDICTS_FILE = ".paceline-verdicts.json"
 _CHUNK_BYTES = 1 << 20
@@ -30,7 +30,7 @@ class Verdict(Enum):
     MISSING = "missing"
 
 
-def judge(file: OfficialFile, folder: Path, *, afresh: bool = False) -> Verdict:
+def verify_file(file: ManifestFile, folder: Path, *, afresh: bool = False) -> Verdict:
     """The verdict on one file; `afresh` looks at its bytes even where a verdict is known."""
     path = folder / file.path
     if not path.is_file():
@@ -44,18 +44,18 @@ def judge(file: OfficialFile, folder: Path, *, afresh: bool = False) -> Verdict:
     return Verdict.OFFICIAL if official else Verdict.OTHER
 
 
-def keep_official(file: OfficialFile, folder: Path) -> None:
+def keep_official(file: ManifestFile, folder: Path) -> None:
     """Note that a file has just been found to be the official one."""
     _keep(file, folder, _mark(file, folder / file.path), True)
 
 
-def _mark(file: OfficialFile, path: Path) -> list[object]:
+def _mark(file: ManifestFile, path: Path) -> list[object]:
     """What a verdict holds for: it changes when the file does."""
     status = path.stat()
     return [file.sha256, file.content_sha256, status.st_size, status.st_mtime_ns]
 
 
-def _keep(file: OfficialFile, folder: Path, mark: list[object], official: bool) -> None:
+def _keep(file: ManifestFile, folder: Path, mark: list[object], official: bool) -> None:
     _write_verdicts(folder, {**_read_verdicts(folder), file.path: [*mark, official]})
 
 
@@ -64,7 +64,7 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _is_official(file: OfficialFile, path: Path) -> bool:
+def _is_official(file: ManifestFile, path: Path) -> bool:
     if path.stat().st_size == file.size_bytes and sha256_of(path) == file.sha256:
         return True
     return file.content_sha256 is not None and _content_sha256(path) == file.content_sha256

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from paceline.data import manifest
-from paceline.data.files import FileSet, Source
-from paceline.data.manifest import DamageError, refuse_larger
+from paceline.data.files import FileDataset, Source
+from paceline.data.manifest import CorruptFileError, refuse_larger
 from paceline.data.restricted_pickle import ByteArray, PickleRefusedError, read_plain_pickle
 from paceline.data.storage import Chunk
 
@@ -41,17 +41,17 @@ def _read_batch(source: Source) -> Chunk:
     batch = _read_dictionary(path, source.samples * _SAMPLE_LIMIT_BYTES + _SLACK_BYTES)
     data, labels = batch.get(b"data"), batch.get(b"labels")
     if not isinstance(data, ByteArray) or not isinstance(labels, list):
-        raise DamageError(path, "is no batch of images: it lacks data or labels")
+        raise CorruptFileError(path, "is no batch of images: it lacks data or labels")
     if data.values.shape != (source.samples, _IMAGE_BYTES):
-        raise DamageError(
+        raise CorruptFileError(
             path,
             f"has images of the shape {data.values.shape} "
             f"where {(source.samples, _IMAGE_BYTES)} should be",
         )
     if len(labels) != source.samples:
-        raise DamageError(path, f"has {len(labels)} labels for {source.samples} images")
+        raise CorruptFileError(path, f"has {len(labels)} labels for {source.samples} images")
     if not all(type(label) is int and 0 <= label < len(CLASS_NAMES) for label in labels):
-        raise DamageError(path, f"has a label outside 0 to {len(CLASS_NAMES) - 1}")
+        raise CorruptFileError(path, f"has a label outside 0 to {len(CLASS_NAMES) - 1}")
     return data.values.reshape(-1, *_SHAPE), np.array(labels, np.uint8)
 
 
@@ -59,7 +59,7 @@ def _check_class_names(path: Path) -> None:
     names = _read_dictionary(path, _SLACK_BYTES).get(b"label_names")
     found = [_as_bytes(name) for name in names] if isinstance(names, list) else names
     if found != list(CLASS_NAMES):
-        raise DamageError(path, "does not name the ten classes of CIFAR-10 in their order")
+        raise CorruptFileError(path, "does not name the ten classes of CIFAR-10 in their order")
 
 
 def _read_dictionary(path: Path, limit_bytes: int) -> Mapping[object, object]:
@@ -67,9 +67,9 @@ def _read_dictionary(path: Path, limit_bytes: int) -> Mapping[object, object]:
     try:
         value = read_plain_pickle(path.read_bytes())
     except PickleRefusedError as refusal:
-        raise DamageError(path, str(refusal)) from None
+        raise CorruptFileError(path, str(refusal)) from None
     if not isinstance(value, dict):
-        raise DamageError(path, "is no CIFAR-10 file: it holds no dictionary")
+        raise CorruptFileError(path, "is no CIFAR-10 file: it holds no dictionary")
     return {_as_bytes(key): entry for key, entry in value.items()}
 
 
@@ -78,4 +78,4 @@ def _as_bytes(value: object) -> object:
     return value.encode("utf-8", "replace") if isinstance(value, str) else value
 
 
-CIFAR10 = FileSet(manifest.CIFAR10, read_batches)
+CIFAR10 = FileDataset(manifest.CIFAR10, read_batches)

@@ -49,7 +49,7 @@ class Dataset:
 
 
 @dataclass(frozen=True, slots=True)
-class DataRequest:
+class LoadRequest:
     """What a dataset's loader is asked for; the same fields as in RunConfig."""
 
     folder: str | None = None
@@ -60,7 +60,7 @@ class DataRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class SetOutline:
+class DatasetInfo:
     """What the loaders of registered sets know before anything is loaded, as `outline`."""
 
     sample_shape: tuple[int, int, int]
@@ -71,5 +71,5 @@ class SetOutline:
     """All there are, or as many as come where nobody asks for a number."""
 
 
-Loader = Callable[[DataRequest], Dataset]
+Loader = Callable[[LoadRequest], Dataset]
 """The type of a registered dataset: it may return more samples than asked for."""

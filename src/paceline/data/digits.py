@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 from torch import Generator, Tensor
 
-from paceline.data.dataset import DataRequest, Dataset, SetOutline, Split
+from paceline.data.dataset import Dataset, DatasetInfo, LoadRequest, Split
 from paceline.data.digit_images import DRAWING_VERSION, draw_plain_digits, draw_street_numbers
 from paceline.data.manifest import data_folder
-from paceline.data.sampling import mix
+from paceline.data.sampling import derive_seed
 from paceline.data.storage import Chunk, mapped_split, resident_split
 from paceline.errors import DataError
 
@@ -35,7 +35,7 @@ _log = logging.getLogger("paceline")
 
 
 @dataclass(frozen=True)
-class DrawnSet:
+class SyntheticDigits:
     """A `Loader` of images that a function draws."""
 
     name: str
@@ -46,7 +46,7 @@ class DrawnSet:
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
-    def __call__(self, request: DataRequest) -> Dataset:
+    def __call__(self, request: LoadRequest) -> Dataset:
         wanted = {
             "train": TRAIN_SAMPLES if request.train_samples is None else request.train_samples,
             "test": TEST_SAMPLES if request.test_samples is None else request.test_samples,
@@ -55,20 +55,20 @@ class DrawnSet:
         return Dataset(self.name, train, test, CLASSES, self.mean, self.std)
 
     @property
-    def outline(self) -> SetOutline:
-        return SetOutline(self.shape, CLASSES, TRAIN_SAMPLES, TEST_SAMPLES)
+    def outline(self) -> DatasetInfo:
+        return DatasetInfo(self.shape, CLASSES, TRAIN_SAMPLES, TEST_SAMPLES)
 
     def draw(self, split: str, samples: int, seed: int) -> Iterator[Chunk]:
         """The first `samples` images and labels of a split, chunk by chunk."""
         if samples > _WORTH_KEEPING_SAMPLES:
             _log.info("drawing %s digits (%s) ...", f"{samples:,}", split)
         for begin in range(0, samples, CHUNK_SAMPLES):
-            chunk_seed = mix(seed, _SPLITS[split], begin // CHUNK_SAMPLES)
+            chunk_seed = derive_seed(seed, _SPLITS[split], begin // CHUNK_SAMPLES)
             images, labels = self.draw_chunk(CHUNK_SAMPLES, Generator().manual_seed(chunk_seed))
             left = samples - begin
             yield images[:left].numpy(), labels[:left].numpy().astype(np.uint8)
 
-    def _load(self, split: str, samples: int, request: DataRequest) -> Split:
+    def _load(self, split: str, samples: int, request: LoadRequest) -> Split:
         fits = samples * int(np.prod(self.shape)) <= request.resident_limit_bytes
         if fits and samples <= _WORTH_KEEPING_SAMPLES:
             return self._resident(split, samples, request.seed)
@@ -114,5 +114,5 @@ class DrawnSet:
         )
 
 
-DIGITS = DrawnSet("digits", draw_street_numbers, (3, 32, 32), (0.359,) * 3, (0.203,) * 3)
-PLAIN_DIGITS = DrawnSet("plain_digits", draw_plain_digits, (1, 28, 28), (0.125,), (0.265,))
+DIGITS = SyntheticDigits("digits", draw_street_numbers, (3, 32, 32), (0.359,) * 3, (0.203,) * 3)
+PLAIN_DIGITS = SyntheticDigits("plain_digits", draw_plain_digits, (1, 28, 28), (0.125,), (0.265,))

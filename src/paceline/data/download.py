@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, BinaryIO
 
-from paceline.data.checksums import Verdict, judge, keep_official, sha256_of
-from paceline.data.manifest import FOLDER_VARIABLE, DamageError, OfficialFile, OfficialSet
+from paceline.data.checksums import Verdict, keep_official, sha256_of, verify_file
+from paceline.data.manifest import FOLDER_VARIABLE, CorruptFileError, DatasetManifest, ManifestFile
 from paceline.errors import DataError
 
 _MAX_MEMBERS = 64
@@ -36,11 +36,11 @@ _OTHER_BYTES = 1 << 22
 _UNPACK_CHUNK_BYTES = 1 << 20
 
 
-def unpack(archive: Path, files: Sequence[OfficialFile], folder: Path) -> None:
+def unpack(archive: Path, files: Sequence[ManifestFile], folder: Path) -> None:
     """Write `files` below `folder`, each under its own name only once its checksum is right.
 
     Only names from the catalogue are ever written. An archive with a path that leads elsewhere, a
-    link, or more than the official files' bytes raises DamageError.
+    link, or more than the official files' bytes raises CorruptFileError.
     """
     limit_bytes = sum(file.size_bytes for file in files) + _OTHER_BYTES
     wanted = {file.path: file for file in files}
@@ -56,26 +56,28 @@ def unpack(archive: Path, files: Sequence[OfficialFile], folder: Path) -> None:
                 if file is not None and content is not None:
                     _write_member(archive, content, file, folder)
     except (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError) as error:
-        raise DamageError(archive, f"is not a sound archive ({error})") from None
+        raise CorruptFileError(archive, f"is not a sound archive ({error})") from None
     except OSError as error:
         raise DataError(
             f"cannot unpack {archive}: {error.filename or folder}: {error.strerror}"
         ) from None
     if wanted:
-        raise DamageError(archive, f"lacks {min(wanted)}")
+        raise CorruptFileError(archive, f"lacks {min(wanted)}")
 
 
 def _refuse_unsafe(archive: Path, member: tarfile.TarInfo, count: int) -> None:
     if count > _MAX_MEMBERS:
-        raise DamageError(archive, f"has more than {_MAX_MEMBERS} members")
+        raise CorruptFileError(archive, f"has more than {_MAX_MEMBERS} members")
     path = PurePosixPath(member.name)
     if path.is_absolute() or ".." in path.parts:
-        raise DamageError(archive, f"has the member {member.name!r}, which leads out of its folder")
+        raise CorruptFileError(
+            archive, f"has the member {member.name!r}, which leads out of its folder"
+        )
     if not (member.isreg() or member.isdir()):
-        raise DamageError(archive, f"has the member {member.name!r}, which is no plain file")
+        raise CorruptFileError(archive, f"has the member {member.name!r}, which is no plain file")
 
 
-def _write_member(archive: Path, content: IO[bytes], file: OfficialFile, folder: Path) -> None:
+def _write_member(archive: Path, content: IO[bytes], file: ManifestFile, folder: Path) -> None:
     target = folder / file.path
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f"{target.name}.part")
@@ -86,14 +88,14 @@ def _write_member(archive: Path, content: IO[bytes], file: OfficialFile, folder:
             output.flush()
             os.fsync(output.fileno())
         if sha256_of(temporary) != file.sha256:
-            raise DamageError(archive, f"holds a {file.path} that is not the official one")
+            raise CorruptFileError(archive, f"holds a {file.path} that is not the official one")
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 class _Bounded(gzip.GzipFile):
-    """Contents that end in DamageError where a bomb would go on."""
+    """Contents that end in CorruptFileError where a bomb would go on."""
 
     def __init__(self, archive: Path, limit_bytes: int) -> None:
         super().__init__(archive, "rb")
@@ -104,7 +106,7 @@ class _Bounded(gzip.GzipFile):
         data = super().read(asked)
         self._left -= len(data)
         if self._left < 0:
-            raise DamageError(self._archive, "holds far more than the official files")
+            raise CorruptFileError(self._archive, "holds far more than the official files")
         return data
 
 
@@ -117,7 +119,7 @@ _SPARE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RetryPolicy:
     """How long an address is tried before the next one is."""
 
     timeout_seconds: float = 30.0
@@ -128,7 +130,7 @@ class Patience:
     """Before the second attempt; doubled for each further one."""
 
 
-class NowhereError(DataError):
+class DownloadError(DataError):
     """No address has the file, or there is no way to any of them."""
 
 
@@ -141,10 +143,10 @@ class _BrokenError(Exception):
 
 
 def download(
-    file: OfficialFile, target: Path, watch: Watcher, patience: Patience | None = None
+    file: ManifestFile, target: Path, watch: Watcher, patience: RetryPolicy | None = None
 ) -> None:
-    """Bring an official file to `target`; NowhereError in one line where no address has it."""
-    patience = patience or Patience()
+    """Bring an official file to `target`; DownloadError in one line where no address has it."""
+    patience = patience or RetryPolicy()
     part = target.with_name(target.name + ".part")
     failures = []
     try:
@@ -162,7 +164,7 @@ def download(
                 return
     except OSError as error:
         raise DataError(_cannot_write(part, error)) from None
-    raise NowhereError(f"could not fetch {target.name}: {'; '.join(failures)}")
+    raise DownloadError(f"could not fetch {target.name}: {'; '.join(failures)}")
 
 
 @contextmanager
@@ -195,11 +197,11 @@ def _cannot_write(part: Path, error: OSError) -> str:
 
 def _download_from(
     address: str,
-    file: OfficialFile,
+    file: ManifestFile,
     output: BinaryIO,
     part: Path,
     watch: Watcher,
-    patience: Patience,
+    patience: RetryPolicy,
 ) -> None:
     """Fill `output` from one address, until it is the official file."""
     fruitless = 0
@@ -302,12 +304,12 @@ FetchWatcher = Callable[[str, int, int], None]
 
 
 def fetch(
-    official: OfficialSet,
+    official: DatasetManifest,
     folder: Path,
     watch: FetchWatcher,
     *,
     force: bool = False,
-    patience: Patience | None = None,
+    patience: RetryPolicy | None = None,
 ) -> int:
     """Bring a set's files to `folder`; returns how many were not official before.
 
@@ -315,7 +317,7 @@ def fetch(
     only copy of somebody's own version.
     """
     try:
-        verdicts = {file: judge(file, folder) for file in official.files}
+        verdicts = {file: verify_file(file, folder) for file in official.files}
     except OSError as error:
         raise DataError(f"cannot read {error.filename or folder}: {error.strerror}") from None
     others = [file.path for file, verdict in verdicts.items() if verdict is Verdict.OTHER]
@@ -326,11 +328,11 @@ def fetch(
         )
     needed = [file for file, verdict in verdicts.items() if verdict is not Verdict.OFFICIAL]
 
-    def bring(file: OfficialFile) -> Path:
+    def bring(file: ManifestFile) -> Path:
         target = folder / file.path
         try:
             download(file, target, lambda done: watch(target.name, done, file.size_bytes), patience)
-        except NowhereError as error:
+        except DownloadError as error:
             raise DataError(f"{error}; {_by_hand(official, folder)}") from None
         return target
 
@@ -344,7 +346,7 @@ def fetch(
     return len(needed)
 
 
-def _by_hand(official: OfficialSet, folder: Path) -> str:
+def _by_hand(official: DatasetManifest, folder: Path) -> str:
     """What whoever has no network can do."""
     where = f"by hand into {folder} (or set --data-dir or {FOLDER_VARIABLE})"
     check = f"`paceline data verify {official.name}`"
@@ -356,18 +358,18 @@ def _by_hand(official: OfficialSet, folder: Path) -> str:
 
 
 def _from_archive(
-    archive: OfficialFile,
-    needed: list[OfficialFile],
+    archive: ManifestFile,
+    needed: list[ManifestFile],
     folder: Path,
-    bring: Callable[[OfficialFile], Path],
+    bring: Callable[[ManifestFile], Path],
 ) -> None:
     path = folder / archive.path
-    ours = judge(archive, folder) is not Verdict.OFFICIAL
+    ours = verify_file(archive, folder) is not Verdict.OFFICIAL
     if ours:
         bring(archive)
     try:
         unpack(path, needed, folder)
-    except DamageError as damage:
+    except CorruptFileError as damage:
         raise DataError(f"{damage}: delete it and fetch again") from None
     # An archive that somebody put there stays; one fetched for this has done its work.
     if ours:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.data.checksums import Verdict, judge
-from paceline.data.dataset import DataRequest, Dataset, SetOutline, Split
-from paceline.data.manifest import DamageError, OfficialFile, OfficialSet, data_folder
+from paceline.data.checksums import Verdict, verify_file
+from paceline.data.dataset import Dataset, DatasetInfo, LoadRequest, Split
+from paceline.data.manifest import CorruptFileError, DatasetManifest, ManifestFile, data_folder
 from paceline.data.storage import Chunk, mapped_split, resident_split
 from paceline.errors import DataError
 
@@ -24,22 +24,22 @@ class Source:
 
 
 Reader = Callable[[Sequence[Source], int], Iterator[Chunk]]
-"""Yields the first so many samples of a split's files, or raises DamageError."""
+"""Yields the first so many samples of a split's files, or raises CorruptFileError."""
 
 
 @dataclass(frozen=True, slots=True)
-class FileSet:
+class FileDataset:
     """A `Loader` for one official set."""
 
-    official: OfficialSet
+    official: DatasetManifest
     read: Reader
 
     @property
-    def outline(self) -> SetOutline:
+    def outline(self) -> DatasetInfo:
         own = self.official
-        return SetOutline(own.sample_shape, own.classes, own.train_samples, own.test_samples)
+        return DatasetInfo(own.sample_shape, own.classes, own.train_samples, own.test_samples)
 
-    def __call__(self, request: DataRequest) -> Dataset:
+    def __call__(self, request: LoadRequest) -> Dataset:
         folder = data_folder(request.folder)
         official = self.official
         try:
@@ -53,7 +53,7 @@ class FileSet:
                 request.resident_limit_bytes,
             )  # fmt: skip
             warnings = self._warnings(folder)
-        except DamageError as damage:
+        except CorruptFileError as damage:
             raise DataError(self.advice(damage, request.folder)) from None
         except OSError as error:
             raise DataError(_cannot_read(error, folder)) from None
@@ -68,7 +68,7 @@ class FileSet:
         )
 
     def check_readable(self, folder: Path) -> None:
-        """Read all samples and keep none; raises DamageError, or DataError where reading fails."""
+        """Read all samples and keep none; raises CorruptFileError, or DataError where reading fails."""
         for files, samples in (
             (self.official.train, self.official.train_samples),
             (self.official.test, self.official.test_samples),
@@ -76,14 +76,14 @@ class FileSet:
             for _ in self._checked(_locate(files, folder), samples):
                 pass
 
-    def advice(self, damage: DamageError, folder: str | None) -> str:
+    def advice(self, damage: CorruptFileError, folder: str | None) -> str:
         """The line for users: what is wrong with which file, and the command that mends it."""
         return f"{damage}: replace it with `{self._fetch_command(folder)} --force`"
 
     def _load(
         self,
         split: str,
-        files: Sequence[OfficialFile],
+        files: Sequence[ManifestFile],
         folder: Path,
         samples: int,
         wanted: int | None,
@@ -105,7 +105,7 @@ class FileSet:
         try:
             for images, labels in self.read(sources, samples):
                 if labels.size and int(labels.max()) >= self.official.classes:
-                    raise DamageError(last, f"has the label {labels.max()}, which is no class")
+                    raise CorruptFileError(last, f"has the label {labels.max()}, which is no class")
                 yield images, labels
         except OSError as error:
             raise DataError(_cannot_read(error, last)) from None
@@ -125,7 +125,9 @@ class FileSet:
 
     def _warnings(self, folder: Path) -> tuple[str, ...]:
         others = [
-            file.path for file in self.official.files if judge(file, folder) is not Verdict.OFFICIAL
+            file.path
+            for file in self.official.files
+            if verify_file(file, folder) is not Verdict.OFFICIAL
         ]
         if not others:
             return ()
@@ -135,7 +137,7 @@ class FileSet:
         )
 
 
-def _locate(files: Sequence[OfficialFile], folder: Path) -> list[Source]:
+def _locate(files: Sequence[ManifestFile], folder: Path) -> list[Source]:
     return [Source(folder / file.path, file.samples) for file in files]
 
 

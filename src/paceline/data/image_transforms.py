@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.data.sampling import mix
+from paceline.data.sampling import derive_seed
 
 CROP_PAD = 4
 CUTOUT_SIDE = 8
@@ -31,7 +31,7 @@ Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class AugmentParams:
     """What is to be done to some samples."""
 
     top: Numbers
@@ -42,8 +42,8 @@ class Changes:
     cut_row: Numbers
     cut_column: Numbers
 
-    def part(self, samples: slice) -> Changes:
-        return Changes(
+    def part(self, samples: slice) -> AugmentParams:
+        return AugmentParams(
             self.top[samples],
             self.left[samples],
             self.mirrored[samples],
@@ -52,16 +52,16 @@ class Changes:
         )
 
 
-def draw_changes(seed: int, epoch: int, samples: int, height: int, width: int) -> Changes:
+def draw_changes(seed: int, epoch: int, samples: int, height: int, width: int) -> AugmentParams:
     """The changes to all samples of an epoch, by position."""
-    generator = torch.Generator().manual_seed(mix(seed, _PURPOSE, epoch))
+    generator = torch.Generator().manual_seed(derive_seed(seed, _PURPOSE, epoch))
     drawn: Numbers = torch.randint(_RANGE, (samples,), generator=generator).numpy()
     parts = []
     # The range is so much larger than the product of all parts that none is favoured noticeably.
     for below in (2 * CROP_PAD + 1, 2 * CROP_PAD + 1, 2, height, width):
         parts.append(drawn % below)
         drawn //= below
-    return Changes(*parts)
+    return AugmentParams(*parts)
 
 
 class Augmenter:
@@ -79,7 +79,7 @@ class Augmenter:
         """What a cut-out square holds, for each channel; one value serves all."""
         self._rooms: dict[tuple[int, ...], _Room] = {}
 
-    def gather(self, source: Tensor, rows: Tensor, changes: Changes) -> Tensor:
+    def gather(self, source: Tensor, rows: Tensor, changes: AugmentParams) -> Tensor:
         """The rows of `source`, changed, on the augmenter's device."""
         samples = len(rows)
         room = self._room((samples, *source.shape[1:]))

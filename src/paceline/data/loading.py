@@ -13,14 +13,14 @@ from torch import Tensor
 
 from paceline.config import RunConfig
 from paceline.data import DATASETS
-from paceline.data.dataset import DataRequest, Dataset, Split
-from paceline.errors import ConfigError, DataError, in_a_line
+from paceline.data.dataset import Dataset, LoadRequest, Split
+from paceline.errors import ConfigError, DataError, error_line
 from paceline.registry import load_user_object
 
 _FORM = "((train_x, train_y), (test_x, test_y)), all of them tensors"
 
 
-def load_own(name: str, function: Callable[[], object]) -> Dataset:
+def load_custom(name: str, function: Callable[[], object]) -> Dataset:
     """Call the function and check what it returns; every fault is one DataError line.
 
     uint8 images are normalised by their channels' mean and deviation; floats are taken as they are.
@@ -29,7 +29,7 @@ def load_own(name: str, function: Callable[[], object]) -> Dataset:
     try:
         returned = function()
     except Exception as error:
-        cause = in_a_line(error)
+        cause = error_line(error)
         raise DataError(f"{where}: the function failed: {cause}") from error
     train, test = _unpack(where, returned)
     if train.inputs.shape[1:] != test.inputs.shape[1:] or train.inputs.dtype != test.inputs.dtype:
@@ -119,7 +119,7 @@ def load_dataset(config: RunConfig) -> Dataset:
     DATASETS.check(config.data)
     if config.data in DATASETS:
         dataset = DATASETS.load(config.data)(
-            DataRequest(
+            LoadRequest(
                 folder=config.data_dir,
                 train_samples=config.train_samples,
                 test_samples=config.test_samples,
@@ -128,7 +128,7 @@ def load_dataset(config: RunConfig) -> Dataset:
         )
     else:
         function = load_user_object(DATASETS.kind, config.data)
-        dataset = load_own(config.data, cast("Callable[[], object]", function))
+        dataset = load_custom(config.data, cast("Callable[[], object]", function))
     dataset = dataclasses.replace(
         dataset,
         train=dataset.train.head(config.train_samples),

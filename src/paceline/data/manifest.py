@@ -14,8 +14,8 @@ from pathlib import Path
 from paceline.errors import DataError
 
 
-class DamageError(Exception):
-    """A file that does not hold what it should; `FileSet` turns it into the line that users see."""
+class CorruptFileError(Exception):
+    """A file that does not hold what it should; `FileDataset` turns it into the line that users see."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"{path} {reason}")
@@ -27,14 +27,14 @@ def refuse_larger(path: Path, limit_bytes: int) -> None:
     """Refuse a file that cannot be the one meant, before any of it is read."""
     size_bytes = path.stat().st_size
     if size_bytes > limit_bytes:
-        raise DamageError(path, f"is too large: {size_bytes} bytes, not {limit_bytes} at most")
+        raise CorruptFileError(path, f"is too large: {size_bytes} bytes, not {limit_bytes} at most")
 
 
 FOLDER_VARIABLE = "PACELINE_DATA"
 
 
 @dataclass(frozen=True, slots=True)
-class OfficialFile:
+class ManifestFile:
     path: str
     """Below the data folder."""
     size_bytes: int
@@ -48,10 +48,10 @@ class OfficialFile:
 
 
 @dataclass(frozen=True, slots=True)
-class OfficialSet:
+class DatasetManifest:
     name: str
-    train: tuple[OfficialFile, ...]
-    test: tuple[OfficialFile, ...]
+    train: tuple[ManifestFile, ...]
+    test: tuple[ManifestFile, ...]
     train_samples: int
     test_samples: int
     sample_shape: tuple[int, int, int]
@@ -60,12 +60,12 @@ class OfficialSet:
     """Per channel, over all pixels of the training set scaled to 0..1."""
     std: tuple[float, ...]
     classes: int = 10
-    archive: OfficialFile | None = None
+    archive: ManifestFile | None = None
     terms: str | None = None
     """What the authors ask of users, where they ask something."""
 
     @property
-    def files(self) -> tuple[OfficialFile, ...]:
+    def files(self) -> tuple[ManifestFile, ...]:
         return tuple(dict.fromkeys(self.train + self.test))
 
     @property
@@ -110,13 +110,13 @@ def _file(
     samples: int = 0,
     places: tuple[str, ...] = (),
     content_sha256: str | None = None,
-) -> OfficialFile:
+) -> ManifestFile:
     path = f"{folder}/{name}" if folder else name
     addresses = tuple(place + name for place in places)
-    return OfficialFile(path, size_bytes, sha256, samples, content_sha256, addresses)
+    return ManifestFile(path, size_bytes, sha256, samples, content_sha256, addresses)
 
 
-MNIST = OfficialSet(
+MNIST = DatasetManifest(
     name="mnist",
     train=(
         _file(
@@ -165,7 +165,7 @@ MNIST = OfficialSet(
     std=(0.3081,),
 )
 
-FASHION_MNIST = OfficialSet(
+FASHION_MNIST = DatasetManifest(
     name="fashion_mnist",
     train=(
         _file(
@@ -229,7 +229,7 @@ _CIFAR_TRAIN = (
     (31035623, "d91802434d8376bbaeeadf58a737e3a1b12ac839077e931237e0dcd43adcb154"),
 )
 
-CIFAR10 = OfficialSet(
+CIFAR10 = DatasetManifest(
     name="cifar10",
     train=(
         *(
@@ -288,7 +288,7 @@ _SVHN_EXTRA = _file(
 )
 _SVHN_TERMS = "the authors permit non-commercial use only"
 
-SVHN = OfficialSet(
+SVHN = DatasetManifest(
     name="svhn",
     train=(_SVHN_TRAIN,),
     test=(_SVHN_TEST,),
@@ -301,7 +301,7 @@ SVHN = OfficialSet(
 )
 
 # Normalised as `svhn` is, so that a model trained on the one can be tested beside the other.
-SVHN_EXTRA = OfficialSet(
+SVHN_EXTRA = DatasetManifest(
     name="svhn_extra",
     train=(_SVHN_TRAIN, _SVHN_EXTRA),
     test=(_SVHN_TEST,),

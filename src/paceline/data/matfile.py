@@ -18,7 +18,7 @@ from typing import BinaryIO, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.manifest import DamageError
+from paceline.data.manifest import CorruptFileError
 
 _MATRIX, _COMPRESSED = 14, 15
 _INT8, _INT32, _UINT32 = 1, 5, 6
@@ -47,10 +47,10 @@ class _Stream(Protocol):
     """The inside of one element."""
 
     def read(self, count: int) -> bytes:
-        """Exactly `count` bytes, or DamageError."""
+        """Exactly `count` bytes, or CorruptFileError."""
 
     def finish(self) -> None:
-        """DamageError unless nothing is left, padding apart."""
+        """CorruptFileError unless nothing is left, padding apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,61 +93,61 @@ def read_variables(path: Path) -> Generator[MatVariable]:
             if not tag:
                 return
             if len(tag) < 8:
-                raise DamageError(path, "is cut short")
+                raise CorruptFileError(path, "is cut short")
             kind, size_bytes = struct.unpack("<II", tag)
             end = file.tell() + size_bytes
             if end > file_bytes:
-                raise DamageError(path, "is cut short")
+                raise CorruptFileError(path, "is cut short")
             yield _open_variable(path, _open_element(path, file, kind, size_bytes))
             file.seek(end)
         if file.read(1):
-            raise DamageError(path, f"has more than {_MAX_VARIABLES} variables")
+            raise CorruptFileError(path, f"has more than {_MAX_VARIABLES} variables")
 
 
 def _check_header(path: Path, header: bytes) -> None:
     if len(header) < _HEADER_BYTES:
-        raise DamageError(path, "is cut short")
+        raise CorruptFileError(path, "is cut short")
     version, order = struct.unpack("<H2s", header[124:])
     if order != b"IM" or version != 0x0100:
-        raise DamageError(path, "is no little-endian MATLAB 5 file")
+        raise CorruptFileError(path, "is no little-endian MATLAB 5 file")
 
 
 def _open_element(path: Path, file: BinaryIO, kind: int, size_bytes: int) -> _Stream:
     if kind == _MATRIX:
         return _Plain(path, file, size_bytes)
     if kind != _COMPRESSED:
-        raise DamageError(path, f"has an element of type {kind} where a variable should be")
+        raise CorruptFileError(path, f"has an element of type {kind} where a variable should be")
     inflated = _Inflated(path, file, size_bytes)
     kind, _ = struct.unpack("<II", inflated.read(8))
     if kind != _MATRIX:
-        raise DamageError(path, f"has an element of type {kind} where a variable should be")
+        raise CorruptFileError(path, f"has an element of type {kind} where a variable should be")
     return inflated
 
 
 def _open_variable(path: Path, stream: _Stream) -> MatVariable:
     flags_kind, flags = _small_element(path, stream, 8)
     if flags_kind != _UINT32 or len(flags) != 8:
-        raise DamageError(path, "has a variable without array flags")
+        raise CorruptFileError(path, "has a variable without array flags")
     if flags[0] not in _NUMERIC_CLASSES or struct.unpack("<I", flags[:4])[0] & _COMPLEX_FLAG:
-        raise DamageError(path, "has a variable that is no array of plain numbers")
+        raise CorruptFileError(path, "has a variable that is no array of plain numbers")
     shape_kind, shape_data = _small_element(path, stream, 4 * _MAX_DIMENSIONS)
     if shape_kind != _INT32 or len(shape_data) % 4 or len(shape_data) < 8:
-        raise DamageError(path, "has a variable without a shape")
+        raise CorruptFileError(path, "has a variable without a shape")
     shape = struct.unpack(f"<{len(shape_data) // 4}i", shape_data)
     if min(shape) < 0:
-        raise DamageError(path, f"has a variable of the impossible shape {shape}")
+        raise CorruptFileError(path, f"has a variable of the impossible shape {shape}")
     name_kind, name = _small_element(path, stream, _MAX_NAME_BYTES)
     if name_kind != _INT8:
-        raise DamageError(path, "has a variable without a name")
+        raise CorruptFileError(path, "has a variable without a name")
     kind, data_bytes, padding_bytes, small = _tag(stream)
     if kind not in _NUMBERS:
-        raise DamageError(path, f"has numbers of the unknown type {kind}")
+        raise CorruptFileError(path, f"has numbers of the unknown type {kind}")
     dtype = _NUMBERS[kind]
     entries = 1
     for length in shape:
         entries *= length
     if data_bytes != entries * np.dtype(dtype).itemsize:
-        raise DamageError(path, f"has {data_bytes} bytes of numbers for the shape {shape}")
+        raise CorruptFileError(path, f"has {data_bytes} bytes of numbers for the shape {shape}")
     if small is not None:
         stream = _Small(path, small, stream)
     return MatVariable(
@@ -168,7 +168,7 @@ def _tag(stream: _Stream) -> tuple[int, int, int, bytes | None]:
 def _small_element(path: Path, stream: _Stream, limit_bytes: int) -> tuple[int, bytes]:
     kind, size_bytes, padding_bytes, small = _tag(stream)
     if size_bytes > (4 if small is not None else limit_bytes):
-        raise DamageError(path, "has an oversized element in a variable's description")
+        raise CorruptFileError(path, "has an oversized element in a variable's description")
     if small is not None:
         return kind, small
     data = stream.read(size_bytes)
@@ -182,16 +182,16 @@ class _Plain:
 
     def read(self, count: int) -> bytes:
         if count > self._left:
-            raise DamageError(self._path, "has a variable longer than its element")
+            raise CorruptFileError(self._path, "has a variable longer than its element")
         data = self._file.read(count)
         if len(data) != count:
-            raise DamageError(self._path, "is cut short")
+            raise CorruptFileError(self._path, "is cut short")
         self._left -= count
         return data
 
     def finish(self) -> None:
         if self._left:
-            raise DamageError(self._path, "has bytes left over in a variable")
+            raise CorruptFileError(self._path, "has bytes left over in a variable")
 
 
 class _Small:
@@ -203,7 +203,7 @@ class _Small:
     def read(self, count: int) -> bytes:
         data, self._data = self._data[:count], self._data[count:]
         if len(data) != count:
-            raise DamageError(self._path, "is cut short")
+            raise CorruptFileError(self._path, "is cut short")
         return data
 
     def finish(self) -> None:
@@ -221,7 +221,7 @@ class _Inflated:
         while missing:
             part = self._inflate(missing)
             if not part and self._exhausted():
-                raise DamageError(self._path, "is cut short")
+                raise CorruptFileError(self._path, "is cut short")
             parts.append(part)
             missing -= len(part)
         return b"".join(parts)
@@ -230,9 +230,9 @@ class _Inflated:
         # The checksum stands at the very end, so the rest must be fed in for it to be compared.
         while not self._inflater.eof:
             if self._inflate(1):
-                raise DamageError(self._path, "has bytes left over in a variable")
+                raise CorruptFileError(self._path, "has bytes left over in a variable")
             if self._exhausted() and not self._inflater.eof:
-                raise DamageError(self._path, "is cut short")
+                raise CorruptFileError(self._path, "is cut short")
 
     def _exhausted(self) -> bool:
         return self._inflater.eof or not (self._left or self._inflater.unconsumed_tail)
@@ -242,9 +242,9 @@ class _Inflated:
         if not source and self._left:
             source = self._file.read(min(self._left, _INFLATE_BYTES))
             if not source:
-                raise DamageError(self._path, "is cut short")
+                raise CorruptFileError(self._path, "is cut short")
             self._left -= len(source)
         try:
             return self._inflater.decompress(source, limit)
         except zlib.error as error:
-            raise DamageError(self._path, f"is not soundly compressed ({error})") from None
+            raise CorruptFileError(self._path, f"is not soundly compressed ({error})") from None

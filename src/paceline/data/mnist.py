@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data import manifest
-from paceline.data.files import FileSet, Source
-from paceline.data.manifest import DamageError, refuse_larger
+from paceline.data.files import FileDataset, Source
+from paceline.data.manifest import CorruptFileError, refuse_larger
 from paceline.data.storage import Chunk
 
 LABELS_MAGIC = 0x0801
@@ -46,24 +46,24 @@ def read_idx(
             entries = min(remaining, CHUNK_SAMPLES)
             data = stream.read(entries * entry_bytes)
             if len(data) != entries * entry_bytes:
-                raise DamageError(path, "is cut short")
+                raise CorruptFileError(path, "is cut short")
             remaining -= entries
             yield np.frombuffer(data, np.uint8).reshape(entries, *shape[1:])
         if to_the_end and stream.read(1):
-            raise DamageError(path, f"holds more than its {shape[0]} entries")
+            raise CorruptFileError(path, f"holds more than its {shape[0]} entries")
 
 
 def _check_header(path: Path, header: bytes, shape: tuple[int, ...]) -> None:
     wanted_magic = IMAGES_MAGIC if len(shape) == 3 else LABELS_MAGIC
     if len(header) < 8:
-        raise DamageError(path, "is cut short")
+        raise CorruptFileError(path, "is cut short")
     magic, *found = struct.unpack(f">{len(header) // 4}I", header[: len(header) // 4 * 4])
     if magic != wanted_magic:
         kind = _KINDS.get(magic)
         what = f"holds {kind}" if kind else "is no IDX file"
-        raise DamageError(path, f"{what} where {_KINDS[wanted_magic]} should be")
+        raise CorruptFileError(path, f"{what} where {_KINDS[wanted_magic]} should be")
     if tuple(found) != shape:
-        raise DamageError(path, f"has the shape {tuple(found)} where {shape} should be")
+        raise CorruptFileError(path, f"has the shape {tuple(found)} where {shape} should be")
 
 
 @contextmanager
@@ -72,9 +72,9 @@ def _damage_named(path: Path) -> Iterator[None]:
     try:
         yield
     except EOFError:
-        raise DamageError(path, "is cut short") from None
+        raise CorruptFileError(path, "is cut short") from None
     except (gzip.BadGzipFile, zlib.error) as error:
-        raise DamageError(path, f"is not a sound gzip file ({error})") from None
+        raise CorruptFileError(path, f"is not a sound gzip file ({error})") from None
 
 
 _HEIGHT = _WIDTH = 28
@@ -91,5 +91,5 @@ def read_pair(sources: Sequence[Source], wanted: int) -> Iterator[Chunk]:
         yield some_images[:, None], some_labels
 
 
-MNIST = FileSet(manifest.MNIST, read_pair)
-FASHION_MNIST = FileSet(manifest.FASHION_MNIST, read_pair)
+MNIST = FileDataset(manifest.MNIST, read_pair)
+FASHION_MNIST = FileDataset(manifest.FASHION_MNIST, read_pair)

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from paceline.data.dataset import Split
-from paceline.data.image_transforms import Augmenter, Changes, draw_changes
-from paceline.data.sampling import SampleOrder
+from paceline.data.image_transforms import Augmenter, AugmentParams, draw_changes
+from paceline.data.sampling import GlobalBatchSampler
 
 _GPU_SHARE = 0.5
 """A split is kept on the GPU when it takes at most this part of the memory that is free there."""
 
 
-class Normaliser:
+class Normalizer:
     """Bytes to floats: (x / 255 - mean) / std for each channel, as one multiplication and addition.
 
     Anything but uint8 keeps its values and only moves to the device, type and layout asked for.
@@ -58,7 +58,7 @@ class Normaliser:
         return values.to(self.dtype)
 
 
-class InputPath:
+class InputPipeline:
     """The training batches of a run, by epoch and number; asked again, the same ones."""
 
     def __init__(
@@ -66,7 +66,7 @@ class InputPath:
         split: Split,
         mean: Sequence[float],
         std: Sequence[float],
-        order: SampleOrder,
+        order: GlobalBatchSampler,
         augment: Sequence[str] = (),
         seed: int = 0,
         *,
@@ -77,7 +77,7 @@ class InputPath:
         self.order = order
         self.seed = seed
         shape = split.inputs.shape[1:]
-        self._normaliser = Normaliser(
+        self._normaliser = Normalizer(
             shape, mean, std, dtype=dtype, device=device, channels_last=channels_last
         )
         where = _home_of(split, self._normaliser.device)
@@ -88,7 +88,7 @@ class InputPath:
             fill = tuple(round(255 * value) for value in mean) or (0,)
             self._augmenter = Augmenter(augment, fill, self._normaliser.device)
         self._epoch_rows: tuple[int, Tensor] | None = None
-        self._epoch_changes: tuple[int, Changes] | None = None
+        self._epoch_changes: tuple[int, AugmentParams] | None = None
 
     def batch(self, epoch: int, index: int, part: slice | None = None) -> tuple[Tensor, Tensor]:
         """Model input and int64 labels of global batch `index`, or of a part of its samples."""
@@ -113,7 +113,7 @@ class InputPath:
             self._epoch_rows = (epoch, self.order.permutation(epoch).to(self._inputs.device))
         return self._epoch_rows[1]
 
-    def _changes(self, epoch: int) -> Changes:
+    def _changes(self, epoch: int) -> AugmentParams:
         if self._epoch_changes is None or self._epoch_changes[0] != epoch:
             height, width = self._normaliser.sample_shape[1:]
             drawn = draw_changes(self.seed, epoch, self.order.samples, height, width)
@@ -140,7 +140,7 @@ def evaluation_batches(
     channels_last: bool = False,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Every sample once, in the split's own order; the last batch holds what is left."""
-    normaliser = Normaliser(
+    normaliser = Normalizer(
         split.inputs.shape[1:], mean, std, dtype=dtype, device=device, channels_last=channels_last
     )
     for begin in range(0, len(split), batch_size):

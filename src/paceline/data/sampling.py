@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @dataclass(slots=True)
-class SampleOrder:
+class GlobalBatchSampler:
     samples: int
     batch_size: int
     seed: int
@@ -31,7 +31,7 @@ class SampleOrder:
     def permutation(self, epoch: int) -> Tensor:
         epoch = epoch if self.reshuffle else 0
         if self._cached is None or self._cached[0] != epoch:
-            generator = torch.Generator().manual_seed(mix(self.seed, epoch))
+            generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
             self._cached = (epoch, torch.randperm(self.samples, generator=generator))
         return self._cached[1]
 
@@ -45,7 +45,7 @@ class SampleOrder:
         return self.permutation(epoch)[start : start + self.batch_size]
 
 
-def share(count: int, weights: Sequence[float], rank: int) -> slice:
+def shard_bounds(count: int, weights: Sequence[float], rank: int) -> slice:
     """The part of `count` samples that a rank takes: contiguous, disjoint, in the ranks' order.
 
     Bounds are the rounded cumulative weights, so that the shares always cover the batch exactly.
@@ -56,17 +56,17 @@ def share(count: int, weights: Sequence[float], rank: int) -> slice:
     return slice(begin, end)
 
 
-def own_part(count: int, weights: Sequence[float], rank: int) -> tuple[slice, int]:
+def rank_shard(count: int, weights: Sequence[float], rank: int) -> tuple[slice, int]:
     """A rank's part of a batch to compute, and how many samples of it count.
 
     A worker without a share computes a sample that does not count, to stay in step.
     """
-    part = share(count, weights, rank)
+    part = shard_bounds(count, weights, rank)
     samples = part.stop - part.start
     return (part if samples else slice(0, 1)), samples
 
 
-def mix(*numbers: int) -> int:
+def derive_seed(*numbers: int) -> int:
     """One 63-bit seed out of several numbers, such that neighbours share nothing (splitmix64)."""
     state = 0
     for number in numbers:

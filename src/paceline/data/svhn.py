@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data import manifest
-from paceline.data.files import FileSet, Source
-from paceline.data.manifest import DamageError, refuse_larger
+from paceline.data.files import FileDataset, Source
+from paceline.data.manifest import CorruptFileError, refuse_larger
 from paceline.data.matfile import MatVariable, read_variables
 from paceline.data.storage import Chunk
 
@@ -38,7 +38,7 @@ def _read_labels(source: Source) -> NDArray[np.uint8]:
     with _variable(source, "y", (source.samples, 1)) as variable:
         labels = np.concatenate(list(variable.numbers(source.samples)))
     if not np.isin(labels, np.arange(1, 11)).all():
-        raise DamageError(source.path, "has a label outside 1 to 10")
+        raise CorruptFileError(source.path, "has a label outside 1 to 10")
     return labels.astype(np.uint8) % 10
 
 
@@ -46,7 +46,7 @@ def _read_images(source: Source, labels: NDArray[np.uint8]) -> Iterator[Chunk]:
     done = 0
     with _variable(source, "X", (32, 32, 3, source.samples)) as variable:
         if variable.dtype is not np.uint8:
-            raise DamageError(source.path, "has images that are not bytes")
+            raise CorruptFileError(source.path, "has images that are not bytes")
         for numbers in variable.numbers(_CHUNK_SAMPLES * _IMAGE_BYTES, len(labels) * _IMAGE_BYTES):
             # The first index, the row, runs fastest: seen the other way round, the file holds the
             # images one after another, each as channel, column, row.
@@ -61,13 +61,13 @@ def _variable(source: Source, name: str, shape: tuple[int, ...]) -> Iterator[Mat
         for variable in variables:
             if variable.name == name:
                 if variable.shape != shape:
-                    raise DamageError(
+                    raise CorruptFileError(
                         source.path, f"has {name} of the shape {variable.shape}, not {shape}"
                     )
                 yield variable
                 return
-    raise DamageError(source.path, f"has no variable {name}")
+    raise CorruptFileError(source.path, f"has no variable {name}")
 
 
-SVHN = FileSet(manifest.SVHN, read_files)
-SVHN_EXTRA = FileSet(manifest.SVHN_EXTRA, read_files)
+SVHN = FileDataset(manifest.SVHN, read_files)
+SVHN_EXTRA = FileDataset(manifest.SVHN_EXTRA, read_files)

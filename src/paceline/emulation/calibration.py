@@ -14,7 +14,7 @@ import psutil
 
 from paceline.emulation import cpu_limits, probe
 from paceline.emulation.namespaces import Namespace
-from paceline.emulation.state import Calibration, Measured, State
+from paceline.emulation.state import Calibration, ClusterState, Measured
 from paceline.errors import ClusterError
 
 RATE_SECONDS = 0.3
@@ -29,14 +29,14 @@ TRIES = 3
 """At most, since a machine that is busy for a moment spoils a figure; the nearest one counts."""
 
 
-def calibrate(state: State) -> Calibration:
+def calibrate(state: ClusterState) -> Calibration:
     """A few seconds of measuring; nothing is left running."""
     busy_cores = psutil.cpu_percent(BUSY_LOOK_SECONDS) / 100 * (os.cpu_count() or 1)
     measured = [*link_rates(state), *_round_trip(state), *_cpus(state)]
     return Calibration(measured, busy_cores)
 
 
-def round_trip_seconds(state: State) -> float:
+def round_trip_seconds(state: ClusterState) -> float:
     """The median between the first two nodes, of a small message."""
     first, second = state.nodes[:2]
     pings = round(PING_SECONDS / max(state.spec.latency_seconds, PING_SECONDS / MOST_PINGS))
@@ -45,7 +45,7 @@ def round_trip_seconds(state: State) -> float:
         return float(_ask(first.words(_probe("ping", address, str(port), count))))
 
 
-def link_rates(state: State) -> Iterator[Measured]:
+def link_rates(state: ClusterState) -> Iterator[Measured]:
     """Each link against one that is not shaped, so that nothing else can be what limits it."""
     switch = state.switch
     if switch is None:
@@ -73,7 +73,7 @@ def _rate(source: Namespace, sink: Namespace, address: str) -> float:
             _stop(sender)
 
 
-def _round_trip(state: State) -> Iterator[Measured]:
+def _round_trip(state: ClusterState) -> Iterator[Measured]:
     if state.spec.nodes > 1:
         asked = state.spec.latency_seconds or None
         yield _nearest(
@@ -82,7 +82,7 @@ def _round_trip(state: State) -> Iterator[Measured]:
         )
 
 
-def _cpus(state: State) -> Iterator[Measured]:
+def _cpus(state: ClusterState) -> Iterator[Measured]:
     rounds: list[list[Measured]] = []
     for _ in range(TRIES):
         rounds.append(_cpus_at_once(state))
@@ -92,7 +92,7 @@ def _cpus(state: State) -> Iterator[Measured]:
         yield _nearest(iter(of_one_node))
 
 
-def _cpus_at_once(state: State) -> list[Measured]:
+def _cpus_at_once(state: ClusterState) -> list[Measured]:
     """Of all nodes together, since that is how a run uses them."""
     cores = len(os.sched_getaffinity(0))
     spinners: dict[int, list[subprocess.Popen[str]]] = {}

@@ -20,11 +20,11 @@ from paceline.emulation.guardian import Guardian
 from paceline.emulation.latency import compiler, has_netem
 from paceline.emulation.namespaces import can_be_root
 from paceline.emulation.processes import ProcessId
-from paceline.emulation.removal import pids_of, remove, sweep
+from paceline.emulation.removal import pids_of, remove, remove_orphans
 from paceline.emulation.state import (
     VARIABLE,
     Calibration,
-    State,
+    ClusterState,
     all_paths,
     choosing,
     load,
@@ -54,7 +54,9 @@ def examine() -> Abilities:
 def _has_quotas() -> bool:
     told: list[Path | None] = []
     name = f"paceline-doctor-{os.getpid()}"
-    made = cpu_limits.make_groups(name, {0: TRIED_CPUS}, lambda _, offering: told.append(offering))
+    made = cpu_limits.create_cgroups(
+        name, {0: TRIED_CPUS}, lambda _, offering: told.append(offering)
+    )
     cpu_limits.remove_groups((made or {}).values())
     if (offering := told[-1] if told else None) is not None:
         cpu_limits.withdraw_cpu(offering)
@@ -73,7 +75,7 @@ class EmulatedCluster:
     same user.
     """
 
-    def __init__(self, state: State, guardian: Guardian | None = None) -> None:
+    def __init__(self, state: ClusterState, guardian: Guardian | None = None) -> None:
         self.state = state
         self._guardian = guardian
         self.name: str = state.name
@@ -101,8 +103,8 @@ class EmulatedCluster:
         """
         name = f"run-{os.getpid()}-{next(_counter)}" if name is None else name
         _check(spec, name)
-        sweep()
-        state = State(path_of(name), spec, owner=ProcessId.of(os.getpid()))
+        remove_orphans()
+        state = ClusterState(path_of(name), spec, owner=ProcessId.of(os.getpid()))
         state.create()
         if not quiet:
             _tell(spec, calibrate)
@@ -182,7 +184,7 @@ def check_possible() -> None:
 
 def all_clusters() -> list[EmulatedCluster]:
     """Of this user, those of dead owners removed first."""
-    sweep()
+    remove_orphans()
     found = []
     for path in all_paths():
         try:
@@ -202,17 +204,17 @@ def _check(spec: ClusterSpec, name: str) -> None:
         raise ClusterError(f"a node needs at least {cpu_limits.LEAST_CPUS:g} cpus")
 
 
-def _build(state: State) -> None:
+def _build(state: ClusterState) -> None:
     """Each thing is in the state file as soon as it exists, so that a crash leaves no orphan."""
     as_root = namespaces.can_be_root()
     environment = state.environment()
     with choosing():
         state.addresses = network.addresses(state.name, state.spec.nodes + 1)
         state.save()
-    state.switch = namespaces.hold(environment, None, as_root=as_root)
+    state.switch = namespaces.create_namespace(environment, None, as_root=as_root)
     state.save()
     for _ in range(state.spec.nodes):
-        state.nodes.append(namespaces.hold(environment, state.switch, as_root=as_root))
+        state.nodes.append(namespaces.create_namespace(environment, state.switch, as_root=as_root))
         state.save()
     _limit_cpus(state)
     state.save()
@@ -224,7 +226,7 @@ def _build(state: State) -> None:
     state.save()
 
 
-def _limit_cpus(state: State) -> None:
+def _limit_cpus(state: ClusterState) -> None:
     cores = sorted(os.sched_getaffinity(0))
     shares = {node: state.spec.cpus_of(node, len(cores)) for node in range(state.spec.nodes)}
     limited = {node: share for node, share in shares.items() if share is not None}
@@ -242,7 +244,7 @@ def _limit_cpus(state: State) -> None:
         state.offering = offering or _offering_already(planned)
         state.save()
 
-    made = cpu_limits.make_groups(state.group_name, limited, note)
+    made = cpu_limits.create_cgroups(state.group_name, limited, note)
     if made is not None:
         if cpu_limits.is_outside_of_ours(made[min(made)]):
             state.notes.append(
@@ -265,7 +267,7 @@ def _limit_cpus(state: State) -> None:
     )
 
 
-def _taken_by_others(state: State) -> dict[int, float]:
+def _taken_by_others(state: ClusterState) -> dict[int, float]:
     """Of each core, the cpus of other clusters' nodes that are held to it."""
     taken: dict[int, float] = {}
     for path in all_paths():

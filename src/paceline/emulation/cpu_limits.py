@@ -13,7 +13,7 @@ from pathlib import Path
 
 from paceline.emulation.namespaces import program
 from paceline.errors import ClusterError
-from paceline.measure.machine import group_folders
+from paceline.measure.machine import cgroup_dirs
 
 FULL = 1.0 + 1e-9
 """Of a core, with room for rounding."""
@@ -80,7 +80,7 @@ Note = Callable[[dict[int, Path], Path | None], None]
 """Is told the groups by node, and the parent that is to offer its children the CPU controller."""
 
 
-def make_groups(
+def create_cgroups(
     name: str,
     cpus_of: Mapping[int, float],
     note: Note = lambda planned, offering: None,
@@ -91,7 +91,7 @@ def make_groups(
     The places tried are the groups that this process is in, innermost first. Before anything is
     made at one of them, `note` is told what will be; `remove_groups` and `withdraw_cpu` undo it.
     """
-    for parent in group_folders("cpu") if folders is None else folders:
+    for parent in cgroup_dirs("cpu") if folders is None else folders:
         if not (parent / JOIN_FILE).exists():
             continue
         planned = {node: parent / f"{name}-{node}" for node in cpus_of}
@@ -119,7 +119,7 @@ def withdraw_cpu(parent: Path) -> None:
 
 def is_outside_of_ours(group: Path) -> bool:
     """Whether a group is not in the one that this process is in, whose limits then do not hold."""
-    return group.parent != next(group_folders("cpu"), None)
+    return group.parent != next(cgroup_dirs("cpu"), None)
 
 
 def set_quota(group: Path, cpus: float) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Self
 
 from paceline.emulation.removal import pids_of, remove
-from paceline.emulation.state import State, load
+from paceline.emulation.state import ClusterState, load
 from paceline.errors import ClusterError
 from paceline.sources import search_path
 
@@ -71,7 +71,7 @@ def main(path: Path) -> None:
         remove(state)
 
 
-def _await_nodes(state: State) -> None:
+def _await_nodes(state: ClusterState) -> None:
     """Let what runs in the nodes end by itself."""
     own = {namespace.holder.pid for namespace in state.namespaces()}
     if state.forwarder is not None:

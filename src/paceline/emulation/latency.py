@@ -16,7 +16,7 @@ from pathlib import Path
 from paceline.emulation import calibration, network
 from paceline.emulation.namespaces import Namespace, inside_new, program, spawn
 from paceline.emulation.processes import ProcessId, end_all, network_namespace, reap
-from paceline.emulation.state import State
+from paceline.emulation.state import ClusterState
 from paceline.errors import ClusterError
 
 SOURCE = Path(__file__).with_name("forwarder.c")
@@ -95,7 +95,7 @@ NEAR_ENOUGH = 0.03
 """Part of the asked round trip by which it may be off without another correction."""
 
 
-def join_ports(state: State, switch: Namespace) -> None:
+def join_ports(state: ClusterState, switch: Namespace) -> None:
     """Let the nodes reach each other, with the latency of the spec.
 
     The machine's own share of a round trip is measured and taken off the delay.
@@ -127,7 +127,7 @@ def has_netem(*, as_root: bool) -> bool:
     return not subprocess.run(inside_new(words, as_root), capture_output=True).returncode
 
 
-def _netem(state: State, switch: Namespace, seconds: float) -> None:
+def _netem(state: ClusterState, switch: Namespace, seconds: float) -> None:
     """At the switch's end of each link, with the link's token bucket behind the delay."""
     for node in range(state.spec.nodes):
         device = ["dev", network.port(node)]
@@ -140,7 +140,7 @@ def _netem(state: State, switch: Namespace, seconds: float) -> None:
             switch.run([program("tc"), "qdisc", "replace", *child])
 
 
-def _forward(state: State, switch: Namespace, seconds: float) -> None:
+def _forward(state: ClusterState, switch: Namespace, seconds: float) -> None:
     """By a process of ours in place of a bridge, which holds links to their rates as well.
 
     The token bucket at a node's own end stays, so that its TCP feels how fast its link is.

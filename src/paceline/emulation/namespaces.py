@@ -46,7 +46,9 @@ class Namespace:
         return self.holder.is_alive() and network_namespace(self.holder.pid) == self.number
 
 
-def hold(environment: Mapping[str, str], inside: Namespace | None, *, as_root: bool) -> Namespace:
+def create_namespace(
+    environment: Mapping[str, str], inside: Namespace | None, *, as_root: bool
+) -> Namespace:
     """A new namespace; `inside` says whose user namespace it shares."""
     if as_root or inside is None:
         words = inside_new(HOLDER, as_root)

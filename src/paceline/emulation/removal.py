@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 
 from paceline.emulation import cpu_limits, processes
-from paceline.emulation.state import VARIABLE, State, all_paths, load
+from paceline.emulation.state import VARIABLE, ClusterState, all_paths, load
 from paceline.errors import ClusterError
 
 
-def remove(state: State) -> None:
+def remove(state: ClusterState) -> None:
     """End every process in the cluster, by its id; the namespaces go with them. Then its groups."""
     if state.boot == processes.boot_id():
         # Holders go last: as long as they live, what is in their namespaces can be told for sure.
@@ -33,7 +33,7 @@ def remove(state: State) -> None:
     state.path.unlink(missing_ok=True)
 
 
-def pids_of(state: State, node: int | None = None) -> list[int]:
+def pids_of(state: ClusterState, node: int | None = None) -> list[int]:
     """Processes of a cluster or one of its nodes, its holders left out when a node is named.
 
     A namespace's number may be another's once its holder is gone, so it counts only while held;
@@ -49,7 +49,7 @@ def pids_of(state: State, node: int | None = None) -> list[int]:
     return sorted(found)
 
 
-def sweep() -> list[str]:
+def remove_orphans() -> list[str]:
     """Remove clusters that were to end with a process which is gone; returns their names."""
     swept = []
     for path in all_paths():

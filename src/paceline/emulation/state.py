@@ -28,7 +28,7 @@ VARIABLE = "PACELINE_CLUSTER"
 
 
 @dataclass(slots=True)
-class State:
+class ClusterState:
     path: Path
     spec: ClusterSpec
     addresses: list[str] = field(default_factory=list)
@@ -104,7 +104,7 @@ class State:
         return json.dumps(values, indent=1, default=str) + "\n"
 
 
-def load(path: Path) -> State:
+def load(path: Path) -> ClusterState:
     """The state that a file tells; ClusterError where there is none or it cannot be read."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -173,11 +173,11 @@ def _folders() -> Iterator[Path]:
     yield Path(tempfile.gettempdir()) / f"paceline-{os.geteuid()}" / "clusters"
 
 
-def _from_json(path: Path, values: dict[str, Any]) -> State:
+def _from_json(path: Path, values: dict[str, Any]) -> ClusterState:
     if values["schema"] != SCHEMA:
         raise ValueError("schema")
     spec, calibration = values["spec"], values["calibration"]
-    return State(
+    return ClusterState(
         path=path,
         spec=ClusterSpec(
             **{
@@ -273,7 +273,7 @@ def amount(value: float, unit: str) -> str:
     return f"{value / scale:.4g} {prefix}bit/s"
 
 
-def cluster_account(path: str | None = None) -> dict[str, Any] | None:
+def cluster_record(path: str | None = None) -> dict[str, Any] | None:
     """What was asked for, what was measured to be, and where the two differ.
 
     Of the cluster with this state file, or of the one that this process is in; None without one.

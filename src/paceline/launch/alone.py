@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 
-from paceline.comm.in_process import Hub
-from paceline.comm.rank_info import ALONE
+from paceline.comm.in_process import InProcessGroup
+from paceline.comm.rank_info import SINGLE_PROCESS
 from paceline.config import RunConfig
 from paceline.errors import ConfigError, UsageError
-from paceline.launch.result import Outcome, write_result
+from paceline.launch.result import RunOutcome, write_result
 from paceline.measure.phase_clock import PhaseClock
 from paceline.measure.sampler import ResourceSampler
 from paceline.records import RunFolder
 from paceline.training.checkpoint import CheckpointStore
 from paceline.training.display import open_display
-from paceline.training.trainer import Prepared, Team, check_work_is_left, prepare, run_worker
+from paceline.training.trainer import Prepared, RankContext, check_work_is_left, prepare, run_worker
 
 
-def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
+def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> RunOutcome:
     clock = PhaseClock()
     clock.startup.begin("model")
     folder = resumed or RunFolder.create(config)
@@ -39,21 +39,21 @@ def _train(
     resumed: bool,
     quiet: bool,
     clock: PhaseClock,
-) -> Outcome:
+) -> RunOutcome:
     store = CheckpointStore(folder.checkpoints, config.checkpoint_keep, config.checkpoint_mode)
     checkpoint = store.newest() if resumed else None
     if checkpoint:
         check_work_is_left(config, prepared, checkpoint, folder.is_finished)
     if resumed:
         folder.change_config(config)
-    folder.set_result_aside()
+    folder.archive_result()
     sampler = ResourceSampler(
         folder.resources_file(0), [os.getpid()], node=0, interval_seconds=config.sample_seconds
     )
-    hub = Hub(1)
+    hub = InProcessGroup(1)
     try:
         sampler.start()
-        team = Team(ALONE, hub.communicators[0], store)
+        team = RankContext(SINGLE_PROCESS, hub.communicators[0], store)
         report = run_worker(config, folder, prepared, team, checkpoint, open_display(quiet), clock)
     finally:
         trouble = sampler.stop()
@@ -67,4 +67,4 @@ def _train(
     if trouble:
         report.warnings.append(trouble)
     result = write_result(config, folder, [report])
-    return Outcome(folder, result, report.exit_code)
+    return RunOutcome(folder, result, report.exit_code)

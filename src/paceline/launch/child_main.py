@@ -14,7 +14,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from paceline.launch.lifeline import tie_to
+from paceline.launch.lifeline import die_with_parent
 from paceline.measure.startup import importing
 from paceline.training.process import keep_freed_memory
 
@@ -24,7 +24,7 @@ PROGRAMS = {"worker": "paceline.launch.worker", "server": "paceline.launch.param
 def main(arguments: list[str]) -> NoReturn:
     # Until training begins there is nothing to finish, and no traceback to be shown.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    tie_to(int(arguments[0]))
+    die_with_parent(int(arguments[0]))
     keep_freed_memory()
     with importing():
         program = importlib.import_module(PROGRAMS.get(arguments[1], arguments[1]))

@@ -16,7 +16,9 @@ OF_THIS_NODE = ("node_rank", "out", "name", "data_dir", "threads")
 """Settings that may differ from machine to machine."""
 
 
-def differences(own: dict[str, Any], first: dict[str, Any], noun: str, number: int) -> list[str]:
+def config_mismatches(
+    own: dict[str, Any], first: dict[str, Any], noun: str, number: int
+) -> list[str]:
     """A line for each setting that a worker or node does not have in common with the first."""
     return [
         f"{flag_of(item.name)}: {noun} {number} was started with {own[item.name]!r},"
@@ -29,16 +31,16 @@ def differences(own: dict[str, Any], first: dict[str, Any], noun: str, number: i
 def agree_on_config(config: RunConfig, communicator: Communicator) -> None:
     """Refuse workers that were started with other settings than the first one. Collective."""
     first = broadcast_json(communicator, config.to_dict())
-    problems = differences(config.to_dict(), first, "rank", communicator.rank)
+    problems = config_mismatches(config.to_dict(), first, "rank", communicator.rank)
 
     def refuse() -> None:
         if problems:
             raise ConfigError(problems)
 
-    succeed_together(communicator, refuse)
+    run_collectively(communicator, refuse)
 
 
-def succeed_together(communicator: Communicator, action: Callable[[], T]) -> T:
+def run_collectively(communicator: Communicator, action: Callable[[], T]) -> T:
     """Do something that a worker may find to be refused; all are then, by its words. Collective.
 
     So nobody waits for one who has left, and nobody sees only that it has.

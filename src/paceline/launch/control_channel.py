@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from paceline.errors import PacelineError
 
-COMPLAINT = "paceline: error: "
+ERROR_PREFIX = "paceline: error: "
 """Begins the lines that tell what went wrong."""
 NEWS_MARK = "\x1e"
 """Begins the lines of standard error that are for the starter and not for the user."""
@@ -54,25 +54,25 @@ def read_given() -> dict[str, Any]:
     return value
 
 
-def tell(**news: Any) -> None:
+def send_status(**news: Any) -> None:
     """Let the starter know something that the user need not see."""
     sys.stderr.write(f"{NEWS_MARK}{json.dumps(news)}\n")
     sys.stderr.flush()
 
 
-def telling_errors(action: Callable[[], object]) -> int:
+def report_errors(action: Callable[[], object]) -> int:
     """Do something; returns 0, or the exit code of an error, which is told as commands do."""
     try:
         action()
     except PacelineError as error:
         for line in str(error).splitlines():
-            sys.stderr.write(f"{COMPLAINT}{line}\n")
+            sys.stderr.write(f"{ERROR_PREFIX}{line}\n")
         sys.stderr.flush()
         return error.exit_code
     return 0
 
 
-def end_with_starter() -> None:
+def exit_with_launcher() -> None:
     """From now on, pass on the starter's signals, and end soon after it."""
     Thread(target=_watch, name="starter", daemon=True).start()
 
@@ -102,7 +102,7 @@ READ_BYTES = 1 << 16
 
 
 @dataclass(slots=True)
-class NodeEnd:
+class NodeExit:
     """How a node's process ended, as far as it has."""
 
     node: int
@@ -118,7 +118,7 @@ class NodeEnd:
     ended: float = 0.0
 
 
-def open_node(
+def popen_piped(
     words: Sequence[str], given: bytes, environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
     """A process as fleets start it: pipes on all sides, `given` on its way, the input left open."""
@@ -143,7 +143,7 @@ class NodeProcess:
     """Shows what a process says, all but its complaints, which it keeps."""
 
     def __init__(self, node: int, process: subprocess.Popen[bytes], prefix: str) -> None:
-        self.end = NodeEnd(node)
+        self.end = NodeExit(node)
         self._process = process
         self._prefix = prefix
         """Before each of its lines."""
@@ -218,7 +218,7 @@ class NodeProcess:
             with contextlib.suppress(OSError):
                 os.write(stdin.fileno(), words)
 
-    def let_go(self) -> None:
+    def close_stdin(self) -> None:
         """Tell the process that it is to end, by ending its input."""
         if self._process.stdin is not None:
             self._process.stdin.close()
@@ -259,8 +259,8 @@ class NodeProcess:
             with contextlib.suppress(ValueError, RecursionError):
                 news = json.loads(line.removeprefix(NEWS_MARK))
                 self.end.news |= news if isinstance(news, dict) else {}
-        elif line.startswith(COMPLAINT):
-            told = line.removeprefix(COMPLAINT)
+        elif line.startswith(ERROR_PREFIX):
+            told = line.removeprefix(ERROR_PREFIX)
             self.end.complaint = "\n".join(filter(None, (self.end.complaint, told)))
         else:
             self.end.last_line = line.strip() or self.end.last_line

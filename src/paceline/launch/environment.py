@@ -12,7 +12,7 @@ import re
 import socket
 from collections.abc import Mapping
 
-from paceline.comm.rank_info import Place
+from paceline.comm.rank_info import RankInfo
 from paceline.errors import UsageError, shown
 
 
@@ -24,7 +24,7 @@ def free_port(address: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def detect(variables: Mapping[str, str] = os.environ) -> Place | None:
+def detect(variables: Mapping[str, str] = os.environ) -> RankInfo | None:
     """The place that the environment gives this process; None where nobody has given it one."""
     if "LOCAL_RANK" in variables and "RANK" in variables:
         return _from_torchrun(variables)
@@ -34,9 +34,9 @@ def detect(variables: Mapping[str, str] = os.environ) -> Place | None:
     return None
 
 
-def _from_torchrun(variables: Mapping[str, str]) -> Place:
+def _from_torchrun(variables: Mapping[str, str]) -> RankInfo:
     world_size, local = _number(variables, "WORLD_SIZE"), _number(variables, "LOCAL_WORLD_SIZE")
-    return Place(
+    return RankInfo(
         rank=_number(variables, "RANK"),
         world_size=world_size,
         local_rank=_number(variables, "LOCAL_RANK"),
@@ -45,12 +45,12 @@ def _from_torchrun(variables: Mapping[str, str]) -> Place:
         nnodes=_number(variables, "GROUP_WORLD_SIZE", -(-world_size // local)),
         master_addr=variables.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_number(variables, "MASTER_PORT", 29500),
-        store_is_served=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        has_external_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=_number(variables, "TORCHELASTIC_RESTART_COUNT", 0),
     )
 
 
-def _from_slurm(variables: Mapping[str, str]) -> Place:
+def _from_slurm(variables: Mapping[str, str]) -> RankInfo:
     nnodes = _slurm_number(variables, "NUM_NODES", "NNODES", 1)
     world_size = _slurm_number(variables, "NUM_TASKS", "NTASKS", 1)
     if world_size % nnodes:
@@ -58,7 +58,7 @@ def _from_slurm(variables: Mapping[str, str]) -> Place:
             f"srun started {world_size} tasks on {nnodes} nodes: give each node the same number"
             " of them with --ntasks-per-node"
         )
-    return Place(
+    return RankInfo(
         rank=_number(variables, "SLURM_PROCID"),
         world_size=world_size,
         local_rank=_number(variables, "SLURM_LOCALID"),
@@ -67,7 +67,7 @@ def _from_slurm(variables: Mapping[str, str]) -> Place:
         nnodes=nnodes,
         master_addr=variables.get("MASTER_ADDR") or _slurm_first_host(variables),
         master_port=_number(variables, "MASTER_PORT", _slurm_port(variables)),
-        store_is_served=False,
+        has_external_store=False,
     )
 
 

@@ -15,11 +15,11 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch lists nei
     TCPStore,
 )
 
-from paceline.comm.rank_info import Place
+from paceline.comm.rank_info import RankInfo
 from paceline.config import RunConfig
 from paceline.errors import RunError
 from paceline.launch.messages import MalformedError, decode
-from paceline.launch.termination import Ending
+from paceline.launch.termination import Termination
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class FailureBoard:
             return self._ask(lambda store: store.add("failures", 1))
         return 0
 
-    def read(self, rank: int) -> Ending | None:
+    def read(self, rank: int) -> Termination | None:
         """What a worker posted."""
         key = _key(self._attempt, rank)
 
@@ -55,14 +55,16 @@ class FailureBoard:
 
         try:
             value = self._ask(look)
-            return None if value is None else Ending.of_message(value, f"failure of rank {rank}")
+            return (
+                None if value is None else Termination.of_message(value, f"failure of rank {rank}")
+            )
         except MalformedError as error:
-            return Ending(str(error), is_echo=True)
+            return Termination(str(error), is_secondary=True)
         except RunError:
             return None
 
 
-def post_failure(config: RunConfig, place: Place, ending: Ending) -> None:
+def post_failure(config: RunConfig, place: RankInfo, ending: Termination) -> None:
     """Tell the launcher why this worker failed where the run folder cannot be written to."""
     prefix = "nodes" if config.elastic is None else "elastic"
     with contextlib.suppress(RuntimeError):

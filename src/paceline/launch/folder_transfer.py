@@ -25,8 +25,8 @@ from typing import IO, Any
 
 from paceline.config import RunConfig, fields, from_mapping, option_of
 from paceline.errors import RecordsError, RunError, UsageError
-from paceline.launch.control_channel import COMPLAINT, read_given, telling_errors
-from paceline.launch.machines import Fleet
+from paceline.launch.control_channel import ERROR_PREFIX, read_given, report_errors
+from paceline.launch.machines import Machines
 from paceline.records import RunFolder
 
 MOST_LEVELS = 6
@@ -154,13 +154,13 @@ def _are_of_one_run(one: RunConfig, other: RunConfig) -> bool:
     return all(
         getattr(one, item.name) == getattr(other, item.name)
         for item in fields()
-        if not option_of(item).may_change
+        if not option_of(item).mutable_on_resume
         and item.name not in ("out", "name", "batch_size", "batch_per_worker")
     )
 
 
 if __name__ == "__main__":
-    sys.exit(telling_errors(lambda: main(sys.argv[1])))
+    sys.exit(report_errors(lambda: main(sys.argv[1])))
 
 
 ANSWER_SECONDS = 30.0
@@ -170,7 +170,9 @@ SHOW_SECONDS = 0.5
 logger = logging.getLogger("paceline")
 
 
-def fetch(fleet: Fleet, node: int, path: str, folder: RunFolder, replace: bool = True) -> bool:
+def download(
+    fleet: Machines, node: int, path: str, folder: RunFolder, replace: bool = True
+) -> bool:
     """Bring a node's records into a folder here; False where the node has none.
 
     Where both are one folder there is nothing to do. Without `replace`, only what is missing here.
@@ -186,7 +188,7 @@ def fetch(fleet: Fleet, node: int, path: str, folder: RunFolder, replace: bool =
         return True
 
 
-def deliver(fleet: Fleet, node: int, path: str, folder: RunFolder) -> bool:
+def upload(fleet: Machines, node: int, path: str, folder: RunFolder) -> bool:
     """See to it that a node has the run that is to be resumed there; whether it shares `folder`."""
     request = {
         "folder": path,
@@ -212,7 +214,7 @@ def _identity(folder: RunFolder) -> list[int | str] | None:
 
 @contextlib.contextmanager
 def _parcel(
-    fleet: Fleet, node: int, action: str, request: dict[str, Any]
+    fleet: Machines, node: int, action: str, request: dict[str, Any]
 ) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
     words = [fleet.python, "-m", "paceline.launch.folder_transfer", action]
     process = fleet.start(node, words, json.dumps(request).encode() + b"\n")
@@ -259,7 +261,7 @@ def _complaint(process: subprocess.Popen[bytes]) -> str:
     """Its error if it told one, or else the last line that it said."""
     assert process.stderr is not None
     lines = process.stderr.read().decode(errors="replace").strip().splitlines()
-    told = [line.removeprefix(COMPLAINT) for line in lines if line.startswith(COMPLAINT)]
+    told = [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]
     return (told or lines or [""])[-1]
 
 

@@ -8,15 +8,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from paceline.comm.communicator import Communicator
-from paceline.comm.in_process import Hub
-from paceline.comm.rank_info import ALONE, Place
+from paceline.comm.in_process import InProcessGroup
+from paceline.comm.rank_info import SINGLE_PROCESS, RankInfo
 from paceline.config import RunConfig, from_mapping
 from paceline.errors import UsageError
 from paceline.launch import environment
 from paceline.launch.launcher import check_strategy
 from paceline.launch.worker import connection
 from paceline.training.device import choose_device
-from paceline.training.session import JoinedTeam
+from paceline.training.session import Session
 
 _JOINS = itertools.count()
 """A program may join several times, one after the other; every time is a meeting of its own."""
@@ -30,12 +30,12 @@ def join(
     rendezvous_seconds: float = 60.0,
     timeout_seconds: float = 300.0,
     **options: Any,
-) -> Iterator[JoinedTeam]:
+) -> Iterator[Session]:
     """Meet the other workers that torchrun, srun or paceline has started; alone otherwise.
 
     `options` are the strategy's. At the end of the block every worker has the final weights.
     """
-    place = environment.detect() or ALONE
+    place = environment.detect() or SINGLE_PROCESS
     config = from_mapping(
         {
             "strategy": strategy,
@@ -55,14 +55,14 @@ def join(
         )
     device = choose_device(config, place.local_rank)
     with _connection(config, place) as connected:
-        team = JoinedTeam(config, place, connected, chosen, device)
+        team = Session(config, place, connected, chosen, device)
         yield team
         # Not after an exception: the others learn of it because the connections are closed.
         team.finish()
         connected.barrier().wait()
 
 
-def _connection(config: RunConfig, place: Place) -> AbstractContextManager[Communicator]:
+def _connection(config: RunConfig, place: RankInfo) -> AbstractContextManager[Communicator]:
     if place.world_size == 1:
-        return nullcontext(Hub(1).communicators[0])
+        return nullcontext(InProcessGroup(1).communicators[0])
     return connection(config, place, name=f"join-{next(_JOINS)}", is_agreed=False)

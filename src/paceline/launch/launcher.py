@@ -17,7 +17,7 @@ from paceline.errors import (
     shown,
 )
 from paceline.launch import alone, environment, node, remote, worker
-from paceline.launch.result import Outcome
+from paceline.launch.result import RunOutcome
 from paceline.launch.validation import check_elastic
 from paceline.models import MODELS
 from paceline.records import RunFolder
@@ -27,12 +27,12 @@ from paceline.strategies.strategy import Strategy
 from paceline.training.checkpoint import iterations
 
 
-def train(config: RunConfig, quiet: bool = False) -> Outcome:
+def train(config: RunConfig, quiet: bool = False) -> RunOutcome:
     """Run a config in a new folder."""
     return _launch(config, None, quiet)
 
 
-def resume(path: str, changes: dict[str, Any], quiet: bool = False) -> Outcome:
+def resume(path: str, changes: dict[str, Any], quiet: bool = False) -> RunOutcome:
     """Go on with a run from its newest checkpoint; `changes` are flags given with --resume.
 
     A run that ended before its first checkpoint starts again from iteration 0.
@@ -88,7 +88,7 @@ def resumed_config(original: RunConfig, changes: dict[str, Any], folder: RunFold
         f" got {shown(getattr(changed, item.name))}"
         for item in fields()
         if item.name in changes
-        and not option_of(item).may_change
+        and not option_of(item).mutable_on_resume
         and getattr(changed, item.name) != getattr(original, item.name)
     ]
     if changed.global_batch_size != original.global_batch_size:
@@ -113,11 +113,11 @@ def _forget_machines(values: dict[str, Any], changes: dict[str, Any]) -> None:
         values.pop(name, None)
 
 
-def _launch(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
+def _launch(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> RunOutcome:
     is_away = config.hosts or config.cluster or config.launcher == "ray"
     if not is_away or environment.detect() is not None:
-        return launch_here(config, resumed, quiet)
-    check_names(config)
+        return launch_local(config, resumed, quiet)
+    validate(config)
     if config.launcher == "ray":
         # Ray takes a while to load, and few want it.
         from paceline.launch.ray import run as ray
@@ -126,7 +126,7 @@ def _launch(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcom
     return remote.run(config, resumed, quiet)
 
 
-def launch_here(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
+def launch_local(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> RunOutcome:
     """Start the workers of this machine, or be one of them where somebody else has started it."""
     place = environment.detect()
     has_machines = place is not None and resumed is None and bool(config.hosts or config.cluster)
@@ -141,7 +141,7 @@ def launch_here(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Ou
             elastic=config.elastic if resumed is None else None,
         )
     try:
-        strategy = check_names(config)
+        strategy = validate(config)
         if has_machines:
             raise ConfigError(
                 ["--hosts, --cluster: start their own workers: give these without torchrun or srun"]
@@ -165,7 +165,7 @@ def launch_here(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Ou
     return node.run(config, resumed, quiet)
 
 
-def check_names(config: RunConfig) -> Strategy:
+def validate(config: RunConfig) -> Strategy:
     """Refuse what no worker could be built from, before any of them starts; gives the strategy.
 
     Misspelt names are told together; a user's own code is loaded one after the other.
@@ -190,10 +190,10 @@ def check_names(config: RunConfig) -> Strategy:
 def check_strategy(config: RunConfig) -> Strategy:
     """The strategy, if its options are right and it can keep these workers in step."""
     strategy = create_strategy(config.strategy, config.options)
-    if strategy.most_workers is not None and config.workers > strategy.most_workers:
+    if strategy.max_world_size is not None and config.workers > strategy.max_world_size:
         raise ConfigError(
             [
-                f"--strategy {config.strategy}: trains {strategy.most_workers} worker,"
+                f"--strategy {config.strategy}: trains {strategy.max_world_size} worker,"
                 f" not {config.workers}: choose another with `paceline list strategies`"
             ]
         )

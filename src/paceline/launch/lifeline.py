@@ -9,7 +9,7 @@ import signal
 PR_SET_PDEATHSIG = 1
 
 
-def tie_to(parent: int, sent: signal.Signals = signal.SIGKILL) -> None:
+def die_with_parent(parent: int, sent: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel kill this process when its parent, the process `parent`, ends; on Linux.
 
     `sent` may be a gentler signal, for a process that will end by it.

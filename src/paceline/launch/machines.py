@@ -1,7 +1,7 @@
 """Machines that processes can be started on, and a command that runs on all of them.
 
 A fleet starts a process on one of its nodes; launch/ssh.py does so on real machines and
-launch/machines.py on emulated ones. `Watch` starts one on each, shows what they say and sees that
+launch/machines.py on emulated ones. `NodeSupervisor` starts one on each, shows what they say and sees that
 they end together; `run_on_all` is that, with one line for what went wrong.
 
 Machines that are emulated on this one (`--cluster`)."""
@@ -19,8 +19,8 @@ from typing import Protocol, Self
 
 from paceline.emulation.cluster import EmulatedCluster
 from paceline.errors import ConfigError, PacelineError, RunError, StoppedError, UsageError
-from paceline.launch.control_channel import BEAT_SECONDS, NodeEnd, NodeProcess, open_node
-from paceline.launch.signals import Interruptions, signal_name
+from paceline.launch.control_channel import BEAT_SECONDS, NodeExit, NodeProcess, popen_piped
+from paceline.launch.signals import SignalMonitor, signal_name
 from paceline.sources import search_path
 
 POLL_SECONDS = 0.1
@@ -32,7 +32,7 @@ ENDING_SECONDS = 12.0
 """How long a node may take to end when it is told that the starter is gone; then it is killed."""
 
 
-class Fleet(Protocol):
+class Machines(Protocol):
     @property
     def addresses(self) -> Sequence[str]:
         """One for each node, by which the nodes reach one another and messages name them."""
@@ -51,31 +51,31 @@ class Fleet(Protocol):
         `given` is written to its input, which stays open: its end tells that the starter is gone.
         """
 
-    def explain(self, end: NodeEnd) -> PacelineError:
+    def explain(self, end: NodeExit) -> PacelineError:
         """Why a command failed that did not say so itself."""
 
 
 def run_on_all(
-    fleet: Fleet, words_of: Callable[[int], list[str]], given_of: Callable[[int], bytes]
+    fleet: Machines, words_of: Callable[[int], list[str]], given_of: Callable[[int], bytes]
 ) -> list[int]:
     """Run a command on each node, with its `given`; returns the exit codes, which are all 0.
 
     The first node's output is shown plainly, that of the others behind their names. The first
     failure, or Ctrl-C, stops all and is raised.
     """
-    with Interruptions() as interruptions, Watch(fleet, interruptions) as watch:
+    with SignalMonitor() as interruptions, NodeSupervisor(fleet, interruptions) as watch:
         ends = watch.run(words_of, given_of)
     if failure := first_failure(ends):
         raise error_of(fleet, failure, ends)
     return [end.code or 0 for end in ends]
 
 
-def first_failure(ends: Sequence[NodeEnd]) -> NodeEnd | None:
+def first_failure(ends: Sequence[NodeExit]) -> NodeExit | None:
     failed = (end for end in ends if end.code)
     return min(failed, key=lambda end: end.ended, default=None)
 
 
-def error_of(fleet: Fleet, failure: NodeEnd, ends: Sequence[NodeEnd]) -> PacelineError:
+def error_of(fleet: Machines, failure: NodeExit, ends: Sequence[NodeExit]) -> PacelineError:
     """A failure by the words of its node where it had any."""
     if not failure.complaint:
         return fleet.explain(failure)
@@ -90,7 +90,7 @@ def error_of(fleet: Fleet, failure: NodeEnd, ends: Sequence[NodeEnd]) -> Pacelin
     return kinds.get(failure.code or 1, RunError)(where + failure.complaint)
 
 
-def describe_end(end: NodeEnd, address: str) -> str:
+def describe_end(end: NodeExit, address: str) -> str:
     """A failure without words."""
     who = f"node {end.node} ({address})"
     if end.code is not None and end.code < 0:
@@ -99,11 +99,11 @@ def describe_end(end: NodeEnd, address: str) -> str:
     return f"{who} ended with exit code {end.code}{last}"
 
 
-class Watch:
+class NodeSupervisor:
     """Over one process on each node, from their start to their end; none outlives the block."""
 
     def __init__(
-        self, fleet: Fleet, interruptions: Interruptions, fewest: int | None = None
+        self, fleet: Machines, interruptions: SignalMonitor, fewest: int | None = None
     ) -> None:
         """`fewest`: how many nodes will do, the first among them; None: all are needed."""
         self._fleet = fleet
@@ -129,7 +129,7 @@ class Watch:
 
     def run(
         self, words_of: Callable[[int], list[str]], given_of: Callable[[int], bytes]
-    ) -> list[NodeEnd]:
+    ) -> list[NodeExit]:
         """Start all, and come back when all have ended; signals are passed on meanwhile."""
         for number, address in enumerate(self._fleet.addresses):
             process = self._fleet.start(number, words_of(number), given_of(number))
@@ -190,11 +190,11 @@ class Watch:
             return
         for node in self._nodes:
             with contextlib.suppress(OSError):
-                node.let_go()
+                node.close_stdin()
             if now > self._let_go_at + ENDING_SECONDS:
                 node.kill()
 
-    def _can_go_on(self, failed: Sequence[NodeEnd]) -> bool:
+    def _can_go_on(self, failed: Sequence[NodeExit]) -> bool:
         """Whether nodes were lost that the run can do without; tells of each."""
         if self._fewest is None or self._let_go_at is not None:
             return False
@@ -209,7 +209,7 @@ class Watch:
         return True
 
 
-class EmulatedFleet:
+class EmulatedMachines:
     def __init__(self, cluster: EmulatedCluster) -> None:
         self._cluster = cluster
         self.addresses = cluster.addresses
@@ -218,7 +218,7 @@ class EmulatedFleet:
 
     def start(self, node: int, words: Sequence[str], given: bytes) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "PYTHONPATH": search_path()}
-        return open_node(self._cluster.command(node, words), given, environment)
+        return popen_piped(self._cluster.command(node, words), given, environment)
 
-    def explain(self, end: NodeEnd) -> PacelineError:
+    def explain(self, end: NodeExit) -> PacelineError:
         return RunError(describe_end(end, self.addresses[end.node]))

@@ -1,6 +1,6 @@
 """What is started on each machine of a run: `python -m paceline.launch.node_main`.
 
-The first line of its input is a `Task`; launch/control_channel.py tells how it hangs on its starter.
+The first line of its input is a `NodeTask`; launch/control_channel.py tells how it hangs on its starter.
 Loading torch takes seconds, so what can be said before is said before.
 """
 
@@ -21,11 +21,11 @@ from paceline import __version__
 from paceline.config import RunConfig, from_mapping
 from paceline.errors import StoppedError, UsageError
 from paceline.launch.control_channel import (
-    COMPLAINT,
-    end_with_starter,
+    ERROR_PREFIX,
+    exit_with_launcher,
     read_given,
-    tell,
-    telling_errors,
+    report_errors,
+    send_status,
 )
 from paceline.launch.signals import SIGNALS
 from paceline.records import RunFolder
@@ -33,7 +33,7 @@ from paceline.training.display import COLUMNS_VARIABLE
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class NodeTask:
     version: str
     """Of the starter's paceline."""
     config: dict[str, Any]
@@ -47,7 +47,7 @@ class Task:
         return json.dumps(dataclasses.asdict(self)).encode() + b"\n"
 
     @classmethod
-    def read(cls) -> Task:
+    def read(cls) -> NodeTask:
         given = read_given()
         theirs = given.get("version")
         if theirs != __version__:
@@ -58,13 +58,13 @@ class Task:
         return cls(**given)
 
 
-def main(run: Callable[[Task], None] | None = None) -> None:
+def main(run: Callable[[NodeTask], None] | None = None) -> None:
     """Take the task and do it: train, or what `run` does with it."""
     for number in SIGNALS:
         signal.signal(number, _leave)
-    task = Task.read()
-    tell(version=__version__)
-    end_with_starter()
+    task = NodeTask.read()
+    send_status(version=__version__)
+    exit_with_launcher()
     if task.terminal_columns:
         os.environ[COLUMNS_VARIABLE] = str(task.terminal_columns)
     (run or _train)(task)
@@ -72,24 +72,24 @@ def main(run: Callable[[Task], None] | None = None) -> None:
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
     """While torch is loaded, which takes seconds, an exception might be lost among its own."""
-    sys.stderr.write(f"{COMPLAINT}stopped by {signal.Signals(number).name}\n")
+    sys.stderr.write(f"{ERROR_PREFIX}stopped by {signal.Signals(number).name}\n")
     sys.stderr.flush()
     os._exit(StoppedError.exit_code)
 
 
-def _train(task: Task) -> None:
+def _train(task: NodeTask) -> None:
     from paceline.launch import launcher
-    from paceline.launch.termination import Ending
+    from paceline.launch.termination import Termination
     from paceline.training.process import keep_freed_memory
 
     keep_freed_memory()
     config = from_mapping(task.config)
-    outcome = launcher.launch_here(
+    outcome = launcher.launch_local(
         config, _resumed(config) if task.is_resumed else None, task.quiet
     )
-    tell(identity=outcome.folder.identity())
+    send_status(identity=outcome.folder.identity())
     if outcome.exit_code and outcome.result is not None:
-        raise Ending(outcome.result["cause"], outcome.exit_code).error()
+        raise Termination(outcome.result["cause"], outcome.exit_code).error()
 
 
 def _resumed(config: RunConfig) -> RunFolder:
@@ -101,4 +101,4 @@ def _resumed(config: RunConfig) -> RunFolder:
 
 
 if __name__ == "__main__":
-    sys.exit(telling_errors(main))
+    sys.exit(report_errors(main))

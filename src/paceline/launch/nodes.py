@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch does not list it
 
-from paceline.comm.rendezvous import Meeting, port_of
+from paceline.comm.rendezvous import Rendezvous, port_of
 from paceline.config import RunConfig
 from paceline.errors import ConfigError, RunError
-from paceline.launch.consistency import differences
+from paceline.launch.consistency import config_mismatches
 from paceline.launch.failure_board import FailureBoard
 from paceline.launch.messages import MalformedError, check_fields, check_run_name, decode
 from paceline.launch.record_collection import put_record, receive_files, record_names, send_files
-from paceline.launch.termination import Ending, earliest
+from paceline.launch.termination import Termination, root_cause
 from paceline.records import RunFolder
 
 T = TypeVar("T")
@@ -37,13 +37,13 @@ FAREWELL_SECONDS = 4.0
 """How long, after a failure, a launcher waits to hear from the others."""
 
 
-class Nodes:
+class NodeCoordinator:
     def __init__(self, config: RunConfig) -> None:
         """Meet the others; refuses those who were started with other settings, on all nodes."""
         self._config = config
         self._node = config.node_rank
         self._others = [node for node in range(config.nnodes) if node != self._node]
-        self._store = Meeting(
+        self._store = Rendezvous(
             self._node,
             config.nnodes,
             config.master_addr,
@@ -71,7 +71,7 @@ class Nodes:
         problems = [
             problem
             for node in range(1, self._config.nnodes)
-            for problem in differences(settings[node], settings[0], "node", node)
+            for problem in config_mismatches(settings[node], settings[0], "node", node)
         ]
         if problems:
             self._part(self._others)
@@ -91,7 +91,7 @@ class Nodes:
         self.shares_folder = folder.identity() == told["identity"]
         return folder
 
-    def refuse(self, ending: Ending) -> None:
+    def refuse(self, ending: Termination) -> None:
         """Tell the others why this node takes no part."""
         self.alarm()
         self._try_set(f"ended/{self._node}", dataclasses.asdict(ending))
@@ -101,14 +101,16 @@ class Nodes:
         if self._others:
             self._try_set("alarm", True)
 
-    def hears_alarm(self) -> bool:
+    def failure_signaled(self) -> bool:
         """Whether another one has raised it, or the first node's launcher is gone."""
         if not self._others or monotonic() - self._looked < NEWS_SECONDS:
             return False
         self._looked = monotonic()
         return self._has("alarm") or self._lost
 
-    def conclude(self, ending: Ending | None, folder: RunFolder, files: list[str]) -> Ending | None:
+    def conclude(
+        self, ending: Termination | None, folder: RunFolder, files: list[str]
+    ) -> Termination | None:
         """Tell the others how it ended here and hear how it did there; returns the first cause.
 
         The first node gets the named files of the others' folders.
@@ -123,15 +125,15 @@ class Nodes:
         told = self._hear_endings()
         not_collected = self._collect_or_fail(folder) if self._node == 0 else None
         self._part([node for node in self._others if node in told])
-        known = earliest([each for each in (ending, *told.values()) if each]) or not_collected
-        if self._lost and (known is None or known.is_echo):
+        known = root_cause([each for each in (ending, *told.values()) if each]) or not_collected
+        if self._lost and (known is None or known.is_secondary):
             cause = f"lost contact with the first node at {self._config.master_addr}"
-            return Ending(cause, is_loss=True)
+            return Termination(cause, is_loss=True)
         silent = [self._name(node) for node in self._others if node not in told]
-        if silent and (known is None or known.is_echo):
+        if silent and (known is None or known.is_secondary):
             echo = f": {known.cause}" if known else ""
             cause = f"lost contact with node {' and '.join(silent)}{echo}"
-            return Ending(cause, is_loss=True)
+            return Termination(cause, is_loss=True)
         return known
 
     def _name(self, node: int) -> str:
@@ -139,9 +141,9 @@ class Nodes:
         hosts = self._config.hosts
         return f"{node} ({hosts[node]})" if hosts else str(node)
 
-    def _hear_endings(self) -> dict[int, Ending | None]:
+    def _hear_endings(self) -> dict[int, Termination | None]:
         """Of those who say how they ended; after a failure they have little time for that."""
-        told: dict[int, Ending | None] = {}
+        told: dict[int, Termination | None] = {}
         begun = monotonic()
         while len(told) < len(self._others) and not self._lost:
             for node in self._others:
@@ -154,12 +156,14 @@ class Nodes:
             sleep(POLL_SECONDS)
         return told
 
-    def _ending(self, node: int) -> Ending | None:
+    def _ending(self, node: int) -> Termination | None:
         try:
             values = self._get(f"ended/{node}")
-            return None if values is None else Ending.of_message(values, f"ending of node {node}")
+            return (
+                None if values is None else Termination.of_message(values, f"ending of node {node}")
+            )
         except MalformedError as error:
-            return Ending(str(error), is_echo=True)
+            return Termination(str(error), is_secondary=True)
 
     def _hand_in(self, folder: RunFolder, files: list[str]) -> None:
         try:
@@ -169,11 +173,11 @@ class Nodes:
         except OSError as error:
             logger.warning("records of node %d stay here: %s", self._node, error)
 
-    def _collect_or_fail(self, folder: RunFolder) -> Ending | None:
+    def _collect_or_fail(self, folder: RunFolder) -> Termination | None:
         try:
             self._collect(folder)
         except RunError as error:
-            return Ending(str(error), ended=time())
+            return Termination(str(error), ended=time())
         return None
 
     def _collect(self, folder: RunFolder) -> None:

@@ -23,13 +23,13 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch lists onl
 )
 
 from paceline.comm.communicator import Communicator
-from paceline.comm.rank_info import Place
-from paceline.comm.rendezvous import Meeting
+from paceline.comm.rank_info import RankInfo
+from paceline.comm.rendezvous import Rendezvous
 from paceline.config import RunConfig, from_mapping
-from paceline.errors import PeerError, in_a_line
+from paceline.errors import PeerError, error_line
 from paceline.launch import environment
 from paceline.launch.spawn import spawn
-from paceline.launch.termination import Ending, write_failure
+from paceline.launch.termination import Termination, write_failure
 from paceline.measure.traffic import Traffic
 from paceline.records import SCHEMA, RunFolder, read_json, write_json
 from paceline.strategies.options import create_strategy
@@ -63,11 +63,13 @@ def main(arguments: list[str]) -> int:
         serve(config, place)
     except LostWorkerError as error:
         # As early as it was noticed, since the other workers fail because of it.
-        write_failure(folder, place.rank, Ending(str(error), is_echo=True, ended=error.lost_at))
+        write_failure(
+            folder, place.rank, Termination(str(error), is_secondary=True, ended=error.lost_at)
+        )
         return error.exit_code
     except Exception as error:  # noqa: BLE001 - told by the launcher
         status, cause, code = explain(error, folder)
-        write_failure(folder, place.rank, Ending(cause, code, status, False, time.time()))
+        write_failure(folder, place.rank, Termination(cause, code, status, False, time.time()))
         return code
     return 0
 
@@ -80,7 +82,7 @@ class LostWorkerError(PeerError):
         self.lost_at = lost_at
 
 
-def serve(config: RunConfig, place: Place) -> None:
+def serve(config: RunConfig, place: RankInfo) -> None:
     """Meet the workers, and serve them until all have left."""
     with computing(config), _pairs_with_workers(config, place) as workers:
         strategy = create_strategy(config.strategy, config.options)
@@ -93,8 +95,8 @@ def serve(config: RunConfig, place: Place) -> None:
 
 
 @contextmanager
-def pairs_with_servers(
-    config: RunConfig, place: Place, traffic: Traffic
+def connect_servers(
+    config: RunConfig, place: RankInfo, traffic: Traffic
 ) -> Iterator[Sequence[Communicator]]:
     """A worker's connections, counted in its traffic; none where the strategy has no servers."""
     count = _server_count(config, place)
@@ -112,7 +114,7 @@ def pairs_with_servers(
 
 
 @contextmanager
-def _pairs_with_workers(config: RunConfig, place: Place) -> Iterator[Sequence[Pair]]:
+def _pairs_with_workers(config: RunConfig, place: RankInfo) -> Iterator[Sequence[Pair]]:
     number = place.rank - place.world_size
     meeting = _meeting(config, place)
     store = meeting.join()
@@ -124,12 +126,12 @@ def _pairs_with_workers(config: RunConfig, place: Place) -> Iterator[Sequence[Pa
         yield _pairs(config, meeting, store, names, SERVER, Traffic(), heartbeats, stack)
 
 
-def _server_count(config: RunConfig, place: Place) -> int:
+def _server_count(config: RunConfig, place: RankInfo) -> int:
     return len(create_strategy(config.strategy, config.options).server_nodes(place.nnodes))
 
 
-def _meeting(config: RunConfig, place: Place) -> Meeting:
-    return Meeting(
+def _meeting(config: RunConfig, place: RankInfo) -> Rendezvous:
+    return Rendezvous(
         place.rank,
         place.world_size + _server_count(config, place),
         place.master_addr,
@@ -146,19 +148,19 @@ def _heartbeat_key(number: int) -> str:
 
 
 def _connect_heartbeats(
-    heartbeats: Heartbeats, store: Store, number: int, config: RunConfig, place: Place
+    heartbeats: Heartbeats, store: Store, number: int, config: RunConfig, place: RankInfo
 ) -> None:
     try:
         address = Address.decode(store.get(_heartbeat_key(number)).decode())
         heartbeats.connect(address, place.rank, number, config.rendezvous_seconds)
     except (OSError, DistError) as error:
-        cause = in_a_line(error)
+        cause = error_line(error)
         raise PeerError(f"rank {place.rank}: server {number}: no heartbeats: {cause}") from None
 
 
 def _pairs(
     config: RunConfig,
-    meeting: Meeting,
+    meeting: Rendezvous,
     store: Store,
     names: Sequence[str],
     side: int,
@@ -184,7 +186,9 @@ def _pairs(
 
 
 @contextmanager
-def hosted(config: RunConfig, folder: RunFolder, place: Place) -> Iterator[None]:
+def local_parameter_servers(
+    config: RunConfig, folder: RunFolder, place: RankInfo
+) -> Iterator[None]:
     """Where workers were started by torchrun or srun: the first one of a node has its servers."""
     ranks = server_ranks(config, place.node) if place.local_rank == 0 else []
     if not ranks:

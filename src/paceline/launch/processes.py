@@ -11,26 +11,26 @@ from signal import Signals
 from time import monotonic, sleep
 from typing import Self
 
-from paceline.comm.communicator import name_ranks
-from paceline.comm.rank_info import Place
+from paceline.comm.communicator import format_ranks
+from paceline.comm.rank_info import RankInfo
 from paceline.config import RunConfig
 from paceline.errors import RunError, StoppedError
 from paceline.launch.failure_board import FailureBoard
-from paceline.launch.nodes import POLL_SECONDS, Nodes
+from paceline.launch.nodes import POLL_SECONDS, NodeCoordinator
 from paceline.launch.parameter_servers import server_ranks
 from paceline.launch.record_collection import clear_reports, read_reports
-from paceline.launch.signals import Interruptions, signal_name
+from paceline.launch.signals import SignalMonitor, signal_name
 from paceline.launch.spawn import spawn
-from paceline.launch.termination import Ending, earliest, failure_file, read_failure
+from paceline.launch.termination import Termination, failure_file, read_failure, root_cause
 from paceline.measure.sampler import ResourceSampler
 from paceline.records import SCHEMA, RunFolder, explain_write_error, write_json
-from paceline.training.rank_report import WorkerReport
+from paceline.training.rank_report import RankReport
 
 GRACE_SECONDS = 3.0
 """What the others get, after a first failure, to notice it themselves and write down their part."""
 
 
-class Crew:
+class NodeWorkers:
     def __init__(
         self,
         config: RunConfig,
@@ -92,7 +92,7 @@ class Crew:
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         config = self.config
-        place = Place(
+        place = RankInfo(
             rank=rank,
             world_size=config.workers,
             local_rank=rank - self._ranks.start if rank in self._ranks else 0,
@@ -101,7 +101,7 @@ class Crew:
             nnodes=config.nnodes,
             master_addr=config.master_addr,
             master_port=self._port,
-            store_is_served=True,
+            has_external_store=True,
             attempt=self._attempt,
         )
         # The first worker shows how it goes; what else is said would only be mixed up.
@@ -113,7 +113,7 @@ class Crew:
             shown=rank == 0,
         )
 
-    def watch(self, nodes: Nodes, interruptions: Interruptions) -> Ending | None:
+    def watch(self, nodes: NodeCoordinator, interruptions: SignalMonitor) -> Termination | None:
         """Until all workers have ended, here or by a failure anywhere; returns what is known here.
 
         The first Ctrl-C lets the workers agree on a last iteration; the second ends them.
@@ -125,14 +125,14 @@ class Crew:
             failed = self.has_failed(codes)
             if failed:
                 nodes.alarm()
-            if failed or nodes.hears_alarm():
+            if failed or nodes.failure_signaled():
                 return self.explain(self.wind_down(), interruptions)
             self._forward(interruptions)
             if len(interruptions.received) > 1:
                 return self.explain(self.wind_down(0.0), interruptions)
             sleep(POLL_SECONDS)
 
-    def _forward(self, interruptions: Interruptions) -> None:
+    def _forward(self, interruptions: SignalMonitor) -> None:
         if interruptions.received and not self._forwarded:
             self._forwarded = interruptions.received[0]
             self.signal(self._forwarded)
@@ -189,41 +189,45 @@ class Crew:
         self._kill_all()
         return codes
 
-    def explain(self, codes: dict[int, int | None], interruptions: Interruptions) -> Ending | None:
+    def explain(
+        self, codes: dict[int, int | None], interruptions: SignalMonitor
+    ) -> Termination | None:
         """Why the workers did not finish, as far as is known on this node."""
         if not self.folder.path.is_dir():
-            return Ending(f"the run folder {self.folder.path} was removed during the run")
-        known = earliest(self._told_endings())
-        if (known and not known.is_echo) or not any(code != 0 for code in codes.values()):
+            return Termination(f"the run folder {self.folder.path} was removed during the run")
+        known = root_cause(self._told_endings())
+        if (known and not known.is_secondary) or not any(code != 0 for code in codes.values()):
             return known
         order = min(self._orders.values(), default=0)
         if interruptions.received:
             name = interruptions.received[0].name
             when = "" if known else " before training began"
             cause = f"stopped by {name}{when}"
-            return Ending(cause, StoppedError.exit_code, "stopped", order=order)
+            return Termination(cause, StoppedError.exit_code, "stopped", order=order)
         for rank, code in codes.items():
             if code is not None and code < 0:
                 cause = f"{self._name(rank)} was killed by {signal_name(code)}"
-                return Ending(cause, is_loss=True, order=self._orders.get(rank, 0))
+                return Termination(cause, is_loss=True, order=self._orders.get(rank, 0))
         for rank, code in codes.items():
             if code and known is None:
                 name, last = self._name(rank), self._last_line(rank)
                 cause = f"{name} ended with exit code {code}: {last}"
-                return Ending(cause, order=self._orders.get(rank, 0))
+                return Termination(cause, order=self._orders.get(rank, 0))
         busy = [rank for rank in self._ranks if codes[rank] is None]
         if known and busy:
-            return replace(known, cause=f"{known.cause}; {name_ranks(busy)} was still busy")
+            return replace(known, cause=f"{known.cause}; {format_ranks(busy)} was still busy")
         # Ended from here, because of an alarm: whoever raised it knows more.
-        return known or Ending("another node reported a failure without a cause", is_echo=True)
+        return known or Termination(
+            "another node reported a failure without a cause", is_secondary=True
+        )
 
-    def _told_endings(self) -> list[Ending]:
+    def _told_endings(self) -> list[Termination]:
         """What this node's own processes have reported, and the others' reports that are here."""
         told = []
         for report in self.reports():
             if report.status != "finished":
                 order = self._orders.get(report.worker["rank"], 0)
-                told.append(replace(Ending.of_report(report), order=order))
+                told.append(replace(Termination.of_report(report), order=order))
         for rank in self._members:
             ending = read_failure(self.folder, rank)
             if ending is None and self._board and rank in self._orders:
@@ -252,7 +256,7 @@ class Crew:
         for process in self._processes.values():
             process.wait()
 
-    def reports(self) -> list[WorkerReport]:
+    def reports(self) -> list[RankReport]:
         """All that are there: this node's, and on the first node those handed in by the others."""
         return read_reports(self.folder, self.config.workers)
 

@@ -17,12 +17,12 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # torch does 
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.objects import broadcast_json, gather_bytes, gather_json
-from paceline.comm.rank_info import Place
+from paceline.comm.rank_info import RankInfo
 from paceline.errors import PeerError, RunError
 from paceline.launch.messages import Kinds, MalformedError, check_fields, decode, printable
 from paceline.launch.termination import STATUSES
 from paceline.records import SCHEMA, RunFolder, explain_write_error, read_json, write_json
-from paceline.training.rank_report import WorkerReport
+from paceline.training.rank_report import RankReport
 
 logger = logging.getLogger("paceline")
 
@@ -120,7 +120,7 @@ REPORT: Kinds = {
     "status": str,
     "cause": (str, type(None)),
     "exit_code": int,
-    "is_echo": bool,
+    "is_secondary": bool,
     "ended": NUMBER,
     "is_together": bool,
     "iterations": int,
@@ -151,12 +151,12 @@ OTHERS_SECONDS = 3.0
 """How long the first worker waits, after a failure, for what the others say about it."""
 
 
-def write_report(folder: RunFolder, rank: int, report: WorkerReport) -> None:
+def write_report(folder: RunFolder, rank: int, report: RankReport) -> None:
     with contextlib.suppress(OSError):
         write_json(folder.report_file(rank), {"schema": SCHEMA, **dataclasses.asdict(report)})
 
 
-def read_reports(folder: RunFolder, workers: int) -> list[WorkerReport]:
+def read_reports(folder: RunFolder, workers: int) -> list[RankReport]:
     """Those that are there, in the ranks' order."""
     files = (folder.report_file(rank) for rank in range(workers))
     found = {file.name: read_json(file) for file in files if file.exists()}
@@ -165,7 +165,7 @@ def read_reports(folder: RunFolder, workers: int) -> list[WorkerReport]:
     return [parse_report(value, name) for name, value in found.items()]
 
 
-def parse_report(value: object, what: str, rank: int | None = None) -> WorkerReport:
+def parse_report(value: object, what: str, rank: int | None = None) -> RankReport:
     """A report that another process wrote, perhaps on another machine, of this rank if given."""
     values = check_fields(value, what, REPORT)
     worker = values["worker"]
@@ -178,7 +178,7 @@ def parse_report(value: object, what: str, rank: int | None = None) -> WorkerRep
     if not all(isinstance(each, str) for each in values["warnings"]):
         raise MalformedError(what, "bad value of warnings")
     cause = values["cause"]
-    return WorkerReport(**{**values, "cause": cause and printable(cause)})
+    return RankReport(**{**values, "cause": cause and printable(cause)})
 
 
 def put_record(folder: RunFolder, name: str, contents: bytes) -> None:
@@ -205,7 +205,7 @@ def clear_reports(folder: RunFolder, workers: int) -> None:
         folder.report_file(rank).unlink(missing_ok=True)
 
 
-def part_in_peace(communicator: Communicator, report: WorkerReport) -> bool:
+def final_barrier(communicator: Communicator, report: RankReport) -> bool:
     """Where the workers ended together, leave only when all have come so far. Collective then."""
     if report.is_together:
         with contextlib.suppress(PeerError):
@@ -213,14 +213,14 @@ def part_in_peace(communicator: Communicator, report: WorkerReport) -> bool:
     return report.is_together
 
 
-def hand_in(
-    folder: RunFolder, place: Place, communicator: Communicator, report: WorkerReport
-) -> list[WorkerReport] | None:
+def collect_records(
+    folder: RunFolder, place: RankInfo, communicator: Communicator, report: RankReport
+) -> list[RankReport] | None:
     """Bring all reports and the other nodes' records to the first worker, which gets the reports.
 
     None on the others, and on all of them where the workers did not end together.
     """
-    if not part_in_peace(communicator, report):
+    if not final_barrier(communicator, report):
         return None
     try:
         reports = gather_json(communicator, dataclasses.asdict(report))
@@ -235,7 +235,7 @@ def hand_in(
     return [parse_report(value, f"report of rank {rank}") for rank, value in enumerate(reports)]
 
 
-def _hand_in_files(folder: RunFolder, place: Place, communicator: Communicator) -> None:
+def _hand_in_files(folder: RunFolder, place: RankInfo, communicator: Communicator) -> None:
     # Somebody may have removed the folder meanwhile; whoever writes the result says so.
     identity = folder.identity() if folder.config_file.is_file() else None
     is_shared = broadcast_json(communicator, identity) == identity
@@ -258,7 +258,7 @@ def _hand_in_files(folder: RunFolder, place: Place, communicator: Communicator) 
                 logger.warning("ignored %.80r handed in by rank %d", name, sender)
 
 
-def collect_reports(folder: RunFolder, workers: int) -> list[WorkerReport]:
+def collect_reports(folder: RunFolder, workers: int) -> list[RankReport]:
     """After a failure: what this machine's workers have written down, each as soon as it ended."""
     deadline = monotonic() + OTHERS_SECONDS
     while monotonic() < deadline and len(read_reports(folder, workers)) < workers:

@@ -15,24 +15,24 @@ from pathlib import Path
 
 from paceline import __version__
 from paceline.config import RunConfig, cluster_spec
-from paceline.emulation.state import cluster_account
+from paceline.emulation.state import cluster_record
 from paceline.errors import PacelineError, RecordsError, RunError, StoppedError, UsageError
-from paceline.launch.control_channel import NodeEnd
-from paceline.launch.folder_transfer import PASSING, deliver, fetch
-from paceline.launch.machines import Fleet, Watch, error_of, first_failure
-from paceline.launch.node_main import Task
+from paceline.launch.control_channel import NodeExit
+from paceline.launch.folder_transfer import PASSING, download, upload
+from paceline.launch.machines import Machines, NodeSupervisor, error_of, first_failure
+from paceline.launch.node_main import NodeTask
 from paceline.launch.record_collection import clear_reports, read_reports
-from paceline.launch.result import Outcome, write_result
-from paceline.launch.signals import Interruptions
-from paceline.launch.ssh import SshFleet
-from paceline.launch.termination import Ending
+from paceline.launch.result import RunOutcome, write_result
+from paceline.launch.signals import SignalMonitor
+from paceline.launch.ssh import SshMachines
+from paceline.launch.termination import Termination
 from paceline.records import Result, RunFolder, default_name
 
 LOOPBACK = "127.0.0.1"
 
 
-def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
-    with Interruptions() as interruptions, fleet_of(config, quiet) as fleet:
+def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> RunOutcome:
+    with SignalMonitor() as interruptions, fleet_of(config, quiet) as fleet:
         try:
             return run_on(fleet, config, resumed, quiet, interruptions)
         finally:
@@ -41,58 +41,58 @@ def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
 
 
 @contextlib.contextmanager
-def fleet_of(config: RunConfig, quiet: bool = False) -> Iterator[Fleet]:
+def fleet_of(config: RunConfig, quiet: bool = False) -> Iterator[Machines]:
     """The machines that a config names or describes, for as long as the block lasts."""
     if config.hosts:
-        yield SshFleet(config.hosts)
+        yield SshMachines(config.hosts)
         return
     # Only here, since it is of no use to those who have machines.
     from paceline.emulation.cluster import EmulatedCluster
-    from paceline.launch.machines import EmulatedFleet
+    from paceline.launch.machines import EmulatedMachines
 
     spec = cluster_spec.parse(config.cluster or "")
     with EmulatedCluster.up(spec, quiet=quiet) as cluster:
-        yield EmulatedFleet(cluster)
+        yield EmulatedMachines(cluster)
 
 
 def run_on(
-    fleet: Fleet,
+    fleet: Machines,
     config: RunConfig,
     resumed: RunFolder | None,
     quiet: bool,
-    interruptions: Interruptions,
-) -> Outcome:
+    interruptions: SignalMonitor,
+) -> RunOutcome:
     folder = resumed or _reserve(config)
     config = _settle(config, fleet, folder)
     with contextlib.ExitStack() as held:
         if resumed:
             held.enter_context(folder.locked())
             if folder.readable_result() is None:
-                folder.set_result_aside()
-            if deliver(fleet, 0, _path(config), folder):
+                folder.archive_result()
+            if upload(fleet, 0, _path(config), folder):
                 # The first node locks the same folder.
                 held.close()
         return _run_on_locked(fleet, config, folder, resumed, quiet, interruptions)
 
 
 def _run_on_locked(
-    fleet: Fleet,
+    fleet: Machines,
     config: RunConfig,
     folder: RunFolder,
     resumed: RunFolder | None,
     quiet: bool,
-    interruptions: Interruptions,
-) -> Outcome:
+    interruptions: SignalMonitor,
+) -> RunOutcome:
     before = folder.read_result() if resumed else None
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     words = [fleet.python, "-m", "paceline.launch.node_main"]
 
     def task(node: int) -> bytes:
         own = replace(config, node_rank=node)
-        return Task(__version__, own.to_dict(), resumed is not None, quiet, columns).to_bytes()
+        return NodeTask(__version__, own.to_dict(), resumed is not None, quiet, columns).to_bytes()
 
     limits = config.elastic_limits
-    with Watch(fleet, interruptions, fewest=limits[0] if limits else None) as watch:
+    with NodeSupervisor(fleet, interruptions, fewest=limits[0] if limits else None) as watch:
         ends = watch.run(lambda _: words, task)
     # An elastic run has got over what it went on after, and over all if it ended well.
     counted = [end for end in ends if end.node not in watch.told_lost]
@@ -109,7 +109,7 @@ def _run_on_locked(
         result = _new_result(folder, before)
         if result is None:
             raise RunError(f"the run ended without a result in {folder.path}")
-        return Outcome(folder, result, 0)
+        return RunOutcome(folder, result, 0)
     has_trained = _has_trained(config, folder, before, error)
     if has_trained:
         is_told = bool(failure and failure.complaint)
@@ -119,7 +119,7 @@ def _run_on_locked(
         _clear(config, folder, is_void=resumed is None and not has_trained)
     if not has_trained:
         raise error
-    return Outcome(folder, result, error.exit_code)
+    return RunOutcome(folder, result, error.exit_code)
 
 
 def _reserve(config: RunConfig) -> RunFolder:
@@ -132,7 +132,7 @@ def _reserve(config: RunConfig) -> RunFolder:
     return folder
 
 
-def _settle(config: RunConfig, fleet: Fleet, folder: RunFolder) -> RunConfig:
+def _settle(config: RunConfig, fleet: Machines, folder: RunFolder) -> RunConfig:
     """What all nodes have in common, where the run is and where they meet included."""
     address = fleet.addresses[0]
     if config.hosts and config.master_addr != LOOPBACK:
@@ -157,11 +157,11 @@ def _path(config: RunConfig) -> str:
 
 
 def _bring_home(
-    fleet: Fleet,
+    fleet: Machines,
     config: RunConfig,
     folder: RunFolder,
     before: Result | None,
-    first: NodeEnd,
+    first: NodeExit,
     error: PacelineError | None,
 ) -> None:
     """Get the records from the first node, which has those of all; without it, from the others.
@@ -172,7 +172,7 @@ def _bring_home(
     if is_here or isinstance(error, UsageError):
         return
     try:
-        fetch(fleet, 0, _path(config), folder)
+        download(fleet, 0, _path(config), folder)
     except StoppedError:
         raise
     except PacelineError as trouble:
@@ -183,7 +183,7 @@ def _bring_home(
         return
     for node in range(1, len(fleet.addresses)):
         with contextlib.suppress(RunError, RecordsError):
-            fetch(fleet, node, _path(config), folder, replace=False)
+            download(fleet, node, _path(config), folder, replace=False)
 
 
 def _new_result(folder: RunFolder, before: Result | None) -> Result | None:
@@ -215,11 +215,11 @@ def _result_of_failure(
     """`is_told`: by the nodes, so that they have written it down where they could."""
     result = _new_result(folder, before)
     if result is None:
-        folder.set_result_aside()
+        folder.archive_result()
         status = "stopped" if isinstance(error, StoppedError) else "failed"
         reports = read_reports(folder, config.workers)
-        ending = Ending(str(error), error.exit_code, status)
-        cluster = cluster_account(cluster_file) if cluster_file else None
+        ending = Termination(str(error), error.exit_code, status)
+        cluster = cluster_record(cluster_file) if cluster_file else None
         more = {"cluster": cluster} if cluster else {}
         result = write_result(config, folder, reports, ending, **more)
     elif not is_told:

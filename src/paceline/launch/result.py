@@ -6,18 +6,18 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from paceline.comm.communicator import name_ranks
+from paceline.comm.communicator import format_ranks
 from paceline.config import RunConfig
-from paceline.emulation.state import cluster_account
+from paceline.emulation.state import cluster_record
 from paceline.errors import RunError
-from paceline.launch.termination import Ending, earliest
+from paceline.launch.termination import Termination, root_cause
 from paceline.measure.machine import cores_usable, hardware, software
 from paceline.measure.resources import summarise
 from paceline.records import SCHEMA, Result, RunFolder
-from paceline.training.rank_report import WorkerReport
+from paceline.training.rank_report import RankReport
 
 
-class Outcome(NamedTuple):
+class RunOutcome(NamedTuple):
     folder: RunFolder
     result: Result | None
     """None in a process that is one worker of several: the first one has the result."""
@@ -27,8 +27,8 @@ class Outcome(NamedTuple):
 def write_result(
     config: RunConfig,
     folder: RunFolder,
-    reports: list[WorkerReport],
-    ending: Ending | None = None,
+    reports: list[RankReport],
+    ending: Termination | None = None,
     **more: Any,
 ) -> Result:
     """`ending` is what the launcher knows of the first cause; without it the reports tell.
@@ -46,14 +46,17 @@ def write_result(
 
 
 def assemble(
-    config: RunConfig, folder: RunFolder, reports: list[WorkerReport], ending: Ending | None = None
+    config: RunConfig,
+    folder: RunFolder,
+    reports: list[RankReport],
+    ending: Termination | None = None,
 ) -> Result:
     first = reports[0] if reports else None
     ending = ending or first_cause(reports) or _missing_report(reports)
     nodes = [summarise(folder.resources_file(node), node) for node in range(config.nnodes)]
     history = first.history if first else []
     last = history[-1] if history else {}
-    cluster = cluster_account()
+    cluster = cluster_record()
     return {
         "schema": SCHEMA,
         "id": folder.id,
@@ -90,31 +93,31 @@ def assemble(
     }
 
 
-def first_cause(reports: list[WorkerReport]) -> Ending | None:
+def first_cause(reports: list[RankReport]) -> Termination | None:
     """Why the run did not finish, as its workers tell it."""
     unfinished = [report for report in reports if report.status != "finished"]
-    return earliest(Ending.of_report(report) for report in unfinished)
+    return root_cause(Termination.of_report(report) for report in unfinished)
 
 
 def _missing_records(
-    config: RunConfig, reports: list[WorkerReport], ending: Ending | None
+    config: RunConfig, reports: list[RankReport], ending: Termination | None
 ) -> list[str]:
     """Workers of a finished run whose figures did not arrive; after a failure some never do."""
     known = {report.worker["rank"] for report in reports}
     missing = [rank for rank in range(config.workers) if rank not in known]
     if ending or not missing:
         return []
-    return [f"no records from {name_ranks(missing)}: totals do not include them"]
+    return [f"no records from {format_ranks(missing)}: totals do not include them"]
 
 
-def _missing_report(reports: list[WorkerReport]) -> Ending | None:
+def _missing_report(reports: list[RankReport]) -> Termination | None:
     """Why a run did not finish whose first worker, which tells its iterations, said nothing."""
     if any(report.worker["rank"] == 0 for report in reports):
         return None
-    return Ending("rank 0 ended without a report")
+    return Termination("rank 0 ended without a report")
 
 
-def mean_train_loss(reports: list[WorkerReport]) -> float | None:
+def mean_train_loss(reports: list[RankReport]) -> float | None:
     """Of all workers, each with the weight of its samples."""
     known = [
         (report.train_loss, report.worker["samples"])
@@ -126,7 +129,7 @@ def mean_train_loss(reports: list[WorkerReport]) -> float | None:
 
 
 def measurement_overhead(
-    reports: list[WorkerReport], nodes: list[dict[str, Any]]
+    reports: list[RankReport], nodes: list[dict[str, Any]]
 ) -> dict[str, float]:
     """What measuring took of a step: inside the loop, and by the sampler on shared cores."""
     in_loop = max((report.measuring_fraction for report in reports), default=0.0)

@@ -20,7 +20,7 @@ def signal_name(exit_code: int) -> str:
         return f"signal {-exit_code}"
 
 
-class Interruptions:
+class SignalMonitor:
     """Notes the signals that come; while `raises` is set, one ends what is being done."""
 
     def __init__(self, before: str = "training") -> None:

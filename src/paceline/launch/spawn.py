@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.comm.rank_info import Place
+from paceline.comm.rank_info import RankInfo
 from paceline.sources import search_path
 
 
 def spawn(
-    role: str, place: Place, arguments: Sequence[str], output: Path, shown: bool = False
+    role: str, place: RankInfo, arguments: Sequence[str], output: Path, shown: bool = False
 ) -> subprocess.Popen[bytes]:
     """A process that ends with this one; what it says goes into a file, except what is `shown`.
 

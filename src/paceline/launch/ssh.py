@@ -13,7 +13,7 @@ from pathlib import Path
 
 from paceline import __version__
 from paceline.errors import ConfigError, PacelineError, RunError, UsageError, shown
-from paceline.launch.control_channel import NodeEnd, open_node
+from paceline.launch.control_channel import NodeExit, popen_piped
 from paceline.launch.machines import describe_end
 
 SSH = "PACELINE_SSH"
@@ -65,7 +65,7 @@ class Host:
         return [*(["-p", self.port] if self.port else []), target]
 
 
-class SshFleet:
+class SshMachines:
     cluster_file = None
 
     def __init__(self, hosts: Sequence[str]) -> None:
@@ -90,14 +90,14 @@ class SshFleet:
             shlex.join(["sh", "-c", script]),
         ]
         try:
-            return open_node(command, given)
+            return popen_piped(command, given)
         except OSError as error:
             raise UsageError(
                 f"--hosts: cannot start {self._ssh[0]} ({error.strerror}): install ssh, or name"
                 f" another command in ${SSH}"
             ) from None
 
-    def explain(self, end: NodeEnd) -> PacelineError:
+    def explain(self, end: NodeExit) -> PacelineError:
         host, last = self._hosts[end.node].text, end.last_line
         if end.code == _OF_SSH and end.has_begun:
             return RunError(f"lost contact with node {end.node} ({host}){f': {last}' * bool(last)}")

@@ -33,7 +33,7 @@ class LostContactError(RunError):
     """The first node, which serves the store, is gone."""
 
 
-class Contact:
+class StoreClient:
     """To be closed when the node leaves the run."""
 
     def __init__(self, store: Store, place: str) -> None:

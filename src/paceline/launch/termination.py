@@ -10,15 +10,15 @@ from pathlib import Path
 from paceline.errors import ConfigError, PacelineError, RunError, StoppedError
 from paceline.launch.messages import Kinds, MalformedError, check_fields, printable
 from paceline.records import SCHEMA, RunFolder, read_json, write_json
-from paceline.training.rank_report import WorkerReport
+from paceline.training.rank_report import RankReport
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class Termination:
     cause: str
     exit_code: int = 1
     status: str = "failed"
-    is_echo: bool = False
+    is_secondary: bool = False
     """Whether it is only what was seen of another one's failure."""
     ended: float = 0.0
     """Unix time by this machine's clock; 0 where the process could not say when."""
@@ -28,12 +28,12 @@ class Ending:
     """The store's count of failures when it was noticed, the same clock for all nodes; 0: none."""
 
     @classmethod
-    def of_report(cls, report: WorkerReport) -> Ending:
+    def of_report(cls, report: RankReport) -> Termination:
         cause = report.cause or "a worker failed"
-        return cls(cause, report.exit_code, report.status, report.is_echo, report.ended)
+        return cls(cause, report.exit_code, report.status, report.is_secondary, report.ended)
 
     @classmethod
-    def of_message(cls, value: object, what: str) -> Ending:
+    def of_message(cls, value: object, what: str) -> Termination:
         """What another process sent; MalformedError where it is not an ending."""
         values = check_fields(value, what, KINDS)
         if values["status"] not in STATUSES or not 0 < values["exit_code"] < 256:
@@ -53,7 +53,7 @@ KINDS: Kinds = {
     "cause": str,
     "exit_code": int,
     "status": str,
-    "is_echo": bool,
+    "is_secondary": bool,
     "ended": (int, float),
     "is_loss": bool,
     "order": int,
@@ -61,7 +61,7 @@ KINDS: Kinds = {
 """Types of an ending's fields, for those that other processes send."""
 
 
-def earliest(endings: Iterable[Ending]) -> Ending | None:
+def root_cause(endings: Iterable[Termination]) -> Termination | None:
     """The root cause: errors before losses, losses before echoes, and then the first of its kind.
 
     Endings of different machines are ordered by the store's count, since clocks differ; those of
@@ -69,7 +69,7 @@ def earliest(endings: Iterable[Ending]) -> Ending | None:
     """
     return min(
         endings,
-        key=lambda each: (each.is_echo, each.is_loss, each.order, each.ended),
+        key=lambda each: (each.is_secondary, each.is_loss, each.order, each.ended),
         default=None,
     )
 
@@ -79,14 +79,14 @@ def failure_file(folder: RunFolder, rank: int) -> Path:
     return folder.path / f"failure-{rank}.json"
 
 
-def write_failure(folder: RunFolder, rank: int, ending: Ending) -> None:
+def write_failure(folder: RunFolder, rank: int, ending: Termination) -> None:
     write_json(failure_file(folder, rank), {"schema": SCHEMA, **dataclasses.asdict(ending)})
 
 
-def read_failure(folder: RunFolder, rank: int) -> Ending | None:
+def read_failure(folder: RunFolder, rank: int) -> Termination | None:
     file = failure_file(folder, rank)
     if not file.exists():
         return None
     values = read_json(file)
     del values["schema"]
-    return Ending.of_message(values, file.name)
+    return Termination.of_message(values, file.name)

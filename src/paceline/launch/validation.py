@@ -45,9 +45,9 @@ def check_elastic(config: RunConfig, strategy: Strategy) -> None:
 def _of_strategy(
     config: RunConfig, strategy: Strategy, limits: tuple[int, int], largest: int
 ) -> list[str]:
-    if strategy.most_workers is not None and largest > strategy.most_workers:
+    if strategy.max_world_size is not None and largest > strategy.max_world_size:
         return [
-            f"--strategy {config.strategy}: trains {strategy.most_workers} worker, and --elastic"
+            f"--strategy {config.strategy}: trains {strategy.max_world_size} worker, and --elastic"
             f" {config.elastic} may have {largest}: choose another with `paceline list strategies`"
         ]
     if strategy.server_nodes(1):

@@ -19,28 +19,28 @@ import torch
 from paceline.comm import hierarchical
 from paceline.comm.communicator import Communicator
 from paceline.comm.objects import broadcast_json
-from paceline.comm.rank_info import Place
-from paceline.comm.rendezvous import Meeting
+from paceline.comm.rank_info import RankInfo
+from paceline.comm.rendezvous import Rendezvous
 from paceline.comm.torch_distributed import connect
 from paceline.config import RunConfig, from_mapping
 from paceline.emulation.state import VARIABLE as CLUSTER_VARIABLE
 from paceline.errors import PacelineError, UsageError
 from paceline.launch import environment
-from paceline.launch.consistency import agree_on_config, succeed_together
+from paceline.launch.consistency import agree_on_config, run_collectively
 from paceline.launch.failure_board import post_failure
 from paceline.launch.messages import check_run_name
-from paceline.launch.parameter_servers import hosted, pairs_with_servers
+from paceline.launch.parameter_servers import connect_servers, local_parameter_servers
 from paceline.launch.record_collection import (
     OTHERS_SECONDS,
     clear_reports,
+    collect_records,
     collect_reports,
-    hand_in,
-    part_in_peace,
+    final_barrier,
     write_report,
 )
-from paceline.launch.result import Outcome, first_cause, write_result
-from paceline.launch.signals import Interruptions
-from paceline.launch.termination import Ending, write_failure
+from paceline.launch.result import RunOutcome, first_cause, write_result
+from paceline.launch.signals import SignalMonitor
+from paceline.launch.termination import Termination, write_failure
 from paceline.measure.phase_clock import PhaseClock
 from paceline.measure.sampler import ResourceSampler
 from paceline.measure.startup import StartupTimer
@@ -48,8 +48,8 @@ from paceline.records import RunFolder, read_json
 from paceline.training.checkpoint import Checkpoint, CheckpointStore
 from paceline.training.device import choose_device
 from paceline.training.display import open_display
-from paceline.training.rank_report import WorkerReport, explain
-from paceline.training.trainer import Prepared, Team, check_work_is_left, prepare, run_worker
+from paceline.training.rank_report import RankReport, explain
+from paceline.training.trainer import Prepared, RankContext, check_work_is_left, prepare, run_worker
 
 
 def main(arguments: list[str]) -> int:
@@ -63,22 +63,22 @@ def main(arguments: list[str]) -> int:
     assert place is not None
     try:
         with (
-            Interruptions() as interruptions,
+            SignalMonitor() as interruptions,
             connection(config, place) as communicator,
-            pairs_with_servers(config, place, communicator.traffic) as servers,
+            connect_servers(config, place, communicator.traffic) as servers,
         ):
-            ready = _make_ready(config, folder, place, communicator, resumed, clock.startup)
+            ready = prepare_worker(config, folder, place, communicator, resumed, clock.startup)
             ready.team.servers = servers
             report = _train(config, folder, ready, quiet, clock)
             interruptions.raises = False
             if report.status != "finished" and not folder.report_file(place.rank).exists():
-                post_failure(config, place, Ending.of_report(report))
-            part_in_peace(communicator, report)
+                post_failure(config, place, Termination.of_report(report))
+            final_barrier(communicator, report)
             return report.exit_code
     except (KeyboardInterrupt, Exception) as error:  # noqa: BLE001 - told by the launcher
         status, cause, code = explain(error, folder)
-        is_echo = isinstance(error, PacelineError) and error.is_echo
-        ending = Ending(cause, code, status, is_echo, time.time())
+        is_secondary = isinstance(error, PacelineError) and error.is_secondary
+        ending = Termination(cause, code, status, is_secondary, time.time())
         try:
             write_failure(folder, place.rank, ending)
         except OSError:
@@ -86,11 +86,11 @@ def main(arguments: list[str]) -> int:
         return code
 
 
-def run(config: RunConfig, place: Place, resumed: RunFolder | None, quiet: bool) -> Outcome:
+def run(config: RunConfig, place: RankInfo, resumed: RunFolder | None, quiet: bool) -> RunOutcome:
     """Train as one of several that nobody of ours watches over (torchrun, srun)."""
     clock = PhaseClock()
     clock.startup.begin("rendezvous")
-    with Interruptions() as interruptions, contextlib.ExitStack() as held:
+    with SignalMonitor() as interruptions, contextlib.ExitStack() as held:
         try:
             with connection(config, place, is_agreed=False) as communicator:
                 folder = _agree_on_folder(config, resumed, communicator, held)
@@ -100,8 +100,8 @@ def run(config: RunConfig, place: Place, resumed: RunFolder | None, quiet: bool)
                 # Whoever watches over the workers ends all when one fails; the result comes first.
                 interruptions.raises = False
                 with (
-                    hosted(config, folder, place),
-                    pairs_with_servers(config, place, communicator.traffic) as servers,
+                    local_parameter_servers(config, folder, place),
+                    connect_servers(config, place, communicator.traffic) as servers,
                     _sampler(config, folder, place) as sampler,
                 ):
                     ready.team.servers = servers
@@ -109,7 +109,7 @@ def run(config: RunConfig, place: Place, resumed: RunFolder | None, quiet: bool)
                 if trouble := sampler.stop():
                     report.warnings.append(trouble)
                     write_report(folder, place.rank, report)
-                reports = hand_in(folder, place, communicator, report)
+                reports = collect_records(folder, place, communicator, report)
         except PacelineError as error:
             error.is_told = place.rank > 0
             raise
@@ -119,39 +119,39 @@ def run(config: RunConfig, place: Place, resumed: RunFolder | None, quiet: bool)
 def _conclude(
     config: RunConfig,
     folder: RunFolder,
-    place: Place,
-    report: WorkerReport,
-    reports: list[WorkerReport] | None,
+    place: RankInfo,
+    report: RankReport,
+    reports: list[RankReport] | None,
     is_new: bool,
-) -> Outcome:
+) -> RunOutcome:
     if place.rank:
         if place.local_rank == 0 and is_new and _is_refusal([report]):
             # By now the first worker has read the reports, should it have the same folder.
             time.sleep(OTHERS_SECONDS)
             _discard_records(config, folder, place)
-        if report.status != "finished" and not report.is_echo:
-            error = Ending.of_report(report).error()
+        if report.status != "finished" and not report.is_secondary:
+            error = Termination.of_report(report).error()
             # The first worker of the same machine finds the report, and tells.
             error.is_told = place.node == 0 or report.status == "stopped"
             raise error
-        return Outcome(folder, None, report.exit_code)
+        return RunOutcome(folder, None, report.exit_code)
     reports = reports or collect_reports(folder, place.world_size)
     cause = first_cause(reports)
     if cause and is_new and _is_refusal(reports):
         _discard_records(config, folder, place)
         raise cause.error()
     result = write_result(config, folder, reports)
-    return Outcome(folder, result, report.exit_code)
+    return RunOutcome(folder, result, report.exit_code)
 
 
-def _is_refusal(reports: list[WorkerReport]) -> bool:
+def _is_refusal(reports: list[RankReport]) -> bool:
     """Whether a strategy rejected the model, so that nobody trained."""
     cause = first_cause(reports)
     has_trained = any(report.iterations for report in reports)
     return cause is not None and cause.exit_code == UsageError.exit_code and not has_trained
 
 
-def _discard_records(config: RunConfig, folder: RunFolder, place: Place) -> None:
+def _discard_records(config: RunConfig, folder: RunFolder, place: RankInfo) -> None:
     """Remove what the workers of this machine have written: the name of the run stays free."""
     for rank in range(config.workers):
         folder.events_file(rank).unlink(missing_ok=True)
@@ -163,13 +163,13 @@ def _discard_records(config: RunConfig, folder: RunFolder, place: Place) -> None
 def _make_ready_or_discard(
     config: RunConfig,
     folder: RunFolder,
-    place: Place,
+    place: RankInfo,
     communicator: Communicator,
     resumed: RunFolder | None,
     startup: StartupTimer,
 ) -> _Ready:
     try:
-        return _make_ready(config, folder, place, communicator, resumed is not None, startup)
+        return prepare_worker(config, folder, place, communicator, resumed is not None, startup)
     except PacelineError:
         # Nobody trained: a refused run leaves no trace, and its name stays free.
         if resumed is None and place.local_rank == 0:
@@ -177,7 +177,7 @@ def _make_ready_or_discard(
         raise
 
 
-def _sampler(config: RunConfig, folder: RunFolder, place: Place) -> ResourceSampler:
+def _sampler(config: RunConfig, folder: RunFolder, place: RankInfo) -> ResourceSampler:
     """One on each machine, over the workers' parent."""
     return ResourceSampler(
         folder.resources_file(place.node),
@@ -189,20 +189,20 @@ def _sampler(config: RunConfig, folder: RunFolder, place: Place) -> ResourceSamp
 
 @contextlib.contextmanager
 def connection(
-    config: RunConfig, place: Place, name: str = "workers", *, is_agreed: bool = True
+    config: RunConfig, place: RankInfo, name: str = "workers", *, is_agreed: bool = True
 ) -> Iterator[Communicator]:
     """To the other workers, for as long as the block lasts. Collective.
 
     `is_agreed`: whether all are known to have the same config; others are compared first.
     """
     device = choose_device(config, place.local_rank)
-    meeting = Meeting(
+    meeting = Rendezvous(
         place.rank,
         place.world_size,
         place.master_addr,
         place.master_port,
         timeout_seconds=config.rendezvous_seconds,
-        serves_store=False if place.store_is_served else None,
+        serves_store=False if place.has_external_store else None,
         # Whoever starts failed workers anew keeps the store.
         name=f"{name}/{place.attempt}",
     )
@@ -213,11 +213,11 @@ def connection(
         if config.communicator == "torch":
             yield network
             return
-        with hierarchical.over(network, place.node) as communicator:
+        with hierarchical.connect(network, place.node) as communicator:
             yield communicator
 
 
-def has_own_gpu(place: Place) -> bool:
+def has_own_gpu(place: RankInfo) -> bool:
     """Whether every worker of this machine has one to itself, as NCCL needs."""
     if CLUSTER_VARIABLE in os.environ:
         # All nodes of an emulated cluster have the same GPUs, and NCCL would go round their links.
@@ -243,26 +243,26 @@ def _agree_on_folder(
         held.enter_context(folder.locked())
         return folder
 
-    made = succeed_together(communicator, make)
+    made = run_collectively(communicator, make)
     if resumed:
         return resumed
     name = check_run_name(broadcast_json(communicator, made.id if made else None))
-    return succeed_together(communicator, lambda: made or RunFolder.beside(config, name))
+    return run_collectively(communicator, lambda: made or RunFolder.beside(config, name))
 
 
 @dataclass(slots=True)
 class _Ready:
     """All that a worker needs to begin."""
 
-    team: Team
+    team: RankContext
     prepared: Prepared
     checkpoint: Checkpoint | None
 
 
-def _make_ready(
+def prepare_worker(
     config: RunConfig,
     folder: RunFolder,
-    place: Place,
+    place: RankInfo,
     communicator: Communicator,
     resumed: bool,
     startup: StartupTimer,
@@ -270,10 +270,10 @@ def _make_ready(
     """Load what is needed; what one worker finds to be refused is refused on all. Collective."""
     prepared = _prepare_in_turns(config, place, communicator, startup)
     is_first = place.rank == 0
-    store = succeed_together(
+    store = run_collectively(
         communicator, lambda: _open_store(config, folder) if is_first else None
     )
-    checkpoint = _share_checkpoint(store, communicator) if resumed else None
+    checkpoint = broadcast_checkpoint(store, communicator) if resumed else None
     # Workers of an elastic run may be lost after the last iteration, and the result with them.
     if checkpoint and not config.elastic:
         found = checkpoint
@@ -282,15 +282,15 @@ def _make_ready(
             if is_first:
                 check_work_is_left(config, prepared, found, folder.is_finished)
 
-        succeed_together(communicator, check)
+        run_collectively(communicator, check)
     if is_first:
         folder.change_config(config)
-        folder.set_result_aside()
-    return _Ready(Team(place, communicator, store), prepared, checkpoint)
+        folder.archive_result()
+    return _Ready(RankContext(place, communicator, store), prepared, checkpoint)
 
 
 def _prepare_in_turns(
-    config: RunConfig, place: Place, communicator: Communicator, startup: StartupTimer
+    config: RunConfig, place: RankInfo, communicator: Communicator, startup: StartupTimer
 ) -> Prepared:
     """The first of each node loads before the others, so that what it caches is made once."""
 
@@ -301,22 +301,22 @@ def _prepare_in_turns(
         return prepared
 
     leads = place.local_rank == 0
-    prepared = succeed_together(communicator, lambda: load() if leads else None)
-    return succeed_together(communicator, lambda: prepared or load())
+    prepared = run_collectively(communicator, lambda: load() if leads else None)
+    return run_collectively(communicator, lambda: prepared or load())
 
 
 def _open_store(config: RunConfig, folder: RunFolder) -> CheckpointStore:
     return CheckpointStore(folder.checkpoints, config.checkpoint_keep, config.checkpoint_mode)
 
 
-def _share_checkpoint(
+def broadcast_checkpoint(
     store: CheckpointStore | None, communicator: Communicator
 ) -> Checkpoint | None:
     """Rank 0 reads it; the others may be on machines that do not have the file.
 
     None on all of them where there is no checkpoint yet.
     """
-    found = succeed_together(communicator, lambda: store.newest() if store else None)
+    found = run_collectively(communicator, lambda: store.newest() if store else None)
     buffer = io.BytesIO()
     if found is not None:
         torch.save(found.state, buffer)
@@ -335,7 +335,7 @@ def _share_checkpoint(
 
 def _train(
     config: RunConfig, folder: RunFolder, ready: _Ready, quiet: bool, clock: PhaseClock
-) -> WorkerReport:
+) -> RankReport:
     team = ready.team
     display = open_display(quiet or team.place.rank > 0)
     report = run_worker(config, folder, ready.prepared, team, ready.checkpoint, display, clock)

@@ -61,7 +61,7 @@ def cores_usable() -> int:
 def cpu_quota(proc: Path = PROC, cgroups: Path = CGROUPS) -> float | None:
     """Cores' worth of CPU time that the tightest of this process's control groups allows it."""
     quotas = []
-    for folder in group_folders("cpu", proc, cgroups):
+    for folder in cgroup_dirs("cpu", proc, cgroups):
         quota, period = _words(folder / "cpu.max", 2)
         if period is None:
             (quota,) = _words(folder / "cpu.cfs_quota_us", 1)
@@ -74,7 +74,7 @@ def cpu_quota(proc: Path = PROC, cgroups: Path = CGROUPS) -> float | None:
 def memory_usable_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     """Memory of the machine, or what this process's control groups allow of it."""
     limits = [psutil.virtual_memory().total]
-    for folder in group_folders("memory", proc, cgroups):
+    for folder in cgroup_dirs("memory", proc, cgroups):
         for name in ("memory.max", "memory.limit_in_bytes"):
             (limit,) = _words(folder / name, 1)
             if limit:
@@ -93,7 +93,7 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def group_folders(controller: str, proc: Path = PROC, cgroups: Path = CGROUPS) -> Iterator[Path]:
+def cgroup_dirs(controller: str, proc: Path = PROC, cgroups: Path = CGROUPS) -> Iterator[Path]:
     """The folders of this process's control groups that can limit it, innermost first.
 
     Inside a container the path may be the host's, which does not exist there; those folders of it

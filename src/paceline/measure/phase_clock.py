@@ -117,12 +117,12 @@ class PhaseClock:
         finally:
             self.enter(before)
 
-    def begin_lap(self, phase: str) -> float:
+    def begin_step(self, phase: str) -> float:
         """Enter `phase`, and begin to time a lap there."""
         self._lap_began = self.enter(phase)
         return self._lap_began
 
-    def end_lap(self, phase: str) -> float:
+    def end_step(self, phase: str) -> float:
         """Enter `phase`, and end the lap there."""
         now = self.enter(phase)
         self._laps.append(now - self._lap_began)
@@ -142,13 +142,13 @@ class PhaseClock:
         self._seconds[target] += seconds
 
     def watch(self) -> PhaseLog:
-        """From here on, until `unwatch`, note when phases and laps begin and end."""
+        """From here on, until `stop_log`, note when phases and laps begin and end."""
         self.enter(self._phase)
         self._settle()
         self.log = self._watcher = PhaseLog()
         return self.log
 
-    def unwatch(self) -> None:
+    def stop_log(self) -> None:
         if self._watcher is not None:
             self.enter(self._phase)
             self._settle()
@@ -195,7 +195,7 @@ class Mark(Protocol):
         """Milliseconds from here to a later mark."""
 
 
-class GpuPhaseClock(PhaseClock):
+class CudaPhaseClock(PhaseClock):
     """Goes on from a clock that has run until the GPU was there to be used."""
 
     def __init__(self, before: PhaseClock, put_mark: Callable[[Mark | None], Mark]) -> None:
@@ -225,10 +225,10 @@ class GpuPhaseClock(PhaseClock):
     def arrive(self, phase: str) -> float:
         return self._enter(phase, waits=True)
 
-    def begin_lap(self, phase: str) -> float:
+    def begin_step(self, phase: str) -> float:
         return self._enter(phase, lap="begin")
 
-    def end_lap(self, phase: str) -> float:
+    def end_step(self, phase: str) -> float:
         return self._enter(phase, lap="end")
 
     def _enter(self, phase: str, *, waits: bool = False, lap: Lap = None) -> float:
@@ -266,10 +266,10 @@ class GpuPhaseClock(PhaseClock):
         self._waiting.clear()
 
     def _another(self) -> PhaseClock:
-        return GpuPhaseClock(PhaseClock(), self._put_mark)
+        return CudaPhaseClock(PhaseClock(), self._put_mark)
 
 
-def clock_of(device: torch.device, before: PhaseClock) -> PhaseClock:
+def clock_for(device: torch.device, before: PhaseClock) -> PhaseClock:
     """The clock for work on a device, going on from one that has run so far."""
     if device.type != "cuda":
         return before
@@ -280,4 +280,4 @@ def clock_of(device: torch.device, before: PhaseClock) -> PhaseClock:
         stream.record_event(event)
         return event
 
-    return GpuPhaseClock(before, put_mark)
+    return CudaPhaseClock(before, put_mark)

@@ -138,7 +138,7 @@ class ResourceSampler:
         self._warning = self.stop()
 
 
-class Paced:
+class Throttled:
     """A costly reading, taken so seldom that it costs about COSTLY_SHARE of the time."""
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class Sampler:
         self._tree = ProcessTree(roots, excluded=[os.getpid()])
         self._network = NetworkCounter(roots[0])
         self._gpus = Gpus()
-        self._search, self._pss, self._gpu = Paced(), Paced(), Paced()
+        self._search, self._pss, self._gpu = Throttled(), Throttled(), Throttled()
         self._started_unix, self._started = time.time(), time.monotonic()
         self._last: float | None = None
         self._cpu_seconds = 0.0

@@ -32,7 +32,7 @@ _LENGTH, _CHECKSUM = struct.Struct("<Q"), struct.Struct("<I")
 _LARGEST_FLOAT32 = 3.4028234e38
 
 
-class ScalarWriter:
+class TensorBoardWriter:
     """Appends scalars to a new event file in `folder`.
 
     A resumed run names the first step that it will write again: TensorBoard then forgets what the

@@ -49,7 +49,7 @@ class Tracer:
             self._stop()
 
     def _stop(self) -> None:
-        self._clock.unwatch()
+        self._clock.stop_log()
         self._traffic.log = None
 
     @property

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from paceline.errors import ConfigError, PacelineError, UserCodeError, in_a_line
+from paceline.errors import ConfigError, PacelineError, UserCodeError, error_line
 from paceline.models import MODELS
 
 
@@ -68,7 +68,7 @@ def _build_users_model(
     except PacelineError:
         raise
     except Exception as error:
-        cause = in_a_line(error)
+        cause = error_line(error)
         raise UserCodeError(f"model {name!r} could not be built: {cause}") from error
     if not isinstance(model, nn.Module):
         raise UserCodeError(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from paceline.report import units
-from paceline.report.bound import MOST, Bound
-from paceline.report.cells import Cell
-from paceline.report.disturbance import Disturbance
-from paceline.report.pace import Pace, Paced
-from paceline.report.phases import Split, of_cell, whole_of_cell
-from paceline.report.section.bandwidth import SUMMING
+from paceline.report.bound import MOST, Bottleneck
+from paceline.report.cells import RunGroup
+from paceline.report.disturbance import CpuContention
+from paceline.report.pace import RankedGroup, Ranking
+from paceline.report.phases import PhaseBreakdown, iteration_breakdown, run_breakdown
+from paceline.report.section.bandwidth import ALL_REDUCE_STRATEGIES
 from paceline.report.shape import is_number
 from paceline.report.statistics import MOST_PLANNED, against_first, repeats_needed
 from paceline.report.straggler import Straggler
@@ -24,13 +24,13 @@ COSTLY = 0.05
 """A share of the wall time from which on something beside training is worth a word."""
 
 
-def advise(
-    pace: Pace | None,
-    cells: Sequence[Cell],
-    ties: Sequence[Paced],
+def recommend(
+    pace: Ranking | None,
+    cells: Sequence[RunGroup],
+    ties: Sequence[RankedGroup],
     stragglers: Sequence[Straggler],
-    bounds: Sequence[Bound],
-    busy: Sequence[Disturbance],
+    bounds: Sequence[Bottleneck],
+    busy: Sequence[CpuContention],
 ) -> list[str]:
     """The most telling first; none where nothing stands out.
 
@@ -52,7 +52,7 @@ def advise(
     return list(dict.fromkeys(steps))[:MOST_STEPS]
 
 
-def _of_busy_machine(busy: Sequence[Disturbance]) -> Iterator[str]:
+def _of_busy_machine(busy: Sequence[CpuContention]) -> Iterator[str]:
     if busy:
         yield (
             f"Rerun on a quiet machine: other processes used up to"
@@ -61,7 +61,7 @@ def _of_busy_machine(busy: Sequence[Disturbance]) -> Iterator[str]:
         )
 
 
-def _of_doubt(pace: Pace | None, ties: Sequence[Paced], *, is_busy: bool) -> Iterator[str]:
+def _of_doubt(pace: Ranking | None, ties: Sequence[RankedGroup], *, is_busy: bool) -> Iterator[str]:
     if pace is None or len(pace.ranking) < 2:
         return
     if min(len(paced.values) for paced in pace.ranking) < 2:
@@ -73,7 +73,7 @@ def _of_doubt(pace: Pace | None, ties: Sequence[Paced], *, is_busy: bool) -> Ite
         yield _of_tie(pace, ties[0])
 
 
-def _of_tie(pace: Pace, tie: Paced) -> str:
+def _of_tie(pace: Ranking, tie: RankedGroup) -> str:
     """How many repeats separate the two; where none do, why."""
     first = pace.ranking[0]
     place = next(index for index, paced in enumerate(pace.ranking) if paced is tie)
@@ -117,7 +117,7 @@ def _many(count: int | None) -> str:
 
 
 def _of_stragglers(stragglers: Sequence[Straggler]) -> Iterator[str]:
-    relieved = [one for one in stragglers if one.can_be_dealt_less]
+    relieved = [one for one in stragglers if one.can_rebalance]
     for one in sorted(relieved, key=lambda one: -one.wait_share)[:1]:
         yield (
             f"Try --shares auto with {one.label}: worker {one.rank} needs"
@@ -126,8 +126,10 @@ def _of_stragglers(stragglers: Sequence[Straggler]) -> Iterator[str]:
         )
 
 
-def _of_communication(fastest: Cell, cells: Sequence[Cell], bound: Bound) -> Iterator[str]:
-    split = of_cell(fastest)
+def _of_communication(
+    fastest: RunGroup, cells: Sequence[RunGroup], bound: Bottleneck
+) -> Iterator[str]:
+    split = iteration_breakdown(fastest)
     if split is None or bound.shares["communication"] < 0.25:
         return
     exposed = units.percentage(bound.shares["communication"])
@@ -151,9 +153,9 @@ def _of_communication(fastest: Cell, cells: Sequence[Cell], bound: Bound) -> Ite
         )
 
 
-def _can_gain_by_codec(cell: Cell, bound: Bound) -> bool:
+def _can_gain_by_codec(cell: RunGroup, bound: Bottleneck) -> bool:
     """Fewer bytes help only where bytes are what takes the time."""
-    if cell.config.strategy not in SUMMING or bound.cause:
+    if cell.config.strategy not in ALL_REDUCE_STRATEGIES or bound.cause:
         return False
     if bound.wire is not None:
         return bound.wire.bytes / bound.wire.bytes_per_second >= MOST * bound.exchange_seconds
@@ -162,11 +164,11 @@ def _can_gain_by_codec(cell: Cell, bound: Bound) -> bool:
     return cell.config.nnodes > 1 or has_gpus
 
 
-def _hideable(split: Split) -> str:
+def _hideable(split: PhaseBreakdown) -> str:
     return units.percentage(min(1.0, split.seconds["backward"] / split.seconds["exchange"]))
 
 
-def _of_computing(fastest: Cell, cells: Sequence[Cell], bound: Bound) -> Iterator[str]:
+def _of_computing(fastest: RunGroup, cells: Sequence[RunGroup], bound: Bottleneck) -> Iterator[str]:
     if bound.kind != "compute-bound":
         return
     more, computing = 2 * fastest.workers, units.percentage(bound.shares["computing"])
@@ -185,7 +187,7 @@ def _of_computing(fastest: Cell, cells: Sequence[Cell], bound: Bound) -> Iterato
     )
 
 
-def _elsewhere(cell: Cell, workers: int) -> str:
+def _elsewhere(cell: RunGroup, workers: int) -> str:
     """Said where so many workers would have more threads than the machine has cores."""
     hardware = (cell.finished[0].result or {}).get("hardware", {})
     cores = hardware.get("cores")
@@ -198,8 +200,8 @@ def _elsewhere(cell: Cell, workers: int) -> str:
     return f" on more cores than the {cores:g} of this machine"
 
 
-def _of_input(fastest: Cell, cells: Sequence[Cell], bound: Bound) -> Iterator[str]:
-    split = of_cell(fastest)
+def _of_input(fastest: RunGroup, cells: Sequence[RunGroup], bound: Bottleneck) -> Iterator[str]:
+    split = iteration_breakdown(fastest)
     if split is not None and split.share("input") > 0.2:
         yield (
             f"Make the input cheaper (less --augment, more --threads): it takes"
@@ -207,8 +209,8 @@ def _of_input(fastest: Cell, cells: Sequence[Cell], bound: Bound) -> Iterator[st
         )
 
 
-def _beside_training(fastest: Cell) -> Iterator[str]:
-    whole = whole_of_cell(fastest)
+def _beside_training(fastest: RunGroup) -> Iterator[str]:
+    whole = run_breakdown(fastest)
     if whole is None:
         return
     if whole.share("checkpoint") > COSTLY:
@@ -225,11 +227,11 @@ def _beside_training(fastest: Cell) -> Iterator[str]:
         )
 
 
-def _of_wall(whole: Split, phase: str) -> str:
+def _of_wall(whole: PhaseBreakdown, phase: str) -> str:
     return f"{units.share(whole.share(phase))} of the wall time"
 
 
-def _of_failures(cells: Sequence[Cell]) -> Iterator[str]:
+def _of_failures(cells: Sequence[RunGroup]) -> Iterator[str]:
     diverged = [cell.label for cell in cells if any(run.status == "diverged" for run in cell.runs)]
     if diverged:
         yield (
@@ -238,7 +240,7 @@ def _of_failures(cells: Sequence[Cell]) -> Iterator[str]:
         )
 
 
-RULES: tuple[Callable[[Cell, Sequence[Cell], Bound], Iterator[str]], ...] = (
+RULES: tuple[Callable[[RunGroup, Sequence[RunGroup], Bottleneck], Iterator[str]], ...] = (
     _of_communication,
     _of_computing,
     _of_input,

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.report import units
-from paceline.report.cells import Cell
-from paceline.report.phases import COMPUTING, of_cell
+from paceline.report.cells import RunGroup
+from paceline.report.phases import COMPUTE_PHASES, iteration_breakdown
 from paceline.report.run import Run
 from paceline.report.section.bandwidth import Measured, link_bytes_per_second, measured_limit
 from paceline.report.shape import is_number
@@ -43,7 +43,7 @@ class WireTime:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class Bottleneck:
     label: str
     kind: str
     telling: str
@@ -74,13 +74,13 @@ class Bound:
         )
 
 
-def bound_of(cell: Cell, measured: Sequence[Measured] = ()) -> Bound | None:
+def find_bottleneck(cell: RunGroup, measured: Sequence[Measured] = ()) -> Bottleneck | None:
     """None where there are no phases to tell; `measured` is what `paceline comm` found."""
-    split = of_cell(cell)
+    split = iteration_breakdown(cell)
     if split is None or not split.total:
         return None
     shares = {
-        "computing": split.of(COMPUTING) / split.total,
+        "computing": split.of(COMPUTE_PHASES) / split.total,
         "communication": split.share("exchange"),
         "waiting": split.share("wait"),
         "input": split.share("input"),
@@ -90,27 +90,27 @@ def bound_of(cell: Cell, measured: Sequence[Measured] = ()) -> Bound | None:
     is_explained = wire is None or wire.seconds >= EXPLAINED * exchange
     is_network = cell.config.nnodes > 1 and is_explained
 
-    def communicating(kind: str) -> Bound:
+    def communicating(kind: str) -> Bottleneck:
         cause = "" if is_explained else remaining_cause(cell)
-        return Bound(cell.label, kind, "communication", shares, exchange, wire, cause)
+        return Bottleneck(cell.label, kind, "communication", shares, exchange, wire, cause)
 
     if shares["input"] >= MOST:
-        return Bound(cell.label, "input-bound", "input", shares)
+        return Bottleneck(cell.label, "input-bound", "input", shares)
     if shares["communication"] >= MOST or (
         shares["communication"] > shares["computing"]
         and shares["communication"] > shares["waiting"]
     ):
         return communicating("network-bound" if is_network else "communication-bound")
     if shares["waiting"] >= LITTLE and shares["waiting"] > shares["communication"]:
-        return Bound(cell.label, "held up by waiting", "waiting", shares)
+        return Bottleneck(cell.label, "held up by waiting", "waiting", shares)
     if 1 - shares["computing"] <= LITTLE:
-        return Bound(cell.label, "compute-bound", "computing", shares)
+        return Bottleneck(cell.label, "compute-bound", "computing", shares)
     if shares["waiting"] > shares["communication"]:
-        return Bound(cell.label, "computing and waiting", "waiting", shares)
+        return Bottleneck(cell.label, "computing and waiting", "waiting", shares)
     return communicating("computing and network" if is_network else "computing and communication")
 
 
-def wire_time(cell: Cell, measured: Sequence[Measured] = ()) -> WireTime | None:
+def wire_time(cell: RunGroup, measured: Sequence[Measured] = ()) -> WireTime | None:
     """An upper bound from the first finished run; None where nothing was sent or measured."""
     run = cell.finished[0]
     rate = link_bytes_per_second(run) or measured_limit(measured, cell.workers)
@@ -145,7 +145,7 @@ def _round_trip_seconds(run: Run) -> float:
     return float(max(times, default=0.0))
 
 
-def remaining_cause(cell: Cell) -> str:
+def remaining_cause(cell: RunGroup) -> str:
     """Why communication takes longer than the link needs, as far as the records show."""
     run = cell.finished[0]
     hardware = (run.result or {}).get("hardware", {})

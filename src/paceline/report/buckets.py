@@ -1,6 +1,6 @@
 """Long curves made short enough to draw, without losing what stands out.
 
-A curve of any length becomes at most BUCKETS stretches of equal length, each with its middle, its
+A curve of any length becomes at most MAX_POINTS stretches of equal length, each with its middle, its
 least and its greatest value: a single slow iteration in a million still shows.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-BUCKETS = 300
+MAX_POINTS = 300
 """More than a chart has room for."""
 
 Floats = NDArray[np.float64]
@@ -20,7 +20,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """`x` is where a stretch ends; with at most BUCKETS values every stretch is one value."""
+    """`x` is where a stretch ends; with at most MAX_POINTS values every stretch is one value."""
 
     x: Floats
     middle: Floats
@@ -35,7 +35,7 @@ class Curve:
         return bool(np.array_equal(self.low, self.high))
 
 
-def edges(count: int, buckets: int = BUCKETS) -> NDArray[np.int64]:
+def edges(count: int, buckets: int = MAX_POINTS) -> NDArray[np.int64]:
     """Where the stretches of `count` values begin, and after them `count`."""
     stretches = min(count, buckets)
     if stretches == 0:
@@ -43,7 +43,7 @@ def edges(count: int, buckets: int = BUCKETS) -> NDArray[np.int64]:
     return np.linspace(0, count, stretches + 1).astype(np.int64)
 
 
-def shorten(x: Floats, y: Floats, *, use_mean: bool = False, buckets: int = BUCKETS) -> Curve:
+def downsample(x: Floats, y: Floats, *, use_mean: bool = False, buckets: int = MAX_POINTS) -> Curve:
     """Stretches of `y` with their medians (or means); values that are no numbers are left out."""
     known = np.isfinite(y)
     if not known.all():
@@ -64,7 +64,7 @@ def shorten(x: Floats, y: Floats, *, use_mean: bool = False, buckets: int = BUCK
     return Curve(x[bounds[1:] - 1], middle, low, high)
 
 
-def together(curves: Sequence[Curve]) -> tuple[Curve, int]:
+def merge_repeats(curves: Sequence[Curve]) -> tuple[Curve, int]:
     """Curves of repeats as one, from the least to the greatest of all, and how many are in it.
 
     Curves that do not have the same points cannot be laid over one another: then it is the first.

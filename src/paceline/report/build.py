@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.errors import RecordsError
-from paceline.report.cells import Cell
+from paceline.report.cells import RunGroup
 from paceline.report.chart.svg import standalone
-from paceline.report.collection import Chapter, Collection, collect
-from paceline.report.document import ChapterPage, Document, Items, Section, Text, slug
+from paceline.report.collection import Chapter, RunCollection, collect
+from paceline.report.document import BulletList, ChapterPage, Document, Section, Text, slug
 from paceline.report.html import FIGURES, to_html
 from paceline.report.markdown import to_markdown
 from paceline.report.section.outline import outline
 from paceline.report.sections import SECTIONS, VERDICT, build_sections, unknown, wanted
-from paceline.report.verdict import Verdict, judge
+from paceline.report.verdict import Verdict, make_verdict
 
 TOGETHER = "all-parts"
 """Name of the chapter about all parts of a study."""
 
 
-def write_report(path: Path | str, out: Path | None = None) -> tuple[Path, Collection]:
+def write_report(path: Path | str, out: Path | None = None) -> tuple[Path, RunCollection]:
     """Build the report of whatever is at `path`; into that folder unless `out` names another."""
     collection = collect(path)
     folder = out or collection.path
@@ -53,8 +53,8 @@ def _write_figures(document: Document, folder: Path) -> None:
         )
 
 
-def to_document(collection: Collection) -> Document:
-    verdicts = [judge(chapter.cells, collection.comm) for chapter in collection.chapters]
+def to_document(collection: RunCollection) -> Document:
+    verdicts = [make_verdict(chapter.cells, collection.comm) for chapter in collection.chapters]
     chapters, answers = [], []
     names = _names([chapter.title for chapter in collection.chapters])
     for name, chapter, verdict in zip(names, collection.chapters, verdicts, strict=True):
@@ -83,7 +83,7 @@ def to_document(collection: Collection) -> Document:
     return document
 
 
-def _about(collection: Collection, chapters: Sequence[ChapterPage]) -> str:
+def _about(collection: RunCollection, chapters: Sequence[ChapterPage]) -> str:
     """Of a study with one part, what that says as well."""
     if len(chapters) != 1:
         return collection.about
@@ -105,7 +105,7 @@ def _names(titles: Sequence[str]) -> list[str]:
     return names
 
 
-def _together(collection: Collection) -> ChapterPage:
+def _together(collection: RunCollection) -> ChapterPage:
     """What a study asks about all its parts, and the settings of every cell."""
     names = [one for one in collection.sections if one in SECTIONS and one != "configuration"]
     about_all = outline(TOGETHER, collection.cells, collection.comm)
@@ -113,7 +113,7 @@ def _together(collection: Collection) -> ChapterPage:
     return ChapterPage(TOGETHER, "All parts together", "", "", sections)
 
 
-def _sum_up(document: Document, collection: Collection) -> None:
+def _sum_up(document: Document, collection: RunCollection) -> None:
     """Of several parts: the answer of each, and what went wrong anywhere."""
     troubled = [cell for cell in collection.cells if _did_not_finish(cell)]
     count = _count(collection.cells)
@@ -127,7 +127,7 @@ def _sum_up(document: Document, collection: Collection) -> None:
     ]
 
 
-def _did_not_finish(cell: Cell) -> bool:
+def _did_not_finish(cell: RunGroup) -> bool:
     """What was skipped did not begin."""
     return len(cell.finished) < len(cell.runs) or cell.trouble.startswith("failed")
 
@@ -161,14 +161,14 @@ def _verdict_section(verdict: Verdict, answer: str) -> Section:
     items = [] if answer == verdict.headline else [("Pace:", verdict.headline)]
     items += [(f"{subject}:", text) for subject, text in _points(verdict)]
     items += [("Try next:", step) for step in verdict.next_steps]
-    return Section("verdict", "Verdict", [Text(answer), Items(items)])
+    return Section("verdict", "Verdict", [Text(answer), BulletList(items)])
 
 
 def _points(verdict: Verdict) -> list[tuple[str, str]]:
     return [(point.subject, point.text) for point in verdict.points]
 
 
-def _subtitle(collection: Collection) -> str:
+def _subtitle(collection: RunCollection) -> str:
     runs = collection.runs
     words = [f"{len(runs):,} run{'s' * (len(runs) != 1)} in {_count(collection.cells)}"]
     for name in ("model", "data"):
@@ -180,5 +180,5 @@ def _subtitle(collection: Collection) -> str:
     return " · ".join(words)
 
 
-def _count(cells: Sequence[Cell]) -> str:
+def _count(cells: Sequence[RunGroup]) -> str:
     return f"{len(cells):,} cell{'s' * (len(cells) != 1)}"

@@ -12,7 +12,7 @@ from typing import Any
 from paceline.config import RunConfig
 from paceline.report.run import Run
 
-BESIDE_THE_POINT = frozenset(
+IGNORED_FIELDS = frozenset(
     (
         "seed", "name", "out", "data_dir", "node_rank", "master_addr", "master_port", "trace",
         "tensorboard", "sample_seconds", "rendezvous_seconds", "timeout_seconds", "max_restarts",
@@ -27,7 +27,7 @@ NOT_RUN = "not run yet"
 
 
 @dataclass(frozen=True)
-class Cell:
+class RunGroup:
     """Runs with the same settings; `label` is for tables and legends."""
 
     label: str
@@ -106,14 +106,14 @@ class Cell:
         return fmean(values) if values else None
 
 
-def group(runs: Iterable[Run]) -> list[Cell]:
+def group(runs: Iterable[Run]) -> list[RunGroup]:
     """Runs by their settings, in the order in which these first come."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(settings_key(run.config), []).append(run)
     together = list(groups.values())
     names = label_all([runs[0].config for runs in together])
-    return [Cell(label, runs) for label, runs in zip(names, together, strict=True)]
+    return [RunGroup(label, runs) for label, runs in zip(names, together, strict=True)]
 
 
 def differing(configs: Sequence[RunConfig]) -> list[str]:
@@ -124,7 +124,7 @@ def differing(configs: Sequence[RunConfig]) -> list[str]:
     return [
         item.name
         for item in dataclasses.fields(RunConfig)
-        if item.name not in BESIDE_THE_POINT
+        if item.name not in IGNORED_FIELDS
         and any(getattr(config, item.name) != getattr(first, item.name) for config in configs)
     ]
 
@@ -163,7 +163,7 @@ def label(config: RunConfig, names: Sequence[str]) -> str:
     order = ("strategy", "options", *(one for one in names if one not in _SPOKEN))
     words = [setting_text(name, getattr(config, name)) for name in order if name in names]
     if "nnodes" in names or "nproc_per_node" in names:
-        words.insert(min(1, len(words)), places(config))
+        words.insert(min(1, len(words)), describe_workers(config))
     if "batch_size" in names or "batch_per_worker" in names:
         words.append(f"batch {config.global_batch_size}")
     return ", ".join(filter(None, words)) or config.strategy
@@ -172,7 +172,7 @@ def label(config: RunConfig, names: Sequence[str]) -> str:
 _SPOKEN = ("strategy", "options", "nnodes", "nproc_per_node", "batch_size", "batch_per_worker")
 
 
-def places(config: RunConfig) -> str:
+def describe_workers(config: RunConfig) -> str:
     """How many workers, and over how many nodes where these are several."""
     workers = f"{config.workers} worker{'s' * (config.workers > 1)}"
     return workers if config.nnodes == 1 else f"{workers} on {config.nnodes} nodes"
@@ -208,6 +208,6 @@ def settings_key(config: RunConfig) -> str:
         [
             getattr(config, item.name)
             for item in dataclasses.fields(RunConfig)
-            if item.name not in BESIDE_THE_POINT
+            if item.name not in IGNORED_FIELDS
         ]
     )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from paceline.report.cells import Cell
-from paceline.report.statistics import ALPHA, correct, difference, student
+from paceline.report.cells import RunGroup
+from paceline.report.statistics import ALPHA, correct, difference, t_quantile
 
 
 @dataclass(frozen=True, slots=True)
-class Doubt:
+class AccuracyDifference:
     is_chance: bool
     """Whether noise alone could have made the difference."""
     words: str
@@ -20,7 +20,7 @@ class Doubt:
         return f", {self.words}" if self.words else ""
 
 
-def doubt(one: Cell, other: Cell, *, comparisons: int = 1) -> Doubt:
+def compare_accuracy(one: RunGroup, other: RunGroup, *, comparisons: int = 1) -> AccuracyDifference:
     """By the repeats, or else by the size of the test set.
 
     `comparisons` is the number of pairs that these two were selected from.
@@ -29,13 +29,17 @@ def doubt(one: Cell, other: Cell, *, comparisons: int = 1) -> Doubt:
     if min(map(len, values)) > 1:
         (gap,) = correct([difference(*values)], comparisons)
         is_chance = not gap.is_significant
-        return Doubt(is_chance, "within noise" if is_chance else "")
+        return AccuracyDifference(is_chance, "within noise" if is_chance else "")
     means = [math.fsum(each) / len(each) for each in values]
     if means[0] == means[1]:
-        return Doubt(is_chance=True, words="the same")
+        return AccuracyDifference(is_chance=True, words="the same")
     samples = one.config.test_samples
     if samples:
         variance = sum(max(0.0, mean * (1 - mean)) / samples for mean in means)
-        if abs(means[0] - means[1]) <= student(math.inf, ALPHA / comparisons) * math.sqrt(variance):
-            return Doubt(is_chance=True, words=f"within the noise of {samples:,} test samples")
-    return Doubt(is_chance=False, words="in one repeat")
+        if abs(means[0] - means[1]) <= t_quantile(math.inf, ALPHA / comparisons) * math.sqrt(
+            variance
+        ):
+            return AccuracyDifference(
+                is_chance=True, words=f"within the noise of {samples:,} test samples"
+            )
+    return AccuracyDifference(is_chance=False, words="in one repeat")

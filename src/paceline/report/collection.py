@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.errors import RecordsError
-from paceline.report.cells import NOT_RUN, Cell, group
+from paceline.report.cells import NOT_RUN, RunGroup, group
 from paceline.report.events import missing_events
 from paceline.report.run import Run, open_run
 from paceline.study.folder import Part, Study, StudyFolder
@@ -24,13 +24,13 @@ MOST_LEFT_OUT = 5
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
+class SkippedRecord:
     name: str
     why: str
 
 
 def left_out_lines(
-    left_out: Sequence[LeftOut], names_all: str = "the end of the page"
+    left_out: Sequence[SkippedRecord], names_all: str = "the end of the page"
 ) -> list[str]:
     """For the terminal: a few of them, how many more there are, and where these are named."""
     lines = [f"left out    {one.name}: {one.why}" for one in left_out[:MOST_LEFT_OUT]]
@@ -45,7 +45,7 @@ class Chapter:
     """Cells that belong together, and what is asked about them."""
 
     title: str
-    cells: list[Cell]
+    cells: list[RunGroup]
     about: str = ""
     context: str = ""
     sections: tuple[str, ...] = ()
@@ -53,14 +53,14 @@ class Chapter:
 
 
 @dataclass(slots=True)
-class Collection:
+class RunCollection:
     title: str
     kind: str
     """run, runs or study."""
     path: Path
     chapters: list[Chapter]
     about: str = ""
-    left_out: list[LeftOut] = field(default_factory=list)
+    left_out: list[SkippedRecord] = field(default_factory=list)
     sections: tuple[str, ...] = ()
     """About all cells together, where there are several chapters."""
     comm: list[Path] = field(default_factory=list)
@@ -81,9 +81,9 @@ class Collection:
         ]
 
     @property
-    def cells(self) -> list[Cell]:
+    def cells(self) -> list[RunGroup]:
         """Each once, also where two chapters show it."""
-        seen: dict[int, Cell] = {}
+        seen: dict[int, RunGroup] = {}
         for chapter in self.chapters:
             for cell in chapter.cells:
                 seen.setdefault(id(cell.runs[0]) if cell.runs else id(cell), cell)
@@ -94,16 +94,16 @@ class Collection:
         return [run for cell in self.cells for run in cell.runs]
 
 
-def collect(path: Path | str) -> Collection:
+def collect(path: Path | str) -> RunCollection:
     """Whatever records `path` holds; RecordsError where it holds none at all."""
     collection = _collect(path)
     for run in collection.runs:
-        collection.left_out += [LeftOut(run.id, text) for text in missing_events(run)]
+        collection.left_out += [SkippedRecord(run.id, text) for text in missing_events(run)]
     collection.comm = sorted(collection.path.glob("comm*.json"))
     return collection
 
 
-def _collect(path: Path | str) -> Collection:
+def _collect(path: Path | str) -> RunCollection:
     place = Path(path).resolve()
     if not place.is_dir():
         raise RecordsError(f"{path} is no folder: give a run, a folder of runs or a study")
@@ -111,8 +111,8 @@ def _collect(path: Path | str) -> Collection:
         return _study(StudyFolder(place))
     if _is_run(place):
         run = open_run(place)
-        return Collection(run.id, "run", place, [Chapter(run.id, group([run]))])
-    left_out: list[LeftOut] = []
+        return RunCollection(run.id, "run", place, [Chapter(run.id, group([run]))])
+    left_out: list[SkippedRecord] = []
     runs = _open_all(_runs_below(place, DEPTH), place, left_out)
     if not runs and not left_out:
         raise RecordsError(f"{path} holds no runs: a run's folder has a config.json")
@@ -120,7 +120,7 @@ def _collect(path: Path | str) -> Collection:
         raise RecordsError(f"{path} holds no run that can be read: {left_out[0].why}")
     title = "one run" if len(runs) == 1 else f"{len(runs):,} runs"
     chapter = Chapter(f"{place.name}: {title}", group(runs))
-    return Collection(place.name, "runs", place, [chapter], left_out=left_out)
+    return RunCollection(place.name, "runs", place, [chapter], left_out=left_out)
 
 
 def _is_run(place: Path) -> bool:
@@ -150,7 +150,7 @@ def _by_number(folder: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (0, part) for part in parts]
 
 
-def _open_all(folders: Iterator[Path], root: Path, left_out: list[LeftOut]) -> list[Run]:
+def _open_all(folders: Iterator[Path], root: Path, left_out: list[SkippedRecord]) -> list[Run]:
     runs = []
     for folder in folders:
         run = _open_or_name(folder, root, left_out)
@@ -159,22 +159,22 @@ def _open_all(folders: Iterator[Path], root: Path, left_out: list[LeftOut]) -> l
     return runs
 
 
-def _open_or_name(folder: Path, root: Path, left_out: list[LeftOut]) -> Run | None:
+def _open_or_name(folder: Path, root: Path, left_out: list[SkippedRecord]) -> Run | None:
     try:
         return open_run(folder)
     except RecordsError as error:
         # The path is named once, relative to what the report is about.
         why = str(error).replace(f"{folder}{os.sep}", "")
-        left_out.append(LeftOut(str(folder.relative_to(root)), why))
+        left_out.append(SkippedRecord(str(folder.relative_to(root)), why))
         return None
 
 
-def _study(folder: StudyFolder) -> Collection:
+def _study(folder: StudyFolder) -> RunCollection:
     study = folder.read()
-    left_out: list[LeftOut] = []
+    left_out: list[SkippedRecord] = []
     opened: dict[str, Run | None] = {}
     chapters = [_chapter(folder, study, part, opened, left_out) for part in study.parts]
-    return Collection(
+    return RunCollection(
         title=study.title or study.name,
         kind="study",
         path=folder.path,
@@ -190,7 +190,7 @@ def _chapter(
     study: Study,
     part: Part,
     opened: dict[str, Run | None],
-    left_out: list[LeftOut],
+    left_out: list[SkippedRecord],
 ) -> Chapter:
     runs: dict[str, list[Run]] = {}
     labels: dict[str, str] = {}
@@ -211,5 +211,7 @@ def _chapter(
             troubles.setdefault(cell.group, f"{cell.trouble.status}: {cell.trouble.cause}")
         else:
             troubles.setdefault(cell.group, NOT_RUN)
-    cells = [Cell(labels[name], runs[name], troubles.get(name, ""), axes[name]) for name in runs]
+    cells = [
+        RunGroup(labels[name], runs[name], troubles.get(name, ""), axes[name]) for name in runs
+    ]
     return Chapter(part.title or part.name, cells, part.about, part.context, part.report)

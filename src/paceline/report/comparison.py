@@ -10,22 +10,22 @@ from dataclasses import dataclass, field, replace
 
 from paceline.records import PHASES
 from paceline.report import units
-from paceline.report.cells import Cell, differing, places, value_text
-from paceline.report.collection import LeftOut, collect
-from paceline.report.phases import whole_of_cell
+from paceline.report.cells import RunGroup, describe_workers, differing, value_text
+from paceline.report.collection import SkippedRecord, collect
+from paceline.report.phases import run_breakdown
 from paceline.report.run import Run
 from paceline.report.section.outline import known
 from paceline.report.section.traffic import run_traffic
-from paceline.report.statistics import Difference, correct, excess
+from paceline.report.statistics import Difference, correct, relative_increase
 from paceline.report.study_comparison import StudyPair, pair_up
 from paceline.report.worlds import described
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    cells: list[Cell]
+    cells: list[RunGroup]
     """No two labels are equal."""
-    left_out: list[LeftOut]
+    left_out: list[SkippedRecord]
     pairs: list[StudyPair] = field(default_factory=list)
     """Of studies, which are compared cell by cell; otherwise cells are put side by side."""
 
@@ -52,7 +52,7 @@ class Significance:
         # No figure is below zero, so that none can be less by more than all of the other.
         low = max(self.difference.low, -1.0)
         span = f"95% CI {_percent(low)}% to {_percent(self.difference.high)}%"
-        if self.difference.over_repeats:
+        if self.difference.across_runs:
             sure = "significant" if self.difference.is_significant else "within noise"
             return f"{share} ({span}): {sure}"
         sure = "within noise" if self.difference.is_tie else "single run, significance unknown"
@@ -70,27 +70,27 @@ def read_compared(paths: Sequence[str]) -> Compared:
 
     RecordsError where a path holds nothing that can be read.
     """
-    cells: list[Cell] = []
-    left_out: list[LeftOut] = []
+    cells: list[RunGroup] = []
+    left_out: list[SkippedRecord] = []
     collections = [collect(path) for path in paths]
     for collection in collections:
         left_out += collection.left_out
         if collection.kind == "run":
-            cells.append(Cell(collection.title, collection.runs))
+            cells.append(RunGroup(collection.title, collection.runs))
             continue
         prefix = f"{collection.path.name}: " if len(paths) > 1 else ""
         cells += [
-            Cell(f"{prefix}{cell.label}", cell.runs) for cell in collection.cells if cell.runs
+            RunGroup(f"{prefix}{cell.label}", cell.runs) for cell in collection.cells if cell.runs
         ]
     seen: dict[str, int] = {}
     for index, cell in enumerate(cells):
         seen[cell.label] = seen.get(cell.label, 0) + 1
         if seen[cell.label] > 1:
-            cells[index] = Cell(f"{cell.label} ({seen[cell.label]})", cell.runs)
+            cells[index] = RunGroup(f"{cell.label} ({seen[cell.label]})", cell.runs)
     return Compared(cells, left_out, pair_up(collections))
 
 
-def setting_rows(cells: Sequence[Cell]) -> list[Row]:
+def setting_rows(cells: Sequence[RunGroup]) -> list[Row]:
     """What is the same in all cells is left out."""
     rows = []
     for name in differing([cell.config for cell in cells]):
@@ -98,14 +98,14 @@ def setting_rows(cells: Sequence[Cell]) -> list[Row]:
         # A default of one kind of batch or budget is the other one's value: `none` says nothing.
         rows.append(Row(name.replace("_", " "), ["-" if one == "none" else one for one in texts]))
     if len({cell.workers for cell in cells}) > 1 and all(cell.config.nnodes > 1 for cell in cells):
-        rows.append(Row("workers", [places(cell.config) for cell in cells]))
+        rows.append(Row("workers", [describe_workers(cell.config) for cell in cells]))
     return rows
 
 
-def result_rows(cells: Sequence[Cell]) -> list[Row]:
+def result_rows(cells: Sequence[RunGroup]) -> list[Row]:
     """What no cell has is left out."""
     rows = [Row(name, [figure(cell) for cell in cells]) for name, figure in FIGURES.items()]
-    splits = [whole_of_cell(cell) for cell in cells]
+    splits = [run_breakdown(cell) for cell in cells]
     for phase in PHASES:
         shares = [split.share(phase) if split else None for split in splits]
         if any(share and share >= 0.0005 for share in shares):
@@ -113,7 +113,7 @@ def result_rows(cells: Sequence[Cell]) -> list[Row]:
     return [row for row in rows if any(text != "-" for text in row.cells)]
 
 
-def significance(cells: Sequence[Cell]) -> list[Significance]:
+def significance(cells: Sequence[RunGroup]) -> list[Significance]:
     """The first cell against each other one: pace, wall time, loss and accuracy.
 
     Times only where both train the same model on the same data, and what was learned where they
@@ -134,7 +134,7 @@ def significance(cells: Sequence[Cell]) -> list[Significance]:
     return [replace(one, difference=gap) for one, gap in zip(found, corrected, strict=True)]
 
 
-def _pace(first: Cell, other: Cell) -> list[Significance]:
+def _pace(first: RunGroup, other: RunGroup) -> list[Significance]:
     """Of iterations, or of as many samples where batches differ."""
     name, scales = "time per iteration", [1.0, 1.0]
     if first.config.global_batch_size != other.config.global_batch_size:
@@ -149,34 +149,38 @@ def _pace(first: Cell, other: Cell) -> list[Significance]:
     )
     if not means[0] or not sum(means[1]):
         return []
-    return [Significance(name, other.label, excess(*means, *blocks))]
+    return [Significance(name, other.label, relative_increase(*means, *blocks))]
 
 
 def _measured(
-    first: Cell, other: Cell, name: str, values: Callable[[Cell], list[float]]
+    first: RunGroup, other: RunGroup, name: str, values: Callable[[RunGroup], list[float]]
 ) -> list[Significance]:
     own, others = values(first), values(other)
-    return [Significance(name, other.label, excess(own, others))] if own and sum(others) else []
+    return (
+        [Significance(name, other.label, relative_increase(own, others))]
+        if own and sum(others)
+        else []
+    )
 
 
-def _blocks(cell: Cell) -> list[float]:
+def _blocks(cell: RunGroup) -> list[float]:
     timing = cell.timed[0].timing if cell.timed else None
     return timing.blocks if timing else []
 
 
-def _each(cell: Cell, value: Callable[[Run], float | None]) -> list[float]:
+def _each(cell: RunGroup, value: Callable[[Run], float | None]) -> list[float]:
     return known(value(run) for run in cell.shown)
 
 
-def _wall(cell: Cell) -> list[float]:
+def _wall(cell: RunGroup) -> list[float]:
     return _each(cell, lambda run: run.result["wall_seconds"] if run.result else None)
 
 
-def _final(key: str) -> Callable[[Cell], list[float]]:
+def _final(key: str) -> Callable[[RunGroup], list[float]]:
     return lambda cell: _each(cell, lambda run: run.final(key))
 
 
-def _nodes(key: str, text: Callable[[float | None], str]) -> Callable[[Cell], str]:
+def _nodes(key: str, text: Callable[[float | None], str]) -> Callable[[RunGroup], str]:
     return lambda cell: _mean(_each(cell, lambda run: run.node_sum(key)), text)
 
 
@@ -184,14 +188,14 @@ def _mean(values: Sequence[float], text: Callable[[float | None], str]) -> str:
     return text(sum(values) / len(values) if values else None)
 
 
-def _ranks(cell: Cell, figure: str) -> str:
+def _ranks(cell: RunGroup, figure: str) -> str:
     """Over workers and runs."""
     timings = [run.timing for run in cell.shown if run.timing is not None]
     values = [getattr(rank, figure) for timing in timings for rank in timing.ranks]
     return _mean(values, units.seconds)
 
 
-def _sent(cell: Cell) -> str:
+def _sent(cell: RunGroup) -> str:
     """By all workers, in all."""
     values = [
         sum(one.bytes_sent for one in run_traffic(run).values())
@@ -201,23 +205,23 @@ def _sent(cell: Cell) -> str:
     return _mean(values, units.size)
 
 
-def _checkpoints(cell: Cell) -> str:
+def _checkpoints(cell: RunGroup) -> str:
     values = _each(cell, lambda run: run.result["checkpoints"].get("count") if run.result else None)
     return _mean(values, units.count) if any(values) else "-"
 
 
-def _worlds(cell: Cell) -> str:
+def _worlds(cell: RunGroup) -> str:
     """Where their number did: times and phases of iterations are since the last change."""
     resized = [run.worlds for run in cell.shown if run.is_resized]
     return described(resized[0]) if resized else "-"
 
 
-def _weights(cell: Cell) -> str:
+def _weights(cell: RunGroup) -> str:
     hashes = {str(run.result["weights_sha256"] or "-")[:8] for run in cell.runs if run.result}
     return hashes.pop() if len(hashes) == 1 else ("differ" if hashes else "-")
 
 
-FIGURES: dict[str, Callable[[Cell], str]] = {
+FIGURES: dict[str, Callable[[RunGroup], str]] = {
     "status": lambda cell: cell.status,
     "repeats": lambda cell: "-" if len(cell.runs) < 2 else units.count(len(cell.runs)),
     "test accuracy": lambda cell: _mean(_final("test_accuracy")(cell), units.number),

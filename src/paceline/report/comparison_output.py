@@ -11,15 +11,15 @@ from rich.console import Console
 from rich.table import Table as TerminalTable
 
 from paceline.errors import RecordsError
-from paceline.report.cells import Cell
+from paceline.report.cells import RunGroup
 from paceline.report.chart.svg import standalone
 from paceline.report.collection import left_out_lines
 from paceline.report.comparison import Compared, Row, result_rows, setting_rows, significance
 from paceline.report.document import (
     Block,
+    BulletList,
     ChapterPage,
     Document,
-    Items,
     Section,
     Table,
     Text,
@@ -39,7 +39,7 @@ from paceline.report.study_comparison import (
     notes,
     unmatched,
 )
-from paceline.report.verdict import judge
+from paceline.report.verdict import make_verdict
 from paceline.terminal import open_console, paragraph
 
 WIDTH = 80
@@ -69,7 +69,7 @@ def print_comparison(compared: Compared) -> None:
         console.print()
     if len(cells) > 1:
         _print_significance(console, cells, letters)
-        console.print(paragraph(judge(cells).headline, console))
+        console.print(paragraph(make_verdict(cells).headline, console))
     _print_left_out(console, compared)
 
 
@@ -125,7 +125,9 @@ def _table(
     return table
 
 
-def _print_significance(console: Console, cells: Sequence[Cell], letters: Sequence[str]) -> None:
+def _print_significance(
+    console: Console, cells: Sequence[RunGroup], letters: Sequence[str]
+) -> None:
     named = dict(zip((cell.label for cell in cells), letters, strict=True))
     for one in significance(cells[:MOST_TESTED]):
         if one.name.startswith("time per") or one.difference.known:
@@ -191,13 +193,13 @@ def _pair_page(name: str, pair: StudyPair) -> ChapterPage:
         ("unmatched", "Cells without a match", unmatched(pair)),
     ):
         if items:
-            sections.append(Section(section, title, [Items(items)]))
+            sections.append(Section(section, title, [BulletList(items)]))
     return ChapterPage(name, f"{pair.other} against {pair.first}", "", "", sections)
 
 
 def _of_cells(compared: Compared) -> Document:
     cells = compared.cells
-    verdict = judge(cells)
+    verdict = make_verdict(cells)
     columns = ("", *(cell.label for cell in cells))
     sections = [_rows("settings", "What differs in the settings", columns, setting_rows(cells))]
     results = _rows("results", "What came out", columns, result_rows(cells))

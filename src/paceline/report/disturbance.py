@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.report.cells import Cell
+from paceline.report.cells import RunGroup
 from paceline.report.run import Run
 from paceline.report.shape import is_number
 
@@ -14,16 +14,16 @@ WORTH_TELLING = 0.15
 
 
 @dataclass(frozen=True, slots=True)
-class Disturbance:
+class CpuContention:
     label: str
     share: float
     """Of all cores, that others used; of the worst run of the cell."""
 
 
-def disturbances(cells: Sequence[Cell]) -> list[Disturbance]:
+def disturbances(cells: Sequence[RunGroup]) -> list[CpuContention]:
     """Of cells that were disturbed, the worst first."""
     found = [
-        Disturbance(cell.label, max(shares))
+        CpuContention(cell.label, max(shares))
         for cell in cells
         if (shares := [share for run in cell.finished if (share := others_share(run)) is not None])
     ]

@@ -16,7 +16,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Items:
+class BulletList:
     """A list; each item has a leading word, which may be empty."""
 
     items: Sequence[tuple[str, str]]
@@ -54,14 +54,14 @@ class Code:
 
 
 @dataclass(frozen=True, slots=True)
-class Fold:
+class Details:
     """What is opened only by those who want it."""
 
     title: str
     blocks: Sequence[Block]
 
 
-Block = Text | Items | Table | Figure | Tabs | Code | Fold
+Block = Text | BulletList | Table | Figure | Tabs | Code | Details
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def _figures(blocks: Sequence[Block]) -> Iterator[Figure]:
             yield block
         elif isinstance(block, Tabs):
             yield from (figure for _, figure in block.figures)
-        elif isinstance(block, Fold):
+        elif isinstance(block, Details):
             yield from _figures(block.blocks)
 
 

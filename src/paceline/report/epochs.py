@@ -29,7 +29,7 @@ def first_epoch_seconds(run: Run) -> float | None:
 
 def exchange_seconds_in_epoch(run: Run) -> float | None:
     """Exposed communication, on average over the workers."""
-    if not run.is_in_step:
+    if not run.is_synchronous:
         # Workers did unequal numbers of iterations: only their sums are those of the run.
         return _in_epoch(run, [worker["phases"]["exchange"] for worker in run.workers])
     count, split = iterations_in_epoch(run), of_iteration(run)
@@ -38,7 +38,7 @@ def exchange_seconds_in_epoch(run: Run) -> float | None:
 
 def hidden_seconds_in_epoch(run: Run) -> float | None:
     """Overlapped communication, on average over the workers; None where it was not measured."""
-    if not run.is_in_step:
+    if not run.is_synchronous:
         hidden = [worker.get("hidden_exchange_seconds") for worker in run.workers]
         measured = [seconds for seconds in hidden if seconds is not None]
         return _in_epoch(run, measured) if len(measured) == len(hidden) else None

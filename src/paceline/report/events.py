@@ -31,7 +31,7 @@ def missing_events(run: Run) -> list[str]:
         else:
             end = _end(run, worker["rank"])
             # Out of step, a worker's iterations are not those of the run.
-            if not _has_end(path) or (run.is_in_step and end < run.iterations):
+            if not _has_end(path) or (run.is_synchronous and end < run.iterations):
                 told.append(
                     f"events of rank {worker['rank']} end at iteration {end:,}"
                     f" of {run.iterations:,}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.config import RunConfig
-from paceline.report.cells import Cell
+from paceline.report.cells import RunGroup
 
 LOSSLESS_CODECS = frozenset(("none",))
 
@@ -35,11 +35,11 @@ def _averages_every_step(config: RunConfig) -> bool:
     return is_linear and str(config.options.get("every", "")) == "1"
 
 
-def is_exact(cell: Cell) -> bool:
+def is_exact(cell: RunGroup) -> bool:
     return deviation(cell.config) is None
 
 
-def deviations(cells: Sequence[Cell]) -> list[tuple[Cell, str]]:
+def deviations(cells: Sequence[RunGroup]) -> list[tuple[RunGroup, str]]:
     """The approximate ones, each with how it deviates."""
     found = ((cell, deviation(cell.config)) for cell in cells if cell.runs)
     return [(cell, text) for cell, text in found if text is not None]

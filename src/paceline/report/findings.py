@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.report import units
-from paceline.report.bound import NAMES, Bound
-from paceline.report.cells import NOT_RUN, Cell
-from paceline.report.chance import doubt
-from paceline.report.disturbance import Disturbance
+from paceline.report.bound import NAMES, Bottleneck
+from paceline.report.cells import NOT_RUN, RunGroup
+from paceline.report.chance import compare_accuracy
+from paceline.report.disturbance import CpuContention
 from paceline.report.exactness import deviations
-from paceline.report.pace import Paced
+from paceline.report.pace import RankedGroup
 from paceline.report.straggler import Straggler
 from paceline.report.worlds import described
 
@@ -30,15 +30,15 @@ class Point:
     text: str
 
 
-def bound_points(bounds: Sequence[Bound]) -> list[Point]:
+def bound_points(bounds: Sequence[Bottleneck]) -> list[Point]:
     """One point for each kind of limit and its cause, naming the cells that it holds for."""
-    kinds: dict[tuple[str, str], list[Bound]] = {}
+    kinds: dict[tuple[str, str], list[Bottleneck]] = {}
     for bound in bounds:
         kinds.setdefault((bound.kind, bound.cause), []).append(bound)
     return [Point(kind.capitalize(), _bound_text(found)) for (kind, _), found in kinds.items()]
 
 
-def _bound_text(found: Sequence[Bound]) -> str:
+def _bound_text(found: Sequence[Bottleneck]) -> str:
     one = found[0]
     if len(found) == 1:
         return f"{one.label}: {one.reason()}."
@@ -61,7 +61,7 @@ def straggler_points(found: Sequence[Straggler]) -> list[Point]:
         Point(
             "Straggler",
             f"{one.label}: worker {one.rank} on node {one.node}"
-            f"{' (slowed down on purpose)' if one.is_asked_for else ''} computes"
+            f"{' (slowed down on purpose)' if one.is_injected else ''} computes"
             f" {units.seconds(one.computing_seconds)} an iteration, the others"
             f" {units.seconds(one.others_seconds)}; they wait {units.seconds(one.wait_seconds)} for"
             f" it, {units.share(one.wait_share)} of their time.",
@@ -70,7 +70,7 @@ def straggler_points(found: Sequence[Straggler]) -> list[Point]:
     ]
 
 
-def disturbance_points(found: Sequence[Disturbance]) -> list[Point]:
+def disturbance_points(found: Sequence[CpuContention]) -> list[Point]:
     if not found:
         return []
     names = [f"{one.label} ({units.percentage(one.share)})" for one in found]
@@ -84,7 +84,7 @@ def disturbance_points(found: Sequence[Disturbance]) -> list[Point]:
     ]
 
 
-def approximate_points(cells: Sequence[Cell]) -> list[Point]:
+def approximate_points(cells: Sequence[RunGroup]) -> list[Point]:
     """Cells that compute something else than synchronous training, and how."""
     reasons: dict[str, list[str]] = {}
     for cell, reason in deviations(cells):
@@ -95,7 +95,7 @@ def approximate_points(cells: Sequence[Cell]) -> list[Point]:
     ]
 
 
-def learning_points(ranking: Sequence[Paced]) -> list[Point]:
+def learning_points(ranking: Sequence[RankedGroup]) -> list[Point]:
     """Whether being fast cost accuracy."""
     known = [
         (paced.cell, found)
@@ -109,10 +109,12 @@ def learning_points(ranking: Sequence[Paced]) -> list[Point]:
         return []
     text = f"the fastest ends at {of_fastest:.4f}, {best.label} at {accuracy:.4f}"
     # The best is one of all the others, so chance had as many opportunities.
-    return [Point("Accuracy", f"{text}{doubt(best, fastest, comparisons=len(known) - 1)}.")]
+    return [
+        Point("Accuracy", f"{text}{compare_accuracy(best, fastest, comparisons=len(known) - 1)}.")
+    ]
 
 
-def target_points(cells: Sequence[Cell]) -> list[Point]:
+def target_points(cells: Sequence[RunGroup]) -> list[Point]:
     """Cells that finished without reaching the target that they had."""
     missed = []
     for cell in cells:
@@ -125,7 +127,7 @@ def target_points(cells: Sequence[Cell]) -> list[Point]:
     return [Point("Target not reached", f"{listed(missed, MOST_LISTED)}.")] if missed else []
 
 
-def resized_points(cells: Sequence[Cell]) -> list[Point]:
+def resized_points(cells: Sequence[RunGroup]) -> list[Point]:
     """Runs whose times are not of all their iterations."""
     resized = [(cell, run) for cell in cells for run in cell.finished if run.is_resized]
     return [
@@ -137,7 +139,7 @@ def resized_points(cells: Sequence[Cell]) -> list[Point]:
     ]
 
 
-def resumed_points(cells: Sequence[Cell]) -> list[Point]:
+def resumed_points(cells: Sequence[RunGroup]) -> list[Point]:
     """Runs whose wall time is not of one piece."""
     resumed = [
         f"{cell.label} ({times} starts)"
@@ -150,7 +152,7 @@ def resumed_points(cells: Sequence[Cell]) -> list[Point]:
     return [Point("Resumed", f"{listed(resumed, NAMED)}; the wall time holds every start.")]
 
 
-def trouble_points(cells: Sequence[Cell]) -> list[Point]:
+def trouble_points(cells: Sequence[RunGroup]) -> list[Point]:
     """Each cell that failed with its cause; those whose turn has not come are only named."""
     waiting = [cell for cell in cells if not cell.runs and cell.trouble == NOT_RUN]
     troubled = [cell for cell in cells if cell.is_troubled]
@@ -165,12 +167,12 @@ def trouble_points(cells: Sequence[Cell]) -> list[Point]:
     return points
 
 
-def has_not_failed(cell: Cell) -> bool:
+def has_not_failed(cell: RunGroup) -> bool:
     """Sorts what went wrong before what was not brought to its end."""
     return "failed" not in (*(run.status for run in cell.runs), cell.trouble.partition(":")[0])
 
 
-def describe_trouble(cell: Cell) -> str:
+def describe_trouble(cell: RunGroup) -> str:
     if cell.runs and len(cell.finished) == len(cell.runs):
         return f"{cell.label}: a repeat {cell.cause}"
     said = cell.status if cell.runs else ""

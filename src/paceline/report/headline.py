@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.report import units
-from paceline.report.cells import Cell
-from paceline.report.pace import Pace, Paced
+from paceline.report.cells import RunGroup
+from paceline.report.pace import RankedGroup, Ranking
 from paceline.report.phases import Explanation
 from paceline.report.statistics import FEWEST_ITERATIONS, Difference
 
 
-def headline(pace: Pace, lead: Difference | None, scope: str = "") -> str:
+def headline(pace: Ranking, lead: Difference | None, scope: str = "") -> str:
     """The fastest, by how much, and how surely; `scope` is `exact` or `approximate`.
 
     `lead` is how much longer the second takes; None where there is no second.
@@ -38,7 +38,7 @@ def headline(pace: Pace, lead: Difference | None, scope: str = "") -> str:
     return f"{label} {'is' if lead.is_significant else 'was'} fastest: {lead_text}."
 
 
-def beside_exact(pace: Pace, lead: Difference | None, exact: Paced) -> str:
+def beside_exact(pace: Ranking, lead: Difference | None, exact: RankedGroup) -> str:
     """The fastest approximate configuration, and its accuracy beside that of the fastest exact."""
     text = "Approximate configurations compute something else"
     first = pace.ranking[0].cell
@@ -49,7 +49,7 @@ def beside_exact(pace: Pace, lead: Difference | None, exact: Paced) -> str:
     return f"{headline(pace, lead, 'approximate')} {text}."
 
 
-def alone(pace: Pace, only: Paced) -> str:
+def alone(pace: Ranking, only: RankedGroup) -> str:
     """Of a cell that there is none to hold against."""
     text = f"{only.cell.label}: {units.seconds(only.mean)} {pace.name}"
     accuracy = only.cell.mean_of("test_accuracy")
@@ -81,12 +81,12 @@ def why(reason: Explanation) -> str:
     return f"{text}{most} of it is {phase}: {units.seconds(part)} more{tail}."
 
 
-def why_to_target(first: Cell, second: Cell) -> str:
+def why_to_target(first: RunGroup, second: RunGroup) -> str:
     """How many iterations each took, and of which length: fewer or shorter ones make it faster."""
     return f"{_to_target(first)}; {_to_target(second)}."
 
 
-def _to_target(cell: Cell) -> str:
+def _to_target(cell: RunGroup) -> str:
     counts = [count for run in cell.finished if (count := run.iterations_to_target) is not None]
     text = f"{cell.label} took {units.spread(counts, units.count)} iterations to the target"
     if cell.iteration_means:
@@ -94,7 +94,7 @@ def _to_target(cell: Cell) -> str:
     return text
 
 
-def _single(pair: Sequence[Paced]) -> str:
+def _single(pair: Sequence[RankedGroup]) -> str:
     fewest = min((run.iterations for paced in pair for run in paced.cell.finished), default=0)
     if fewest < FEWEST_ITERATIONS and not all(paced.blocks for paced in pair):
         return f"single run of {fewest} iterations, significance unknown"

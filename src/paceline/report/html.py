@@ -11,12 +11,12 @@ from typing import Any
 
 from paceline.report.document import (
     Block,
+    BulletList,
     ChapterPage,
     Code,
+    Details,
     Document,
     Figure,
-    Fold,
-    Items,
     Section,
     Table,
     Tabs,
@@ -141,7 +141,7 @@ def _text(block: Text) -> str:
     return f"<p{kind}>{_inline(block.text)}</p>\n"
 
 
-def _items(block: Items) -> str:
+def _items(block: BulletList) -> str:
     items = "".join(
         f"<li>{f'<b>{escape(lead)}</b> ' if lead else ''}{_inline(text)}</li>\n"
         for lead, text in block.items
@@ -196,7 +196,7 @@ def _code(block: Code) -> str:
     return f"<pre><code>{escape(block.text, quote=False)}</code></pre>\n"
 
 
-def _fold(block: Fold) -> str:
+def _fold(block: Details) -> str:
     return (
         f"<details>\n<summary>{escape(block.title)}</summary>\n{_blocks(block.blocks)}</details>\n"
     )
@@ -204,12 +204,12 @@ def _fold(block: Fold) -> str:
 
 _WRITERS: dict[type, Callable[[Any], str]] = {
     Text: _text,
-    Items: _items,
+    BulletList: _items,
     Table: _table,
     Figure: _figure,
     Tabs: _tabs,
     Code: _code,
-    Fold: _fold,
+    Details: _fold,
 }
 
 

@@ -52,7 +52,7 @@ class Later:
 
 
 @dataclass(frozen=True)
-class Told:
+class WorkerEvents:
     """Iterations in their order, each as it was done the last time.
 
     A worker that was not always there leaves gaps between its blocks.
@@ -83,9 +83,9 @@ class Told:
         """How many it took, one after the other."""
         return len({block.process for block in self.blocks})
 
-    def since(self, iteration: int) -> Told:
+    def since(self, iteration: int) -> WorkerEvents:
         """What was done by processes that began there or later."""
-        return Told([block for block in self.blocks if block.began >= iteration])
+        return WorkerEvents([block for block in self.blocks if block.began >= iteration])
 
     def phases(self) -> dict[str, float] | None:
         """Seconds of these iterations by phase; None where they were not written."""
@@ -107,7 +107,7 @@ class Told:
         )
 
 
-def read_iterations(path: Path) -> Told:
+def read_iterations(path: Path) -> WorkerEvents:
     """Lines of another shape are passed over, and so is what follows iterations that are missing.
 
     Only a process that has just begun may go on further than the one before it has come.
@@ -128,7 +128,7 @@ def read_iterations(path: Path) -> Told:
         _cut(blocks, block.first)
         blocks.append(block)
         is_new = False
-    return Told(blocks, starts)
+    return WorkerEvents(blocks, starts)
 
 
 def _cut(blocks: list[Block], first: int) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 from paceline.report.document import (
     Block,
+    BulletList,
     Code,
+    Details,
     Document,
     Figure,
-    Fold,
-    Items,
     Section,
     Table,
     Tabs,
@@ -76,13 +76,13 @@ def _figure(block: Figure) -> str:
     return f"![{_plain(block.title)}]({FIGURES}/{block.name}.svg){note}"
 
 
-def _items(block: Items) -> str:
+def _items(block: BulletList) -> str:
     return "\n".join(
         f"- {f'**{_plain(lead)}** ' if lead else ''}{_plain(text)}" for lead, text in block.items
     )
 
 
-def _fold(block: Fold) -> str:
+def _fold(block: Details) -> str:
     return "\n\n".join([f"**{_plain(block.title)}**", *map(_block, block.blocks)])
 
 
@@ -96,10 +96,10 @@ def _block(block: Block) -> str:
 
 _WRITERS: dict[type, Callable[[Any], str]] = {
     Text: lambda block: _plain(block.text),
-    Items: _items,
+    BulletList: _items,
     Table: _table,
     Figure: _figure,
     Tabs: _tabs,
     Code: lambda block: f"```\n{block.text}\n```",
-    Fold: _fold,
+    Details: _fold,
 }

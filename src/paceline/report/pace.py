@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.report.cells import Cell
+from paceline.report.cells import RunGroup
 from paceline.report.exactness import is_exact
 from paceline.report.statistics import Sample
 
@@ -13,10 +13,10 @@ TO_TARGET = "to the target"
 
 
 @dataclass(frozen=True, slots=True)
-class Paced:
+class RankedGroup:
     """A cell's values of the measure, in seconds: less is faster."""
 
-    cell: Cell
+    cell: RunGroup
     values: list[float]
     """One for each finished run."""
     blocks: list[float]
@@ -28,63 +28,63 @@ class Paced:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class Ranking:
     name: str
     """As in `12 ms per iteration`."""
-    ranking: list[Paced]
+    ranking: list[RankedGroup]
     """The fastest first; cells without a finished run are not in it."""
 
     @property
     def samples(self) -> list[Sample]:
         return [Sample(paced.values, paced.blocks) for paced in self.ranking]
 
-    def apart(self) -> tuple[Pace, Pace]:
+    def apart(self) -> tuple[Ranking, Ranking]:
         """Exact and approximate cells: a step of the latter computes something else.
 
         Time to a target is fair to both, so there all stay together.
         """
         if self.name == TO_TARGET:
-            return self, Pace(self.name, [])
+            return self, Ranking(self.name, [])
         exact = [paced for paced in self.ranking if is_exact(paced.cell)]
         others = [paced for paced in self.ranking if not is_exact(paced.cell)]
-        return Pace(self.name, exact), Pace(self.name, others)
+        return Ranking(self.name, exact), Ranking(self.name, others)
 
 
-def choose_pace(cells: Sequence[Cell]) -> Pace:
+def rank_groups(cells: Sequence[RunGroup]) -> Ranking:
     """Time to the target where all have the same and some reached it, else time per iteration."""
     targets = {cell.config.target_accuracy for cell in cells if cell.finished}
     to_target = [paced for cell in cells if (paced := _to_target(cell)) is not None]
     if to_target and len(targets) == 1:
-        return Pace(TO_TARGET, _ranked(to_target))
+        return Ranking(TO_TARGET, _ranked(to_target))
     return iteration_pace(cells)
 
 
-def iteration_pace(cells: Sequence[Cell]) -> Pace:
+def iteration_pace(cells: Sequence[RunGroup]) -> Ranking:
     """Iterations of different batches are not the same work: then it is by 1,000 samples."""
     timed = [cell for cell in cells if cell.timed]
     if len({cell.config.global_batch_size for cell in timed}) <= 1:
-        return Pace("per iteration", _ranked([_scaled(cell, 1.0) for cell in timed]))
+        return Ranking("per iteration", _ranked([_scaled(cell, 1.0) for cell in timed]))
     scaled = [_scaled(cell, 1000 / cell.samples_in_iteration) for cell in timed]
-    return Pace("per 1,000 samples", _ranked(scaled))
+    return Ranking("per 1,000 samples", _ranked(scaled))
 
 
-def _ranked(paced: Sequence[Paced]) -> list[Paced]:
+def _ranked(paced: Sequence[RankedGroup]) -> list[RankedGroup]:
     return sorted(paced, key=lambda one: one.mean)
 
 
-def _scaled(cell: Cell, factor: float) -> Paced:
+def _scaled(cell: RunGroup, factor: float) -> RankedGroup:
     timing = cell.timed[0].timing
     blocks = timing.blocks if timing is not None else []
-    return Paced(
+    return RankedGroup(
         cell,
         [seconds * factor for seconds in cell.iteration_means],
         [seconds * factor for seconds in blocks],
     )
 
 
-def _to_target(cell: Cell) -> Paced | None:
+def _to_target(cell: RunGroup) -> RankedGroup | None:
     """None unless every run of the cell was to reach a target, and did."""
     seconds = [spent for run in cell.finished if (spent := run.seconds_to_target) is not None]
     if not seconds or len(seconds) < len(cell.runs):
         return None
-    return Paced(cell, seconds, [])
+    return RankedGroup(cell, seconds, [])

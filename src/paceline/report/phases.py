@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.records import BETWEEN_ITERATIONS, PHASES
-from paceline.report.cells import Cell
+from paceline.report.cells import RunGroup
 from paceline.report.iterations import IN_ITERATION, Later
 from paceline.report.run import Run
-from paceline.report.timing import RankTiming
+from paceline.report.timing import RankStepTimes
 
-COMPUTING = ("input", "forward", "backward", "update")
+COMPUTE_PHASES = ("input", "forward", "backward", "update")
 BESIDE = 0.002
 """More than this of the iterations' time beside them is worth leaving out."""
 OUTSIDE = BETWEEN_ITERATIONS
@@ -27,7 +27,7 @@ TOLERANCE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class PhaseBreakdown:
     """Seconds by phase, of a worker or on average over several."""
 
     seconds: dict[str, float]
@@ -66,12 +66,12 @@ class Explanation:
         return max(self.by_phase, key=lambda phase: sign * self.by_phase[phase])
 
 
-def of_worker(worker: dict[str, Any]) -> Split:
+def of_worker(worker: dict[str, Any]) -> PhaseBreakdown:
     """A worker's whole wall time."""
-    return Split({phase: float(worker["phases"][phase]) for phase in PHASES})
+    return PhaseBreakdown({phase: float(worker["phases"][phase]) for phase in PHASES})
 
 
-def of_iteration(run: Run) -> Split | None:
+def of_iteration(run: Run) -> PhaseBreakdown | None:
     """One iteration, on average over the run's workers; None where that is not known."""
     splits = by_rank(run)
     return mean_split(list(splits.values())) if splits else None
@@ -81,14 +81,14 @@ def of_iteration(run: Run) -> Split | None:
 class RankSplit:
     """One iteration of a worker."""
 
-    split: Split
+    split: PhaseBreakdown
     seconds: float | None
     """Mean time of the same iterations; None where they were not timed."""
     has_first: bool
     """Whether the first iteration is included, for want of better records."""
 
 
-def by_rank(run: Run) -> dict[int, Split]:
+def by_rank(run: Run) -> dict[int, PhaseBreakdown]:
     """One iteration of each worker."""
     return {rank: one.split for rank, one in rank_splits(run).items()}
 
@@ -101,12 +101,12 @@ def rank_splits(run: Run) -> dict[int, RankSplit]:
     return {rank: split for rank, split in splits if split is not None}
 
 
-def has_first(cell: Cell) -> bool:
+def has_first(cell: RunGroup) -> bool:
     """Whether phases of a finished run include its first iteration."""
     return any(one.has_first for run in cell.finished for one in rank_splits(run).values())
 
 
-def _rank_split(run: Run, worker: dict[str, Any], timing: RankTiming | None) -> RankSplit | None:
+def _rank_split(run: Run, worker: dict[str, Any], timing: RankStepTimes | None) -> RankSplit | None:
     """None where the phases are not known."""
     recorded = worker.get("after_first")
     if recorded is not None and recorded["iterations"]:
@@ -126,7 +126,7 @@ def _rank_split(run: Run, worker: dict[str, Any], timing: RankTiming | None) -> 
 def _over(
     phases: dict[str, float], count: int, seconds: float | None, *, has_first: bool
 ) -> RankSplit:
-    split = Split({phase: spent / count for phase, spent in phases.items()})
+    split = PhaseBreakdown({phase: spent / count for phase, spent in phases.items()})
     return RankSplit(split, seconds, has_first)
 
 
@@ -144,7 +144,7 @@ def _with_waits(phases: dict[str, float], whole: dict[str, float]) -> dict[str, 
 
 
 def _with_first(
-    run: Run, whole: dict[str, float], timing: RankTiming | None
+    run: Run, whole: dict[str, float], timing: RankStepTimes | None
 ) -> tuple[dict[str, float], int]:
     """A worker's phases in all its iterations, and their number; 0 where they are not known."""
     if timing is None or not timing.count or timing.phases is None:
@@ -171,14 +171,14 @@ def hidden_of_run(run: Run) -> float | None:
     return math.fsum(known) / len(known) if len(known) == len(values) else None
 
 
-def hidden_of_cell(cell: Cell) -> float | None:
+def hidden_of_cell(cell: RunGroup) -> float | None:
     """On average over the finished runs; None where it was not measured in one of them."""
     values = [hidden_of_run(run) for run in cell.finished]
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known and len(known) == len(values) else None
 
 
-def _hidden(run: Run, worker: dict[str, Any], timing: RankTiming | None) -> float | None:
+def _hidden(run: Run, worker: dict[str, Any], timing: RankStepTimes | None) -> float | None:
     recorded = worker.get("after_first")
     if recorded is not None and recorded["iterations"]:
         later = recorded.get("hidden_exchange_seconds")
@@ -190,28 +190,28 @@ def _hidden(run: Run, worker: dict[str, Any], timing: RankTiming | None) -> floa
     return float(hidden) / count
 
 
-def of_cell(cell: Cell) -> Split | None:
+def iteration_breakdown(cell: RunGroup) -> PhaseBreakdown | None:
     """One iteration, on average over the finished runs."""
     splits = [split for run in cell.finished if (split := of_iteration(run)) is not None]
     return mean_split(splits) if splits else None
 
 
-def whole_of_cell(cell: Cell) -> Split | None:
+def run_breakdown(cell: RunGroup) -> PhaseBreakdown | None:
     """All the wall time of the workers, on average over them and the finished runs."""
     splits = [of_worker(worker) for run in cell.finished for worker in run.workers]
     return mean_split(splits) if splits else None
 
 
-def explain(faster: Cell, slower: Cell, *, by_samples: bool = False) -> Explanation | None:
+def explain(faster: RunGroup, slower: RunGroup, *, by_samples: bool = False) -> Explanation | None:
     """The difference of two cells by phase, for as many samples where asked or batches differ.
 
     None where one has no phases.
 
     Nor where workers did unequal numbers of iterations: a mean over them explains no pace.
     """
-    if not all(run.is_in_step for cell in (faster, slower) for run in cell.timed):
+    if not all(run.is_synchronous for cell in (faster, slower) for run in cell.timed):
         return None
-    splits = of_cell(faster), of_cell(slower)
+    splits = iteration_breakdown(faster), iteration_breakdown(slower)
     seconds = _iteration_seconds(faster), _iteration_seconds(slower)
     if splits[0] is None or splits[1] is None or seconds[0] is None or seconds[1] is None:
         return None
@@ -229,7 +229,7 @@ def explain(faster: Cell, slower: Cell, *, by_samples: bool = False) -> Explanat
     )
 
 
-def _iteration_seconds(cell: Cell) -> float | None:
+def _iteration_seconds(cell: RunGroup) -> float | None:
     """Mean over runs and workers of the iterations that the phases are of."""
     means = []
     for run in cell.timed:
@@ -240,9 +240,9 @@ def _iteration_seconds(cell: Cell) -> float | None:
     return math.fsum(means) / len(means) if means else None
 
 
-def mean_split(splits: Sequence[Split]) -> Split:
+def mean_split(splits: Sequence[PhaseBreakdown]) -> PhaseBreakdown:
     """The mean of each phase."""
-    return Split(
+    return PhaseBreakdown(
         {
             phase: math.fsum(split.seconds[phase] for split in splits) / len(splits)
             for phase in splits[0].seconds

@@ -12,8 +12,8 @@ from paceline.config import RunConfig, from_mapping
 from paceline.errors import ConfigError, RecordsError
 from paceline.records import Result, RunFolder
 from paceline.report.shape import check_result, is_number
-from paceline.report.timing import Timing, read_timing, timing_of_result
-from paceline.report.worlds import World, starts_of_result, worlds_of
+from paceline.report.timing import StepTimes, read_timing, timing_of_result
+from paceline.report.worlds import WorldSize, starts_of_result, worlds_of
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Run:
         return sum(values) if values and len(values) == len(self.nodes) else None
 
     @property
-    def worlds(self) -> list[World]:
+    def worlds(self) -> list[WorldSize]:
         """More than one where the number of workers has changed while the run went on."""
         return self.timing.worlds if self.timing else worlds_of(starts_of_result(self.result))
 
@@ -102,7 +102,7 @@ class Run:
         return len(self.worlds) > 1
 
     @cached_property
-    def is_in_step(self) -> bool:
+    def is_synchronous(self) -> bool:
         """Whether each iteration of the run was one of every worker."""
         if any("staleness" in worker for worker in self.workers):
             return False
@@ -122,7 +122,7 @@ class Run:
         does not hold all that it takes.
         """
         timing = self._recorded_timing or self.timing
-        if timing is None or self.is_in_step:
+        if timing is None or self.is_synchronous:
             return None if timing is None else timing.mean
         # Both counts of a worker, samples and iterations, are since the number of workers changed.
         samples = {worker["rank"]: worker.get("samples") or 0 for worker in self.workers}
@@ -137,14 +137,14 @@ class Run:
         return float(total) / self.iterations / per_second
 
     @cached_property
-    def _recorded_timing(self) -> Timing | None:
+    def _recorded_timing(self) -> StepTimes | None:
         """By the result alone; None where it does not say how many iterations each worker did."""
         if self.result is None or not all(worker.get("after_first") for worker in self.workers):
             return None
         return timing_of_result(self.result)
 
     @cached_property
-    def timing(self) -> Timing | None:
+    def timing(self) -> StepTimes | None:
         """None where no iteration was timed."""
         timing = read_timing(self.folder, self.result)
         return timing or (None if self.result is None else timing_of_result(self.result))

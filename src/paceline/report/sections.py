@@ -29,7 +29,7 @@ from paceline.report.section import (
     traffic,
     winners,
 )
-from paceline.report.section.outline import Outline
+from paceline.report.section.outline import SectionContext
 
 VERDICT = "verdict"
 """Always first; in a report of several parts also at the head of each that names it."""
@@ -38,7 +38,7 @@ VERDICT = "verdict"
 @dataclass(frozen=True, slots=True)
 class Kind:
     title: str
-    build: Callable[[Outline], list[Block]]
+    build: Callable[[SectionContext], list[Block]]
 
 
 SECTIONS = {
@@ -81,7 +81,7 @@ def unknown(names: Sequence[str]) -> list[str]:
     return [name for name in names if name not in SECTIONS and name != VERDICT]
 
 
-def build_sections(outline: Outline, names: Sequence[str]) -> list[Section]:
+def build_sections(outline: SectionContext, names: Sequence[str]) -> list[Section]:
     """Those of these names that there is data for."""
     built = ((name, SECTIONS[name].build(outline)) for name in names)
     return [Section(name, SECTIONS[name].title, blocks) for name, blocks in built if blocks]

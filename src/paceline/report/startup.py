@@ -7,12 +7,12 @@ from statistics import fmean
 
 from paceline.measure.startup import STARTUP_PARTS
 from paceline.report import units
-from paceline.report.cells import Cell
+from paceline.report.cells import RunGroup
 from paceline.report.document import Block, Table, Text
 from paceline.report.shape import is_number
 
 
-def startup_seconds(cell: Cell) -> dict[str, float] | None:
+def startup_seconds(cell: RunGroup) -> dict[str, float] | None:
     """By part, the mean over the workers of all finished runs; None if older records lack it."""
     found = [
         parts
@@ -26,7 +26,7 @@ def startup_seconds(cell: Cell) -> dict[str, float] | None:
     return {part: fmean(parts[part] for parts in found) for part in STARTUP_PARTS}
 
 
-def startup_table(cells: Sequence[Cell]) -> list[Block]:
+def startup_table(cells: Sequence[RunGroup]) -> list[Block]:
     known = [(cell, spent) for cell in cells if (spent := startup_seconds(cell)) is not None]
     if not known:
         return []

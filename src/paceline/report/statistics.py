@@ -42,7 +42,7 @@ class Difference:
     """In the unit of the values."""
     share: float
     """Of the second; so are the ends of the interval."""
-    over_repeats: bool
+    across_runs: bool
     """Whether the interval is over repeats; otherwise over stretches of one run each."""
     known: bool
     """Whether there is an interval at all."""
@@ -65,7 +65,7 @@ class Difference:
 
     @property
     def _half(self) -> float:
-        return student(self.degrees, self.level) * self.error if self.error else 0.0
+        return t_quantile(self.degrees, self.level) * self.error if self.error else 0.0
 
     @property
     def p_value(self) -> float:
@@ -88,7 +88,7 @@ class Difference:
     @property
     def is_significant(self) -> bool:
         """Never with a single run: its iterations do not show the spread between runs."""
-        return self.over_repeats and self.excludes_zero
+        return self.across_runs and self.excludes_zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def two_sided_p(statistic: float, degrees: float) -> float:
 
 
 @lru_cache(maxsize=4096)
-def student(degrees: float, alpha: float = ALPHA) -> float:
+def t_quantile(degrees: float, alpha: float = ALPHA) -> float:
     """The two-sided critical value of Student's t: it is further from zero with chance alpha."""
     low, high = 0.0, 1.0
     while two_sided_p(high, degrees) > alpha and high < 1e12:
@@ -205,23 +205,23 @@ def difference(
     """Of two means over repeats, by Welch's test; with one repeat, over the blocks of the runs."""
     means = math.fsum(first) / len(first), math.fsum(second) / len(second)
     amount = means[1] - means[0]
-    over_repeats = min(len(first), len(second)) > 1
-    samples = (first, second) if over_repeats else (first_blocks, second_blocks)
+    across_runs = min(len(first), len(second)) > 1
+    samples = (first, second) if across_runs else (first_blocks, second_blocks)
     share = amount / means[1] if means[1] else 0.0
     if min(map(len, samples)) < 2 or means[1] == 0:
-        return Difference(amount, share, over_repeats=False, known=False)
+        return Difference(amount, share, across_runs=False, known=False)
     variances = [_variance(values) / len(values) for values in samples]
     return Difference(
         amount,
         share,
-        over_repeats=over_repeats,
+        across_runs=across_runs,
         known=True,
         error=math.sqrt(sum(variances)) / abs(means[1]),
         degrees=_degrees(variances, [len(values) for values in samples]),
     )
 
 
-def excess(
+def relative_increase(
     first: Sequence[float],
     second: Sequence[float],
     first_blocks: Sequence[float] = (),
@@ -247,7 +247,7 @@ def repeats_needed(
     def is_enough(count: int) -> bool:
         # With such small numbers both percentiles are of Student's t and not of the normal curve.
         degrees = 2.0 * (count - 1)
-        reach = student(degrees, alpha) + student(degrees, 2 * (1 - POWER))
+        reach = t_quantile(degrees, alpha) + t_quantile(degrees, 2 * (1 - POWER))
         return reach**2 * variance / gap**2 <= count
 
     low, high = 1, 2

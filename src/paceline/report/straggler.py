@@ -8,8 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from paceline.config.cluster_spec import parse
-from paceline.report.cells import Cell
-from paceline.report.phases import COMPUTING, by_rank
+from paceline.report.cells import RunGroup
+from paceline.report.phases import COMPUTE_PHASES, by_rank
 from paceline.report.run import Run
 
 WAIT_SHARE = 0.05
@@ -34,13 +34,13 @@ class Straggler:
     """That the others wait in an iteration longer than it does, on average."""
     wait_share: float
     """Of the others' iteration."""
-    is_asked_for: bool
+    is_injected: bool
     """Whether the run was told to slow this worker down."""
-    can_be_dealt_less: bool
+    can_rebalance: bool
     """Whether samples could go to workers by their speed, and do not yet."""
 
 
-def find_straggler(cell: Cell) -> Straggler | None:
+def find_straggler(cell: RunGroup) -> Straggler | None:
     """The worker that computes longest while the others wait; None where nobody holds others up."""
     found = [one for run in cell.finished if (one := _in_run(cell.label, run)) is not None]
     # In most repeats, and the same worker: otherwise it is chance.
@@ -58,7 +58,7 @@ def _in_run(label: str, run: Run) -> Straggler | None:
     splits = by_rank(run)
     if len(splits) < 2:
         return None
-    computing = {rank: split.of(COMPUTING) for rank, split in splits.items()}
+    computing = {rank: split.of(COMPUTE_PHASES) for rank, split in splits.items()}
     slowest = max(computing, key=lambda rank: computing[rank])
     others = [rank for rank in splits if rank != slowest]
     wait = math.fsum(splits[rank].seconds["wait"] for rank in others) / len(others)
@@ -79,6 +79,6 @@ def _in_run(label: str, run: Run) -> Straggler | None:
         usual,
         extra_wait,
         extra_wait / total,
-        is_asked_for=run.config.slowness(slowest) > 1 or int(node) in _slowed_nodes(run),
-        can_be_dealt_less=run.is_in_step and run.config.shares != ("auto",),
+        is_injected=run.config.slowness(slowest) > 1 or int(node) in _slowed_nodes(run),
+        can_rebalance=run.is_synchronous and run.config.shares != ("auto",),
     )

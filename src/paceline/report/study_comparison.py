@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from paceline.report import units
-from paceline.report.cells import Cell, differing, settings_key, value_text
-from paceline.report.collection import Collection
+from paceline.report.cells import RunGroup, differing, settings_key, value_text
+from paceline.report.collection import RunCollection
 from paceline.report.section.configuration import machine
-from paceline.report.statistics import Difference, correct, excess
+from paceline.report.statistics import Difference, correct, relative_increase
 
 SINGLE = "single run"
 """In place of a significance: the spread between runs is unknown."""
@@ -23,8 +23,8 @@ SINGLE = "single run"
 @dataclass(frozen=True, slots=True)
 class MatchedCell:
     name: str
-    first: Cell
-    other: Cell
+    first: RunGroup
+    other: RunGroup
 
     @property
     def changes(self) -> list[tuple[str, str, str]]:
@@ -62,7 +62,7 @@ class FigureRow:
 
     @property
     def interval(self) -> str:
-        if self.change is None or not self.change.over_repeats:
+        if self.change is None or not self.change.across_runs:
             return "-"
         # No figure is negative, so neither is a ratio.
         return f"{max(0.0, 1 + self.change.low):.3f} to {1 + self.change.high:.3f}"
@@ -71,7 +71,7 @@ class FigureRow:
     def significance(self) -> str:
         if self.change is None:
             return "-"
-        if not self.change.over_repeats:
+        if not self.change.across_runs:
             return SINGLE
         return "significant" if self.change.is_significant else "within noise"
 
@@ -82,7 +82,7 @@ class FigureTable:
     rows: list[FigureRow]
 
 
-def pair_up(collections: Sequence[Collection]) -> list[StudyPair]:
+def pair_up(collections: Sequence[RunCollection]) -> list[StudyPair]:
     """The first study against each other one; none where these are not to be compared by cell.
 
     Studies always are. Folders of runs are where they hold cells with the same settings, and more
@@ -101,7 +101,7 @@ def pair_up(collections: Sequence[Collection]) -> list[StudyPair]:
     return pairs if has_several and all(pair.cells for pair in pairs) else []
 
 
-def _names(collections: Sequence[Collection]) -> list[str]:
+def _names(collections: Sequence[RunCollection]) -> list[str]:
     """As short as tells them apart."""
     paths = [one.path for one in collections]
     for parts in range(1, max(len(path.parts) for path in paths) + 1):
@@ -111,9 +111,9 @@ def _names(collections: Sequence[Collection]) -> list[str]:
     return [f"{path.name} ({number})" for number, path in enumerate(paths, 1)]
 
 
-def _named(collection: Collection) -> dict[str, Cell]:
+def _named(collection: RunCollection) -> dict[str, RunGroup]:
     """The cells that were run, by names that no two of them share."""
-    named: dict[str, Cell] = {}
+    named: dict[str, RunGroup] = {}
     labels = [cell.label for cell in collection.cells if cell.runs]
     seen: set[int] = set()
     for chapter in collection.chapters:
@@ -130,7 +130,9 @@ def _named(collection: Collection) -> dict[str, Cell]:
     return named
 
 
-def _pair(first: Collection, other: Collection, first_name: str, other_name: str) -> StudyPair:
+def _pair(
+    first: RunCollection, other: RunCollection, first_name: str, other_name: str
+) -> StudyPair:
     """By settings; what is left of two studies, by name if model and data are the same."""
     left, right = _named(first), _named(other)
     matched: dict[str, MatchedCell] = {}
@@ -154,7 +156,7 @@ def _pair(first: Collection, other: Collection, first_name: str, other_name: str
     )
 
 
-def _is_same_work(first: Cell, other: Cell) -> bool:
+def _is_same_work(first: RunGroup, other: RunGroup) -> bool:
     return (first.config.model, first.config.data) == (other.config.model, other.config.data)
 
 
@@ -187,7 +189,7 @@ def figure_tables(pair: StudyPair) -> list[FigureTable]:
 def _table(
     pair: StudyPair,
     title: str,
-    values: Callable[[Cell], list[float]],
+    values: Callable[[RunGroup], list[float]],
     text: Callable[[float], str],
 ) -> FigureTable:
     rows = []
@@ -200,20 +202,20 @@ def _table(
             for cell, own in zip((one.first, one.other), sides, strict=True)
         ]
         is_known = all(sides) and fmean(sides[0]) > 0
-        change = excess(sides[1], sides[0]) if is_known else None
+        change = relative_increase(sides[1], sides[0]) if is_known else None
         rows.append(FigureRow(one.name, shown[0], shown[1], change))
     return FigureTable(title, rows)
 
 
-def _step(cell: Cell) -> list[float]:
+def _step(cell: RunGroup) -> list[float]:
     return cell.iteration_means
 
 
-def _per_samples(cell: Cell) -> list[float]:
+def _per_samples(cell: RunGroup) -> list[float]:
     return [seconds * 1000 / cell.samples_in_iteration for seconds in cell.iteration_means]
 
 
-def _to_target(cell: Cell) -> list[float]:
+def _to_target(cell: RunGroup) -> list[float]:
     """None unless all finished runs reached it: the others would have taken longer."""
     times = [spent for run in cell.finished if (spent := run.seconds_to_target) is not None]
     return times if len(times) == len(cell.finished) else []
@@ -228,12 +230,12 @@ def headline(pair: StudyPair) -> str:
     if not tables or tables[0].title not in ("Step time", "Time per 1,000 samples"):
         return f"{pair.other} against {pair.first}: {count}, none of them timed in both."
     changes = [row.change for row in tables[0].rows if row.change is not None]
-    sure = [one for one in changes if one.over_repeats and one.is_significant]
+    sure = [one for one in changes if one.across_runs and one.is_significant]
     parts = {
         "faster": sum(one.share < 0 for one in sure),
         "slower": sum(one.share > 0 for one in sure),
-        "within noise": sum(one.over_repeats and not one.is_significant for one in changes),
-        "with a single run (significance unknown)": sum(not one.over_repeats for one in changes),
+        "within noise": sum(one.across_runs and not one.is_significant for one in changes),
+        "with a single run (significance unknown)": sum(not one.across_runs for one in changes),
         "not timed in both": len(pair.cells) - len(changes),
     }
     told = ", ".join(f"{number} {name}" for name, number in parts.items() if number)
@@ -280,7 +282,7 @@ def differences(pair: StudyPair) -> list[tuple[str, str]]:
     return found
 
 
-def _facts(cells: Sequence[Cell]) -> dict[str, set[str]]:
+def _facts(cells: Sequence[RunGroup]) -> dict[str, set[str]]:
     facts: dict[str, set[str]] = {}
     for cell in cells:
         for run in cell.finished:

@@ -30,7 +30,7 @@ def print_summary(folder: RunFolder, result: Result) -> None:
     rows = [("status", result["status"])]
     if result["workers"]:
         run = Run(folder, from_mapping(result["config"]), result)
-        rows = summary_rows(result, None if run.is_in_step else run.iteration_seconds)
+        rows = summary_rows(result, None if run.is_synchronous else run.iteration_seconds)
     for name, text in [*rows, *_mishaps(result)]:
         facts.add_row(name, text)
     facts.add_row("records", str(folder.path))

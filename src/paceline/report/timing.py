@@ -11,18 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.records import Result, RunFolder
-from paceline.report.buckets import Curve, Floats, shorten
-from paceline.report.iterations import Later, Told, read_iterations
+from paceline.report.buckets import Curve, Floats, downsample
+from paceline.report.iterations import Later, WorkerEvents, read_iterations
 from paceline.report.shape import is_number
 from paceline.report.statistics import block_means
-from paceline.report.worlds import World, starts_of_result, worlds_of
+from paceline.report.worlds import WorldSize, starts_of_result, worlds_of
 
 FIGURES = ("first", "mean", "median", "p95")
 """Of a worker's iterations, as its result has them too."""
 
 
 @dataclass(frozen=True, slots=True)
-class RankTiming:
+class RankStepTimes:
     """Seconds per iteration of one worker; the first iteration is in `first` alone."""
 
     rank: int
@@ -42,10 +42,10 @@ class RankTiming:
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class StepTimes:
     """Where the number of workers has changed, figures are since then and curves of all the run."""
 
-    ranks: list[RankTiming]
+    ranks: list[RankStepTimes]
     mean: float
     """Mean over the workers of each one's, the first iteration left out; so are the next two."""
     median: float
@@ -58,13 +58,13 @@ class Timing:
     """Of the first worker that wrote events, against the iteration."""
     loss_by_time: Curve
     """The same against seconds of training."""
-    worlds: list[World]
+    worlds: list[WorldSize]
     """More than one where the number of workers has changed; none where nobody told it."""
     processes: int
     """That the first worker's iterations took: more than one where the run was resumed."""
 
 
-def read_timing(folder: RunFolder, result: Result | None) -> Timing | None:
+def read_timing(folder: RunFolder, result: Result | None) -> StepTimes | None:
     """From the events of all workers; one worker's at a time, to hold little of a long run.
 
     None where there are none, or none since the number of workers has changed.
@@ -72,9 +72,9 @@ def read_timing(folder: RunFolder, result: Result | None) -> Timing | None:
     workers = (result or {}).get("workers") or []
     in_step = not any("staleness" in worker for worker in workers)
     last_ranks = {int(worker["rank"]) for worker in workers}
-    ranks: list[RankTiming] = []
+    ranks: list[RankStepTimes] = []
     losses = ends = np.zeros(0)
-    worlds: list[World] = []
+    worlds: list[WorldSize] = []
     processes = 0
     times: _Times | None = None
     for rank in _ranks_with_events(folder):
@@ -97,13 +97,13 @@ def read_timing(folder: RunFolder, result: Result | None) -> Timing | None:
         return None
     index, means = times.over_workers()
     latest_means = means[index >= worlds[-1].begin] if len(worlds) > 1 and in_step else means
-    return Timing(
+    return StepTimes(
         ranks=ranks,
         **_over_workers(ranks),
         blocks=block_means(latest_means[1:] if len(latest_means) > 1 else latest_means),
-        seconds=shorten(_counted(index[1:]), means[1:]),
-        loss=shorten(_counted(times.index), losses, use_mean=True),
-        loss_by_time=shorten(ends, losses, use_mean=True),
+        seconds=downsample(_counted(index[1:]), means[1:]),
+        loss=downsample(_counted(times.index), losses, use_mean=True),
+        loss_by_time=downsample(ends, losses, use_mean=True),
         worlds=worlds,
         processes=processes,
     )
@@ -112,7 +112,7 @@ def read_timing(folder: RunFolder, result: Result | None) -> Timing | None:
 class _Times:
     """Times of iterations, added up worker by worker."""
 
-    def __init__(self, index: NDArray[np.int64], worlds: Sequence[World]) -> None:
+    def __init__(self, index: NDArray[np.int64], worlds: Sequence[WorldSize]) -> None:
         """`index`: the iterations of the first worker, which is there as long as the run."""
         self.index = index
         self._begins = np.array([world.begin for world in worlds[1:]], dtype=np.int64)
@@ -121,7 +121,7 @@ class _Times:
         self._sums = np.zeros(len(index))
         self._counts = np.zeros(len(index), dtype=np.int32)
 
-    def add(self, rank: int, told: Told) -> None:
+    def add(self, rank: int, told: WorkerEvents) -> None:
         index, seconds = told.index, told.seconds
         if len(self._sizes) == 1 and np.array_equal(index, self.index):
             self._told += 1
@@ -149,10 +149,10 @@ class _Times:
         return np.searchsorted(self._begins, index, side="right")
 
 
-def _of_rank(rank: int, told: Told) -> RankTiming:
+def _of_rank(rank: int, told: WorkerEvents) -> RankStepTimes:
     seconds = told.seconds
     rest = np.sort(seconds[1:]) if len(seconds) > 1 else seconds
-    return RankTiming(
+    return RankStepTimes(
         rank=rank,
         count=len(seconds),
         first=float(seconds[0]),
@@ -166,7 +166,7 @@ def _of_rank(rank: int, told: Told) -> RankTiming:
     )
 
 
-def timing_of_result(result: Result) -> Timing | None:
+def timing_of_result(result: Result) -> StepTimes | None:
     """What the result alone tells, where the events are gone.
 
     None where the number of workers has changed: its figures are of workers that came and went.
@@ -174,8 +174,8 @@ def timing_of_result(result: Result) -> Timing | None:
     ranks = [_of_account(worker) for worker in result["workers"] if _is_timed(worker)]
     if not ranks or len(worlds_of(starts_of_result(result))) > 1:
         return None
-    empty = shorten(np.zeros(0), np.zeros(0))
-    return Timing(
+    empty = downsample(np.zeros(0), np.zeros(0))
+    return StepTimes(
         ranks=ranks,
         **_over_workers(ranks),
         blocks=[],
@@ -191,14 +191,14 @@ def _is_timed(worker: dict[str, Any]) -> bool:
     return all(is_number(worker["iteration_seconds"].get(key)) for key in FIGURES)
 
 
-def _of_account(worker: dict[str, Any]) -> RankTiming:
+def _of_account(worker: dict[str, Any]) -> RankStepTimes:
     figures = {key: worker["iteration_seconds"][key] for key in FIGURES}
     later = worker.get("after_first")
     count = later["iterations"] + 1 if later else 0
-    return RankTiming(rank=worker["rank"], count=count, total=0.0, **figures)
+    return RankStepTimes(rank=worker["rank"], count=count, total=0.0, **figures)
 
 
-def _over_workers(ranks: Sequence[RankTiming]) -> dict[str, float]:
+def _over_workers(ranks: Sequence[RankStepTimes]) -> dict[str, float]:
     return {
         key: math.fsum(getattr(rank, key) for rank in ranks) / len(ranks)
         for key in ("mean", "median", "p95")

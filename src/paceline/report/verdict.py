@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.report import units
-from paceline.report.advice import advise
-from paceline.report.bound import Bound, bound_of
-from paceline.report.cells import Cell
+from paceline.report.advice import recommend
+from paceline.report.bound import Bottleneck, find_bottleneck
+from paceline.report.cells import RunGroup
 from paceline.report.disturbance import disturbances
 from paceline.report.exactness import is_exact
 from paceline.report.findings import (
@@ -34,7 +34,7 @@ from paceline.report.findings import (
     trouble_points,
 )
 from paceline.report.headline import beside_exact, headline, less, why, why_to_target
-from paceline.report.pace import TO_TARGET, Pace, Paced, choose_pace
+from paceline.report.pace import TO_TARGET, RankedGroup, Ranking, rank_groups
 from paceline.report.phases import Explanation, explain
 from paceline.report.section.bandwidth import read_comm
 from paceline.report.section.scaling import superlinear_note
@@ -47,24 +47,24 @@ class Verdict:
     headline: str
     points: list[Point] = field(default_factory=list)
     next_steps: list[str] = field(default_factory=list)
-    pace: Pace | None = None
+    pace: Ranking | None = None
     """Of the exact cells where there are any, else of all."""
-    approximate: Pace | None = None
+    approximate: Ranking | None = None
     """Of cells that compute something else, where they are ranked apart from exact ones."""
     lead: Difference | None = None
     """How much longer the second takes than the first."""
-    ties: list[Paced] = field(default_factory=list)
+    ties: list[RankedGroup] = field(default_factory=list)
     """Cells that the fastest cannot be told from."""
     stragglers: list[Straggler] = field(default_factory=list)
-    bounds: list[Bound] = field(default_factory=list)
+    bounds: list[Bottleneck] = field(default_factory=list)
     explanation: Explanation | None = None
 
 
-def judge(cells: Sequence[Cell], comm: Sequence[Path] = ()) -> Verdict:
+def make_verdict(cells: Sequence[RunGroup], comm: Sequence[Path] = ()) -> Verdict:
     """`comm` are files with measurements of the network, by `paceline comm --json`."""
     kinds = _kinds(cells)
     alike = max(kinds.values(), key=len) if len(kinds) > 1 else cells
-    exact, approximate = choose_pace(alike).apart()
+    exact, approximate = rank_groups(alike).apart()
     is_apart = bool(exact.ranking and approximate.ranking)
     pace = exact if exact.ranking else approximate
     ranking = pace.ranking
@@ -76,13 +76,13 @@ def judge(cells: Sequence[Cell], comm: Sequence[Path] = ()) -> Verdict:
         one
         for cell in cells
         if (one := find_straggler(cell)) is not None
-        and (cell.label not in disturbed or one.is_asked_for)
+        and (cell.label not in disturbed or one.is_injected)
     ]
     measured = [one for path in comm for one in read_comm(path)]
     verdict.bounds = [
         bound
         for cell in cells
-        if cell.label not in disturbed and (bound := bound_of(cell, measured)) is not None
+        if cell.label not in disturbed and (bound := find_bottleneck(cell, measured)) is not None
     ]
     if len(kinds) > 1 and len(alike) == 1:
         verdict.headline = "Not compared: each of the cells has a model or data of its own."
@@ -114,34 +114,34 @@ def judge(cells: Sequence[Cell], comm: Sequence[Path] = ()) -> Verdict:
             f" Other processes used up to {most} of the machine: rerun on a quiet machine before"
             " drawing conclusions."
         )
-    verdict.next_steps = advise(
+    verdict.next_steps = recommend(
         verdict.pace, cells, verdict.ties, verdict.stragglers, verdict.bounds, busy
     )
     return verdict
 
 
-def _paces(verdict: Verdict) -> list[Pace]:
+def _paces(verdict: Verdict) -> list[Ranking]:
     return [one for one in (verdict.pace, verdict.approximate) if one is not None]
 
 
-def _kinds(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
+def _kinds(cells: Sequence[RunGroup]) -> dict[str, list[RunGroup]]:
     """Cells with a finished run by model and data: across these no time can be compared."""
-    kinds: dict[str, list[Cell]] = {}
+    kinds: dict[str, list[RunGroup]] = {}
     for cell in cells:
         if cell.finished:
             kinds.setdefault(_kind(cell), []).append(cell)
     return kinds
 
 
-def _kind(cell: Cell) -> str:
+def _kind(cell: RunGroup) -> str:
     return f"{cell.config.model} on {cell.config.data}"
 
 
-def _apart(kind: Sequence[Cell]) -> Point:
-    return Point("Not compared with others", f"{_kind(kind[0])}: {judge(kind).headline}")
+def _apart(kind: Sequence[RunGroup]) -> Point:
+    return Point("Not compared with others", f"{_kind(kind[0])}: {make_verdict(kind).headline}")
 
 
-def _nothing_ranked(cells: Sequence[Cell]) -> str:
+def _nothing_ranked(cells: Sequence[RunGroup]) -> str:
     count = sum(len(cell.runs) for cell in cells)
     if not count:
         return "Nothing was run yet."
@@ -175,7 +175,9 @@ def rank(verdict: Verdict) -> None:
         _compare(verdict, pace, list(zip(pace.ranking[1:], found[0], strict=True)))
 
 
-def _compare(verdict: Verdict, pace: Pace, gaps: Sequence[tuple[Paced, Difference]]) -> None:
+def _compare(
+    verdict: Verdict, pace: Ranking, gaps: Sequence[tuple[RankedGroup, Difference]]
+) -> None:
     first, (second, lead), last = pace.ranking[0], gaps[0], pace.ranking[-1]
     verdict.lead = lead
     # A difference without an interval cannot be told from noise, but neither is it a tie.
@@ -200,7 +202,7 @@ def _compare(verdict: Verdict, pace: Pace, gaps: Sequence[tuple[Paced, Differenc
         _explain(verdict, pace, first.cell, against.cell)
 
 
-def _beyond_noise(pace: Pace, other: Paced, gap: Difference) -> Point:
+def _beyond_noise(pace: Ranking, other: RankedGroup, gap: Difference) -> Point:
     return Point(
         "Beyond noise",
         f"{other.cell.label} takes {units.seconds(other.mean)} {pace.name};"
@@ -208,7 +210,7 @@ def _beyond_noise(pace: Pace, other: Paced, gap: Difference) -> Point:
     )
 
 
-def _explain(verdict: Verdict, pace: Pace, first: Cell, against: Cell) -> None:
+def _explain(verdict: Verdict, pace: Ranking, first: RunGroup, against: RunGroup) -> None:
     verdict.explanation = explain(first, against)
     if pace.name == TO_TARGET:
         verdict.points.append(Point("Why", why_to_target(first, against)))
@@ -216,9 +218,9 @@ def _explain(verdict: Verdict, pace: Pace, first: Cell, against: Cell) -> None:
         verdict.points.append(Point("Why", why(verdict.explanation)))
 
 
-def _confidence(pace: Pace, lead: Difference) -> Point:
+def _confidence(pace: Ranking, lead: Difference) -> Point:
     repeats = [len(paced.values) for paced in pace.ranking]
-    if lead.over_repeats:
+    if lead.across_runs:
         several = [count for count in repeats if count > 1]
         low, high = min(several), max(several)
         span = f"{low}" if low == high else f"{low} to {high}"

@@ -10,23 +10,23 @@ from paceline.report.shape import is_number
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class WorldSize:
     begin: int
     """The iteration from which on there were so many."""
     workers: int
 
 
-def worlds_of(starts: Iterable[tuple[int, int]]) -> list[World]:
+def worlds_of(starts: Iterable[tuple[int, int]]) -> list[WorldSize]:
     """From the starts of a run, each with its first iteration and its number of workers.
 
     What a start does again is no longer part of the world before it.
     """
-    kept: list[World] = []
+    kept: list[WorldSize] = []
     for begin, workers in starts:
         while kept and kept[-1].begin >= begin:
             kept.pop()
         if not kept or kept[-1].workers != workers:
-            kept.append(World(begin, workers))
+            kept.append(WorldSize(begin, workers))
     return kept
 
 
@@ -39,7 +39,7 @@ def starts_of_result(result: Result | None) -> list[tuple[int, int]]:
     return [(int(world["iteration"]), int(world["workers"])) for world in known]
 
 
-def described(worlds: Sequence[World]) -> str:
+def described(worlds: Sequence[WorldSize]) -> str:
     first, *others = worlds
     changes = [f"{_workers(world.workers)} from iteration {world.begin:,} on" for world in others]
     return f"{_workers(first.workers)} at first, {', '.join(changes)}"

@@ -17,8 +17,8 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch 
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.comm.background import Background
-from paceline.comm.communicator import Communicator, name_ranks
+from paceline.comm.background import CommunicationThread
+from paceline.comm.communicator import Communicator, format_ranks
 from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.config import RunConfig
 from paceline.config.conversion import check_option
@@ -69,7 +69,7 @@ class Ddp(GradientAveraging):
     def attach(self, replica: Replica) -> None:
         self.replica = replica
         self._communicator = replica.communicator
-        self._background: Background | None = None
+        self._background: CommunicationThread | None = None
         if self._communicator.world_size == 1:
             return
         if not isinstance(self._communicator, TorchCommunicator):
@@ -77,7 +77,7 @@ class Ddp(GradientAveraging):
         broadcast_model(replica.model, self._communicator)
         self._group: Any = self._communicator.process_group()
         if self.exchange.codec:
-            self._background = Background(self._communicator)
+            self._background = CommunicationThread(self._communicator)
         self._timeline = timeline_of(replica.trainable[0].device)
         self._underway = Underway(self._timeline)
         self._uses_nccl = replica.trainable[0].device == self._communicator.gpu
@@ -171,7 +171,7 @@ class Ddp(GradientAveraging):
         return summed
 
     def _through_codec(
-        self, bucket: GradBucket, background: Background, under_way: Exchange
+        self, bucket: GradBucket, background: CommunicationThread, under_way: Exchange
     ) -> Future[Tensor]:
         gradient, key = bucket.buffer(), str(bucket.index())
         shapes = [tuple(part.shape) for part in bucket.gradients()]
@@ -207,7 +207,7 @@ class Ddp(GradientAveraging):
         is_peers = self._communicator.world_size > 1 and (self._failed or "gloo" in str(error))
         if not is_peers:
             return error
-        rank, peers = self._communicator.rank, name_ranks(self._communicator.peers)
+        rank, peers = self._communicator.rank, format_ranks(self._communicator.peers)
         cause = str(error).splitlines()[0].rpartition("] ")[2]
         return PeerError(f"rank {rank}: all_reduce with {peers}: {cause}")
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.comm.cost import Cost, Network
 from paceline.config.conversion import check_option
-from paceline.strategies.periodic import IndependentReplicas, spread
+from paceline.strategies.periodic import PeriodicSync, spread
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import ModelShape
 
@@ -27,7 +27,7 @@ MOVING_RATE = 0.9
 """Of the centre, for all workers together."""
 
 
-class Easgd(IndependentReplicas):
+class Easgd(PeriodicSync):
     def __init__(
         self, *, tau: int = 6, alpha: float | None = None, algorithm: str = "library"
     ) -> None:
@@ -50,7 +50,7 @@ class Easgd(IndependentReplicas):
     def step(self) -> None:
         super().step()
         self._steps += 1
-        self._differ = True
+        self._diverged = True
         if self._steps % self._tau == 0:
             with self.replica.exchanging():
                 self._pull()
@@ -62,9 +62,9 @@ class Easgd(IndependentReplicas):
 
     def finish(self) -> None:
         self._weights.tensor.copy_(self._centre)
-        self._differ = False
+        self._diverged = False
 
-    def _agreed_weights(self) -> Tensor:
+    def global_weights(self) -> Tensor:
         return self._centre
 
     def state_dict(self) -> dict[str, Any]:

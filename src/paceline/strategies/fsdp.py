@@ -34,7 +34,12 @@ from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.config import RunConfig
 from paceline.errors import ConfigError
 from paceline.strategies.replica import Replica, broadcast_model
-from paceline.strategies.sharded import OwnPart, Piece, check_splittable, optimizer_weights
+from paceline.strategies.sharded import (
+    ParameterShard,
+    ShardedOptimizer,
+    check_shardable,
+    optimizer_weights,
+)
 from paceline.strategies.strategy import ModelShape, Strategy, needs_torch
 
 
@@ -177,8 +182,8 @@ class Fsdp(Strategy):
             if weight.requires_grad and values.numel() > 0:
                 rows = _own_rows(len(weight), workers, rank)
                 begin = rows.start * (weight.numel() // len(weight))
-                self._pieces.append(Piece(number, begin, values))
-        self.own = OwnPart(replica, weights, self._pieces, replica.communicator)
+                self._pieces.append(ParameterShard(number, begin, values))
+        self.own = ShardedOptimizer(replica, weights, self._pieces, replica.communicator)
         self._weights = weights
 
     def _forward(self, inputs: Tensor) -> Tensor:
@@ -299,7 +304,7 @@ def _check(replica: Replica) -> TorchCommunicator:
     communicator, model = replica.communicator, replica.model
     if not isinstance(communicator, TorchCommunicator):
         raise ConfigError(["--strategy fsdp: needs workers that torch.distributed connects"])
-    check_splittable(replica.optimizer, "fsdp")
+    check_shardable(replica.optimizer, "fsdp")
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     shared = set(names) - {name for name, _ in model.named_parameters()}
     scalars = {name for name, weight in model.named_parameters() if weight.dim() == 0}

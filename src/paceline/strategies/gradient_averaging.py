@@ -21,7 +21,7 @@ from paceline.comm import ALGORITHMS
 from paceline.comm.algorithms.ring import Library
 from paceline.comm.communicator import Communicator
 from paceline.comm.cost import Cost, Network
-from paceline.comm.work import Done, Work
+from paceline.comm.work import CompletedWork, Work
 from paceline.compression import create as create_codec
 from paceline.compression import option_names
 from paceline.compression.codec import Shapes, State, drive
@@ -34,7 +34,7 @@ from paceline.strategies.strategy import ModelShape, Strategy
 KIND = "gradients"
 
 
-class GradientExchange:
+class GradientReducer:
     """Replaces gradients by their sum over all workers."""
 
     def __init__(self, algorithm: str, codec: str, codec_options: dict[str, str]) -> None:
@@ -50,7 +50,7 @@ class GradientExchange:
         if self.returns_at_once:
             return communicator.all_reduce(gradient, KIND)
         self.sum(communicator, key, gradient, shapes)
-        return Done()
+        return CompletedWork()
 
     def sum(
         self, communicator: Communicator, key: str, gradient: Tensor, shapes: Shapes = ()
@@ -154,7 +154,7 @@ class GradientAveraging(Strategy):
         self._codec_before: State | None = None
         """What the codec remembered before the last step; only where a step may be skipped."""
         given = {"chunk": chunk, "ratio": ratio, "rank": rank}
-        self.exchange = GradientExchange(algorithm, codec, codec_options(codec, given))
+        self.exchange = GradientReducer(algorithm, codec, codec_options(codec, given))
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)

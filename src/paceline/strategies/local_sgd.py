@@ -17,12 +17,12 @@ from paceline.config import RunConfig
 from paceline.config.conversion import check_option
 from paceline.strategies.flat_buffer import FlatGradients
 from paceline.strategies.gradient_averaging import KIND
-from paceline.strategies.periodic import IndependentReplicas, optimizer_tensors, spread
+from paceline.strategies.periodic import PeriodicSync, optimizer_tensors, spread
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import ModelShape
 
 
-class LocalSgd(IndependentReplicas):
+class LocalSgd(PeriodicSync):
     def __init__(self, *, every: int = 8, warmup: int = 0, algorithm: str = "library") -> None:
         check_option("every", every, minimum=1, maximum=10**9)
         check_option("warmup", warmup, minimum=0, maximum=10**9)
@@ -54,25 +54,25 @@ class LocalSgd(IndependentReplicas):
             return
         self.replica.update()
         self._steps += 1
-        self._differ = True
+        self._diverged = True
         if (self._steps - self._warmup) % self._every == 0:
             with self.replica.exchanging():
-                self._take_the_mean()
+                self.outer_step()
 
     def finish(self) -> None:
-        if self._differ:
-            self._take_the_mean()
+        if self._diverged:
+            self.outer_step()
 
-    def _take_the_mean(self) -> None:
+    def outer_step(self) -> None:
         state = optimizer_tensors(self.replica.optimizer)
         tensors = [self._weights.tensor, *state]
         flat = self._mean(torch.cat([tensor.flatten() for tensor in tensors]))
         sizes = [tensor.numel() for tensor in tensors]
         for tensor, part in zip(tensors, flat.split(sizes), strict=True):
             tensor.copy_(part.view(tensor.shape))
-        self._differ = False
+        self._diverged = False
 
-    def _agreed_weights(self) -> Tensor:
+    def global_weights(self) -> Tensor:
         return self._mean(self._weights.tensor.clone())
 
     def _mean(self, tensor: Tensor) -> Tensor:

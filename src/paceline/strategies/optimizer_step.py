@@ -18,7 +18,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim import optimizer as of_all
 
 
-def step_unless_overflown(scaler: torch.amp.GradScaler, step: QuickStep) -> None:
+def step_unless_overflown(scaler: torch.amp.GradScaler, step: FusedSgdStep) -> None:
     """Let the scaler step, or pass the step over where a gradient left fp16's range.
 
     An optimiser without any state must have been unscaled before: when torch's fused SGD passes its
@@ -41,7 +41,7 @@ def overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> Tensor:
     return next(iter(found.values()))
 
 
-class QuickStep:
+class FusedSgdStep:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._known: list[_Group] | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from paceline.config.conversion import convert_options
-from paceline.errors import PacelineError, UserCodeError, in_a_line
+from paceline.errors import PacelineError, UserCodeError, error_line
 from paceline.strategies import STRATEGIES
 from paceline.strategies.strategy import Strategy
 
@@ -23,4 +23,4 @@ def create_strategy(name: str, options: Mapping[str, str]) -> Strategy:
     except PacelineError:
         raise
     except Exception as error:
-        raise UserCodeError(f"strategy {name!r} could not be built: {in_a_line(error)}") from error
+        raise UserCodeError(f"strategy {name!r} could not be built: {error_line(error)}") from error

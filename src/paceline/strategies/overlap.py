@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from paceline.comm.background import Background
+from paceline.comm.background import CommunicationThread
 from paceline.comm.communicator import Communicator
 from paceline.comm.objects import broadcast_json, gather_json
 from paceline.comm.work import Work
@@ -70,7 +70,7 @@ class Overlap(GradientAveraging):
         if self._bucket_mib is None:
             self._bucket_mib = BETWEEN_MACHINES_MIB if is_spread(replica) else WITHIN_MACHINE_MIB
         self._line = replica.communicator.fork() if self.exchange.returns_at_once else None
-        self._background = None if self._line else Background(replica.communicator)
+        self._background = None if self._line else CommunicationThread(replica.communicator)
         self._underway = Underway(timeline_of(replica.trainable[0].device))
         self._seen: list[int] | None = []
         """Weights in the order in which their gradients came, in the first step."""

@@ -23,13 +23,13 @@ from paceline.strategies.replica import Replica, broadcast_model
 from paceline.strategies.strategy import Strategy
 
 
-class IndependentReplicas(Strategy):
+class PeriodicSync(Strategy):
     equal = False
 
     def __init__(self, algorithm: str) -> None:
         self.algorithm = ALGORITHMS.load(algorithm)()
         self._steps = 0
-        self._differ = False
+        self._diverged = False
         """Whether replicas may hold different weights now."""
 
     def attach(self, replica: Replica) -> None:
@@ -41,16 +41,16 @@ class IndependentReplicas(Strategy):
         self.replica.backward(loss * self.replica.communicator.world_size)
 
     @abstractmethod
-    def _agreed_weights(self) -> Tensor:
+    def global_weights(self) -> Tensor:
         """What the replicas agree on, in the layout of the flat weights. Collective."""
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        if not self._differ:
+        if not self._diverged:
             yield
             return
         own = self._weights.tensor.clone()
-        self._weights.tensor.copy_(self._agreed_weights())
+        self._weights.tensor.copy_(self.global_weights())
         try:
             yield
         finally:
@@ -69,7 +69,7 @@ class IndependentReplicas(Strategy):
     def state_dict(self) -> dict[str, Any]:
         """While replicas differ, all that is this worker's own: a checkpoint has rank 0's."""
         state: dict[str, Any] = {"steps": self._steps}
-        if self._differ:
+        if self._diverged:
             state["model"] = self.replica.model.state_dict()
             state["optimizer"] = self.replica.optimizer.state_dict()
             state["scaler"] = self.replica.scaler.state_dict()
@@ -77,8 +77,8 @@ class IndependentReplicas(Strategy):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._steps = state["steps"]
-        self._differ = "model" in state
-        if self._differ:
+        self._diverged = "model" in state
+        if self._diverged:
             self.replica.model.load_state_dict(state["model"])
             self.replica.optimizer.load_state_dict(state["optimizer"])
             self.replica.scaler.load_state_dict(state["scaler"])

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from paceline.comm.communicator import Communicator
 from paceline.measure.phase_clock import PhaseClock
-from paceline.strategies.optimizer_step import QuickStep, step_unless_overflown
-from paceline.strategies.sync_batch_norm import SharedBatchNorm
+from paceline.strategies.optimizer_step import FusedSgdStep, step_unless_overflown
+from paceline.strategies.sync_batch_norm import SyncBatchNorm
 
 
 def broadcast_model(model: nn.Module, communicator: Communicator) -> None:
@@ -108,18 +108,18 @@ class Replica:
     hidden_exchange_seconds: float = 0.0
     """Communication that went on behind the backward pass."""
     trainable: list[nn.Parameter] = field(init=False)
-    _shared_norms: list[SharedBatchNorm] = field(init=False)
-    _step: QuickStep = field(init=False)
+    _shared_norms: list[SyncBatchNorm] = field(init=False)
+    _step: FusedSgdStep = field(init=False)
 
     def __post_init__(self) -> None:
-        self._step = QuickStep(self.optimizer)
+        self._step = FusedSgdStep(self.optimizer)
         for weight in self.model.parameters():
             # Strategies lay weights out one after the other, so a view with gaps has to close them.
             if torch.empty_like(weight, device="meta").stride() != weight.stride():
                 weight.data = weight.data.contiguous()
         self.trainable = [weight for weight in self.model.parameters() if weight.requires_grad]
         self._shared_norms = [
-            layer for layer in self.model.modules() if isinstance(layer, SharedBatchNorm)
+            layer for layer in self.model.modules() if isinstance(layer, SyncBatchNorm)
         ]
         for layer in self._shared_norms:
             layer.exchanging = self.exchanging

@@ -43,7 +43,7 @@ from paceline.comm.cost import Cost, Network
 from paceline.errors import ConfigError
 from paceline.strategies import checkpoint_state
 from paceline.strategies.flat_buffer import AlignedMemory, padded_bytes
-from paceline.strategies.optimizer_step import QuickStep, overflow, step_unless_overflown
+from paceline.strategies.optimizer_step import FusedSgdStep, overflow, step_unless_overflown
 from paceline.strategies.replica import Replica, broadcast_model
 from paceline.strategies.strategy import ModelShape, Strategy
 
@@ -51,7 +51,7 @@ ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop
 
 
 @dataclass(slots=True)
-class Piece:
+class ParameterShard:
     """Neighbouring elements of one weight."""
 
     weight: int
@@ -62,12 +62,12 @@ class Piece:
     """Flat, in the memory of the weight itself; its `grad` is set by whoever has the sum."""
 
 
-class OwnPart:
+class ShardedOptimizer:
     def __init__(
         self,
         replica: Replica,
         weights: Sequence[nn.Parameter],
-        pieces: list[Piece],
+        pieces: list[ParameterShard],
         communicator: Communicator,
     ) -> None:
         """`weights` are the optimiser's, in its order; `pieces`, what this worker has of them.
@@ -82,7 +82,7 @@ class OwnPart:
             # A worker that got nothing still counts steps and takes part in agreements.
             nothing = nn.Parameter(torch.empty(0, dtype=weights[0].dtype, device=weights[0].device))
             nothing.grad = torch.empty_like(nothing)
-            pieces = [Piece(0, 0, nothing)]
+            pieces = [ParameterShard(0, 0, nothing)]
         self._pieces = pieces
         numbers = {id(weight): number for number, weight in enumerate(weights)}
         groups = []
@@ -91,7 +91,7 @@ class OwnPart:
             own = [piece.values for piece in pieces if piece.weight in members]
             groups.append({**group, "params": own})
         self.optimizer = same_kind(replica.optimizer, groups)
-        self._step = QuickStep(self.optimizer)
+        self._step = FusedSgdStep(self.optimizer)
 
     def update(self) -> None:
         """Clip by the norm of the whole gradient and apply the optimiser. Collective."""
@@ -169,7 +169,7 @@ def pieces_of_chunk(
     gradients: AlignedMemory,
     part: int,
     parts: int,
-) -> list[Piece]:
+) -> list[ParameterShard]:
     """What of each weight lies in one of the chunks into which both memories are cut."""
     start = chunk_begin(values.tensor.numel(), parts, part)
     own_values = chunk(values.tensor, parts, part)
@@ -181,7 +181,7 @@ def pieces_of_chunk(
         if begin < end and weight.requires_grad:
             piece = nn.Parameter(own_values[begin:end])
             piece.grad = own_gradients[begin:end]
-            pieces.append(Piece(number, start + begin - offset, piece))
+            pieces.append(ParameterShard(number, start + begin - offset, piece))
     return pieces
 
 
@@ -190,7 +190,7 @@ def optimizer_weights(optimizer: Optimizer) -> list[nn.Parameter]:
     return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
-def check_splittable(optimizer: Optimizer, strategy: str) -> None:
+def check_shardable(optimizer: Optimizer, strategy: str) -> None:
     """Refuse what cannot be cut into chunks that are updated each by itself."""
     if not isinstance(optimizer, ELEMENTWISE):
         known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
@@ -215,7 +215,7 @@ def same_kind(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
 class Sharded(Strategy):
     def attach(self, replica: Replica) -> None:
         super().attach(replica)
-        check_splittable(replica.optimizer, "sharded")
+        check_shardable(replica.optimizer, "sharded")
         weights = optimizer_weights(replica.optimizer)
         broadcast_model(replica.model, replica.communicator)
         rank, workers = replica.communicator.rank, replica.communicator.world_size
@@ -226,7 +226,7 @@ class Sharded(Strategy):
             weight.grad = self._gradients.views[number] if weight.requires_grad else None
         replica.flat_gradients = self._gradients.tensor
         pieces = pieces_of_chunk(weights, self._weights, self._gradients, rank, workers)
-        self.own = OwnPart(replica, weights, pieces, replica.communicator)
+        self.own = ShardedOptimizer(replica, weights, pieces, replica.communicator)
 
     def step(self) -> None:
         replica, communicator = self.replica, self.replica.communicator

@@ -53,7 +53,7 @@ CALLS: tuple[Call, ...] = get_args(Call)
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class Assignment:
     """What a worker does next: compute its part of a global batch.
 
     First it may have to meet all others (`meet`), which is the time for a checkpoint. Or nothing is
@@ -68,7 +68,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class AssignmentRequest:
     """What a worker out of lockstep says when it claims its next turn."""
 
     first: int
@@ -94,7 +94,7 @@ class Strategy:
     """Whether all workers do the same iteration at a time, so that they can meet between two."""
     equal: bool = True
     """Whether all workers hold the same weights after every step."""
-    most_workers: ClassVar[int | None] = None
+    max_world_size: ClassVar[int | None] = None
     """The largest number of workers it can keep in step, where there is a limit."""
 
     holds_all_weights: bool = True
@@ -133,7 +133,7 @@ class Strategy:
         """
         yield
 
-    def claim(self, terms: Terms) -> Turn:
+    def claim(self, terms: AssignmentRequest) -> Assignment:
         """Out of lockstep: what this worker does next; the model then has the weights for it."""
         raise NotImplementedError
 
@@ -187,7 +187,7 @@ class Strategy:
 
 
 class Single(Strategy):
-    most_workers: ClassVar[int | None] = 1
+    max_world_size: ClassVar[int | None] = 1
 
     def cost(self, shape: ModelShape, network: Network) -> Cost:
         return Cost(seconds=0.0, bytes_sent=0, messages=0)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from paceline.comm.communicator import Communicator
 
 
-def synchronise_batch_norm(model: nn.Module, communicator: Communicator) -> nn.Module:
+def convert_sync_batch_norm(model: nn.Module, communicator: Communicator) -> nn.Module:
     """Let every batch-norm layer of a model normalise over all workers; weights are kept."""
-    made: dict[nn.Module, SharedBatchNorm] = {}
+    made: dict[nn.Module, SyncBatchNorm] = {}
     # A layer may be used in several places, and is then one layer in all of them still.
     for name, layer in list(model.named_modules(remove_duplicate=False)):
         if not isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
@@ -35,8 +35,8 @@ def synchronise_batch_norm(model: nn.Module, communicator: Communicator) -> nn.M
 
 def _shared(
     layer: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d, communicator: Communicator
-) -> SharedBatchNorm:
-    shared = SharedBatchNorm(
+) -> SyncBatchNorm:
+    shared = SyncBatchNorm(
         layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats
     )
     shared.communicator = communicator
@@ -46,7 +46,7 @@ def _shared(
     return shared
 
 
-class SharedBatchNorm(nn.modules.batchnorm._BatchNorm):
+class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     communicator: Communicator
     counts: bool = True
     """Whether this worker's samples belong to the batch, or stand in for a share it has not got."""
@@ -91,7 +91,7 @@ class _Normalise(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        layer: SharedBatchNorm,
+        layer: SyncBatchNorm,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         over = [dim for dim in range(x.dim()) if dim != 1]
         wide = torch.promote_types(x.dtype, torch.float32)

@@ -15,18 +15,18 @@ from typing import Any
 
 from paceline.config import RunConfig
 from paceline.config.conversion import LARGEST_INTEGER
-from paceline.errors import ConfigError, UsageError, bare, nearest, shown
+from paceline.errors import ConfigError, UsageError, bare, shown, suggest
 from paceline.launch.launcher import check_strategy
 from paceline.study.folder import Cell, Part, Study
 from paceline.study.grid import Point, expand, read_axes, slug, text_of
 from paceline.study.settings import Settings, check_key
-from paceline.study.study_file import SECTION_NAMES, Document
-from paceline.study.yaml_nodes import Node, Problems, read
+from paceline.study.study_file import SECTION_NAMES, StudyFile
+from paceline.study.yaml_nodes import Diagnostics, YamlNode, read
 
 
 def check_strategies(plan: Plan) -> None:
     """ConfigError with the lines of the study file, before any of its cells has cost an hour."""
-    problems = Problems()
+    problems = Diagnostics()
     for cell in plan.study.cells:
         if cell.repeat > 1 or cell.run != cell.id:
             continue
@@ -57,7 +57,7 @@ class Plan:
     time_limit_seconds: float
     configs: dict[str, RunConfig]
     """By the id of the cell."""
-    _given: dict[str, tuple[Settings, Node]] = field(repr=False)
+    _given: dict[str, tuple[Settings, YamlNode]] = field(repr=False)
 
     def in_running_order(self) -> list[Cell]:
         """Interleaved: the first repeat of all, then the second; what drifts then hits all alike.
@@ -69,7 +69,7 @@ class Plan:
             return sorted(cells, key=lambda cell: cell.repeat)
         return cells
 
-    def tell(self, cell: Cell, texts: tuple[str, ...], problems: Problems) -> None:
+    def tell(self, cell: Cell, texts: tuple[str, ...], problems: Diagnostics) -> None:
         """Problems of a cell that somebody else found, at the lines to blame."""
         settings, place = self._given[cell.id]
         for text in texts:
@@ -81,9 +81,9 @@ def load(path: Path, scale: str | None = None, repeats: int | None = None) -> Pl
 
     `repeats` replaces the file's own number.
     """
-    problems = Problems()
+    problems = Diagnostics()
     root = read(path, problems)
-    document = Document(root, scale, problems)
+    document = StudyFile(root, scale, problems)
     plan = _Planner(document, path.stem, repeats, problems).plan()
     problems.raise_if_any()
     return plan
@@ -91,12 +91,12 @@ def load(path: Path, scale: str | None = None, repeats: int | None = None) -> Pl
 
 class _Planner:
     def __init__(
-        self, document: Document, name: str, repeats: int | None, problems: Problems
+        self, document: StudyFile, name: str, repeats: int | None, problems: Diagnostics
     ) -> None:
         self._document, self._name, self._problems = document, name, problems
         self._repeats = repeats or int(self._number("repeats", 1, 1, MOST_REPEATS))
         self._configs: dict[str, RunConfig] = {}
-        self._given: dict[str, tuple[Settings, Node]] = {}
+        self._given: dict[str, tuple[Settings, YamlNode]] = {}
         self._runs: dict[str, str] = {}
         """Of each run's settings, the first cell that has them."""
         self._groups: dict[tuple[str, str], str] = {}
@@ -166,14 +166,14 @@ class _Planner:
         )
         return part, [cell for point in points for cell in self._cells(point, part, base)]
 
-    def _checked_layer(self, layer: Node) -> dict[str, Node]:
+    def _checked_layer(self, layer: YamlNode) -> dict[str, YamlNode]:
         if not layer.is_mapping:
             self._problems.add(layer, "must be settings by name")
             return {}
         return {
             key: node
             for key, node in layer.items()
-            if check_key(key, Node(None, node.file, node.line, layer.path), self._problems)
+            if check_key(key, YamlNode(None, node.file, node.line, layer.path), self._problems)
         }
 
     def _cells(self, point: Point, part: Part, base: Settings) -> Iterator[Cell]:
@@ -236,7 +236,7 @@ class _Planner:
         for item in items:
             name = str(item.plain())
             if name not in SECTION_NAMES:
-                hint = nearest(name, SECTION_NAMES)
+                hint = suggest(name, SECTION_NAMES)
                 self._problems.add(item, f"no such section {shown(name)}: {hint}")
         return tuple(str(item.plain()) for item in items)
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from paceline.config import RunConfig
 from paceline.config.cluster_spec import parse
 from paceline.data import DATASETS
-from paceline.data.dataset import SetOutline
+from paceline.data.dataset import DatasetInfo
 from paceline.measure.machine import cores_usable
 from paceline.models import MODELS
 from paceline.models.build import build_model
@@ -34,7 +34,7 @@ EVALUATING = 1 / 3
 IMPORT_LIMIT_SECONDS = 60.0
 
 
-class Forecast:
+class DurationModel:
     """Of a study's cells; what several of them share is measured once."""
 
     def __init__(self) -> None:
@@ -48,12 +48,12 @@ class Forecast:
         if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
             return None
         outline = getattr(DATASETS.load(config.data), "outline", None)
-        if not isinstance(outline, SetOutline):
+        if not isinstance(outline, DatasetInfo):
             return None
         sample_seconds = self._of_a_sample(config.model, outline) / speed(config, cores_usable())
         return samples_per_worker(config, outline) * sample_seconds + self._start(config)
 
-    def _of_a_sample(self, model: str, outline: SetOutline) -> float:
+    def _of_a_sample(self, model: str, outline: DatasetInfo) -> float:
         key = (model, outline.sample_shape, outline.classes)
         if key not in self._sample_seconds:
             self._sample_seconds[key] = time_a_sample(*key)
@@ -67,7 +67,7 @@ class Forecast:
         return self._import_seconds * (1 + processes / min(processes, cores_usable()))
 
 
-def samples_per_worker(config: RunConfig, outline: SetOutline) -> float:
+def samples_per_worker(config: RunConfig, outline: DatasetInfo) -> float:
     """As many as each trains on; those that it only evaluates count for less."""
     train = config.train_samples or outline.train_samples
     test = config.test_samples or outline.test_samples
@@ -140,7 +140,7 @@ def seconds_of_all(cells: Iterable[Cell], known: Iterable[Cell]) -> float | None
     return sum(told) if len(told) == len(each) else None
 
 
-def as_clock(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     if seconds is None:
         return "unknown"
     minutes, rest = divmod(round(seconds), 60)

@@ -50,7 +50,7 @@ DONE = ("finished", "diverged")
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class CellFailure:
     """Why a cell has no finished run."""
 
     status: str
@@ -80,7 +80,7 @@ class Cell:
     """Name of its folder below cells/; another cell's id where the settings are the same."""
     elapsed_seconds: float | None = None
     """What the whole command took, process start included; None: not finished by a runner."""
-    trouble: Trouble | None = None
+    trouble: CellFailure | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ def _cell(values: dict[str, Any]) -> Cell:
         axes={str(axis): str(label) for axis, label in values["axes"].items()},
         settings=dict(values["settings"]),
         elapsed_seconds=None if elapsed is None else float(elapsed),
-        trouble=Trouble(str(trouble["status"]), str(trouble["cause"])) if trouble else None,
+        trouble=CellFailure(str(trouble["status"]), str(trouble["cause"])) if trouble else None,
     )
 
 

@@ -11,9 +11,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.errors import bare, nearest, shown
+from paceline.errors import bare, shown, suggest
 from paceline.study.settings import FIELDS, as_text, check_key, is_setting
-from paceline.study.yaml_nodes import Node, Problems
+from paceline.study.yaml_nodes import Diagnostics, YamlNode
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Value:
     label: str
     says: str
     """How it reads in the label of a cell; unlike the label it names the axis where that helps."""
-    layer: dict[str, Node]
+    layer: dict[str, YamlNode]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class Point:
     name: str
     label: str
     axes: dict[str, str]
-    layers: tuple[dict[str, Node], ...]
-    place: Node
+    layers: tuple[dict[str, YamlNode], ...]
+    place: YamlNode
     """Where problems of this point are told if no setting of its own is to blame."""
 
 
-def read_axes(grid: Node | None, problems: Problems) -> tuple[Axis, ...]:
+def read_axes(grid: YamlNode | None, problems: Diagnostics) -> tuple[Axis, ...]:
     """The axes of a grid; one that is null was taken away by a scale."""
     if grid is None:
         return ()
@@ -73,12 +73,12 @@ def read_axes(grid: Node | None, problems: Problems) -> tuple[Axis, ...]:
     return tuple(axes)
 
 
-def _read_value(axis: str, node: Node, problems: Problems) -> Value | None:
+def _read_value(axis: str, node: YamlNode, problems: Diagnostics) -> Value | None:
     if node.is_mapping:
         labelled = _labelled(node, problems)
         return None if labelled is None else Value(labelled[0], labelled[0], labelled[1])
     if not is_setting(axis):
-        if "." in axis or nearest(axis, FIELDS).startswith("did"):
+        if "." in axis or suggest(axis, FIELDS).startswith("did"):
             check_key(axis, node, problems)
         else:
             problems.add(
@@ -89,7 +89,7 @@ def _read_value(axis: str, node: Node, problems: Problems) -> Value | None:
     return Value(_label_of(node), f"{short} {_label_of(node)}", {axis: node})
 
 
-def _labelled(node: Node, problems: Problems) -> tuple[str, dict[str, Node]] | None:
+def _labelled(node: YamlNode, problems: Diagnostics) -> tuple[str, dict[str, YamlNode]] | None:
     """The label and the settings of a mapping; None, and told, where it is not usable."""
     given = node.get("label")
     label = text_of(given, problems) if given else ""
@@ -98,7 +98,7 @@ def _labelled(node: Node, problems: Problems) -> tuple[str, dict[str, Node]] | N
         return None
     pairs = [(key, value) for key, value in node.items() if key != "label"]
     # All keys are looked at, so that all problems are told at once.
-    known = [check_key(key, Node(None, value.file, value.line, node.path), problems)
+    known = [check_key(key, YamlNode(None, value.file, value.line, node.path), problems)
              for key, value in pairs]  # fmt: skip
     return (label, dict(pairs)) if all(known) else None
 
@@ -107,10 +107,10 @@ def expand(
     prefix: str,
     title: str,
     axes: Sequence[Axis],
-    include: Node | None,
-    exclude: Node | None,
-    place: Node,
-    problems: Problems,
+    include: YamlNode | None,
+    exclude: YamlNode | None,
+    place: YamlNode,
+    problems: Diagnostics,
 ) -> list[Point]:
     """The points of one grid, in the order of the file; the last axis varies fastest."""
     excluded = _read_excluded(axes, exclude, problems)
@@ -140,7 +140,7 @@ def expand(
 
 
 def _included(
-    prefix: str, axes: Sequence[Axis], include: Node | None, problems: Problems
+    prefix: str, axes: Sequence[Axis], include: YamlNode | None, problems: Diagnostics
 ) -> list[Point]:
     points = []
     for entry in include.listed() if include else []:
@@ -160,7 +160,7 @@ def _included(
 class _Rule:
     wanted: dict[str, set[str]]
     """Labels by axis."""
-    place: Node
+    place: YamlNode
     is_clear: bool
     """Whether all its words were understood."""
 
@@ -169,7 +169,9 @@ def _matches(rule: _Rule, labels: dict[str, str]) -> bool:
     return all(labels[axis] in wanted for axis, wanted in rule.wanted.items())
 
 
-def _read_excluded(axes: Sequence[Axis], exclude: Node | None, problems: Problems) -> list[_Rule]:
+def _read_excluded(
+    axes: Sequence[Axis], exclude: YamlNode | None, problems: Diagnostics
+) -> list[_Rule]:
     known = {axis.name: [value.label for value in axis.values] for axis in axes}
     rules = []
     for entry in exclude.listed() if exclude else []:
@@ -178,7 +180,7 @@ def _read_excluded(axes: Sequence[Axis], exclude: Node | None, problems: Problem
             continue
         unclear = [name for name, _ in entry.items() if name not in known]
         for name in unclear:
-            problems.add(entry, f"no axis {shown(name)} in this grid: {nearest(name, known)}")
+            problems.add(entry, f"no axis {shown(name)} in this grid: {suggest(name, known)}")
         wanted = {
             name: {_label_of(item) for item in node.listed()}
             for name, node in entry.items()
@@ -186,21 +188,21 @@ def _read_excluded(axes: Sequence[Axis], exclude: Node | None, problems: Problem
         }
         for name, labels in wanted.items():
             for label in sorted(labels - set(known[name])):
-                hint = nearest(label, known[name])
+                hint = suggest(label, known[name])
                 problems.add(entry, f"no value {shown(label)} on axis {bare(name)}: {hint}")
                 unclear.append(label)
         rules.append(_Rule(wanted, entry, not unclear))
     return rules
 
 
-def _label_of(node: Node) -> str:
+def _label_of(node: YamlNode) -> str:
     value = node.plain()
     if isinstance(value, bool):
         return "on" if value else "off"
     return as_text(value) if value not in (None, [], "") else "none"
 
 
-def text_of(node: Node, problems: Problems) -> str:
+def text_of(node: YamlNode, problems: Diagnostics) -> str:
     """A label or a title, in one line."""
     if isinstance(node.content, list | dict):
         problems.add(node, "must be text")

@@ -7,7 +7,7 @@ from typing import Protocol, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from paceline.study.duration import as_clock
+from paceline.study.duration import format_duration
 
 
 class Display(Protocol):
@@ -37,7 +37,7 @@ class LineDisplay:
 
     def begin(self, cell_id: str, number: int, total: int, left_seconds: float | None) -> None:
         self._place = f"[{number}/{total}]"
-        left = "" if left_seconds is None else f" (about {as_clock(left_seconds)} left)"
+        left = "" if left_seconds is None else f" (about {format_duration(left_seconds)} left)"
         self._say(f"{self._place} {cell_id} ...{left}")
 
     def tick(self, spent_seconds: float, left_seconds: float | None) -> None:
@@ -78,8 +78,8 @@ class BarDisplay(LineDisplay):
         self.tick(0.0, left_seconds)
 
     def tick(self, spent_seconds: float, left_seconds: float | None) -> None:
-        left = "" if left_seconds is None else f", about {as_clock(left_seconds)} left"
-        text = f"{self._cell_id} {as_clock(spent_seconds)}{left}"
+        left = "" if left_seconds is None else f", about {format_duration(left_seconds)} left"
+        text = f"{self._cell_id} {format_duration(spent_seconds)}{left}"
         self._bar.update(self._task, description=text)
 
     def __enter__(self) -> Self:

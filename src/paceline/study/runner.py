@@ -27,7 +27,7 @@ from functools import cache
 from itertools import count
 from pathlib import Path
 
-from paceline.config import RunConfig, values_to_type, words_of
+from paceline.config import RunConfig, non_default_values, to_argv
 from paceline.data.manifest import OFFICIAL_SETS, data_folder
 from paceline.errors import (
     CheckpointError,
@@ -39,13 +39,13 @@ from paceline.errors import (
 from paceline.records import RunFolder
 from paceline.study import duration
 from paceline.study.cells import Plan
-from paceline.study.folder import DONE, Cell, Study, StudyFolder, Trouble
+from paceline.study.folder import DONE, Cell, CellFailure, Study, StudyFolder
 from paceline.study.progress import Display
 from paceline.training.checkpoint import iterations as checkpointed_iterations
 from paceline.training.checkpoint import newest_checkpoint
 
 
-def unable(config: RunConfig) -> str | None:
+def missing_requirement(config: RunConfig) -> str | None:
     """Why a run cannot be done here; None: nothing is known to be in its way."""
     if config.cluster is not None and (reason := _without_clusters()):
         return f"no emulated cluster: {reason}"
@@ -91,7 +91,7 @@ _TRAIN = ("-m", "paceline", "train", "--quiet")
 
 def train_words(config: RunConfig) -> list[str]:
     """Python's arguments for `paceline train` with this config."""
-    return [*_TRAIN, *words_of(values_to_type(config))]
+    return [*_TRAIN, *to_argv(non_default_values(config))]
 
 
 def resume_words(folder: Path) -> list[str]:
@@ -141,7 +141,7 @@ class CellProcess:
             self._process.wait()
 
 
-def last_words(log: Path) -> str:
+def last_error_line(log: Path) -> str:
     """What a command's output gives as the reason of its failure, in a line; may be empty."""
     try:
         lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -226,7 +226,7 @@ def same_run(one: RunConfig, other: RunConfig) -> bool:
     return all(first[key] == second[key] for key in first if key not in WHERE_NOT_WHAT)
 
 
-def with_what_is_known(plan: Plan, folder: StudyFolder) -> Study:
+def merge_previous(plan: Plan, folder: StudyFolder) -> Study:
     """The planned study with what earlier runners wrote down about cells that did not change."""
     if not StudyFolder.is_one(folder.path):
         return plan.study
@@ -252,7 +252,7 @@ class Runner:
 
     def __init__(self, plan: Plan, folder: StudyFolder, display: Display) -> None:
         self._plan, self._folder, self._display = plan, folder, display
-        self._outcome = Outcome(with_what_is_known(plan, folder))
+        self._outcome = Outcome(merge_previous(plan, folder))
 
     def run(self, only: str | None = None) -> Outcome:
         cells = chosen_cells(self._plan, only)
@@ -285,9 +285,9 @@ class Runner:
         if state_of(self._folder, cell, config) is State.DONE:
             self._note(cell, trouble=None)
             return True
-        reason = unable(config)
+        reason = missing_requirement(config)
         if reason is not None:
-            self._note(cell, trouble=Trouble("skipped", reason))
+            self._note(cell, trouble=CellFailure("skipped", reason))
         return reason is not None
 
     def _run_cell(self, cell: Cell, number: int, waiting: list[Cell]) -> None:
@@ -312,7 +312,7 @@ class Runner:
         status = trouble.status if trouble else self._folder.status(cell)
         self._display.end(cell.id, status, spent, trouble.cause if trouble else "")
 
-    def _attempt(self, cell: Cell, tick: Callable[[float], None]) -> Trouble | None:
+    def _attempt(self, cell: Cell, tick: Callable[[float], None]) -> CellFailure | None:
         """Run a cell to its end; tells what went wrong, if anything did."""
         folder = self._folder.run_folder(cell)
         config = dataclasses.replace(
@@ -330,12 +330,12 @@ class Runner:
                 with folder.locked():
                     _set_aside(folder.path, self._folder.aside)
             except UsageError as error:
-                return Trouble("failed", str(error))
+                return CellFailure("failed", str(error))
         return self._run_command(cell, train_words(config), tick)[0]
 
     def _run_command(
         self, cell: Cell, words: list[str], tick: Callable[[float], None]
-    ) -> tuple[Trouble | None, int | None]:
+    ) -> tuple[CellFailure | None, int | None]:
         limit = self._plan.time_limit_seconds
         log = self._folder.log_file(cell)
         process = CellProcess(words, log)
@@ -344,22 +344,24 @@ class Runner:
         finally:
             process.stop()
         if code is None:
-            clock = duration.as_clock(limit)
-            return Trouble("failed", f"stopped after its time limit of {clock}"), code
+            clock = duration.format_duration(limit)
+            return CellFailure("failed", f"stopped after its time limit of {clock}"), code
         return self._trouble(cell, code, log), code
 
-    def _trouble(self, cell: Cell, code: int, log: Path) -> Trouble | None:
+    def _trouble(self, cell: Cell, code: int, log: Path) -> CellFailure | None:
         try:
             result = self._folder.result(cell)
         except RecordsError as error:
-            return Trouble("failed", str(error))
+            return CellFailure("failed", str(error))
         if result is not None and result["status"] in DONE:
             return None
         cause = str(result["cause"] or "") if result is not None else ""
-        return Trouble("failed", cause or last_words(log) or f"ended with exit code {code}")
+        return CellFailure(
+            "failed", cause or last_error_line(log) or f"ended with exit code {code}"
+        )
 
     def _note(
-        self, cell: Cell, *, trouble: Trouble | None, elapsed_seconds: float | None = None
+        self, cell: Cell, *, trouble: CellFailure | None, elapsed_seconds: float | None = None
     ) -> None:
         """Write down what is known of a run, for all cells that are this run."""
         study = self._outcome.study

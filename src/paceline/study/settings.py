@@ -10,10 +10,10 @@ from typing import Any
 
 from paceline.config import RunConfig, fields, from_mapping
 from paceline.data import DATASETS
-from paceline.errors import ConfigError, UnknownNameError, nearest, shown
+from paceline.errors import ConfigError, UnknownNameError, shown, suggest
 from paceline.models import MODELS
 from paceline.strategies import STRATEGIES
-from paceline.study.yaml_nodes import Node, Problems
+from paceline.study.yaml_nodes import Diagnostics, YamlNode
 
 CLUSTER_KEYS = ("nodes", "cpus", "bandwidth", "latency", "slow")
 GIVEN_BY_THE_STUDY = ("out", "name")
@@ -31,7 +31,7 @@ def is_setting(key: str) -> bool:
     return key in FIELDS and key not in GIVEN_BY_THE_STUDY
 
 
-def check_key(key: str, place: Node, problems: Problems) -> bool:
+def check_key(key: str, place: YamlNode, problems: Diagnostics) -> bool:
     """Whether a key is a setting; if not, that is told at `place`."""
     if is_setting(key):
         return True
@@ -40,13 +40,13 @@ def check_key(key: str, place: Node, problems: Problems) -> bool:
         problems.add(place, f"{shown(key)} is the study's to choose: leave it out")
     elif head == "cluster":
         known = [f"cluster.{name}" for name in CLUSTER_KEYS]
-        problems.add(place, f"no such setting {shown(key)}: {nearest(key, known)}")
+        problems.add(place, f"no such setting {shown(key)}: {suggest(key, known)}")
     elif tail:
         problems.add(
             place, f"no such setting {shown(key)}: only options.KEY and cluster.KEY have a dot"
         )
     else:
-        near = nearest(key, FIELDS)
+        near = suggest(key, FIELDS)
         hint = near if near.startswith("did") else "docs/config.md lists all of them"
         problems.add(place, f"no such setting {shown(key)}: {hint}")
     return False
@@ -59,7 +59,7 @@ class Settings:
         self._values: dict[str, Any] = {}
         self._options: dict[str, str] = {}
         self._cluster: dict[str, str] = {}
-        self._origins: dict[str, Node] = {}
+        self._origins: dict[str, YamlNode] = {}
 
     def copy(self) -> Settings:
         twin = Settings()
@@ -67,7 +67,7 @@ class Settings:
             setattr(twin, name, dict(getattr(self, name)))
         return twin
 
-    def lay(self, layer: dict[str, Node]) -> None:
+    def lay(self, layer: dict[str, YamlNode]) -> None:
         """Lay settings over those that are there; null takes a setting back to its default."""
         for one, other in ALTERNATIVES:
             if one in layer and other not in layer:
@@ -79,7 +79,7 @@ class Settings:
         for key, node in layer.items():
             self._set(key, node)
 
-    def _set(self, key: str, node: Node) -> None:
+    def _set(self, key: str, node: YamlNode) -> None:
         head, _, tail = key.partition(".")
         self._origins[key] = self._origins[head] = node
         if head in ("options", "cluster"):
@@ -102,7 +102,7 @@ class Settings:
             values["cluster"] = ",".join(f"{key}={text}" for key, text in self._cluster.items())
         return values
 
-    def check(self, place: Node, cell: str, problems: Problems) -> RunConfig | None:
+    def check(self, place: YamlNode, cell: str, problems: Diagnostics) -> RunConfig | None:
         """The config; what is wrong with it is told where it was given, else at `place`."""
         try:
             config = from_mapping(self.mapping())
@@ -121,7 +121,7 @@ class Settings:
                 problems.add(self._origins.get(name, place), str(error))
         return config
 
-    def tell(self, text: str, place: Node, cell: str, problems: Problems) -> None:
+    def tell(self, text: str, place: YamlNode, cell: str, problems: Diagnostics) -> None:
         """A problem that names flags, at the line of the first setting it names."""
         text = re.sub(r"^-o (\w+)", r"--options.\1", text)
         named = [flag.replace("-", "_") for flag in _FLAG.findall(text)]
@@ -138,7 +138,7 @@ class Settings:
             problems.add(place, plain, cell)
 
 
-def _laid(pairs: dict[str, str], key: str, node: Node) -> dict[str, str]:
+def _laid(pairs: dict[str, str], key: str, node: YamlNode) -> dict[str, str]:
     """Pairs with one of them replaced; without a key with all that the node gives."""
     if key:
         rest = {name: text for name, text in pairs.items() if name != key}

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from paceline.errors import UsageError, nearest, shown
-from paceline.study.yaml_nodes import Node, Problems
+from paceline.errors import UsageError, shown, suggest
+from paceline.study.yaml_nodes import Diagnostics, YamlNode
 
 SECTION_NAMES = (
     "verdict",
@@ -45,10 +45,10 @@ PART_KEYS = (*_TEXT_KEYS, *_GRID_KEYS)
 SCALE_KEYS = (*_TEXT_KEYS, *_GRID_KEYS, *_STUDY_KEYS)
 
 
-class Document:
+class StudyFile:
     """The parts of a file with a scale's overrides laid over them."""
 
-    def __init__(self, root: Node, scale: str | None, problems: Problems) -> None:
+    def __init__(self, root: YamlNode, scale: str | None, problems: Diagnostics) -> None:
         self.root, self.problems = root, problems
         self._check_shape(root)
         problems.raise_if_any()
@@ -63,7 +63,7 @@ class Document:
         chosen = scales.get(self.scale) if scales else None
         self._layers = [root] if chosen is None else [root, chosen]
 
-    def _check_shape(self, root: Node) -> None:
+    def _check_shape(self, root: YamlNode) -> None:
         self._check_keys(root, KEYS)
         self._check_nothing_is_empty(root)
         for part in self._parts_in(root):
@@ -74,13 +74,13 @@ class Document:
             self.problems.add(scales, f"must be settings under {' and '.join(SCALES)}")
         for name, scale in scales.items() if scales else ():
             if name not in SCALES:
-                self.problems.add(scale, f"no such scale {shown(name)}: {nearest(name, SCALES)}")
+                self.problems.add(scale, f"no such scale {shown(name)}: {suggest(name, SCALES)}")
             if scale.content is not None:
                 self._check_keys(scale, SCALE_KEYS)
                 for part in self._parts_in(scale):
                     self._check_keys(part, PART_KEYS)
 
-    def _check_nothing_is_empty(self, layer: Node) -> None:
+    def _check_nothing_is_empty(self, layer: YamlNode) -> None:
         """Null takes an axis or a part away, which only a scale can mean."""
         for key, would_do in (("grid", "a list of values"), ("parts", "a grid, or {} for none")):
             held = layer.get(key)
@@ -88,37 +88,37 @@ class Document:
                 if node.content is None:
                     self.problems.add(node, f"must be {would_do}")
 
-    def _parts_in(self, layer: Node) -> Iterator[Node]:
+    def _parts_in(self, layer: YamlNode) -> Iterator[YamlNode]:
         parts = layer.get("parts")
         if parts is not None and not parts.is_mapping:
             self.problems.add(parts, "must be grids by name")
         yield from (part for _, part in parts.items() if part.content is not None) if parts else ()
 
-    def _check_keys(self, node: Node, known: tuple[str, ...]) -> None:
+    def _check_keys(self, node: YamlNode, known: tuple[str, ...]) -> None:
         if not node.is_mapping:
             self.problems.add(node, f"must be settings by name, such as {known[0]}")
         for key, value in node.items():
             if key not in known:
-                place = Node(None, value.file, value.line, node.path)
-                self.problems.add(place, f"no such key {shown(key)}: {nearest(key, known)}")
+                place = YamlNode(None, value.file, value.line, node.path)
+                self.problems.add(place, f"no such key {shown(key)}: {suggest(key, known)}")
 
-    def find(self, key: str, part: str | None = None) -> Node | None:
+    def find(self, key: str, part: str | None = None) -> YamlNode | None:
         """The value of the topmost layer that has the key; null there takes it away."""
         for layer in reversed(self._layers_of(part)):
             if layer.is_mapping and key in layer.content:
                 return layer.get(key)
         return None
 
-    def bases(self, part: str | None) -> list[Node]:
+    def bases(self, part: str | None) -> list[YamlNode]:
         layers = self._layers_of(None) + (self._layers_of(part) if part is not None else [])
         return [base for layer in layers if (base := layer.get("base"))]
 
-    def grid(self, part: str | None) -> Node | None:
+    def grid(self, part: str | None) -> YamlNode | None:
         """Axis by axis, the topmost layer's."""
         grids = [grid for layer in self._layers_of(part) if (grid := layer.get("grid"))]
         if not all(grid.is_mapping for grid in grids):
             return next(grid for grid in grids if not grid.is_mapping)
-        axes: dict[str, Node] = {}
+        axes: dict[str, YamlNode] = {}
         for grid in grids:
             axes |= dict(grid.items())
         return dataclasses.replace(grids[0], content=axes) if grids else None
@@ -131,11 +131,11 @@ class Document:
                 names[name] = part.content is not None
         return [name for name, is_there in names.items() if is_there]
 
-    def place(self, part: str | None) -> Node:
+    def place(self, part: str | None) -> YamlNode:
         layers = self._layers_of(part)
         return layers[-1] if part is not None and layers else self.root
 
-    def _layers_of(self, part: str | None) -> list[Node]:
+    def _layers_of(self, part: str | None) -> list[YamlNode]:
         if part is None:
             return self._layers
         return [

@@ -6,9 +6,9 @@ import os
 import signal
 import sys
 
-from paceline.launch.lifeline import tie_to
+from paceline.launch.lifeline import die_with_parent
 
 if __name__ == "__main__":
     # Not killed: the run is to end its workers and its machines, and to write what it has.
-    tie_to(int(sys.argv[1]), signal.SIGTERM)
+    die_with_parent(int(sys.argv[1]), signal.SIGTERM)
     os.execv(sys.executable, [sys.executable, *sys.argv[2:]])

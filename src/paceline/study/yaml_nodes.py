@@ -23,7 +23,7 @@ MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class YamlNode:
     """A value of a file: a scalar, a list of nodes, or nodes by key."""
 
     content: Any
@@ -41,17 +41,17 @@ class Node:
     def is_mapping(self) -> bool:
         return isinstance(self.content, dict)
 
-    def items(self) -> Iterator[tuple[str, Node]]:
+    def items(self) -> Iterator[tuple[str, YamlNode]]:
         """Of a mapping; nothing else has any."""
         if isinstance(self.content, dict):
             yield from self.content.items()
 
-    def get(self, key: str) -> Node | None:
+    def get(self, key: str) -> YamlNode | None:
         """A key's value where this is a mapping that has it and does not say null."""
         node = self.content.get(key) if isinstance(self.content, dict) else None
-        return node if isinstance(node, Node) and node.content is not None else None
+        return node if isinstance(node, YamlNode) and node.content is not None else None
 
-    def listed(self) -> list[Node]:
+    def listed(self) -> list[YamlNode]:
         """A list's nodes; anything else alone, as if it were a list of one."""
         return self.content if isinstance(self.content, list) else [self]
 
@@ -64,13 +64,13 @@ class Node:
         return self.content
 
 
-class Problems:
+class Diagnostics:
     """Everything that is wrong with a file, told at once in the order of its lines."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[int, str], str] = {}
 
-    def add(self, node: Node, text: str, cell: str = "") -> None:
+    def add(self, node: YamlNode, text: str, cell: str = "") -> None:
         """`cell` is one of perhaps many that have the same problem: the first is told."""
         example = f" (as in {cell})" if cell else ""
         self._found.setdefault((node.line, f"{node.where}: {text}"), example)
@@ -84,7 +84,7 @@ class Problems:
             raise ConfigError([text + example for (_, text), example in found])
 
 
-def read(path: Path, problems: Problems) -> Node:
+def read(path: Path, problems: Diagnostics) -> YamlNode:
     """The file as nodes; keys that are given twice are problems, broken YAML ends it at once."""
     try:
         raw = path.read_bytes()
@@ -120,22 +120,22 @@ def read(path: Path, problems: Problems) -> Node:
 
 
 class _Reader:
-    def __init__(self, file: str, problems: Problems) -> None:
+    def __init__(self, file: str, problems: Diagnostics) -> None:
         self._file, self._problems = file, problems
         self._scalars = SafeConstructor()
         self._count = 0
         self.line = 0
         """Where it is; 0 before it begins."""
 
-    def convert(self, node: yaml.Node, path: tuple[str, ...]) -> Node:
+    def convert(self, node: yaml.Node, path: tuple[str, ...]) -> YamlNode:
         self._enter(node)
         line = self.line
         if isinstance(node, yaml.MappingNode):
-            return Node(self._mapping(node, path), self._file, line, path)
+            return YamlNode(self._mapping(node, path), self._file, line, path)
         if isinstance(node, yaml.SequenceNode):
             values = [self.convert(item, path) for item in node.value]
-            return Node(values, self._file, line, path)
-        return Node(self._scalar(node, path), self._file, line, path)
+            return YamlNode(values, self._file, line, path)
+        return YamlNode(self._scalar(node, path), self._file, line, path)
 
     def _enter(self, node: yaml.Node) -> None:
         self._count += 1
@@ -160,13 +160,13 @@ class _Reader:
         # A date, which no setting is, stays as it is written.
         return value if isinstance(value, str | bool | int | float | None) else str(node.value)
 
-    def _mapping(self, node: yaml.MappingNode, path: tuple[str, ...]) -> dict[str, Node]:
-        values: dict[str, Node] = {}
+    def _mapping(self, node: yaml.MappingNode, path: tuple[str, ...]) -> dict[str, YamlNode]:
+        values: dict[str, YamlNode] = {}
         for name, (key, value) in self._pairs(node, path).items():
             converted = self.convert(value, (*path, name))
             # The line of the key: a value may begin on the next one.
             where = key.start_mark.line + 1
-            values[name] = Node(converted.content, self._file, where, converted.path)
+            values[name] = YamlNode(converted.content, self._file, where, converted.path)
         return values
 
     def _pairs(
@@ -203,4 +203,4 @@ class _Reader:
         self._tell(node, path, f"must be a number of at most {MOST_DIGITS} digits, got {got}")
 
     def _tell(self, node: yaml.Node, path: tuple[str, ...], text: str) -> None:
-        self._problems.add(Node(None, self._file, node.start_mark.line + 1, path), text)
+        self._problems.add(YamlNode(None, self._file, node.start_mark.line + 1, path), text)

@@ -27,9 +27,9 @@ def register() -> None:
 
 
 def _make_group(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
-    from paceline.torch_backend.process_group import PacelineGroup
+    from paceline.torch_backend.process_group import PacelineProcessGroup
 
-    return PacelineGroup(store, rank, world_size, timeout)
+    return PacelineProcessGroup(store, rank, world_size, timeout)
 
 
 # Last, since the import of torch inside it may come back to this module for `register`.

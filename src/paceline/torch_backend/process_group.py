@@ -38,7 +38,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch lists nei
 )
 
 from paceline.comm import hierarchical
-from paceline.comm.background import Background
+from paceline.comm.background import CommunicationThread
 from paceline.comm.buffers import chunk
 from paceline.comm.communicator import Communicator
 from paceline.comm.shm import segment
@@ -52,7 +52,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class HostInfo:
     """What the others need to know of where a member is."""
 
     host: str
@@ -60,21 +60,21 @@ class Seat:
     cores: int
 
     @classmethod
-    def own(cls) -> Seat:
+    def own(cls) -> HostInfo:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         memory = segment.FOLDER.stat().st_dev
         network = Path("/proc/self/ns/net").stat().st_ino
         return cls(f"{machine} {memory} {network}", cores_usable())
 
 
-def exchange_seats(store: Store, rank: int, world_size: int) -> list[Seat]:
+def exchange_seats(store: Store, rank: int, world_size: int) -> list[HostInfo]:
     """Those of all ranks. Collective."""
-    store.set(f"seat/{rank}", json.dumps(asdict(Seat.own())))
-    return [Seat(**json.loads(store.get(f"seat/{each}"))) for each in range(world_size)]
+    store.set(f"seat/{rank}", json.dumps(asdict(HostInfo.own())))
+    return [HostInfo(**json.loads(store.get(f"seat/{each}"))) for each in range(world_size)]
 
 
 def connect(
-    store: Store, rank: int, seats: Sequence[Seat], address: str, timeout: timedelta
+    store: Store, rank: int, seats: Sequence[HostInfo], address: str, timeout: timedelta
 ) -> Communicator:
     """Shared memory inside a host, gloo across hosts. Collective."""
     network = TorchCommunicator(
@@ -89,7 +89,7 @@ def connect(
     hosts = list(dict.fromkeys(seat.host for seat in seats))
     quicker: Communicator | None = None
     try:
-        quicker = hierarchical.over(network, hosts.index(seats[rank].host))
+        quicker = hierarchical.connect(network, hosts.index(seats[rank].host))
     except UsageError as error:
         cause = str(error).removesuffix(segment.OTHERWISE).removesuffix(" or ").rstrip(" ,:")
         warnings.warn(f"paceline: gloo instead of shared memory: {cause}", stacklevel=2)
@@ -106,7 +106,7 @@ def connect(
     return quicker
 
 
-def address_for(seats: Sequence[Seat]) -> str:
+def address_for(seats: Sequence[HostInfo]) -> str:
     """Where the others reach this process: loopback suffices inside a host.
 
     Across hosts, gloo's own rule: the interface that GLOO_SOCKET_IFNAME names, or what this host's
@@ -121,11 +121,11 @@ def address_for(seats: Sequence[Seat]) -> str:
     return socket.gethostname()
 
 
-def are_on_one_host(seats: Sequence[Seat]) -> bool:
+def are_on_one_host(seats: Sequence[HostInfo]) -> bool:
     return len({seat.host for seat in seats}) == 1
 
 
-def have_spare_cores(seats: Sequence[Seat]) -> bool:
+def have_spare_cores(seats: Sequence[HostInfo]) -> bool:
     """Whether cores of the one host would idle while all members exchange something in a call."""
     return min(seat.cores for seat in seats) > len(seats)
 
@@ -142,7 +142,7 @@ PARTING_SECONDS = 2.0
 PARTING_POLL_SECONDS = 0.001
 
 
-class PacelineGroup(dist.ProcessGroup):
+class PacelineProcessGroup(dist.ProcessGroup):
     """Made by torch.distributed's `init_process_group` and `new_group`.
 
     Methods have the names that torch.distributed and its C++ parts call, and match the arguments
@@ -158,12 +158,12 @@ class PacelineGroup(dist.ProcessGroup):
         self._gloo.serve(self)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._communicator = connect(store, rank, seats, address, timeout)
-        self._background: Background | None = None
+        self._background: CommunicationThread | None = None
         self._has_spare_cores = False
         if are_on_one_host(seats):
             self._has_spare_cores = have_spare_cores(seats)
         else:
-            self._background = Background(self._communicator)
+            self._background = CommunicationThread(self._communicator)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "paceline"

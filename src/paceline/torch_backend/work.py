@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch lists neither
 
-from paceline.comm.background import Background
-from paceline.comm.buffers import Staged
-from paceline.comm.communicator import Communicator, Operation
-from paceline.comm.process_groups import explain, make_gloo
+from paceline.comm.background import CommunicationThread
+from paceline.comm.buffers import StagingBuffer
+from paceline.comm.communicator import Communicator, OperationContext
+from paceline.comm.process_groups import create_gloo, to_peer_error
 from paceline.comm.work import Work
 
 Future = torch.futures.Future[Any]
@@ -84,7 +84,7 @@ class BackgroundWork(CommunicatorWork):
 
     def __init__(
         self,
-        background: Background,
+        background: CommunicationThread,
         operation: Callable[[Communicator], None],
         tensors: list[Tensor],
     ) -> None:
@@ -140,7 +140,7 @@ class Gloo:
         self._peers = tuple(each for each in range(world_size) if each != rank)
         self._seconds = timeout.total_seconds()
         self.has_lost_peers = False
-        self.backend: Any = make_gloo(
+        self.backend: Any = create_gloo(
             PrefixStore("rest", store), rank, world_size, address, self._seconds
         )
         # Some operations have a binding only here.
@@ -157,7 +157,7 @@ class Gloo:
     def start(self, name: str, *call: Any, **named: Any) -> GlooWork:
         peers = (call[1],) if name in PREPOSITIONS else self._peers
         words = f"{name.strip('_')} {PREPOSITIONS.get(name, 'with')}"
-        operation = Operation(self._rank, words, peers)
+        operation = OperationContext(self._rank, words, peers)
         handle = self.attempt(operation, lambda: self._function(name)(*call, **named))
         return GlooWork(self, operation, handle)
 
@@ -168,7 +168,7 @@ class Gloo:
 
     def all_reduce(self, tensor: Tensor, options: Any) -> GlooWork:
         """Of a tensor with any strides, which gloo's own would get wrong."""
-        staged = Staged.of(tensor)
+        staged = StagingBuffer.of(tensor)
         work = self.start("allreduce", [staged.flat], options)
         if staged.is_copy:
             work.wait()
@@ -183,20 +183,20 @@ class Gloo:
         """
         _ABANDONED.append(self.backend)
 
-    def attempt(self, operation: Operation, action: Callable[[], T]) -> T:
+    def attempt(self, operation: OperationContext, action: Callable[[], T]) -> T:
         try:
             return action()
         except RuntimeError as error:
             if CONNECTIONS not in str(error):
                 raise
             self.has_lost_peers = True
-            raise explain(operation, self._seconds, error) from None
+            raise to_peer_error(operation, self._seconds, error) from None
 
 
 class GlooWork(dist.Work):
     """An operation of gloo's."""
 
-    def __init__(self, gloo: Gloo, operation: Operation, handle: Any) -> None:
+    def __init__(self, gloo: Gloo, operation: OperationContext, handle: Any) -> None:
         super().__init__()
         self._gloo, self._operation, self._handle = gloo, operation, handle
 

@@ -482,13 +482,13 @@ class CheckpointStore:
     def _write(self, iteration: int, state: Mapping[str, Any]) -> None:
         self.bytes += write_checkpoint(self.folder, iteration, state)
         self.count += 1
-        kept = self._course(iteration)[: self._keep]
+        kept = self._lineage(iteration)[: self._keep]
         known = {*iterations(self.folder), *iterations(self.folder, suffix="json")}
         for other in known.difference(kept):
             remove_checkpoint(self.folder, other)
         self._reached = iteration
 
-    def _course(self, iteration: int) -> list[int]:
+    def _lineage(self, iteration: int) -> list[int]:
         """The checkpoints that led to this one, the newest first.
 
         Those between the resumed one and this one, or beyond it, were damaged when the run was

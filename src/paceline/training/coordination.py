@@ -30,7 +30,7 @@ _STOP, _COMPUTE_SECONDS, _SAMPLES, _SECONDS_PER_ITERATION, _MEASURE_CLOCKS, _COL
 
 
 @dataclass(slots=True)
-class Notes:
+class StepStats:
     """What one worker brings to a huddle, since the last one."""
 
     stop: bool = False
@@ -41,7 +41,7 @@ class Notes:
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class Decision:
     stop: bool
     speeds: list[float]
     """Samples a second of computing, of each worker."""
@@ -50,7 +50,7 @@ class Agreement:
     """Whether to compare the clocks now, as any of the workers wants."""
 
 
-def huddle(communicator: Communicator, notes: Notes) -> Agreement:
+def exchange_stats(communicator: Communicator, notes: StepStats) -> Decision:
     """Collective."""
     table = torch.zeros(communicator.world_size, _COLUMNS, dtype=torch.float64)
     table[communicator.rank] = torch.tensor(
@@ -67,7 +67,7 @@ def huddle(communicator: Communicator, notes: Notes) -> Agreement:
     seconds = float(table[:, _SECONDS_PER_ITERATION].max())
     iterations = round(SECONDS_BETWEEN / seconds) if seconds else 1
     speeds = table[:, _SAMPLES] / table[:, _COMPUTE_SECONDS].clamp(min=1e-9)
-    return Agreement(
+    return Decision(
         stop=bool(table[:, _STOP].any()),
         speeds=speeds.tolist(),
         iterations_to_next=min(max(1, iterations), MOST_ITERATIONS_BETWEEN),
@@ -75,7 +75,7 @@ def huddle(communicator: Communicator, notes: Notes) -> Agreement:
     )
 
 
-def settle_waits(
+def attribute_waits(
     communicator: Communicator, clock: PhaseClock, exposed: Exposed, offset: ClockOffset
 ) -> None:
     """Move from exchange to wait what each exchange spent waiting for the last to come. Collective.
@@ -169,7 +169,7 @@ FIRST_CLOCK_SECONDS, MOST_CLOCK_SECONDS = 5.0, 120.0
 then twice as long each time."""
 
 
-class Teamwork:
+class StepCoordinator:
     def __init__(self, config: RunConfig, strategy: Strategy, replica: Replica) -> None:
         self.shares = config.share_weights
         """How the next batches are dealt, by rank."""
@@ -204,7 +204,7 @@ class Teamwork:
         """In how many parts to compute so many samples."""
         return min(self._accumulate, samples)
 
-    def wants_to_stop(self, seconds: float, samples: int, stop: bool) -> bool:
+    def after_step(self, seconds: float, samples: int, stop: bool) -> bool:
         """After an iteration of so many seconds and samples: whether to stop now, all of them."""
         if self._is_alone:
             return stop
@@ -218,7 +218,7 @@ class Teamwork:
         return self._iterations_left == 0 and self._meet(stop)
 
     def _meet(self, stop: bool) -> bool:
-        notes = Notes(
+        notes = StepStats(
             stop=stop,
             compute_seconds=self._computing_seconds() - self._computed_before,
             samples=self._samples,
@@ -229,7 +229,7 @@ class Teamwork:
         )
         # Between iterations, so in no phase of theirs: else phases would not add up to their times.
         with self._clock.during("other"):
-            agreement = huddle(self._communicator, notes)
+            agreement = exchange_stats(self._communicator, notes)
             if agreement.measure_clocks:
                 self._measure_clocks()
             self.settle()
@@ -248,7 +248,9 @@ class Teamwork:
     def settle(self) -> None:
         """Tell waiting from communicating in the exchanges since the last time. Collective."""
         if self._meets:
-            settle_waits(self._communicator, self._clock, self._replica.exposed, self.clock_offset)
+            attribute_waits(
+                self._communicator, self._clock, self._replica.exposed, self.clock_offset
+            )
 
 
 def follow(shares: Sequence[float], speeds: Sequence[float]) -> list[float]:

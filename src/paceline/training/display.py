@@ -18,7 +18,7 @@ LARGEST_PLAIN_LOSS = 1e4
 
 
 @dataclass(slots=True)
-class Standing:
+class Status:
     """Where training stands between two evaluations."""
 
     iteration: int
@@ -31,7 +31,7 @@ class Standing:
 
 
 class Display(Protocol):
-    def standing(self, standing: Standing) -> None:
+    def standing(self, standing: Status) -> None:
         """Called about twice a second."""
 
     def evaluation(self, entry: dict[str, Any]) -> None:
@@ -44,7 +44,7 @@ class Display(Protocol):
 
 
 class SilentDisplay:
-    def standing(self, standing: Standing) -> None: ...
+    def standing(self, standing: Status) -> None: ...
     def evaluation(self, entry: dict[str, Any]) -> None: ...
     def say(self, text: str) -> None: ...
     def close(self) -> None: ...
@@ -59,7 +59,7 @@ class PlainDisplay:
         self._spoke = time.monotonic()
         self._headed = False
 
-    def standing(self, standing: Standing) -> None:
+    def standing(self, standing: Status) -> None:
         if time.monotonic() - self._spoke >= self._quiet_seconds:
             self.say(_describe(standing))
 
@@ -103,7 +103,7 @@ class LiveDisplay:
         self._progress.refresh()
         self._headed = False
 
-    def standing(self, standing: Standing) -> None:
+    def standing(self, standing: Status) -> None:
         told = _describe(standing)
         # Words before the bar: it gives way to them, and to the space between.
         room = self._console.width - len(told) - 1
@@ -135,7 +135,7 @@ def open_display(quiet: bool = False) -> Display:
     return LiveDisplay() if sys.stdout.isatty() else PlainDisplay()
 
 
-def _describe(standing: Standing) -> str:
+def _describe(standing: Status) -> str:
     accuracy = "" if standing.accuracy is None else f" acc {standing.accuracy:.4f}"
     left = _duration(standing.seconds_left)
     return (

@@ -13,16 +13,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.config import Every, RunConfig
-from paceline.data.pipeline import InputPath
-from paceline.data.sampling import own_part
+from paceline.data.pipeline import InputPipeline
+from paceline.data.sampling import rank_shard
 from paceline.errors import AgreedStopError, DivergedError
 from paceline.measure.trace import Tracer
 from paceline.strategies.replica import Replica, agree_on_buffers
-from paceline.strategies.strategy import Strategy, Terms, Turn
-from paceline.training.coordination import Teamwork
+from paceline.strategies.strategy import Assignment, AssignmentRequest, Strategy
+from paceline.training.coordination import StepCoordinator
 from paceline.training.evaluation import evaluate
 from paceline.training.optimizer import learning_rate, set_learning_rate
-from paceline.training.run_logger import Journal
+from paceline.training.run_logger import RunLogger
 from paceline.training.steady import SteadyPhases
 
 Batch = tuple[Tensor, Tensor]
@@ -53,9 +53,9 @@ class TrainingLoop:
         config: RunConfig,
         replica: Replica,
         strategy: Strategy,
-        inputs: InputPath,
+        inputs: InputPipeline,
         test_batches: Callable[[bool], Iterable[Batch]],
-        journal: Journal,
+        journal: RunLogger,
         autocast: AbstractContextManager[Any],
         progress: Progress,
         checkpoint: Callable[[], None] | None = None,
@@ -97,7 +97,7 @@ class TrainingLoop:
         journal.notes = strategy.notes
         journal.take_iteration_seconds = replica.clock.take_laps
         journal.phase_seconds = lambda: replica.clock.seconds
-        self._team = Teamwork(config, strategy, replica)
+        self._team = StepCoordinator(config, strategy, replica)
 
     def run(self) -> None:
         """Train to the end of the budget, to the target accuracy, or until asked to stop."""
@@ -109,7 +109,7 @@ class TrainingLoop:
         while True:
             if self._tracer is not None:
                 self._tracer.before_iteration(progress.steps)
-            begin = clock.begin_lap("input")
+            begin = clock.begin_step("input")
             if not self.strategy.lockstep:
                 # The claim that finds nothing left is no part of an iteration.
                 self._steady.end()
@@ -120,10 +120,10 @@ class TrainingLoop:
                 clock.enter("other")
                 self._steady.leave_out()
                 self.checkpoint()
-                begin = clock.begin_lap("input")
+                begin = clock.begin_step("input")
             self._part_number = turn.part
             loss, samples = self._iterate(turn.iteration)
-            end = clock.end_lap("other")
+            end = clock.end_step("other")
             self._journal.iteration(progress.steps, loss, samples, self._rate, end)
             self._iteration_before = progress.iteration
             progress.iteration = turn.iteration + 1
@@ -138,17 +138,17 @@ class TrainingLoop:
         """What to add to a moment of this worker's clock to get the first worker's."""
         return self._team.clock_offset.at(moment)
 
-    def _next_turn(self) -> Turn | None:
+    def _next_turn(self) -> Assignment | None:
         """None: there is nothing left to do."""
         progress = self.progress
         is_at_target = progress.seconds_to_target is not None
         if self.strategy.lockstep:
             is_over = is_at_target or progress.iteration >= self._total
-            return None if is_over else Turn(progress.iteration, self._rank)
+            return None if is_over else Assignment(progress.iteration, self._rank)
         # Rank 0 alone may know that the target is reached: all workers are told in their claims.
         stop = self.stop_requested is not None
         meet_every = self._cadence(self.config.checkpoint_every) if self._checkpoint else 0
-        terms = Terms(self._first, self._total, meet_every, stop, finish=is_at_target)
+        terms = AssignmentRequest(self._first, self._total, meet_every, stop, finish=is_at_target)
         turn = self.strategy.claim(terms)
         if turn.call != "train":
             progress.iteration = turn.iteration
@@ -188,7 +188,7 @@ class TrainingLoop:
         """The batch is dealt to the workers, and each computes its share in parts."""
         part, samples = None, whole
         if not self._is_alone:
-            part, samples = own_part(whole, self._team.shares, self._part_number)
+            part, samples = rank_shard(whole, self._team.shares, self._part_number)
             self.replica.take_part(samples > 0)
         self.replica.share = samples / whole
         inputs, labels = self._inputs.batch(epoch, index, part)
@@ -209,7 +209,7 @@ class TrainingLoop:
         for number in range(parts):
             # Sizes as `tensor_split` has them.
             size = whole // parts + (number < whole % parts)
-            part, samples = own_part(size, self._team.shares, self._part_number)
+            part, samples = rank_shard(size, self._team.shares, self._part_number)
             self._clock.enter("input")
             chosen = slice(begin + part.start, begin + part.stop)
             inputs, labels = self._inputs.batch(epoch, index, chosen)
@@ -244,14 +244,14 @@ class TrainingLoop:
                 self.replica.forward(inputs), labels, label_smoothing=self.config.label_smoothing
             )
         if self._slowness:
-            self._dawdle(begun)
+            self._emulate_slow_rank(begun)
         turned = self._clock.enter("backward")
         self.strategy.backward(loss if weight == 1.0 else loss * weight)
         if self._slowness:
             self._backward_seconds = self._clock.arrive("other") - turned
         return loss.detach()
 
-    def _dawdle(self, begun: float) -> None:
+    def _emulate_slow_rank(self, begun: float) -> None:
         """Take as much longer as --slow says, before the backward pass may begin to communicate."""
         computed = self._clock.arrive("forward") - begun + self._backward_seconds
         time.sleep(self._slowness * computed)
@@ -265,7 +265,7 @@ class TrainingLoop:
             and self._is_due(self.config.checkpoint_every)
         ):
             self.checkpoint()
-        if self._team.wants_to_stop(seconds, samples, self.stop_requested is not None):
+        if self._team.after_step(seconds, samples, self.stop_requested is not None):
             self._stop()
 
     def _stop(self) -> None:
@@ -275,7 +275,7 @@ class TrainingLoop:
             self.checkpoint()
         cause = self.stop_requested or "stopped by another worker"
         error = AgreedStopError(f"{cause} after iteration {self.progress.iteration}")
-        error.is_echo = self.stop_requested is None
+        error.is_secondary = self.stop_requested is None
         raise error
 
     def _is_due(self, every: Every) -> bool:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.rank_info import Place
-from paceline.errors import DivergedError, PacelineError, StoppedError, in_a_line
+from paceline.comm.rank_info import RankInfo
+from paceline.errors import DivergedError, PacelineError, StoppedError, error_line
 from paceline.measure.phase_clock import PhaseClock
 from paceline.records import RunFolder, read_iteration_seconds, read_lines
 from paceline.strategies.replica import Replica
@@ -47,7 +47,7 @@ def weights_sha256(model_state: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-class Ledger:
+class RunTotals:
     def __init__(self, clock: PhaseClock, replica: Replica, store: CheckpointStore | None) -> None:
         self._clock = clock
         self._replica = replica
@@ -116,11 +116,11 @@ def _read_blocked_seconds(path: Path, iteration: int) -> float:
 
 
 @dataclass(slots=True)
-class WorkerReport:
+class RankReport:
     status: str
     cause: str | None
     exit_code: int
-    is_echo: bool
+    is_secondary: bool
     """Whether the failure is only what this worker saw of another one's."""
     ended: float
     """Unix time, to find the first of several failures."""
@@ -154,7 +154,7 @@ def summarise_iterations(seconds: Sequence[float]) -> dict[str, float | None]:
 
 
 def account_of(
-    place: Place,
+    place: RankInfo,
     samples: int,
     phases: dict[str, float],
     iteration_seconds: Sequence[float],
@@ -190,5 +190,5 @@ def explain(error: BaseException, folder: RunFolder) -> tuple[str, str, int]:
     file = folder.path / "traceback.txt"
     with contextlib.suppress(OSError):
         file.write_text("".join(traceback.format_exception(error)))
-    cause = in_a_line(error)
+    cause = error_line(error)
     return "failed", f"{cause} (traceback in {file})", 1

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from paceline.errors import DivergedError
-from paceline.measure.tensorboard import ScalarWriter
+from paceline.measure.tensorboard import TensorBoardWriter
 from paceline.records import EventWriter
-from paceline.training.display import Display, Standing
+from paceline.training.display import Display, Status
 
 BLOCK_SECONDS = 0.5
 """How often a block is written: rarely enough to cost nothing, often enough to watch."""
@@ -22,7 +22,7 @@ LOSSES_IN_MEAN = 100
 """`final.train_loss` is the mean over so many of the last iterations."""
 
 
-class Journal:
+class RunLogger:
     """Iterations in blocks, evaluations one by one: to the event file, TensorBoard and the display.
 
     Losses stay tensors until a block is written, and times are asked for only then, so that on a
@@ -32,7 +32,7 @@ class Journal:
     def __init__(
         self,
         events: EventWriter,
-        scalars: ScalarWriter | None,
+        scalars: TensorBoardWriter | None,
         display: Display,
         iterations_in_total: int,
     ) -> None:
@@ -101,7 +101,7 @@ class Journal:
         mean_loss = sum(losses) / len(losses)
         samples_per_second = self._samples / spent if spent else math.inf
         self.display.standing(
-            Standing(
+            Status(
                 iteration=done,
                 iterations=self._total,
                 loss=mean_loss,
@@ -120,7 +120,7 @@ class Journal:
         self._phases_before = phases
 
     def _add_phase_shares(
-        self, scalars: ScalarWriter, phases: dict[str, float], iteration: int
+        self, scalars: TensorBoardWriter, phases: dict[str, float], iteration: int
     ) -> None:
         """Each phase's share of the time since the last block; phases not in use are left out."""
         before = self._phases_before

@@ -1,6 +1,6 @@
 """For a training loop of the user's own: batches are dealt, replicas kept in step, time accounted.
 
-`paceline.join` (launch/join.py) connects the workers and gives each of them a `JoinedTeam`.
+`paceline.join` (launch/join.py) connects the workers and gives each of them a `Session`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from paceline.comm.communicator import Communicator
-from paceline.comm.rank_info import Place
+from paceline.comm.rank_info import RankInfo
 from paceline.config import RunConfig
-from paceline.data.sampling import SampleOrder, own_part
+from paceline.data.sampling import GlobalBatchSampler, rank_shard
 from paceline.errors import UsageError
-from paceline.measure.phase_clock import PhaseClock, clock_of
+from paceline.measure.phase_clock import PhaseClock, clock_for
 from paceline.strategies.replica import Replica, agree_on_buffers
 from paceline.strategies.strategy import Strategy
-from paceline.training.coordination import Teamwork
+from paceline.training.coordination import StepCoordinator
 from paceline.training.rank_report import account_of
 from paceline.training.steady import SteadyPhases
 
@@ -29,13 +29,13 @@ Samples = Dataset[Any] | Sequence[Tensor]
 """A map-style dataset, or tensors such as (inputs, labels): the first dimension counts samples."""
 
 
-class JoinedTeam:
+class Session:
     """This worker and the others, as a user's own loop sees them."""
 
     def __init__(
         self,
         config: RunConfig,
-        place: Place,
+        place: RankInfo,
         communicator: Communicator,
         strategy: Strategy,
         device: torch.device,
@@ -50,7 +50,7 @@ class JoinedTeam:
         self._config = config
         self._place = place
         self._strategy = strategy
-        self._clock = clock_of(device, PhaseClock())
+        self._clock = clock_for(device, PhaseClock())
         self._replica: Replica | None = None
         self._samples = 0
 
@@ -86,9 +86,9 @@ class JoinedTeam:
             node=self._place.node,
         )
         self._strategy.attach(replica)
-        self._teamwork = Teamwork(self._config, self._strategy, replica)
+        self._teamwork = StepCoordinator(self._config, self._strategy, replica)
         self._steady = SteadyPhases(self._clock, replica)
-        self._batches = Batches(SampleOrder(samples, batch_size, seed), replica, fetch)
+        self._batches = Batches(GlobalBatchSampler(samples, batch_size, seed), replica, fetch)
         is_wrapped = replica.forward is not model
         return (
             _Wrapped(model, replica.forward) if is_wrapped else model,
@@ -112,9 +112,9 @@ class JoinedTeam:
         """Synchronise and update the weights; instead of the optimiser's `step` and `zero_grad`."""
         self._strategy.step()
         batches = self._batches
-        seconds = self._clock.end_lap("other") - batches.dealt
+        seconds = self._clock.end_step("other") - batches.dealt
         self._samples += batches.own_samples
-        self._teamwork.wants_to_stop(seconds, batches.own_samples, stop=False)
+        self._teamwork.after_step(seconds, batches.own_samples, stop=False)
         self._steady.first_done()
 
     def finish(self) -> None:
@@ -152,7 +152,7 @@ class Batches:
     """This worker's part of each global batch; every pass over it is the next epoch."""
 
     def __init__(
-        self, order: SampleOrder, replica: Replica, fetch: Callable[[Tensor], Any]
+        self, order: GlobalBatchSampler, replica: Replica, fetch: Callable[[Tensor], Any]
     ) -> None:
         self.epoch = 0
         """The next one to be dealt; may be set."""
@@ -171,7 +171,7 @@ class Batches:
         epoch, self.epoch = self.epoch, self.epoch + 1
         clock = self._replica.clock
         for index in range(len(self)):
-            self.dealt = clock.begin_lap("input")
+            self.dealt = clock.begin_step("input")
             batch = self._fetch(self._deal(epoch, index))
             clock.enter("forward")
             yield batch
@@ -181,7 +181,7 @@ class Batches:
         communicator = self._replica.communicator
         samples = self._order.batch(epoch, index)
         equal = [1.0] * communicator.world_size
-        part, self.own_samples = own_part(len(samples), equal, communicator.rank)
+        part, self.own_samples = rank_shard(len(samples), equal, communicator.rank)
         self._replica.share = self.own_samples / len(samples)
         self._replica.take_part(self.own_samples > 0)
         return samples[part]

@@ -18,38 +18,38 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.communicator import Communicator
-from paceline.comm.rank_info import Place
+from paceline.comm.rank_info import RankInfo
 from paceline.config import RunConfig
 from paceline.data.dataset import Dataset
 from paceline.data.loading import load_dataset
-from paceline.data.pipeline import InputPath, evaluation_batches
-from paceline.data.sampling import SampleOrder, share
+from paceline.data.pipeline import InputPipeline, evaluation_batches
+from paceline.data.sampling import GlobalBatchSampler, shard_bounds
 from paceline.errors import (
     AgreedStopError,
     CheckpointError,
     PacelineError,
     RunError,
     UserCodeError,
-    in_a_line,
+    error_line,
 )
-from paceline.measure.phase_clock import PhaseClock, clock_of
+from paceline.measure.phase_clock import PhaseClock, clock_for
 from paceline.measure.startup import StartupTimer
-from paceline.measure.tensorboard import ScalarWriter
+from paceline.measure.tensorboard import TensorBoardWriter
 from paceline.measure.trace import Tracer
 from paceline.models.build import build_model
 from paceline.records import EventWriter, RunFolder
 from paceline.strategies.options import create_strategy
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import Strategy
-from paceline.strategies.sync_batch_norm import synchronise_batch_norm
+from paceline.strategies.sync_batch_norm import convert_sync_batch_norm
 from paceline.training import run_state
 from paceline.training.checkpoint import Checkpoint, CheckpointStore
 from paceline.training.device import autocast, choose_device, computing
 from paceline.training.display import Display
 from paceline.training.loop import Progress, TrainingLoop
 from paceline.training.optimizer import build_optimizer
-from paceline.training.rank_report import Ledger, WorkerReport, account_of, explain, weights_sha256
-from paceline.training.run_logger import Journal
+from paceline.training.rank_report import RankReport, RunTotals, account_of, explain, weights_sha256
+from paceline.training.run_logger import RunLogger
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -116,7 +116,7 @@ def check_work_is_left(
 
     A run with a checkpoint of its last iteration but without a result can still write one.
     """
-    order = SampleOrder(len(prepared.dataset.train), config.global_batch_size, config.seed)
+    order = GlobalBatchSampler(len(prepared.dataset.train), config.global_batch_size, config.seed)
     total = config.iterations_in_total(order.batches_per_epoch)
     if checkpoint.iteration > total or (checkpoint.iteration == total and is_finished):
         raise CheckpointError(
@@ -129,15 +129,15 @@ def run_worker(
     config: RunConfig,
     folder: RunFolder,
     prepared: Prepared,
-    team: Team,
+    team: RankContext,
     checkpoint: Checkpoint | None,
     display: Display,
     clock: PhaseClock,
-) -> WorkerReport:
+) -> RankReport:
     """Train, from a checkpoint if one is given; whatever ends the run is told in the report."""
     clock.startup.enter("model")
-    clock = clock_of(prepared.device, clock)
-    worker = _Worker(config, folder, prepared, team, checkpoint, display, clock)
+    clock = clock_for(prepared.device, clock)
+    worker = Trainer(config, folder, prepared, team, checkpoint, display, clock)
     with computing(config, team.place.local_rank), contextlib.closing(worker.journal):
         try:
             worker.begin(checkpoint)
@@ -146,7 +146,7 @@ def run_worker(
             report = worker.report("finished", None, 0)
         except (KeyboardInterrupt, SystemExit, Exception) as error:  # noqa: BLE001 - told in the report
             report = worker.report(*explain(error, folder))
-            report.is_echo = isinstance(error, PacelineError) and error.is_echo
+            report.is_secondary = isinstance(error, PacelineError) and error.is_secondary
             report.is_together = isinstance(error, AgreedStopError)
         # A disk that is full has ended the run already, and the result still wants to be written.
         with contextlib.suppress(RunError):
@@ -155,10 +155,10 @@ def run_worker(
 
 
 @dataclass(slots=True)
-class Team:
+class RankContext:
     """Where this worker is among the others, how it reaches them, and who keeps checkpoints."""
 
-    place: Place
+    place: RankInfo
     communicator: Communicator
     store: CheckpointStore | None
     """Rank 0's; the others have none."""
@@ -166,7 +166,7 @@ class Team:
     """Pairs with the parameter servers, in each of which this worker is rank 1."""
 
 
-class _Worker:
+class Trainer:
     """The parts of one worker, put together."""
 
     def __init__(
@@ -174,7 +174,7 @@ class _Worker:
         config: RunConfig,
         folder: RunFolder,
         prepared: Prepared,
-        team: Team,
+        team: RankContext,
         checkpoint: Checkpoint | None,
         display: Display,
         clock: PhaseClock,
@@ -189,13 +189,13 @@ class _Worker:
         self.loop: TrainingLoop | None = None
         self.progress = Progress()
         self.replica = _build_replica(config, prepared, team, clock)
-        self.ledger = Ledger(clock, self.replica, team.store)
+        self.ledger = RunTotals(clock, self.replica, team.store)
         train = prepared.dataset.train
-        self.order = SampleOrder(
+        self.order = GlobalBatchSampler(
             len(train), config.global_batch_size, config.seed, config.reshuffle
         )
         total = config.iterations_in_total(self.order.batches_per_epoch)
-        self.journal = Journal(
+        self.journal = RunLogger(
             EventWriter(folder.events_file(team.place.rank)),
             _scalars(config, folder, team.place, checkpoint),
             display,
@@ -260,7 +260,7 @@ class _Worker:
     def _build_loop(self, tracer: Tracer | None) -> TrainingLoop:
         config, data, device = self.config, self.prepared.dataset, self.prepared.device
         place = self.team.place
-        inputs = InputPath(
+        inputs = InputPipeline(
             data.train,
             data.mean,
             data.std,
@@ -273,7 +273,7 @@ class _Worker:
 
         def test_batches(alone: bool) -> Iterator[tuple[Tensor, Tensor]]:
             equal = [1.0] * place.world_size
-            part = slice(None) if alone else share(len(data.test), equal, place.rank)
+            part = slice(None) if alone else shard_bounds(len(data.test), equal, place.rank)
             return evaluation_batches(
                 data.test.part(part),
                 data.mean,
@@ -328,7 +328,7 @@ class _Worker:
         try:
             store.close()
         except Exception as error:  # noqa: BLE001 - reported as a warning
-            cause = str(error) if isinstance(error, PacelineError) else in_a_line(error)
+            cause = str(error) if isinstance(error, PacelineError) else error_line(error)
             text = f"the last checkpoint could not be written: {cause}"
             with contextlib.suppress(Exception):
                 iteration = store.write_again()
@@ -338,7 +338,7 @@ class _Worker:
             with contextlib.suppress(RunError):
                 self.journal.warn(text)
 
-    def report(self, status: str, cause: str | None, exit_code: int) -> WorkerReport:
+    def report(self, status: str, cause: str | None, exit_code: int) -> RankReport:
         store = self.team.store
         is_whole = self.prepared.strategy.holds_all_weights
         sha = weights_sha256(self.replica.model.state_dict()) if is_whole else None
@@ -348,11 +348,11 @@ class _Worker:
         self.clock.enter("other")
         self.clock.startup.end()
         measuring = self.clock.switches * per_switch + self.journal.seconds_spent
-        return WorkerReport(
+        return RankReport(
             status=status,
             cause=cause,
             exit_code=exit_code,
-            is_echo=False,
+            is_secondary=False,
             ended=time.time(),
             is_together=True,
             iterations=self.progress.iteration,
@@ -380,20 +380,22 @@ class _Worker:
 
 
 def _scalars(
-    config: RunConfig, folder: RunFolder, place: Place, checkpoint: Checkpoint | None
-) -> ScalarWriter | None:
+    config: RunConfig, folder: RunFolder, place: RankInfo, checkpoint: Checkpoint | None
+) -> TensorBoardWriter | None:
     if not config.tensorboard or place.rank:
         return None
     # A run that starts again without a checkpoint replaces what it wrote before.
     step = 0 if folder.tensorboard.is_dir() else None
-    return ScalarWriter(folder.tensorboard, checkpoint.iteration if checkpoint else step)
+    return TensorBoardWriter(folder.tensorboard, checkpoint.iteration if checkpoint else step)
 
 
-def _build_replica(config: RunConfig, prepared: Prepared, team: Team, clock: PhaseClock) -> Replica:
+def _build_replica(
+    config: RunConfig, prepared: Prepared, team: RankContext, clock: PhaseClock
+) -> Replica:
     communicator = team.communicator
     model = prepared.model.to(prepared.device)
     if config.sync_bn:
-        model = synchronise_batch_norm(model, communicator)
+        model = convert_sync_batch_norm(model, communicator)
     if config.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return Replica(

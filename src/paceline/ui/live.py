@@ -20,7 +20,7 @@ from starlette.concurrency import run_in_threadpool
 from paceline.errors import RecordsError
 from paceline.records import RunFolder, open_record
 from paceline.report.shape import is_number
-from paceline.ui.run_index import SILENT_SECONDS, Library, newest_seconds
+from paceline.ui.run_index import SILENT_SECONDS, RunIndex, newest_seconds
 
 MOST_POINTS = 600
 """In one message: a page needs no more, however long the run was before it was opened."""
@@ -170,7 +170,7 @@ CLOSING_SECONDS = 0.2
 IsClosing = Callable[[], bool]
 
 
-async def list_changes(library: Library, is_closing: IsClosing) -> AsyncIterator[str]:
+async def list_changes(library: RunIndex, is_closing: IsClosing) -> AsyncIterator[str]:
     pulse = _Pulse(LIST_SECONDS, is_closing)
     before = ""
     while True:

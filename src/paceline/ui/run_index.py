@@ -65,7 +65,7 @@ class Entry:
         return asdict(self)
 
 
-class Library:
+class RunIndex:
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root).resolve()
         if not self.root.is_dir():

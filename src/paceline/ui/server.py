@@ -48,7 +48,7 @@ from paceline.config import RunConfig
 from paceline.errors import PacelineError, RecordsError, UsageError
 from paceline.records import RunFolder
 from paceline.report.build import to_document
-from paceline.report.cells import places
+from paceline.report.cells import describe_workers
 from paceline.report.collection import collect
 from paceline.report.comparison import read_compared
 from paceline.report.comparison_output import to_document as comparison_document
@@ -56,7 +56,7 @@ from paceline.report.document import Document
 from paceline.report.html import script, to_html
 from paceline.study.folder import StudyFolder
 from paceline.ui.live import Follower, IsClosing, list_changes, run_changes
-from paceline.ui.run_index import Library
+from paceline.ui.run_index import RunIndex
 
 MOST_COMPARED = 24
 
@@ -90,7 +90,7 @@ HEADERS = _headers()
 
 
 def make_app(
-    library: Library, hosts: list[str], is_closing: IsClosing = lambda: False
+    library: RunIndex, hosts: list[str], is_closing: IsClosing = lambda: False
 ) -> Starlette:
     """`hosts`: the names by which the page may be asked for."""
     app = Starlette(
@@ -145,7 +145,7 @@ def _facts(path: Path) -> tuple[int | None, str]:
     words = [
         f"{config.model} on {config.data}",
         config.strategy,
-        places(config),
+        describe_workers(config),
         f"batch {config.global_batch_size}",
     ]
     # Lines break between the facts, and not within one.
@@ -204,9 +204,9 @@ def _streaming(lines: AsyncIterator[str]) -> StreamingResponse:
     return StreamingResponse(lines, media_type="text/event-stream", headers=HEADERS)
 
 
-def _library(request: Request) -> Library:
+def _library(request: Request) -> RunIndex:
     library = request.app.state.library
-    assert isinstance(library, Library)
+    assert isinstance(library, RunIndex)
     return library
 
 
@@ -237,7 +237,7 @@ STOPPED_BY_CTRL_C = 130
 
 
 def serve(folder: Path | str, host: str, port: int) -> None:
-    library = Library(folder)
+    library = RunIndex(folder)
     listening = _listen(host, port)
     address = f"http://{host}:{listening.getsockname()[1]}/"
     sys.stdout.write(f"{library.root}\n{address}   (Ctrl-C ends it)\n")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.comm.algorithms.base import Algorithm
 from paceline.comm.cost import Cost, Network
-from paceline.comm.work import AllOf
+from paceline.comm.work import CombinedWork
 
 if TYPE_CHECKING:
     from paceline.comm.communicator import Communicator
@@ -35,7 +35,7 @@ class Root(Algorithm):
         for peer, receive in receives.items():
             receive.wait()
             flat.add_(arriving.pop(peer))
-        AllOf([communicator.send(flat, peer, kind) for peer in communicator.peers]).wait()
+        CombinedWork([communicator.send(flat, peer, kind) for peer in communicator.peers]).wait()
 
     def bytes_sent(self, rank: int, world_size: int, elements: int, element_bytes: int) -> int:
         copies = (world_size - 1) if rank == 0 else 1

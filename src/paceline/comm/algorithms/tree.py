@@ -25,7 +25,7 @@ from torch import Tensor
 
 from paceline.comm.algorithms.base import Algorithm
 from paceline.comm.cost import Cost, Network
-from paceline.comm.work import AllOf
+from paceline.comm.work import CombinedWork
 
 if TYPE_CHECKING:
     from paceline.comm.communicator import Communicator
@@ -72,7 +72,7 @@ def broadcast(communicator: Communicator, flat: Tensor, root: int, kind: str) ->
         communicator.recv(flat, (parent(place) + root) % world_size, kind).wait()
     # The farthest child first, since the largest part of the tree hangs below it.
     below = [(child + root) % world_size for child in reversed(children(place, world_size))]
-    AllOf([communicator.send(flat, child, kind) for child in below]).wait()
+    CombinedWork([communicator.send(flat, child, kind) for child in below]).wait()
 
 
 def parent(rank: int) -> int:

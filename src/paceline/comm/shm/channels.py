@@ -13,11 +13,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from paceline.comm.buffers import copy_flat
-from paceline.comm.shm.segment import LINE_BYTES, Arena
+from paceline.comm.buffers import memcpy
+from paceline.comm.shm.segment import CACHE_LINE_BYTES, SharedSegment
 
 SLOTS = 2
-NUMBERS_A_LINE = LINE_BYTES // 8
+NUMBERS_A_LINE = CACHE_LINE_BYTES // 8
 
 
 class Channel:
@@ -58,12 +58,12 @@ class Channel:
         self._call_peer()
 
 
-class Pairs:
+class ChannelTable:
     """All channels of one worker."""
 
     def __init__(
         self,
-        arena: Arena,
+        arena: SharedSegment,
         begin_byte: int,
         rank: int,
         world_size: int,
@@ -72,7 +72,7 @@ class Pairs:
     ) -> None:
         self._rank, self._world_size, self._call_peer = rank, world_size, call_peer
         pairs = world_size * world_size
-        lines_bytes = pairs * 2 * LINE_BYTES
+        lines_bytes = pairs * 2 * CACHE_LINE_BYTES
         self._counters = arena.numbers(begin_byte, lines_bytes)
         size_bytes = pairs * SLOTS * slot_bytes
         memory = arena.tensor(begin_byte + lines_bytes, size_bytes, torch.uint8)
@@ -81,7 +81,7 @@ class Pairs:
 
     @staticmethod
     def size_bytes(world_size: int, slot_bytes: int) -> int:
-        return world_size * world_size * (2 * LINE_BYTES + SLOTS * slot_bytes)
+        return world_size * world_size * (2 * CACHE_LINE_BYTES + SLOTS * slot_bytes)
 
     def channel(self, sender: int, receiver: int) -> Channel:
         number = sender * self._world_size + receiver
@@ -122,10 +122,10 @@ class Transfer:
     def _move(self, slot: Tensor) -> None:
         part = self._payload[self._position : self._position + slot.numel()]
         if self._sends:
-            copy_flat(slot, part)
+            memcpy(slot, part)
             self._channel.has_filled()
         else:
-            copy_flat(part, slot)
+            memcpy(part, slot)
             self._channel.has_emptied()
         self._position += part.numel()
         if self.is_over:

@@ -27,24 +27,24 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.comm.buffers import chunk, chunk_elements, copy_flat
+from paceline.comm.buffers import chunk, chunk_elements, memcpy
 from paceline.comm.communicator import Communicator
 from paceline.comm.shm.futex import settle
-from paceline.comm.shm.segment import LINE_BYTES, Arena, lay_out
+from paceline.comm.shm.segment import CACHE_LINE_BYTES, SharedSegment, aligned_offsets
 from paceline.errors import RunError
 
 PIECES = 2
 """How many an outbox holds."""
 POSTED, REDUCED, TAKEN = range(3)
-COUNTERS_A_LINE = LINE_BYTES // 8
+COUNTERS_A_LINE = CACHE_LINE_BYTES // 8
 
 
-class Outboxes:
+class CollectiveBuffers:
     """Those of all workers, as `rank` sees them."""
 
     def __init__(
         self,
-        arena: Arena,
+        arena: SharedSegment,
         begin_byte: int,
         rank: int,
         world_size: int,
@@ -56,7 +56,7 @@ class Outboxes:
         self._call_peers = call_peers
         self.next_piece = 0
         """Pieces are numbered over all collectives, which every worker begins in the same order."""
-        lines_bytes = world_size * LINE_BYTES
+        lines_bytes = world_size * CACHE_LINE_BYTES
         self._counters = arena.numbers(begin_byte, lines_bytes)
         self._memory = arena.tensor(
             begin_byte + lines_bytes, world_size * PIECES * piece_bytes, torch.uint8
@@ -67,7 +67,7 @@ class Outboxes:
 
     @staticmethod
     def size_bytes(world_size: int, piece_bytes: int) -> int:
-        return world_size * (LINE_BYTES + PIECES * piece_bytes)
+        return world_size * (CACHE_LINE_BYTES + PIECES * piece_bytes)
 
     def piece(self, rank: int, number: int, dtype: torch.dtype) -> Tensor:
         """Where a rank posts a piece."""
@@ -110,7 +110,7 @@ class Collective(ABC):
     """Whether it has the stage in the middle; likewise the last."""
     takes: ClassVar[bool] = True
 
-    def __init__(self, boxes: Outboxes, flat: Tensor) -> None:
+    def __init__(self, boxes: CollectiveBuffers, flat: Tensor) -> None:
         self.boxes, self.flat = boxes, flat
         self.rank, self.world_size = boxes.rank, boxes.world_size
         self.room = self.elements_at_once()
@@ -212,13 +212,13 @@ class Collective(ABC):
         raise NotImplementedError
 
 
-class Meet:
+class Barrier:
     """Nothing to be moved: everybody has come. So who comes is seen at once, and need not wait.
 
     It takes its turn among the collectives, as a piece of which nothing is posted or taken.
     """
 
-    def __init__(self, boxes: Outboxes) -> None:
+    def __init__(self, boxes: CollectiveBuffers) -> None:
         self._boxes, self._number = boxes, boxes.next_piece
         boxes.next_piece += 1
         self._has_come = self._has_gone = self.is_over = False
@@ -259,7 +259,7 @@ class ReduceScatter(Collective):
         for rank in range(self.world_size):
             if rank != self.rank:
                 part = self.part(index, rank)
-                copy_flat(self._within(box, rank, part.numel()), part)
+                memcpy(self._within(box, rank, part.numel()), part)
 
     def reduce(self, index: int, boxes: Sequence[Tensor]) -> None:
         own = self.part(index, self.rank)
@@ -267,31 +267,31 @@ class ReduceScatter(Collective):
             if rank != self.rank:
                 own.add_(self._within(box, self.rank, own.numel()))
         if self.takes:
-            copy_flat(self._within(boxes[self.rank], self.rank, own.numel()), own)
+            memcpy(self._within(boxes[self.rank], self.rank, own.numel()), own)
 
     def _within(self, box: Tensor, rank: int, elements: int) -> Tensor:
         """Where the chunk of a rank lies in an outbox."""
         return box[rank * self.room : rank * self.room + elements]
 
 
-class AllReduce(ReduceScatter):
+class TwoShotAllReduce(ReduceScatter):
     takes = True
 
     def take(self, index: int, boxes: Sequence[Tensor]) -> None:
         for rank, box in enumerate(boxes):
             if rank != self.rank:
                 part = self.part(index, rank)
-                copy_flat(part, self._within(box, rank, part.numel()))
+                memcpy(part, self._within(box, rank, part.numel()))
 
 
-class DirectAllReduce(Collective):
+class OneShotAllReduce(Collective):
     """Everybody sums everything: one meeting less, and more to be read from three workers on."""
 
     reduces = False
 
     def post(self, index: int, box: Tensor) -> None:
         part = self.part(index)
-        copy_flat(box, part)
+        memcpy(box, part)
 
     def take(self, index: int, boxes: Sequence[Tensor]) -> None:
         part = self.part(index)
@@ -311,28 +311,28 @@ class AllGather(Collective):
         return chunk_elements(self.flat.numel(), self.world_size, 0)
 
     def post(self, index: int, box: Tensor) -> None:
-        copy_flat(box, self.part(index, self.rank))
+        memcpy(box, self.part(index, self.rank))
 
     def take(self, index: int, boxes: Sequence[Tensor]) -> None:
         for rank, box in enumerate(boxes):
             if rank != self.rank:
-                copy_flat(self.part(index, rank), box)
+                memcpy(self.part(index, rank), box)
 
 
 class Broadcast(Collective):
     reduces = False
 
-    def __init__(self, boxes: Outboxes, flat: Tensor, root: int) -> None:
+    def __init__(self, boxes: CollectiveBuffers, flat: Tensor, root: int) -> None:
         super().__init__(boxes, flat)
         self._root = root
 
     def post(self, index: int, box: Tensor) -> None:
         if self.rank == self._root:
-            copy_flat(box, self.part(index, 0))
+            memcpy(box, self.part(index, 0))
 
     def take(self, index: int, boxes: Sequence[Tensor]) -> None:
         if self.rank != self._root:
-            copy_flat(self.part(index, 0), boxes[self._root])
+            memcpy(self.part(index, 0), boxes[self._root])
 
     def part(self, index: int, of: int) -> Tensor:
         return self.flat[index * self.room : (index + 1) * self.room]
@@ -347,7 +347,7 @@ def add_up(parts: Sequence[Tensor], total: Tensor) -> None:
 
 CACHED_BYTES = 256 * 1024
 """Summed at once, so that the sum is still in a cache when it is written to the others."""
-NUMBERS_A_LINE = LINE_BYTES // 8
+NUMBERS_A_LINE = CACHE_LINE_BYTES // 8
 
 
 class Part(NamedTuple):
@@ -359,22 +359,22 @@ class Part(NamedTuple):
     """Of the blocks: for each worker and piece under way, a line that says what it sums."""
 
 
-class Blocks:
+class SymmetricMemory:
     """Equal blocks of one arena, one a worker. Collective; `RunError` where they are not equal."""
 
     def __init__(self, communicator: Communicator, elements: int, dtype: torch.dtype) -> None:
         world_size = communicator.world_size
         _check_that_all_ask_for(elements * dtype.itemsize, communicator)
-        notes_bytes = world_size * PIECES * LINE_BYTES
-        (*begins, notes), size_bytes = lay_out(
+        notes_bytes = world_size * PIECES * CACHE_LINE_BYTES
+        (*begins, notes), size_bytes = aligned_offsets(
             [*[elements * dtype.itemsize] * world_size, notes_bytes]
         )
-        arena = Arena(communicator, size_bytes)
+        arena = SharedSegment(communicator, size_bytes)
         self._all = [arena.tensor(begin, elements, dtype) for begin in begins]
         self._notes = arena.numbers(notes, notes_bytes)
         self.own = self._all[communicator.rank]
 
-    def everybodys(self, tensor: Tensor) -> Part | None:
+    def peer_views(self, tensor: Tensor) -> Part | None:
         """Where each worker has what lies in this worker's block; None if the tensor does not."""
         own = self.own
         begin_byte = tensor.data_ptr() - own.data_ptr()
@@ -401,7 +401,7 @@ def _check_that_all_ask_for(size_bytes: int, communicator: Communicator) -> None
 class AllReduceInPlace(Collective):
     """As one piece, whatever its size: it takes no room in an outbox."""
 
-    def __init__(self, boxes: Outboxes, part: Part) -> None:
+    def __init__(self, boxes: CollectiveBuffers, part: Part) -> None:
         self._part = part
         super().__init__(boxes, part.tensors[boxes.rank])
         # With the piece's number, since a rank that sums something else leaves an old note here.
@@ -439,7 +439,7 @@ class AllReduceInPlace(Collective):
             add_up([own, *(part for part in parts if part is not own)], own)
             for part in parts:
                 if part is not own:
-                    copy_flat(part, own)
+                    memcpy(part, own)
 
     def take(self, index: int, boxes: Sequence[Tensor]) -> None:
         """The others have written it here."""

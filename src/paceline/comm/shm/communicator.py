@@ -23,25 +23,25 @@ import torch
 from torch import Tensor
 
 from paceline.comm import communicator as formulas
-from paceline.comm.buffers import Staged
-from paceline.comm.communicator import Communicator, ComposedCommunicator, Operation
-from paceline.comm.shm.channels import SLOTS, Pairs, Transfer
+from paceline.comm.buffers import StagingBuffer
+from paceline.comm.communicator import Communicator, ComposedCommunicator, OperationContext
+from paceline.comm.shm.channels import SLOTS, ChannelTable, Transfer
 from paceline.comm.shm.collectives import (
     PIECES,
     AllGather,
-    AllReduce,
     AllReduceInPlace,
-    Blocks,
+    Barrier,
     Broadcast,
     Collective,
-    DirectAllReduce,
-    Meet,
-    Outboxes,
+    CollectiveBuffers,
+    OneShotAllReduce,
     ReduceScatter,
+    SymmetricMemory,
+    TwoShotAllReduce,
 )
-from paceline.comm.shm.futex import Bells, is_supported
-from paceline.comm.shm.segment import LINE_BYTES, OTHERWISE, Arena, lay_out
-from paceline.comm.work import Done, Work
+from paceline.comm.shm.futex import FutexSignals, is_supported
+from paceline.comm.shm.segment import CACHE_LINE_BYTES, OTHERWISE, SharedSegment, aligned_offsets
+from paceline.comm.work import CompletedWork, Work
 from paceline.errors import PeerError, UsageError
 from paceline.measure.machine import cpu_quota
 from paceline.measure.traffic import CountedTransfer, Traffic
@@ -58,7 +58,7 @@ MOST_CORES = 4096
 CPU = torch.device("cpu")
 
 
-def over(communicator: Communicator) -> SharedMemoryCommunicator:
+def connect(communicator: Communicator) -> SharedMemoryCommunicator:
     """A quicker connection between workers that are all on one host. Collective.
 
     It counts into the same traffic, and needs the communicator given no more once it is made.
@@ -72,28 +72,28 @@ def over(communicator: Communicator) -> SharedMemoryCommunicator:
 
 
 class SharedMemoryCommunicator(ComposedCommunicator):
-    """Made by `over`."""
+    """Made by `connect`."""
 
     def __init__(self, others: Communicator, timeout_seconds: float, traffic: Traffic) -> None:
         rank, world_size = others.rank, others.world_size
-        super().__init__(rank, world_size, timeout_seconds, traffic, others.known_as)
+        super().__init__(rank, world_size, timeout_seconds, traffic, others.global_ranks)
         if not is_supported():
             raise UsageError(f"shared memory between workers needs Linux on x86-64: {OTHERWISE}")
         piece_bytes = _fair_bytes(MOST_PIECE_BYTES, MOST_OUTBOXES_BYTES, world_size * PIECES)
         slot_bytes = _fair_bytes(MOST_SLOT_BYTES, MOST_SLOTS_BYTES, world_size**2 * SLOTS)
-        (bells, boxes, pairs), size_bytes = lay_out(
+        (bells, boxes, pairs), size_bytes = aligned_offsets(
             [
-                Bells.size_bytes(world_size),
-                Outboxes.size_bytes(world_size, piece_bytes),
-                Pairs.size_bytes(world_size, slot_bytes),
+                FutexSignals.size_bytes(world_size),
+                CollectiveBuffers.size_bytes(world_size, piece_bytes),
+                ChannelTable.size_bytes(world_size, slot_bytes),
             ]
         )
-        arena = Arena(others, size_bytes)
-        self._bells = Bells(arena, bells, rank, world_size, _cores_of_all(others))
-        ring, ring_one = self._bells.ring, self._bells.ring_one
-        self._boxes = Outboxes(arena, boxes, rank, world_size, piece_bytes, ring)
-        self._pairs = Pairs(arena, pairs, rank, world_size, slot_bytes, ring_one)
-        self._blocks: list[Blocks] = []
+        arena = SharedSegment(others, size_bytes)
+        self._bells = FutexSignals(arena, bells, rank, world_size, _cores_of_all(others))
+        ring, notify = self._bells.ring, self._bells.notify
+        self._boxes = CollectiveBuffers(arena, boxes, rank, world_size, piece_bytes, ring)
+        self._pairs = ChannelTable(arena, pairs, rank, world_size, slot_bytes, notify)
+        self._blocks: list[SymmetricMemory] = []
         self._pending: deque[_Pending] = deque()
         self._failure: PeerError | None = None
         self._silent_since: float | None = None
@@ -105,18 +105,18 @@ class SharedMemoryCommunicator(ComposedCommunicator):
     def send(self, tensor: Tensor, to: int, kind: str) -> Work:
         self.check_peer(to)
         if tensor.numel() == 0:
-            return Done()
+            return CompletedWork()
         counted = self.traffic.begin(kind, bytes_sent=tensor.nbytes, messages=1)
-        payload = Staged.of(tensor, CPU).flat.view(torch.uint8)
+        payload = StagingBuffer.of(tensor, CPU).flat.view(torch.uint8)
         transfer = Transfer(self._pairs.channel(self.rank, to), payload, sends=True)
         return self._begin(transfer, self.operation("send to", (to,)), counted)
 
     def recv(self, tensor: Tensor, source: int, kind: str) -> Work:
         self.check_peer(source)
         if tensor.numel() == 0:
-            return Done()
+            return CompletedWork()
         counted = self.traffic.begin(kind, bytes_received=tensor.nbytes)
-        staged = Staged.to_fill(tensor, CPU)
+        staged = StagingBuffer.to_fill(tensor, CPU)
         payload = staged.flat.view(torch.uint8)
         transfer = Transfer(self._pairs.channel(source, self.rank), payload, sends=False)
         work = self._begin(transfer, self.operation("recv from", (source,)), counted)
@@ -146,13 +146,13 @@ class SharedMemoryCommunicator(ComposedCommunicator):
 
     def _sum_of(self, flat: Tensor) -> Collective:
         if flat.nbytes <= DIRECT_BYTES:
-            return DirectAllReduce(self._boxes, flat)
+            return OneShotAllReduce(self._boxes, flat)
         for blocks in self._blocks:
-            part = blocks.everybodys(flat)
+            part = blocks.peer_views(flat)
             if part is not None:
                 return AllReduceInPlace(self._boxes, part)
         # Two workers read no more by summing everything than by summing halves and taking halves.
-        return (DirectAllReduce if self.world_size == 2 else AllReduce)(self._boxes, flat)
+        return (OneShotAllReduce if self.world_size == 2 else TwoShotAllReduce)(self._boxes, flat)
 
     def zeros(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """In shared memory, until this connection is closed and nobody has the tensor any more.
@@ -162,7 +162,7 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         if device != CPU or self.world_size == 1 or elements == 0:
             return super().zeros(elements, dtype, device)
         try:
-            self._blocks.append(Blocks(self, elements, dtype))
+            self._blocks.append(SymmetricMemory(self, elements, dtype))
         except UsageError:
             # Too little room, of which all ranks hear: ordinary memory will do, with copies.
             return super().zeros(elements, dtype, device)
@@ -170,7 +170,11 @@ class SharedMemoryCommunicator(ComposedCommunicator):
 
     def barrier(self) -> Work:
         operation = self.operation("barrier with", self.peers)
-        return Done() if self.world_size == 1 else self._begin(Meet(self._boxes), operation)
+        return (
+            CompletedWork()
+            if self.world_size == 1
+            else self._begin(Barrier(self._boxes), operation)
+        )
 
     def fork(self) -> Self:
         return type(self)(self, self.timeout_seconds, self.traffic)
@@ -190,14 +194,14 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         counts: dict[str, int],
     ) -> Work:
         if self.world_size == 1 or tensor.numel() == 0:
-            return Done()
-        staged = Staged.of(tensor, CPU)
+            return CompletedWork()
+        staged = StagingBuffer.of(tensor, CPU)
         counted = self.traffic.begin(kind, **counts)
         work = self._begin(make(staged.flat), self.operation(name, self.peers), counted)
         return work.on_success(staged.copy_back)
 
     def _begin(
-        self, steps: _Steps, operation: Operation, counted: CountedTransfer | None = None
+        self, steps: _Steps, operation: OperationContext, counted: CountedTransfer | None = None
     ) -> Work:
         """Start what was counted before, if it was."""
         if self._is_closed or self._failure is not None:
@@ -235,7 +239,7 @@ class SharedMemoryCommunicator(ComposedCommunicator):
                 self._failure = work.operation.failed("the connection was closed")
             if self._failure is not None:
                 raise self._failure
-            if self.advance() or self._bells.await_call(self.advance):
+            if self.advance() or self._bells.wait(self.advance):
                 last_moved = monotonic()
             else:
                 self._failure = self._find_failure(work.operation, monotonic() - last_moved)
@@ -252,13 +256,13 @@ class SharedMemoryCommunicator(ComposedCommunicator):
             self._failure = self._find_failure(work.operation, now - self._silent_since)
         return self._failure is not None
 
-    def _find_failure(self, operation: Operation, silent_seconds: float) -> PeerError | None:
-        left, ended = ([self.known_as[peer] for peer in peers] for peers in self._bells.gone())
+    def _find_failure(self, operation: OperationContext, silent_seconds: float) -> PeerError | None:
+        left, ended = ([self.global_ranks[peer] for peer in peers] for peers in self._bells.gone())
         gone = [peer for peer in operation.peers if peer in left or peer in ended]
         # What they did before they went still counts.
         if gone and not self.advance():
             cause = "its process has ended" if gone[0] in ended else "the connection was closed"
-            return Operation(operation.rank, operation.name, (gone[0],)).failed(cause)
+            return OperationContext(operation.rank, operation.name, (gone[0],)).failed(cause)
         if silent_seconds > self.timeout_seconds:
             return operation.timed_out(self.timeout_seconds)
         return None
@@ -275,7 +279,7 @@ class _Steps(Protocol):
 
 class _Pending(Work):
     def __init__(
-        self, communicator: SharedMemoryCommunicator, steps: _Steps, operation: Operation
+        self, communicator: SharedMemoryCommunicator, steps: _Steps, operation: OperationContext
     ) -> None:
         super().__init__()
         self.steps, self.operation = steps, operation
@@ -305,4 +309,4 @@ def _cores_of_all(others: Communicator) -> int:
 
 def _fair_bytes(most_bytes: int, most_bytes_of_all: int, parts: int) -> int:
     """The size of each of so many parts: a multiple of what any dtype and vector needs."""
-    return max(LINE_BYTES * 64, min(most_bytes, most_bytes_of_all // parts) // 4096 * 4096)
+    return max(CACHE_LINE_BYTES * 64, min(most_bytes, most_bytes_of_all // parts) // 4096 * 4096)

@@ -22,10 +22,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from paceline.comm.shm.segment import LINE_BYTES, Arena, space_of_numbers
+from paceline.comm.shm.segment import CACHE_LINE_BYTES, SharedSegment, pid_namespace
 
 NAP_SECONDS = 0.02
-MOST_LOOK_SECONDS = 1e-3
+MAX_SPIN_SECONDS = 1e-3
 """Long enough for the small differences between workers that compute the same: waking one that
 sleeps holds up the one who calls it, by 50 to 100 us on a virtual machine."""
 LEAST_LOOK_SECONDS = 3e-5
@@ -60,21 +60,21 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-class Bells:
+class FutexSignals:
     """Those of all workers; made by each of them for itself, on `rank`'s behalf."""
 
     def __init__(
-        self, arena: Arena, begin_byte: int, rank: int, world_size: int, cores: int
+        self, arena: SharedSegment, begin_byte: int, rank: int, world_size: int, cores: int
     ) -> None:
         """`cores` is how many all of them have between them."""
         self._rank = rank
-        self._lines = arena.numbers(begin_byte, world_size * LINE_BYTES, "I")
-        self._own = rank * (LINE_BYTES // 4)
+        self._lines = arena.numbers(begin_byte, world_size * CACHE_LINE_BYTES, "I")
+        self._own = rank * (CACHE_LINE_BYTES // 4)
         self._peers = [
-            (peer, peer * (LINE_BYTES // 4)) for peer in range(world_size) if peer != rank
+            (peer, peer * (CACHE_LINE_BYTES // 4)) for peer in range(world_size) if peer != rank
         ]
         self._addresses = [
-            arena.address(begin_byte + number * LINE_BYTES) for number in range(world_size)
+            arena.address(begin_byte + number * CACHE_LINE_BYTES) for number in range(world_size)
         ]
         # The first bits say who rings and the others count, so no two calls write the same number.
         counting_bits = STAMP_BITS - (world_size - 1).bit_length()
@@ -83,7 +83,7 @@ class Bells:
         self._rings = 0
         # More workers than cores: whoever looks on keeps the one it waits for from running.
         self._looks_on = world_size <= cores
-        self._look_seconds = MOST_LOOK_SECONDS
+        self._look_seconds = MAX_SPIN_SECONDS
         self._nap = ctypes.byref(_Timespec(0, int(NAP_SECONDS * 1e9)))
         self._futex = _system_call()
         self._number = _FUTEX_NUMBERS[platform.machine()]
@@ -92,11 +92,11 @@ class Bells:
         self._ended_before: list[int] = []
         """Peers whose processes had ended when this one began to watch them."""
         self._lines[self._own + _PROCESS] = os.getpid()
-        self._lines[self._own + _SPACE] = space_of_numbers() & 0xFFFFFFFF
+        self._lines[self._own + _SPACE] = pid_namespace() & 0xFFFFFFFF
 
     @staticmethod
     def size_bytes(world_size: int) -> int:
-        return world_size * LINE_BYTES
+        return world_size * CACHE_LINE_BYTES
 
     def watch_over_peers(self) -> None:
         """Learn when a peer's process ends. All must have come."""
@@ -120,8 +120,8 @@ class Bells:
         """Call all peers, after something has changed in the shared memory."""
         self._call(self._peers)
 
-    def ring_one(self, peer: int) -> None:
-        self._call([(peer, peer * (LINE_BYTES // 4))])
+    def notify(self, peer: int) -> None:
+        self._call([(peer, peer * (CACHE_LINE_BYTES // 4))])
 
     def _call(self, peers: Sequence[tuple[int, int]]) -> None:
         lines = self._lines
@@ -134,7 +134,7 @@ class Bells:
             if lines[line + _ASLEEP]:
                 self._futex(self._number, self._addresses[peer], _WAKE, 1, None)
 
-    def await_call(self, found: Callable[[], bool]) -> bool:
+    def wait(self, found: Callable[[], bool]) -> bool:
         """Whether `found`, which changes only with calls: look on, then sleep for a short while."""
         lines, own = self._lines, self._own
         stamp = lines[own + _STAMP]
@@ -151,9 +151,9 @@ class Bells:
             self._futex(self._number, self._addresses[self._rank], _WAIT, stamp, self._nap)
         finally:
             lines[own + _ASLEEP] = 0
-        is_worth_looking = time.perf_counter() - began < MOST_LOOK_SECONDS
+        is_worth_looking = time.perf_counter() - began < MAX_SPIN_SECONDS
         self._look_seconds = (
-            MOST_LOOK_SECONDS
+            MAX_SPIN_SECONDS
             if is_worth_looking
             else max(self._look_seconds / 2, LEAST_LOOK_SECONDS)
         )

@@ -2,7 +2,7 @@
 
 One process makes the file, the others map it, and then its name is removed at once: the kernel
 frees the memory when the last process is gone, however it ended. Only processes killed between the
-two leave a name behind; whoever makes the next arena removes it (`remove_left_behind`).
+two leave a name behind; whoever makes the next arena removes it (`unlink_stale_segments`).
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ FOLDER = Path("/dev/shm")
 PREFIX = "paceline"
 OTHERWISE = "take another --strategy or --communicator"
 """What is left to those who cannot share memory."""
-LINE_BYTES = 64
+CACHE_LINE_BYTES = 64
 """A cache line. What different workers write lies on different ones."""
 
 
-class Arena:
+class SharedSegment:
     """Collective, with one end on each rank of `communicator`, all on one host.
 
     Tensors keep the memory alive beyond the arena itself, so there is nothing to close.
     """
 
     def __init__(self, communicator: Communicator, size_bytes: int) -> None:
-        self._map = _share(communicator, max(size_bytes, LINE_BYTES))
+        self._map = _share(communicator, max(size_bytes, CACHE_LINE_BYTES))
         self._bytes = memoryview(self._map)
 
     def tensor(self, begin_byte: int, elements: int, dtype: torch.dtype) -> Tensor:
@@ -58,12 +58,12 @@ class Arena:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._map, byte))
 
 
-def lay_out(sizes_bytes: Sequence[int]) -> tuple[list[int], int]:
+def aligned_offsets(sizes_bytes: Sequence[int]) -> tuple[list[int], int]:
     """Where each of several parts begins, every one on a line of its own, and the size of all."""
     begins, end = [], 0
     for size in sizes_bytes:
         begins.append(end)
-        end += -(-size // LINE_BYTES) * LINE_BYTES
+        end += -(-size // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
     return begins, end
 
 
@@ -105,7 +105,7 @@ def _map_everywhere(
 
 
 def _make(size_bytes: int) -> Path:
-    remove_left_behind()
+    unlink_stale_segments()
     path = FOLDER / f"{PREFIX}-{_owner(os.getpid())}-{secrets.token_hex(8)}"
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
@@ -139,9 +139,9 @@ def _explain(error: OSError, size_bytes: int) -> str:
     return f"{needed}, but {FOLDER} cannot be used ({error.strerror}): {OTHERWISE}"
 
 
-def remove_left_behind() -> None:
+def unlink_stale_segments() -> None:
     """Names left by processes that were killed while they made an arena; nobody else's."""
-    for path in FOLDER.glob(f"{PREFIX}-{space_of_numbers()}-*"):
+    for path in FOLDER.glob(f"{PREFIX}-{pid_namespace()}-*"):
         try:
             owner = "-".join(path.name.split("-")[1:4])
             process = int(path.name.split("-")[2])
@@ -158,9 +158,9 @@ def _owner(process: int) -> str:
         started = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         started = "gone"
-    return f"{space_of_numbers()}-{process}-{started}"
+    return f"{pid_namespace()}-{process}-{started}"
 
 
-def space_of_numbers() -> int:
+def pid_namespace() -> int:
     """Containers may share memory, yet each number its processes by itself."""
     return Path("/proc/self/ns/pid").stat().st_ino

@@ -1,4 +1,4 @@
-"""The agent of one node of an elastic run: torch's, with workers that are a `Crew` of ours.
+"""The agent of one node of an elastic run: torch's, with workers that are a `NodeWorkers` of ours.
 
 torch's agent goes from round to round (rounds.py): meet, start the workers, watch, and when one
 fails or another node waits, stop them and meet again.
@@ -22,10 +22,10 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.events.api import Event, EventSource
 
 from paceline.errors import StoppedError, UsageError
-from paceline.launch.elastic.rendezvous import POLL_SECONDS, Rounds, RunOverError
-from paceline.launch.processes import GRACE_SECONDS, Crew
-from paceline.launch.signals import Interruptions
-from paceline.launch.termination import Ending
+from paceline.launch.elastic.rendezvous import POLL_SECONDS, ElasticRendezvous, RunEndedError
+from paceline.launch.processes import GRACE_SECONDS, NodeWorkers
+from paceline.launch.signals import SignalMonitor
+from paceline.launch.termination import Termination
 
 PLANNED_SECONDS = 30.0
 """What workers get to agree on a last iteration and to write a checkpoint, when a node joins."""
@@ -33,13 +33,13 @@ ENDLESS = 1 << 30
 """Restarts of a node: how many there may be is for the leader to say."""
 
 
-class NodeAgent(SimpleElasticAgent):
+class ElasticAgent(SimpleElasticAgent):
     def __init__(
         self,
-        rounds: Rounds,
+        rounds: ElasticRendezvous,
         local_workers: int,
-        make_crew: Callable[[int, int], Crew],
-        interruptions: Interruptions,
+        make_crew: Callable[[int, int], NodeWorkers],
+        interruptions: SignalMonitor,
     ) -> None:
         """`make_crew` is given this node's rank, and how many nodes there are."""
         spec = WorkerSpec(
@@ -51,7 +51,7 @@ class NodeAgent(SimpleElasticAgent):
             monitor_interval=POLL_SECONDS,
         )
         super().__init__(spec)
-        self.crew: Crew | None = None
+        self.crew: NodeWorkers | None = None
         """Of the last round that this node had a part in."""
         self.records: set[str] = set()
         """The names of all files that belong on the first node."""
@@ -107,7 +107,7 @@ class NodeAgent(SimpleElasticAgent):
         ending = self._end_round(is_planned)
         self._stop_workers(worker_group)
         if ending and _is_final(ending):
-            raise RunOverError(ending)
+            raise RunEndedError(ending)
         self._rounds.fail(ending)
         worker_group.state = WorkerState.STOPPED
         self._initialize_workers(worker_group)
@@ -120,17 +120,17 @@ class NodeAgent(SimpleElasticAgent):
         while monotonic() < deadline and None in self.crew.codes().values():
             sleep(POLL_SECONDS)
 
-    def _end_round(self, is_planned: bool) -> Ending | None:
+    def _end_round(self, is_planned: bool) -> Termination | None:
         """Let the workers come to an end by themselves; why they did, unless it was planned."""
         assert self.crew is not None
         codes = self.crew.wind_down(GRACE_SECONDS)
         if not any(codes.values()) and None not in codes.values():
-            raise RunOverError(None)
+            raise RunEndedError(None)
         ending = self.crew.explain(codes, self._interruptions)
         # Those who had not begun to train are ended by the signal, which others may see.
         stopped = {None, 0, StoppedError.exit_code, -signal.SIGTERM}
         if is_planned and not self._interruptions.received:
-            is_as_planned = stopped.issuperset(codes.values()) or (ending and ending.is_echo)
+            is_as_planned = stopped.issuperset(codes.values()) or (ending and ending.is_secondary)
             return None if is_as_planned else ending
         return ending
 
@@ -150,10 +150,10 @@ class NodeAgent(SimpleElasticAgent):
         return Event(state, source)
 
 
-def _is_final(ending: Ending) -> bool:
+def _is_final(ending: Termination) -> bool:
     """Whether trying again would be in vain, or against the user's wish."""
     return (
         ending.exit_code == UsageError.exit_code
         or ending.status == "diverged"
-        or (ending.status == "stopped" and not ending.is_echo)
+        or (ending.status == "stopped" and not ending.is_secondary)
     )

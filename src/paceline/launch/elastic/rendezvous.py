@@ -23,18 +23,18 @@ from torch.distributed.elastic.rendezvous import (
 
 from paceline.config import RunConfig
 from paceline.launch.messages import Kinds, MalformedError, check_fields
-from paceline.launch.store_client import Contact
-from paceline.launch.termination import Ending, earliest
+from paceline.launch.store_client import StoreClient
+from paceline.launch.termination import Termination, root_cause
 
 POLL_SECONDS = 0.1
 NEWS_SECONDS = 0.5
 """How often a node looks, while its workers train, for what the others want."""
 
 
-class RunOverError(Exception):
+class RunEndedError(Exception):
     """Somebody has ended the whole run; `ending` is None where it came to its end."""
 
-    def __init__(self, ending: Ending | None) -> None:
+    def __init__(self, ending: Termination | None) -> None:
         super().__init__(ending.cause if ending else "finished")
         self.ending = ending
 
@@ -57,15 +57,15 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Application:
+class JoinRequest:
     """For a round; `number` is the round's, of which the node has seen those before."""
 
     number: int
     cause: dict[str, Any] | None
-    """The `Ending` of the node's part of the round before, unless it was asked to regroup."""
+    """The `Termination` of the node's part of the round before, unless it was asked to regroup."""
 
     @classmethod
-    def of_message(cls, value: object) -> Application:
+    def of_message(cls, value: object) -> JoinRequest:
         kinds: Kinds = {"number": int, "cause": (dict, type(None))}
         application = cls(**check_fields(value, "application", kinds))
         # Checked here, so that whoever reads it later need not.
@@ -73,12 +73,12 @@ class Application:
         return application
 
     @property
-    def ending(self) -> Ending | None:
-        return None if self.cause is None else Ending.of_message(self.cause, "application")
+    def ending(self) -> Termination | None:
+        return None if self.cause is None else Termination.of_message(self.cause, "application")
 
 
 @dataclass(frozen=True, slots=True)
-class Regrouping:
+class RestartRequest:
     """The leader's wish that a round ends."""
 
     number: int
@@ -86,7 +86,7 @@ class Regrouping:
     """Whether all workers of the round can still agree where to stop."""
 
     @classmethod
-    def of_message(cls, value: object) -> Regrouping:
+    def of_message(cls, value: object) -> RestartRequest:
         return cls(**check_fields(value, "regrouping", {"number": int, "is_planned": bool}))
 
 
@@ -98,10 +98,10 @@ class Leads(Protocol):
         """Ask for a regrouping where one is needed."""
 
 
-class Rounds(RendezvousHandler):
+class ElasticRendezvous(RendezvousHandler):
     """One node's part in the rounds, in the shape that torch's elastic agent wants."""
 
-    def __init__(self, contact: Contact, number: int, address: str, port: int) -> None:
+    def __init__(self, contact: StoreClient, number: int, address: str, port: int) -> None:
         self.leader: Leads | None = None
         self.current: Round | None = None
         self.check_stop: Callable[[], None] = lambda: None
@@ -109,14 +109,14 @@ class Rounds(RendezvousHandler):
         self._contact = contact
         self._number = number
         self._where = RendezvousStoreInfo(address, port)
-        self._cause: Ending | None = None
+        self._cause: Termination | None = None
         self._looked = monotonic()
 
-    def fail(self, cause: Ending | None) -> None:
+    def fail(self, cause: Termination | None) -> None:
         """Note why the node's part of the round ended, to be told with the next application."""
         self._cause = cause
 
-    def end(self, ending: Ending | None) -> None:
+    def end(self, ending: Termination | None) -> None:
         """End the run for all, unless another one did so before."""
         self._contact.set_once("end", {"ending": dataclasses.asdict(ending) if ending else None})
 
@@ -126,19 +126,21 @@ class Rounds(RendezvousHandler):
             kinds = {"ending": (dict, type(None))}
             ending = check_fields(told, "end of the run", kinds)["ending"]
             is_early = ending is not None
-            raise RunOverError(Ending.of_message(ending, "end of the run") if is_early else None)
+            raise RunEndedError(
+                Termination.of_message(ending, "end of the run") if is_early else None
+            )
 
-    def regrouping(self) -> Regrouping | None:
+    def regrouping(self) -> RestartRequest | None:
         """What the leader wants of the current round."""
         told = self._contact.get("regroup")
-        wish = None if told is None else Regrouping.of_message(told)
+        wish = None if told is None else RestartRequest.of_message(told)
         return wish if wish and self.current and wish.number == self.current.number else None
 
     def next_rendezvous(self) -> RendezvousInfo:
         wanted = self.current.number + 1 if self.current else 0
         cause = dataclasses.asdict(self._cause) if self._cause else None
         self._contact.set(
-            f"application/{self._number}", dataclasses.asdict(Application(wanted, cause))
+            f"application/{self._number}", dataclasses.asdict(JoinRequest(wanted, cause))
         )
         while True:
             self.check_stop()
@@ -202,11 +204,11 @@ class _Beat:
     since: float
 
 
-class Leader:
+class RoundLeader:
     def __init__(
         self,
         config: RunConfig,
-        contact: Contact,
+        contact: StoreClient,
         newest_checkpoint: Callable[[], int | None],
         quiet: bool = False,
     ) -> None:
@@ -237,7 +239,7 @@ class Leader:
         broken = any(node not in living or node in applications for node in members)
         joining = len(members) < self._most and any(node not in members for node in applications)
         if broken or joining:
-            wish = Regrouping(self._round.number, is_planned=not broken)
+            wish = RestartRequest(self._round.number, is_planned=not broken)
             self._contact.set("regroup", dataclasses.asdict(wish))
 
     def consider(self) -> None:
@@ -250,7 +252,7 @@ class Leader:
         if len(applications) < self._fewest:
             self._enough_since = None
             if is_late:
-                raise RunOverError(self._too_few(len(applications), self._first_cause(living)))
+                raise RunEndedError(self._too_few(len(applications), self._first_cause(living)))
             self._tell_waiting(len(applications), living)
             return
         self._enough_since = self._enough_since or now
@@ -265,7 +267,7 @@ class Leader:
         allowed = self._config.max_restarts
         if cause and len(self.restarts) == allowed:
             used_up = f" (--max-restarts {allowed} are used up)" if allowed else ""
-            raise RunOverError(dataclasses.replace(cause, cause=f"{cause.cause}{used_up}"))
+            raise RunEndedError(dataclasses.replace(cause, cause=f"{cause.cause}{used_up}"))
         number = self._round.number + 1 if self._round else 0
         iteration = self._newest_checkpoint()
         workers = len(nodes) * self._config.nproc_per_node
@@ -286,7 +288,7 @@ class Leader:
         self._is_waiting_told = False
         self._contact.set("round", dataclasses.asdict(self._round))
 
-    def _first_cause(self, living: set[int]) -> Ending | None:
+    def _first_cause(self, living: set[int]) -> Termination | None:
         """Why the last round failed; None where it was only asked to regroup."""
         members = self._round.nodes if self._round else []
         told = []
@@ -296,20 +298,20 @@ class Leader:
             if ending and ending.status != "stopped":
                 lost = f"worker lost on node {rank} ({ending.cause})"
                 told.append(dataclasses.replace(ending, cause=lost))
-        known = earliest(told)
-        if known and not known.is_echo:
+        known = root_cause(told)
+        if known and not known.is_secondary:
             return known
         for rank, node in enumerate(members):
             if node not in living:
-                return Ending(f"node {rank} lost (no sign of life for {LOST_SECONDS:g} s)")
+                return Termination(f"node {rank} lost (no sign of life for {LOST_SECONDS:g} s)")
         return known
 
-    def _too_few(self, nodes: int, cause: Ending | None) -> Ending:
+    def _too_few(self, nodes: int, cause: Termination | None) -> Termination:
         waited = (
             f"{nodes} of at least {self._fewest} nodes came within"
             f" {self._config.rendezvous_seconds:g} s"
         )
-        return Ending(f"{cause.cause}: {waited}" if cause else waited)
+        return Termination(f"{cause.cause}: {waited}" if cause else waited)
 
     def _tell_waiting(self, nodes: int, living: set[int]) -> None:
         # Those who live will come in a moment; only others are worth a word.
@@ -335,14 +337,14 @@ class Leader:
                 self._beats[node] = _Beat(count, now)
         return {node for node, beat in self._beats.items() if now - beat.since < LOST_SECONDS}
 
-    def _applications(self, living: set[int]) -> dict[int, Application]:
+    def _applications(self, living: set[int]) -> dict[int, JoinRequest]:
         """Of the living, for the round that comes next."""
         found = ((node, self._application(node)) for node in living)
         return {node: application for node, application in found if application}
 
-    def _application(self, node: int) -> Application | None:
+    def _application(self, node: int) -> JoinRequest | None:
         told = self._contact.get(f"application/{node}")
-        application = None if told is None else Application.of_message(told)
+        application = None if told is None else JoinRequest.of_message(told)
         is_member = self._round is not None and node in self._round.nodes
         if application and is_member and self._round and application.number <= self._round.number:
             return None  # for the round that it has been given, and is about to begin

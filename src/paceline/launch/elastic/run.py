@@ -13,12 +13,17 @@ from typing import Any
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch does not list it
 
-from paceline.comm.rendezvous import Meeting, port_of
+from paceline.comm.rendezvous import Rendezvous, port_of
 from paceline.config import RunConfig
 from paceline.errors import CheckpointError, ConfigError, PacelineError, RunError, StoppedError
-from paceline.launch.consistency import differences
-from paceline.launch.elastic.agent import NodeAgent
-from paceline.launch.elastic.rendezvous import POLL_SECONDS, Leader, Rounds, RunOverError
+from paceline.launch.consistency import config_mismatches
+from paceline.launch.elastic.agent import ElasticAgent
+from paceline.launch.elastic.rendezvous import (
+    POLL_SECONDS,
+    ElasticRendezvous,
+    RoundLeader,
+    RunEndedError,
+)
 from paceline.launch.failure_board import FailureBoard
 from paceline.launch.messages import (
     MalformedError,
@@ -27,12 +32,12 @@ from paceline.launch.messages import (
     is_file_name,
 )
 from paceline.launch.node import is_refusal
-from paceline.launch.processes import Crew
+from paceline.launch.processes import NodeWorkers
 from paceline.launch.record_collection import parts_of, put_record, receive_files, record_names
-from paceline.launch.result import Outcome, write_result
-from paceline.launch.signals import Interruptions
-from paceline.launch.store_client import Contact, LostContactError
-from paceline.launch.termination import Ending
+from paceline.launch.result import RunOutcome, write_result
+from paceline.launch.signals import SignalMonitor
+from paceline.launch.store_client import LostContactError, StoreClient
+from paceline.launch.termination import Termination
 from paceline.records import SCHEMA, RunFolder, write_json
 from paceline.training.checkpoint import iterations
 
@@ -42,13 +47,13 @@ FAREWELL_SECONDS = 10.0
 """How long the first node waits for the next part of what the others hand in."""
 
 
-def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
+def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> RunOutcome:
     """Take part until the run has ended; on the first node, write the result."""
     limits = config.elastic_limits
     assert limits is not None
     # No other machine has to know the port of a run on one machine.
     port = config.master_port if limits[1] > 1 else 0
-    meeting = Meeting(
+    meeting = Rendezvous(
         config.node_rank,
         limits[1],
         config.master_addr,
@@ -56,10 +61,10 @@ def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
         timeout_seconds=config.rendezvous_seconds,
         noun="node",
     )
-    with Interruptions() as interruptions:
+    with SignalMonitor() as interruptions:
         store, leads = meeting.reach(may_serve=config.node_rank == 0)
         port = port_of(store)
-        contact = Contact(PrefixStore("elastic", store), f"{config.master_addr}:{port}")
+        contact = StoreClient(PrefixStore("elastic", store), f"{config.master_addr}:{port}")
         with contextlib.closing(contact):
             given = _Given(config, contact, port, resumed, quiet, interruptions)
             node = _FirstNode(given) if leads else _OtherNode(given, _await_run(given))
@@ -72,11 +77,11 @@ class _Given:
     """What a node begins with."""
 
     config: RunConfig
-    contact: Contact
+    contact: StoreClient
     port: int
     resumed: RunFolder | None
     quiet: bool
-    interruptions: Interruptions
+    interruptions: SignalMonitor
 
 
 def _await_run(given: _Given) -> dict[str, Any]:
@@ -113,34 +118,36 @@ class _Node:
         self._quiet = given.quiet
         self._interruptions = given.interruptions
         self._number = given.contact.enlist()
-        self._rounds = Rounds(given.contact, self._number, given.config.master_addr, given.port)
-        self._agent = NodeAgent(
+        self._rounds = ElasticRendezvous(
+            given.contact, self._number, given.config.master_addr, given.port
+        )
+        self._agent = ElasticAgent(
             self._rounds, given.config.nproc_per_node, self._make_crew, given.interruptions
         )
 
-    def train(self) -> Ending | None:
+    def train(self) -> Termination | None:
         """Go from round to round; why the run ended before it was done."""
         self._interruptions.raises = False
         self._rounds.check_stop = self._check_stop
         try:
             self._agent.run()
-        except RunOverError as over:
+        except RunEndedError as over:
             return over.ending
         except LostContactError:
             raise
         except PacelineError as error:
             status = "stopped" if isinstance(error, StoppedError) else "failed"
-            return Ending(str(error), error.exit_code, status)
+            return Termination(str(error), error.exit_code, status)
         return None
 
     def _check_stop(self) -> None:
         if self._interruptions.received:
             raise StoppedError(f"stopped by {self._interruptions.received[0].name} between rounds")
 
-    def _make_crew(self, rank: int, nodes: int) -> Crew:
+    def _make_crew(self, rank: int, nodes: int) -> NodeWorkers:
         current = self._rounds.current
         assert current is not None
-        return Crew(
+        return NodeWorkers(
             dataclasses.replace(self._config, nnodes=nodes, node_rank=rank),
             self.folder,
             self._port,
@@ -170,7 +177,9 @@ class _FirstNode(_Node):
         # Whoever sees this file has the very same folder.
         mark = self.folder.path / f"launch-{secrets.token_hex(8)}.json"
         write_json(mark, {"schema": SCHEMA})
-        self._leader = Leader(self._config, self._contact, self._newest_checkpoint, self._quiet)
+        self._leader = RoundLeader(
+            self._config, self._contact, self._newest_checkpoint, self._quiet
+        )
         self._rounds.leader = self._leader
         config = self._config.to_dict()
         self._contact.set("run", {"id": self.folder.id, "mark": mark.name, "config": config})
@@ -182,7 +191,7 @@ class _FirstNode(_Node):
     def _newest_checkpoint(self) -> int | None:
         return next(iter(iterations(self.folder.checkpoints)), None)
 
-    def conclude(self, ending: Ending | None) -> Outcome:
+    def conclude(self, ending: Termination | None) -> RunOutcome:
         self._rounds.end(ending)
         self._gather_records()
         crew = self._agent.crew
@@ -204,7 +213,7 @@ class _FirstNode(_Node):
             restarts=self._leader.restarts,
             worlds=self._leader.worlds,
         )
-        return Outcome(self.folder, result, ending.exit_code if ending else 0)
+        return RunOutcome(self.folder, result, ending.exit_code if ending else 0)
 
     def _clear_traces(self) -> None:
         """Remove what is only of use while a run goes on, of nodes that were lost as well."""
@@ -254,13 +263,13 @@ class _OtherNode(_Node):
         first = told["config"]
         # What each of them knows about earlier rounds does not matter.
         own = {**self._config.to_dict(), "nnodes": first["nnodes"]}
-        if problems := differences(own, first, "node", self._number):
+        if problems := config_mismatches(own, first, "node", self._number):
             raise ConfigError(problems)
         self.folder = self._resumed or RunFolder.beside(self._config, told["id"])
         self._shares_folder = (self.folder.path / told["mark"]).exists()
         yield
 
-    def conclude(self, ending: Ending | None) -> Outcome:
+    def conclude(self, ending: Termination | None) -> RunOutcome:
         if ending:
             self._rounds.end(ending)
         crew = self._agent.crew
@@ -277,7 +286,7 @@ class _OtherNode(_Node):
         self._contact.set(f"left/{self._number}", True)
         if ending:
             raise ending.error()
-        return Outcome(self.folder, None, 0)
+        return RunOutcome(self.folder, None, 0)
 
 
 def _merged(one: bytes, other: bytes) -> bytes:

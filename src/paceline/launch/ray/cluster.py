@@ -23,7 +23,7 @@ from time import monotonic, sleep
 from types import ModuleType
 from typing import Any
 
-from paceline.errors import PacelineError, RunError, StoppedError, UsageError, in_a_line
+from paceline.errors import PacelineError, RunError, StoppedError, UsageError, error_line
 
 FIRST_SECONDS = 5.0
 """How long a cluster may take to answer when it is first asked."""
@@ -47,7 +47,7 @@ class LostError(RunError):
 class HeadLostError(LostError):
     """Ray's head, and with it all that it would still have to do."""
 
-    def __init__(self, head: Head, came_to: str) -> None:
+    def __init__(self, head: HeadMonitor, came_to: str) -> None:
         super().__init__(f"lost Ray's head at {head.address}: {came_to}")
 
 
@@ -55,7 +55,7 @@ class HeadLostError(LostError):
 class Connection:
     """To a Ray cluster."""
 
-    head: Head
+    head: HeadMonitor
     exit_code: int = 0
     """What this process ends with where the head is lost; an error that leaves the block has its
     own."""
@@ -90,12 +90,12 @@ def connected(slots: int, say: Say) -> Iterator[Connection]:
         if not _is_connected(ray, address):
             say("no Ray cluster is running: starting one on this machine")
             _start(ray, slots, stack.enter_context(_short_folder()))
-        with _left(ray, Head(str(ray.get_runtime_context().gcs_address))) as connection:
+        with _left(ray, HeadMonitor(str(ray.get_runtime_context().gcs_address))) as connection:
             yield connection
 
 
 @contextlib.contextmanager
-def _left(ray: ModuleType, head: Head) -> Iterator[Connection]:
+def _left(ray: ModuleType, head: HeadMonitor) -> Iterator[Connection]:
     """At the end of the block, if Ray can still be taken leave of."""
     connection = Connection(head)
     try:
@@ -143,7 +143,7 @@ def _is_connected(ray: ModuleType, address: str | None) -> bool:
     except Exception as error:  # noqa: BLE001 - whatever Ray found, it cannot be used
         if address is None and isinstance(error, ConnectionError):
             return False
-        raise UsageError(_unreachable(address or "auto", in_a_line(error))) from None
+        raise UsageError(_unreachable(address or "auto", error_line(error))) from None
     return True
 
 
@@ -160,7 +160,7 @@ def _start(ray: ModuleType, slots: int, folder: str) -> None:
             _temp_dir=folder,
         )
     except Exception as error:  # noqa: BLE001 - Ray has many reasons
-        raise RunError(f"--launcher ray: Ray cannot start here ({in_a_line(error)})") from None
+        raise RunError(f"--launcher ray: Ray cannot start here ({error_line(error)})") from None
 
 
 def _check_that_it_answers(address: str | None) -> None:
@@ -188,7 +188,7 @@ def _variables(values: dict[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
 
 
-def ask_all(answers: list[Any], head: Head, seconds: float) -> list[Any]:
+def ask_all(answers: list[Any], head: HeadMonitor, seconds: float) -> list[Any]:
     """What actors answer, all of them."""
     ray, deadline = load(), monotonic() + seconds
     while True:
@@ -215,7 +215,7 @@ LOOK_SECONDS = 1.0
 CONNECT_SECONDS = 2.0
 
 
-class Head:
+class HeadMonitor:
     """Watches a head until it is closed; one that was never reached from here is never lost."""
 
     def __init__(self, address: str) -> None:

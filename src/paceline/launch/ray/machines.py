@@ -16,10 +16,10 @@ from types import ModuleType
 from typing import Any, cast
 
 from paceline.errors import PacelineError, RunError, UsageError
-from paceline.launch.control_channel import NodeEnd
+from paceline.launch.control_channel import NodeExit
 from paceline.launch.machines import describe_end
-from paceline.launch.ray.cluster import Head, HeadLostError, Say, ask_all, load
-from paceline.launch.ray.process import LOST, PYTHON, Post, RayProcess
+from paceline.launch.ray.cluster import HeadLostError, HeadMonitor, Say, ask_all, load
+from paceline.launch.ray.process import LOST, PYTHON, NodeActor, RayProcess
 from paceline.sources import search_path
 
 PREFERRED_SECONDS = 2.0
@@ -31,7 +31,7 @@ A_LITTLE = 0.001
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ResourceRequest:
     """What is claimed: as many machines, each with so many slots for workers."""
 
     machines: int
@@ -63,14 +63,14 @@ class Machine:
     """One that is claimed."""
 
     post: Any
-    """The handle of its actor, a `Post`."""
+    """The handle of its actor, a `NodeActor`."""
     node_id: str
     address: str
 
 
 @contextlib.contextmanager
-def claimed(
-    wanted: Wanted, head: Head, seconds: float, say: Say, first: str | None = None
+def reserve_nodes(
+    wanted: ResourceRequest, head: HeadMonitor, seconds: float, say: Say, first: str | None = None
 ) -> Iterator[list[Machine]]:
     """Inside, these machines' slots are ours, with an actor on each; refused if there are too few.
 
@@ -93,7 +93,9 @@ def claimed(
 
 
 @contextlib.contextmanager
-def _placed(wanted: Wanted, head: Head, seconds: float, say: Say, first: str) -> Iterator[Any]:
+def _placed(
+    wanted: ResourceRequest, head: HeadMonitor, seconds: float, say: Say, first: str
+) -> Iterator[Any]:
     """A placement group, ready, with a bundle for each machine."""
     util = importlib.import_module("ray.util")
     each = {"CPU": float(wanted.slots)} | ({"GPU": float(wanted.gpus)} if wanted.gpus else {})
@@ -113,7 +115,7 @@ def _placed(wanted: Wanted, head: Head, seconds: float, say: Say, first: str) ->
 
 
 @contextlib.contextmanager
-def _removed(group: Any, head: Head) -> Iterator[None]:
+def _removed(group: Any, head: HeadMonitor) -> Iterator[None]:
     """At the end of the block."""
     try:
         yield
@@ -133,7 +135,7 @@ def _resource_of(node_id: str, wanted: dict[str, float]) -> str | None:
     return None
 
 
-def _wait(group: Any, wanted: Wanted, head: Head, seconds: float, say: Say) -> None:
+def _wait(group: Any, wanted: ResourceRequest, head: HeadMonitor, seconds: float, say: Say) -> None:
     begun, is_told = monotonic(), False
     while not group.wait(timeout_seconds=0.5):
         _check(head, wanted)
@@ -144,7 +146,7 @@ def _wait(group: Any, wanted: Wanted, head: Head, seconds: float, say: Say) -> N
             is_told = True
 
 
-def _check(head: Head, wanted: Wanted) -> None:
+def _check(head: HeadMonitor, wanted: ResourceRequest) -> None:
     """Without its head Ray would find no machine, and hang if it were asked."""
     if not head.answers():
         raise HeadLostError(head, f"was waiting for {wanted}")
@@ -169,7 +171,7 @@ def has_gpus(machines: int, each: int) -> bool:
     return len([node for node in nodes if node.get("GPU", 0) >= each]) >= machines
 
 
-def _start_post(ray: ModuleType, group: Any, wanted: Wanted, number: int) -> Any:
+def _start_post(ray: ModuleType, group: Any, wanted: ResourceRequest, number: int) -> Any:
     strategies = importlib.import_module("ray.util.scheduling_strategies")
     options = {
         "num_cpus": wanted.slots,
@@ -179,7 +181,7 @@ def _start_post(ray: ModuleType, group: Any, wanted: Wanted, number: int) -> Any
             group, placement_group_bundle_index=number
         ),
     }
-    return ray.remote(Post).options(**options).remote()
+    return ray.remote(NodeActor).options(**options).remote()
 
 
 ANSWER_SECONDS = 30.0
@@ -188,13 +190,13 @@ PASSED_ON = ("PACELINE_", "OMP_", "MKL_")
 """Beginnings of the variables that processes get from here."""
 
 
-class RayFleet:
+class RayMachines:
     """`lost` has the nodes whose actor is gone."""
 
     python = PYTHON
     cluster_file = None
 
-    def __init__(self, machines: Sequence[Machine], head: Head) -> None:
+    def __init__(self, machines: Sequence[Machine], head: HeadMonitor) -> None:
         self.addresses = [machine.address for machine in machines]
         self.first_node_id = machines[0].node_id
         self._machines = machines
@@ -221,7 +223,7 @@ class RayFleet:
         # It has all that is asked of a process that a fleet starts.
         return cast("subprocess.Popen[bytes]", process)
 
-    def explain(self, end: NodeEnd) -> PacelineError:
+    def explain(self, end: NodeExit) -> PacelineError:
         address = self.addresses[end.node]
         if end.code != LOST:
             return RunError(describe_end(end, address))
@@ -251,8 +253,8 @@ def _variables() -> dict[str, str]:
 
 @contextlib.contextmanager
 def ray_fleet(
-    wanted: Wanted, head: Head, seconds: float, say: Say, first: str | None = None
-) -> Iterator[RayFleet]:
+    wanted: ResourceRequest, head: HeadMonitor, seconds: float, say: Say, first: str | None = None
+) -> Iterator[RayMachines]:
     """Machines of the connected cluster, for as long as the block lasts."""
-    with claimed(wanted, head, seconds, say, first) as machines:
-        yield RayFleet(machines, head)
+    with reserve_nodes(wanted, head, seconds, say, first) as machines:
+        yield RayMachines(machines, head)

@@ -26,7 +26,7 @@ from time import monotonic
 from typing import IO, Any, NamedTuple
 
 from paceline.launch.environment import free_port
-from paceline.launch.ray.cluster import Head, cause_of, load
+from paceline.launch.ray.cluster import HeadMonitor, cause_of, load
 
 WAIT_SECONDS = 0.25
 """How long an exchange waits for something to tell."""
@@ -49,7 +49,7 @@ class Heard(NamedTuple):
     """Whether all of the words have been passed on, so that more may come."""
 
 
-class Post:
+class NodeActor:
     """Its methods are called from afar."""
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ class RayProcess:
     def __init__(
         self,
         post: Any,
-        head: Head,
+        head: HeadMonitor,
         words: Sequence[str],
         given: bytes,
         variables: Mapping[str, str],

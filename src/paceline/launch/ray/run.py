@@ -17,25 +17,31 @@ from typing import Any
 
 from paceline.config import RunConfig
 from paceline.errors import ConfigError, PacelineError, RunError, StoppedError, UsageError
-from paceline.launch.ray.cluster import Connection, Head, HeadLostError, LostError, connected
-from paceline.launch.ray.machines import RayFleet, TooFewError, Wanted, has_gpus, ray_fleet
+from paceline.launch.ray.cluster import Connection, HeadLostError, HeadMonitor, LostError, connected
+from paceline.launch.ray.machines import (
+    RayMachines,
+    ResourceRequest,
+    TooFewError,
+    has_gpus,
+    ray_fleet,
+)
 from paceline.launch.remote import run_on
-from paceline.launch.result import Outcome
-from paceline.launch.signals import Interruptions
+from paceline.launch.result import RunOutcome
+from paceline.launch.signals import SignalMonitor
 from paceline.records import RunFolder
 from paceline.training.checkpoint import iterations
 
 
-def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> Outcome:
+def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> RunOutcome:
     """Train on a Ray cluster; the records are here at the end."""
     with _cluster(config, quiet) as (connection, interruptions):
-        outcome = _Attempts(config, connection.head, quiet, interruptions).run(resumed)
+        outcome = RestartLoop(config, connection.head, quiet, interruptions).run(resumed)
         connection.exit_code = outcome.exit_code
         return outcome
 
 
 @contextlib.contextmanager
-def machines_for(config: RunConfig, quiet: bool) -> Iterator[tuple[RayFleet, Interruptions]]:
+def machines_for(config: RunConfig, quiet: bool) -> Iterator[tuple[RayMachines, SignalMonitor]]:
     """The machines that a config asks for, for any command (launch/machines.py), for a while.
 
     Signals are noted meanwhile.
@@ -47,11 +53,11 @@ def machines_for(config: RunConfig, quiet: bool) -> Iterator[tuple[RayFleet, Int
 
 
 @contextlib.contextmanager
-def _cluster(config: RunConfig, quiet: bool) -> Iterator[tuple[Connection, Interruptions]]:
+def _cluster(config: RunConfig, quiet: bool) -> Iterator[tuple[Connection, SignalMonitor]]:
     """Ray takes signals for itself when it connects, so they are noted after that."""
     _check(config)
     say = _say_nothing if quiet else _say
-    with connected(config.nproc_per_node, say) as connection, Interruptions() as interruptions:
+    with connected(config.nproc_per_node, say) as connection, SignalMonitor() as interruptions:
         yield connection, interruptions
 
 
@@ -66,13 +72,13 @@ def _check(config: RunConfig) -> None:
         raise ConfigError(problems)
 
 
-def wanted_for(config: RunConfig) -> Wanted:
+def wanted_for(config: RunConfig) -> ResourceRequest:
     """The machines and slots of a run; GPUs where it is to use them and the cluster has them."""
     each = config.nproc_per_node
     is_on_gpus = config.device == "cuda" or (
         config.device == "auto" and has_gpus(config.nnodes, each)
     )
-    return Wanted(config.nnodes, each, each if is_on_gpus else 0)
+    return ResourceRequest(config.nnodes, each, each if is_on_gpus else 0)
 
 
 def _say(text: str) -> None:
@@ -87,7 +93,7 @@ def _say_nothing(text: str) -> None: ...
 class _Ended:
     """How an attempt ended."""
 
-    outcome: Outcome | None
+    outcome: RunOutcome | None
     """None where nobody had begun to train."""
     error: PacelineError | None
     is_loss: bool
@@ -101,12 +107,12 @@ class _Ended:
 
 
 @dataclass(slots=True)
-class _Attempts:
+class RestartLoop:
     config: RunConfig
-    head: Head
+    head: HeadMonitor
     quiet: bool
-    interruptions: Interruptions
-    last: Outcome | None = None
+    interruptions: SignalMonitor
+    last: RunOutcome | None = None
     """Of the last attempt that came so far."""
     first: str | None = None
     """The machine that has the run's folder, by Ray's name for it."""
@@ -116,7 +122,7 @@ class _Attempts:
     """For each its cause, the iteration that it went on from, and when it was, by the wall clock
     since the first attempt."""
 
-    def run(self, resumed: RunFolder | None) -> Outcome:
+    def run(self, resumed: RunFolder | None) -> RunOutcome:
         begun = monotonic()
         ended = self._attempt(resumed)
         while ended.is_loss:
@@ -148,7 +154,7 @@ class _Attempts:
         except LostError as error:
             return _Ended(None, error, is_loss=True)
 
-    def _run_on(self, fleet: RayFleet, resumed: RunFolder | None) -> _Ended:
+    def _run_on(self, fleet: RayMachines, resumed: RunFolder | None) -> _Ended:
         for path, name in self.aside:
             fleet.set_aside(path, name)
         config = replace(self.config, master_port=fleet.free_port())
@@ -161,7 +167,7 @@ class _Attempts:
         return _Ended(outcome, error, self._is_loss(fleet, outcome, error))
 
     def _is_loss(
-        self, fleet: RayFleet, outcome: Outcome | None, error: PacelineError | None
+        self, fleet: RayMachines, outcome: RunOutcome | None, error: PacelineError | None
     ) -> bool:
         if self.interruptions.received or isinstance(error, UsageError):
             return False
@@ -212,7 +218,7 @@ class _Attempts:
         most = self.config.max_restarts
         return f" (--max-restarts {most} are used up)" if most else ""
 
-    def _give_up(self, cause: str) -> Outcome:
+    def _give_up(self, cause: str) -> RunOutcome:
         if self.last is None or self.last.result is None:
             raise RunError(cause)
         folder = self.last.folder
@@ -221,9 +227,9 @@ class _Attempts:
             path, name = self.aside.pop()
             path.with_name(name).rename(path)
         result = {**self.last.result, "status": "failed", "cause": cause}
-        return self._told(Outcome(folder, result, RunError.exit_code))
+        return self._told(RunOutcome(folder, result, RunError.exit_code))
 
-    def _told(self, outcome: Outcome) -> Outcome:
+    def _told(self, outcome: RunOutcome) -> RunOutcome:
         """With the restarts in its result."""
         if outcome.result is None:
             return outcome

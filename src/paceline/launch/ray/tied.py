@@ -6,10 +6,10 @@ import os
 import signal
 import sys
 
-from paceline.launch.lifeline import tie_to
+from paceline.launch.lifeline import die_with_parent
 
 if __name__ == "__main__":
-    tie_to(int(sys.argv[1]))
+    die_with_parent(int(sys.argv[1]))
     # Ray's workers block Ctrl-C, and what they start would inherit that.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     # The tie lasts: it belongs to the process, whatever program that runs.

@@ -35,7 +35,7 @@ Places = list[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class Stripe:
     """Of a curve among those that lie on one another: which one it is, of how many."""
 
     number: int
@@ -106,7 +106,7 @@ def draw_lines(chart: LineChart) -> str:
         [(x_scale(x), y_scale(y)) for x, y in zip(series.x, series.y, strict=True)]
         for series in shown
     ]
-    turns = take_turns(routes)
+    turns = assign_stripes(routes)
     frame = f"{svg.data((box.left, box.top, box.width, box.height))}"
     inside = [
         svg.text(y_unit.label(chart.y_label), 8, 14, class_="axis-label"),
@@ -136,7 +136,7 @@ def draw_lines(chart: LineChart) -> str:
     )  # fmt: skip
 
 
-def take_turns(routes: Sequence[Places]) -> list[Turn]:
+def assign_stripes(routes: Sequence[Places]) -> list[Stripe]:
     """Curves that lie on one another are drawn in stripes, so that all are seen."""
     groups: list[list[int]] = []
     for index, route in enumerate(routes):
@@ -147,7 +147,7 @@ def take_turns(routes: Sequence[Places]) -> list[Turn]:
         else:
             groups.append([index])
     turns = {
-        index: Turn(number, len(group)) for group in groups for number, index in enumerate(group)
+        index: Stripe(number, len(group)) for group in groups for number, index in enumerate(group)
     }
     return [turns[index] for index in range(len(routes))]
 
@@ -164,7 +164,7 @@ def _draw(
     series: Series,
     scales: tuple[Scale, Scale],
     places: Places,
-    turn: Turn,
+    turn: Stripe,
     has_dots: bool,
 ) -> str:
     paint = colour(series.place)

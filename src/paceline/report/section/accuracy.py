@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.report import units
-from paceline.report.cells import Cell
-from paceline.report.chance import doubt
+from paceline.report.cells import RunGroup
+from paceline.report.chance import compare_accuracy
 from paceline.report.chart.bars import BarChart, draw_bars
 from paceline.report.document import Block, Figure, Table, Text
 from paceline.report.run import Run
-from paceline.report.section.outline import Outline, known, mean_bar
+from paceline.report.section.outline import SectionContext, known, mean_bar
 from paceline.report.shape import is_number
 
 TITLE = "What was learned"
@@ -25,10 +25,10 @@ FEWEST_EVALUATIONS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
+class AccuracySummary:
     """Values of each finished run of a cell."""
 
-    cell: Cell
+    cell: RunGroup
     accuracies: list[float]
     """At the end."""
     losses: list[float]
@@ -46,19 +46,19 @@ class Learned:
         return math.fsum(self.accuracies) / len(self.accuracies)
 
 
-def learned(cells: Sequence[Cell]) -> list[Learned]:
+def learned(cells: Sequence[RunGroup]) -> list[AccuracySummary]:
     """Of the cells that were evaluated, the best first."""
     found = []
     for cell in cells:
         accuracies = cell.finals("test_accuracy")
         if accuracies:
             found.append(
-                Learned(
+                AccuracySummary(
                     cell,
                     accuracies,
                     cell.finals("test_loss"),
                     known(map(_best, cell.finished)),
-                    known(map(settled_epoch, cell.finished)),
+                    known(map(convergence_epoch, cell.finished)),
                 )
             )
     return sorted(found, key=lambda one: -one.accuracy)
@@ -74,7 +74,7 @@ def _best(run: Run) -> float | None:
     return max([*seen, *known([final])], default=None)
 
 
-def settled_epoch(run: Run) -> float | None:
+def convergence_epoch(run: Run) -> float | None:
     """None where it still moved at the end, or there are too few evaluations to tell."""
     curve = _curve(run, "test_loss")
     if len(curve) < FEWEST_EVALUATIONS:
@@ -88,12 +88,12 @@ def settled_epoch(run: Run) -> float | None:
     return epoch if last - epoch >= SETTLED_EPOCHS * last else None
 
 
-def common_accuracy(found: Sequence[Learned]) -> float:
+def common_accuracy(found: Sequence[AccuracySummary]) -> float:
     """What every finished run reached at some time, rounded down."""
     return math.floor(100 * min(best for one in found for best in one.bests)) / 100
 
 
-def epochs_to(cell: Cell, accuracy: float) -> list[float]:
+def epochs_to(cell: RunGroup, accuracy: float) -> list[float]:
     """Of each finished run, to the first evaluation that is as good."""
     firsts = (
         next((epoch for epoch, value in _curve(run, "test_accuracy") if value >= accuracy), None)
@@ -102,12 +102,12 @@ def epochs_to(cell: Cell, accuracy: float) -> list[float]:
     return known(firsts)
 
 
-def build(outline: Outline) -> list[Block]:
+def build(outline: SectionContext) -> list[Block]:
     found = learned(outline.cells)
     if not found:
         return []
     common, best = common_accuracy(found), found[0]
-    columns: dict[str, Callable[[Learned], str]] = {
+    columns: dict[str, Callable[[AccuracySummary], str]] = {
         "accuracy at the end": lambda one: units.spread(one.accuracies, units.number),
         "below the best": lambda one: (
             "-" if one is best else units.number(best.accuracy - one.accuracy)
@@ -137,7 +137,7 @@ def build(outline: Outline) -> list[Block]:
     ]
 
 
-def _of_repeats(epochs: Sequence[float], one: Learned) -> str:
+def _of_repeats(epochs: Sequence[float], one: AccuracySummary) -> str:
     """With how many repeats have such an epoch, where not all of them have."""
     text = units.spread(epochs, lambda value: f"{value:.3g}")
     runs = len(one.cell.finished)
@@ -147,12 +147,12 @@ def _of_repeats(epochs: Sequence[float], one: Learned) -> str:
     return f"{text[:-1]}, {count})" if text.endswith(")") else f"{text} ({count})"
 
 
-def have_same_data(found: Sequence[Learned]) -> bool:
+def have_same_data(found: Sequence[AccuracySummary]) -> bool:
     """Else there is nothing to compare."""
     return len({one.cell.config.data for one in found}) == 1
 
 
-def answer(found: Sequence[Learned]) -> str:
+def answer(found: Sequence[AccuracySummary]) -> str:
     best = found[0]
     if not have_same_data(found):
         return "Not compared: accuracies are of different data."
@@ -169,7 +169,7 @@ def answer(found: Sequence[Learned]) -> str:
         return f"{settled}."
     second, last = found[1], found[-1]
     gap = best.accuracy - second.accuracy
-    unsure = doubt(best.cell, second.cell, comparisons=math.comb(len(found), 2))
+    unsure = compare_accuracy(best.cell, second.cell, comparisons=math.comb(len(found), 2))
     if unsure.is_chance:
         text = (
             f"Nothing clearly learned most: test accuracy {best.accuracy:.4f} of {best.cell.label}"
@@ -185,7 +185,7 @@ def answer(found: Sequence[Learned]) -> str:
     return f"{text}."
 
 
-def _figure(outline: Outline, found: Sequence[Learned]) -> list[Block]:
+def _figure(outline: SectionContext, found: Sequence[AccuracySummary]) -> list[Block]:
     drawn = [one for one in found if id(one.cell) in outline.places]
     if len(drawn) < 2:
         return []

@@ -22,24 +22,24 @@ from paceline.config import RunConfig
 from paceline.errors import RecordsError
 from paceline.records import read_json
 from paceline.report import units
-from paceline.report.cells import Cell
+from paceline.report.cells import RunGroup
 from paceline.report.document import Block, Table, Text
 from paceline.report.run import Run
-from paceline.report.section.outline import Outline
+from paceline.report.section.outline import SectionContext
 from paceline.report.shape import is_number
 
 TITLE = "Bandwidth"
 
 MOST_MEASURED = 200
 
-SUMMING = frozenset(
+ALL_REDUCE_STRATEGIES = frozenset(
     ("gather_scatter", "allreduce", "ring", "tree", "halving_doubling", "overlap", "ddp")
 )
 """Strategies in which all workers have the sum of all gradients after each iteration."""
 
 
 @dataclass(frozen=True, slots=True)
-class ExchangeRate:
+class AllReduceBandwidth:
     label: str
     workers: int
     bytes: float
@@ -71,7 +71,7 @@ class ExchangeRate:
         return self.bus_bandwidth / link if link else None
 
 
-def exchange_rate(cell: Cell, measured: Sequence[Measured] = ()) -> ExchangeRate | None:
+def exchange_rate(cell: RunGroup, measured: Sequence[Measured] = ()) -> AllReduceBandwidth | None:
     """On average over the finished runs; None where no gradients were summed, nothing was timed, or
     the number of workers has changed: what was sent is then not of the same sums."""
     if not cell.finished or cell.workers < 2 or not _sums_over_the_wire(cell.config):
@@ -81,7 +81,7 @@ def exchange_rate(cell: Cell, measured: Sequence[Measured] = ()) -> ExchangeRate
     known = [one for one in sums if one is not None]
     if len(known) < len(sums):
         return None
-    return ExchangeRate(
+    return AllReduceBandwidth(
         cell.label,
         workers,
         fmean(size for size, _ in known),
@@ -114,7 +114,7 @@ def measured_limit(measured: Sequence[Measured], workers: int) -> float | None:
 def _sums_over_the_wire(config: RunConfig) -> bool:
     """With a codec something else is sent, and shared memory sends nothing at all."""
     plain = config.options.get("codec", "none") == "none"
-    return config.strategy in SUMMING and config.communicator == "torch" and plain
+    return config.strategy in ALL_REDUCE_STRATEGIES and config.communicator == "torch" and plain
 
 
 def link_bytes_per_second(run: Run) -> float | None:
@@ -169,7 +169,7 @@ def _measured(workers: int, one: dict[str, Any]) -> Measured:
     )
 
 
-def build(outline: Outline) -> list[Block]:
+def build(outline: SectionContext) -> list[Block]:
     measured = [one for path in outline.comm for one in read_comm(path)]
     found = (exchange_rate(cell, measured) for cell in outline.cells)
     rates = [rate for rate in found if rate is not None]
@@ -194,7 +194,7 @@ def build(outline: Outline) -> list[Block]:
     return blocks
 
 
-def _of_runs(rates: Sequence[ExchangeRate]) -> list[Block]:
+def _of_runs(rates: Sequence[AllReduceBandwidth]) -> list[Block]:
     columns = ("cell", "workers", "summed", "time T", "algorithm bandwidth", "bus bandwidth",
                "reference bandwidth", "reference utilisation", "bus, of the link")  # fmt: skip
     rows = [

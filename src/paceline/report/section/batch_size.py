@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from paceline.report import units
-from paceline.report.cells import Cell, differing
-from paceline.report.chance import doubt
+from paceline.report.cells import RunGroup, differing
+from paceline.report.chance import compare_accuracy
 from paceline.report.chart.bars import BarChart, draw_bars
 from paceline.report.document import Block, Figure, Table, Text
 from paceline.report.epochs import epoch_seconds, first_epoch_seconds
 from paceline.report.run import Run
-from paceline.report.section.outline import Outline, known, mean_bar
-from paceline.report.statistics import Difference, correct, excess
+from paceline.report.section.outline import SectionContext, known, mean_bar
+from paceline.report.statistics import Difference, correct, relative_increase
 
 TITLE = "Batch size"
 OF_BATCH = frozenset(
@@ -27,7 +27,7 @@ OF_BATCH = frozenset(
 class BatchRow:
     """Values of each finished run of a cell."""
 
-    cell: Cell
+    cell: RunGroup
     batch: int
     wall_seconds: list[float]
     iteration_seconds: list[float]
@@ -39,7 +39,7 @@ class BatchRow:
     cpu_percent: list[float]
 
 
-def batch_rows(cells: Sequence[Cell]) -> list[BatchRow]:
+def batch_rows(cells: Sequence[RunGroup]) -> list[BatchRow]:
     """By batch size; none unless there are at least two sizes."""
     rows = [_row(cell) for cell in cells if cell.finished]
     if len({row.batch for row in rows}) < 2:
@@ -47,7 +47,7 @@ def batch_rows(cells: Sequence[Cell]) -> list[BatchRow]:
     return sorted(rows, key=lambda row: row.batch)
 
 
-def _row(cell: Cell) -> BatchRow:
+def _row(cell: RunGroup) -> BatchRow:
     def each(value: Callable[[Run], float | None]) -> list[float]:
         return known(value(run) for run in cell.finished)
 
@@ -65,7 +65,7 @@ def _row(cell: Cell) -> BatchRow:
     )
 
 
-def build(outline: Outline) -> list[Block]:
+def build(outline: SectionContext) -> list[Block]:
     rows = batch_rows(outline.cells)
     if not rows:
         return []
@@ -101,7 +101,7 @@ def answer(rows: Sequence[BatchRow]) -> str:
     if set(differing([small.cell.config, large.cell.config])) - OF_BATCH:
         return ""
     compared = [
-        (name, excess(after, before))
+        (name, relative_increase(after, before))
         for name, before, after in (
             ("wall time", small.wall_seconds, large.wall_seconds),
             ("time per epoch", small.epoch_seconds, large.epoch_seconds),
@@ -117,7 +117,7 @@ def answer(rows: Sequence[BatchRow]) -> str:
     ]
     before, after = small.test_accuracy, large.test_accuracy
     if before and after:
-        unsure = doubt(small.cell, large.cell)
+        unsure = compare_accuracy(small.cell, large.cell)
         noise = f" ({unsure.words})" if unsure.is_chance else ""
         parts.append(f"accuracy {fmean(after):.4f} instead of {fmean(before):.4f}{noise}")
     is_one = min(len(small.wall_seconds), len(large.wall_seconds)) < 2
@@ -129,7 +129,7 @@ def _doubt(found: Difference) -> str:
     return " (within noise)" if found.known and not found.is_significant else ""
 
 
-def _figures(outline: Outline, rows: Sequence[BatchRow]) -> list[Block]:
+def _figures(outline: SectionContext, rows: Sequence[BatchRow]) -> list[Block]:
     drawn = [row for row in rows if id(row.cell) in outline.places]
     figures: list[Block] = []
     for name, title, quantity, values, text in (

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from paceline.config import RunConfig
 from paceline.report import units
-from paceline.report.cells import BESIDE_THE_POINT, Cell
+from paceline.report.cells import IGNORED_FIELDS, RunGroup
 from paceline.report.document import Block, Table, Text
-from paceline.report.section.outline import Outline, known
-from paceline.report.statistics import Difference, correct, excess
+from paceline.report.section.outline import SectionContext, known
+from paceline.report.statistics import Difference, correct, relative_increase
 
 TITLE = "What checkpoints cost"
 
-_OF_CHECKPOINTS = BESIDE_THE_POINT | {"checkpoint_every", "checkpoint_keep", "checkpoint_mode"}
+_OF_CHECKPOINTS = IGNORED_FIELDS | {"checkpoint_every", "checkpoint_keep", "checkpoint_mode"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class CheckpointCost:
     """Than that one, in bytes."""
 
 
-def checkpoint_costs(cells: Sequence[Cell]) -> list[CheckpointCost]:
+def checkpoint_costs(cells: Sequence[RunGroup]) -> list[CheckpointCost]:
     plain = {
         _key(cell.config): cell for cell in cells if cell.finished and not _counts(cell, "count")
     }
@@ -58,7 +58,7 @@ def checkpoint_costs(cells: Sequence[Cell]) -> list[CheckpointCost]:
     ]
 
 
-def _cost(cell: Cell, without: Cell | None) -> CheckpointCost:
+def _cost(cell: RunGroup, without: RunGroup | None) -> CheckpointCost:
     walls, memory = _walls(cell), _memory(cell)
     cost = CheckpointCost(
         cell.label,
@@ -74,21 +74,21 @@ def _cost(cell: Cell, without: Cell | None) -> CheckpointCost:
     return dataclasses.replace(
         cost,
         without=without.label,
-        longer=excess(walls, _walls(without)),
-        more_memory=excess(memory, before) if memory and before else None,
+        longer=relative_increase(walls, _walls(without)),
+        more_memory=relative_increase(memory, before) if memory and before else None,
     )
 
 
-def _counts(cell: Cell, key: str) -> list[float]:
+def _counts(cell: RunGroup, key: str) -> list[float]:
     values = known(run.result["checkpoints"].get(key) for run in cell.finished if run.result)
     return values if any(values) else []
 
 
-def _walls(cell: Cell) -> list[float]:
+def _walls(cell: RunGroup) -> list[float]:
     return [run.result["wall_seconds"] for run in cell.finished if run.result]
 
 
-def _memory(cell: Cell) -> list[float]:
+def _memory(cell: RunGroup) -> list[float]:
     return known(run.node_sum("rss_bytes_mean") for run in cell.finished)
 
 
@@ -97,7 +97,7 @@ def _key(config: RunConfig) -> str:
     return repr([getattr(config, name) for name in names if name not in _OF_CHECKPOINTS])
 
 
-def build(outline: Outline) -> list[Block]:
+def build(outline: SectionContext) -> list[Block]:
     costs = checkpoint_costs(outline.cells)
     if not costs:
         return []
@@ -128,7 +128,7 @@ def build(outline: Outline) -> list[Block]:
     ]
 
 
-def _plain_row(cell: Cell) -> tuple[str, ...]:
+def _plain_row(cell: RunGroup) -> tuple[str, ...]:
     """The run without checkpoints that others are held against."""
     wall = units.spread(_walls(cell), units.seconds)
     return (cell.label, "0", "-", "-", wall, units.spread(_memory(cell), units.size), "-", "-")

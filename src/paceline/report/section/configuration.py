@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shlex
 
-from paceline.config import RunConfig, values_to_type, words_of
+from paceline.config import RunConfig, non_default_values, to_argv
 from paceline.report import units
 from paceline.report.cells import differing, value_text
-from paceline.report.document import Block, Code, Fold, Table, Text
+from paceline.report.document import Block, Code, Details, Table, Text
 from paceline.report.run import Run
-from paceline.report.section.outline import Outline
+from paceline.report.section.outline import SectionContext
 
 TITLE = "Configuration and machine"
 
@@ -23,9 +23,9 @@ LOOPBACK = RunConfig().master_addr
 
 def command(config: RunConfig) -> str:
     """What to type for the same run."""
-    values = values_to_type(config)
+    values = non_default_values(config)
     kept = {name: value for name, value in values.items() if name not in NOT_REPEATED}
-    return shlex.join(["paceline", "train", *words_of(kept)])
+    return shlex.join(["paceline", "train", *to_argv(kept)])
 
 
 def where_to_type(config: RunConfig) -> str:
@@ -78,7 +78,7 @@ def cluster_rows(run: Run) -> list[tuple[str, str, str]]:
     return rows
 
 
-def build(outline: Outline) -> list[Block]:
+def build(outline: SectionContext) -> list[Block]:
     cells = [cell for cell in outline.cells if cell.runs]
     if not cells:
         return []
@@ -103,7 +103,7 @@ def build(outline: Outline) -> list[Block]:
         where = where_to_type(cell.config)
         commands += [Text(f"{cell.label}{told}{where}"), Code(command(cell.config))]
     blocks.append(Text("To run a cell again:"))
-    blocks += commands if len(cells) <= 3 else [Fold(f"{len(cells):,} commands", commands)]
+    blocks += commands if len(cells) <= 3 else [Details(f"{len(cells):,} commands", commands)]
     overhead = [
         run.result["measurement_overhead"].get("fraction")
         for cell in cells

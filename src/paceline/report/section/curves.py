@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.report.buckets import Curve, together
-from paceline.report.cells import Cell
+from paceline.report.buckets import Curve, merge_repeats
+from paceline.report.cells import RunGroup
 from paceline.report.chart.line import LineChart, Series, draw_lines
 from paceline.report.document import Block, Figure, Tabs, Text
 from paceline.report.epochs import iterations_in_epoch
 from paceline.report.run import Run
-from paceline.report.section.outline import Outline, series
+from paceline.report.section.outline import SectionContext, series
 from paceline.report.shape import is_number
 
 TITLE = "Loss and accuracy"
@@ -38,7 +38,7 @@ class CellCurve:
     repeats: int
 
 
-def evaluations(cell: Cell, key: str, axis: str) -> CellCurve | None:
+def evaluations(cell: RunGroup, key: str, axis: str) -> CellCurve | None:
     """A test figure of a cell's runs, with the spread of its repeats."""
     curves = [curve for run in cell.shown if len(curve := _evaluations(run, key, axis))]
     if not curves:
@@ -53,7 +53,7 @@ def evaluations(cell: Cell, key: str, axis: str) -> CellCurve | None:
             return CellCurve(
                 cell.label, Curve(times, middle.middle, middle.low, middle.high), len(same)
             )
-    curve, repeats = together(curves)
+    curve, repeats = merge_repeats(curves)
     return CellCurve(cell.label, curve, repeats)
 
 
@@ -64,7 +64,7 @@ def _evaluations(run: Run, key: str, axis: str) -> Curve:
     return Curve(x, y, y, y)
 
 
-def training(cell: Cell, axis: str) -> CellCurve | None:
+def training(cell: RunGroup, axis: str) -> CellCurve | None:
     """The training loss of a cell's runs, as written at each iteration by the first worker."""
     curves = []
     for run in cell.shown:
@@ -81,11 +81,11 @@ def training(cell: Cell, axis: str) -> CellCurve | None:
         return None
     if axis == "seconds":
         return CellCurve(cell.label, curves[0], 1)
-    curve, repeats = together(curves)
+    curve, repeats = merge_repeats(curves)
     return CellCurve(cell.label, curve, repeats)
 
 
-def build(outline: Outline) -> list[Block]:
+def build(outline: SectionContext) -> list[Block]:
     blocks: list[Block] = []
     for key, title in QUANTITIES.items():
         figures = []
@@ -119,13 +119,13 @@ def build(outline: Outline) -> list[Block]:
     return [*blocks, Text(note, "note"), *outline.drawn_note()]
 
 
-def _axes(outline: Outline) -> list[str]:
+def _axes(outline: SectionContext) -> list[str]:
     """The most telling first: iterations of different batches do not compare."""
     batches = {cell.config.global_batch_size for cell in outline.drawn if cell.runs}
     return sorted(AXES, key=lambda axis: len(batches) > 1 and axis != "epoch")
 
 
-def _top(outline: Outline, drawn: list[Series]) -> float | None:
+def _top(outline: SectionContext, drawn: list[Series]) -> float | None:
     """A run that diverged must not flatten those that learned: its curve leaves the figure."""
     finished = {cell.label for cell in outline.finished}
     usual = [max((*one.y, *one.high)) for one in drawn if one.label in finished]
@@ -133,7 +133,7 @@ def _top(outline: Outline, drawn: list[Series]) -> float | None:
     return 1.1 * max(usual) if usual and most > 3 * max(usual) > 0 else None
 
 
-def _series(outline: Outline, key: str, axis: str) -> list[Series]:
+def _series(outline: SectionContext, key: str, axis: str) -> list[Series]:
     found = []
     for cell in outline.drawn:
         curve = training(cell, axis) if key == "train_loss" else evaluations(cell, key, axis)

@@ -8,8 +8,8 @@ from typing import Any
 
 from paceline.records import open_record
 from paceline.report import units
-from paceline.report.document import Block, Fold, Table
-from paceline.report.section.outline import Outline
+from paceline.report.document import Block, Details, Table
+from paceline.report.section.outline import SectionContext
 from paceline.report.shape import is_number
 
 TITLE = "Evaluations"
@@ -48,13 +48,13 @@ def _take(line: bytes, found: list[dict[str, Any]]) -> None:
         found.append(event)
 
 
-def build(outline: Outline) -> list[Block]:
+def build(outline: SectionContext) -> list[Block]:
     blocks: list[Block] = []
     for cell in outline.drawn:
         run = next(iter(cell.shown), None)
         entries = read_evaluations(run.folder.events_file(0)) if run is not None else []
         if entries:
-            blocks.append(Fold(f"{cell.label} ({len(entries)})", [_table(_thinned(entries))]))
+            blocks.append(Details(f"{cell.label} ({len(entries)})", [_table(_thinned(entries))]))
     return blocks
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.report import units
-from paceline.report.buckets import Curve, together
-from paceline.report.cells import Cell
+from paceline.report.buckets import Curve, merge_repeats
+from paceline.report.cells import RunGroup
 from paceline.report.chart.bars import BarChart, draw_bars
 from paceline.report.chart.line import LineChart, draw_lines
 from paceline.report.document import Block, Figure, Table, Text
-from paceline.report.section.outline import Outline, mean_bar, series
+from paceline.report.section.outline import SectionContext, mean_bar, series
 
 TITLE = "Time per iteration"
 
@@ -31,7 +31,7 @@ class CellTime:
     """Of the slowest worker of each run."""
 
 
-def cell_time(cell: Cell) -> CellTime | None:
+def cell_time(cell: RunGroup) -> CellTime | None:
     timings = [run.timing for run in cell.timed if run.timing is not None]
     if not timings:
         return None
@@ -44,14 +44,14 @@ def cell_time(cell: Cell) -> CellTime | None:
     )
 
 
-def curve_of(cell: Cell) -> Curve | None:
+def curve_of(cell: RunGroup) -> Curve | None:
     """Seconds against the iteration, over the repeats; the first iteration is left out."""
     curves = [run.timing.seconds for run in cell.shown if run.timing is not None]
     curves = [curve for curve in curves if len(curve)]
-    return together(curves)[0] if curves else None
+    return merge_repeats(curves)[0] if curves else None
 
 
-def build(outline: Outline) -> list[Block]:
+def build(outline: SectionContext) -> list[Block]:
     curves = [(cell, curve_of(cell)) for cell in outline.drawn]
     drawn = [
         series(cell.label, curve, outline.place(cell))
@@ -93,7 +93,7 @@ def build(outline: Outline) -> list[Block]:
     return blocks
 
 
-def _cut(curves: list[tuple[Cell, Curve | None]]) -> float | None:
+def _cut(curves: list[tuple[RunGroup, Curve | None]]) -> float | None:
     """An axis that shows nearly all points: a few slow iterations must not flatten the rest."""
     values = [curve.high for _, curve in curves if curve is not None and len(curve)]
     if not values:
@@ -104,7 +104,7 @@ def _cut(curves: list[tuple[Cell, Curve | None]]) -> float | None:
     return usual * 1.6 if most > 4 * usual else None
 
 
-def _bars(outline: Outline, times: list[tuple[Cell, CellTime]]) -> Figure:
+def _bars(outline: SectionContext, times: list[tuple[RunGroup, CellTime]]) -> Figure:
     bars = [
         mean_bar(time.label, time.means, units.seconds, outline.place(cell)) for cell, time in times
     ]

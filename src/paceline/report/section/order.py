@@ -9,10 +9,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.report.cells import Cell
+from paceline.report.cells import RunGroup
 from paceline.report.document import Block, Table, Text
 from paceline.report.run import Run
-from paceline.report.section.outline import Outline
+from paceline.report.section.outline import SectionContext
 
 TITLE = "The order of the samples"
 MOST_EPOCHS = 4
@@ -34,17 +34,17 @@ class Orders:
         return len({tuple(one) for one in self.first_samples})
 
 
-def orders(cell: Cell) -> Orders | None:
+def orders(cell: RunGroup) -> Orders | None:
     """Of the first finished run; None where the number of its samples is not known."""
     run = cell.finished[0]
     samples, epochs = _samples_and_epochs(run)
     if not 0 < samples <= MOST_TO_SHUFFLE or not epochs:
         return None
     # Only the few reports that show this pay for loading it.
-    from paceline.data.sampling import SampleOrder
+    from paceline.data.sampling import GlobalBatchSampler
 
     config = run.config
-    order = SampleOrder(samples, config.global_batch_size, config.seed, config.reshuffle)
+    order = GlobalBatchSampler(samples, config.global_batch_size, config.seed, config.reshuffle)
     looked_at = range(min(epochs, MOST_LOOKED_AT))
     begins = [order.permutation(epoch)[:MOST_SAMPLES].tolist() for epoch in looked_at]
     return Orders(cell.label, begins, is_all=epochs <= MOST_LOOKED_AT)
@@ -59,7 +59,7 @@ def _samples_and_epochs(run: Run) -> tuple[int, int]:
     return samples, math.ceil(last["epoch"])
 
 
-def build(outline: Outline) -> list[Block]:
+def build(outline: SectionContext) -> list[Block]:
     if all(cell.config.reshuffle for cell in outline.finished):
         return []
     found = [one for cell in outline.finished if (one := orders(cell)) is not None]

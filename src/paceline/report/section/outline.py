@@ -8,37 +8,37 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.report.buckets import Curve
-from paceline.report.cells import Cell
+from paceline.report.cells import RunGroup
 from paceline.report.chart.bars import Bar, Part
 from paceline.report.chart.line import Series
 from paceline.report.document import Text
-from paceline.report.pace import choose_pace
+from paceline.report.pace import rank_groups
 
 MOST_DRAWN = 10
 """Cells in a figure: more cannot be told apart. Tables have them all."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
+class SectionContext:
     """The cells of a chapter, and the few of them that figures show."""
 
     name: str
     """Of the chapter: what names of figures begin with."""
-    cells: Sequence[Cell]
+    cells: Sequence[RunGroup]
     places: dict[int, int]
     """Of the cells that are drawn, by identity: which colour each has."""
     comm: Sequence[Path] = ()
     """Files with measurements of the network."""
 
     @property
-    def drawn(self) -> list[Cell]:
+    def drawn(self) -> list[RunGroup]:
         return [cell for cell in self.cells if id(cell) in self.places]
 
     @property
-    def finished(self) -> list[Cell]:
+    def finished(self) -> list[RunGroup]:
         return [cell for cell in self.cells if cell.finished]
 
-    def place(self, cell: Cell) -> int:
+    def place(self, cell: RunGroup) -> int:
         return self.places[id(cell)]
 
     def figure(self, section: str, part: str = "") -> str:
@@ -59,17 +59,17 @@ class Outline:
         ]
 
 
-def outline(name: str, cells: Sequence[Cell], comm: Sequence[Path] = ()) -> Outline:
+def outline(name: str, cells: Sequence[RunGroup], comm: Sequence[Path] = ()) -> SectionContext:
     places = {id(cell): place for place, cell in enumerate(_choose(cells))}
-    return Outline(name, cells, places, comm)
+    return SectionContext(name, cells, places, comm)
 
 
-def _choose(cells: Sequence[Cell]) -> Iterator[Cell]:
+def _choose(cells: Sequence[RunGroup]) -> Iterator[RunGroup]:
     """All, or as many as a figure holds: mostly the fastest, some of the slowest."""
     if len(cells) <= MOST_DRAWN:
         yield from cells
         return
-    ranking = [paced.cell for paced in choose_pace(cells).ranking]
+    ranking = [paced.cell for paced in rank_groups(cells).ranking]
     slowest = MOST_DRAWN // 3
     chosen = ranking[: MOST_DRAWN - slowest] + ranking[MOST_DRAWN - slowest :][-slowest:]
     chosen = chosen or list(cells[:MOST_DRAWN])

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.report import units
-from paceline.report.cells import NOT_RUN, Cell
-from paceline.report.document import Block, Fold, Items, Table, Text
+from paceline.report.cells import NOT_RUN, RunGroup
+from paceline.report.document import Block, BulletList, Details, Table, Text
 from paceline.report.run import Run
-from paceline.report.section.outline import Outline, known
+from paceline.report.section.outline import SectionContext, known
 from paceline.report.section.phases import first_note
 from paceline.report.summary import describe_restart
 from paceline.report.worlds import described
@@ -22,7 +22,7 @@ SINCE = (
 )
 
 
-def build(outline: Outline) -> list[Block]:
+def build(outline: SectionContext) -> list[Block]:
     columns = ("cell", "status", "runs", "iterations", "wall time", "time per iteration",
                "test accuracy", "test loss", "training loss")  # fmt: skip
     blocks: list[Block] = [
@@ -42,7 +42,7 @@ def build(outline: Outline) -> list[Block]:
         if cell.trouble not in ("", NOT_RUN)
     ]
     if troubled:
-        blocks.append(Items(troubled[:50]))
+        blocks.append(BulletList(troubled[:50]))
     restarts = [
         (f"{run.id}: restarted.", describe_restart(restart))
         for cell in outline.cells
@@ -50,7 +50,7 @@ def build(outline: Outline) -> list[Block]:
         for restart in (run.result or {}).get("restarts") or ()
     ]
     if restarts:
-        blocks.append(Items(restarts[:50]))
+        blocks.append(BulletList(restarts[:50]))
     resized = [
         (f"{run.id}: the number of workers changed.", f"{described(run.worlds)}. {SINCE}")
         for cell in outline.cells
@@ -58,7 +58,7 @@ def build(outline: Outline) -> list[Block]:
         if run.is_resized
     ]
     if resized:
-        blocks.append(Items(resized[:50]))
+        blocks.append(BulletList(resized[:50]))
     warnings = {
         run.id: "; ".join(dict.fromkeys(map(str, texts)))
         for cell in outline.cells
@@ -67,11 +67,11 @@ def build(outline: Outline) -> list[Block]:
     }
     if warnings:
         items = list(warnings.items())[:20]
-        blocks.append(Items([(f"Warning of {name}.", text) for name, text in items]))
+        blocks.append(BulletList([(f"Warning of {name}.", text) for name, text in items]))
     return blocks
 
 
-def _repeats(cells: Sequence[Cell]) -> list[Block]:
+def _repeats(cells: Sequence[RunGroup]) -> list[Block]:
     """Each run in a line, where cells have several."""
     several = [cell for cell in cells if len(cell.runs) > 1]
     if not several:
@@ -91,7 +91,7 @@ def _repeats(cells: Sequence[Cell]) -> list[Block]:
     blocks: list[Block] = [Table(columns, rows[:MOST_REPEATS], words=3)]
     if len(rows) > MOST_REPEATS:
         blocks.append(Text(f"The first {MOST_REPEATS} of {len(rows):,} runs.", "note"))
-    return [Fold("Each repeat", blocks)]
+    return [Details("Each repeat", blocks)]
 
 
 def _repeat_row(label: str, number: int, run: Run) -> list[str]:
@@ -108,7 +108,7 @@ def _repeat_row(label: str, number: int, run: Run) -> list[str]:
     ]
 
 
-def _row(cell: Cell) -> tuple[str, ...]:
+def _row(cell: RunGroup) -> tuple[str, ...]:
     runs = cell.shown
     walls = [run.result["wall_seconds"] for run in runs if run.result]
     finals = {
@@ -129,5 +129,5 @@ def _row(cell: Cell) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _differs(cell: Cell) -> bool:
+def _differs(cell: RunGroup) -> bool:
     return len({run.iterations for run in cell.shown}) > 1

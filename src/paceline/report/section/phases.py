@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.report import units
-from paceline.report.cells import Cell
+from paceline.report.cells import RunGroup
 from paceline.report.chart.bars import Bar, BarChart, Part, draw_bars
 from paceline.report.document import Block, Figure, Table, Text
 from paceline.report.iterations import IN_ITERATION
 from paceline.report.pace import iteration_pace
 from paceline.report.phases import (
-    COMPUTING,
+    COMPUTE_PHASES,
     OUTSIDE,
     Explanation,
-    Split,
+    PhaseBreakdown,
     by_rank,
     explain,
     has_first,
     hidden_of_cell,
+    iteration_breakdown,
     mean_split,
-    of_cell,
-    whole_of_cell,
+    run_breakdown,
 )
-from paceline.report.section.outline import Outline
+from paceline.report.section.outline import SectionContext
 from paceline.report.startup import startup_table
 
 TITLE = "Where the time goes"
@@ -35,8 +35,12 @@ NOTHING = 0.0005
 """A share that is shown as 0.0 %."""
 
 
-def build(outline: Outline) -> list[Block]:
-    splits = [(cell, split) for cell in outline.finished if (split := of_cell(cell)) is not None]
+def build(outline: SectionContext) -> list[Block]:
+    splits = [
+        (cell, split)
+        for cell in outline.finished
+        if (split := iteration_breakdown(cell)) is not None
+    ]
     if not splits:
         return []
     shown = [(cell, split) for cell, split in splits if id(cell) in outline.places]
@@ -54,7 +58,7 @@ def build(outline: Outline) -> list[Block]:
     return blocks
 
 
-def _shares(splits: Sequence[tuple[Cell, Split]]) -> list[Block]:
+def _shares(splits: Sequence[tuple[RunGroup, PhaseBreakdown]]) -> list[Block]:
     """Computing, exposed communication and waiting in one figure each, and what overlapped."""
     if all(cell.workers == 1 for cell, _ in splits):
         return []
@@ -63,7 +67,7 @@ def _shares(splits: Sequence[tuple[Cell, Split]]) -> list[Block]:
         rows.append(
             (
                 cell.label,
-                units.share(split.of(COMPUTING) / split.total if split.total else None),
+                units.share(split.of(COMPUTE_PHASES) / split.total if split.total else None),
                 units.share(split.share("exchange")),
                 units.share(split.share("wait")),
                 *overlapped(cell, split),
@@ -82,7 +86,7 @@ def _shares(splits: Sequence[tuple[Cell, Split]]) -> list[Block]:
     ]
 
 
-def overlapped(cell: Cell, split: Split) -> tuple[str, str]:
+def overlapped(cell: RunGroup, split: PhaseBreakdown) -> tuple[str, str]:
     """Overlapped communication of an iteration, and its share of all communication."""
     if cell.workers == 1:
         return "none", "none"
@@ -93,7 +97,7 @@ def overlapped(cell: Cell, split: Split) -> tuple[str, str]:
     return units.seconds(hidden), units.share(hidden / communicating if communicating else 0.0)
 
 
-def first_note(cells: Sequence[Cell]) -> list[Text]:
+def first_note(cells: Sequence[RunGroup]) -> list[Text]:
     """What step times and phases exclude, and for which cells the records do not allow that."""
     timed = [cell for cell in cells if cell.timed]
     if not timed:
@@ -109,22 +113,22 @@ def first_note(cells: Sequence[Cell]) -> list[Text]:
     return [Text(text, "note")]
 
 
-def spent(split: Split | None) -> tuple[str, str, str]:
+def spent(split: PhaseBreakdown | None) -> tuple[str, str, str]:
     """Computing, communicating and waiting, as tables have them side by side."""
     if split is None:
         return "-", "-", "-"
     return (
-        units.seconds(split.of(COMPUTING)),
+        units.seconds(split.of(COMPUTE_PHASES)),
         units.seconds(split.seconds["exchange"]),
         units.seconds(split.seconds["wait"]),
     )
 
 
 def _figure(
-    outline: Outline,
+    outline: SectionContext,
     part: str,
     title: str,
-    splits: Sequence[tuple[Cell, Split]],
+    splits: Sequence[tuple[RunGroup, PhaseBreakdown]],
     phases: Sequence[str],
     *,
     is_share: bool = True,
@@ -134,7 +138,7 @@ def _figure(
 
 
 def _drawn(
-    outline: Outline, part: str, title: str, bars: Sequence[Bar], *, is_share: bool = True
+    outline: SectionContext, part: str, title: str, bars: Sequence[Bar], *, is_share: bool = True
 ) -> Figure:
     used = {
         part.kind
@@ -154,7 +158,7 @@ def _drawn(
     return Figure(outline.figure("phases", part), title, draw_bars(chart))
 
 
-def bar(label: str, split: Split, phases: Sequence[str], *, is_share: bool = True) -> Bar:
+def bar(label: str, split: PhaseBreakdown, phases: Sequence[str], *, is_share: bool = True) -> Bar:
     """A bar whose parts are the phases; as shares they sum to one."""
     parts = []
     for phase in phases:
@@ -164,13 +168,13 @@ def bar(label: str, split: Split, phases: Sequence[str], *, is_share: bool = Tru
     return Bar(label, parts, units.seconds(split.total))
 
 
-def _workers(outline: Outline) -> list[Block]:
+def _workers(outline: SectionContext) -> list[Block]:
     """Each worker of a cell, on average over the finished runs."""
     bars = []
     for cell in outline.drawn:
         if not cell.finished:
             continue
-        each: dict[int, list[Split]] = {}
+        each: dict[int, list[PhaseBreakdown]] = {}
         for run in cell.finished:
             for rank, split in by_rank(run).items():
                 each.setdefault(rank, []).append(split)
@@ -188,14 +192,14 @@ def _workers(outline: Outline) -> list[Block]:
     return [_drawn(outline, "workers", title, bars[:MOST_WORKERS], is_share=False)]
 
 
-def _wholes(outline: Outline) -> list[Block]:
+def _wholes(outline: SectionContext) -> list[Block]:
     """The whole run, with what is beside training."""
-    wholes = [(cell, split) for cell in outline.drawn if (split := whole_of_cell(cell)) is not None]
+    wholes = [(cell, split) for cell in outline.drawn if (split := run_breakdown(cell)) is not None]
     order = (*IN_ITERATION, *OUTSIDE)
     return [_figure(outline, "whole", "The whole run by phase, as shares", wholes, order)]
 
 
-def _table(splits: Sequence[tuple[Cell, Split]]) -> Table:
+def _table(splits: Sequence[tuple[RunGroup, PhaseBreakdown]]) -> Table:
     rows = [
         (
             cell.label,
@@ -207,7 +211,7 @@ def _table(splits: Sequence[tuple[Cell, Split]]) -> Table:
     return Table(("cell, per iteration", *IN_ITERATION, "all"), rows)
 
 
-def _phase(split: Split, phase: str) -> str:
+def _phase(split: PhaseBreakdown, phase: str) -> str:
     """What would round to nothing is told as that."""
     share = split.share(phase)
     if share < NOTHING:
@@ -215,7 +219,7 @@ def _phase(split: Split, phase: str) -> str:
     return f"{units.seconds(split.seconds[phase])} ({units.share(share)})"
 
 
-def _explanations(outline: Outline) -> list[Block]:
+def _explanations(outline: SectionContext) -> list[Block]:
     """What each phase adds to the time of the fastest, cell by cell."""
     ranking = [paced.cell for paced in iteration_pace(outline.finished).ranking]
     if len(ranking) < 2:

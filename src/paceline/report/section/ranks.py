@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from paceline.report import units
-from paceline.report.cells import Cell
-from paceline.report.document import Block, Items, Table, Text
-from paceline.report.phases import COMPUTING, Split, by_rank, mean_split
+from paceline.report.cells import RunGroup
+from paceline.report.document import Block, BulletList, Table, Text
+from paceline.report.phases import COMPUTE_PHASES, PhaseBreakdown, by_rank, mean_split
 from paceline.report.run import Run
-from paceline.report.section.outline import Outline, known
+from paceline.report.section.outline import SectionContext, known
 from paceline.report.section.phases import spent
 
 TITLE = "Time and work of each worker"
@@ -45,7 +45,7 @@ class Worker:
     node: int
     mean_seconds: float
     """Of an iteration, the first one left out."""
-    split: Split
+    split: PhaseBreakdown
     """Of an iteration, the first one left out."""
     training_seconds: float
     """All iterations."""
@@ -54,7 +54,7 @@ class Worker:
     """Sent and received in an iteration; None where the number of workers has changed."""
 
 
-def workers_of(cell: Cell) -> list[Worker]:
+def workers_of(cell: RunGroup) -> list[Worker]:
     """By rank, on average over the finished runs."""
     by_rank: dict[int, list[Worker]] = {}
     for run in cell.timed:
@@ -77,7 +77,7 @@ def _mean_worker(own: Sequence[Worker]) -> Worker:
     )
 
 
-def rank_times(cell: Cell) -> RankTimes:
+def rank_times(cell: RunGroup) -> RankTimes:
     by_rank: dict[int, list[float]] = {}
     for run in cell.timed:
         for rank in run.timing.ranks if run.timing is not None else ():
@@ -113,11 +113,11 @@ def _moved(worker: dict[str, dict[str, dict[str, float]]]) -> float:
 
 def balance(found: Sequence[Worker]) -> float:
     """Mean time spent computing over the longest: 1 where nobody computes longer than another."""
-    times = [worker.split.of(COMPUTING) for worker in found]
+    times = [worker.split.of(COMPUTE_PHASES) for worker in found]
     return math.fsum(times) / len(times) / max(times) if max(times) else 1.0
 
 
-def balances(cell: Cell) -> list[float]:
+def balances(cell: RunGroup) -> list[float]:
     """Of each finished run: the slowest worker may be another one each time."""
     return [balance(own) for run in cell.timed if len(own := workers(run)) > 1]
 
@@ -133,7 +133,7 @@ def first_against_others(found: Sequence[Worker]) -> tuple[dict[str, float], flo
     return more, first.moved_bytes or 0.0, by_others
 
 
-def build(outline: Outline) -> list[Block]:
+def build(outline: SectionContext) -> list[Block]:
     found = [(cell, workers_of(cell)) for cell in outline.cells if cell.timed]
     several = [(cell, own) for cell, own in found if len(own) > 1]
     if not several:
@@ -152,7 +152,7 @@ def build(outline: Outline) -> list[Block]:
     each = [row for cell, own in several for row in _worker_rows(cell, own)]
     blocks: list[Block] = [
         Table(columns, rows),
-        Items(list(_reasons(several))),
+        BulletList(list(_reasons(several))),
         Table(_COLUMNS, each[:MOST_ROWS]),
     ]
     if len(each) > MOST_ROWS:
@@ -174,7 +174,7 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def _worker_rows(cell: Cell, found: Sequence[Worker]) -> Iterator[tuple[str, ...]]:
+def _worker_rows(cell: RunGroup, found: Sequence[Worker]) -> Iterator[tuple[str, ...]]:
     samples = sum(worker.samples for worker in found)
     for worker in found:
         place = f", node {worker.node}" if cell.config.nnodes > 1 else ""
@@ -189,7 +189,7 @@ def _worker_rows(cell: Cell, found: Sequence[Worker]) -> Iterator[tuple[str, ...
         )
 
 
-def _reasons(several: Sequence[tuple[Cell, list[Worker]]]) -> Iterator[tuple[str, str]]:
+def _reasons(several: Sequence[tuple[RunGroup, list[Worker]]]) -> Iterator[tuple[str, str]]:
     """In what rank 0 differs, cell by cell; those in which it does not are named together.
 
     Where it was not timed, there is nothing to say.

@@ -11,12 +11,12 @@ import numpy as np
 
 from paceline.measure.resources import read_resources
 from paceline.report import units
-from paceline.report.buckets import Curve, shorten
-from paceline.report.cells import Cell
+from paceline.report.buckets import Curve, downsample
+from paceline.report.cells import RunGroup
 from paceline.report.chart.line import LineChart, Series, draw_lines
 from paceline.report.document import Block, Figure, Table, Text
 from paceline.report.run import Run
-from paceline.report.section.outline import Outline, known, series
+from paceline.report.section.outline import SectionContext, known, series
 from paceline.report.shape import is_number
 
 TITLE = "CPU, memory and network"
@@ -83,10 +83,10 @@ def _rate(samples: Sequence[dict[str, Any]], key: str) -> Curve:
 
 def _curve(pairs: Sequence[tuple[float, float]]) -> Curve:
     values = np.array(pairs, dtype=np.float64).reshape(-1, 2)
-    return shorten(values[:, 0], values[:, 1])
+    return downsample(values[:, 0], values[:, 1])
 
 
-def build(outline: Outline) -> list[Block]:
+def build(outline: SectionContext) -> list[Block]:
     uses = []
     for cell in outline.drawn:
         run = next(iter(cell.shown), None)
@@ -130,7 +130,7 @@ def build(outline: Outline) -> list[Block]:
     return blocks
 
 
-def answer(cell: Cell) -> str:
+def answer(cell: RunGroup) -> str:
     """What one cell took in time, CPU and memory, all nodes together."""
     runs = cell.finished
     walls = [run.result["wall_seconds"] for run in runs if run.result is not None]
@@ -160,7 +160,7 @@ def _shown(uses: Sequence[tuple[str, NodeUse, int]]) -> Sequence[tuple[str, Node
     return shown[:MOST_SERIES]
 
 
-def _figures(outline: Outline, uses: Sequence[tuple[str, NodeUse, int]]) -> list[Block]:
+def _figures(outline: SectionContext, uses: Sequence[tuple[str, NodeUse, int]]) -> list[Block]:
     shown = _shown(uses)
     by_cell = len({place for _, _, place in shown}) == len(shown)
     quantities = (
@@ -186,7 +186,7 @@ def _figures(outline: Outline, uses: Sequence[tuple[str, NodeUse, int]]) -> list
     return figures
 
 
-def _rows(outline: Outline) -> list[tuple[str, ...]]:
+def _rows(outline: SectionContext) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for cell in outline.finished:
         nodes: dict[int, list[dict[str, Any]]] = {}
@@ -232,7 +232,7 @@ def first_node_over_others(run: Run) -> dict[str, float] | None:
     return found or None
 
 
-def _first_node(outline: Outline) -> list[Block]:
+def _first_node(outline: SectionContext) -> list[Block]:
     """On average over the finished runs of each cell."""
     rows = []
     for cell in outline.finished:
@@ -246,7 +246,7 @@ def _first_node(outline: Outline) -> list[Block]:
     return [Table(columns, rows)] if rows else []
 
 
-def _gpu_rows(outline: Outline) -> list[tuple[str, ...]]:
+def _gpu_rows(outline: SectionContext) -> list[tuple[str, ...]]:
     """On average over the finished runs of each cell."""
     rows: list[tuple[str, ...]] = []
     for cell in outline.finished:

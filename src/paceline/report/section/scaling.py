@@ -9,18 +9,18 @@ from dataclasses import dataclass
 
 from paceline.config import RunConfig
 from paceline.report import units
-from paceline.report.cells import BESIDE_THE_POINT, Cell, differing, setting_text
+from paceline.report.cells import IGNORED_FIELDS, RunGroup, differing, setting_text
 from paceline.report.chart.line import LineChart, Series, draw_lines
 from paceline.report.disturbance import disturbances
-from paceline.report.document import Block, Figure, Items, Table, Text
+from paceline.report.document import Block, BulletList, Figure, Table, Text
 from paceline.report.epochs import (
     epoch_seconds,
     exchange_seconds_in_epoch,
     hidden_seconds_in_epoch,
 )
 from paceline.report.exactness import is_exact
-from paceline.report.phases import COMPUTING, Split, of_cell
-from paceline.report.section.outline import Outline, known
+from paceline.report.phases import COMPUTE_PHASES, PhaseBreakdown, iteration_breakdown
+from paceline.report.section.outline import SectionContext, known
 from paceline.report.section.phases import NOT_MEASURED
 from paceline.report.shape import is_number
 
@@ -40,7 +40,7 @@ _OF_WAY = ("slow", "shares", "communicator")
 """Settings of how workers are kept in step, besides the strategy and its options."""
 _USUAL = {name: getattr(RunConfig(), name) for name in _OF_WAY}
 
-_OF_SCALE = BESIDE_THE_POINT | {
+_OF_SCALE = IGNORED_FIELDS | {
     "nnodes", "nproc_per_node", "hosts", "cluster", "batch_size", "batch_per_worker", "strategy",
     "options", "threads", "epochs", "iterations", "launcher", "elastic", *_OF_WAY,
 }  # fmt: skip
@@ -49,7 +49,7 @@ _OF_SCALE = BESIDE_THE_POINT | {
 
 @dataclass(frozen=True, slots=True)
 class ScalePoint:
-    cell: Cell
+    cell: RunGroup
     workers: int
     label: str
     throughputs: list[float]
@@ -60,7 +60,7 @@ class ScalePoint:
     exchange_seconds_in_epoch: list[float]
     """Exposed communication."""
     hidden_seconds_in_epoch: list[float]
-    split: Split | None
+    split: PhaseBreakdown | None
     """Of an iteration."""
 
     @property
@@ -69,7 +69,7 @@ class ScalePoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ScalingSeries:
     """Cells that differ only in the number of workers, and the one they are held against."""
 
     name: str
@@ -88,14 +88,14 @@ class Family:
         return point is not self.points[0] and self.efficiency(point) > 1 + NOTHING
 
 
-def throughputs(cell: Cell) -> list[float]:
+def throughputs(cell: RunGroup) -> list[float]:
     return [cell.samples_in_iteration / seconds for seconds in cell.iteration_means if seconds]
 
 
-def families(cells: Sequence[Cell]) -> list[Family]:
+def families(cells: Sequence[RunGroup]) -> list[ScalingSeries]:
     """Every set of cells that tells how something scales; one cell can be in several."""
     timed = [cell for cell in cells if cell.timed and throughputs(cell)]
-    groups: dict[str, list[Cell]] = {}
+    groups: dict[str, list[RunGroup]] = {}
     for cell in timed:
         groups.setdefault(_surroundings(cell.config), []).append(cell)
     names = _names_of([group[0].config for group in groups.values()])
@@ -130,10 +130,10 @@ def _names_of(configs: Sequence[RunConfig]) -> list[str]:
     ]
 
 
-def _of_kind(cells: Sequence[Cell], way: str, kind: str) -> list[Family]:
+def _of_kind(cells: Sequence[RunGroup], way: str, kind: str) -> list[ScalingSeries]:
     """One worker has nothing to keep in step: whatever it is called, it is the base of all."""
     own = [cell for cell in cells if _way(cell.config) == way or cell.workers == 1]
-    groups: dict[int, list[Cell]] = {}
+    groups: dict[int, list[RunGroup]] = {}
     for cell in own:
         batch = cell.config.global_batch_size
         size = batch if kind == "strong" else round(batch / cell.workers)
@@ -145,14 +145,14 @@ def _of_kind(cells: Sequence[Cell], way: str, kind: str) -> list[Family]:
     ]
 
 
-def _is_of_several(name: str, cells: Sequence[Cell]) -> bool:
+def _is_of_several(name: str, cells: Sequence[RunGroup]) -> bool:
     """Whether a study calls more than one way so, because another of its axes sets them apart."""
     named = [cell for cell in cells if cell.workers > 1 and cell.axes.get("strategy") == name]
     return len({_way(cell.config) for cell in named}) > 1
 
 
-def _family(cells: Sequence[Cell], way: str, kind: str, batch: str) -> Family | None:
-    by_workers: dict[int, Cell] = {}
+def _family(cells: Sequence[RunGroup], way: str, kind: str, batch: str) -> ScalingSeries | None:
+    by_workers: dict[int, RunGroup] = {}
     for cell in cells:
         # Of two with one worker, the one that is named alike comes first.
         if cell.workers not in by_workers or _way(cell.config) == way:
@@ -173,13 +173,13 @@ def _family(cells: Sequence[Cell], way: str, kind: str, batch: str) -> Family | 
             known(map(epoch_seconds, cell.timed)),
             known(map(exchange_seconds_in_epoch, cell.timed)),
             known(map(hidden_seconds_in_epoch, cell.timed)),
-            of_cell(cell),
+            iteration_breakdown(cell),
         )
         for cell in ordered
     ]
     # A study has its own names for what it compares.
     name = ordered[-1].axes.get("strategy", way)
-    return Family(name, f"{batch} {unit}", kind, ordered[0].workers, points)
+    return ScalingSeries(name, f"{batch} {unit}", kind, ordered[0].workers, points)
 
 
 def _way(config: RunConfig) -> str:
@@ -206,7 +206,7 @@ def _surroundings(config: RunConfig) -> str:
     return repr([*values, _cluster(config)])
 
 
-def build(outline: Outline) -> list[Block]:
+def build(outline: SectionContext) -> list[Block]:
     blocks: list[Block] = []
     found = families(outline.cells)
     by_kind = {kind: [family for family in found if family.kind == kind] for kind in KINDS}
@@ -218,7 +218,7 @@ def build(outline: Outline) -> list[Block]:
                 Text(answer(own), "answer"),
                 *_figures(outline, kind, own),
                 _table(own),
-                Items(
+                BulletList(
                     [(f"{family.name}:", text) for family in own if (text := _why(family))]
                     + [
                         (f"{family.name}, {point.workers} workers:", f"{flag}.")
@@ -240,7 +240,7 @@ def build(outline: Outline) -> list[Block]:
     return blocks
 
 
-def answer(found: Sequence[Family]) -> str:
+def answer(found: Sequence[ScalingSeries]) -> str:
     """With most workers: how much faster each is than with the fewest."""
     most = max(family.points[-1].workers for family in found)
     reach = [(family, last) for family in found if (last := family.points[-1]).workers == most]
@@ -258,7 +258,7 @@ def answer(found: Sequence[Family]) -> str:
     return f"With {most} workers{instead}: {'; '.join(texts)}{more}."
 
 
-def efficiency_text(family: Family, point: ScalePoint) -> str:
+def efficiency_text(family: ScalingSeries, point: ScalePoint) -> str:
     """The efficiency; above 100% with its likely reason, since linear speedup is the limit."""
     text = f"efficiency {units.percentage(family.efficiency(point))}"
     if not family.is_superlinear(point):
@@ -266,7 +266,7 @@ def efficiency_text(family: Family, point: ScalePoint) -> str:
     return f"{text}, above 100%; likely reason: {superlinear_reason(family, point)}"
 
 
-def superlinear_reason(family: Family, point: ScalePoint) -> str:
+def superlinear_reason(family: ScalingSeries, point: ScalePoint) -> str:
     """Why the base was slow, or the point fast, as far as the records show."""
     base = family.points[0]
     ideal = point.workers / family.base_workers
@@ -292,7 +292,7 @@ def superlinear_reason(family: Family, point: ScalePoint) -> str:
     return "a slow base run"
 
 
-def superlinear_note(winners: Sequence[Cell], cells: Sequence[Cell]) -> str:
+def superlinear_note(winners: Sequence[RunGroup], cells: Sequence[RunGroup]) -> str:
     """A sentence for each winner whose efficiency is above 100%; empty where there is none."""
     flagged = {
         id(point.cell): f" {point.cell.label}: scaling {efficiency_text(family, point)}."
@@ -303,13 +303,13 @@ def superlinear_note(winners: Sequence[Cell], cells: Sequence[Cell]) -> str:
     return "".join(flagged.get(id(cell), "") for cell in winners)
 
 
-def _threads(cell: Cell) -> int:
+def _threads(cell: RunGroup) -> int:
     """Of each worker; without a setting, the workers of a node share its cores."""
     cores = _cores(cell) or 1
     return cell.config.threads or max(1, int(cores) // cell.config.nproc_per_node)
 
 
-def _cores(cell: Cell) -> float | None:
+def _cores(cell: RunGroup) -> float | None:
     """Of the machine; None where several machines or GPUs compute, or it is not known."""
     hardware = (cell.finished[0].result or {}).get("hardware", {})
     cores = hardware.get("cores")
@@ -317,12 +317,12 @@ def _cores(cell: Cell) -> float | None:
     return float(cores) if is_number(cores) and not is_other else None
 
 
-def _why(family: Family) -> str:
+def _why(family: ScalingSeries) -> str:
     """What became of an iteration from the fewest workers to the most; empty without phases."""
     base, last = family.points[0], family.points[-1]
     if base.split is None or last.split is None:
         return ""
-    before, after = base.split.of(COMPUTING), last.split.of(COMPUTING)
+    before, after = base.split.of(COMPUTE_PHASES), last.split.of(COMPUTE_PHASES)
     shrunk = family.kind == "strong"
     ideal = before * base.workers / last.workers if shrunk else before
     little = 0.005 * last.split.total
@@ -339,7 +339,7 @@ def _why(family: Family) -> str:
     )
 
 
-def _figures(outline: Outline, kind: str, found: Sequence[Family]) -> list[Block]:
+def _figures(outline: SectionContext, kind: str, found: Sequence[ScalingSeries]) -> list[Block]:
     counts = sorted({point.workers for family in found for point in family.points})
     bases = sorted({family.base_workers for family in found})
     speedups = [
@@ -384,7 +384,7 @@ def _overlapped(point: ScalePoint) -> str:
     return units.spread(point.hidden_seconds_in_epoch, units.seconds)
 
 
-def _table(found: Sequence[Family]) -> Table:
+def _table(found: Sequence[ScalingSeries]) -> Table:
     rows = [
         (
             family.name,

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.report import units
-from paceline.report.cells import Cell
+from paceline.report.cells import RunGroup
 from paceline.report.chart.bars import BarChart, draw_bars
 from paceline.report.document import Block, Figure, Table
-from paceline.report.section.outline import Outline, known, mean_bar
+from paceline.report.section.outline import SectionContext, known, mean_bar
 
 TITLE = "Time to the target"
 
@@ -24,7 +24,7 @@ class TargetRow:
     best_accuracy: float | None
 
 
-def target_rows(cells: Sequence[Cell]) -> list[TargetRow]:
+def target_rows(cells: Sequence[RunGroup]) -> list[TargetRow]:
     """Of the cells that had a target."""
     rows = []
     for cell in cells:
@@ -44,7 +44,7 @@ def target_rows(cells: Sequence[Cell]) -> list[TargetRow]:
     return rows
 
 
-def build(outline: Outline) -> list[Block]:
+def build(outline: SectionContext) -> list[Block]:
     rows = target_rows(outline.cells)
     if not rows:
         return []

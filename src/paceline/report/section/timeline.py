@@ -10,12 +10,12 @@ from typing import Any
 from paceline.errors import RecordsError
 from paceline.records import read_json
 from paceline.report import units
-from paceline.report.cells import Cell
+from paceline.report.cells import RunGroup
 from paceline.report.chart.bars import COLOURS
 from paceline.report.chart.timeline import Lane, Span, Step, draw_timeline
 from paceline.report.document import Block, Figure, Text
-from paceline.report.phases import COMPUTING
-from paceline.report.section.outline import Outline
+from paceline.report.phases import COMPUTE_PHASES
+from paceline.report.section.outline import SectionContext
 from paceline.report.shape import is_number
 
 TITLE = "One step on the clock"
@@ -39,7 +39,7 @@ class TracedStep:
     @property
     def hidden_seconds(self) -> float:
         """Of these, beside computing."""
-        computing = _union(span for span in self.phases if span.kind in COMPUTING)
+        computing = _union(span for span in self.phases if span.kind in COMPUTE_PHASES)
         return sum(
             max(0.0, min(end, last) - max(begin, first))
             for begin, end in _union(self.transfers)
@@ -113,7 +113,7 @@ def _length(covered: Sequence[tuple[float, float]]) -> float:
     return sum(end - begin for begin, end in covered)
 
 
-def steps_of(cell: Cell) -> list[TracedStep]:
+def steps_of(cell: RunGroup) -> list[TracedStep]:
     """Of the first and the last worker of the first run that was traced."""
     for run in cell.shown:
         files = sorted(
@@ -127,7 +127,7 @@ def steps_of(cell: Cell) -> list[TracedStep]:
     return []
 
 
-def build(outline: Outline) -> list[Block]:
+def build(outline: SectionContext) -> list[Block]:
     steps = []
     for cell in outline.drawn:
         for traced in steps_of(cell):

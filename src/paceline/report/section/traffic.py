@@ -8,11 +8,11 @@ from statistics import fmean
 
 from paceline.records import TRAFFIC_KINDS
 from paceline.report import units
-from paceline.report.cells import Cell
+from paceline.report.cells import RunGroup
 from paceline.report.chart.bars import Bar, BarChart, Part, draw_bars
 from paceline.report.document import Block, Figure, Table, Text
 from paceline.report.run import Run
-from paceline.report.section.outline import Outline
+from paceline.report.section.outline import SectionContext
 
 TITLE = "Traffic by kind"
 RESIZED = (
@@ -47,7 +47,7 @@ def run_traffic(run: Run) -> dict[str, KindTraffic]:
     return found
 
 
-def cell_traffic(cell: Cell) -> dict[str, KindTraffic]:
+def cell_traffic(cell: RunGroup) -> dict[str, KindTraffic]:
     """On average over the finished runs."""
     runs = [run_traffic(run) for run in cell.finished]
     found = {}
@@ -65,7 +65,7 @@ def cell_traffic(cell: Cell) -> dict[str, KindTraffic]:
     return found
 
 
-def build(outline: Outline) -> list[Block]:
+def build(outline: SectionContext) -> list[Block]:
     found = [(cell, traffic) for cell in outline.finished if (traffic := cell_traffic(cell))]
     if not found:
         return []
@@ -97,7 +97,9 @@ def build(outline: Outline) -> list[Block]:
     ]
 
 
-def _figure(outline: Outline, found: Sequence[tuple[Cell, dict[str, KindTraffic]]]) -> list[Block]:
+def _figure(
+    outline: SectionContext, found: Sequence[tuple[RunGroup, dict[str, KindTraffic]]]
+) -> list[Block]:
     bars = []
     for cell, traffic in found:
         rates = {kind: one.bytes_per_iteration for kind, one in traffic.items()}

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.report import units
-from paceline.report.cells import Cell
-from paceline.report.document import Block, Items, Table, Text
+from paceline.report.cells import RunGroup
+from paceline.report.document import Block, BulletList, Table, Text
 from paceline.report.headline import beside_exact, headline, why
-from paceline.report.pace import Pace, Paced, iteration_pace
-from paceline.report.phases import explain, of_cell
-from paceline.report.section.outline import Outline
+from paceline.report.pace import RankedGroup, Ranking, iteration_pace
+from paceline.report.phases import explain, iteration_breakdown
+from paceline.report.section.outline import SectionContext
 from paceline.report.section.phases import spent
 from paceline.report.statistics import Difference, against_first
 
@@ -20,15 +20,15 @@ TITLE = "Which wins when"
 
 
 @dataclass(frozen=True, slots=True)
-class Contest:
+class ConditionRanking:
     """Ways held against one another under one condition."""
 
     condition: str
-    pace: Pace
+    pace: Ranking
     """Of the exact ways where there are any, else of all; labelled by their way."""
     lead: Difference | None
     """How much longer the second takes; None where there is no second."""
-    approximate: Pace | None = None
+    approximate: Ranking | None = None
     """Of ways that compute something else, beside exact ones."""
     approximate_lead: Difference | None = None
 
@@ -48,10 +48,10 @@ class Contest:
         return f"{headline(self.pace, self.lead, 'exact')} {others}"
 
 
-def contests(cells: Sequence[Cell]) -> list[Contest]:
+def contests(cells: Sequence[RunGroup]) -> list[ConditionRanking]:
     """By condition; none where cells have fewer than two axes, or nothing to choose from."""
     # By what is chosen too: cells that a study includes may lack its last axis.
-    groups: dict[tuple[str, str], list[Cell]] = {}
+    groups: dict[tuple[str, str], list[RunGroup]] = {}
     for cell in cells:
         if len(cell.axes) > 1 and cell.timed:
             *given, (chosen, way) = cell.axes.items()
@@ -60,18 +60,20 @@ def contests(cells: Sequence[Cell]) -> list[Contest]:
             groups.setdefault((condition, chosen), []).append(named)
     # One measure for all, as they share a table.
     whole = iteration_pace([cell for group in groups.values() for cell in group])
-    found: list[tuple[str, Pace, Pace]] = []
+    found: list[tuple[str, Ranking, Ranking]] = []
     for (condition, _), group in groups.items():
-        exact, others = Pace(whole.name, _of(group, whole)).apart()
+        exact, others = Ranking(whole.name, _of(group, whole)).apart()
         if len(group) > 1:
             found.append((condition, exact, others))
     # Told together, so all their pairs are one family of comparisons.
     gaps = iter(against_first([pace.samples for _, *both in found for pace in both]))
     leads = [[own[0] if own else None for own in (next(gaps), next(gaps))] for _ in found]
     return [
-        Contest(condition, exact, of_exact, others, of_others)
+        ConditionRanking(condition, exact, of_exact, others, of_others)
         if exact.ranking and others.ranking
-        else Contest(condition, *((exact, of_exact) if exact.ranking else (others, of_others)))
+        else ConditionRanking(
+            condition, *((exact, of_exact) if exact.ranking else (others, of_others))
+        )
         for (condition, exact, others), (of_exact, of_others) in zip(found, leads, strict=True)
     ]
 
@@ -83,12 +85,12 @@ def _named(axis: str, value: str) -> str:
     return f"{axis.rpartition('.')[2].replace('_', ' ')} {value}"
 
 
-def _of(group: Sequence[Cell], pace: Pace) -> list[Paced]:
+def _of(group: Sequence[RunGroup], pace: Ranking) -> list[RankedGroup]:
     own = {id(cell) for cell in group}
     return [one for one in pace.ranking if id(one.cell) in own]
 
 
-def build(outline: Outline) -> list[Block]:
+def build(outline: SectionContext) -> list[Block]:
     found = contests(outline.cells)
     if not found:
         return []
@@ -103,7 +105,7 @@ def build(outline: Outline) -> list[Block]:
         items.append((f"{contest.condition}:", contest.headline + told))
     return [
         Text(answer(found), "answer"),
-        Items(items),
+        BulletList(items),
         Table(
             ("given", "way", f"time {found[0].pace.name}", "of the fastest", "computing",
              "communicating", "waiting", "test accuracy"),
@@ -119,7 +121,7 @@ def build(outline: Outline) -> list[Block]:
     ]  # fmt: skip
 
 
-def answer(found: Sequence[Contest]) -> str:
+def answer(found: Sequence[ConditionRanking]) -> str:
     names = {contest.winner for contest in found}
     tail = _doubt(found) + _approximate(found)
     if len(names) == 1:
@@ -132,7 +134,7 @@ def answer(found: Sequence[Contest]) -> str:
     return f"The fastest may depend on what is given. {_sentence(each)}.{tail}"
 
 
-def _doubt(found: Sequence[Contest]) -> str:
+def _doubt(found: Sequence[ConditionRanking]) -> str:
     """Conditions whose winner is not significantly faster than the second, and why not."""
     leads = [(contest.condition, contest.lead) for contest in found if contest.lead is not None]
     ties = [condition for condition, lead in leads if lead.is_tie]
@@ -141,7 +143,7 @@ def _doubt(found: Sequence[Contest]) -> str:
     return text + (f" Single run, significance unknown: {'; '.join(single)}." if single else "")
 
 
-def _approximate(found: Sequence[Contest]) -> str:
+def _approximate(found: Sequence[ConditionRanking]) -> str:
     fastest = [
         f"{contest.condition}: {contest.approximate.ranking[0].cell.label}"
         for contest in found
@@ -156,7 +158,7 @@ def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _rows(contest: Contest) -> list[tuple[str, ...]]:
+def _rows(contest: ConditionRanking) -> list[tuple[str, ...]]:
     fastest = contest.pace.ranking[0].mean
     others = contest.approximate.ranking if contest.approximate else []
     return [
@@ -165,7 +167,7 @@ def _rows(contest: Contest) -> list[tuple[str, ...]]:
             paced.cell.label + " (approximate)" * (paced in others),
             units.spread(paced.values, units.seconds),
             f"{paced.mean / fastest:.2f} times" if fastest else "-",
-            *spent(of_cell(paced.cell)),
+            *spent(iteration_breakdown(paced.cell)),
             units.number(paced.cell.mean_of("test_accuracy")),
         )
         for paced in (*contest.pace.ranking, *others)

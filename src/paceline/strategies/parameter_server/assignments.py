@@ -25,7 +25,7 @@ from time import perf_counter
 from typing import Any
 
 from paceline.errors import PeerError
-from paceline.strategies.strategy import Call, Terms, Turn
+from paceline.strategies.strategy import Assignment, AssignmentRequest, Call
 
 
 class Staleness:
@@ -68,14 +68,14 @@ class Staleness:
 
 
 @dataclass(frozen=True, slots=True)
-class Deal:
-    turn: Turn
+class QueuedAssignment:
+    turn: Assignment
     ahead: int
     """Iterations between this turn and that of the slowest worker."""
     waited_seconds: float
 
 
-class Dealer:
+class AssignmentQueue:
     """Serves all workers, each from a thread of its own."""
 
     def __init__(self, workers: int, staleness: int | None) -> None:
@@ -93,7 +93,7 @@ class Dealer:
         self._last_call: Call | None = None
         """How the run ends, once that is decided; every worker gets this call."""
 
-    def claim(self, worker: int, terms: Terms) -> Deal:
+    def claim(self, worker: int, terms: AssignmentRequest) -> QueuedAssignment:
         """The worker's next turn, once it may begin; what it had claimed before counts as done."""
         began = perf_counter()
         with self._changed:
@@ -110,7 +110,7 @@ class Dealer:
             if turn.call in ("train", "meet"):
                 self._busy[worker] = self._next
                 self._next += 1
-        return Deal(turn, max(0, ahead), perf_counter() - began)
+        return QueuedAssignment(turn, max(0, ahead), perf_counter() - began)
 
     def done(self, worker: int) -> None:
         with self._changed:
@@ -127,7 +127,7 @@ class Dealer:
         """The earliest batch that somebody is busy with."""
         return min(self._busy.values(), default=self._next) // self._workers
 
-    def _decide(self, terms: Terms) -> Turn | None:
+    def _decide(self, terms: AssignmentRequest) -> Assignment | None:
         """None: not yet."""
         if self._gave_up:
             raise PeerError("a worker is gone")
@@ -136,18 +136,18 @@ class Dealer:
         if self._last_call is None and is_everyone_here:
             self._last_call = self._ending(batch, part, terms)
         if self._last_call is not None:
-            return Turn(batch, part, self._last_call)
+            return Assignment(batch, part, self._last_call)
         if self._ending(batch, part, terms) is not None:
             return None
         if terms.meet_every and batch > terms.first and batch % terms.meet_every == 0:
             # Each worker gets one part of the batch that follows a checkpoint: those who were given
             # theirs first stay in the collective until all others have come to it.
-            return Turn(batch, part, "meet") if part > 0 or is_everyone_here else None
+            return Assignment(batch, part, "meet") if part > 0 or is_everyone_here else None
         if self._staleness is not None and batch - self._slowest() > self._staleness:
             return None
-        return Turn(batch, part)
+        return Assignment(batch, part)
 
-    def _ending(self, batch: int, part: int, terms: Terms) -> Call | None:
+    def _ending(self, batch: int, part: int, terms: AssignmentRequest) -> Call | None:
         """How the run is to end once all workers are here; None where it goes on."""
         if self._finishing or batch >= terms.total:
             return "end"

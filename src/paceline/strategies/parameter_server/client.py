@@ -10,19 +10,21 @@ from torch import Tensor
 
 from paceline.comm.buffers import chunk
 from paceline.comm.work import Work
-from paceline.strategies.parameter_server.assignments import Deal
-from paceline.strategies.parameter_server.protocol import DTYPES, NUMBERS, Link, Request
+from paceline.strategies.parameter_server.assignments import QueuedAssignment
+from paceline.strategies.parameter_server.protocol import DTYPES, NUMBERS, Request, ServerConnection
 from paceline.strategies.parameter_server.server import TENSOR, State, described
-from paceline.strategies.strategy import CALLS, Terms, Turn
+from paceline.strategies.strategy import CALLS, Assignment, AssignmentRequest
 
 CLIP_EPSILON = 1e-6
 """As in torch's clip_grad_norm_."""
 
 
-class Servers:
+class ServerClient:
     """Asks all servers at the same time. The first of them also deals the work."""
 
-    def __init__(self, links: Sequence[Link], weights: Tensor, gradients: Tensor) -> None:
+    def __init__(
+        self, links: Sequence[ServerConnection], weights: Tensor, gradients: Tensor
+    ) -> None:
         """Weights and gradients are flat tensors of the same layout."""
         self._links = links
         count = len(links)
@@ -72,7 +74,7 @@ class Servers:
         for link, works in zip(links, started, strict=True):
             link.wait(works)
 
-    def claim(self, terms: Terms) -> Deal:
+    def claim(self, terms: AssignmentRequest) -> QueuedAssignment:
         """The next turn, and the newest weights for it."""
         dealer = self._links[0]
         asked = (terms.first, terms.total, terms.meet_every, terms.stop, terms.finish)
@@ -80,8 +82,8 @@ class Servers:
         call, iteration, part, ahead, waited_seconds, *_ = dealer.receive_numbers()
         dealer.receive(self._weights[0], "parameters")
         self._pull_from(1)
-        turn = Turn(int(iteration), int(part), CALLS[int(call)])
-        return Deal(turn, int(ahead), waited_seconds)
+        turn = Assignment(int(iteration), int(part), CALLS[int(call)])
+        return QueuedAssignment(turn, int(ahead), waited_seconds)
 
     def barrier(self) -> None:
         """Wait for all workers, however long that takes: they may wait for a slow server."""

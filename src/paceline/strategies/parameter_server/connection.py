@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from paceline.comm.communicator import Operation
-from paceline.comm.process_groups import GlooTransfer, GlooWork
+from paceline.comm.communicator import OperationContext
+from paceline.comm.process_groups import GlooPointToPointWork, GlooWork
 from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.comm.work import Work
 from paceline.errors import PeerError
@@ -34,17 +34,17 @@ class Pair(TorchCommunicator):
         self.silent_seconds, self.lost_at = silent_seconds, time.time()
         self.close()
 
-    def operation(self, name: str, peers: Sequence[int]) -> Operation:
+    def operation(self, name: str, peers: Sequence[int]) -> OperationContext:
         plain = super().operation(name, peers)
         return _Operation(plain.rank, plain.name, plain.peers, self)
 
     def _start(
         self,
-        operation: Operation,
+        operation: OperationContext,
         transfer: CountedTransfer,
         device: torch.device,
         action: Callable[[], Any],
-        gloo_work: type[GlooTransfer] | type[GlooWork] = GlooWork,
+        gloo_work: type[GlooPointToPointWork] | type[GlooWork] = GlooWork,
     ) -> Work:
         try:
             return super()._start(operation, transfer, device, action, _PatientTransfer)
@@ -54,16 +54,16 @@ class Pair(TorchCommunicator):
 
 
 @dataclass(frozen=True, slots=True)
-class _Operation(Operation):
+class _Operation(OperationContext):
     pair: Pair
 
     def failed(self, cause: str) -> PeerError:
         silent_seconds = self.pair.silent_seconds
         if silent_seconds is not None:
             cause = f"no answer within {silent_seconds:g} s"
-        return Operation.failed(self, cause)
+        return OperationContext.failed(self, cause)
 
 
-class _PatientTransfer(GlooTransfer):
+class _PatientTransfer(GlooPointToPointWork):
     def _finish(self) -> None:
         self._handle.wait(PATIENCE)

@@ -57,7 +57,7 @@ class Request(IntEnum):
     """This worker may leave without that being a failure. No answer."""
 
 
-class Link:
+class ServerConnection:
     """One end of a pair."""
 
     def __init__(self, communicator: Communicator, own_name: str, peer_name: str) -> None:

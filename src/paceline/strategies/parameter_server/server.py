@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import PeerError
-from paceline.strategies.parameter_server.assignments import Dealer
-from paceline.strategies.parameter_server.protocol import DTYPES, Link, Request
-from paceline.strategies.strategy import CALLS, MakeOptimizer, Terms
+from paceline.strategies.parameter_server.assignments import AssignmentQueue
+from paceline.strategies.parameter_server.protocol import DTYPES, Request, ServerConnection
+from paceline.strategies.strategy import CALLS, AssignmentRequest, MakeOptimizer
 
 State = dict[str, Tensor | float | None]
 """Of an optimiser, for one flat tensor: one like the weights, a count, or nothing yet."""
@@ -67,7 +67,7 @@ def described(state: State) -> dict[str, float | str | None]:
     return {name: TENSOR if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
-class Rounds:
+class SyncRound:
     """Serves all workers, each from a thread of its own. A worker that has not been answered brings
     nothing new, so there is one round at a time."""
 
@@ -121,13 +121,16 @@ class Rounds:
 
 class Server:
     def __init__(
-        self, links: Sequence[Link], make_optimizer: MakeOptimizer, staleness: int | None
+        self,
+        links: Sequence[ServerConnection],
+        make_optimizer: MakeOptimizer,
+        staleness: int | None,
     ) -> None:
         """`links` are those to the workers, by rank."""
         self._links = links
         self._make_optimizer = make_optimizer
-        self._dealer = Dealer(len(links), staleness)
-        self._rounds = Rounds(len(links))
+        self._dealer = AssignmentQueue(len(links), staleness)
+        self._rounds = SyncRound(len(links))
         self._barrier = Barrier(len(links))
         self._lock = Lock()
         """Held while the shard changes or is copied."""
@@ -136,7 +139,7 @@ class Server:
         """The shard's number of updates at each worker's last pull."""
         self._finished = [False] * len(links)
         self._failure: Exception | None = None
-        self._handlers: dict[Request, Callable[[int, Link, list[float]], None]] = {
+        self._handlers: dict[Request, Callable[[int, ServerConnection, list[float]], None]] = {
             Request.BEGIN: self._begin,
             Request.STEP: self._step,
             Request.PUSH: self._push,
@@ -184,7 +187,7 @@ class Server:
         for link in self._links:
             link.close()
 
-    def _begin(self, worker: int, link: Link, numbers: list[float]) -> None:
+    def _begin(self, worker: int, link: ServerConnection, numbers: list[float]) -> None:
         weights = torch.empty(int(numbers[0]), dtype=DTYPES[int(numbers[1])])
         link.receive(weights, "parameters")
         if self._shard is None:
@@ -200,7 +203,7 @@ class Server:
             raise RuntimeError("a worker asked for weights before any were given")
         return self._shard
 
-    def _step(self, worker: int, link: Link, numbers: list[float]) -> None:
+    def _step(self, worker: int, link: ServerConnection, numbers: list[float]) -> None:
         rate, clips = numbers[0], bool(numbers[1])
         shard, gradient = self._held, self._buffers[worker]
         link.receive(gradient, "gradients")
@@ -214,7 +217,7 @@ class Server:
             self._rounds.apply(number, lambda total: shard.apply(total, rate))
         link.send(shard.weights, "parameters")
 
-    def _push(self, worker: int, link: Link, numbers: list[float]) -> None:
+    def _push(self, worker: int, link: ServerConnection, numbers: list[float]) -> None:
         gradient = self._buffers[worker]
         link.receive(gradient, "gradients")
         with self._lock:
@@ -224,23 +227,23 @@ class Server:
             self._dealer.done(worker)
         link.send_numbers(behind)
 
-    def _pull(self, worker: int, link: Link, numbers: list[float]) -> None:
+    def _pull(self, worker: int, link: ServerConnection, numbers: list[float]) -> None:
         copy = self._buffers[worker]
         with self._lock:
             copy.copy_(self._held.weights)
             self._read_at[worker] = self._held.updates
         link.send(copy, "parameters")
 
-    def _claim(self, worker: int, link: Link, numbers: list[float]) -> None:
+    def _claim(self, worker: int, link: ServerConnection, numbers: list[float]) -> None:
         first, total, meet_every, stop, finish = map(int, numbers[:5])
-        terms = Terms(first, total, meet_every, bool(stop), bool(finish))
+        terms = AssignmentRequest(first, total, meet_every, bool(stop), bool(finish))
         deal = self._dealer.claim(worker, terms)
         turn = deal.turn
         call = CALLS.index(turn.call)
         link.send_numbers(call, turn.iteration, turn.part, deal.ahead, deal.waited_seconds)
         self._pull(worker, link, numbers)
 
-    def _save(self, worker: int, link: Link, numbers: list[float]) -> None:
+    def _save(self, worker: int, link: ServerConnection, numbers: list[float]) -> None:
         with self._lock:
             state = self._held.state()
         link.send_json(described(state))
@@ -248,7 +251,7 @@ class Server:
             if isinstance(value, Tensor):
                 link.send(value, "parameters")
 
-    def _load(self, worker: int, link: Link, numbers: list[float]) -> None:
+    def _load(self, worker: int, link: ServerConnection, numbers: list[float]) -> None:
         state: State = {}
         for name, value in link.receive_json().items():
             state[name] = value
@@ -259,12 +262,12 @@ class Server:
             self._held.load_state(state)
         link.send_numbers()
 
-    def _wait_for_all(self, worker: int, link: Link, numbers: list[float]) -> None:
+    def _wait_for_all(self, worker: int, link: ServerConnection, numbers: list[float]) -> None:
         try:
             self._barrier.wait()
         except BrokenBarrierError:
             raise PeerError("a worker is gone") from None
         link.send_numbers()
 
-    def _finish(self, worker: int, link: Link, numbers: list[float]) -> None:
+    def _finish(self, worker: int, link: ServerConnection, numbers: list[float]) -> None:
         self._finished[worker] = True

@@ -37,11 +37,17 @@ from paceline.config.conversion import check_option
 from paceline.errors import ConfigError
 from paceline.strategies.flat_buffer import FlatGradients, FlatWeights
 from paceline.strategies.parameter_server.assignments import Staleness
-from paceline.strategies.parameter_server.client import Servers
-from paceline.strategies.parameter_server.protocol import DTYPES, Link
+from paceline.strategies.parameter_server.client import ServerClient
+from paceline.strategies.parameter_server.protocol import DTYPES, ServerConnection
 from paceline.strategies.parameter_server.server import Server
 from paceline.strategies.replica import Replica, broadcast_model
-from paceline.strategies.strategy import MakeOptimizer, ModelShape, Strategy, Terms, Turn
+from paceline.strategies.strategy import (
+    Assignment,
+    AssignmentRequest,
+    MakeOptimizer,
+    ModelShape,
+    Strategy,
+)
 
 
 class ParameterServer(Strategy):
@@ -69,7 +75,7 @@ class ParameterServer(Strategy):
         self, number: int, workers: Sequence[Communicator], make_optimizer: MakeOptimizer
     ) -> None:
         links = [
-            Link(communicator, f"server {number}", f"rank {rank}")
+            ServerConnection(communicator, f"server {number}", f"rank {rank}")
             for rank, communicator in enumerate(workers)
         ]
         staleness = self._staleness if self._mode == "bounded" else None
@@ -92,10 +98,10 @@ class ParameterServer(Strategy):
         self._gradients = FlatGradients(replica.trainable)
         replica.flat_gradients = self._gradients.tensor
         links = [
-            Link(communicator, f"rank {rank}", f"server {number}")
+            ServerConnection(communicator, f"rank {rank}", f"server {number}")
             for number, communicator in enumerate(replica.servers)
         ]
-        self._servers = Servers(links, self._weights.tensor, self._gradients.tensor)
+        self._servers = ServerClient(links, self._weights.tensor, self._gradients.tensor)
         self._give_to_servers({})
 
     def step(self) -> None:
@@ -121,7 +127,7 @@ class ParameterServer(Strategy):
         turn, ahead = self._turn
         self.staleness.note(iteration=turn.iteration, part=turn.part, ahead=ahead, behind=behind)
 
-    def claim(self, terms: Terms) -> Turn:
+    def claim(self, terms: AssignmentRequest) -> Assignment:
         with self.replica.clock.during("exchange"):
             deal = self._servers.claim(terms)
         self.replica.clock.move("exchange", "wait", deal.waited_seconds)

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from paceline.comm.buffers import copy_flat
+from paceline.comm.buffers import memcpy
 from paceline.errors import RunError
 from paceline.strategies.flat_buffer import AlignedMemory
 from paceline.strategies.replica import Replica
-from paceline.strategies.sharded import Piece
-from paceline.strategies.shared.linear_factors import Factored
+from paceline.strategies.sharded import ParameterShard
+from paceline.strategies.shared.linear_factors import LinearGradientFactors
 
 
-class AccumulatedGradients:
-    """Of a model that the first worker updates alone; `Deposits` are those of larger ones."""
+class InPlaceGradients:
+    """Of a model that the first worker updates alone; `PublishedGradients` are those of larger ones."""
 
     def __init__(
         self,
@@ -84,15 +84,15 @@ class AccumulatedGradients:
 EARLY_BYTES = 2**20
 
 
-class Deposits:
+class PublishedGradients:
     def __init__(
         self,
         replica: Replica,
         weights: Sequence[nn.Parameter],
-        pieces: Sequence[Piece],
+        pieces: Sequence[ParameterShard],
         memories: Sequence[AlignedMemory],
         place: int,
-        factored: Mapping[int, Factored],
+        factored: Mapping[int, LinearGradientFactors],
         *,
         sums_lie_together: bool,
     ) -> None:
@@ -180,13 +180,13 @@ class Deposits:
 class _Kept:
     """A piece that this worker sums."""
 
-    piece: Piece
+    piece: ParameterShard
     weight: nn.Parameter
     place: Tensor
     """Its own in the shared memory, which no other worker reads."""
     others: dict[int, Tensor]
     """The same elements of the others' gradients, by their places."""
-    factored: Factored | None
+    factored: LinearGradientFactors | None
 
     def sum_up(self) -> Tensor:
         elements = _elements(self.piece)
@@ -238,7 +238,7 @@ class _Given:
             if gradient is None:
                 place.zero_()
             else:
-                copy_flat(place, gradient[elements])
+                memcpy(place, gradient[elements])
             self.copied_bytes += place.nbytes
 
 
@@ -273,7 +273,7 @@ def _in_memory_order(weight: nn.Parameter) -> Tensor:
     return gradient.as_strided((weight.numel(),), (1,))
 
 
-def _elements(piece: Piece) -> slice:
+def _elements(piece: ParameterShard) -> slice:
     return slice(piece.begin, piece.begin + piece.values.numel())
 
 

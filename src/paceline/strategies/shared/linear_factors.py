@@ -18,20 +18,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.comm.shm.segment import LINE_BYTES, Arena, lay_out
+from paceline.comm.shm.segment import CACHE_LINE_BYTES, SharedSegment, aligned_offsets
 
 LEAST_WEIGHT_BYTES = 256 * 1024
 """Of a layer for which the detour pays."""
 
 
-class Factored:
+class LinearGradientFactors:
     """The factors of one layer's gradient, those of all workers of a host.
 
     There is room for as many samples as make the factors half as large as the product. What goes
     beyond becomes an ordinary gradient, to which the product of the factors is to be added.
     """
 
-    def __init__(self, layer: nn.Linear, arena: Arena, begin_byte: int, place: int, workers: int):
+    def __init__(
+        self, layer: nn.Linear, arena: SharedSegment, begin_byte: int, place: int, workers: int
+    ):
         self.weight = layer.weight
         self._layer = layer
         size_bytes = memory_bytes(layer)
@@ -108,11 +110,11 @@ class Factored:
 class _Memory:
     """One worker's: how many rows, whether there is an ordinary gradient; inputs; gradients."""
 
-    def __init__(self, layer: nn.Linear, arena: Arena, begin_byte: int) -> None:
-        begins, _ = lay_out(_parts_bytes(layer))
+    def __init__(self, layer: nn.Linear, arena: SharedSegment, begin_byte: int) -> None:
+        begins, _ = aligned_offsets(_parts_bytes(layer))
         header, inputs, gradients = (begin_byte + begin for begin in begins)
         rows, dtype = _most_rows(layer), layer.weight.dtype
-        self.header = arena.numbers(header, LINE_BYTES)
+        self.header = arena.numbers(header, CACHE_LINE_BYTES)
         self.inputs = arena.tensor(inputs, rows * layer.in_features, dtype).view(rows, -1)
         self.gradients = arena.tensor(gradients, rows * layer.out_features, dtype).view(rows, -1)
 
@@ -136,12 +138,12 @@ def layers_to_factor(model: nn.Module, weights: Sequence[nn.Parameter]) -> list[
 
 def memory_bytes(layer: nn.Linear) -> int:
     """Of one worker's factors."""
-    return lay_out(_parts_bytes(layer))[1]
+    return aligned_offsets(_parts_bytes(layer))[1]
 
 
 def _parts_bytes(layer: nn.Linear) -> list[int]:
     row_bytes = _most_rows(layer) * layer.weight.element_size()
-    return [LINE_BYTES, row_bytes * layer.in_features, row_bytes * layer.out_features]
+    return [CACHE_LINE_BYTES, row_bytes * layer.in_features, row_bytes * layer.out_features]
 
 
 def _most_rows(layer: nn.Linear) -> int:
@@ -152,7 +154,7 @@ def _nothing() -> None:
     """What becomes of factors when a model is copied or written: its layers are plain then."""
 
 
-def _forward(layer: nn.Linear, factored: Factored | None, inputs: Tensor) -> Tensor:
+def _forward(layer: nn.Linear, factored: LinearGradientFactors | None, inputs: Tensor) -> Tensor:
     if factored and torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu"):
         apply: Any = _Linear.apply
         output: Tensor = apply(inputs, layer.weight, layer.bias, factored)
@@ -165,7 +167,11 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, factored: Factored
+        ctx: Any,
+        inputs: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        factored: LinearGradientFactors,
     ) -> Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.factored = factored

@@ -25,20 +25,24 @@ from torch import nn
 
 from paceline.comm.buffers import chunk
 from paceline.comm.cost import Cost, Network
-from paceline.comm.hierarchical import Levels, split
-from paceline.comm.shm.segment import Arena, lay_out
+from paceline.comm.hierarchical import NodeGroups, split_by_node
+from paceline.comm.shm.segment import SharedSegment, aligned_offsets
 from paceline.errors import ConfigError
 from paceline.strategies.flat_buffer import AlignedMemory, padded_bytes
 from paceline.strategies.replica import Replica, broadcast_model
 from paceline.strategies.sharded import (
-    OwnPart,
-    Piece,
-    check_splittable,
+    ParameterShard,
+    ShardedOptimizer,
+    check_shardable,
     optimizer_weights,
     pieces_of_chunk,
 )
-from paceline.strategies.shared.gradients import AccumulatedGradients, Deposits
-from paceline.strategies.shared.linear_factors import Factored, layers_to_factor, memory_bytes
+from paceline.strategies.shared.gradients import InPlaceGradients, PublishedGradients
+from paceline.strategies.shared.linear_factors import (
+    LinearGradientFactors,
+    layers_to_factor,
+    memory_bytes,
+)
 from paceline.strategies.strategy import ModelShape, Strategy
 
 LEAST_CHUNK_BYTES = 512 * 1024
@@ -47,18 +51,18 @@ LEAST_CHUNK_BYTES = 512 * 1024
 class Shared(Strategy):
     def attach(self, replica: Replica) -> None:
         super().attach(replica)
-        check_splittable(replica.optimizer, "shared")
+        check_shardable(replica.optimizer, "shared")
         self._trained = optimizer_weights(replica.optimizer)
         if self._trained[0].device.type != "cpu":
             raise ConfigError(
                 ["--strategy shared: weights are shared in main memory: use --device cpu"]
             )
         broadcast_model(replica.model, replica.communicator)
-        self._levels = split(replica.communicator, replica.node)
+        self._levels = split_by_node(replica.communicator, replica.node)
         self._share_memory(self._levels)
         self._levels.host.barrier().wait()
 
-    def _share_memory(self, levels: Levels) -> None:
+    def _share_memory(self, levels: NodeGroups) -> None:
         replica, weights = self.replica, self._trained
         place, workers = levels.host.rank, levels.host.world_size
         sizes = [weight.nbytes for weight in weights]
@@ -66,10 +70,10 @@ class Shared(Strategy):
         size_bytes = padded_bytes(sizes, chunks)
         is_small = chunks == 1 and workers > 1
         layers = [] if is_small else self._layers_to_factor()
-        begins, arena_bytes = lay_out(
+        begins, arena_bytes = aligned_offsets(
             [*([size_bytes] * (1 + workers)), *(workers * memory_bytes(layer) for layer in layers)]
         )
-        arena = Arena(levels.host, arena_bytes)
+        arena = SharedSegment(levels.host, arena_bytes)
         first = weights[0]
         blocks = [
             arena.tensor(begin, size_bytes // first.element_size(), first.dtype)
@@ -79,19 +83,19 @@ class Shared(Strategy):
         for number, weight in enumerate(weights):
             # All workers of a host write the same; nobody changes it before all have.
             weight.data = values.views[number].copy_(weight.data)
-        pieces: list[Piece] = []
+        pieces: list[ParameterShard] = []
         if place < chunks:
             pieces = pieces_of_chunk(weights, values, deposits[place], place, chunks)
         numbers = {id(weight): number for number, weight in enumerate(weights)}
         factored = {
-            numbers[id(layer.weight)]: Factored(layer, arena, begin, place, workers)
+            numbers[id(layer.weight)]: LinearGradientFactors(layer, arena, begin, place, workers)
             for layer, begin in zip(layers, begins[1 + workers :], strict=True)
         }
-        self._deposits: Deposits | AccumulatedGradients
+        self._deposits: PublishedGradients | InPlaceGradients
         if is_small:
-            self._deposits = AccumulatedGradients(weights, deposits, place)
+            self._deposits = InPlaceGradients(weights, deposits, place)
         else:
-            self._deposits = Deposits(
+            self._deposits = PublishedGradients(
                 replica,
                 weights,
                 pieces,
@@ -100,10 +104,10 @@ class Shared(Strategy):
                 factored,
                 sums_lie_together=levels.across.world_size > 1,
             )
-        self._own = OwnPart(replica, weights, pieces, levels.host)
+        self._own = ShardedOptimizer(replica, weights, pieces, levels.host)
         self._chunk = chunk(deposits[place].tensor, chunks, place) if pieces else torch.empty(0)
         """Where the sums of this worker's pieces lie together, to be exchanged across hosts."""
-        self._awaits_others = chunks > 1 or place > 0
+        self._must_wait_for_update = chunks > 1 or place > 0
         """Who alone updates everything can go on: nobody else changes what it reads, and a barrier
         of shared memory counts as soon as it is begun."""
 
@@ -122,7 +126,7 @@ class Shared(Strategy):
         self._deposits.forget()
         with replica.exchanging():
             updated = host.barrier()
-            if self._awaits_others:
+            if self._must_wait_for_update:
                 updated.wait()
         replica.clock.enter("update")
         self._deposits.clear()

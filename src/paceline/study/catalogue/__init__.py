@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from paceline.errors import UnknownNameError, nearest, shown
+from paceline.errors import UnknownNameError, shown, suggest
 from paceline.registry import Entry
 
 CATALOGUE = Path(__file__).parent
@@ -24,7 +24,7 @@ def find(given: str) -> Path:
     if path.suffix in (".yaml", ".yml") or path.is_file():
         return path
     if given not in names():
-        hint = nearest(given, names())
+        hint = suggest(given, names())
         raise UnknownNameError(
             f"unknown study {shown(given)}: {hint}, or give a .yaml file of your own"
         )
