@@ -125,7 +125,7 @@ def paceline_block(config: RunConfig, folder: Path) -> Block:
         communicator = InProcessGroup(1).communicators[0]
         replica = Replica(model, optimizer, clock, model, scaler, communicator)
         strategy = Single()
-        strategy.attach(replica)
+        strategy.setup(replica)
         loop = TrainingLoop(
             config,
             replica,

@@ -226,9 +226,9 @@ def attach(communicator: Communicator, name: str, job: Job) -> Strategy:
         communicator=communicator,
         node=communicator.rank,
     )
-    replica.share = 1 / communicator.world_size
+    replica.batch_fraction = 1 / communicator.world_size
     strategy = create_strategy(name, job.options if name == "overlap" else {})
-    strategy.attach(replica)
+    strategy.setup(replica)
     return strategy
 
 
@@ -239,7 +239,7 @@ def update(strategy: Strategy, inputs: Tensor, labels: Tensor) -> Update:
     traffic.log = []
     interface = NetworkCounter(os.getpid())
     began, used = perf_counter(), process_time()
-    strategy.backward(F.cross_entropy(replica.forward(inputs), labels) * replica.share)
+    strategy.backward(F.cross_entropy(replica.forward(inputs), labels) * replica.batch_fraction)
     strategy.step()
     ended, used = perf_counter(), process_time() - used
     counts, buckets = interface.totals(), []

@@ -53,7 +53,7 @@ REFERENCE = "ddp"
 SECONDS_PER_BLOCK = 0.5
 MODES = {f"server/{mode}": mode for mode in ("sync", "async", "bounded")}
 """Of the parameter server, by the name it has in the table."""
-WITHOUT_END = AssignmentRequest(first=0, total=2**31, meet_every=0, stop=False)
+WITHOUT_END = AssignmentRequest(first=0, total=2**31, checkpoint_every=0, stop=False)
 
 
 @dataclass(frozen=True)
@@ -299,9 +299,9 @@ def attach(
         communicator=communicator,
         servers=servers,
     )
-    replica.share = 1 / communicator.world_size
+    replica.batch_fraction = 1 / communicator.world_size
     strategy = create(name)
-    strategy.attach(replica)
+    strategy.setup(replica)
     return strategy
 
 
@@ -319,12 +319,12 @@ def update(strategy: Strategy, inputs: Tensor, labels: Tensor) -> float:
     replica = strategy.replica
     replica.clock.enter("other")
     began = perf_counter()
-    if not strategy.lockstep:
-        strategy.claim(WITHOUT_END)
+    if not strategy.synchronous:
+        strategy.next_assignment(WITHOUT_END)
     replica.clock.enter("forward")
     loss = F.cross_entropy(replica.forward(inputs), labels)
     replica.clock.enter("backward")
-    strategy.backward(loss * replica.share)
+    strategy.backward(loss * replica.batch_fraction)
     strategy.step()
     replica.clock.enter("other")
     return perf_counter() - began

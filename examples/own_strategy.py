@@ -14,26 +14,26 @@ from paceline.strategies.strategy import Strategy
 
 
 class LateAveraging(Strategy):
-    equal = False  # between two averages the workers' weights differ
+    replicas_equal = False  # between two averages the workers' weights differ
 
     def __init__(self, *, every: int = 8) -> None:
         """Keyword arguments are the `-o` options, converted by their types."""
         self.every = every
         self.steps = 0
 
-    def attach(self, replica: Replica) -> None:
+    def setup(self, replica: Replica) -> None:
         """Once, before training: all workers begin with the weights of the first."""
-        super().attach(replica)
+        super().setup(replica)
         broadcast_model(replica.model, replica.communicator)
 
     def step(self) -> None:
         """After the backward pass of this worker's part of a batch: update, and keep in step."""
         # Gradients come weighted with the part's share of the batch, so that their sum over the
         # workers is the batch's. Alone, a worker's own mean is wanted, so its weight is undone.
-        if self.replica.share:
+        if self.replica.batch_fraction:
             for weight in self.replica.trainable:
                 if weight.grad is not None:
-                    weight.grad /= self.replica.share
+                    weight.grad /= self.replica.batch_fraction
         self.replica.update()
         self.steps += 1
         if self.steps % self.every == 0:
@@ -47,7 +47,7 @@ class LateAveraging(Strategy):
         workers = self.replica.communicator
         weights = [weight.data for weight in self.replica.trainable]
         flat = torch.cat([weight.flatten() for weight in weights])
-        with self.replica.exchanging():  # what follows is counted as communication
+        with self.replica.exposed_communication():  # what follows is counted as communication
             workers.all_reduce(flat, "parameters").wait()
         flat /= workers.world_size
         means = flat.split([weight.numel() for weight in weights])

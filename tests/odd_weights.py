@@ -103,7 +103,7 @@ def train(strategy: Strategy, steps: range) -> None:
 
 
 def attached(strategy: S, replica: Replica) -> S:
-    strategy.attach(replica)
+    strategy.setup(replica)
     return strategy
 
 

@@ -46,9 +46,7 @@ def with_servers(
             links = [of_server[communicator.rank][WORKER] for of_server in pairs]
             try:
                 strategy = make()
-                strategy.attach(
-                    replica(communicator, optimizer, servers=links, clip_norm=clip_norm)
-                )
+                strategy.setup(replica(communicator, optimizer, servers=links, clip_norm=clip_norm))
                 result = work(strategy)
                 # One that leaves before it has finished sends the others home.
                 communicator.barrier().wait()

@@ -39,8 +39,8 @@ def test_the_sum_is_that_of_all_workers_whatever_became_of_the_views(
         disturb(model)
         model(torch.full((1, 5), place + 1.0)).sum().backward()
     for worker in workers:
-        worker.give()
-    workers[0].sum_up()
+        worker.publish()
+    workers[0].reduce()
     assert torch.equal(memories[0].views[0], torch.full((3, 5), 3.0))
     assert torch.equal(memories[0].views[1], torch.full((3,), 2.0))
 
@@ -51,8 +51,8 @@ def test_a_weight_without_gradient_counts_as_zero_and_old_sums_are_forgotten() -
     memories = [AlignedMemory(weights, 1) for _ in range(2)]
     worker = InPlaceGradients(weights, memories, 1)
     model(torch.ones(1, 5)).sum().backward()
-    worker.give()
+    worker.publish()
     worker.clear()
     model.bias.grad = None
-    worker.give()
+    worker.publish()
     assert not memories[1].tensor.any()

@@ -25,8 +25,8 @@ def parts(deals: list[QueuedAssignment]) -> list[tuple[int, int]]:
 
 def test_whoever_is_free_gets_the_next_part() -> None:
     dealer = AssignmentQueue(workers=2, staleness=None)
-    slow = dealer.claim(0, terms())
-    fast = [dealer.claim(1, terms()) for _ in range(4)]
+    slow = dealer.next_assignment(0, terms())
+    fast = [dealer.next_assignment(1, terms()) for _ in range(4)]
     assert parts([slow, *fast]) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
     assert [deal.ahead for deal in fast] == [0, 1, 1, 2]
 
@@ -36,7 +36,7 @@ def test_all_parts_are_dealt_exactly_once_and_then_it_is_the_end() -> None:
 
     def work(worker: int) -> list[QueuedAssignment]:
         deals = []
-        while (deal := dealer.claim(worker, terms(total=20))).turn.call == "train":
+        while (deal := dealer.next_assignment(worker, terms(total=20))).turn.call == "train":
             deals.append(deal)
             sleep(0.001 * worker)
         return deals
@@ -51,11 +51,11 @@ def test_all_parts_are_dealt_exactly_once_and_then_it_is_the_end() -> None:
 def test_nobody_gets_further_ahead_than_the_bound(staleness: int) -> None:
     """One worker holds the first batch; the other gets what the bound allows, and then waits."""
     dealer = AssignmentQueue(workers=2, staleness=staleness)
-    dealer.claim(0, terms())
-    allowed = [dealer.claim(1, terms()) for _ in range(2 * staleness + 1)]
+    dealer.next_assignment(0, terms())
+    allowed = [dealer.next_assignment(1, terms()) for _ in range(2 * staleness + 1)]
     assert allowed[-1].ahead == staleness
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(dealer.claim, 1, terms())
+        waiting = pool.submit(dealer.next_assignment, 1, terms())
         sleep(0.05)
         assert not waiting.done()
         dealer.done(0)
@@ -64,7 +64,7 @@ def test_nobody_gets_further_ahead_than_the_bound(staleness: int) -> None:
 
 def test_a_resumed_run_is_dealt_on_from_its_iteration() -> None:
     dealer = AssignmentQueue(workers=2, staleness=None)
-    assert parts([dealer.claim(0, terms(first=7))]) == [(7, 0)]
+    assert parts([dealer.next_assignment(0, terms(first=7))]) == [(7, 0)]
 
 
 def test_all_meet_before_a_batch_when_one_is_due() -> None:
@@ -75,7 +75,7 @@ def test_all_meet_before_a_batch_when_one_is_due() -> None:
 
     def work(worker: int) -> None:
         for _ in range(100):
-            deal = dealer.claim(worker, terms(total=6, meet_every=2))
+            deal = dealer.next_assignment(worker, terms(total=6, meet_every=2))
             calls[worker].append((deal.turn.call, deal.turn.iteration))
             if deal.turn.call == "end":
                 return
@@ -91,14 +91,14 @@ def test_all_meet_before_a_batch_when_one_is_due() -> None:
 
 def test_a_stop_comes_to_all_after_a_whole_batch() -> None:
     dealer = AssignmentQueue(workers=2, staleness=None)
-    dealer.claim(0, terms())
+    dealer.next_assignment(0, terms())
     with ThreadPoolExecutor(1) as pool:
-        rest = dealer.claim(0, terms(stop=True))
+        rest = dealer.next_assignment(0, terms(stop=True))
         assert parts([rest]) == [(0, 1)]
-        stopping = pool.submit(dealer.claim, 1, terms())
+        stopping = pool.submit(dealer.next_assignment, 1, terms())
         sleep(0.05)
         assert not stopping.done()
-        assert dealer.claim(0, terms()).turn.call == "stop"
+        assert dealer.next_assignment(0, terms()).turn.call == "stop"
         assert stopping.result(10).turn.call == "stop"
         assert stopping.result().turn.iteration == 1
 
@@ -111,10 +111,10 @@ def check_all_get(
 ) -> None:
     """Worker 1 asks first and is not answered before worker 0 has asked; both get one answer."""
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(dealer.claim, 1, first)
+        waiting = pool.submit(dealer.next_assignment, 1, first)
         sleep(0.05)
         assert not waiting.done()
-        turns = [dealer.claim(0, last).turn, waiting.result(10).turn]
+        turns = [dealer.next_assignment(0, last).turn, waiting.result(10).turn]
     assert [(turn.call, turn.iteration) for turn in turns] == [expected] * 2
 
 
@@ -122,19 +122,22 @@ def started(parts: int) -> AssignmentQueue:
     """Of two workers, which have computed so many parts in turn."""
     dealer = AssignmentQueue(workers=2, staleness=None)
     for number in range(parts):
-        dealer.claim(number % 2, terms())
+        dealer.next_assignment(number % 2, terms())
         dealer.done(number % 2)
     return dealer
 
 
 def test_a_worker_that_finishes_ends_the_run_once_the_others_are_done() -> None:
     dealer = AssignmentQueue(workers=2, staleness=None)
-    assert parts([dealer.claim(0, terms()), dealer.claim(1, terms())]) == [(0, 0), (0, 1)]
+    assert parts([dealer.next_assignment(0, terms()), dealer.next_assignment(1, terms())]) == [
+        (0, 0),
+        (0, 1),
+    ]
     with ThreadPoolExecutor(1) as pool:
-        finishing = pool.submit(dealer.claim, 0, terms(finish=True))
+        finishing = pool.submit(dealer.next_assignment, 0, terms(finish=True))
         sleep(0.05)
         assert not finishing.done()
-        assert dealer.claim(1, terms()).turn.call == "end"
+        assert dealer.next_assignment(1, terms()).turn.call == "end"
         assert finishing.result(10).turn.call == "end"
 
 
@@ -157,19 +160,19 @@ def test_the_end_of_the_iterations_precedes_a_stop() -> None:
 def test_a_batch_that_was_begun_is_not_completed_when_a_worker_finishes() -> None:
     dealer = started(5)
     with ThreadPoolExecutor(1) as pool:
-        finishing = pool.submit(dealer.claim, 0, terms(finish=True))
+        finishing = pool.submit(dealer.next_assignment, 0, terms(finish=True))
         sleep(0.05)
         assert not finishing.done()
-        turns = [dealer.claim(1, terms()).turn, finishing.result(10).turn]
+        turns = [dealer.next_assignment(1, terms()).turn, finishing.result(10).turn]
     assert [(turn.call, turn.iteration, turn.part) for turn in turns] == [("end", 2, 1)] * 2
 
 
 def test_nobody_waits_for_one_who_is_gone() -> None:
     dealer = AssignmentQueue(workers=2, staleness=0)
-    dealer.claim(0, terms())
-    dealer.claim(1, terms())
+    dealer.next_assignment(0, terms())
+    dealer.next_assignment(1, terms())
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(dealer.claim, 1, terms())
-        dealer.give_up()
+        waiting = pool.submit(dealer.next_assignment, 1, terms())
+        dealer.abort()
         with pytest.raises(PeerError):
             waiting.result(10)

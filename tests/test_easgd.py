@@ -24,9 +24,9 @@ def centre_and_workers(workers: int, alpha: float | None = None) -> list[tuple[T
 
     def work(communicator: Communicator) -> tuple[Tensor, Tensor]:
         strategy = Easgd(tau=2, alpha=alpha)
-        strategy.attach(toy.replica(communicator, toy.sgd()))
+        strategy.setup(toy.replica(communicator, toy.sgd()))
         toy.train(strategy, range(2))
-        with strategy.consensus():
+        with strategy.eval_weights():
             centre = toy.weights_of(strategy.replica)
         return centre, toy.weights_of(strategy.replica)
 

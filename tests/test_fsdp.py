@@ -61,7 +61,7 @@ def train_and_look(communicator: Communicator, packed: bytes) -> Seen:
     step_bytes = {kind: counts[kind].bytes_sent - earlier for kind, earlier in before.items()}
     exchanges = len(strategy.replica.exposed.began)
     split = [weight for weight in model.parameters() if isinstance(weight, DTensor)]
-    with strategy.consensus(), torch.inference_mode():
+    with strategy.eval_weights(), torch.inference_mode():
         # Every worker another number of batches.
         batches = range(communicator.rank + 1)
         evaluated = [float(strategy.replica.forward(torch.tensor([one]))) for one in batches]
@@ -236,7 +236,7 @@ def refusals(communicator: Communicator) -> list[str]:
     lines = []
     for case in cases:
         with pytest.raises(ConfigError) as refusal:
-            Fsdp().attach(case)
+            Fsdp().setup(case)
         lines.append(str(refusal.value))
     return lines
 
@@ -251,7 +251,7 @@ def test_what_cannot_be_split_is_refused_in_a_line(pool: WorkerPool) -> None:
 def test_workers_that_torch_does_not_connect_are_refused_in_a_line() -> None:
     def work(communicator: Communicator) -> str:
         with pytest.raises(ConfigError) as refusal:
-            Fsdp().attach(odd.build(communicator))
+            Fsdp().setup(odd.build(communicator))
         return str(refusal.value)
 
     assert "torch.distributed" in in_process.run(2, work)[0]

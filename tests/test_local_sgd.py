@@ -67,11 +67,11 @@ def state_after(strategy: Strategy, name: str) -> list[Tensor]:
 def test_the_mean_is_of_the_optimisers_state_too(optimizer: toy.MakeOptimizer, name: str) -> None:
     def work(communicator: Communicator) -> tuple[list[Tensor], list[Tensor]]:
         strategy = LocalSgd(every=2)
-        strategy.attach(toy.replica(communicator, optimizer))
+        strategy.setup(toy.replica(communicator, optimizer))
         toy.train(strategy, range(1))
         # The second step adds to what the first one left, so it is done by hand beside it.
         alone = LocalSgd(every=100)
-        alone.attach(toy.replica(communicator, optimizer))
+        alone.setup(toy.replica(communicator, optimizer))
         toy.train(alone, range(2))
         toy.train(strategy, range(1, 2))
         return state_after(strategy, name), state_after(alone, name)
@@ -84,10 +84,10 @@ def test_the_mean_is_of_the_optimisers_state_too(optimizer: toy.MakeOptimizer, n
 def test_the_mean_is_evaluated_and_ones_own_weights_come_back() -> None:
     def work(communicator: Communicator) -> tuple[Tensor, Tensor, Tensor]:
         strategy = LocalSgd(every=100)
-        strategy.attach(toy.replica(communicator, toy.sgd()))
+        strategy.setup(toy.replica(communicator, toy.sgd()))
         toy.train(strategy, range(3))
         before = toy.weights_of(strategy.replica)
-        with strategy.consensus():
+        with strategy.eval_weights():
             inside = toy.weights_of(strategy.replica)
         return before, inside, toy.weights_of(strategy.replica)
 

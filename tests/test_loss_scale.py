@@ -103,7 +103,7 @@ def codec_training(
     def step(factor: float) -> None:
         inputs = INPUTS.roll(3 * communicator.rank) * (1 + communicator.rank)
         loss = replica.forward(inputs).square().sum() / communicator.world_size
-        replica.last_part = True
+        replica.is_last_microbatch = True
         chosen.backward(loss * factor)
         chosen.step()
 

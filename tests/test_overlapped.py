@@ -111,11 +111,11 @@ def test_a_collective_of_nccl_is_complete_when_the_gpu_has_done_it() -> None:
     moments: list[float] = []
     operation = OperationContext(0, "all_reduce with", (1,))
     work = NcclWork(EnqueuedHandle([]), operation, 5.0, ScriptedTimeline([17.0]))
-    work.when_complete(moments.append)
-    work.when_complete(moments.append)
+    work.add_done_callback(moments.append)
+    work.add_done_callback(moments.append)
     assert moments == []
     work.wait()
-    work.when_complete(moments.append)
+    work.add_done_callback(moments.append)
     assert moments == [17.0] * 3
 
 
@@ -141,7 +141,7 @@ def ddp_over_nccl(communicator: Communicator) -> dict[str, Any]:
     layers = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     replica = odd.build(communicator, toy.sgd(), layers)
     strategy = Ddp(bucket_mib=1e-6)
-    strategy.attach(replica)
+    strategy.setup(replica)
     strategy._uses_nccl = True
     strategy._timeline = strategy._underway._timeline = ScriptedTimeline(THREE_STEPS)
     strategy._group = EnqueuingGroup(strategy._group)
@@ -195,7 +195,7 @@ def ddp_over_gloo(communicator: Communicator) -> tuple[float, float]:
     layers = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     replica = odd.build(communicator, toy.sgd(), layers)
     strategy = Ddp(bucket_mib=1e-6)
-    strategy.attach(replica)
+    strategy.setup(replica)
     # Every sum is over before the next gradient is ready, so all but the last are hidden.
     strategy._group = GatedGroup(strategy._group)
     for _ in range(2):
@@ -222,11 +222,11 @@ class AloneAsTwo(TorchCommunicator):
     def connected(cls, device: torch.device = GPU) -> Self:
         gpu = device if device.type == "cuda" else None
         alone = cls(HashStore(), 0, 1, address="127.0.0.1", gpu=gpu, timeout_seconds=30.0)
-        alone.process_group()
+        alone.default_process_group()
         alone.world_size, alone.global_ranks = 2, range(2)
         return alone
 
-    def fork(self) -> Self:
+    def dup(self) -> Self:
         gpu = self.gpu
         other = type(self)(HashStore(), 0, 1, address="127.0.0.1", gpu=gpu, timeout_seconds=30.0)
         other.world_size, other.global_ranks = 2, range(2)
@@ -249,7 +249,7 @@ def step_behind_the_program(name: str, device: torch.device) -> tuple[Replica, f
     with AloneAsTwo.connected(device) as communicator:
         replica = replica_on(communicator, device)
         strategy = create_strategy(name, {"bucket_mib": "1"})
-        strategy.attach(replica)
+        strategy.setup(replica)
         timeline = timeline_of(device)
         inputs = torch.ones(64, 2048, device=device)
         for step in range(2):
@@ -306,7 +306,7 @@ def test_a_collective_of_real_nccl_completes_before_what_the_gpu_does_after_it()
     ready = timeline.mark()
     operation = OperationContext(0, "all_reduce with", (1,))
     work = NcclWork(nccl.allreduce([tensor]), operation, 30.0, timeline)
-    work.when_complete(moments.append)
+    work.add_done_callback(moments.append)
     torch.cuda._sleep(SLEEP_CYCLES)
     after = timeline.mark()
     torch.cuda.synchronize()

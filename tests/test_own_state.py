@@ -21,7 +21,7 @@ def normed(communicator: Communicator) -> GradientAveraging:
     assert isinstance(replica.model, nn.Sequential)
     replica.model.insert(0, nn.BatchNorm1d(toy.FEATURES, affine=False))
     strategy = GradientAveraging()
-    strategy.attach(replica)
+    strategy.setup(replica)
     return strategy
 
 

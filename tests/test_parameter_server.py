@@ -42,7 +42,7 @@ def alone(steps: int, optimizer: toy.MakeOptimizer, clip_norm: float | None = No
 
     def work(communicator: Communicator) -> Tensor:
         single = Single()
-        single.attach(toy.replica(communicator, optimizer, clip_norm=clip_norm))
+        single.setup(toy.replica(communicator, optimizer, clip_norm=clip_norm))
         toy.train(single, range(steps))
         return toy.weights_of(single.replica)
 
@@ -140,7 +140,7 @@ def test_the_optimisers_state_is_that_of_one_worker_and_can_be_taken_back(
 
     def reference(communicator: Communicator) -> dict[str, Any]:
         single = Single()
-        single.attach(toy.replica(communicator, optimizer))
+        single.setup(toy.replica(communicator, optimizer))
         toy.train(single, range(3))
         return single.optimizer_state()
 
@@ -158,8 +158,8 @@ def out_of_step(
 
     def work(strategy: ParameterServer) -> tuple[Tensor, dict[str, list[int]], dict[str, Any]]:
         own = strategy.replica
-        terms = AssignmentRequest(first=0, total=iterations, meet_every=0, stop=False)
-        while (turn := strategy.claim(terms)).call == "train":
+        terms = AssignmentRequest(first=0, total=iterations, checkpoint_every=0, stop=False)
+        while (turn := strategy.next_assignment(terms)).call == "train":
             toy.compute(strategy, turn.iteration, turn.part, [1.0] * workers)
             time.sleep(0.002 * own.communicator.rank)
             strategy.step()

@@ -37,7 +37,7 @@ def gathered_state(world_size: int, device: str = "cpu") -> dict[str, Any]:
 
     def work(communicator: Communicator) -> dict[str, Any] | None:
         strategy = CudaTensorStrategy()
-        strategy.attach(toy.replica(communicator, toy.sgd()))
+        strategy.setup(toy.replica(communicator, toy.sgd()))
         strategy.memory = (strategy.memory + communicator.rank).to(device)
         return run_state.gather(strategy.replica, strategy, Progress(), {})
 
@@ -138,7 +138,7 @@ def test_a_checkpoint_with_more_gpu_states_than_visible_gpus_is_restored(
 
     def work(communicator: Communicator) -> int:
         strategy = CudaTensorStrategy()
-        strategy.attach(toy.replica(communicator, toy.sgd()))
+        strategy.setup(toy.replica(communicator, toy.sgd()))
         return run_state.restore(saved, strategy.replica, strategy)[0].iteration
 
     assert in_process.run(1, work) == [0]

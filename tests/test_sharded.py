@@ -256,7 +256,7 @@ def test_an_optimiser_that_looks_at_whole_tensors_is_refused_in_a_line() -> None
     def work(communicator: Communicator) -> None:
         replica = odd.build(communicator, lambda weights: LBFGS(weights))
         with pytest.raises(ConfigError, match="cannot split LBFGS"):
-            Sharded().attach(replica)
+            Sharded().setup(replica)
 
     in_process.run(1, work)
 
@@ -266,6 +266,6 @@ def test_weights_of_two_types_are_refused_in_a_line() -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
         replica = odd.build(communicator, lambda weights: Adam(weights), model)
         with pytest.raises(ConfigError, match="one dtype"):
-            Sharded().attach(replica)
+            Sharded().setup(replica)
 
     in_process.run(1, work)

@@ -154,7 +154,7 @@ class SlowLine(ComposedCommunicator):
 
     def all_reduce(self, tensor: Tensor, kind: str) -> Work:
         transfer = self.traffic.begin(kind, bytes_sent=tensor.nbytes)
-        return self.counted(_Travelling(self._hand, 3.0), transfer)
+        return self.track_transfer(_Travelling(self._hand, 3.0), transfer)
 
     def broadcast(self, tensor: Tensor, root: int, kind: str) -> Work:
         return CompletedWork()
@@ -165,7 +165,7 @@ class SlowLine(ComposedCommunicator):
     def recv(self, tensor: Tensor, source: int, kind: str) -> Work:
         raise NotImplementedError
 
-    def fork(self) -> Self:
+    def dup(self) -> Self:
         return type(self)(self._hand, self.traffic)
 
 
@@ -174,7 +174,7 @@ class _Travelling(Work):
         super().__init__()
         self._hand, self._arrives = hand, hand.now + seconds
 
-    def when_complete(self, action: Callable[[float], None]) -> None:
+    def add_done_callback(self, action: Callable[[float], None]) -> None:
         self._hand.due.append((self._arrives, lambda: action(self._arrives)))
 
     def _block(self) -> None:
@@ -213,8 +213,8 @@ def replica_on(communicator: Communicator, model: nn.Module) -> Replica:
 class _NoticedLate(_Travelling):
     """One that nobody notices to be complete before `wait()`, which then knows since when."""
 
-    def when_complete(self, action: Callable[[float], None]) -> None:
-        Work.when_complete(self, action)
+    def add_done_callback(self, action: Callable[[float], None]) -> None:
+        Work.add_done_callback(self, action)
 
     def _block(self) -> None:
         super()._block()
@@ -230,7 +230,7 @@ def test_an_exchange_that_is_noticed_late_counts_as_hidden_until_it_ended(hand: 
     """It ended a second before the backward pass did."""
     replica = replica_on(UnwatchedLine(hand, Traffic()), SlowInTheMiddle(hand))
     strategy = create_strategy("overlap", {"bucket_mib": "0", "first_bucket_mib": "0"})
-    strategy.attach(replica)
+    strategy.setup(replica)
     strategy.backward(replica.forward(torch.ones(1, 2)).sum())
     strategy.step()
     strategy.finish()
@@ -244,7 +244,7 @@ def test_hidden_communication_shows_as_transfers_beside_other_phases(
     line = SlowLine(hand, Traffic())
     replica = replica_on(line, SlowInTheMiddle(hand))
     strategy = create_strategy("overlap", {"bucket_mib": "0", "first_bucket_mib": "0"})
-    strategy.attach(replica)
+    strategy.setup(replica)
     tracer = Tracer(replica.clock, line.traffic, iterations=1, done=1, left=1)
     for number in range(2):
         hidden_before = replica.hidden_exchange_seconds

@@ -59,9 +59,9 @@ def compute(strategy: Strategy, step: int, part: int, shares: Sequence[float]) -
     """Forward and backward as the loop does them: a part of a batch, its loss weighted by it."""
     inputs, labels = batch(step)
     own, chosen = strategy.replica, shard_bounds(SAMPLES, shares, part)
-    own.share = (chosen.stop - chosen.start) / SAMPLES
+    own.batch_fraction = (chosen.stop - chosen.start) / SAMPLES
     loss = F.cross_entropy(own.forward(inputs[chosen]), labels[chosen])
-    strategy.backward(loss * own.share)
+    strategy.backward(loss * own.batch_fraction)
 
 
 def train(strategy: Strategy, steps: range, shares: Sequence[float] | None = None) -> None:
@@ -88,7 +88,7 @@ def trained(
 
     def work(communicator: Communicator) -> Tensor:
         strategy = make()
-        strategy.attach(replica(communicator, optimizer))
+        strategy.setup(replica(communicator, optimizer))
         train(strategy, range(steps), shares)
         if finish:
             strategy.finish()
@@ -103,7 +103,7 @@ def resumes_exactly(make: Callable[[], Strategy], cut: int, steps: int) -> bool:
     def work(communicator: Communicator) -> bool:
         whole, before, after = make(), make(), make()
         for strategy in (whole, before, after):
-            strategy.attach(replica(communicator, adam()))
+            strategy.setup(replica(communicator, adam()))
         train(whole, range(steps))
         train(before, range(cut))
         # As the checkpoint does it: the first worker's for all, then each one's own.

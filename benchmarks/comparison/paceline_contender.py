@@ -46,15 +46,15 @@ class Paceline(Contender):
             scaler=torch.amp.GradScaler("cpu", enabled=False),
             communicator=self._communicator,
         )
-        replica.share = 1 / self.world_size
+        replica.batch_fraction = 1 / self.world_size
         strategy = self._strategy = create_strategy(self._name, {})
-        strategy.attach(replica)
+        strategy.setup(replica)
 
         def update() -> Tensor:
             replica.clock.enter("forward")
             loss = F.cross_entropy(replica.forward(inputs), labels)
             replica.clock.enter("backward")
-            strategy.backward(loss * replica.share)
+            strategy.backward(loss * replica.batch_fraction)
             strategy.step()
             replica.clock.enter("other")
             return loss

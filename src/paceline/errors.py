@@ -18,7 +18,7 @@ class PacelineError(Exception):
     exit_code = 1
     is_secondary = False
     """Whether it is only what was seen of another worker's ending."""
-    is_told = False
+    already_reported = False
     """Whether another process tells the user about it, so that this one need not."""
 
 

@@ -164,7 +164,7 @@ class RunFolder:
                 folder.rmdir()
 
     @classmethod
-    def beside(cls, config: RunConfig, name: str) -> RunFolder:
+    def open_or_create(cls, config: RunConfig, name: str) -> RunFolder:
         """The folder of a run that the first machine has named, on this machine or shared."""
         folder = cls(Path(config.out) / name)
         try:

@@ -83,7 +83,7 @@ def sums_in_background(communicator: Communicator, name: str) -> list[bytes]:
         right = (rank + 1) % communicator.world_size
         left = (rank - 1) % communicator.world_size
         own, other = torch.full((64,), rank), torch.zeros(64, dtype=torch.int64)
-        communicator.exchange(own, right, other, left, "metrics").wait()
+        communicator.sendrecv(own, right, other, left, "metrics").wait()
         for work in works:
             work.wait()
     finally:

@@ -41,12 +41,12 @@ def test_the_caller_does_not_wait() -> None:
     with InProcessGroup(1) as hub:
         background = CommunicationThread(hub.communicators[0])
         work = background.submit(lambda _: pass_gate(gate))
-        was_done = work.is_done()
+        was_done = work.is_completed()
         gate.set()
         work.wait()
         background.close()
     assert not was_done
-    assert work.is_done()
+    assert work.is_completed()
 
 
 def test_after_a_failure_nothing_more_is_sent() -> None:

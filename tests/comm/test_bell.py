@@ -18,7 +18,7 @@ def bells_and_peer(spaces_apart: int = 0) -> Iterator[tuple[FutexSignals, subpro
     """The first of two workers, and a process with the number that the second has given."""
     arena = SharedSegment(in_process.InProcessGroup(1).communicators[0], FutexSignals.size_bytes(2))
     own = FutexSignals(arena, 0, rank=0, world_size=2, cores=2)
-    lines = arena.numbers(0, 2 * CACHE_LINE_BYTES, "I")
+    lines = arena.integers(0, 2 * CACHE_LINE_BYTES, "I")
     second = CACHE_LINE_BYTES // 4
     with subprocess.Popen(["sleep", "60"]) as process:
         lines[second + futex._PROCESS] = process.pid
@@ -57,7 +57,7 @@ def test_leaving_on_another_thread_is_not_the_end_of_a_peer() -> None:
 def test_a_peer_that_ended_before_it_was_watched_is_gone() -> None:
     arena = SharedSegment(in_process.InProcessGroup(1).communicators[0], FutexSignals.size_bytes(2))
     own = FutexSignals(arena, 0, rank=0, world_size=2, cores=2)
-    lines = arena.numbers(0, 2 * CACHE_LINE_BYTES, "I")
+    lines = arena.integers(0, 2 * CACHE_LINE_BYTES, "I")
     peer = CACHE_LINE_BYTES // 4
     process = subprocess.Popen(["true"])
     process.wait()  # its number is free again: no process here has it
@@ -74,7 +74,7 @@ def test_every_rank_rings_with_numbers_of_its_own() -> None:
     arena = SharedSegment(
         in_process.InProcessGroup(1).communicators[0], FutexSignals.size_bytes(world_size)
     )
-    lines = arena.numbers(0, world_size * CACHE_LINE_BYTES, "I")
+    lines = arena.integers(0, world_size * CACHE_LINE_BYTES, "I")
     seen = []
     for rank in range(1, world_size):
         FutexSignals(arena, 0, rank, world_size, cores=2).notify(0)

@@ -95,12 +95,12 @@ def poll_a_receive(communicator: Communicator) -> list[bool]:
     if communicator.rank == 2:
         return []
     work = communicator.recv(tensor, 0, "control")
-    before = work.is_done()
+    before = work.is_completed()
     communicator.send(word, 0, "control").wait()
     deadline = time.monotonic() + 20
-    while not work.is_done() and time.monotonic() < deadline:
+    while not work.is_completed() and time.monotonic() < deadline:
         time.sleep(0.001)
-    after = work.is_done()
+    after = work.is_completed()
     work.wait()
     return [before, after, bool((tensor == 5).all())]
 
@@ -118,12 +118,12 @@ def poll_a_collective(communicator: Communicator) -> list[bool]:
         communicator.all_reduce(tensor, "metrics").wait()
         return [False, True, bool((tensor == 3).all())]
     work = communicator.all_reduce(tensor, "metrics")
-    before = work.is_done()
+    before = work.is_completed()
     communicator.send(word, 0, "control").wait()
     deadline = time.monotonic() + 20
-    while not work.is_done() and time.monotonic() < deadline:
+    while not work.is_completed() and time.monotonic() < deadline:
         time.sleep(0.001)
-    after = work.is_done()
+    after = work.is_completed()
     work.wait()
     return [before, after, bool((tensor == 3).all())]
 
@@ -243,7 +243,7 @@ def test_nobody_leaves_a_barrier_before_the_last_has_come(team_of_three: Team) -
 
 def send_on_two(communicator: Communicator) -> list[float]:
     """Rank 0 sends on the communicator first; rank 1 receives on the fork first."""
-    fork = communicator.fork()
+    fork = communicator.dup()
     try:
         if communicator.rank == 0:
             first = communicator.send(torch.tensor([1.0]), 1, "control")

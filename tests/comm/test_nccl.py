@@ -84,7 +84,7 @@ def test_a_send_matches_the_receiving_half_of_an_exchange(
         elif rank == WORLD_SIZE - 1:
             communicator.recv(arriving, rank - 1, "control").wait()
         else:
-            communicator.exchange(tensor, rank + 1, arriving, rank - 1, "control").wait()
+            communicator.sendrecv(tensor, rank + 1, arriving, rank - 1, "control").wait()
 
     run_on_gpus(work)
 

@@ -61,12 +61,12 @@ class Worker:
 
     @property
     def is_over(self) -> bool:
-        return all(work.is_over for work in self.works)
+        return all(work.is_complete for work in self.works)
 
     def go_on(self) -> None:
         moved = False
         for work in self.works:
-            moved |= work.advance()
+            moved |= work.progress()
         self.is_awake = moved
 
 

@@ -58,9 +58,9 @@ def test_that_no_port_is_free_is_told_without_a_flag_that_would_not_help(
 
 
 def test_any_free_port_can_be_asked_for() -> None:
-    store = Rendezvous(0, 2, "127.0.0.1", 0, timeout_seconds=5.0).reach(may_serve=True)[0]
+    store = Rendezvous(0, 2, "127.0.0.1", 0, timeout_seconds=5.0).join_or_host(may_serve=True)[0]
     others = Rendezvous(1, 2, "127.0.0.1", port_of(store), timeout_seconds=5.0)
-    assert others.reach(may_serve=False)[1] is False
+    assert others.join_or_host(may_serve=False)[1] is False
 
 
 def test_an_address_of_another_machine_is_refused_on_rank_zero() -> None:

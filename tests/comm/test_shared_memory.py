@@ -226,7 +226,7 @@ POLLING_SECONDS = 20.0
 def poll(work: Work) -> str:
     """Ask whether an operation is done until it is; then what `wait()` says."""
     deadline = time.monotonic() + POLLING_SECONDS
-    while not work.is_done():
+    while not work.is_completed():
         if time.monotonic() > deadline:
             return "never done"
         time.sleep(0.001)
@@ -314,10 +314,10 @@ def held_after_closing(communicator: Communicator) -> int:
     gc.collect()  # what other tests left in cycles must not go away in between
     before = _held()
     for _ in range(3):
-        with shared_memory.connect(communicator) as team, team.fork() as fork:
+        with shared_memory.connect(communicator) as team, team.dup() as fork:
             team.all_reduce(torch.ones(3), "control").wait()
             [peer] = fork.peers
-            fork.exchange(torch.ones(3), peer, torch.ones(3), peer, "control").wait()
+            fork.sendrecv(torch.ones(3), peer, torch.ones(3), peer, "control").wait()
         del team, fork
     return _held() - before
 
@@ -407,9 +407,9 @@ def completions(communicator: Communicator, elements: int) -> tuple[int, int]:
     with shared_memory.connect(communicator) as team:
         moments: list[object] = []
         work = team.all_reduce(torch.ones(elements), "gradients")
-        work.when_complete(lambda *moment: moments.append(moment))
+        work.add_done_callback(lambda *moment: moments.append(moment))
         deadline = time.monotonic() + 30
-        while not work.is_done() and time.monotonic() < deadline:
+        while not work.is_completed() and time.monotonic() < deadline:
             time.sleep(0.001)
         done = len(moments)
         work.wait()

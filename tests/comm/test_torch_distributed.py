@@ -54,7 +54,7 @@ def test_communicators_leave_the_default_group_alone(pool: WorkerPool) -> None:
 def listening_addresses(communicator: Communicator) -> set[str]:
     """Of every socket on which this worker listens, torch's default group included."""
     assert isinstance(communicator, TorchCommunicator)
-    communicator.process_group()
+    communicator.default_process_group()
     return {
         str(connection.laddr.ip)
         for connection in psutil.Process().net_connections(kind="inet")
@@ -73,7 +73,9 @@ def gradient_of_ddp(communicator: Communicator) -> list[float]:
     model = nn.Linear(3, 1, bias=False)
     with torch.no_grad():
         model.weight.fill_(float(communicator.rank))
-    wrapped = nn.parallel.DistributedDataParallel(model, process_group=communicator.process_group())
+    wrapped = nn.parallel.DistributedDataParallel(
+        model, process_group=communicator.default_process_group()
+    )
     wrapped(torch.full((1, 3), float(communicator.rank))).sum().backward()
     gradient = model.weight.grad
     assert gradient is not None
@@ -87,7 +89,7 @@ def test_its_process_group_serves_torchs_ddp(pool: WorkerPool) -> None:
 
 def close_twice(communicator: Communicator) -> bool:
     assert isinstance(communicator, TorchCommunicator)
-    communicator.process_group()
+    communicator.default_process_group()
     communicator.close()
     communicator.close()
     return not dist.is_initialized()

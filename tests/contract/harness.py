@@ -119,7 +119,7 @@ def _train_exactly(seat: Seat, name: str, task: Task) -> Trained:
         weight.data.add_(communicator.rank)
     strategy = create_strategy(name, options_of(name, task))
     replica = build_replica(model, seat, task)
-    strategy.attach(replica)
+    strategy.setup(replica)
     after_each_step = []
     for step, samples in enumerate(task.batches):
         train_step(strategy, step, samples, task)
@@ -138,11 +138,11 @@ def train_step(strategy: Strategy, step: int, samples: int, task: Task) -> None:
     # As in the training loop: a worker without a sample computes one that weighs nothing.
     inputs = exact_batch(step, samples)[part if has_samples else slice(0, 1)]
     weight = 1.0 / samples if has_samples else 0.0
-    replica.share = (part.stop - part.start) / samples
-    replica.take_part(has_samples)
+    replica.batch_fraction = (part.stop - part.start) / samples
+    replica.set_sample_counts(has_samples)
     chunks = inputs.tensor_split(min(task.accumulate, len(inputs)))
     for number, chunk in enumerate(chunks, 1):
-        replica.last_part = number == len(chunks)
+        replica.is_last_microbatch = number == len(chunks)
         replica.clock.enter("forward")
         loss = replica.forward(chunk).sum() * weight
         replica.clock.enter("backward")
@@ -175,7 +175,7 @@ def run_team(pool: WorkerPool, world_size: int, function: Any, name: str, task: 
     a task, with a line that says so.
     """
     strategy = create_strategy(name, {})
-    for refusal in strategy.refusals(RunConfig(precision="fp16" if task.loss_scale else "fp32")):
+    for refusal in strategy.check(RunConfig(precision="fp16" if task.loss_scale else "fp32")):
         pytest.skip(refusal)
     if strategy.server_nodes(1):
         return _run_with_servers(world_size, function, name, task)

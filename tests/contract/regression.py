@@ -79,7 +79,7 @@ def _begin(seat: Seat, name: str, course: Course, seed: int) -> Strategy:
     for weight in model.parameters():
         nn.init.normal_(weight, std=0.3, generator=generator)
     strategy = create_strategy(name, options_of(name, course))
-    strategy.attach(build_replica(model, seat, course))
+    strategy.setup(build_replica(model, seat, course))
     return strategy
 
 
@@ -95,15 +95,15 @@ def _step(strategy: Strategy, step: int) -> None:
     order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(step))
     world_size = replica.communicator.world_size
     part = order[shard_bounds(SAMPLES, [1.0] * world_size, replica.communicator.rank)]
-    replica.share = len(part) / SAMPLES
+    replica.batch_fraction = len(part) / SAMPLES
     loss = F.mse_loss(replica.forward(inputs[part]), targets[part])
-    strategy.backward(loss * replica.share)
+    strategy.backward(loss * replica.batch_fraction)
     strategy.step()
 
 
 def _loss(strategy: Strategy) -> float:
     inputs, targets = _samples()
-    with torch.no_grad(), strategy.consensus():
+    with torch.no_grad(), strategy.eval_weights():
         return float(F.mse_loss(strategy.replica.model(inputs), targets))
 
 

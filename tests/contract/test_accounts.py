@@ -68,7 +68,7 @@ def account(seat: Seat, name: str, day: Day) -> Account:
         if name == "overlap":
             buckets["first_bucket_mib"] = "0.01"
         strategy = create_strategy(name, buckets)
-        strategy.attach(build_replica(SlowInTheMiddle(), seat, day))
+        strategy.setup(build_replica(SlowInTheMiddle(), seat, day))
         offset = ClockOffset(measure_clock_offset(seat.communicator))
         # The first step makes connections and buckets, and is no measure of the others.
         _step(strategy, late=False)

@@ -68,7 +68,7 @@ def _train(seat: Seat, name: str, lesson: Task) -> dict[str, Tensor]:
     torch.manual_seed(seat.communicator.rank)
     model = Layers().double()
     strategy = create_strategy(name, {})
-    strategy.attach(build_replica(model, seat, lesson))
+    strategy.setup(build_replica(model, seat, lesson))
     generator = torch.Generator().manual_seed(7)
     world_size, rank = seat.communicator.world_size, seat.communicator.rank
     for step, samples in enumerate(lesson.batches):
@@ -78,7 +78,7 @@ def _train(seat: Seat, name: str, lesson: Task) -> dict[str, Tensor]:
         own = inputs[part]
         chunks = own.tensor_split(lesson.accumulate) if len(own) else [inputs[:1]]
         for number, chunk in enumerate(chunks, 1):
-            strategy.replica.last_part = number == len(chunks)
+            strategy.replica.is_last_microbatch = number == len(chunks)
             weight = 1.0 / samples if len(own) else 0.0
             strategy.backward(strategy.replica.forward(chunk).square().sum() * weight)
         strategy.step()
@@ -190,7 +190,7 @@ def second_gradient(seat: Seat, name: str, lesson: Task) -> str:
     model = Layers().double()
     with patch.object(gradients, "EARLY_BYTES", 0), patch.object(shared, "LEAST_CHUNK_BYTES", 64):
         strategy = create_strategy(name, {})
-        strategy.attach(build_replica(model, seat, lesson))
+        strategy.setup(build_replica(model, seat, lesson))
         loss = strategy.replica.forward(torch.ones(1, 2, 20, dtype=torch.float64)).sum()
         try:
             for _ in range(2):

@@ -17,7 +17,7 @@ AVERAGING = ("gather_scatter", "allreduce", "ring", "tree", "halving_doubling", 
 def leave_in_the_second_step(communicator: Communicator, name: str) -> None:
     task = Task()
     strategy = create_strategy(name, options_of(name, task))
-    strategy.attach(build_replica(ExactModel(), Seat(communicator), task))
+    strategy.setup(build_replica(ExactModel(), Seat(communicator), task))
     train_step(strategy, 0, 16, task)
     if communicator.rank == 1:
         raise RuntimeError("out of memory, say")

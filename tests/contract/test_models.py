@@ -126,7 +126,7 @@ def train_vgg(seat: Seat, name: str, task: Task) -> dict[str, Tensor]:
         model: nn.Module = build_model("vgg11", (3, 32, 32), 10, seed=1).double()
     model = convert_sync_batch_norm(model, seat.communicator)
     strategy = create_strategy(name, {})
-    strategy.attach(build_replica(model, seat, task))
+    strategy.setup(build_replica(model, seat, task))
     generator = torch.Generator().manual_seed(2)
     for samples in task.batches:
         inputs = torch.randn(samples, 3, 32, 32, generator=generator, dtype=torch.float64)
@@ -134,7 +134,7 @@ def train_vgg(seat: Seat, name: str, task: Task) -> dict[str, Tensor]:
         replica = strategy.replica
         part = shard_bounds(samples, [1.0] * seat.communicator.world_size, seat.communicator.rank)
         weight = (part.stop - part.start) / samples
-        replica.take_part(weight > 0)
+        replica.set_sample_counts(weight > 0)
         part = part if weight else slice(0, 1)
         loss = F.cross_entropy(replica.forward(inputs[part]), labels[part])
         strategy.backward(loss * weight)

@@ -51,7 +51,7 @@ def meet(communicator: Communicator, shares: str) -> list[float]:
     config = from_mapping({"nproc_per_node": communicator.world_size, "shares": shares})
     replica = build_replica(nn.Linear(1, 1), Seat(communicator), Task())
     strategy = Strategy()
-    strategy.attach(replica)
+    strategy.setup(replica)
     team = StepCoordinator(config, strategy, replica)
     replica.clock.seconds["forward"] += 1.0 * 2**communicator.rank
     replica.clock.seconds["backward"] += 3.0 * 2**communicator.rank

@@ -30,7 +30,7 @@ UNEQUAL = (2.0, 1.0, 1.0, 4.0)
 def keeps_equal(name: str) -> bool:
     """Whether all its workers hold the same weights after every step."""
     strategy = create_strategy(name, options_of(name, Task()))
-    return strategy.lockstep and strategy.equal
+    return strategy.synchronous and strategy.replicas_equal
 
 
 SYNCHRONOUS = teams([name for name in STRATEGIES.names() if keeps_equal(name)], (1, 2, 3, 4))

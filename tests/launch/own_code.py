@@ -188,5 +188,5 @@ class FailingTwice(Plain):
 class Picky(Strategy):
     """Rejects every model when it sees it."""
 
-    def attach(self, replica: Replica) -> None:
+    def setup(self, replica: Replica) -> None:
         raise UsageError("--model: this strategy takes no model at all")

@@ -62,9 +62,9 @@ def test_a_node_beats_after_each_part_that_it_hands_in(
     contact: StoreClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contacts, "BEAT_SECONDS", 1000.0)
-    node = contact.enlist()
+    node = contact.register()
     contact.hand_in((f"part/{number}", b"x") for number in range(5))
-    assert contact.beats()[node] >= 5
+    assert contact.heartbeats()[node] >= 5
     assert contact.parts_handed_in([node]) == 5
 
 

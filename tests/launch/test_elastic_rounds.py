@@ -76,7 +76,7 @@ class Table:
             self.seconds += 1.0
             for node in set(range(self._nodes)) - self.lost:
                 self.contact.ask(partial(_beat, node=node))
-            self.leader.consider() if consider else self.leader.living()
+            self.leader.try_form_round() if consider else self.leader.living()
 
     @property
     def nodes(self) -> list[int] | None:
@@ -145,10 +145,10 @@ def test_who_joins_asks_for_a_planned_regrouping_which_is_no_restart(table: Tabl
     table.begin(2)
     table.come(1)
     table.pass_time(1, consider=False)
-    table.leader.watch()
+    table.leader.check_round()
     assert table.contact.get("regroup") is None
     table.apply(2)
-    table.leader.watch()
+    table.leader.check_round()
     assert table.contact.get("regroup") == {"number": 0, "is_planned": True}
     stopped = Termination("stopped by another worker", 130, "stopped", is_secondary=True)
     table.apply(0, 1, number=1, cause=stopped)
@@ -163,11 +163,11 @@ def test_a_full_world_is_left_in_peace_and_the_one_who_waits_replaces_a_lost_one
     table.come(1)
     table.apply(3)
     table.pass_time(1, consider=False)
-    table.leader.watch()
+    table.leader.check_round()
     assert table.contact.get("regroup") is None
     table.lost = {1}
     table.pass_time(LOST_SECONDS + 1, consider=False)
-    table.leader.watch()
+    table.leader.check_round()
     assert table.contact.get("regroup") == {"number": 0, "is_planned": False}
     table.apply(0, 2, number=1, cause=ECHO)
     table.pass_time(1)

@@ -201,7 +201,7 @@ def test_a_malformed_ending_of_another_node_is_a_failure_in_one_line(
     here = joined(store, tmp_path)
     folder = here.agree_on_folder(RunFolder.create(from_mapping(settings(tmp_path, 0))))
     store.set("ended/1", told)
-    ending = here.conclude(None, folder, [])
+    ending = here.exchange_terminations(None, folder, [])
     assert ending is not None
     assert (ending.status, ending.exit_code) == ("failed", 1)
     assert "malformed" in ending.cause
@@ -213,7 +213,7 @@ def collected(store: Store, out: Path) -> RunFolder:
     here = joined(store, out)
     folder = here.agree_on_folder(RunFolder.create(from_mapping(settings(out, 0))))
     store.set("ended/1", "null")
-    here.conclude(None, folder, [])
+    here.exchange_terminations(None, folder, [])
     return folder
 
 
@@ -309,10 +309,10 @@ def test_workers_hand_in_only_their_own_files(
 def test_a_malformed_application_is_one_line(told: str, store: Store, contact: StoreClient) -> None:
     config = from_mapping({"elastic": "1:2"})
     leader = RoundLeader(config, contact, lambda: None)
-    contact.enlist()
+    contact.register()
     store.set("application/0", told)
     with pytest.raises(RunError, match="malformed") as error:
-        leader.consider()
+        leader.try_form_round()
     one_line(error)
 
 

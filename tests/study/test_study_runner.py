@@ -257,7 +257,7 @@ def test_a_killed_cell_without_checkpoint_begins_again(stage: Stage, tmp_path: P
     plan = planned(tmp_path, "grid: {batch_size: [8]}")
     config = plan.configs["batch_size-8.r1"]
     pretend_run(stage.folder, "batch_size-8.r1", config, None)
-    assert state_of(stage.folder, plan.study.cells[0], config) is State.AGAIN
+    assert state_of(stage.folder, plan.study.cells[0], config) is State.RERUN
 
 
 def test_ctrl_c_stops_the_cell_and_the_study(stage: Stage, tmp_path: Path) -> None:

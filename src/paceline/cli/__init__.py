@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = arguments.run(arguments)
         return code
     except PacelineError as error:
-        if not error.is_told:
+        if not error.already_reported:
             _complain(str(error))
         return error.exit_code
     except ModuleNotFoundError as error:

@@ -159,7 +159,7 @@ def _print_dry_run(console: Console, plan: Plan, folder: StudyFolder, only: str 
         State.DONE: "done",
         State.NEW: "to run",
         State.RESUME: "to go on with",
-        State.AGAIN: "to run again",
+        State.RERUN: "to run again",
     }
     rows = []
     to_run: list[float | None] = []

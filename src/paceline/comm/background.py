@@ -65,7 +65,7 @@ class CommunicationThread:
     """
 
     def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator.fork()
+        self._communicator = communicator.dup()
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._orders: dict[torch.device, DeviceOrder | None] = {}
         # A daemon, so that a failing program ends even where nobody closed its communicators.

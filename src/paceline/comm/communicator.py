@@ -15,7 +15,7 @@ What holds for all operations:
 - A tensor has any dtype, any number of elements, zero included, and any strides. Results are
   written into the tensors given.
 - Between two workers, messages arrive in the order in which they were sent. All workers start the
-  same collectives in the same order. A thread of its own needs a communicator of its own: `fork`.
+  same collectives in the same order. A thread of its own needs a communicator of its own: `dup`.
 - Every transfer is counted in `traffic` under the `kind` given, one of `records.TRAFFIC_KINDS`.
   What is composed of sends and receives is counted message by message; a library's own collective
   cannot be looked into, and one through shared memory has no messages: these are counted by
@@ -123,7 +123,7 @@ class Communicator(ABC):
     def recv(self, tensor: Tensor, source: int, kind: str) -> Work:
         """Receive into a tensor what `source` sends to this rank."""
 
-    def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int, kind: str) -> Work:
+    def sendrecv(self, outgoing: Tensor, to: int, incoming: Tensor, source: int, kind: str) -> Work:
         """Send to one rank and receive from one at the same time: what rings are made of."""
         return CombinedWork([self.recv(incoming, source, kind), self.send(outgoing, to, kind)])
 
@@ -163,7 +163,7 @@ class Communicator(ABC):
         return self.all_reduce(torch.zeros(1, dtype=torch.uint8), "control")
 
     @abstractmethod
-    def fork(self) -> Self:
+    def dup(self) -> Self:
         """Another communicator over the same workers, whose messages never mix with this one's.
 
         Collective. It counts into the same traffic. Whoever makes one closes it.
@@ -187,10 +187,10 @@ class Communicator(ABC):
     def peers(self) -> tuple[int, ...]:
         return tuple(rank for rank in range(self.world_size) if rank != self.rank)
 
-    def counted(self, work: Work, transfer: CountedTransfer) -> Work:
+    def track_transfer(self, work: Work, transfer: CountedTransfer) -> Work:
         """Let a transfer end with the work that carries it out."""
         if transfer.is_logged:
-            work.when_complete(transfer.complete)
+            work.add_done_callback(transfer.complete)
         return work.on_end(lambda: self.traffic.end(transfer))
 
     def operation(self, name: str, peers: Sequence[int]) -> OperationContext:
@@ -234,7 +234,7 @@ def format_ranks(ranks: Sequence[int], noun: str = "rank") -> str:
 
 
 class ComposedCommunicator(Communicator):
-    """What is left to write is `send`, `recv`, `fork` and `_disconnect`."""
+    """What is left to write is `send`, `recv`, `dup` and `_disconnect`."""
 
     def __init__(
         self,

@@ -44,7 +44,7 @@ Hosts = Sequence[Sequence[int]]
 class Divisible(Protocol):
     """A communicator that can connect some of its workers by themselves."""
 
-    def among(self, ranks: Sequence[int]) -> Communicator: ...
+    def subgroup(self, ranks: Sequence[int]) -> Communicator: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +98,14 @@ def divisible(communicator: Communicator) -> Divisible:
 def connect_host(network: Divisible, hosts: Hosts, rank: int) -> SharedMemoryCommunicator | None:
     """The workers of each host by shared memory; None for one that is alone. Collective."""
     own = next(ranks for ranks in hosts if rank in ranks)
-    with network.among(own) as over_network:
+    with network.subgroup(own) as over_network:
         return shared_memory.connect(over_network) if len(own) > 1 else None
 
 
 def connect_across(network: Divisible, hosts: Hosts, rank: int) -> Communicator:
     """The workers with the same place on all hosts, which are even. Collective."""
     place = next(ranks.index(rank) for ranks in hosts if rank in ranks)
-    return network.among([ranks[place] for ranks in hosts])
+    return network.subgroup([ranks[place] for ranks in hosts])
 
 
 def _alone() -> Communicator:
@@ -192,7 +192,7 @@ def connect(communicator: Communicator, node: int) -> Communicator:
     hosts = ranks_by_node(communicator, node)
     if len(hosts) == 1:
         return shared_memory.connect(communicator)
-    network = communicator.fork()
+    network = communicator.dup()
     if all(len(ranks) == 1 for ranks in hosts):
         return network
     network.traffic = Traffic()
@@ -289,13 +289,13 @@ class HierarchicalCommunicator(ComposedCommunicator):
             lambda: self.network.all_reduce(tensor, kind),
         )
 
-    def fork(self) -> Self:
-        host = None if self.host is None else self.host.fork()
-        return type(self)(self.network.fork(), host, self._hosts, self.traffic)
+    def dup(self) -> Self:
+        host = None if self.host is None else self.host.dup()
+        return type(self)(self.network.dup(), host, self._hosts, self.traffic)
 
-    def among(self, ranks: Sequence[int]) -> Communicator:
+    def subgroup(self, ranks: Sequence[int]) -> Communicator:
         """Some of the workers over the network alone; otherwise as `TorchCommunicator.among`."""
-        some = divisible(self.network).among(ranks)
+        some = divisible(self.network).subgroup(ranks)
         some.traffic = self.traffic
         return some
 
@@ -332,7 +332,7 @@ class HierarchicalCommunicator(ComposedCommunicator):
         except BaseException:
             self.traffic.end(transfer)
             raise
-        return self.counted(work, transfer)
+        return self.track_transfer(work, transfer)
 
     def _beside_host(self, work: Work) -> Work:
         return work if self.host is None else ShmProgressingWork(self.host, work)
@@ -345,15 +345,15 @@ class ShmProgressingWork(Work):
         super().__init__()
         self._host, self._work = host, work
 
-    def when_complete(self, action: Callable[[float], None]) -> None:
-        self._work.when_complete(action)
+    def add_done_callback(self, action: Callable[[float], None]) -> None:
+        self._work.add_done_callback(action)
 
     def _block(self) -> None:
-        while self._host.is_busy and not self._work.is_done():
-            if not self._host.advance():
+        while self._host.is_busy and not self._work.is_completed():
+            if not self._host.progress():
                 sleep(POLL_SECONDS)
         self._work.wait()
 
     def _poll(self) -> bool:
-        self._host.advance()
-        return self._work.is_done()
+        self._host.progress()
+        return self._work.is_completed()

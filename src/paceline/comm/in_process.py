@@ -122,7 +122,7 @@ class InProcessCommunicator(ComposedCommunicator):
         letter = StagingBuffer.of(tensor).flat.clone()
         self._hub.put((self._channel, self.rank, to), self._sent[to], letter)
         self._sent[to] += 1
-        return self.counted(CompletedWork(), transfer)
+        return self.track_transfer(CompletedWork(), transfer)
 
     def recv(self, tensor: Tensor, source: int, kind: str) -> Work:
         self.check_peer(source)
@@ -131,9 +131,9 @@ class InProcessCommunicator(ComposedCommunicator):
         transfer = self.traffic.begin(kind, bytes_received=tensor.nbytes)
         work = _Receive(self, self._hub, self._channel, tensor, source, self._awaited[source])
         self._awaited[source] += 1
-        return self.counted(work, transfer)
+        return self.track_transfer(work, transfer)
 
-    def fork(self) -> Self:
+    def dup(self) -> Self:
         self._forks += 1
         return type(self)(
             self._hub,

@@ -174,9 +174,9 @@ class BackendWork(Work):
 class GlooWork(BackendWork):
     """A collective of gloo's."""
 
-    def when_complete(self, action: Callable[[float], None]) -> None:
+    def add_done_callback(self, action: Callable[[float], None]) -> None:
         is_first = not self._on_completion
-        super().when_complete(action)
+        super().add_done_callback(action)
         if is_first:
             self._handle.get_future().then(lambda _: self._complete())
 
@@ -233,9 +233,9 @@ class NcclWork(BackendWork):
         super().__init__(handle, operation, seconds)
         self._timeline = timeline
 
-    def when_complete(self, action: Callable[[float], None]) -> None:
+    def add_done_callback(self, action: Callable[[float], None]) -> None:
         is_first = not self._on_completion
-        super().when_complete(action)
+        super().add_done_callback(action)
         if is_first and self._timeline is not None:
             # Called at once, with a current stream that continues when the collective has ended.
             self._handle.get_future().then(self._mark_end)

@@ -17,7 +17,7 @@ class RankInfo:
     master_port: int
     has_external_store: bool
     """Whether somebody other than rank 0 serves the store that the workers meet at."""
-    attempt: int = 0
+    restart_count: int = 0
     """How often the workers were started before; a store that is kept knows those as well."""
 
     def to_environment(self) -> dict[str, str]:
@@ -32,7 +32,7 @@ class RankInfo:
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": str(self.master_port),
             "TORCHELASTIC_USE_AGENT_STORE": str(self.has_external_store),
-            "TORCHELASTIC_RESTART_COUNT": str(self.attempt),
+            "TORCHELASTIC_RESTART_COUNT": str(self.restart_count),
         }
 
 

@@ -77,7 +77,7 @@ class Rendezvous:
             raise RunError(f"{self._who}: the meeting at {self.place} broke: {cause}") from None
         return store
 
-    def reach(self, may_serve: bool) -> tuple[Store, bool]:
+    def join_or_host(self, may_serve: bool) -> tuple[Store, bool]:
         """The store, whoever else has come; and whether it is served here.
 
         Of those who may, and whose machine has the address, the first serves it.

@@ -3,7 +3,8 @@
 Every group has gloo. Where each worker has a GPU of its own (`gpu`), tensors on it go through NCCL;
 otherwise, as when workers share a GPU, they are copied to main memory and back. The groups are made
 directly from a store, so nothing here depends on torch.distributed's process-wide default group;
-`process_group` makes that one for those who cannot do without, such as DistributedDataParallel.
+`default_process_group` makes that one for those who cannot do without, such as
+DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -134,9 +135,9 @@ class TorchCommunicator(ComposedCommunicator):
         work = self._start(operation, transfer, staged.flat.device, start, GlooPointToPointWork)
         return work.on_success(staged.copy_back)
 
-    def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int, kind: str) -> Work:
+    def sendrecv(self, outgoing: Tensor, to: int, incoming: Tensor, source: int, kind: str) -> Work:
         if self._device(outgoing) == CPU or 0 in (outgoing.numel(), incoming.numel()):
-            return super().exchange(outgoing, to, incoming, source, kind)
+            return super().sendrecv(outgoing, to, incoming, source, kind)
         self.check_peer(to)
         self.check_peer(source)
         sending, receiving = StagingBuffer.of(outgoing), StagingBuffer.to_fill(incoming)
@@ -203,7 +204,7 @@ class TorchCommunicator(ComposedCommunicator):
         counts = communicator.all_reduce(tensor, self.rank, self.world_size)
         return self._collective("all_reduce with", tensor, kind, start, counts)
 
-    def fork(self) -> Self:
+    def dup(self) -> Self:
         self._forks += 1
         return type(self)(
             PrefixStore(f"fork/{self._forks}", self._store),
@@ -216,7 +217,7 @@ class TorchCommunicator(ComposedCommunicator):
             global_ranks=self.global_ranks,
         )
 
-    def among(self, ranks: Sequence[int]) -> Self:
+    def subgroup(self, ranks: Sequence[int]) -> Self:
         """A communicator over some of the workers, who all call this with the same ranks.
 
         They are numbered anew, in the order given. It counts into the same traffic. Whoever makes
@@ -234,7 +235,7 @@ class TorchCommunicator(ComposedCommunicator):
             global_ranks=[self.global_ranks[rank] for rank in ranks],
         )
 
-    def process_group(self) -> dist.ProcessGroup:
+    def default_process_group(self) -> dist.ProcessGroup:
         """torch.distributed's default group over the same workers, made when first asked for.
 
         Collective at first. For PyTorch's own wrappers; what goes through it is not counted here.
@@ -306,7 +307,7 @@ class TorchCommunicator(ComposedCommunicator):
         else:
             timeline = self._timeline if gloo_work is GlooWork else None
             work = NcclWork(handle, operation, self.timeout_seconds, timeline)
-        return self.counted(work, transfer)
+        return self.track_transfer(work, transfer)
 
     def _backend(self, device: torch.device) -> Any:
         return self._gloo if device == CPU else self._nccl

@@ -43,7 +43,7 @@ class Work(ABC):
         elif self._error is not None:
             raise self._error
 
-    def is_done(self) -> bool:
+    def is_completed(self) -> bool:
         """Whether `wait()` would return, or raise, without blocking."""
         return self._ended or self._poll()
 
@@ -57,7 +57,7 @@ class Work(ABC):
         self._on_end.append(action)
         return self
 
-    def when_complete(self, action: Callable[[float], None]) -> None:
+    def add_done_callback(self, action: Callable[[float], None]) -> None:
         """Call this with the moment (of `perf_counter`) at which the operation was complete.
 
         On any thread, as soon as one notices it, and before `wait()` returns. The moment is that of
@@ -112,12 +112,12 @@ class CombinedWork(Work):
         self._last = 0.0
         self._incomplete = len(parts)
 
-    def when_complete(self, action: Callable[[float], None]) -> None:
+    def add_done_callback(self, action: Callable[[float], None]) -> None:
         is_first = not self._on_completion
-        super().when_complete(action)
+        super().add_done_callback(action)
         if is_first:
             for part in self._parts:
-                part.when_complete(self._note_part)
+                part.add_done_callback(self._note_part)
 
     def _note_part(self, moment: float) -> None:
         with self._completing:
@@ -131,4 +131,4 @@ class CombinedWork(Work):
             part.wait()
 
     def _poll(self) -> bool:
-        return all(part.is_done() for part in self._parts)
+        return all(part.is_completed() for part in self._parts)

@@ -102,7 +102,7 @@ def run_here(plan: BenchmarkSpec, quiet: bool) -> dict[str, Any] | None:
         store, port = _serve(plan)
         try:
             _start(plan, folder, quiet, port, processes)
-            interruptions.raises = False
+            interruptions.raise_on_signal = False
             _watch(processes, interruptions)
             return _outcome(folder, processes, interruptions)
         finally:
@@ -224,7 +224,7 @@ def measure(plan: BenchmarkSpec, quiet: bool = False) -> dict[str, Any] | None:
             with showing(quiet or place.rank > 0) as show:
                 return run(place, plan, show)
         except PacelineError as error:
-            error.is_told = place.rank > 0
+            error.already_reported = place.rank > 0
             raise
     check_workers(plan.machines.workers)
     if plan.machines.launcher == "ray":

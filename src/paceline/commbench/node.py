@@ -1,4 +1,4 @@
-"""What is started on each machine of `--hosts` or `--cluster`: `python -m paceline.commbench.node`."""
+"""`python -m paceline.commbench.node`: the program on each machine of `--hosts` or `--cluster`."""
 
 from __future__ import annotations
 

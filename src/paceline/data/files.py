@@ -68,7 +68,7 @@ class FileDataset:
         )
 
     def check_readable(self, folder: Path) -> None:
-        """Read all samples and keep none; raises CorruptFileError, or DataError where reading fails."""
+        """Read all samples, keep none. Raises CorruptFileError, or DataError if reading fails."""
         for files, samples in (
             (self.official.train, self.official.train_samples),
             (self.official.test, self.official.test_samples),

@@ -15,7 +15,7 @@ from paceline.errors import DataError
 
 
 class CorruptFileError(Exception):
-    """A file that does not hold what it should; `FileDataset` turns it into the line that users see."""
+    """A file with wrong content. `FileDataset` turns it into a one-line message for the user."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"{path} {reason}")

@@ -46,7 +46,7 @@ def _from_torchrun(variables: Mapping[str, str]) -> RankInfo:
         master_addr=variables.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_number(variables, "MASTER_PORT", 29500),
         has_external_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=_number(variables, "TORCHELASTIC_RESTART_COUNT", 0),
+        restart_count=_number(variables, "TORCHELASTIC_RESTART_COUNT", 0),
     )
 
 

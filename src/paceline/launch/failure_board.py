@@ -76,7 +76,7 @@ def post_failure(config: RunConfig, place: RankInfo, ending: Termination) -> Non
             wait_for_workers=False,
         )
         value = json.dumps(dataclasses.asdict(ending))
-        PrefixStore(prefix, store).set(_key(place.attempt, place.rank), value)
+        PrefixStore(prefix, store).set(_key(place.restart_count, place.rank), value)
 
 
 def _key(attempt: int, rank: int) -> str:

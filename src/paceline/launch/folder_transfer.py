@@ -1,11 +1,12 @@
 """A run's folder on its way from one machine to another: a stream of its files.
 
-`python -m paceline.launch.folder_transfer send` writes a folder to standard output and `... take` fills one
-from standard input; the first line of the input says which (launch/control_channel.py), and the first line
-of the answer how it stands with it. What is sent are regular files with plain names, whatever else
-the other side may say.
+`python -m paceline.launch.folder_transfer send` writes a folder to standard output and `... take`
+fills one from standard input; the first line of the input says which (launch/control_channel.py),
+and the first line of the answer how it stands with it. What is sent are regular files with plain
+names, whatever else the other side may say.
 
-The starter's side of launch/folder_transfer.py: a run's folder, fetched from a node or sent to it."""
+The starter's side of launch/folder_transfer.py: a run's folder, fetched from a node or sent to
+it."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def join(
         }
     )
     chosen = check_strategy(config)
-    if not chosen.lockstep or chosen.server_nodes(place.nnodes):
+    if not chosen.synchronous or chosen.server_nodes(place.nnodes):
         raise UsageError(
             f"strategy {strategy}: is not for loops of one's own, whose workers go in step:"
             " choose another, or train with `paceline train`"

@@ -151,7 +151,7 @@ def launch_local(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> R
                 ["--elastic: starts its own workers: give the command without torchrun or srun"]
             )
     except UsageError as error:
-        error.is_told = place is not None and place.rank > 0
+        error.already_reported = place is not None and place.rank > 0
         raise
     if place is not None:
         return worker.run(config, place, resumed, quiet)
@@ -197,7 +197,7 @@ def check_strategy(config: RunConfig) -> Strategy:
                 f" not {config.workers}: choose another with `paceline list strategies`"
             ]
         )
-    if problems := strategy.refusals(config):
+    if problems := strategy.check(config):
         raise ConfigError(problems)
     if config.elastic is not None:
         check_elastic(config, strategy)

@@ -1,8 +1,8 @@
 """Machines that processes can be started on, and a command that runs on all of them.
 
 A fleet starts a process on one of its nodes; launch/ssh.py does so on real machines and
-launch/machines.py on emulated ones. `NodeSupervisor` starts one on each, shows what they say and sees that
-they end together; `run_on_all` is that, with one line for what went wrong.
+launch/machines.py on emulated ones. `NodeSupervisor` starts one on each, shows what they say and
+sees that they end together; `run_on_all` is that, with one line for what went wrong.
 
 Machines that are emulated on this one (`--cluster`)."""
 
@@ -136,7 +136,7 @@ class NodeSupervisor:
             prefix = f"[{address}] " if number else ""
             self._nodes.append(NodeProcess(number, process, prefix))
             self._nodes[-1].register(self._selector)
-        self._interruptions.raises = False
+        self._interruptions.raise_on_signal = False
         while any(node.is_running for node in self._nodes):
             for key, _ in self._selector.select(POLL_SECONDS):
                 key.data(self._selector)

@@ -1,7 +1,8 @@
 """Several workers on this machine, and perhaps others on more machines, each started by its own.
 
-The launcher of each node starts the node's workers (launch/processes.py), watches over them and ends all
-of them when one fails; launch/nodes.py brings it together with the launchers of the other nodes.
+The launcher of each node starts the node's workers (launch/processes.py), watches over them and
+ends all of them when one fails; launch/nodes.py brings it together with the launchers of the other
+nodes.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> RunOutcome
                 if folder is not None and resumed is None:
                     folder.discard()
                 raise
-            interruptions.raises = False
+            interruptions.raise_on_signal = False
             crew = NodeWorkers(
                 config, folder, nodes.port, resumed is not None, quiet, board=nodes.board
             )
             with _started(crew, nodes, is_new=resumed is None):
                 ending = crew.watch(nodes, interruptions)
             # The records are complete only now, with the last sample of the resources.
-            ending = nodes.conclude(ending, folder, crew.records())
+            ending = nodes.exchange_terminations(ending, folder, crew.records())
         return _conclude(config, crew, ending, nodes.shares_folder, is_new=resumed is None)
 
 

@@ -1,7 +1,7 @@
 """What is started on each machine of a run: `python -m paceline.launch.node_main`.
 
-The first line of its input is a `NodeTask`; launch/control_channel.py tells how it hangs on its starter.
-Loading torch takes seconds, so what can be said before is said before.
+The first line of its input is a `NodeTask`; launch/control_channel.py tells how it hangs on its
+starter. Loading torch takes seconds, so what can be said before is said before.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _resumed(config: RunConfig) -> RunFolder:
     assert config.name is not None
     # The other nodes get the checkpoint from the first one.
     if config.node_rank:
-        return RunFolder.beside(config, config.name)
+        return RunFolder.open_or_create(config, config.name)
     return RunFolder.open(Path(config.out) / config.name)
 
 

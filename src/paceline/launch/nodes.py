@@ -87,16 +87,16 @@ class NodeCoordinator:
             self._try_set("folder", {"id": folder.id, "identity": folder.identity()})
             return folder
         told = check_fields(self._await("folder"), "run folder", {"id": object, "identity": list})
-        folder = folder or RunFolder.beside(self._config, check_run_name(told["id"]))
+        folder = folder or RunFolder.open_or_create(self._config, check_run_name(told["id"]))
         self.shares_folder = folder.identity() == told["identity"]
         return folder
 
     def refuse(self, ending: Termination) -> None:
         """Tell the others why this node takes no part."""
-        self.alarm()
+        self.signal_failure()
         self._try_set(f"ended/{self._node}", dataclasses.asdict(ending))
 
-    def alarm(self) -> None:
+    def signal_failure(self) -> None:
         """Let the others know that the run has failed, before it is known why."""
         if self._others:
             self._try_set("alarm", True)
@@ -108,7 +108,7 @@ class NodeCoordinator:
         self._looked = monotonic()
         return self._has("alarm") or self._lost
 
-    def conclude(
+    def exchange_terminations(
         self, ending: Termination | None, folder: RunFolder, files: list[str]
     ) -> Termination | None:
         """Tell the others how it ended here and hear how it did there; returns the first cause.
@@ -118,7 +118,7 @@ class NodeCoordinator:
         if not self._others:
             return ending
         if ending and ending.status != "stopped":
-            self.alarm()
+            self.signal_failure()
         if not self.shares_folder:
             self._hand_in(folder, files)
         self._try_set(f"ended/{self._node}", dataclasses.asdict(ending) if ending else None)

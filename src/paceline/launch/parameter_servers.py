@@ -2,7 +2,8 @@
 
 Among all processes of a run the workers have the first ranks and the servers the following ones;
 only workers are counted as workers. They meet at the workers' store, and each worker gets a pair
-with each server (strategies/parameter_server/protocol.py), and heartbeats beside it (strategies/parameter_server/heartbeat.py).
+with each server (strategies/parameter_server/protocol.py), and heartbeats beside it
+(strategies/parameter_server/heartbeat.py).
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def _meeting(config: RunConfig, place: RankInfo) -> Rendezvous:
         timeout_seconds=config.rendezvous_seconds,
         serves_store=False,
         noun="process",
-        name=f"servers/{place.attempt}",
+        name=f"servers/{place.restart_count}",
     )
 
 

@@ -102,7 +102,7 @@ class NodeWorkers:
             master_addr=config.master_addr,
             master_port=self._port,
             has_external_store=True,
-            attempt=self._attempt,
+            restart_count=self._attempt,
         )
         # The first worker shows how it goes; what else is said would only be mixed up.
         return spawn(
@@ -121,15 +121,15 @@ class NodeWorkers:
         while True:
             codes = self.codes()
             if all(code is not None for code in codes.values()):
-                return self.explain(codes, interruptions)
+                return self.termination(codes, interruptions)
             failed = self.has_failed(codes)
             if failed:
-                nodes.alarm()
+                nodes.signal_failure()
             if failed or nodes.failure_signaled():
-                return self.explain(self.wind_down(), interruptions)
+                return self.termination(self.terminate(), interruptions)
             self._forward(interruptions)
             if len(interruptions.received) > 1:
-                return self.explain(self.wind_down(0.0), interruptions)
+                return self.termination(self.terminate(0.0), interruptions)
             sleep(POLL_SECONDS)
 
     def _forward(self, interruptions: SignalMonitor) -> None:
@@ -169,7 +169,7 @@ class NodeWorkers:
             for rank, code in codes.items()
         )
 
-    def wind_down(self, grace_seconds: float = GRACE_SECONDS) -> dict[int, int | None]:
+    def terminate(self, grace_seconds: float = GRACE_SECONDS) -> dict[int, int | None]:
         """Give the others time to write down their part, then end them; who had ended, and how."""
         deadline = monotonic() + grace_seconds
         workers = [self._processes[rank] for rank in self._ranks]
@@ -189,7 +189,7 @@ class NodeWorkers:
         self._kill_all()
         return codes
 
-    def explain(
+    def termination(
         self, codes: dict[int, int | None], interruptions: SignalMonitor
     ) -> Termination | None:
         """Why the workers did not finish, as far as is known on this node."""

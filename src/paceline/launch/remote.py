@@ -37,7 +37,7 @@ def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> RunOutcome
             return run_on(fleet, config, resumed, quiet, interruptions)
         finally:
             # The machines are taken down in peace.
-            interruptions.raises = False
+            interruptions.raise_on_signal = False
 
 
 @contextlib.contextmanager
@@ -99,7 +99,7 @@ def _run_on_locked(
     failure = first_failure(counted if ends[0].code or not limits else [])
     error = error_of(fleet, failure, ends) if failure else None
     try:
-        interruptions.raises = True
+        interruptions.raise_on_signal = True
         _bring_home(fleet, config, folder, before, ends[0], error)
     except StoppedError:
         raise StoppedError(

@@ -21,11 +21,11 @@ def signal_name(exit_code: int) -> str:
 
 
 class SignalMonitor:
-    """Notes the signals that come; while `raises` is set, one ends what is being done."""
+    """Notes the signals that come; while `raise_on_signal` is set, one ends what is being done."""
 
     def __init__(self, before: str = "training") -> None:
-        """`before`: what has not begun yet while `raises` is set."""
-        self.raises = True
+        """`before`: what has not begun yet while `raise_on_signal` is set."""
+        self.raise_on_signal = True
         self._before_what = before
         self.received: list[signal.Signals] = []
 
@@ -42,7 +42,7 @@ class SignalMonitor:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received.append(signal.Signals(number))
-        if self.raises:
+        if self.raise_on_signal:
             raise StoppedError(
                 f"stopped by {self.received[0].name} before {self._before_what} began"
             )

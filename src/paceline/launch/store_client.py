@@ -46,13 +46,13 @@ class StoreClient:
         """Of this node, once it beats."""
         self._thread.start()
 
-    def enlist(self) -> int:
+    def register(self) -> int:
         """From now on this node beats; its number, in the order in which nodes came."""
         number = self.ask(lambda store: store.add("nodes", 1)) - 1
         self._number = number
         return number
 
-    def beats(self) -> list[int]:
+    def heartbeats(self) -> list[int]:
         """How often each of the nodes that came has beaten."""
 
         def count(store: Store) -> list[int]:

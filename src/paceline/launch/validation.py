@@ -57,4 +57,4 @@ def _of_strategy(
         ]
     anywhere = dataclasses.replace(config, node_rank=0, nnodes=1, hosts=(), cluster=None)
     worlds = [dataclasses.replace(anywhere, nnodes=count) for count in limits]
-    return [*dict.fromkeys(line for world in worlds for line in strategy.refusals(world))]
+    return [*dict.fromkeys(line for world in worlds for line in strategy.check(world))]

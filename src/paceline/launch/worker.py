@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
             ready = prepare_worker(config, folder, place, communicator, resumed, clock.startup)
             ready.team.servers = servers
             report = _train(config, folder, ready, quiet, clock)
-            interruptions.raises = False
+            interruptions.raise_on_signal = False
             if report.status != "finished" and not folder.report_file(place.rank).exists():
                 post_failure(config, place, Termination.of_report(report))
             final_barrier(communicator, report)
@@ -98,7 +98,7 @@ def run(config: RunConfig, place: RankInfo, resumed: RunFolder | None, quiet: bo
                     config, folder, place, communicator, resumed, clock.startup
                 )
                 # Whoever watches over the workers ends all when one fails; the result comes first.
-                interruptions.raises = False
+                interruptions.raise_on_signal = False
                 with (
                     local_parameter_servers(config, folder, place),
                     connect_servers(config, place, communicator.traffic) as servers,
@@ -111,7 +111,7 @@ def run(config: RunConfig, place: RankInfo, resumed: RunFolder | None, quiet: bo
                     write_report(folder, place.rank, report)
                 reports = collect_records(folder, place, communicator, report)
         except PacelineError as error:
-            error.is_told = place.rank > 0
+            error.already_reported = place.rank > 0
             raise
         return _conclude(config, folder, place, report, reports, is_new=resumed is None)
 
@@ -132,7 +132,7 @@ def _conclude(
         if report.status != "finished" and not report.is_secondary:
             error = Termination.of_report(report).error()
             # The first worker of the same machine finds the report, and tells.
-            error.is_told = place.node == 0 or report.status == "stopped"
+            error.already_reported = place.node == 0 or report.status == "stopped"
             raise error
         return RunOutcome(folder, None, report.exit_code)
     reports = reports or collect_reports(folder, place.world_size)
@@ -204,7 +204,7 @@ def connection(
         timeout_seconds=config.rendezvous_seconds,
         serves_store=False if place.has_external_store else None,
         # Whoever starts failed workers anew keeps the store.
-        name=f"{name}/{place.attempt}",
+        name=f"{name}/{place.restart_count}",
     )
     gpu = device if has_own_gpu(place) and device.type == "cuda" else None
     with connect(meeting, gpu=gpu, timeout_seconds=config.timeout_seconds) as network:
@@ -247,7 +247,7 @@ def _agree_on_folder(
     if resumed:
         return resumed
     name = check_run_name(broadcast_json(communicator, made.id if made else None))
-    return run_collectively(communicator, lambda: made or RunFolder.beside(config, name))
+    return run_collectively(communicator, lambda: made or RunFolder.open_or_create(config, name))
 
 
 @dataclass(slots=True)

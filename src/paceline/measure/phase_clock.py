@@ -141,7 +141,7 @@ class PhaseClock:
         self._seconds[source] -= seconds
         self._seconds[target] += seconds
 
-    def watch(self) -> PhaseLog:
+    def start_log(self) -> PhaseLog:
         """From here on, until `stop_log`, note when phases and laps begin and end."""
         self.enter(self._phase)
         self._settle()

@@ -43,7 +43,7 @@ class Tracer:
 
     def before_iteration(self, number: int) -> None:
         if number == self._first:
-            self._log = self._clock.watch()
+            self._log = self._clock.start_log()
             self._traffic.log = self._transfers
         elif number == self._last + 1:
             self._stop()

@@ -1,7 +1,7 @@
 """Long curves made short enough to draw, without losing what stands out.
 
-A curve of any length becomes at most MAX_POINTS stretches of equal length, each with its middle, its
-least and its greatest value: a single slow iteration in a million still shows.
+A curve of any length becomes at most MAX_POINTS stretches of equal length, each with its middle,
+its least and its greatest value: a single slow iteration in a million still shows.
 """
 
 from __future__ import annotations

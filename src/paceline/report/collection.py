@@ -107,7 +107,7 @@ def _collect(path: Path | str) -> RunCollection:
     place = Path(path).resolve()
     if not place.is_dir():
         raise RecordsError(f"{path} is no folder: give a run, a folder of runs or a study")
-    if StudyFolder.is_one(place):
+    if StudyFolder.is_study(place):
         return _study(StudyFolder(place))
     if _is_run(place):
         run = open_run(place)

@@ -47,7 +47,7 @@ class Significance:
 
     def words(self) -> str:
         share = f"{_percent(self.difference.share)}%"
-        if not self.difference.known:
+        if not self.difference.has_interval:
             return f"{share}; single run, significance unknown"
         # No figure is below zero, so that none can be less by more than all of the other.
         low = max(self.difference.low, -1.0)

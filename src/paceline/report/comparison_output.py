@@ -130,7 +130,7 @@ def _print_significance(
 ) -> None:
     named = dict(zip((cell.label for cell in cells), letters, strict=True))
     for one in significance(cells[:MOST_TESTED]):
-        if one.name.startswith("time per") or one.difference.known:
+        if one.name.startswith("time per") or one.difference.has_interval:
             console.print(f"A against {named[one.other]}, {one.name}: {one.words()}")
 
 

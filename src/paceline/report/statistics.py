@@ -44,7 +44,7 @@ class Difference:
     """Of the second; so are the ends of the interval."""
     across_runs: bool
     """Whether the interval is over repeats; otherwise over stretches of one run each."""
-    known: bool
+    has_interval: bool
     """Whether there is an interval at all."""
     error: float = 0.0
     """Standard error of `share`."""
@@ -70,7 +70,7 @@ class Difference:
     @property
     def p_value(self) -> float:
         """Two-sided, before any correction; 1 where nothing is known."""
-        if not self.known:
+        if not self.has_interval:
             return 1.0
         if self.error == 0:
             return 0.0 if self.share else 1.0
@@ -79,11 +79,11 @@ class Difference:
     @property
     def excludes_zero(self) -> bool:
         """Whether the interval does."""
-        return self.known and self.p_value < self.level
+        return self.has_interval and self.p_value < self.level
 
     @property
     def is_tie(self) -> bool:
-        return self.known and not self.excludes_zero
+        return self.has_interval and not self.excludes_zero
 
     @property
     def is_significant(self) -> bool:
@@ -151,7 +151,7 @@ def correct(
     where the difference is significant after the correction. `comparisons` is the size of the
     family where it has more members than `gaps`.
     """
-    p_values = {index: gap.p_value for index, gap in enumerate(gaps) if gap.known}
+    p_values = {index: gap.p_value for index, gap in enumerate(gaps) if gap.has_interval}
     left = family = comparisons or len(p_values)
     is_rejecting = True
     levels = {}
@@ -176,7 +176,7 @@ def against_first(groups: Sequence[Sequence[Sample]]) -> list[list[Difference]]:
         if len(group) <= MOST_PAIRED:
             gaps += [_between(*pair) for pair in itertools.combinations(group[1:], 2)]
     # A pair without an interval is not tested, and one that is left out counts as not rejected.
-    untested = sum(not gap.known for gap in gaps)
+    untested = sum(not gap.has_interval for gap in gaps)
     family = sum(len(group) * (len(group) - 1) // 2 for group in groups) - untested
     corrected = iter(correct(gaps, max(1, family), shown))
     return [list(itertools.islice(corrected, max(0, len(group) - 1))) for group in groups]
@@ -209,13 +209,13 @@ def difference(
     samples = (first, second) if across_runs else (first_blocks, second_blocks)
     share = amount / means[1] if means[1] else 0.0
     if min(map(len, samples)) < 2 or means[1] == 0:
-        return Difference(amount, share, across_runs=False, known=False)
+        return Difference(amount, share, across_runs=False, has_interval=False)
     variances = [_variance(values) / len(values) for values in samples]
     return Difference(
         amount,
         share,
         across_runs=across_runs,
-        known=True,
+        has_interval=True,
         error=math.sqrt(sum(variances)) / abs(means[1]),
         degrees=_degrees(variances, [len(values) for values in samples]),
     )

@@ -231,7 +231,7 @@ def _confidence(pace: Ranking, lead: Difference) -> Point:
                 " its significance is unknown"
             )
         return Point("Confidence", f"{text}.")
-    if lead.known:
+    if lead.has_interval:
         return Point(
             "Confidence",
             "single run, significance unknown: intervals are over the iterations of one run"

@@ -63,10 +63,10 @@ class Ddp(GradientAveraging):
         self._bucket_mib = bucket_mib
         self._find_unused = find_unused
 
-    def refusals(self, config: RunConfig) -> list[str]:
+    def check(self, config: RunConfig) -> list[str]:
         return needs_torch(config)
 
-    def attach(self, replica: Replica) -> None:
+    def setup(self, replica: Replica) -> None:
         self.replica = replica
         self._communicator = replica.communicator
         self._background: CommunicationThread | None = None
@@ -75,7 +75,7 @@ class Ddp(GradientAveraging):
         if not isinstance(self._communicator, TorchCommunicator):
             raise ConfigError(["--strategy ddp: needs workers that torch.distributed connects"])
         broadcast_model(replica.model, self._communicator)
-        self._group: Any = self._communicator.process_group()
+        self._group: Any = self._communicator.default_process_group()
         if self.exchange.codec:
             self._background = CommunicationThread(self._communicator)
         self._timeline = timeline_of(replica.trainable[0].device)
@@ -107,7 +107,7 @@ class Ddp(GradientAveraging):
         if self._to_rehearse:
             self._rehearse(inputs)
         # DDP asks in the forward pass whether the backward pass is to communicate.
-        self._wrapped.require_backward_grad_sync = self.replica.last_part
+        self._wrapped.require_backward_grad_sync = self.replica.is_last_microbatch
         try:
             outputs = self._wrapped(inputs)
         except RuntimeError as error:
@@ -191,7 +191,7 @@ class Ddp(GradientAveraging):
                 future.set_result(gradient)
 
         work = background.submit(exchange, gradient.device)
-        work.when_complete(complete)
+        work.add_done_callback(complete)
         return future
 
     def backward(self, loss: Tensor) -> None:
@@ -199,7 +199,7 @@ class Ddp(GradientAveraging):
             super().backward(loss)
         except RuntimeError as error:
             raise self._explained(error) from None
-        if self._communicator.world_size > 1 and self.replica.last_part:
+        if self._communicator.world_size > 1 and self.replica.is_last_microbatch:
             self._account()
 
     def _explained(self, error: RuntimeError) -> Exception:

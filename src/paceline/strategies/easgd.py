@@ -37,8 +37,8 @@ class Easgd(PeriodicSync):
         super().__init__(algorithm)
         self._tau, self._given_alpha = tau, alpha
 
-    def attach(self, replica: Replica) -> None:
-        super().attach(replica)
+    def setup(self, replica: Replica) -> None:
+        super().setup(replica)
         self._alpha = self._given_alpha or MOVING_RATE / replica.communicator.world_size
         self._centre = self._weights.tensor.clone()
 
@@ -52,7 +52,7 @@ class Easgd(PeriodicSync):
         self._steps += 1
         self._diverged = True
         if self._steps % self._tau == 0:
-            with self.replica.exchanging():
+            with self.replica.exposed_communication():
                 self._pull()
 
     def _pull(self) -> None:

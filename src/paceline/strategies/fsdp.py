@@ -77,7 +77,7 @@ class AllGather(_Collective):
             self._count(output_tensor, "parameters")
             group._allgather_base(output_tensor, input_tensor).wait()
             return
-        with self._replica.exchanging():
+        with self._replica.exposed_communication():
             host = output_tensor.cpu()
             self._communicator.all_gather(host, "parameters").wait()
             if host is not output_tensor:
@@ -100,7 +100,7 @@ class ReduceScatter(_Collective):
             options.reduceOp = op
             group._reduce_scatter_base(output_tensor, input_tensor, options).wait()
             return
-        with self._replica.exchanging():
+        with self._replica.exposed_communication():
             host = input_tensor.cpu()
             self._communicator.reduce_scatter(host, "gradients").wait()
             own = chunk(host, self._communicator.world_size, self._communicator.rank)
@@ -113,15 +113,15 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 class Fsdp(Strategy):
     """A single worker has nothing to split and trains as if alone."""
 
-    def refusals(self, config: RunConfig) -> list[str]:
+    def check(self, config: RunConfig) -> list[str]:
         is_split = config.compile and config.workers > 1
         problems = (
             ["--compile: not with --strategy fsdp; leave one of them out"] if is_split else []
         )
         return problems + needs_torch(config)
 
-    def attach(self, replica: Replica) -> None:
-        super().attach(replica)
+    def setup(self, replica: Replica) -> None:
+        super().setup(replica)
         if replica.communicator.world_size == 1:
             return
         communicator = _check(replica)
@@ -142,7 +142,7 @@ class Fsdp(Strategy):
         device = next(model.parameters()).device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # fully_shard takes the current one
-        group = communicator.process_group()
+        group = communicator.default_process_group()
         has_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config(group))
         mesh = DeviceMesh.from_group(group, device.type)
         self._modules: list[FSDPModule] = []
@@ -187,10 +187,10 @@ class Fsdp(Strategy):
         self._weights = weights
 
     def _forward(self, inputs: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and self.replica.last_part != self._is_last_part:
+        if torch.is_grad_enabled() and self.replica.is_last_microbatch != self._is_last_part:
             # Gathered for the first part of a batch, kept for the others, split again after the
             # last: the same collectives on workers with few parts and with many.
-            self._is_last_part = self.replica.last_part
+            self._is_last_part = self.replica.is_last_microbatch
             self._keep_after_forward(not self._is_last_part)
             for module in self._modules:
                 module.set_requires_gradient_sync(self._is_last_part, recurse=False)
@@ -218,7 +218,7 @@ class Fsdp(Strategy):
         self.replica.clear_gradients()
 
     @contextmanager
-    def consensus(self) -> Iterator[None]:
+    def eval_weights(self) -> Iterator[None]:
         """Workers evaluate different numbers of batches, so the weights are gathered only once."""
         if self.holds_all_weights:
             yield

@@ -156,8 +156,8 @@ class GradientAveraging(Strategy):
         given = {"chunk": chunk, "ratio": ratio, "rank": rank}
         self.exchange = GradientReducer(algorithm, codec, codec_options(codec, given))
 
-    def attach(self, replica: Replica) -> None:
-        super().attach(replica)
+    def setup(self, replica: Replica) -> None:
+        super().setup(replica)
         broadcast_model(replica.model, replica.communicator)
         summed_by = replica.communicator if self.exchange.returns_at_once else None
         self._gradients = FlatGradients(replica.trainable, summed_by)
@@ -166,13 +166,17 @@ class GradientAveraging(Strategy):
     def backward(self, loss: Tensor) -> None:
         self._follow_loss_scale()
         codec = self.exchange.codec
-        if codec is not None and self.replica.scaler.is_enabled() and self.replica.last_part:
+        if (
+            codec is not None
+            and self.replica.scaler.is_enabled()
+            and self.replica.is_last_microbatch
+        ):
             # No gradient of this step has been through the codec yet.
             self._codec_before = codec.state_dict()
         super().backward(loss)
 
     def step(self) -> None:
-        with self.replica.exchanging():
+        with self.replica.exposed_communication():
             self._synchronise()
         self.replica.update()
 

@@ -29,13 +29,13 @@ class LocalSgd(PeriodicSync):
         super().__init__(algorithm)
         self._every, self._warmup = every, warmup
 
-    def refusals(self, config: RunConfig) -> list[str]:
+    def check(self, config: RunConfig) -> list[str]:
         # A worker that skips an update has another number of them behind it than its peers.
         is_fp16 = config.precision == "fp16"
         return ["--precision fp16: strategy local_sgd cannot use it; use bf16"] if is_fp16 else []
 
-    def attach(self, replica: Replica) -> None:
-        super().attach(replica)
+    def setup(self, replica: Replica) -> None:
+        super().setup(replica)
         self._gradients = FlatGradients(replica.trainable)
         replica.flat_gradients = self._gradients.tensor
 
@@ -47,7 +47,7 @@ class LocalSgd(PeriodicSync):
 
     def step(self) -> None:
         if self._steps < self._warmup:
-            with self.replica.exchanging():
+            with self.replica.exposed_communication():
                 self._sum(self._gradients.tensor, KIND)
             self.replica.update()
             self._steps += 1
@@ -56,7 +56,7 @@ class LocalSgd(PeriodicSync):
         self._steps += 1
         self._diverged = True
         if (self._steps - self._warmup) % self._every == 0:
-            with self.replica.exchanging():
+            with self.replica.exposed_communication():
                 self.outer_step()
 
     def finish(self) -> None:

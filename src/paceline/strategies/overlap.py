@@ -64,12 +64,12 @@ class Overlap(GradientAveraging):
         self._bucket_mib, self._first_bucket_mib = bucket_mib, first_bucket_mib
         self._is_given = bucket_mib is not None
 
-    def attach(self, replica: Replica) -> None:
+    def setup(self, replica: Replica) -> None:
         self.replica = replica
         broadcast_model(replica.model, replica.communicator)
         if self._bucket_mib is None:
             self._bucket_mib = BETWEEN_MACHINES_MIB if is_spread(replica) else WITHIN_MACHINE_MIB
-        self._line = replica.communicator.fork() if self.exchange.returns_at_once else None
+        self._line = replica.communicator.dup() if self.exchange.returns_at_once else None
         self._background = None if self._line else CommunicationThread(replica.communicator)
         self._underway = Underway(timeline_of(replica.trainable[0].device))
         self._seen: list[int] | None = []
@@ -106,7 +106,7 @@ class Overlap(GradientAveraging):
         """What torch calls with the weight of this number, once its gradient is there."""
 
         def gradient_is_there(_weight: Tensor) -> None:
-            if self.replica.last_part:
+            if self.replica.is_last_microbatch:
                 self._note(number)
 
         return gradient_is_there
@@ -145,11 +145,11 @@ class Overlap(GradientAveraging):
         else:
             assert self._line is not None
             work = self.exchange.begin(self._line, bucket.key, bucket.gradient)
-        work.when_complete(end)
+        work.add_done_callback(end)
         self._under_way.append(work)
 
     def step(self) -> None:
-        with self.replica.exchanging():
+        with self.replica.exposed_communication():
             # A weight that took no part in this loss has no gradient to wait for.
             for bucket in self._buckets[len(self._under_way) :]:
                 self._send(bucket)

@@ -24,7 +24,7 @@ from paceline.strategies.strategy import Strategy
 
 
 class PeriodicSync(Strategy):
-    equal = False
+    replicas_equal = False
 
     def __init__(self, algorithm: str) -> None:
         self.algorithm = ALGORITHMS.load(algorithm)()
@@ -32,8 +32,8 @@ class PeriodicSync(Strategy):
         self._diverged = False
         """Whether replicas may hold different weights now."""
 
-    def attach(self, replica: Replica) -> None:
-        super().attach(replica)
+    def setup(self, replica: Replica) -> None:
+        super().setup(replica)
         broadcast_model(replica.model, replica.communicator)
         self._weights = FlatWeights(replica.trainable)
 
@@ -45,7 +45,7 @@ class PeriodicSync(Strategy):
         """What the replicas agree on, in the layout of the flat weights. Collective."""
 
     @contextmanager
-    def consensus(self) -> Iterator[None]:
+    def eval_weights(self) -> Iterator[None]:
         if not self._diverged:
             yield
             return
@@ -63,7 +63,7 @@ class PeriodicSync(Strategy):
         return tensor
 
     def model_state(self) -> dict[str, Any]:
-        with self.consensus():
+        with self.eval_weights():
             return {name: value.clone() for name, value in super().model_state().items()}
 
     def state_dict(self) -> dict[str, Any]:

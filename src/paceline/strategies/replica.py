@@ -96,12 +96,12 @@ class Replica:
     node: int = 0
     """The machine this worker is on; workers of one node share its memory."""
     clip_norm: float | None = None
-    last_part: bool = True
+    is_last_microbatch: bool = True
     """Whether the backward pass at hand is the last one before the update (accumulation)."""
     flat_gradients: Tensor | None = None
     """Where all gradients lie one after the other, if the strategy wants them so."""
     exposed: Exposed = field(default_factory=Exposed)
-    share: float = 1.0
+    batch_fraction: float = 1.0
     """This worker's part of the samples of the global batch at hand."""
     servers: Sequence[Communicator] = ()
     """Connections to the parameter servers, if any: pairs in which the server is rank 0."""
@@ -122,9 +122,9 @@ class Replica:
             layer for layer in self.model.modules() if isinstance(layer, SyncBatchNorm)
         ]
         for layer in self._shared_norms:
-            layer.exchanging = self.exchanging
+            layer.exchanging = self.exposed_communication
 
-    def take_part(self, counts: bool) -> None:
+    def set_sample_counts(self, counts: bool) -> None:
         """Say whether the samples of the coming passes count.
 
         A worker without a share of the batch computes a sample that must not.
@@ -137,7 +137,7 @@ class Replica:
         self.scaler.scale(loss).backward()
 
     @contextmanager
-    def exchanging(self) -> Iterator[None]:
+    def exposed_communication(self) -> Iterator[None]:
         """Communication that training has to wait for: timed as exchange, and noted."""
         with self.clock.during("exchange"):
             began = perf_counter()

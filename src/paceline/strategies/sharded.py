@@ -120,7 +120,7 @@ class ShardedOptimizer:
             overflow(scaler, self.optimizer) if scaler.is_enabled() else squares.new_zeros(())
         )
         agreed = torch.stack([squares, overflown.to(torch.float64)])
-        with self._replica.exchanging():
+        with self._replica.exposed_communication():
             self._communicator.all_reduce(agreed, "control").wait()
         overflown.copy_(agreed[1] > 0)
         if self._replica.clip_norm is not None:
@@ -213,8 +213,8 @@ def same_kind(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
 
 
 class Sharded(Strategy):
-    def attach(self, replica: Replica) -> None:
-        super().attach(replica)
+    def setup(self, replica: Replica) -> None:
+        super().setup(replica)
         check_shardable(replica.optimizer, "sharded")
         weights = optimizer_weights(replica.optimizer)
         broadcast_model(replica.model, replica.communicator)
@@ -230,10 +230,10 @@ class Sharded(Strategy):
 
     def step(self) -> None:
         replica, communicator = self.replica, self.replica.communicator
-        with replica.exchanging():
+        with replica.exposed_communication():
             communicator.reduce_scatter(self._gradients.tensor, "gradients").wait()
         self.own.update()
-        with replica.exchanging():
+        with replica.exposed_communication():
             communicator.all_gather(self._weights.tensor, "parameters").wait()
         replica.clock.enter("update")
         replica.clear_gradients()

@@ -75,7 +75,7 @@ class AssignmentRequest:
     """The iteration that this run began or was resumed with."""
     total: int
     """Iterations of the whole run."""
-    meet_every: int
+    checkpoint_every: int
     """Iterations from one meeting of all workers to the next; 0: never."""
     stop: bool
     """Whether this worker was asked to stop."""
@@ -90,9 +90,9 @@ class Strategy:
     keyword arguments.
     """
 
-    lockstep: bool = True
+    synchronous: bool = True
     """Whether all workers do the same iteration at a time, so that they can meet between two."""
-    equal: bool = True
+    replicas_equal: bool = True
     """Whether all workers hold the same weights after every step."""
     max_world_size: ClassVar[int | None] = None
     """The largest number of workers it can keep in step, where there is a limit."""
@@ -102,14 +102,14 @@ class Strategy:
 
     replica: Replica
 
-    def refusals(self, config: RunConfig) -> list[str]:
+    def check(self, config: RunConfig) -> list[str]:
         """Which of a run's settings it cannot serve: a line for each that says what to change.
 
         Asked before any process starts.
         """
         return []
 
-    def attach(self, replica: Replica) -> None:
+    def setup(self, replica: Replica) -> None:
         """Called once, before training: bring all replicas to the same state, install hooks."""
         self.replica = replica
 
@@ -126,14 +126,14 @@ class Strategy:
         """Called once, after training: afterwards every replica holds all of the final weights."""
 
     @contextmanager
-    def consensus(self) -> Iterator[None]:
+    def eval_weights(self) -> Iterator[None]:
         """Inside, the model holds what the workers agree on, to be evaluated. Collective.
 
         Where replicas differ between their exchanges that is their mean, or the centre's weights.
         """
         yield
 
-    def claim(self, terms: AssignmentRequest) -> Assignment:
+    def next_assignment(self, terms: AssignmentRequest) -> Assignment:
         """Out of lockstep: what this worker does next; the model then has the weights for it."""
         raise NotImplementedError
 

@@ -136,7 +136,7 @@ class _Planner:
         document, problems = self._document, self._problems
         base = Settings()
         for layer in document.bases(name):
-            base.lay(self._checked_layer(layer))
+            base.apply(self._checked_layer(layer))
         axes = read_axes(document.grid(name), problems)
         title = self._text("title", name) or name or self._text("title") or self._name
         part = Part(
@@ -179,7 +179,7 @@ class _Planner:
     def _cells(self, point: Point, part: Part, base: Settings) -> Iterator[Cell]:
         settings = base.copy()
         for layer in point.layers:
-            settings.lay(layer)
+            settings.apply(layer)
         config = settings.check(point.place, point.name, self._problems)
         if config is None:
             return

@@ -154,7 +154,7 @@ class StudyFolder:
         return "unfinished" if self.run_folder(cell).config_file.is_file() else "waiting"
 
     @classmethod
-    def is_one(cls, path: Path | str) -> bool:
+    def is_study(cls, path: Path | str) -> bool:
         return (Path(path) / STUDY_FILE).is_file()
 
     def read(self) -> Study:

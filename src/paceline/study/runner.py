@@ -163,7 +163,7 @@ class State(Enum):
     DONE = "done"
     NEW = "new"
     RESUME = "resume"
-    AGAIN = "again"
+    RERUN = "again"
 
 
 @dataclass(slots=True)
@@ -202,13 +202,13 @@ def state_of(folder: StudyFolder, cell: Cell, config: RunConfig) -> State:
         return State.NEW
     try:
         if not same_run(run.read_config(), config):
-            return State.AGAIN
+            return State.RERUN
     except RecordsError:
-        return State.AGAIN
+        return State.RERUN
     result = run.readable_result()
     if result is not None and result["status"] in DONE:
         return State.DONE
-    return State.RESUME if checkpointed_iterations(run.checkpoints) else State.AGAIN
+    return State.RESUME if checkpointed_iterations(run.checkpoints) else State.RERUN
 
 
 def has_readable_checkpoint(run: RunFolder) -> bool:
@@ -228,7 +228,7 @@ def same_run(one: RunConfig, other: RunConfig) -> bool:
 
 def merge_previous(plan: Plan, folder: StudyFolder) -> Study:
     """The planned study with what earlier runners wrote down about cells that did not change."""
-    if not StudyFolder.is_one(folder.path):
+    if not StudyFolder.is_study(folder.path):
         return plan.study
     before = folder.read()
     if (before.name, before.scale) != (plan.study.name, plan.study.scale):
@@ -324,8 +324,8 @@ class Runner:
             # The same exit code may mean anything that the user can fix: then the run is kept.
             if code != UsageError.exit_code or has_readable_checkpoint(folder):
                 return trouble
-            state = State.AGAIN
-        if state is State.AGAIN:
+            state = State.RERUN
+        if state is State.RERUN:
             try:
                 with folder.locked():
                     _set_aside(folder.path, self._folder.aside)

@@ -67,7 +67,7 @@ class Settings:
             setattr(twin, name, dict(getattr(self, name)))
         return twin
 
-    def lay(self, layer: dict[str, YamlNode]) -> None:
+    def apply(self, layer: dict[str, YamlNode]) -> None:
         """Lay settings over those that are there; null takes a setting back to its default."""
         for one, other in ALTERNATIVES:
             if one in layer and other not in layer:

@@ -285,7 +285,7 @@ class PacelineProcessGroup(dist.ProcessGroup):
         """Until all are about to leave, within a limit."""
         parting = self._communicator.barrier()
         deadline = monotonic() + PARTING_SECONDS
-        while not parting.is_done() and monotonic() < deadline:
+        while not parting.is_completed() and monotonic() < deadline:
             sleep(PARTING_POLL_SECONDS)
 
     def _close(self) -> None:

@@ -54,14 +54,14 @@ class CommunicatorWork(dist.Work):
         self._work.wait()
 
     def is_completed(self) -> bool:
-        return self._work.is_done()
+        return self._work.is_completed()
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> Exception | None:
         """Why a completed operation failed."""
-        if self._work.is_done():
+        if self._work.is_completed():
             try:
                 self._work.wait()
             except Exception as error:  # noqa: BLE001 - it is the answer
@@ -95,7 +95,7 @@ class BackgroundWork(CommunicatorWork):
     def get_future(self) -> Future:
         ended: Future = torch.futures.Future()
         result = ended.then(self._outcome)
-        self._work.when_complete(lambda _: ended.set_result(None))
+        self._work.add_done_callback(lambda _: ended.set_result(None))
         wait_in_backward(self)
         return result
 

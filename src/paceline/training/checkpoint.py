@@ -401,7 +401,7 @@ class CheckpointStore:
         """What the copies for writing in the background take; nothing in sync mode."""
         return self._buffers.size_bytes if self._buffers else 0
 
-    def take_up(self, totals: Mapping[str, Any], iteration: int, blocked_seconds: float) -> None:
+    def restore(self, totals: Mapping[str, Any], iteration: int, blocked_seconds: float) -> None:
         """Count on from the `totals` before the checkpoint that a run is resumed from, and it."""
         self.count += totals.get("count", 0) + 1
         with contextlib.suppress(OSError):

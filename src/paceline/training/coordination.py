@@ -181,7 +181,7 @@ class StepCoordinator:
         self._clock = replica.clock
         self._communicator = replica.communicator
         self._is_alone = replica.communicator.world_size == 1
-        self._meets = strategy.lockstep and not self._is_alone
+        self._meets = strategy.synchronous and not self._is_alone
         self.clock_offset = ClockOffset()
         """What to add to this worker's clock to get the first worker's; 0 where none was asked."""
         if self._meets:

@@ -110,7 +110,7 @@ class TrainingLoop:
             if self._tracer is not None:
                 self._tracer.before_iteration(progress.steps)
             begin = clock.begin_step("input")
-            if not self.strategy.lockstep:
+            if not self.strategy.synchronous:
                 # The claim that finds nothing left is no part of an iteration.
                 self._steady.end()
             turn = self._next_turn()
@@ -142,14 +142,14 @@ class TrainingLoop:
         """None: there is nothing left to do."""
         progress = self.progress
         is_at_target = progress.seconds_to_target is not None
-        if self.strategy.lockstep:
+        if self.strategy.synchronous:
             is_over = is_at_target or progress.iteration >= self._total
             return None if is_over else Assignment(progress.iteration, self._rank)
         # Rank 0 alone may know that the target is reached: all workers are told in their claims.
         stop = self.stop_requested is not None
         meet_every = self._cadence(self.config.checkpoint_every) if self._checkpoint else 0
         terms = AssignmentRequest(self._first, self._total, meet_every, stop, finish=is_at_target)
-        turn = self.strategy.claim(terms)
+        turn = self.strategy.next_assignment(terms)
         if turn.call != "train":
             progress.iteration = turn.iteration
         if turn.call == "stop":
@@ -159,14 +159,14 @@ class TrainingLoop:
     def _finish(self) -> None:
         self._journal.flush()
         self._team.settle()
-        if self.strategy.lockstep:
+        if self.strategy.synchronous:
             self._steady.end()
         with self._clock.during("exchange"):
             self.strategy.finish()
         self._iteration_before = self.progress.iteration - 1
         history = self.progress.history
         is_evaluated = history and history[-1]["iteration"] == self.progress.iteration
-        if not (is_evaluated and self.strategy.equal):
+        if not (is_evaluated and self.strategy.replicas_equal):
             self._evaluate(alone=False)
         if self._checkpoint and self._is_due(self.config.checkpoint_every):
             self.checkpoint()
@@ -189,8 +189,8 @@ class TrainingLoop:
         part, samples = None, whole
         if not self._is_alone:
             part, samples = rank_shard(whole, self._team.shares, self._part_number)
-            self.replica.take_part(samples > 0)
-        self.replica.share = samples / whole
+            self.replica.set_sample_counts(samples > 0)
+        self.replica.batch_fraction = samples / whole
         inputs, labels = self._inputs.batch(epoch, index, part)
         parts = self._team.parts(len(labels))
         if parts == 1:
@@ -213,13 +213,13 @@ class TrainingLoop:
             self._clock.enter("input")
             chosen = slice(begin + part.start, begin + part.stop)
             inputs, labels = self._inputs.batch(epoch, index, chosen)
-            self.replica.take_part(samples > 0)
-            self.replica.last_part = number == parts - 1
+            self.replica.set_sample_counts(samples > 0)
+            self.replica.is_last_microbatch = number == parts - 1
             loss = self._part(inputs, labels, samples / whole)
             total = total + loss * samples
             own_samples += samples
             begin += size
-        self.replica.share = own_samples / whole
+        self.replica.batch_fraction = own_samples / whole
         assert isinstance(total, Tensor)
         return total / own_samples if own_samples else loss, own_samples
 
@@ -230,7 +230,7 @@ class TrainingLoop:
         samples = sum(map(len, labels))
         total: Tensor | float = 0.0
         for number, (part, targets) in enumerate(zip(inputs, labels, strict=True), 1):
-            self.replica.last_part = number == len(inputs)
+            self.replica.is_last_microbatch = number == len(inputs)
             loss = self._part(part, targets, len(targets) / whole)
             total = total + loss * (len(targets) / samples)
         assert isinstance(total, Tensor)
@@ -258,10 +258,10 @@ class TrainingLoop:
 
     def _between_iterations(self, seconds: float, samples: int) -> None:
         if self._is_due(self.config.eval_every):
-            self._evaluate(alone=not self.strategy.lockstep)
+            self._evaluate(alone=not self.strategy.synchronous)
         if (
             self._checkpoint
-            and self.strategy.lockstep
+            and self.strategy.synchronous
             and self._is_due(self.config.checkpoint_every)
         ):
             self.checkpoint()
@@ -304,7 +304,7 @@ class TrainingLoop:
             self._steady.outside(),
             self._clock.during("evaluate"),
             self._autocast,
-            self.strategy.consensus(),
+            self.strategy.eval_weights(),
         ):
             if together is not None:
                 agree_on_buffers(self.replica.model, together, self.config.buffers)

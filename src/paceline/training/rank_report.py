@@ -56,7 +56,7 @@ class RunTotals:
         self._phases_before: dict[str, float] = {}
         self._iteration_seconds_before: Sequence[float] = ()
 
-    def take_up(self, account: Account, events: Path, steps: range, iteration: int) -> None:
+    def restore(self, account: Account, events: Path, steps: range, iteration: int) -> None:
         """Go on from what the checkpoint of `iteration` holds, and `events` of these steps."""
         self._phases_before = account.get("phases", {})
         self._iteration_seconds_before = read_iteration_seconds(events, steps.stop, steps.start)
@@ -67,7 +67,7 @@ class RunTotals:
             self._replica.communicator.traffic.restore(account["traffic"])
         if self._store:
             blocked_seconds = _read_blocked_seconds(events, iteration)
-            self._store.take_up(account.get("checkpoints", {}), iteration, blocked_seconds)
+            self._store.restore(account.get("checkpoints", {}), iteration, blocked_seconds)
 
     def to_dict(self) -> Account:
         """As a checkpoint holds it."""

@@ -85,7 +85,7 @@ class Session:
             communicator=self.communicator,
             node=self._place.node,
         )
-        self._strategy.attach(replica)
+        self._strategy.setup(replica)
         self._teamwork = StepCoordinator(self._config, self._strategy, replica)
         self._steady = SteadyPhases(self._clock, replica)
         self._batches = Batches(GlobalBatchSampler(samples, batch_size, seed), replica, fetch)
@@ -105,7 +105,7 @@ class Session:
         if self._replica is None:
             raise UsageError("team.backward: call team.prepare first")
         self._clock.enter("backward")
-        self._strategy.backward(loss * self._replica.share)
+        self._strategy.backward(loss * self._replica.batch_fraction)
         self._clock.enter("other")
 
     def step(self) -> None:
@@ -182,8 +182,8 @@ class Batches:
         samples = self._order.batch(epoch, index)
         equal = [1.0] * communicator.world_size
         part, self.own_samples = rank_shard(len(samples), equal, communicator.rank)
-        self._replica.share = self.own_samples / len(samples)
-        self._replica.take_part(self.own_samples > 0)
+        self._replica.batch_fraction = self.own_samples / len(samples)
+        self._replica.set_sample_counts(self.own_samples > 0)
         return samples[part]
 
 

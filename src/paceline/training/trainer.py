@@ -205,7 +205,7 @@ class Trainer:
     def begin(self, checkpoint: Checkpoint | None) -> None:
         """Bring all workers to the same state: the seed's, or the checkpoint's."""
         strategy = self.prepared.strategy
-        strategy.attach(self.replica)
+        strategy.setup(self.replica)
         if checkpoint:
             self.warnings += checkpoint.warnings
             if self.team.place.rank == 0:
@@ -214,7 +214,7 @@ class Trainer:
             self.progress, account = run_state.restore(checkpoint.state, self.replica, strategy)
             events = self.folder.events_file(self.team.place.rank)
             steps = range(self.progress.steps_before, self.progress.steps)
-            self.ledger.take_up(account, events, steps, checkpoint.iteration)
+            self.ledger.restore(account, events, steps, checkpoint.iteration)
             self.journal.recent_losses.extend(account.get("recent_losses", ()))
             self.journal.display.say(f"resuming after iteration {checkpoint.iteration}")
         self.journal.events.write(

@@ -78,7 +78,7 @@ class RunIndex:
         try:
             path = (self.root / name).resolve()
             is_here = path.is_relative_to(self.root)
-            if is_here and (_is_run(path) or StudyFolder.is_one(path)):
+            if is_here and (_is_run(path) or StudyFolder.is_study(path)):
                 self._check_links(path)
                 return path
         except (OSError, ValueError, RuntimeError):
@@ -109,7 +109,7 @@ class RunIndex:
         blank = Entry(name, "run", "damaged", "", study, "", "", "", 0, newest_seconds(path))
         try:
             self._check_links(path)
-            if StudyFolder.is_one(path):
+            if StudyFolder.is_study(path):
                 return _study_entry(path, blank)
             return _run_entry(RunFolder(path), blank)
         except PacelineError as error:
@@ -192,7 +192,7 @@ def _links_among_records(path: Path) -> Iterator[Path]:
     """Of a run, or of a study and its cells."""
     yield from _links(path, (".json", ".jsonl", "cells"))
     cells = StudyFolder(path).cells
-    if StudyFolder.is_one(path) and cells.is_dir():
+    if StudyFolder.is_study(path) and cells.is_dir():
         yield from _links(cells, ("",))
         for cell in filter(Path.is_dir, cells.iterdir()):
             yield from _links(cell, (".json", ".jsonl"))

@@ -126,7 +126,7 @@ async def _list_page(request: Request) -> Response:
 async def _run_page(request: Request) -> Response:
     name = request.path_params["name"]
     path = _library(request).path_of(name)
-    if StudyFolder.is_one(path):
+    if StudyFolder.is_study(path):
         return RedirectResponse(f"/report/{quote(name)}", headers=HEADERS)
     total, facts = await run_in_threadpool(_facts, path)
     # A run that is all there is has no name below the folder.

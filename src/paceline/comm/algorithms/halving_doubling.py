@@ -89,13 +89,13 @@ def _halve_and_double(communicator: Communicator, flat: Tensor, kind: str) -> No
         mine = chunk(flat, members, member // width * width, width)
         other = chunk(flat, members, (member ^ width) // width * width, width)
         arriving = buffer[: mine.numel()]
-        communicator.exchange(other, partner, arriving, partner, kind).wait()
+        communicator.sendrecv(other, partner, arriving, partner, kind).wait()
         mine.add_(arriving)
     for width in _widths(members):
         partner = _rank(member ^ width, folded)
         mine = chunk(flat, members, member // width * width, width)
         other = chunk(flat, members, (member ^ width) // width * width, width)
-        communicator.exchange(mine, partner, other, partner, kind).wait()
+        communicator.sendrecv(mine, partner, other, partner, kind).wait()
 
 
 def _folded_pairs(world_size: int) -> int:

@@ -90,7 +90,7 @@ def all_gather_bytes_sent(rank: int, world_size: int, elements: int, element_byt
 def _pass_on(communicator: Communicator, outgoing: Tensor, arriving: Tensor, kind: str) -> None:
     right = (communicator.rank + 1) % communicator.world_size
     left = (communicator.rank - 1) % communicator.world_size
-    communicator.exchange(outgoing, right, arriving, left, kind).wait()
+    communicator.sendrecv(outgoing, right, arriving, left, kind).wait()
 
 
 class Library(Ring):

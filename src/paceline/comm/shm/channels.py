@@ -35,14 +35,14 @@ class Channel:
         self._emptied = (number * 2 + 1) * NUMBERS_A_LINE
         self._slots = memory.tensor_split(SLOTS)
 
-    def room(self) -> Tensor | None:
+    def writable_slot(self) -> Tensor | None:
         """The next slot to be filled, if it is empty."""
         filled = self._counters[self._filled]
         if filled - self._counters[self._emptied] == SLOTS:
             return None
         return self._slots[filled % SLOTS]
 
-    def letter(self) -> Tensor | None:
+    def readable_slot(self) -> Tensor | None:
         """The next slot to be emptied, if it is filled."""
         emptied = self._counters[self._emptied]
         if self._counters[self._filled] == emptied:
@@ -73,7 +73,7 @@ class ChannelTable:
         self._rank, self._world_size, self._call_peer = rank, world_size, call_peer
         pairs = world_size * world_size
         lines_bytes = pairs * 2 * CACHE_LINE_BYTES
-        self._counters = arena.numbers(begin_byte, lines_bytes)
+        self._counters = arena.integers(begin_byte, lines_bytes)
         size_bytes = pairs * SLOTS * slot_bytes
         memory = arena.tensor(begin_byte + lines_bytes, size_bytes, torch.uint8)
         self._memory = memory.tensor_split(pairs)
@@ -105,14 +105,14 @@ class Transfer:
         channel.queue.append(self)
 
     @property
-    def is_over(self) -> bool:
+    def is_complete(self) -> bool:
         return self._position == self._payload.numel()
 
-    def advance(self) -> bool:
+    def progress(self) -> bool:
         """Fill or empty the slots that are ready; whether any was."""
         channel, moved = self._channel, False
         while channel.queue and channel.queue[0] is self:
-            slot = channel.room() if self._sends else channel.letter()
+            slot = channel.writable_slot() if self._sends else channel.readable_slot()
             if slot is None:
                 break
             self._move(slot)
@@ -128,5 +128,5 @@ class Transfer:
             memcpy(part, slot)
             self._channel.has_emptied()
         self._position += part.numel()
-        if self.is_over:
+        if self.is_complete:
             self._channel.queue.popleft()

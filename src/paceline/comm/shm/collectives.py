@@ -29,7 +29,7 @@ from torch import Tensor
 
 from paceline.comm.buffers import chunk, chunk_elements, memcpy
 from paceline.comm.communicator import Communicator
-from paceline.comm.shm.futex import settle
+from paceline.comm.shm.futex import memory_fence
 from paceline.comm.shm.segment import CACHE_LINE_BYTES, SharedSegment, aligned_offsets
 from paceline.errors import RunError
 
@@ -57,7 +57,7 @@ class CollectiveBuffers:
         self.next_piece = 0
         """Pieces are numbered over all collectives, which every worker begins in the same order."""
         lines_bytes = world_size * CACHE_LINE_BYTES
-        self._counters = arena.numbers(begin_byte, lines_bytes)
+        self._counters = arena.integers(begin_byte, lines_bytes)
         self._memory = arena.tensor(
             begin_byte + lines_bytes, world_size * PIECES * piece_bytes, torch.uint8
         )
@@ -90,7 +90,7 @@ class CollectiveBuffers:
         self._counters[self._own_line + stage] = number + 1
         # Who waits does so for everybody, and so is woken once, by the last. Of two that come at
         # the same moment, one at least sees the other.
-        settle()
+        memory_fence()
         if self.is_everybody_past(stage, number):
             self._call_peers()
 
@@ -121,10 +121,10 @@ class Collective(ABC):
         """Pieces through each of the stages."""
 
     @property
-    def is_over(self) -> bool:
+    def is_complete(self) -> bool:
         return self._done[TAKEN] == self._count
 
-    def advance(self) -> bool:
+    def progress(self) -> bool:
         """Each stage with its next piece, if the others are far enough; whether any was."""
         moved = self._advance_post()
         if self.reduces:
@@ -143,7 +143,7 @@ class Collective(ABC):
             or not boxes.is_everybody_past(TAKEN, number - PIECES)
         ):
             return False
-        self.post(index, boxes.piece(self.rank, number, self.flat.dtype))
+        self.copy_in(index, boxes.piece(self.rank, number, self.flat.dtype))
         self._finish(POSTED, number)
         return True
 
@@ -173,7 +173,7 @@ class Collective(ABC):
             or not boxes.is_everybody_past(ready, number)
         ):
             return False
-        self.take(index, self._all_boxes(number))
+        self.copy_out(index, self._all_boxes(number))
         if not self.reduces:
             boxes.skip(REDUCED, number)
         self._finish(TAKEN, number)
@@ -200,14 +200,14 @@ class Collective(ABC):
         return whole[index * self.room : (index + 1) * self.room]
 
     @abstractmethod
-    def post(self, index: int, box: Tensor) -> None:
+    def copy_in(self, index: int, box: Tensor) -> None:
         """Put a piece into this rank's outbox."""
 
     def reduce(self, index: int, boxes: Sequence[Tensor]) -> None:
         """Sum this rank's chunk of a piece into its outbox."""
         raise NotImplementedError
 
-    def take(self, index: int, boxes: Sequence[Tensor]) -> None:
+    def copy_out(self, index: int, boxes: Sequence[Tensor]) -> None:
         """Copy the others' chunks of a piece from their outboxes."""
         raise NotImplementedError
 
@@ -221,9 +221,9 @@ class Barrier:
     def __init__(self, boxes: CollectiveBuffers) -> None:
         self._boxes, self._number = boxes, boxes.next_piece
         boxes.next_piece += 1
-        self._has_come = self._has_gone = self.is_over = False
+        self._has_come = self._has_gone = self.is_complete = False
 
-    def advance(self) -> bool:
+    def progress(self) -> bool:
         boxes, number, moved = self._boxes, self._number, False
         if not self._has_come and boxes.is_next(POSTED, number):
             # There is nothing to take, so who comes last lets everybody go with the same call.
@@ -232,8 +232,8 @@ class Barrier:
             self._has_come = moved = True
         if self._has_come and not self._has_gone:
             moved |= self._leave(boxes.publish)
-        if self._has_gone and not self.is_over and boxes.is_everybody_past(POSTED, number):
-            self.is_over = moved = True
+        if self._has_gone and not self.is_complete and boxes.is_everybody_past(POSTED, number):
+            self.is_complete = moved = True
         return moved
 
     def _leave(self, be_past: Callable[[int, int], None]) -> bool:
@@ -255,7 +255,7 @@ class ReduceScatter(Collective):
     def elements_in_turn(self) -> int:
         return chunk_elements(self.flat.numel(), self.world_size, 0)
 
-    def post(self, index: int, box: Tensor) -> None:
+    def copy_in(self, index: int, box: Tensor) -> None:
         for rank in range(self.world_size):
             if rank != self.rank:
                 part = self.part(index, rank)
@@ -277,7 +277,7 @@ class ReduceScatter(Collective):
 class TwoShotAllReduce(ReduceScatter):
     takes = True
 
-    def take(self, index: int, boxes: Sequence[Tensor]) -> None:
+    def copy_out(self, index: int, boxes: Sequence[Tensor]) -> None:
         for rank, box in enumerate(boxes):
             if rank != self.rank:
                 part = self.part(index, rank)
@@ -289,11 +289,11 @@ class OneShotAllReduce(Collective):
 
     reduces = False
 
-    def post(self, index: int, box: Tensor) -> None:
+    def copy_in(self, index: int, box: Tensor) -> None:
         part = self.part(index)
         memcpy(box, part)
 
-    def take(self, index: int, boxes: Sequence[Tensor]) -> None:
+    def copy_out(self, index: int, boxes: Sequence[Tensor]) -> None:
         part = self.part(index)
         if self.world_size == 2:
             part.add_(boxes[1 - self.rank][: part.numel()])
@@ -310,10 +310,10 @@ class AllGather(Collective):
     def elements_in_turn(self) -> int:
         return chunk_elements(self.flat.numel(), self.world_size, 0)
 
-    def post(self, index: int, box: Tensor) -> None:
+    def copy_in(self, index: int, box: Tensor) -> None:
         memcpy(box, self.part(index, self.rank))
 
-    def take(self, index: int, boxes: Sequence[Tensor]) -> None:
+    def copy_out(self, index: int, boxes: Sequence[Tensor]) -> None:
         for rank, box in enumerate(boxes):
             if rank != self.rank:
                 memcpy(self.part(index, rank), box)
@@ -326,11 +326,11 @@ class Broadcast(Collective):
         super().__init__(boxes, flat)
         self._root = root
 
-    def post(self, index: int, box: Tensor) -> None:
+    def copy_in(self, index: int, box: Tensor) -> None:
         if self.rank == self._root:
             memcpy(box, self.part(index, 0))
 
-    def take(self, index: int, boxes: Sequence[Tensor]) -> None:
+    def copy_out(self, index: int, boxes: Sequence[Tensor]) -> None:
         if self.rank != self._root:
             memcpy(self.part(index, 0), boxes[self._root])
 
@@ -371,7 +371,7 @@ class SymmetricMemory:
         )
         arena = SharedSegment(communicator, size_bytes)
         self._all = [arena.tensor(begin, elements, dtype) for begin in begins]
-        self._notes = arena.numbers(notes, notes_bytes)
+        self._notes = arena.integers(notes, notes_bytes)
         self.own = self._all[communicator.rank]
 
     def peer_views(self, tensor: Tensor) -> Part | None:
@@ -410,7 +410,7 @@ class AllReduceInPlace(Collective):
     def elements_in_turn(self) -> int:
         return 1
 
-    def post(self, index: int, box: Tensor) -> None:
+    def copy_in(self, index: int, box: Tensor) -> None:
         """It is where the others read it; which part it is, they are told."""
         for place, number in enumerate(self._note, self._place(self.rank)):
             self._part.notes[place] = number
@@ -441,5 +441,5 @@ class AllReduceInPlace(Collective):
                 if part is not own:
                     memcpy(part, own)
 
-    def take(self, index: int, boxes: Sequence[Tensor]) -> None:
+    def copy_out(self, index: int, boxes: Sequence[Tensor]) -> None:
         """The others have written it here."""

@@ -90,7 +90,7 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         )
         arena = SharedSegment(others, size_bytes)
         self._bells = FutexSignals(arena, bells, rank, world_size, _cores_of_all(others))
-        ring, notify = self._bells.ring, self._bells.notify
+        ring, notify = self._bells.notify_all, self._bells.notify
         self._boxes = CollectiveBuffers(arena, boxes, rank, world_size, piece_bytes, ring)
         self._pairs = ChannelTable(arena, pairs, rank, world_size, slot_bytes, notify)
         self._blocks: list[SymmetricMemory] = []
@@ -176,7 +176,7 @@ class SharedMemoryCommunicator(ComposedCommunicator):
             else self._begin(Barrier(self._boxes), operation)
         )
 
-    def fork(self) -> Self:
+    def dup(self) -> Self:
         return type(self)(self, self.timeout_seconds, self.traffic)
 
     def _disconnect(self) -> None:
@@ -210,44 +210,44 @@ class SharedMemoryCommunicator(ComposedCommunicator):
             raise self._failure or operation.failed("the connection was closed")
         work = _Pending(self, steps, operation)
         self._pending.append(work)
-        self.advance()
-        return work if counted is None else self.counted(work, counted)
+        self.progress()
+        return work if counted is None else self.track_transfer(work, counted)
 
     @property
     def is_busy(self) -> bool:
         """Whether an operation is under way that may need this worker to go on."""
         return bool(self._pending)
 
-    def advance(self) -> bool:
+    def progress(self) -> bool:
         """Take every operation as far as it goes; whether any of them moved."""
         moved = False
         for work in self._pending:
-            if work.steps.advance():
+            if work.steps.progress():
                 moved = True
                 work.note_progress()
         if moved:
             self._silent_since = None
-            while self._pending and self._pending[0].steps.is_over:
+            while self._pending and self._pending[0].steps.is_complete:
                 self._pending.popleft()
         return moved
 
     def complete(self, work: _Pending) -> None:
         """Go on until an operation is over; `PeerError` where a peer it needs is gone or silent."""
         last_moved = monotonic()
-        while not work.steps.is_over:
+        while not work.steps.is_complete:
             if self._is_closed:
                 self._failure = work.operation.failed("the connection was closed")
             if self._failure is not None:
                 raise self._failure
-            if self.advance() or self._bells.wait(self.advance):
+            if self.progress() or self._bells.wait(self.progress):
                 last_moved = monotonic()
             else:
                 self._failure = self._find_failure(work.operation, monotonic() - last_moved)
 
     def is_settled(self, work: _Pending) -> bool:
         """Whether `complete` would return, or raise, at once."""
-        self.advance()
-        if work.steps.is_over or self._is_closed:
+        self.progress()
+        if work.steps.is_complete or self._is_closed:
             return True
         if self._failure is None:
             now = monotonic()
@@ -260,7 +260,7 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         left, ended = ([self.global_ranks[peer] for peer in peers] for peers in self._bells.gone())
         gone = [peer for peer in operation.peers if peer in left or peer in ended]
         # What they did before they went still counts.
-        if gone and not self.advance():
+        if gone and not self.progress():
             cause = "its process has ended" if gone[0] in ended else "the connection was closed"
             return OperationContext(operation.rank, operation.name, (gone[0],)).failed(cause)
         if silent_seconds > self.timeout_seconds:
@@ -272,9 +272,9 @@ class _Steps(Protocol):
     """An operation that never waits by itself."""
 
     @property
-    def is_over(self) -> bool: ...
+    def is_complete(self) -> bool: ...
 
-    def advance(self) -> bool: ...
+    def progress(self) -> bool: ...
 
 
 class _Pending(Work):
@@ -287,7 +287,7 @@ class _Pending(Work):
 
     def note_progress(self) -> None:
         """A step was done; after the last one the operation is complete."""
-        if self.steps.is_over:
+        if self.steps.is_complete:
             self._complete()
 
     def _block(self) -> None:

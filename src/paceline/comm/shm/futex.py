@@ -42,7 +42,7 @@ _STAMP, _ASLEEP, _LEFT, _PROCESS, _SPACE = range(5)
 _fence = threading.Lock()
 
 
-def settle() -> None:
+def memory_fence() -> None:
     """Have all that was written reach the others before anything is read.
 
     A processor may read past its own writes, but not past the locked instruction of a lock.
@@ -68,7 +68,7 @@ class FutexSignals:
     ) -> None:
         """`cores` is how many all of them have between them."""
         self._rank = rank
-        self._lines = arena.numbers(begin_byte, world_size * CACHE_LINE_BYTES, "I")
+        self._lines = arena.integers(begin_byte, world_size * CACHE_LINE_BYTES, "I")
         self._own = rank * (CACHE_LINE_BYTES // 4)
         self._peers = [
             (peer, peer * (CACHE_LINE_BYTES // 4)) for peer in range(world_size) if peer != rank
@@ -116,7 +116,7 @@ class FutexSignals:
             self._descriptors[descriptor] = peer
             self._deaths.register(descriptor, select.POLLIN)
 
-    def ring(self) -> None:
+    def notify_all(self) -> None:
         """Call all peers, after something has changed in the shared memory."""
         self._call(self._peers)
 
@@ -129,7 +129,7 @@ class FutexSignals:
         stamp = self._stamps | self._rings
         for _, line in peers:
             lines[line + _STAMP] = stamp
-        settle()
+        memory_fence()
         for peer, line in peers:
             if lines[line + _ASLEEP]:
                 self._futex(self._number, self._addresses[peer], _WAKE, 1, None)
@@ -162,7 +162,7 @@ class FutexSignals:
     def leave(self) -> None:
         """Tell the peers that nothing more will come from here."""
         self._lines[self._own + _LEFT] = 1
-        self.ring()
+        self.notify_all()
         # Whoever waits on another thread sees all of them or none.
         descriptors, self._descriptors, self._deaths = self._descriptors, {}, select.poll()
         for descriptor in descriptors:

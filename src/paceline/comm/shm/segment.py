@@ -47,7 +47,7 @@ class SharedSegment:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=elements, offset=begin_byte)
 
-    def numbers(
+    def integers(
         self, begin_byte: int, size_bytes: int, code: Literal["I", "Q"] = "Q"
     ) -> memoryview:
         """The same as whole numbers, of four or eight bytes by their `struct` code."""

@@ -97,7 +97,7 @@ class ElasticAgent(SimpleElasticAgent):
             self._forwarded = True
             self.crew.signal(received[0])
         if len(received) > 1:
-            self.crew.wind_down(0.0)
+            self.crew.terminate(0.0)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         wish = self._rounds.regrouping()
@@ -123,10 +123,10 @@ class ElasticAgent(SimpleElasticAgent):
     def _end_round(self, is_planned: bool) -> Termination | None:
         """Let the workers come to an end by themselves; why they did, unless it was planned."""
         assert self.crew is not None
-        codes = self.crew.wind_down(GRACE_SECONDS)
+        codes = self.crew.terminate(GRACE_SECONDS)
         if not any(codes.values()) and None not in codes.values():
             raise RunEndedError(None)
-        ending = self.crew.explain(codes, self._interruptions)
+        ending = self.crew.termination(codes, self._interruptions)
         # Those who had not begun to train are ended by the signal, which others may see.
         stopped = {None, 0, StoppedError.exit_code, -signal.SIGTERM}
         if is_planned and not self._interruptions.received:

@@ -91,10 +91,10 @@ class RestartRequest:
 
 
 class Leads(Protocol):
-    def consider(self) -> None:
+    def try_form_round(self) -> None:
         """Form the next round, if it is time."""
 
-    def watch(self) -> None:
+    def check_round(self) -> None:
         """Ask for a regrouping where one is needed."""
 
 
@@ -146,7 +146,7 @@ class ElasticRendezvous(RendezvousHandler):
             self.check_stop()
             self.check_end()
             if self.leader:
-                self.leader.consider()
+                self.leader.try_form_round()
             told = self._round()
             if told and told.number >= wanted and self._number in told.nodes:
                 break
@@ -163,7 +163,7 @@ class ElasticRendezvous(RendezvousHandler):
         self._looked = monotonic()
         self.check_end()
         if self.leader:
-            self.leader.watch()
+            self.leader.check_round()
         return 1 if self.regrouping() or self._is_outdated() else 0
 
     def _is_outdated(self) -> bool:
@@ -230,7 +230,7 @@ class RoundLeader:
         self.restarts: list[dict[str, Any]] = []
         """After failures, each with its cause, the iteration that it went on from, and when."""
 
-    def watch(self) -> None:
+    def check_round(self) -> None:
         """While a round goes on: have it end where a member is lost or has failed, or one waits."""
         assert self._round is not None
         living = self.living()
@@ -242,7 +242,7 @@ class RoundLeader:
             wish = RestartRequest(self._round.number, is_planned=not broken)
             self._contact.set("regroup", dataclasses.asdict(wish))
 
-    def consider(self) -> None:
+    def try_form_round(self) -> None:
         """Form the next round once all who live have come, or enough of them for long enough."""
         now = monotonic()
         self._forming_since = self._forming_since or now
@@ -331,7 +331,7 @@ class RoundLeader:
     def living(self) -> set[int]:
         """Nodes that have beaten lately, by this machine's clock."""
         now = monotonic()
-        for node, count in enumerate(self._contact.beats()):
+        for node, count in enumerate(self._contact.heartbeats()):
             beat = self._beats.get(node)
             if beat is None or beat.count != count:
                 self._beats[node] = _Beat(count, now)

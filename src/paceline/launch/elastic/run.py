@@ -62,7 +62,7 @@ def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> RunOutcome
         noun="node",
     )
     with SignalMonitor() as interruptions:
-        store, leads = meeting.reach(may_serve=config.node_rank == 0)
+        store, leads = meeting.join_or_host(may_serve=config.node_rank == 0)
         port = port_of(store)
         contact = StoreClient(PrefixStore("elastic", store), f"{config.master_addr}:{port}")
         with contextlib.closing(contact):
@@ -117,7 +117,7 @@ class _Node:
         self._resumed = given.resumed
         self._quiet = given.quiet
         self._interruptions = given.interruptions
-        self._number = given.contact.enlist()
+        self._number = given.contact.register()
         self._rounds = ElasticRendezvous(
             given.contact, self._number, given.config.master_addr, given.port
         )
@@ -127,7 +127,7 @@ class _Node:
 
     def train(self) -> Termination | None:
         """Go from round to round; why the run ended before it was done."""
-        self._interruptions.raises = False
+        self._interruptions.raise_on_signal = False
         self._rounds.check_stop = self._check_stop
         try:
             self._agent.run()
@@ -265,7 +265,7 @@ class _OtherNode(_Node):
         own = {**self._config.to_dict(), "nnodes": first["nnodes"]}
         if problems := config_mismatches(own, first, "node", self._number):
             raise ConfigError(problems)
-        self.folder = self._resumed or RunFolder.beside(self._config, told["id"])
+        self.folder = self._resumed or RunFolder.open_or_create(self._config, told["id"])
         self._shares_folder = (self.folder.path / told["mark"]).exists()
         yield
 

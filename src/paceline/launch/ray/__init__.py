@@ -1,1 +1,1 @@
-"""Runs on a Ray cluster (`--launcher ray`): its machines are one more fleet (launch/machines.py)."""
+"""Runs on a Ray cluster (`--launcher ray`), whose nodes are `Machines` (launch/machines.py)."""

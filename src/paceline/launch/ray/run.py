@@ -1,8 +1,8 @@
 """A run on a Ray cluster, from attempt to attempt.
 
 What Ray gives are machines, slots and news of what was lost; a run on them is a run on any fleet
-(launch/remote.py). When a worker, an actor or a machine is lost, the whole group is started anew, on
-the machines that there are then, from the newest checkpoint.
+(launch/remote.py). When a worker, an actor or a machine is lost, the whole group is started anew,
+on the machines that there are then, from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class RestartLoop:
 
     def _attempt(self, resumed: RunFolder | None) -> _Ended:
         config, say = self.config, _say_nothing if self.quiet else _say
-        self.interruptions.raises = True
+        self.interruptions.raise_on_signal = True
         patience = config.rendezvous_seconds
         try:
             with ray_fleet(wanted_for(config), self.head, patience, say, self.first) as fleet:

@@ -126,7 +126,7 @@ def answer(rows: Sequence[BatchRow]) -> str:
 
 
 def _doubt(found: Difference) -> str:
-    return " (within noise)" if found.known and not found.is_significant else ""
+    return " (within noise)" if found.has_interval and not found.is_significant else ""
 
 
 def _figures(outline: SectionContext, rows: Sequence[BatchRow]) -> list[Block]:

@@ -158,7 +158,7 @@ def _longer(longer: Difference | None) -> str:
         return "-"
     sign = "+" if longer.amount >= 0 else ""
     text = f"{sign}{units.seconds(longer.amount)} ({100 * longer.share:+.1f} %)"
-    if not longer.known:
+    if not longer.has_interval:
         return f"{text}, spread unknown"
     doubt = "" if longer.is_significant else ", within noise"
     return f"{text}, 95 % CI {100 * longer.low:+.1f} to {100 * longer.high:+.1f} %{doubt}"
@@ -168,5 +168,5 @@ def _more_memory(more: Difference | None) -> str:
     if more is None:
         return "-"
     sign = "+" if more.amount >= 0 else ""
-    doubt = ", within noise" if more.known and not more.is_significant else ""
+    doubt = ", within noise" if more.has_interval and not more.is_significant else ""
     return f"{sign}{units.size(more.amount)} ({100 * more.share:+.1f} %){doubt}"

@@ -121,7 +121,7 @@ def build(outline: SectionContext) -> list[Block]:
 
 def _axes(outline: SectionContext) -> list[str]:
     """The most telling first: iterations of different batches do not compare."""
-    batches = {cell.config.global_batch_size for cell in outline.drawn if cell.runs}
+    batches = {cell.config.global_batch_size for cell in outline.plotted if cell.runs}
     return sorted(AXES, key=lambda axis: len(batches) > 1 and axis != "epoch")
 
 
@@ -135,7 +135,7 @@ def _top(outline: SectionContext, drawn: list[Series]) -> float | None:
 
 def _series(outline: SectionContext, key: str, axis: str) -> list[Series]:
     found = []
-    for cell in outline.drawn:
+    for cell in outline.plotted:
         curve = training(cell, axis) if key == "train_loss" else evaluations(cell, key, axis)
         if curve is not None:
             label = cell.label if cell.finished else f"{cell.label} ({cell.status})"

@@ -50,7 +50,7 @@ def _take(line: bytes, found: list[dict[str, Any]]) -> None:
 
 def build(outline: SectionContext) -> list[Block]:
     blocks: list[Block] = []
-    for cell in outline.drawn:
+    for cell in outline.plotted:
         run = next(iter(cell.shown), None)
         entries = read_evaluations(run.folder.events_file(0)) if run is not None else []
         if entries:

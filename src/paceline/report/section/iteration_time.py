@@ -52,7 +52,7 @@ def curve_of(cell: RunGroup) -> Curve | None:
 
 
 def build(outline: SectionContext) -> list[Block]:
-    curves = [(cell, curve_of(cell)) for cell in outline.drawn]
+    curves = [(cell, curve_of(cell)) for cell in outline.plotted]
     drawn = [
         series(cell.label, curve, outline.place(cell))
         for cell, curve in curves

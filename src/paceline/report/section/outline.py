@@ -31,7 +31,7 @@ class SectionContext:
     """Files with measurements of the network."""
 
     @property
-    def drawn(self) -> list[RunGroup]:
+    def plotted(self) -> list[RunGroup]:
         return [cell for cell in self.cells if id(cell) in self.places]
 
     @property
@@ -47,12 +47,12 @@ class SectionContext:
 
     def drawn_note(self) -> list[Text]:
         """Said where figures leave cells out."""
-        left = len(self.cells) - len(self.drawn)
+        left = len(self.cells) - len(self.plotted)
         if not left:
             return []
         return [
             Text(
-                f"Figures show {len(self.drawn)} of {len(self.cells):,} cells: the fastest and"
+                f"Figures show {len(self.plotted)} of {len(self.cells):,} cells: the fastest and"
                 " slowest ones. Tables have all of them.",
                 "note",
             )

@@ -171,7 +171,7 @@ def bar(label: str, split: PhaseBreakdown, phases: Sequence[str], *, is_share: b
 def _workers(outline: SectionContext) -> list[Block]:
     """Each worker of a cell, on average over the finished runs."""
     bars = []
-    for cell in outline.drawn:
+    for cell in outline.plotted:
         if not cell.finished:
             continue
         each: dict[int, list[PhaseBreakdown]] = {}
@@ -194,7 +194,9 @@ def _workers(outline: SectionContext) -> list[Block]:
 
 def _wholes(outline: SectionContext) -> list[Block]:
     """The whole run, with what is beside training."""
-    wholes = [(cell, split) for cell in outline.drawn if (split := run_breakdown(cell)) is not None]
+    wholes = [
+        (cell, split) for cell in outline.plotted if (split := run_breakdown(cell)) is not None
+    ]
     order = (*IN_ITERATION, *OUTSIDE)
     return [_figure(outline, "whole", "The whole run by phase, as shares", wholes, order)]
 

@@ -88,7 +88,7 @@ def _curve(pairs: Sequence[tuple[float, float]]) -> Curve:
 
 def build(outline: SectionContext) -> list[Block]:
     uses = []
-    for cell in outline.drawn:
+    for cell in outline.plotted:
         run = next(iter(cell.shown), None)
         if run is None:
             continue

@@ -48,7 +48,7 @@ def build(outline: SectionContext) -> list[Block]:
     rows = target_rows(outline.cells)
     if not rows:
         return []
-    places = {cell.label: outline.place(cell) for cell in outline.drawn}
+    places = {cell.label: outline.place(cell) for cell in outline.plotted}
     bars = [
         mean_bar(row.label, row.seconds, units.seconds, places[row.label])
         for row in rows

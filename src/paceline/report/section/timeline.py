@@ -129,7 +129,7 @@ def steps_of(cell: RunGroup) -> list[TracedStep]:
 
 def build(outline: SectionContext) -> list[Block]:
     steps = []
-    for cell in outline.drawn:
+    for cell in outline.plotted:
         for traced in steps_of(cell):
             lanes = [Lane("phases", traced.phases)]
             if traced.transfers:

@@ -93,7 +93,7 @@ class AssignmentQueue:
         self._last_call: Call | None = None
         """How the run ends, once that is decided; every worker gets this call."""
 
-    def claim(self, worker: int, terms: AssignmentRequest) -> QueuedAssignment:
+    def next_assignment(self, worker: int, terms: AssignmentRequest) -> QueuedAssignment:
         """The worker's next turn, once it may begin; what it had claimed before counts as done."""
         began = perf_counter()
         with self._changed:
@@ -117,7 +117,7 @@ class AssignmentQueue:
             self._busy.pop(worker, None)
             self._changed.notify_all()
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Let nobody wait any longer: somebody who would have to come is gone."""
         with self._changed:
             self._gave_up = True
@@ -139,7 +139,7 @@ class AssignmentQueue:
             return Assignment(batch, part, self._last_call)
         if self._ending(batch, part, terms) is not None:
             return None
-        if terms.meet_every and batch > terms.first and batch % terms.meet_every == 0:
+        if terms.checkpoint_every and batch > terms.first and batch % terms.checkpoint_every == 0:
             # Each worker gets one part of the batch that follows a checkpoint: those who were given
             # theirs first stay in the collective until all others have come to it.
             return Assignment(batch, part, "meet") if part > 0 or is_everyone_here else None

@@ -74,10 +74,10 @@ class ServerClient:
         for link, works in zip(links, started, strict=True):
             link.wait(works)
 
-    def claim(self, terms: AssignmentRequest) -> QueuedAssignment:
+    def next_assignment(self, terms: AssignmentRequest) -> QueuedAssignment:
         """The next turn, and the newest weights for it."""
         dealer = self._links[0]
-        asked = (terms.first, terms.total, terms.meet_every, terms.stop, terms.finish)
+        asked = (terms.first, terms.total, terms.checkpoint_every, terms.stop, terms.finish)
         dealer.send_numbers(Request.CLAIM, *asked)
         call, iteration, part, ahead, waited_seconds, *_ = dealer.receive_numbers()
         dealer.receive(self._weights[0], "parameters")

@@ -81,7 +81,7 @@ class SyncRound:
         self._applied = 0
         self._gave_up = False
 
-    def bring(self, worker: int, gradient: Tensor) -> tuple[int, float]:
+    def add(self, worker: int, gradient: Tensor) -> tuple[int, float]:
         """Returns when all have come: the round's number, and the sum of squares of the total."""
         with self._changed:
             number = self._summed + 1
@@ -112,7 +112,7 @@ class SyncRound:
                 update(self._total)
                 self._applied = number
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Let nobody wait any longer: somebody who would have to come is gone."""
         with self._changed:
             self._gave_up = True
@@ -181,8 +181,8 @@ class Server:
 
     def _break_up(self) -> None:
         self._finished = [True] * len(self._links)
-        self._dealer.give_up()
-        self._rounds.give_up()
+        self._dealer.abort()
+        self._rounds.abort()
         self._barrier.abort()
         for link in self._links:
             link.close()
@@ -207,7 +207,7 @@ class Server:
         rate, clips = numbers[0], bool(numbers[1])
         shard, gradient = self._held, self._buffers[worker]
         link.receive(gradient, "gradients")
-        number, squares = self._rounds.bring(worker, gradient)
+        number, squares = self._rounds.add(worker, gradient)
         if clips:
             # All workers see the same sums, and send the same factor back: the first one counts.
             link.send_numbers(squares)
@@ -237,7 +237,7 @@ class Server:
     def _claim(self, worker: int, link: ServerConnection, numbers: list[float]) -> None:
         first, total, meet_every, stop, finish = map(int, numbers[:5])
         terms = AssignmentRequest(first, total, meet_every, bool(stop), bool(finish))
-        deal = self._dealer.claim(worker, terms)
+        deal = self._dealer.next_assignment(worker, terms)
         turn = deal.turn
         call = CALLS.index(turn.call)
         link.send_numbers(call, turn.iteration, turn.part, deal.ahead, deal.waited_seconds)

@@ -62,7 +62,7 @@ class ParameterServer(Strategy):
         """`place`: all servers on the first node, or dealt out to the nodes in turn."""
         check_option("staleness", staleness, minimum=0, maximum=10**9)
         check_option("servers", servers, minimum=1, maximum=1024)
-        self.lockstep = self.equal = mode == "sync"
+        self.synchronous = self.replicas_equal = mode == "sync"
         self._mode, self._staleness = mode, staleness
         self._server_count, self._place = servers, place
         self.staleness = Staleness()
@@ -81,17 +81,17 @@ class ParameterServer(Strategy):
         staleness = self._staleness if self._mode == "bounded" else None
         Server(links, make_optimizer, staleness).serve()
 
-    def refusals(self, config: RunConfig) -> list[str]:
+    def check(self, config: RunConfig) -> list[str]:
         problems = []
         if config.precision == "fp16":
             problems.append("--precision fp16: strategy parameter_server cannot use it; use bf16")
-        if config.sync_bn and not self.lockstep:
+        if config.sync_bn and not self.synchronous:
             problems.append(f"--sync-bn: workers of mode={self._mode} never meet; use mode=sync")
         return problems
 
-    def attach(self, replica: Replica) -> None:
+    def setup(self, replica: Replica) -> None:
         _check(replica)
-        super().attach(replica)
+        super().setup(replica)
         rank = replica.communicator.rank
         broadcast_model(replica.model, replica.communicator)
         self._weights = FlatWeights(replica.trainable)
@@ -106,15 +106,15 @@ class ParameterServer(Strategy):
 
     def step(self) -> None:
         rate = self.replica.optimizer.param_groups[0]["lr"]
-        if self.lockstep:
-            with self.replica.exchanging():
+        if self.synchronous:
+            with self.replica.exposed_communication():
                 self._servers.step(rate, self.replica.clip_norm)
         else:
             self._push(rate)
         self.replica.clear_gradients()
 
     def _push(self, rate: float) -> None:
-        share, clip_norm = self.replica.share, self.replica.clip_norm
+        share, clip_norm = self.replica.batch_fraction, self.replica.clip_norm
         behind = 0
         if share > 0:
             self._gradients.tensor.div_(share)
@@ -127,21 +127,21 @@ class ParameterServer(Strategy):
         turn, ahead = self._turn
         self.staleness.note(iteration=turn.iteration, part=turn.part, ahead=ahead, behind=behind)
 
-    def claim(self, terms: AssignmentRequest) -> Assignment:
+    def next_assignment(self, terms: AssignmentRequest) -> Assignment:
         with self.replica.clock.during("exchange"):
-            deal = self._servers.claim(terms)
+            deal = self._servers.next_assignment(terms)
         self.replica.clock.move("exchange", "wait", deal.waited_seconds)
         self._turn = (deal.turn, deal.ahead)
         return deal.turn
 
     @contextmanager
-    def consensus(self) -> Iterator[None]:
-        if not self.lockstep:
+    def eval_weights(self) -> Iterator[None]:
+        if not self.synchronous:
             self._servers.pull()
         yield
 
     def finish(self) -> None:
-        if not self.lockstep:
+        if not self.synchronous:
             # All updates are applied: nobody is told to end before everyone has pushed the last.
             self._servers.pull()
         self._servers.finished()
@@ -150,7 +150,7 @@ class ParameterServer(Strategy):
         return self.staleness.take_news()
 
     def account(self) -> dict[str, Any]:
-        return {} if self.lockstep else {"staleness": self.staleness.summary()}
+        return {} if self.synchronous else {"staleness": self.staleness.summary()}
 
     def optimizer_state(self) -> dict[str, Any]:
         state = self.replica.optimizer.state_dict()
@@ -204,7 +204,7 @@ class ParameterServer(Strategy):
     def cost(self, shape: ModelShape, network: Network) -> Cost:
         """Of an update in step: every server takes in its shard's gradients one after the other,
         adds them up, and sends as much back. Out of step: of one worker's push and pull."""
-        workers = shape.workers if self.lockstep else 1
+        workers = shape.workers if self.synchronous else 1
         at_server = workers * shape.gradient_bytes / self._server_count
         through = max(at_server, shape.gradient_bytes)
         return Cost(

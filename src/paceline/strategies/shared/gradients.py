@@ -27,7 +27,7 @@ from paceline.strategies.shared.linear_factors import LinearGradientFactors
 
 
 class InPlaceGradients:
-    """Of a model that the first worker updates alone; `PublishedGradients` are those of larger ones."""
+    """Gradients of a model that rank 0 updates alone; larger models use `PublishedGradients`."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class InPlaceGradients:
         for weight, view in self._views:
             weight.grad = view
 
-    def give(self) -> int:
+    def publish(self) -> int:
         """See that the gradients are where the first worker reads them; how many bytes it reads.
 
         They are not where somebody has put others in their place, or none.
@@ -62,13 +62,13 @@ class InPlaceGradients:
                 weight.grad = view
         return self._gradient_bytes if self._is_read else 0
 
-    def sum_up(self) -> int:
+    def reduce(self) -> int:
         """Add the others' gradients to this worker's own; how many bytes of theirs were read."""
         for other in self._others:
             self._own.add_(other)
         return len(self._others) * self._gradient_bytes
 
-    def forget(self) -> None:
+    def drop_sums(self) -> None:
         """The sums go with the gradients."""
 
     def clear(self) -> None:
@@ -134,7 +134,7 @@ class PublishedGradients:
             if given.weight.nbytes >= EARLY_BYTES
         ]
 
-    def give(self) -> int:
+    def publish(self) -> int:
         """Put this worker's gradients where the others sum them; how many bytes that were."""
         given_bytes = 0
         for given in self._given:
@@ -154,17 +154,17 @@ class PublishedGradients:
         for factored in self._factored:
             factored.release()
 
-    def sum_up(self) -> int:
+    def reduce(self) -> int:
         """Sum this worker's pieces, once all others have given theirs, and give each its `grad`.
 
         The number of bytes that were read from the others.
         """
         for kept in self._kept:
-            total = kept.sum_up()
+            total = kept.reduce()
             kept.piece.values.grad = kept.place.copy_(total) if self._sums_lie_together else total
         return sum(kept.read_bytes() for kept in self._kept)
 
-    def forget(self) -> None:
+    def drop_sums(self) -> None:
         """Let go of the sums."""
         for kept in self._kept:
             kept.piece.values.grad = None
@@ -188,7 +188,7 @@ class _Kept:
     """The same elements of the others' gradients, by their places."""
     factored: LinearGradientFactors | None
 
-    def sum_up(self) -> Tensor:
+    def reduce(self) -> Tensor:
         elements = _elements(self.piece)
         own = None if self.weight.grad is None else _in_memory_order(self.weight)[elements]
         if self.factored is None:
@@ -243,7 +243,7 @@ class _Given:
 
 
 def _give_early(replica: Replica, given: _Given, weight: Tensor) -> None:
-    if replica.last_part:
+    if replica.is_last_microbatch:
         if given.is_done:
             raise RunError(
                 "--strategy shared: a weight got a second gradient before the update, by another"

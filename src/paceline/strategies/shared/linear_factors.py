@@ -114,7 +114,7 @@ class _Memory:
         begins, _ = aligned_offsets(_parts_bytes(layer))
         header, inputs, gradients = (begin_byte + begin for begin in begins)
         rows, dtype = _most_rows(layer), layer.weight.dtype
-        self.header = arena.numbers(header, CACHE_LINE_BYTES)
+        self.header = arena.integers(header, CACHE_LINE_BYTES)
         self.inputs = arena.tensor(inputs, rows * layer.in_features, dtype).view(rows, -1)
         self.gradients = arena.tensor(gradients, rows * layer.out_features, dtype).view(rows, -1)
 

@@ -49,8 +49,8 @@ LEAST_CHUNK_BYTES = 512 * 1024
 
 
 class Shared(Strategy):
-    def attach(self, replica: Replica) -> None:
-        super().attach(replica)
+    def setup(self, replica: Replica) -> None:
+        super().setup(replica)
         check_shardable(replica.optimizer, "shared")
         self._trained = optimizer_weights(replica.optimizer)
         if self._trained[0].device.type != "cpu":
@@ -120,11 +120,11 @@ class Shared(Strategy):
 
     def step(self) -> None:
         replica, host = self.replica, self._levels.host
-        with replica.exchanging():
+        with replica.exposed_communication():
             self._sum_chunk()
         self._own.update()
-        self._deposits.forget()
-        with replica.exchanging():
+        self._deposits.drop_sums()
+        with replica.exposed_communication():
             updated = host.barrier()
             if self._must_wait_for_update:
                 updated.wait()
@@ -133,12 +133,12 @@ class Shared(Strategy):
 
     def _sum_chunk(self) -> None:
         levels, traffic = self._levels, self.replica.communicator.traffic
-        given_bytes = self._deposits.give()
+        given_bytes = self._deposits.publish()
         giving = traffic.begin("gradients", bytes_sent=given_bytes, messages=bool(given_bytes))
         given = levels.host.barrier()
         if self._chunk.numel():
             given.wait()
-            read_bytes = self._deposits.sum_up()
+            read_bytes = self._deposits.reduce()
             traffic.end(traffic.begin("gradients", bytes_received=read_bytes))
         traffic.end(giving)
         levels.across.all_reduce(self._chunk, "gradients").wait()
