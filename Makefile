@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check format docs pictures bench clean
+.PHONY: demo test test-all check format docs pictures bench clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)  ## the main job: train, measure, show
 	$(BIN)/paceline demo
 
-test: $(READY)  ## the whole test suite
+test: $(READY)  ## every test that needs only Python and the package index
+	$(BIN)/python -m pytest -m "not external"
+
+test-all: $(READY)  ## also emulated clusters, ssh, SLURM, Ray, browsers, GPUs, real data; CI runs this
 	$(BIN)/python -m pytest
 
 check: $(READY)  ## lint, format, types, layers: what people and CI run
