@@ -277,7 +277,7 @@ def test_a_model_that_diverges_where_a_checkpoint_is_due_ends_the_run_with_that_
     mode: str, tmp_path: Path
 ) -> None:
     settings = {
-        **SMALL, "out": str(tmp_path), "name": "diverged", "iterations": 1000, "lr": 1e30,
+        **SMALL, "out": str(tmp_path), "name": "diverged", "iterations": 1000, "lr": 1e9,
         "options": {"mode": mode}, "eval_every": 2, "checkpoint_every": 2, "timeout_seconds": 15,
     }  # fmt: skip
     _, result, code = launcher.train(from_mapping(settings), quiet=True)
