@@ -42,7 +42,8 @@ class ConfigError(UsageError):
     @classmethod
     def from_text(cls, text: str) -> ConfigError:
         """The error with this text, one problem per line, as another process reported it."""
-        return cls(text.splitlines())
+        problems = few_lines(text).splitlines()
+        return cls(problems or ["the configuration was rejected, and no reason was given"])
 
 
 class UnknownNameError(UsageError):
@@ -99,6 +100,7 @@ class AgreedStopError(StoppedError):
 
 LONGEST_VALUE = 80
 LONGEST_LINE = 2000
+MOST_LINES = 20
 LONGEST_NUMBER_BITS = 256
 """Python refuses to convert integers of more than 4,300 digits to text."""
 
@@ -108,14 +110,26 @@ def shown(value: object) -> str:
     if isinstance(value, int) and value.bit_length() > LONGEST_NUMBER_BITS:
         return f"a number of about {round(value.bit_length() * math.log10(2)):,} digits"
     if isinstance(value, str):
-        if len(value) <= LONGEST_VALUE:
-            return repr(value)
-        return f"{value[: LONGEST_VALUE // 2]!r}... ({len(value):,} characters)"
+        return _quoted(value)
     try:
-        text = repr(value)
+        text = _escaped(repr(value))
     except (ValueError, RecursionError):
         return f"a {type(value).__name__} too large to show"
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
+
+
+def _quoted(value: str) -> str:
+    quotes = 2
+    if len(value) <= LONGEST_VALUE and len(repr(value)) <= LONGEST_VALUE + quotes:
+        return repr(value)
+    head = value[: LONGEST_VALUE // 2]
+    while len(repr(head)) > LONGEST_VALUE // 2 + quotes:
+        head = head[:-1]
+    return f"{head!r}... ({len(value):,} characters)"
+
+
+def _escaped(text: str) -> str:
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def bare(name: str) -> str:
@@ -125,11 +139,23 @@ def bare(name: str) -> str:
 
 def one_line(text: str) -> str:
     """A message without line breaks and other control characters, of bounded length."""
-    if len(text) > LONGEST_LINE:
-        text = f"{text[: LONGEST_LINE // 2]} ... {text[-LONGEST_LINE // 4 :]}"
-    return "".join(
-        letter if letter.isprintable() else repr(letter)[1:-1] for letter in text.rstrip("\n")
-    )
+    text = text.rstrip("\n")
+    if len(text) > 2 * LONGEST_LINE:
+        # Only the ends remain below; to escape what is between them could take long.
+        text = text[:LONGEST_LINE] + text[-LONGEST_LINE:]
+    line = _escaped(text)
+    if len(line) <= LONGEST_LINE:
+        return line
+    return f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 4 :]}"
+
+
+def few_lines(text: str) -> str:
+    """A message that may have several lines, without control characters, of bounded length."""
+    lines = [line for line in text.splitlines() if line]
+    if len(lines) > MOST_LINES:
+        left_out = len(lines) - MOST_LINES + 1
+        lines[MOST_LINES - 1 :] = [f"... and {left_out:,} more lines"]
+    return "\n".join(map(one_line, lines))
 
 
 def error_line(error: BaseException) -> str:
