@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 
 from launch.commands import TINY, Command, Ended, flags, free_port, names_in
+from launch.test_reports import report_of
 from paceline.comm.rank_info import RankInfo
 from paceline.config import from_mapping
+from paceline.errors import UsageError
 from paceline.launch import worker
+from paceline.launch.record_collection import parse_report, write_report
 from paceline.measure.sampler import ResourceSampler
+from paceline.records import RunFolder
 
 ONLY = RankInfo(
     rank=0,
@@ -51,14 +55,45 @@ def run_workers(outs: list[Path], nnodes: int) -> list[Ended]:
         return [command.end() for command in commands]
 
 
-@pytest.mark.parametrize("nnodes", [1, 2])
-def test_a_strategy_that_rejects_the_model_leaves_nothing(nnodes: int, tmp_path: Path) -> None:
-    outs = [tmp_path / f"disk-{rank * nnodes // 2}" for rank in range(2)]
+@pytest.mark.parametrize(("nnodes", "disks"), [(1, 1), (2, 1), (2, 2)])
+def test_a_strategy_that_rejects_the_model_leaves_nothing(
+    nnodes: int, disks: int, tmp_path: Path
+) -> None:
+    outs = [tmp_path / f"disk-{rank * disks // 2}" for rank in range(2)]
     ended = run_workers(outs, nnodes)
     assert [each.code for each in ended] == [2, 2]
     line = "paceline: error: --model: this strategy takes no model at all\n"
     assert ended[0].err == line
     assert not any(names_in(out) for out in set(outs))
+
+
+REJECTED = {"status": "failed", "exit_code": 2, "cause": "no such model", "iterations": 0}
+
+
+@pytest.mark.parametrize(
+    ("shares_folder", "peer_iterations", "is_removed"),
+    [(True, 0, False), (False, 0, True), (False, 5, False)],
+    ids=["shared folder", "own folder", "own folder, another worker trained"],
+)
+def test_another_node_removes_only_what_is_its_own_and_untrained(
+    shares_folder: bool, peer_iterations: int, is_removed: bool, tmp_path: Path
+) -> None:
+    """Workers 2 and 3 are of the second node; the first node reads what is in a shared folder."""
+    config = from_mapping({"out": str(tmp_path), "name": "run", "nnodes": 2, "nproc_per_node": 2})
+    folder = RunFolder.create(config)
+    place = dataclasses.replace(ONLY, rank=2, world_size=4, local_world_size=2, node=1, nnodes=2)
+    values = {**report_of(2), **REJECTED}
+    report = parse_report(values, "report", 2)
+    peer = {**report_of(3), **REJECTED, "iterations": peer_iterations}
+    for each in (report, parse_report(peer, "report", 3)):
+        write_report(folder, each.worker["rank"], each)
+        folder.events_file(each.worker["rank"]).write_text("")
+    with pytest.raises(UsageError, match="no such model"):
+        worker._conclude(config, folder, place, report, None, shares_folder, is_new=True)
+    left = names_in(tmp_path / "run") if (tmp_path / "run").exists() else set()
+    assert {"config.json", "events-2.jsonl", "events-3.jsonl"} <= left or is_removed
+    assert not (left and is_removed)
+    assert ("report-2.json" in left) == shares_folder
 
 
 def test_what_kept_resources_from_being_sampled_is_a_warning_of_the_result(

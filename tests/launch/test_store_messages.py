@@ -285,7 +285,7 @@ def test_a_malformed_report_is_not_taken(
     store.set("file/1/report-1.json/0", report)
     with caplog.at_level(logging.WARNING, "paceline"):
         folder = collected(store, tmp_path)
-    assert record_collection.read_reports(folder, 2) == []
+    assert record_collection.read_reports(folder, range(2)) == []
     assert "report-1.json" in caplog.text
 
 
@@ -295,12 +295,13 @@ def test_workers_hand_in_only_their_own_files(
 ) -> None:
     folder = RunFolder.create(from_mapping({"out": str(tmp_path), "name": "run"}))
     before = folder.config_file.read_bytes()
-    monkeypatch.setattr(record_collection, "broadcast_json", lambda *_: None)
     monkeypatch.setattr(record_collection, "gather_json", lambda *_: [None, name])
     monkeypatch.setattr(
         record_collection, "gather_bytes", lambda _, payload, __: [payload, payload]
     )
-    record_collection._hand_in_files(folder, SINGLE_PROCESS, cast("Communicator", None))
+    record_collection._hand_in_files(
+        folder, SINGLE_PROCESS, cast("Communicator", None), shares_folder=False
+    )
     assert names_in(folder.path) == {"config.json"}
     assert folder.config_file.read_bytes() == before
 

@@ -6,16 +6,20 @@ Anyone who can reach the store's port can write to it, so every value may be mal
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.errors import RunError
+from paceline.errors import RunError, UsageError, few_lines, one_line
 
 MESSAGE_BYTES_MAX = 1 << 20
-"""Far more than any message needs; files travel in parts of their own (store_files.py)."""
+"""Far more than any message needs; files travel in parts of their own (record_collection.py)."""
 NAME_BYTES_MAX = 255
 """What file systems allow."""
+NUMBER_MAX = 1e60
+"""No loss in single precision gets there; below it, sums of squares are finite."""
+INTEGER_MAX = 2**63 - 1
+DEPTH_MAX = 32
+"""Far deeper than any message is nested."""
 
 
 Kinds = Mapping[str, type | tuple[type, ...]]
@@ -32,9 +36,9 @@ class MalformedError(RunError):
         )
 
 
-def decode(received: bytes, what: str) -> Any:
-    """A JSON value; `what` names it in the error."""
-    if len(received) > MESSAGE_BYTES_MAX:
+def decode(received: bytes, what: str, bytes_max: int | None = MESSAGE_BYTES_MAX) -> Any:
+    """A JSON value; `what` names it in the error. `bytes_max`: None where the size was checked."""
+    if bytes_max is not None and len(received) > bytes_max:
         raise MalformedError(what, f"{len(received)} bytes")
     try:
         return json.loads(received)
@@ -42,8 +46,15 @@ def decode(received: bytes, what: str) -> Any:
         raise MalformedError(what, "not JSON") from None
 
 
+def is_number(value: object) -> bool:
+    """Whether it is a finite number of a size that sums and averages can be computed of."""
+    if isinstance(value, float):
+        return abs(value) < NUMBER_MAX
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= INTEGER_MAX
+
+
 def check_fields(value: object, what: str, kinds: Kinds) -> Any:
-    """An object with exactly these keys, each of its kind (`object`: any); numbers are finite."""
+    """An object with exactly these keys, each of its kind (`object`: any); numbers are bounded."""
     if not isinstance(value, dict) or value.keys() != kinds.keys():
         raise MalformedError(what, "other keys than expected")
     for name, kind in kinds.items():
@@ -52,10 +63,32 @@ def check_fields(value: object, what: str, kinds: Kinds) -> Any:
         if object in allowed:
             continue
         is_flag_for_number = isinstance(item, bool) and bool not in allowed
-        is_infinite = isinstance(item, float) and not math.isfinite(item)
-        if is_flag_for_number or is_infinite or not isinstance(item, allowed):
+        is_bad_number = (
+            isinstance(item, (int, float)) and not isinstance(item, bool) and not is_number(item)
+        )
+        if is_flag_for_number or is_bad_number or not isinstance(item, allowed):
             raise MalformedError(what, f"bad value of {name}")
     return value
+
+
+def clean(value: Any, what: str, depth: int = DEPTH_MAX) -> Any:
+    """A JSON value whose numbers are bounded and whose texts are single lines, at every level."""
+    if depth == 0:
+        raise MalformedError(what, "nested too deeply")
+    if isinstance(value, dict):
+        return {one_line(key): clean(item, what, depth - 1) for key, item in value.items()}
+    if isinstance(value, list):
+        return [clean(item, what, depth - 1) for item in value]
+    if isinstance(value, str):
+        return one_line(value)
+    if value is None or isinstance(value, bool) or is_number(value):
+        return value
+    raise MalformedError(what, "a number that is not finite or too large")
+
+
+def clean_cause(text: str, exit_code: int) -> str:
+    """What another process says ended it: one line, or a few where several settings are invalid."""
+    return few_lines(text) if exit_code == UsageError.exit_code else one_line(text)
 
 
 def is_file_name(value: object) -> bool:
@@ -74,8 +107,3 @@ def check_run_name(value: object) -> str:
     if not isinstance(value, str) or not is_file_name(value):
         raise MalformedError("run name", f"{value!r:.80} is not a plain folder name")
     return value
-
-
-def printable(text: str) -> str:
-    """Text for a terminal, without control characters; line breaks stay."""
-    return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in text)

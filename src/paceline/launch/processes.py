@@ -258,7 +258,7 @@ class NodeWorkers:
 
     def reports(self) -> list[RankReport]:
         """All that are there: this node's, and on the first node those handed in by the others."""
-        return read_reports(self.folder, self.config.workers)
+        return read_reports(self.folder, range(self.config.workers))
 
     def records(self) -> list[str]:
         """The names of the files that belong on the first node."""
@@ -278,7 +278,7 @@ class NodeWorkers:
             if output.exists() and not output.stat().st_size:
                 output.unlink()
         if reports:
-            clear_reports(self.folder, self.config.workers)
+            clear_reports(self.folder, range(self.config.workers))
 
     def discard_records(self) -> None:
         """Remove all that this node has written."""

@@ -11,17 +11,37 @@ import logging
 from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from time import monotonic, sleep
+from typing import Any
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch does not list it
 
 from paceline.comm.communicator import Communicator
-from paceline.comm.objects import broadcast_json, gather_bytes, gather_json
+from paceline.comm.objects import gather_bytes, gather_json
 from paceline.comm.rank_info import RankInfo
-from paceline.errors import PeerError, RunError
-from paceline.launch.messages import Kinds, MalformedError, check_fields, decode, printable
+from paceline.errors import PeerError, RecordsError, RunError
+from paceline.launch.messages import (
+    Kinds,
+    MalformedError,
+    check_fields,
+    clean,
+    clean_cause,
+    decode,
+    is_number,
+)
 from paceline.launch.termination import STATUSES
-from paceline.records import SCHEMA, RunFolder, explain_write_error, read_json, write_json
+from paceline.measure.startup import STARTUP_PARTS
+from paceline.measure.traffic import Count
+from paceline.records import (
+    BETWEEN_ITERATIONS,
+    PHASES,
+    SCHEMA,
+    TRAFFIC_KINDS,
+    RunFolder,
+    explain_write_error,
+    read_json,
+    write_json,
+)
 from paceline.training.rank_report import RankReport
 
 logger = logging.getLogger("paceline")
@@ -113,8 +133,6 @@ def record_names(folder: RunFolder, ranks: Iterable[int], nodes: Iterable[int]) 
     return {file.name for file in files}
 
 
-logger = logging.getLogger("paceline")
-
 NUMBER = (int, float)
 REPORT: Kinds = {
     "status": str,
@@ -146,6 +164,14 @@ ACCOUNT: Kinds = {
     "traffic": dict,
 }
 """Those of its account of the worker; strategies may add others."""
+TIMES: Kinds = dict.fromkeys(("first", "mean", "median", "p95"), (*NUMBER, type(None)))
+"""Those of its seconds per iteration; None where it did none."""
+LATER: Kinds = {"iterations": int, "phases": dict, "hidden_exchange_seconds": NUMBER}
+"""Those of what it tells of the iterations after the first."""
+ITERATION_PHASES = [name for name in PHASES if name not in BETWEEN_ITERATIONS]
+COUNTS = [field.name for field in dataclasses.fields(Count)]
+WARNINGS_MAX = 20
+"""What a report may tell; more would hide the result that they are shown with."""
 
 OTHERS_SECONDS = 3.0
 """How long the first worker waits, after a failure, for what the others say about it."""
@@ -156,36 +182,86 @@ def write_report(folder: RunFolder, rank: int, report: RankReport) -> None:
         write_json(folder.report_file(rank), {"schema": SCHEMA, **dataclasses.asdict(report)})
 
 
-def read_reports(folder: RunFolder, workers: int) -> list[RankReport]:
-    """Those that are there, in the ranks' order."""
-    files = (folder.report_file(rank) for rank in range(workers))
-    found = {file.name: read_json(file) for file in files if file.exists()}
-    for value in found.values():
-        del value["schema"]
-    return [parse_report(value, name) for name, value in found.items()]
+def read_reports(folder: RunFolder, ranks: Iterable[int]) -> list[RankReport]:
+    """Those of these ranks that are there; a malformed one is ignored with a warning."""
+    reports = []
+    for rank in ranks:
+        file = folder.report_file(rank)
+        if not file.exists():
+            continue
+        try:
+            values = read_json(file)
+            del values["schema"]
+            reports.append(parse_report(values, file.name, rank))
+        except (MalformedError, RecordsError) as error:
+            logger.warning("%s", error)
+    return reports
 
 
-def parse_report(value: object, what: str, rank: int | None = None) -> RankReport:
-    """A report that another process wrote, perhaps on another machine, of this rank if given."""
+def parse_report(value: object, what: str, rank: int) -> RankReport:
+    """The report of this rank, which another process wrote, perhaps on another machine."""
     values = check_fields(value, what, REPORT)
-    worker = values["worker"]
-    account = {name: worker.get(name) for name in ACCOUNT}
-    check_fields(account, what, ACCOUNT)
-    if values["status"] not in ("finished", *STATUSES) or rank not in (None, worker["rank"]):
-        raise MalformedError(what, "no such status or rank")
-    if not all(isinstance(each, dict) for each in values["history"]):
-        raise MalformedError(what, "bad value of history")
-    if not all(isinstance(each, str) for each in values["warnings"]):
+    if values["status"] not in ("finished", *STATUSES) or not 0 <= values["exit_code"] < 256:
+        raise MalformedError(what, "no such status or exit code")
+    if values["iterations"] < 0 or values["samples_before"] < 0:
+        raise MalformedError(what, "a negative count")
+    _check_account(values["worker"], what, rank)
+    _check_history(values["history"], what)
+    if not values["checkpoints"].keys() >= {"count", "bytes", "blocked_seconds"}:
+        raise MalformedError(what, "bad value of checkpoints")
+    if not all(map(is_number, values["checkpoints"].values())):
+        raise MalformedError(what, "bad value of checkpoints")
+    cause, warnings = values["cause"], values["warnings"]
+    if not all(isinstance(each, str) for each in warnings):
         raise MalformedError(what, "bad value of warnings")
-    cause = values["cause"]
-    return RankReport(**{**values, "cause": cause and printable(cause)})
+    if len(warnings) > WARNINGS_MAX:
+        left_out = len(warnings) - WARNINGS_MAX
+        warnings = [*warnings[:WARNINGS_MAX], f"rank {rank}: {left_out:,} more warnings"]
+    cleaned = clean({**values, "cause": None, "warnings": warnings}, what)
+    return RankReport(**{**cleaned, "cause": cause and clean_cause(cause, values["exit_code"])})
+
+
+def _check_account(worker: dict[str, Any], what: str, rank: int) -> None:
+    """What results, summaries and reports compute with."""
+    check_fields({name: worker.get(name) for name in ACCOUNT}, what, ACCOUNT)
+    if worker["rank"] != rank or worker["node"] < 0:
+        raise MalformedError(what, "no such rank or node")
+    if worker["samples"] < 0 or worker["wall_seconds"] <= 0:
+        raise MalformedError(what, "bad value of samples or wall_seconds")
+    _check_numbers(worker["phases"], f"{what}: phases", PHASES)
+    check_fields(worker["iteration_seconds"], f"{what}: iteration_seconds", TIMES)
+    check_fields(worker["traffic"], f"{what}: traffic", dict.fromkeys(TRAFFIC_KINDS, dict))
+    for kind, count in worker["traffic"].items():
+        _check_numbers(count, f"{what}: traffic of {kind}", COUNTS)
+    if (later := worker.get("after_first")) is not None:
+        check_fields(later, f"{what}: after_first", LATER)
+        _check_numbers(later["phases"], f"{what}: phases after the first", ITERATION_PHASES)
+        if later["iterations"] < 0:
+            raise MalformedError(what, "a negative count")
+    if (startup := worker.get("startup_seconds")) is not None:
+        _check_numbers(startup, f"{what}: startup_seconds", STARTUP_PARTS)
+
+
+def _check_numbers(value: object, what: str, names: Iterable[str]) -> None:
+    check_fields(value, what, dict.fromkeys(names, NUMBER))
+
+
+def _check_history(history: list[object], what: str) -> None:
+    for entry in history:
+        if not isinstance(entry, dict):
+            raise MalformedError(what, "bad value of history")
+        if not all(is_number(entry.get(name)) for name in ("iteration", "epoch", "seconds")):
+            raise MalformedError(what, "bad value of history")
+        if not all(value is None or is_number(value) for value in entry.values()):
+            raise MalformedError(what, "bad value of history")
 
 
 def put_record(folder: RunFolder, name: str, contents: bytes) -> None:
     """Write a file that another node handed in; a malformed report is ignored with a warning."""
     if name.startswith("report-"):
         try:
-            value = decode(contents, name)
+            # It came in parts, whose number is limited: a long run has many evaluations.
+            value = decode(contents, name, bytes_max=None)
             if isinstance(value, dict):
                 value.pop("schema", None)
             rank = int(name.removeprefix("report-").removesuffix(".json"))
@@ -200,8 +276,8 @@ def put_record(folder: RunFolder, name: str, contents: bytes) -> None:
         raise RunError(explain_write_error(file, error)) from None
 
 
-def clear_reports(folder: RunFolder, workers: int) -> None:
-    for rank in range(workers):
+def clear_reports(folder: RunFolder, ranks: Iterable[int]) -> None:
+    for rank in ranks:
         folder.report_file(rank).unlink(missing_ok=True)
 
 
@@ -214,35 +290,60 @@ def final_barrier(communicator: Communicator, report: RankReport) -> bool:
 
 
 def collect_records(
-    folder: RunFolder, place: RankInfo, communicator: Communicator, report: RankReport
+    folder: RunFolder,
+    place: RankInfo,
+    communicator: Communicator,
+    report: RankReport,
+    shares_folder: bool,
 ) -> list[RankReport] | None:
     """Bring all reports and the other nodes' records to the first worker, which gets the reports.
 
     None on the others, and on all of them where the workers did not end together.
+    `shares_folder`: whether the folder is the first worker's.
     """
     if not final_barrier(communicator, report):
         return None
+    payload = json.dumps(dataclasses.asdict(report)).encode()
     try:
-        reports = gather_json(communicator, dataclasses.asdict(report))
-        _hand_in_files(folder, place, communicator)
+        gathered = gather_bytes(
+            communicator, torch.frombuffer(bytearray(payload), dtype=torch.uint8), "control"
+        )
+        _hand_in_files(folder, place, communicator, shares_folder)
         communicator.barrier().wait()
     except PeerError:
         return None
-    if place.local_rank == 0:
-        clear_reports(folder, communicator.world_size)
-    if not reports:
-        return None
-    return [parse_report(value, f"report of rank {rank}") for rank, value in enumerate(reports)]
+    reports = None if gathered is None else parse_gathered(gathered)
+    if cleans_folder(place, shares_folder):
+        clear_reports(folder, range(place.world_size))
+    return reports
 
 
-def _hand_in_files(folder: RunFolder, place: RankInfo, communicator: Communicator) -> None:
-    # Somebody may have removed the folder meanwhile; whoever writes the result says so.
-    identity = folder.identity() if folder.config_file.is_file() else None
-    is_shared = broadcast_json(communicator, identity) == identity
+def cleans_folder(place: RankInfo, shares_folder: bool) -> bool:
+    """Whether this worker may remove files from its folder: one does, and it has read them."""
+    return place.rank == 0 or (place.local_rank == 0 and not shares_folder)
+
+
+def parse_gathered(gathered: Iterable[torch.Tensor]) -> list[RankReport]:
+    """The reports in these bytes, in the ranks' order; malformed ones are ignored."""
+    reports = []
+    for rank, packed in enumerate(gathered):
+        what = f"report of rank {rank}"
+        try:
+            value = decode(packed.numpy().tobytes(), what, bytes_max=None)
+            reports.append(parse_report(value, what, rank))
+        except MalformedError as error:
+            logger.warning("%s", error)
+    return reports
+
+
+def _hand_in_files(
+    folder: RunFolder, place: RankInfo, communicator: Communicator, shares_folder: bool
+) -> None:
     rank, node = place.rank, place.node
     for file in (folder.events_file(rank), folder.trace_file(rank), folder.resources_file(node)):
         kind = file.name.partition("-")[0]
-        wanted = not is_shared and file.exists()
+        # Somebody may have removed the folder meanwhile; whoever writes the result says so.
+        wanted = not shares_folder and file.exists()
         contents = file.read_bytes() if wanted else b""
         payload = torch.frombuffer(bytearray(contents or b"\0"), dtype=torch.uint8)
         names = gather_json(communicator, file.name if contents else None)
@@ -258,11 +359,15 @@ def _hand_in_files(folder: RunFolder, place: RankInfo, communicator: Communicato
                 logger.warning("ignored %.80r handed in by rank %d", name, sender)
 
 
-def collect_reports(folder: RunFolder, workers: int) -> list[RankReport]:
-    """After a failure: what this machine's workers have written down, each as soon as it ended."""
+def collect_reports(folder: RunFolder, workers: int, expected: int) -> list[RankReport]:
+    """After a failure: what workers have written to this folder, each as soon as it ended.
+
+    `expected`: how many of the `workers` write to it.
+    """
     deadline = monotonic() + OTHERS_SECONDS
-    while monotonic() < deadline and len(read_reports(folder, workers)) < workers:
+    files = [folder.report_file(rank) for rank in range(workers)]
+    while monotonic() < deadline and sum(file.exists() for file in files) < expected:
         sleep(0.05)
-    reports = read_reports(folder, workers)
-    clear_reports(folder, workers)
+    reports = read_reports(folder, range(workers))
+    clear_reports(folder, range(workers))
     return reports

@@ -217,7 +217,7 @@ def _result_of_failure(
     if result is None:
         folder.archive_result()
         status = "stopped" if isinstance(error, StoppedError) else "failed"
-        reports = read_reports(folder, config.workers)
+        reports = read_reports(folder, range(config.workers))
         ending = Termination(str(error), error.exit_code, status)
         cluster = cluster_record(cluster_file) if cluster_file else None
         more = {"cluster": cluster} if cluster else {}
@@ -231,7 +231,7 @@ def _result_of_failure(
 
 def _clear(config: RunConfig, folder: RunFolder, is_void: bool) -> None:
     """What nodes could not remove when they were killed; `is_void`: all, as nobody has trained."""
-    clear_reports(folder, config.workers)
+    clear_reports(folder, range(config.workers))
     for file in folder.path.glob("*"):
         is_empty = file.name.startswith("output-") and (is_void or not file.stat().st_size)
         if is_empty or file.name.startswith(PASSING):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import ConfigError, PacelineError, RunError, StoppedError
-from paceline.launch.messages import Kinds, MalformedError, check_fields, printable
+from paceline.launch.messages import Kinds, MalformedError, check_fields, clean_cause
 from paceline.records import SCHEMA, RunFolder, read_json, write_json
 from paceline.training.rank_report import RankReport
 
@@ -38,7 +38,7 @@ class Termination:
         values = check_fields(value, what, KINDS)
         if values["status"] not in STATUSES or not 0 < values["exit_code"] < 256:
             raise MalformedError(what, "no such status or exit code")
-        return cls(**{**values, "cause": printable(values["cause"])})
+        return cls(**{**values, "cause": clean_cause(values["cause"], values["exit_code"])})
 
     def error(self) -> PacelineError:
         kinds: dict[int, Callable[[str], PacelineError]] = {

@@ -31,7 +31,7 @@ from paceline.launch.failure_board import post_failure
 from paceline.launch.messages import check_run_name
 from paceline.launch.parameter_servers import connect_servers, local_parameter_servers
 from paceline.launch.record_collection import (
-    OTHERS_SECONDS,
+    cleans_folder,
     clear_reports,
     collect_records,
     collect_reports,
@@ -94,8 +94,9 @@ def run(config: RunConfig, place: RankInfo, resumed: RunFolder | None, quiet: bo
         try:
             with connection(config, place, is_agreed=False) as communicator:
                 folder = _agree_on_folder(config, resumed, communicator, held)
+                shares_folder = _shares_folder(folder, communicator)
                 ready = _make_ready_or_discard(
-                    config, folder, place, communicator, resumed, clock.startup
+                    config, folder, place, communicator, resumed, shares_folder, clock.startup
                 )
                 # Whoever watches over the workers ends all when one fails; the result comes first.
                 interruptions.raise_on_signal = False
@@ -109,11 +110,12 @@ def run(config: RunConfig, place: RankInfo, resumed: RunFolder | None, quiet: bo
                 if trouble := sampler.stop():
                     report.warnings.append(trouble)
                     write_report(folder, place.rank, report)
-                reports = collect_records(folder, place, communicator, report)
+                reports = collect_records(folder, place, communicator, report, shares_folder)
         except PacelineError as error:
             error.already_reported = place.rank > 0
             raise
-        return _conclude(config, folder, place, report, reports, is_new=resumed is None)
+        is_new = resumed is None
+        return _conclude(config, folder, place, report, reports, shares_folder, is_new)
 
 
 def _conclude(
@@ -122,23 +124,24 @@ def _conclude(
     place: RankInfo,
     report: RankReport,
     reports: list[RankReport] | None,
+    shares_folder: bool,
     is_new: bool,
 ) -> RunOutcome:
     if place.rank:
-        if place.local_rank == 0 and is_new and _is_refusal([report]):
-            # By now the first worker has read the reports, should it have the same folder.
-            time.sleep(OTHERS_SECONDS)
-            _discard_records(config, folder, place)
+        if cleans_folder(place, shares_folder) and is_new and _is_refusal([report]):
+            own = collect_reports(folder, place.world_size, expected=place.local_world_size)
+            if _is_refusal(own):
+                _discard_records(folder, place)
         if report.status != "finished" and not report.is_secondary:
             error = Termination.of_report(report).error()
             # The first worker of the same machine finds the report, and tells.
             error.already_reported = place.node == 0 or report.status == "stopped"
             raise error
         return RunOutcome(folder, None, report.exit_code)
-    reports = reports or collect_reports(folder, place.world_size)
+    reports = reports or collect_reports(folder, place.world_size, expected=place.world_size)
     cause = first_cause(reports)
     if cause and is_new and _is_refusal(reports):
-        _discard_records(config, folder, place)
+        _discard_records(folder, place)
         raise cause.error()
     result = write_result(config, folder, reports)
     return RunOutcome(folder, result, report.exit_code)
@@ -151,12 +154,13 @@ def _is_refusal(reports: list[RankReport]) -> bool:
     return cause is not None and cause.exit_code == UsageError.exit_code and not has_trained
 
 
-def _discard_records(config: RunConfig, folder: RunFolder, place: RankInfo) -> None:
-    """Remove what the workers of this machine have written: the name of the run stays free."""
-    for rank in range(config.workers):
+def _discard_records(folder: RunFolder, place: RankInfo) -> None:
+    """Remove what the workers have written to this folder: the name of the run stays free."""
+    for rank in range(place.world_size):
         folder.events_file(rank).unlink(missing_ok=True)
-    clear_reports(folder, config.workers)
-    folder.resources_file(place.node).unlink(missing_ok=True)
+    clear_reports(folder, range(place.world_size))
+    for node in range(place.nnodes):
+        folder.resources_file(node).unlink(missing_ok=True)
     folder.discard()
 
 
@@ -166,13 +170,14 @@ def _make_ready_or_discard(
     place: RankInfo,
     communicator: Communicator,
     resumed: RunFolder | None,
+    shares_folder: bool,
     startup: StartupTimer,
 ) -> _Ready:
     try:
         return prepare_worker(config, folder, place, communicator, resumed is not None, startup)
     except PacelineError:
         # Nobody trained: a refused run leaves no trace, and its name stays free.
-        if resumed is None and place.local_rank == 0:
+        if resumed is None and cleans_folder(place, shares_folder):
             folder.discard()
         raise
 
@@ -248,6 +253,12 @@ def _agree_on_folder(
         return resumed
     name = check_run_name(broadcast_json(communicator, made.id if made else None))
     return run_collectively(communicator, lambda: made or RunFolder.open_or_create(config, name))
+
+
+def _shares_folder(folder: RunFolder, communicator: Communicator) -> bool:
+    """Whether this worker's folder is the very one of the first worker. Collective."""
+    identity = folder.identity()
+    return bool(broadcast_json(communicator, identity) == identity)
 
 
 @dataclass(slots=True)
