@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.config import from_mapping
-from paceline.errors import DataError, RunError, StoppedError, UsageError
+from paceline.errors import LONGEST_LINE, DataError, RunError, StoppedError, UsageError
 from paceline.launch.consistency import OF_THIS_NODE, agree_on_config, run_collectively
 from paceline.launch.termination import Termination, root_cause
 
@@ -72,6 +73,23 @@ def test_an_echo_is_never_the_first_cause_though_it_came_first() -> None:
     assert root_cause([later, echo, late]) == late
     assert root_cause([echo]) == echo
     assert root_cause([]) is None
+
+
+def test_a_failure_of_unknown_order_is_not_the_first_whatever_its_clock_says() -> None:
+    uncounted = Termination("noticed while the store was gone", ended=1.0)
+    later = Termination("the second failure", ended=2.0, order=2)
+    first = Termination("the first failure", ended=3.0, order=1)
+    assert root_cause([uncounted, later, first]) == first
+    assert root_cause([uncounted, later]) == later
+    assert root_cause([uncounted]) == uncounted
+
+
+@pytest.mark.parametrize(("code", "lines"), [(1, 1), (2, 20), (130, 1)])
+def test_an_ending_of_another_process_has_a_bounded_number_of_lines(code: int, lines: int) -> None:
+    told = dataclasses.asdict(Termination("line\n" * 500_000, code))
+    error = Termination.of_message(told, "ending").error()
+    assert len(str(error).splitlines()) == lines
+    assert len(str(error)) <= LONGEST_LINE
 
 
 @pytest.mark.parametrize(("code", "kind"), [(1, RunError), (2, UsageError), (130, StoppedError)])

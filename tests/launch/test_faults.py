@@ -5,6 +5,7 @@ That no process, shared memory or socket is left is checked after every test (te
 
 from __future__ import annotations
 
+import errno
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch does not list it
 
 from launch.commands import (
     ENDLESS,
@@ -25,11 +27,14 @@ from launch.commands import (
     wait_until,
     workers_of,
 )
+from launch.test_reports import report_of
 from paceline import cli
 from paceline.config import from_mapping
-from paceline.errors import StoppedError
+from paceline.errors import RunError, StoppedError
+from paceline.launch.failure_board import FailureBoard
 from paceline.launch.nodes import NodeCoordinator
 from paceline.launch.processes import NodeWorkers
+from paceline.launch.record_collection import parse_report, write_report
 from paceline.launch.result import RunOutcome
 from paceline.launch.signals import SignalMonitor
 from paceline.launch.termination import Termination, write_failure
@@ -126,6 +131,55 @@ def test_ctrl_c_does_not_wait_for_a_worker_that_waits_for_a_stopped_one(tmp_path
     assert crew._processes[1].returncode == -signal.SIGKILL
     assert ending is not None
     assert (ending.cause, ending.exit_code) == (line, 130)
+
+
+def test_the_worker_that_was_killed_first_is_named(tmp_path: Path) -> None:
+    config = from_mapping({**TINY, "out": str(tmp_path), "name": "run", "nproc_per_node": 2})
+    workers = NodeWorkers(config, RunFolder.create(config), port=0, resumed=False, quiet=True)
+    for rank in range(2):
+        workers._processes[rank] = subprocess.Popen(["sleep", "80"])
+    for rank in (1, 0):
+        workers._processes[rank].kill()
+        workers._processes[rank].wait()
+        codes = workers.codes()
+    ending = workers.termination(codes, SignalMonitor())
+    assert ending is not None
+    assert ending.cause == "rank 1 was killed by SIGKILL"
+
+
+def test_on_a_shared_folder_only_reports_of_the_own_node_are_put_in_order(tmp_path: Path) -> None:
+    """Those of other nodes have no order here, and clocks differ."""
+
+    values = {**TINY, "out": str(tmp_path), "name": "run", "nnodes": 2, "node_rank": 1}
+    config = from_mapping(values)
+    folder = RunFolder.create(config)
+    store = HashStore()
+    board = FailureBoard(lambda action: action(store))
+    workers = NodeWorkers(config, folder, port=0, resumed=False, quiet=True, board=board)
+    workers._processes[1] = subprocess.Popen(["false"])
+    workers._processes[1].wait()
+    for rank, ended in enumerate([1.0, 2.0]):
+        told = {**report_of(rank), "status": "failed", "exit_code": 1, "ended": ended}
+        write_report(
+            folder, rank, parse_report({**told, "cause": f"rank {rank} failed"}, "report", rank)
+        )
+    ending = workers.termination(workers.codes(), SignalMonitor())
+    assert ending is not None
+    assert (ending.cause, ending.order) == ("rank 1 failed", 1)
+
+
+def test_a_process_that_cannot_be_started_is_no_write_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    config = from_mapping({**TINY, "out": str(tmp_path), "name": "run", "nproc_per_node": 2})
+    workers = NodeWorkers(config, RunFolder.create(config), port=0, resumed=False, quiet=True)
+    monkeypatch.setattr("paceline.launch.spawn.subprocess.Popen", start)
+    line = "cannot start a worker process: Resource temporarily unavailable"
+    with pytest.raises(RunError, match=f"^{line}$"), workers:
+        pass
 
 
 @pytest.mark.parametrize(

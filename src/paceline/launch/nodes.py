@@ -94,7 +94,8 @@ class NodeCoordinator:
     def refuse(self, ending: Termination) -> None:
         """Tell the others why this node takes no part."""
         self.signal_failure()
-        self._try_set(f"ended/{self._node}", dataclasses.asdict(ending))
+        counted = dataclasses.replace(ending, order=self.board.next_order())
+        self._try_set(f"ended/{self._node}", dataclasses.asdict(counted))
 
     def signal_failure(self) -> None:
         """Let the others know that the run has failed, before it is known why."""

@@ -60,7 +60,7 @@ class NodeWorkers:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._board = board
         self._orders: dict[int, int] = {}
-        """When each failed process was noticed, by the board's count."""
+        """The board's count when each failed process was noticed, in the order of noticing."""
         self._forwarded: Signals | None = None
         self._sampler = ResourceSampler(
             folder.resources_file(config.node_rank),
@@ -77,6 +77,7 @@ class NodeWorkers:
                 self._processes[rank] = self._start(rank)
             self._sampler.start()
         except OSError as error:
+            # Of a file: what else may fail is a RunError already.
             self._end()
             file = Path(error.filename or self.folder.path)
             raise RunError(
@@ -194,25 +195,29 @@ class NodeWorkers:
     ) -> Termination | None:
         """Why the workers did not finish, as far as is known on this node."""
         if not self.folder.path.is_dir():
-            return Termination(f"the run folder {self.folder.path} was removed during the run")
+            cause = f"the run folder {self.folder.path} was removed during the run"
+            return Termination(cause, order=self._first_order())
         known = root_cause(self._told_endings())
         if (known and not known.is_secondary) or not any(code != 0 for code in codes.values()):
             return known
-        order = min(self._orders.values(), default=0)
         if interruptions.received:
             name = interruptions.received[0].name
             when = "" if known else " before training began"
             cause = f"stopped by {name}{when}"
+            order = self._first_order()
             return Termination(cause, StoppedError.exit_code, "stopped", order=order)
-        for rank, code in codes.items():
-            if code is not None and code < 0:
+        failed = [
+            (rank, code, order) for rank, order in self._orders.items() if (code := codes[rank])
+        ]
+        for rank, code, order in failed:
+            if code < 0:
                 cause = f"{self._name(rank)} was killed by {signal_name(code)}"
-                return Termination(cause, is_loss=True, order=self._orders.get(rank, 0))
-        for rank, code in codes.items():
-            if code and known is None:
+                return Termination(cause, is_loss=True, order=order)
+        for rank, code, order in failed:
+            if known is None:
                 name, last = self._name(rank), self._last_line(rank)
                 cause = f"{name} ended with exit code {code}: {last}"
-                return Termination(cause, order=self._orders.get(rank, 0))
+                return Termination(cause, order=order)
         busy = [rank for rank in self._ranks if codes[rank] is None]
         if known and busy:
             return replace(known, cause=f"{known.cause}; {format_ranks(busy)} was still busy")
@@ -221,10 +226,14 @@ class NodeWorkers:
             "another node reported a failure without a cause", is_secondary=True
         )
 
+    def _first_order(self) -> int:
+        """0 where no failure was counted."""
+        return min(filter(None, self._orders.values()), default=0)
+
     def _told_endings(self) -> list[Termination]:
-        """What this node's own processes have reported, and the others' reports that are here."""
+        """What this node's own processes have reported; of others it knows no order."""
         told = []
-        for report in self.reports():
+        for report in read_reports(self.folder, self._ranks):
             if report.status != "finished":
                 order = self._orders.get(report.worker["rank"], 0)
                 told.append(replace(Termination.of_report(report), order=order))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.comm.rank_info import RankInfo
+from paceline.errors import RunError
 from paceline.sources import search_path
 
 
@@ -17,20 +18,25 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """A process that ends with this one; what it says goes into a file, except what is `shown`.
 
+    RunError where the system starts no process, OSError where the file cannot be opened.
+
     `role`: worker, server, or a module with a `main` of its own.
     """
     command = [sys.executable, "-m", "paceline.launch.child_main", str(os.getpid()), role]
     with output.open("ab") as file:
-        return subprocess.Popen(
-            [*command, *arguments],
-            env={
-                **os.environ,
-                **place.to_environment(),
-                "PYTHONPATH": search_path(),
-            },
-            stdout=None if shown else file,
-            stderr=file,
-            stdin=subprocess.DEVNULL,
-            # Ctrl-C reaches the whole foreground group; the launcher decides what to do.
-            start_new_session=True,
-        )
+        try:
+            return subprocess.Popen(
+                [*command, *arguments],
+                env={
+                    **os.environ,
+                    **place.to_environment(),
+                    "PYTHONPATH": search_path(),
+                },
+                stdout=None if shown else file,
+                stderr=file,
+                stdin=subprocess.DEVNULL,
+                # Ctrl-C reaches the whole foreground group; the launcher decides what to do.
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise RunError(f"cannot start a {role} process: {error.strerror}") from None

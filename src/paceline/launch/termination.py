@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ class Termination:
     is_loss: bool = False
     """Whether a process or a machine went away, which another attempt may survive."""
     order: int = 0
-    """The store's count of failures when it was noticed, the same clock for all nodes; 0: none."""
+    """The store's count of failures when it was noticed, the same for all nodes; 0: not known."""
 
     @classmethod
     def of_report(cls, report: RankReport) -> Termination:
@@ -65,11 +66,11 @@ def root_cause(endings: Iterable[Termination]) -> Termination | None:
     """The root cause: errors before losses, losses before echoes, and then the first of its kind.
 
     Endings of different machines are ordered by the store's count, since clocks differ; those of
-    one machine that were noticed together, by its clock.
+    one machine that were noticed together, by its clock. Those without a count come last.
     """
     return min(
         endings,
-        key=lambda each: (each.is_secondary, each.is_loss, each.order, each.ended),
+        key=lambda each: (each.is_secondary, each.is_loss, each.order or math.inf, each.ended),
         default=None,
     )
 
