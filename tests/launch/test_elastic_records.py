@@ -177,8 +177,9 @@ def test_files_that_would_lie_outside_the_folder_are_not_taken_from_workers(
     def payloads(_: Communicator, payload: Any, __: str) -> list[Any]:
         return [payload, payload]
 
-    monkeypatch.setattr(record_collection, "broadcast_json", lambda *_: None)
     monkeypatch.setattr(record_collection, "gather_json", gathered)
     monkeypatch.setattr(record_collection, "gather_bytes", payloads)
-    record_collection._hand_in_files(folder, SINGLE_PROCESS, cast("Communicator", None))
+    record_collection._hand_in_files(
+        folder, SINGLE_PROCESS, cast("Communicator", None), shares_folder=False
+    )
     assert list(tmp_path.rglob("*")) == before

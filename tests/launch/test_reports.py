@@ -83,9 +83,9 @@ def report_of(rank: int) -> dict[str, Any]:
 
 def changed(value: Any, path: str, rank: int = 1) -> dict[str, Any]:
     """A report with another value at this place."""
-    report = json.loads(json.dumps(report_of(rank)))
+    report: dict[str, Any] = json.loads(json.dumps(report_of(rank)))
     *way, last = path.split(".")
-    place = report
+    place: Any = report
     for step in way:
         place = place[int(step)] if isinstance(place, list) else place[step]
     place[last] = value
