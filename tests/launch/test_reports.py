@@ -171,6 +171,29 @@ def test_a_malformed_value_at_any_level_costs_only_its_report(
     assert "\n" not in record.getMessage()
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [{"started": 1, "seconds": NAN}, {"started": 1, "seconds": 2, "sampler_cpu_seconds": 1}],
+        [{"started": 1, "seconds": 1}, {"started": 1, "seconds": HUGE, "rss_bytes": 1.5}],
+        [{"started": 1, "seconds": 1, "rss_bytes": "x"}, {"started": 1, "seconds": 2}],
+        [{"started": 1, "seconds": "x"}, {"started": 1, "seconds": 2}],
+        [{"started": [1], "seconds": 1}],
+        [{"started": 1, "seconds": 1, "gpus": 5}],
+    ],
+)
+def test_malformed_samples_of_a_node_cost_only_its_resources(
+    lines: list[dict[str, Any]], folder: RunFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    put_record(folder, "resources-1.jsonl", "\n".join(map(json.dumps, lines)).encode())
+    reports = [parse_report(report_of(rank), "report", rank) for rank in range(2)]
+    with caplog.at_level(logging.WARNING, "paceline"):
+        result = write_result(folder.read_config(), folder, reports)
+    assert (result["status"], len(result["workers"])) == ("finished", 2)
+    assert [node["samples"] for node in result["nodes"]] == [0, 0]
+    assert "resources-1.jsonl" in caplog.text
+
+
 @pytest.mark.parametrize("contents", [packed(changed(NAN, "worker.phases.forward")), b"{", b"5"])
 def test_a_malformed_report_in_a_shared_folder_costs_only_itself(
     contents: bytes, folder: RunFolder, caplog: pytest.LogCaptureFixture

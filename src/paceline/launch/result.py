@@ -4,17 +4,21 @@ The reports of all workers and the samples of all nodes, put together as result.
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NamedTuple
 
 from paceline.comm.communicator import format_ranks
 from paceline.config import RunConfig
 from paceline.emulation.state import cluster_record
 from paceline.errors import RunError
+from paceline.launch.messages import MalformedError, clean, is_number
 from paceline.launch.termination import Termination, root_cause
 from paceline.measure.machine import cores_usable, hardware, software
 from paceline.measure.resources import summarise
 from paceline.records import SCHEMA, Result, RunFolder
 from paceline.training.rank_report import RankReport
+
+logger = logging.getLogger("paceline")
 
 
 class RunOutcome(NamedTuple):
@@ -53,7 +57,7 @@ def assemble(
 ) -> Result:
     first = reports[0] if reports else None
     ending = ending or first_cause(reports) or _missing_report(reports)
-    nodes = [summarise(folder.resources_file(node), node) for node in range(config.nnodes)]
+    nodes = [_summarise_node(folder, node) for node in range(config.nnodes)]
     history = first.history if first else []
     last = history[-1] if history else {}
     cluster = cluster_record()
@@ -91,6 +95,20 @@ def assemble(
             *_missing_records(config, reports, ending),
         ],
     }
+
+
+def _summarise_node(folder: RunFolder, node: int) -> dict[str, Any]:
+    """What was sampled of a node; nothing where its file, which it sent itself, is malformed."""
+    file = folder.resources_file(node)
+    try:
+        summary: dict[str, Any] = clean(summarise(file, node), file.name)
+        figures = (value for name, value in summary.items() if name != "gpus")
+        if not all(value is None or is_number(value) for value in figures):
+            raise MalformedError(file.name, "not all are numbers")
+    except (MalformedError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        logger.warning("ignored %s: it has samples that no node takes", file.name)
+        return summarise(file.with_suffix(".none"), node)
+    return summary
 
 
 def first_cause(reports: list[RankReport]) -> Termination | None:
