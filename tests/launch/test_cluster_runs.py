@@ -143,7 +143,7 @@ def test_a_run_that_describes_its_cluster_gets_it_and_leaves_nothing_of_it(
     tmp_path: Path, talkative_run: tuple[Path, Ended]
 ) -> None:
     """From the command line, stopped by Ctrl-C and resumed, in a new cluster each time."""
-    before = [path for path in all_paths() if f"-{os.getpid()}-" in path.name]
+    before = [path for path in all_paths() if path.name.startswith(f"run-{os.getpid()}-")]
     spec = "nodes=2,cpus=0.9,bandwidth=1gbit"
     settings = {"model": "own_code:Slow", "cluster": spec, "checkpoint_every": 100, **PATIENT}
     with train(tmp_path, {"OWN_SLEEP_SECONDS": "0.5"}, **settings) as command:
@@ -167,8 +167,9 @@ def test_a_run_that_describes_its_cluster_gets_it_and_leaves_nothing_of_it(
     assert result["cluster"]["asked"]["cpus"] == 0.9
     assert {item["what"] for item in result["cluster"]["got"]} >= {"bandwidth out", "cpus"}
     assert result["hardware"]["cores"] == 1, "of a node, whose quota bounds its threads"
-    starters = (os.getpid(), command.process.pid)
-    left = [path for path in all_paths() if path.name.split("-")[1] in map(str, starters)]
+    # Clusters of other programs have names of any kind.
+    starters = tuple(f"run-{pid}-" for pid in (os.getpid(), command.process.pid))
+    left = [path for path in all_paths() if path.name.startswith(starters)]
     assert left == before
 
 
