@@ -199,35 +199,102 @@ def test_only_a_second_ctrl_c_forgoes_the_last_checkpoint(
     assert len(list((tmp_path / "whole" / "checkpoints").glob("*.pt"))) == checkpoints
 
 
+class FailingWrites:
+    """Checkpoint writes that fail for the first `failures` attempts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, failures: int) -> None:
+        self.attempts: list[int] = []
+        self._failures = failures
+        monkeypatch.setattr(checkpoint, "write_checkpoint", self.write)
+
+    def write(self, folder: Path, iteration: int, state: Any) -> int:
+        self.attempts.append(iteration)
+        if len(self.attempts) <= self._failures:
+            raise RunError("cannot write checkpoint: the disk hums")
+        return write_checkpoint(folder, iteration, state)
+
+
+def stop_during(iteration: int, number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    iterate = loop.TrainingLoop._iterate
+
+    def iterate_and_stop(self: loop.TrainingLoop, current: int) -> Any:
+        if current == iteration:
+            os.kill(os.getpid(), number)
+        return iterate(self, current)
+
+    monkeypatch.setattr(loop.TrainingLoop, "_iterate", iterate_and_stop)
+
+
+def newest_iteration(out: Path) -> int | None:
+    newest = checkpoint.newest_checkpoint(out / "whole" / "checkpoints")
+    return newest.iteration if newest else None
+
+
+def check_warned(result: Result, out: Path) -> None:
+    assert any("the disk hums" in text for text in result["warnings"])
+    events = list(read_lines(out / "whole" / "events-0.jsonl"))
+    assert any("the disk hums" in event["text"] for event in events if event["event"] == "warning")
+
+
 @pytest.mark.parametrize("failures", [1, 100], ids=["once", "always"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_failed_last_background_checkpoint_is_reported_and_written_again(
     failures: int, number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    iterate, write = loop.TrainingLoop._iterate, write_checkpoint
-    attempts: list[int] = []
-
-    def iterate_and_stop(self: loop.TrainingLoop, iteration: int) -> Any:
-        if iteration == 3:
-            os.kill(os.getpid(), number)
-        return iterate(self, iteration)
-
-    def fail_at_first(folder: Path, iteration: int, state: Any) -> int:
-        attempts.append(iteration)
-        if len(attempts) <= failures:
-            raise RunError("cannot write checkpoint: the disk hums")
-        return write(folder, iteration, state)
-
-    monkeypatch.setattr(loop.TrainingLoop, "_iterate", iterate_and_stop)
-    monkeypatch.setattr(checkpoint, "write_checkpoint", fail_at_first)
+    writes = FailingWrites(monkeypatch, failures)
+    stop_during(3, number, monkeypatch)
     stopped = uninterrupted(tmp_path, checkpoint_every=100, checkpoint_mode="background")
     assert stopped["status"] == "stopped"
-    assert attempts == [4, 4]
-    assert any("the disk hums" in text for text in stopped["warnings"])
-    events = list(read_lines(tmp_path / "whole" / "events-0.jsonl"))
-    assert any("the disk hums" in event["text"] for event in events if event["event"] == "warning")
-    newest = checkpoint.newest_checkpoint(tmp_path / "whole" / "checkpoints")
-    assert (newest.iteration if newest else None) == (4 if failures == 1 else None)
+    assert writes.attempts == [4, 4]
+    check_warned(stopped, tmp_path)
+    assert newest_iteration(tmp_path) == (4 if failures == 1 else None)
+
+
+def test_a_finished_run_writes_a_failed_background_checkpoint_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes = FailingWrites(monkeypatch, failures=1)
+    finished = uninterrupted(tmp_path, checkpoint_every=8, checkpoint_mode="background")
+    assert (finished["status"], writes.attempts) == ("finished", [8, 8])
+    check_warned(finished, tmp_path)
+    assert newest_iteration(tmp_path) == 8
+
+
+def test_a_run_fails_if_its_last_background_checkpoint_cannot_be_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FailingWrites(monkeypatch, failures=100)
+    failed = uninterrupted(tmp_path, checkpoint_every=8, checkpoint_mode="background")
+    assert (failed["status"], failed["cause"]) == (
+        "failed",
+        "cannot write checkpoint: the disk hums",
+    )
+    check_warned(failed, tmp_path)
+
+
+def test_a_background_checkpoint_is_written_again_after_another_failure_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of training raises the failure, and the report still finds a checkpoint to write."""
+    writes = FailingWrites(monkeypatch, failures=2)
+    failed = uninterrupted(tmp_path, checkpoint_every=8, checkpoint_mode="background")
+    assert (failed["status"], writes.attempts) == ("failed", [8, 8, 8])
+    assert newest_iteration(tmp_path) == 8
+
+
+@pytest.mark.parametrize("stops", [True, False], ids=["stopped", "finished"])
+def test_an_earlier_failed_background_checkpoint_does_not_prevent_the_next_one(
+    stops: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes = FailingWrites(monkeypatch, failures=1)
+    if stops:
+        stop_during(5, signal.SIGTERM, monkeypatch)
+    ended = uninterrupted(tmp_path, checkpoint_every=4, checkpoint_mode="background")
+    last = 6 if stops else 8
+    assert ended["status"] == ("stopped" if stops else "finished")
+    assert writes.attempts == [4, last]
+    check_warned(ended, tmp_path)
+    assert newest_iteration(tmp_path) == last
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(

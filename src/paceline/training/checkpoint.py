@@ -422,6 +422,8 @@ class CheckpointStore:
                 self._write(iteration, without_copy(state))
                 return
             self._wait()
+            # The copy overwrites the memory of the one before.
+            self._unwritten = None
             copy = self._buffers.copy(state)
             self._writer = Thread(
                 target=self._write_beside, args=(iteration, copy), name="checkpoint writer"
@@ -452,12 +454,16 @@ class CheckpointStore:
     def write_again(self) -> int | None:
         """Write in this thread what could not be written in the background; its iteration.
 
-        For after `close` has raised the failure. None where there is nothing to write.
+        Call it after `close`, whether or not that raised. None if there is nothing to write.
         """
         if self._unwritten is None:
             return None
-        iteration, state = self._unwritten
-        self._write(iteration, state)
+        began = perf_counter()
+        try:
+            iteration, state = self._unwritten
+            self._write(iteration, state)
+        finally:
+            self.blocked_seconds += perf_counter() - began
         self._unwritten = None
         return iteration
 

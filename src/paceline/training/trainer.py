@@ -237,7 +237,7 @@ class Trainer:
             if tracer:
                 self._write_trace(tracer, self.loop.clock_offset_seconds(tracer.began))
         if self.team.store:
-            self.team.store.close()
+            self._complete_checkpoints(self.team.store)
 
     def _tracer(self) -> Tracer:
         done = self.progress.steps
@@ -307,8 +307,11 @@ class Trainer:
         store = self.team.store
         blocked = store.blocked_seconds if store else 0.0
         if store:
-            # Else the one that is still being written would be missing in the account.
-            store.close()
+            # Otherwise the checkpoint in flight would be missing from the account.
+            try:
+                store.close()
+            except Exception as error:  # noqa: BLE001 - this checkpoint replaces the failed one
+                self._warn(_cause(error))
         account = {**self.ledger.to_dict(), "recent_losses": [*self.journal.recent_losses]}
         # This checkpoint's event tells how long training waited for it, for that one included.
         account["checkpoints"]["blocked_seconds"] = blocked
@@ -323,20 +326,26 @@ class Trainer:
             blocked_seconds=store.blocked_seconds - blocked,
         )
 
-    def _close_store(self, store: CheckpointStore) -> None:
-        """Wait for the last checkpoint; where that fails, write it again here, and warn."""
+    def _complete_checkpoints(self, store: CheckpointStore) -> None:
+        """Wait for the last checkpoint, and write it here if the background thread failed to."""
+        failure = None
         try:
             store.close()
-        except Exception as error:  # noqa: BLE001 - reported as a warning
-            cause = str(error) if isinstance(error, PacelineError) else error_line(error)
-            text = f"the last checkpoint could not be written: {cause}"
-            with contextlib.suppress(Exception):
-                iteration = store.write_again()
-                text = f"{cause}; the checkpoint of iteration {iteration} was then written again"
-            self.warnings.append(text)
-            # A full disk is a likely cause, and takes no events either.
-            with contextlib.suppress(RunError):
-                self.journal.warn(text)
+        except Exception as error:  # noqa: BLE001 - raised again below if it still applies
+            failure = error
+        # An earlier call may have raised the failure already, so the store is asked.
+        iteration = store.write_again()
+        if iteration is not None:
+            cause = f"{_cause(failure)}; " if failure else ""
+            self._warn(f"{cause}the checkpoint of iteration {iteration} was written again")
+        elif failure is not None:
+            raise failure
+
+    def _warn(self, text: str) -> None:
+        self.warnings.append(text)
+        # A full disk is a likely cause, and takes no events either.
+        with contextlib.suppress(RunError):
+            self.journal.warn(text)
 
     def report(self, status: str, cause: str | None, exit_code: int) -> RankReport:
         store = self.team.store
@@ -344,7 +353,10 @@ class Trainer:
         sha = weights_sha256(self.replica.model.state_dict()) if is_whole else None
         per_switch = self.clock.seconds_per_switch()
         if store:
-            self._close_store(store)
+            try:
+                self._complete_checkpoints(store)
+            except Exception as error:  # noqa: BLE001 - reported as a warning
+                self._warn(f"the last checkpoint could not be written: {_cause(error)}")
         self.clock.enter("other")
         self.clock.startup.end()
         measuring = self.clock.switches * per_switch + self.journal.seconds_spent
@@ -377,6 +389,10 @@ class Trainer:
             warnings=self.warnings,
             samples_before=self.progress.samples_before,
         )
+
+
+def _cause(error: Exception) -> str:
+    return str(error) if isinstance(error, PacelineError) else error_line(error)
 
 
 def _scalars(
