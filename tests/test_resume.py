@@ -21,6 +21,7 @@ from paceline.launch import launcher
 from paceline.launch.result import RunOutcome
 from paceline.models import MODELS
 from paceline.records import Result, RunFolder, read_lines
+from paceline.report.run import open_run
 from paceline.training import checkpoint, loop
 from paceline.training.checkpoint import write_checkpoint
 
@@ -433,6 +434,17 @@ def edit_config(folder: RunFolder, **values: Any) -> None:
     record = json.loads(folder.config_file.read_text())
     record["config"] |= values
     folder.config_file.write_text(json.dumps(record))
+
+
+def test_a_recorded_setting_outside_the_range_of_new_input_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = cut_after(tmp_path, 5, monkeypatch, checkpoint_every=2)
+    edit_config(folder, timeout_seconds=1e6)
+    resumed = result_of(launcher.resume(str(folder.path), {"iterations": "9"}, quiet=True))
+    assert (resumed["status"], resumed["config"]["timeout_seconds"]) == ("finished", 1e6)
+    assert resumed["iterations"] == 9
+    assert open_run(folder.path).config.timeout_seconds == 1e6
 
 
 def test_settings_edited_by_hand_are_named_when_a_run_is_resumed(

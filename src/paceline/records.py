@@ -42,7 +42,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from paceline.config import RunConfig, from_mapping
+from paceline.config import RunConfig, from_record
 from paceline.errors import ConfigError, RecordsError, RunError
 from paceline.folder_lock import LOCK_FILE, locked
 
@@ -194,7 +194,7 @@ class RunFolder:
         if not isinstance(values.get("config"), dict):
             raise RecordsError(f"{self.config_file} is not a run's config")
         try:
-            return from_mapping(values["config"])
+            return from_record(values["config"])
         except ConfigError as error:
             raise RecordsError(f"{self.config_file}: {error.problems[0]}") from None
 

@@ -104,7 +104,7 @@ def _value(item: dataclasses.Field[Any], option: Option) -> str:
     if type_of(item) is bool:
         return f"on, or off as `--no-{flag_of(item.name)[2:]}`"
     kind = "`KEY=VALUE`" if type_of(item) == dict[str, str] else f"`{metavar(item)}`"
-    return ", ".join([kind, *option.limits.texts()])
+    return ", ".join([kind, *option.input_limits.texts()])
 
 
 def _default(item: dataclasses.Field[Any]) -> str:

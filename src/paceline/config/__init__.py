@@ -5,7 +5,7 @@ of `RunConfig`, with their documentation, choices and limits. All problems are r
 each with its field and what would do.
 """
 
-from paceline.config.parsing import from_mapping, non_default_values, to_argv
+from paceline.config.parsing import from_mapping, from_record, non_default_values, to_argv
 from paceline.config.run_config import Every, RunConfig, fields, type_of
 from paceline.config.schema import GROUPS, Option, flag_of, option_of
 
@@ -17,6 +17,7 @@ __all__ = [
     "fields",
     "flag_of",
     "from_mapping",
+    "from_record",
     "non_default_values",
     "option_of",
     "to_argv",

@@ -24,6 +24,11 @@ LEAST_CPUS, MOST_CPUS = 0.001, 10_000
 LEAST_BITS, MOST_BITS = 1e3, 1e12
 LEAST_LATENCY_SECONDS = 1e-6
 
+CPUS = f"cpus of {LEAST_CPUS:g} to {MOST_CPUS}"
+SLOW = f"slow as node:part with a part of {LEAST_CPUS:g} to 1"
+RATE = "a rate of 1kbit to 1000gbit such as 1gbit or 100mbit"
+LATENCY = f"a latency of 1us to {MOST_LATENCY_SECONDS:g}s"
+
 _BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _PER_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
 
@@ -54,6 +59,13 @@ class ClusterSpec:
 
 def parse(text: str) -> ClusterSpec:
     """The cluster that a text describes; ValueError says what would do."""
+    spec = parse_recorded(text)
+    _check_ranges(spec)
+    return spec
+
+
+def parse_recorded(text: str) -> ClusterSpec:
+    """As `parse`, also for values outside the ranges of new input, as recorded runs may have."""
     values = dict(_pair(part) for part in text.split(",") if part.strip())
     unknown = [
         key for key in values if key not in ("nodes", "cpus", "bandwidth", "latency", "slow")
@@ -65,12 +77,10 @@ def parse(text: str) -> ClusterSpec:
     nodes = _whole(values.get("nodes", ""))
     if nodes is None or not 1 <= nodes <= MOST_NODES:
         raise ValueError(f"given nodes=1 to nodes={MOST_NODES}")
-    rate, rate_of = _by_node(values.get("bandwidth", ""), nodes, "bandwidth", bits_per_second)
+    rate, rate_of = _by_node(values.get("bandwidth", ""), nodes, "bandwidth", _rate)
     latency = values.get("latency")
-    cpus = _cpus(values["cpus"]) if "cpus" in values else None
+    cpus = _positive(values["cpus"], CPUS) if "cpus" in values else None
     slow = _by_node(values.get("slow", ""), nodes, "slow", _fraction, needs_node=True)[1]
-    if cpus is not None and any(cpus * part < LEAST_CPUS for part in slow.values()):
-        raise ValueError(f"given cpus times slow of at least {LEAST_CPUS:g} for each node")
     return ClusterSpec(
         nodes=nodes,
         cpus=cpus,
@@ -81,12 +91,32 @@ def parse(text: str) -> ClusterSpec:
     )
 
 
+def _check_ranges(spec: ClusterSpec) -> None:
+    rates = [spec.bandwidth_bits_per_second, *spec.bandwidth_of.values()]
+    if any(rate is not None and not LEAST_BITS <= rate <= MOST_BITS for rate in rates):
+        raise ValueError(f"given {RATE}")
+    if spec.latency_seconds and spec.latency_seconds < LEAST_LATENCY_SECONDS:
+        raise ValueError(f"given {LATENCY}")
+    if spec.cpus is not None and not LEAST_CPUS <= spec.cpus <= MOST_CPUS:
+        raise ValueError(f"given {CPUS}")
+    if any(part < LEAST_CPUS for part in spec.slow.values()):
+        raise ValueError(f"given {SLOW}")
+    if spec.cpus is not None and any(spec.cpus * part < LEAST_CPUS for part in spec.slow.values()):
+        raise ValueError(f"given cpus times slow of at least {LEAST_CPUS:g} for each node")
+
+
 def bits_per_second(text: str) -> float:
     """A rate such as 1gbit, 100mbit or 2.5gbit."""
-    wanted = "a rate of 1kbit to 1000gbit such as 1gbit or 100mbit"
-    number, unit = _with_unit(text, _BITS, wanted)
-    if not LEAST_BITS <= number * _BITS[unit] <= MOST_BITS:
-        raise ValueError(f"given {wanted}, not {shown(text)}")
+    rate = _rate(text)
+    if not LEAST_BITS <= rate <= MOST_BITS:
+        raise ValueError(f"given {RATE}, not {shown(text)}")
+    return rate
+
+
+def _rate(text: str) -> float:
+    number, unit = _with_unit(text, _BITS, RATE)
+    if not math.isfinite(number):
+        raise ValueError(f"given {RATE}, not {shown(text)}")
     return number * _BITS[unit]
 
 
@@ -98,8 +128,8 @@ def seconds(text: str) -> float:
 
 def _latency(text: str) -> float:
     number = seconds(text)
-    if not LEAST_LATENCY_SECONDS <= number <= MOST_LATENCY_SECONDS:
-        raise ValueError(f"given a latency of 1us to {MOST_LATENCY_SECONDS:g}s, not {shown(text)}")
+    if number > MOST_LATENCY_SECONDS:
+        raise ValueError(f"given {LATENCY}, not {shown(text)}")
     return number
 
 
@@ -138,25 +168,18 @@ def _whole(text: str) -> int | None:
     return int(text) if text.isdecimal() and len(text) < 10 else None
 
 
-def _cpus(text: str) -> float:
-    number = _number(text)
-    if not LEAST_CPUS <= number <= MOST_CPUS:
-        raise ValueError(f"given cpus of {LEAST_CPUS:g} to {MOST_CPUS}, not {shown(text)}")
-    return number
-
-
 def _fraction(text: str) -> float:
-    number = _number(text)
-    if not LEAST_CPUS <= number <= 1:
-        raise ValueError(
-            f"given slow as node:part with a part of {LEAST_CPUS:g} to 1, not {shown(text)}"
-        )
+    number = _positive(text, SLOW)
+    if number > 1:
+        raise ValueError(f"given {SLOW}, not {shown(text)}")
     return number
 
 
-def _number(text: str) -> float:
-    """NaN, which is within no range, where the text is no number."""
+def _positive(text: str, wanted: str) -> float:
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
-        return math.nan
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ValueError(f"given {wanted}, not {shown(text)}")
+    return number

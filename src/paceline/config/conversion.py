@@ -30,9 +30,9 @@ class Limits:
     """An exclusive upper limit."""
 
     def allow(self, value: float) -> bool:
-        """Whether a number is within the limits; NaN never is."""
+        """Whether a number is within the limits; NaN and infinities never are."""
         return (
-            not (isinstance(value, float) and math.isnan(value))
+            not (isinstance(value, float) and not math.isfinite(value))
             and (self.minimum is None or value >= self.minimum)
             and (self.above is None or value > self.above)
             and (self.below is None or value < self.below)

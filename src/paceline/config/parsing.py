@@ -11,12 +11,22 @@ from typing import Any
 from paceline.config import cluster_spec
 from paceline.config.conversion import convert
 from paceline.config.run_config import RunConfig, fields, type_of
-from paceline.config.schema import check_alone, flag_of, nodes_in, option_of
+from paceline.config.schema import check_alone, check_input, flag_of, nodes_in, option_of
 from paceline.errors import ConfigError, shown, suggest
 
 
-def from_mapping(values: Mapping[str, Any]) -> RunConfig:
-    """A config from text or YAML values by field name; every problem is reported at once."""
+def from_record(values: Mapping[str, Any]) -> RunConfig:
+    """The config of an existing run, also where its values are outside the ranges of new input."""
+    return from_mapping({}, recorded=values)
+
+
+def from_mapping(values: Mapping[str, Any], recorded: Mapping[str, Any] | None = None) -> RunConfig:
+    """A config from text or YAML values by field name; every problem is reported at once.
+
+    `recorded`: settings of an existing run that `values` replace; what was valid when it was
+    recorded stays valid.
+    """
+    changed, values = values, {**(recorded or {}), **values}
     known = {item.name: item for item in fields()}
     problems = [
         f"no such setting {shown(name)}: {_hint(name)}" for name in values if name not in known
@@ -34,10 +44,11 @@ def from_mapping(values: Mapping[str, Any]) -> RunConfig:
                 if converted[name] == () and isinstance(raw, str):
                     problems.append(f"{flag_of(name)}: must not be empty, got {shown(raw)}")
     for name, value in converted.items():
-        problems += check_alone(known[name], value)
-    if converted.get("cluster"):
+        check = check_input if name in changed else check_alone
+        problems += check(known[name], value)
+    if "cluster" not in changed and converted.get("cluster"):
         try:
-            cluster_spec.parse(converted["cluster"])
+            cluster_spec.parse_recorded(converted["cluster"])
         except ValueError as error:
             problems.append(f"--cluster: must be {error}")
     if problems:

@@ -47,10 +47,18 @@ class RunConfig:
         mutable_on_resume=True,
     )
     train_samples: int | None = setting(
-        None, "task", "use only the first so many training samples", minimum=1, maximum=MOST_SAMPLES
+        None,
+        "task",
+        "use only the first so many training samples",
+        minimum=1,
+        input_maximum=MOST_SAMPLES,
     )
     test_samples: int | None = setting(
-        None, "task", "use only the first so many test samples", minimum=1, maximum=MOST_SAMPLES
+        None,
+        "task",
+        "use only the first so many test samples",
+        minimum=1,
+        input_maximum=MOST_SAMPLES,
     )
     augment: tuple[str, ...] = setting(
         (),
@@ -63,7 +71,7 @@ class RunConfig:
         "task",
         "a set larger than this is memory-mapped instead of held in memory",
         minimum=0,
-        maximum=2**30,
+        input_maximum=2**30,
         mutable_on_resume=True,
     )
 
@@ -72,7 +80,7 @@ class RunConfig:
         "budget",
         f"passes over the training set (default: {DEFAULT_EPOCHS})",
         minimum=1,
-        maximum=MOST_EPOCHS,
+        input_maximum=MOST_EPOCHS,
         mutable_on_resume=True,
     )
     iterations: int | None = setting(
@@ -80,7 +88,7 @@ class RunConfig:
         "budget",
         "weight updates, instead of --epochs",
         minimum=1,
-        maximum=MOST_ITERATIONS,
+        input_maximum=MOST_ITERATIONS,
         mutable_on_resume=True,
     )
     batch_size: int | None = setting(
@@ -88,21 +96,21 @@ class RunConfig:
         "budget",
         f"samples in one update over all workers (default: {DEFAULT_BATCH_SIZE})",
         minimum=1,
-        maximum=LARGEST_BATCH,
+        input_maximum=LARGEST_BATCH,
     )
     batch_per_worker: int | None = setting(
         None,
         "budget",
         "samples in one update of each worker, instead of --batch-size",
         minimum=1,
-        maximum=LARGEST_BATCH,
+        input_maximum=LARGEST_BATCH,
     )
     accumulate: int = setting(
         1,
         "budget",
         "parts that a worker's batch is computed in, to save memory",
         minimum=1,
-        maximum=10**6,
+        input_maximum=10**6,
     )
     reshuffle: bool = setting(
         True, "budget", "a new order of samples each epoch; without it all repeat the first"
@@ -112,11 +120,11 @@ class RunConfig:
         "budget",
         "evaluate on the test set every so many iterations; always at the end",
         minimum=1,
-        maximum=MOST_ITERATIONS,
+        input_maximum=MOST_ITERATIONS,
         mutable_on_resume=True,
     )
     eval_batch_size: int = setting(
-        1000, "budget", "samples in one evaluation batch", minimum=1, maximum=LARGEST_BATCH
+        1000, "budget", "samples in one evaluation batch", minimum=1, input_maximum=LARGEST_BATCH
     )
     target_accuracy: float | None = setting(
         None,
@@ -133,12 +141,12 @@ class RunConfig:
         "optimiser",
         "learning rate before schedule, warm-up and scaling",
         above=0,
-        maximum=HIGHEST_RATE,
+        input_maximum=HIGHEST_RATE,
     )
     momentum: float = setting(0.9, "optimiser", "momentum of sgd", minimum=0, maximum=1)
     nesterov: bool = setting(False, "optimiser", "Nesterov's form of momentum")
     weight_decay: float = setting(
-        0.0, "optimiser", "weight decay; decoupled in adamw", minimum=0, maximum=1e6
+        0.0, "optimiser", "weight decay; decoupled in adamw", minimum=0, input_maximum=1e6
     )
     beta1: float = setting(
         0.9, "optimiser", "adam's and adamw's first decay rate", minimum=0, below=1
@@ -146,7 +154,9 @@ class RunConfig:
     beta2: float = setting(
         0.999, "optimiser", "adam's and adamw's second decay rate", minimum=0, below=1
     )
-    epsilon: float = setting(1e-8, "optimiser", "adam's and adamw's epsilon", above=0, maximum=1e6)
+    epsilon: float = setting(
+        1e-8, "optimiser", "adam's and adamw's epsilon", above=0, input_maximum=1e6
+    )
     schedule: str = setting(
         "constant",
         "optimiser",
@@ -174,10 +184,10 @@ class RunConfig:
         "optimiser",
         "the batch that --lr is meant for, with --lr-scaling",
         minimum=1,
-        maximum=LARGEST_BATCH,
+        input_maximum=LARGEST_BATCH,
     )
     clip_norm: float | None = setting(
-        None, "optimiser", "largest global norm of the gradient", above=0, maximum=1e9
+        None, "optimiser", "largest global norm of the gradient", above=0, input_maximum=1e9
     )
     label_smoothing: float = setting(
         0.0, "optimiser", "share of the target spread over all classes", minimum=0, maximum=1
@@ -254,18 +264,23 @@ class RunConfig:
         "processes",
         "machines that take part",
         minimum=1,
-        maximum=MOST_MACHINES,
+        input_maximum=MOST_MACHINES,
         mutable_on_resume=True,
     )
     nproc_per_node: int = setting(
-        1, "processes", "workers on each machine", minimum=1, maximum=1024, mutable_on_resume=True
+        1,
+        "processes",
+        "workers on each machine",
+        minimum=1,
+        input_maximum=1024,
+        mutable_on_resume=True,
     )
     node_rank: int = setting(
         0,
         "processes",
         "which of the machines this is",
         minimum=0,
-        maximum=MOST_MACHINES - 1,
+        input_maximum=MOST_MACHINES - 1,
         mutable_on_resume=True,
     )
     master_addr: str = setting(
@@ -310,23 +325,25 @@ class RunConfig:
         "processes",
         "restarts after failures, with --elastic or Ray",
         minimum=0,
-        maximum=10**4,
+        input_maximum=10**4,
         mutable_on_resume=True,
     )
     rendezvous_seconds: float = setting(
         60.0,
         "processes",
         "how long workers wait for one another to come",
-        minimum=0.1,
-        maximum=LONGEST_WAIT_SECONDS,
+        above=0,
+        input_minimum=0.1,
+        input_maximum=LONGEST_WAIT_SECONDS,
         mutable_on_resume=True,
     )
     timeout_seconds: float = setting(
         300.0,
         "processes",
         "how long a worker waits for an answer before the run fails",
-        minimum=0.1,
-        maximum=LONGEST_WAIT_SECONDS,
+        above=0,
+        input_minimum=0.1,
+        input_maximum=LONGEST_WAIT_SECONDS,
         mutable_on_resume=True,
     )
 
@@ -335,7 +352,7 @@ class RunConfig:
         "checkpoints",
         "write a checkpoint every so many iterations",
         minimum=1,
-        maximum=MOST_ITERATIONS,
+        input_maximum=MOST_ITERATIONS,
         mutable_on_resume=True,
     )
     checkpoint_keep: int = setting(
@@ -343,7 +360,7 @@ class RunConfig:
         "checkpoints",
         "how many of the newest to keep",
         minimum=1,
-        maximum=10**6,
+        input_maximum=10**6,
         mutable_on_resume=True,
     )
     checkpoint_mode: str = setting(
@@ -363,7 +380,7 @@ class RunConfig:
         "records",
         "seconds between samples of CPU, memory and network; 0 takes none",
         minimum=0,
-        maximum=86_400.0,
+        input_maximum=86_400.0,
         mutable_on_resume=True,
     )
     trace: int = setting(
@@ -388,7 +405,7 @@ class RunConfig:
     def elastic_limits(self) -> tuple[int, int] | None:
         """The fewest and the most machines of an elastic run."""
         fewest, _, most = (self.elastic or "").partition(":")
-        machines = Limits(minimum=1, maximum=MOST_MACHINES)
+        machines = Limits(minimum=1)
         low, high = whole_within(fewest, machines), whole_within(most, machines)
         return None if low is None or high is None or low > high else (low, high)
 

@@ -5,11 +5,12 @@ What a setting says about itself besides its type and default."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from paceline.config import cluster_spec
-from paceline.config.conversion import Limits, convert
+from paceline.config.conversion import LARGEST_INTEGER, Limits, convert
 from paceline.errors import shown
 
 if TYPE_CHECKING:
@@ -23,17 +24,85 @@ SLOWNESS = Limits(minimum=1, maximum=1000)
 SHORTEST_SAMPLE_SECONDS = 0.01
 
 
-def check_alone(item: dataclasses.Field[Any], value: Any) -> list[str]:
-    """What is wrong with one field's value by itself."""
+def check_input(item: dataclasses.Field[Any], value: Any) -> list[str]:
+    """Problems of one field's value as new input: everything that no run should be given.
+
+    Recorded runs may be outside of these ranges, which an earlier version did not have.
+    """
+    problems = check_alone(item, value, option_of(item).input_limits)
+    if problems or value is None:
+        return problems
+    check = _INPUT_CHECKS.get(item.name)
+    return check(value) if check else []
+
+
+def _check_sample_seconds(seconds: float) -> list[str]:
+    if seconds == 0 or seconds >= SHORTEST_SAMPLE_SECONDS:
+        return []
+    return [
+        f"--sample-seconds: must be 0 for none, or at least {SHORTEST_SAMPLE_SECONDS:g},"
+        f" got {seconds:g}"
+    ]
+
+
+def _check_share_ranges(shares: tuple[str, ...]) -> list[str]:
+    if not any(_is_outside(text, SHARE) for text in shares):
+        return []
+    return [
+        f"--shares: must be auto or a number for each worker, each {SHARE},"
+        f" got {shown(','.join(shares))}"
+    ]
+
+
+def _check_slow_ranges(slow: tuple[str, ...]) -> list[str]:
+    return [
+        f"--slow: must be rank=factor with a factor of {SLOWNESS}, got {shown(text)}"
+        for text in slow
+        if _is_outside(text.partition("=")[2], SLOWNESS)
+    ]
+
+
+def _check_elastic_range(elastic: str) -> list[str]:
+    most = whole_within(elastic.partition(":")[2], Limits(minimum=MOST_MACHINES + 1))
+    return [] if most is None else [_elastic_problem(elastic)]
+
+
+def _check_lr_step_ranges(steps: tuple[str, ...]) -> list[str]:
+    return _check_lr_steps(
+        steps, Limits(minimum=0, maximum=HIGHEST_RATE), Limits(above=0, maximum=MOST_EPOCHS)
+    )
+
+
+def _check_cluster(text: str) -> list[str]:
+    try:
+        cluster_spec.parse(text)
+    except ValueError as error:
+        return [f"--cluster: must be {error}"]
+    return []
+
+
+_INPUT_CHECKS: dict[str, Callable[[Any], list[str]]] = {
+    "sample_seconds": _check_sample_seconds,
+    "shares": _check_share_ranges,
+    "slow": _check_slow_ranges,
+    "elastic": _check_elastic_range,
+    "lr_steps": _check_lr_step_ranges,
+    "cluster": _check_cluster,
+}
+
+
+def check_alone(
+    item: dataclasses.Field[Any], value: Any, limits: Limits | None = None
+) -> list[str]:
+    """Problems of one field's value by itself; `limits` instead of the field's own."""
     option, flag = option_of(item), flag_of(item.name)
     for part in value if isinstance(value, tuple) else (value,):
         if option.choices and part not in option.choices:
             return [f"{flag}: must be one of {', '.join(option.choices)}, got {shown(part)}"]
     if isinstance(value, bool) or not isinstance(value, int | float):
         return []
-    if option.limits.allow(value):
-        return []
-    return [f"{flag}: must be {option.limits}, got {shown(value)}"]
+    limits = limits or option.limits
+    return [] if limits.allow(value) else [f"{flag}: must be {limits}, got {shown(value)}"]
 
 
 def check_together(config: RunConfig) -> list[str]:
@@ -62,12 +131,7 @@ def check_together(config: RunConfig) -> list[str]:
         if isinstance(value, str) and "\0" in value:
             # No file, address or module can have such a name.
             problems.append(f"{flag_of(item.name)}: must not contain a null character")
-    if 0 < config.sample_seconds < SHORTEST_SAMPLE_SECONDS:
-        problems.append(
-            f"--sample-seconds: must be 0 for none, or at least {SHORTEST_SAMPLE_SECONDS:g},"
-            f" got {config.sample_seconds:g}"
-        )
-    problems += _check_lr_steps(config.lr_steps)
+    problems += _check_lr_steps(config.lr_steps, Limits(minimum=0), Limits(above=0))
     problems += _check_workers(config)
     problems += _check_machines(config)
     if config.name and not _is_plain(config.name):
@@ -79,16 +143,17 @@ def _check_workers(config: RunConfig) -> list[str]:
     """Shares and slowness must be those of the workers that there are."""
     problems = []
     if config.shares and config.shares != ("auto",):
-        numbers = [_number_within(text, SHARE) for text in config.shares]
+        numbers = [_number_within(text, Limits(above=0)) for text in config.shares]
         if len(numbers) != config.workers or None in numbers:
             problems.append(
-                f"--shares: must be auto or {config.workers} numbers, one for each worker, each"
-                f" {SHARE}, got {shown(','.join(config.shares))}"
+                f"--shares: must be auto or {config.workers} numbers above 0, one for each worker,"
+                f" got {shown(','.join(config.shares))}"
             )
     for text in config.slow:
         rank, _, factor = text.partition("=")
         ranks = Limits(minimum=0, below=config.workers)
-        if whole_within(rank, ranks) is None or _number_within(factor, SLOWNESS) is None:
+        number = _number_within(factor, Limits(minimum=SLOWNESS.minimum))
+        if whole_within(rank, ranks) is None or number is None:
             problems.append(
                 f"--slow: must be rank=factor with a rank below {config.workers} and a factor"
                 f" of {SLOWNESS}, got {shown(text)}"
@@ -107,23 +172,24 @@ def _check_machines(config: RunConfig) -> list[str]:
         if count and is_wrong:
             problems.append(f"--nnodes: {flag} has {count} machines, got {config.nnodes}")
     if config.elastic is not None and config.elastic_limits is None:
-        problems.append(
-            f"--elastic: must be fewest:most such as 2:4, at most {MOST_MACHINES},"
-            f" got {shown(config.elastic)}"
-        )
+        problems.append(_elastic_problem(config.elastic))
     return problems
 
 
+def _elastic_problem(elastic: str) -> str:
+    return (
+        f"--elastic: must be fewest:most such as 2:4, at most {MOST_MACHINES}, got {shown(elastic)}"
+    )
+
+
 def nodes_in(cluster: str | None) -> int:
-    return cluster_spec.parse(cluster).nodes if cluster else 0
+    return cluster_spec.parse_recorded(cluster).nodes if cluster else 0
 
 
-def _check_lr_steps(steps: tuple[str, ...]) -> list[str]:
+def _check_lr_steps(steps: tuple[str, ...], rates: Limits, lengths: Limits) -> list[str]:
     for step in steps:
         rate, _, epochs = step.partition(":")
-        height = _number_within(rate, Limits(minimum=0, maximum=HIGHEST_RATE))
-        length = _number_within(epochs, Limits(above=0, maximum=MOST_EPOCHS))
-        if height is None or length is None:
+        if _number_within(rate, rates) is None or _number_within(epochs, lengths) is None:
             return [
                 "--lr-steps: must be rate:epochs pairs such as 1e-2:10,1e-3:10, with rates of at"
                 f" most {HIGHEST_RATE:g} and at most {MOST_EPOCHS:g} epochs, got {shown(step)}"
@@ -142,6 +208,11 @@ def _number_within(text: str, limits: Limits) -> float | None:
     except ValueError:
         return None
     return number if limits.allow(number) else None
+
+
+def _is_outside(text: str, limits: Limits) -> bool:
+    """Whether a text is a number, but not within the limits."""
+    return _number_within(text, Limits()) is not None and _number_within(text, limits) is None
 
 
 def whole_within(text: str, limits: Limits) -> int | None:
@@ -176,6 +247,10 @@ class Option:
     """An exclusive lower limit."""
     below: float | None = None
     """An exclusive upper limit."""
+    input_minimum: float | None = None
+    """Of new input; recorded runs may be below it."""
+    input_maximum: float | None = None
+    """Of new input; recorded runs may be above it."""
     mutable_on_resume: bool = False
     """Whether a resumed run may differ from the original here."""
     short: str | None = None
@@ -183,7 +258,20 @@ class Option:
 
     @property
     def limits(self) -> Limits:
-        return Limits(self.minimum, self.maximum, self.above, self.below)
+        """What any run can have."""
+        is_whole = self.maximum is None and isinstance(self.input_maximum, int)
+        maximum = LARGEST_INTEGER if is_whole else self.maximum
+        return Limits(self.minimum, maximum, self.above, self.below)
+
+    @property
+    def input_limits(self) -> Limits:
+        """What a new run can be given."""
+        if self.input_minimum is None:
+            minimum, above = self.minimum, self.above
+        else:
+            minimum, above = self.input_minimum, None
+        maximum = self.maximum if self.input_maximum is None else self.input_maximum
+        return Limits(minimum, maximum, above, self.below)
 
 
 def setting(default: Any, group: str, doc: str, **limits: Any) -> Any:

@@ -24,7 +24,7 @@ from threading import Timer
 from time import monotonic
 from typing import IO, Any
 
-from paceline.config import RunConfig, fields, from_mapping, option_of
+from paceline.config import RunConfig, fields, from_record, option_of
 from paceline.errors import RecordsError, RunError, UsageError
 from paceline.launch.control_channel import ERROR_PREFIX, read_given, report_errors
 from paceline.launch.machines import Machines
@@ -145,7 +145,7 @@ def _state(folder: RunFolder, given: dict[str, Any]) -> str:
     if folder.identity() == given["identity"]:
         return "same"
     wanted = given.get("config")
-    if wanted is not None and not _are_of_one_run(folder.read_config(), from_mapping(wanted)):
+    if wanted is not None and not _are_of_one_run(folder.read_config(), from_record(wanted)):
         return "other"
     return "ready"
 

@@ -82,7 +82,7 @@ def resumed_config(original: RunConfig, changes: dict[str, Any], folder: RunFold
         if other in changes and one not in changes:
             values[one] = None
     _forget_machines(values, changes)
-    changed = from_mapping({**values, **changes})
+    changed = from_mapping(changes, recorded=values)
     problems = [
         f"{flag_of(item.name)}: a resumed run keeps its {getattr(original, item.name)!r},"
         f" got {shown(getattr(changed, item.name))}"

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from paceline import __version__
-from paceline.config import RunConfig, from_mapping
+from paceline.config import RunConfig, from_record
 from paceline.errors import StoppedError, UsageError
 from paceline.launch.control_channel import (
     ERROR_PREFIX,
@@ -83,7 +83,7 @@ def _train(task: NodeTask) -> None:
     from paceline.training.process import keep_freed_memory
 
     keep_freed_memory()
-    config = from_mapping(task.config)
+    config = from_record(task.config)
     outcome = launcher.launch_local(
         config, _resumed(config) if task.is_resumed else None, task.quiet
     )

@@ -26,7 +26,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch lists onl
 from paceline.comm.communicator import Communicator
 from paceline.comm.rank_info import RankInfo
 from paceline.comm.rendezvous import Rendezvous
-from paceline.config import RunConfig, from_mapping
+from paceline.config import RunConfig, from_record
 from paceline.errors import PeerError, error_line
 from paceline.launch import environment
 from paceline.launch.spawn import spawn
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
     # Workers decide when a run ends, and then leave; the launcher has other means in an emergency.
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
-    config = from_mapping(read_json(Path(arguments[0]))["config"])
+    config = from_record(read_json(Path(arguments[0]))["config"])
     folder = RunFolder(Path(arguments[1]))
     place = environment.detect()
     assert place is not None

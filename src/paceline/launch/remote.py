@@ -50,7 +50,7 @@ def fleet_of(config: RunConfig, quiet: bool = False) -> Iterator[Machines]:
     from paceline.emulation.cluster import EmulatedCluster
     from paceline.launch.machines import EmulatedMachines
 
-    spec = cluster_spec.parse(config.cluster or "")
+    spec = cluster_spec.parse_recorded(config.cluster or "")
     with EmulatedCluster.up(spec, quiet=quiet) as cluster:
         yield EmulatedMachines(cluster)
 

@@ -22,7 +22,7 @@ from paceline.comm.objects import broadcast_json
 from paceline.comm.rank_info import RankInfo
 from paceline.comm.rendezvous import Rendezvous
 from paceline.comm.torch_distributed import connect
-from paceline.config import RunConfig, from_mapping
+from paceline.config import RunConfig, from_record
 from paceline.emulation.state import VARIABLE as CLUSTER_VARIABLE
 from paceline.errors import PacelineError, UsageError
 from paceline.launch import environment
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
     """A child of launch/processes.py: `CONFIG FOLDER new|resumed quiet|shown`."""
     clock = PhaseClock()
     clock.startup.begin("rendezvous")
-    config = from_mapping(read_json(Path(arguments[0]))["config"])
+    config = from_record(read_json(Path(arguments[0]))["config"])
     folder = RunFolder(Path(arguments[1]))
     resumed, quiet = arguments[2] == "resumed", arguments[3] == "quiet"
     place = environment.detect()

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from paceline.config import RunConfig, from_mapping
+from paceline.config import RunConfig, from_record
 from paceline.errors import ConfigError, RecordsError
 from paceline.records import Result, RunFolder
 from paceline.report.shape import check_result, is_number
@@ -158,7 +158,7 @@ def open_run(path: Path) -> Run:
         return Run(folder, folder.read_config(), None)
     check_result(result, str(folder.result_file))
     try:
-        config = from_mapping(result["config"])
+        config = from_record(result["config"])
     except ConfigError as error:
         raise RecordsError(f"{folder.result_file}: {error.problems[0]}") from None
     return Run(folder, config, result)

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from paceline.config.cluster_spec import parse
+from paceline.config.cluster_spec import parse_recorded
 from paceline.report.cells import RunGroup
 from paceline.report.phases import COMPUTE_PHASES, by_rank
 from paceline.report.run import Run
@@ -51,7 +51,7 @@ def find_straggler(cell: RunGroup) -> Straggler | None:
 
 def _slowed_nodes(run: Run) -> Collection[int]:
     """Of an emulated cluster, those that have less CPU time than the others on purpose."""
-    return parse(run.config.cluster).slow if run.config.cluster else ()
+    return parse_recorded(run.config.cluster).slow if run.config.cluster else ()
 
 
 def _in_run(label: str, run: Run) -> Straggler | None:

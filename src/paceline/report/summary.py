@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from paceline.config import from_mapping
+from paceline.config import from_record
 from paceline.records import Result, RunFolder
 from paceline.report import units
 from paceline.report.run import Run
@@ -29,7 +29,7 @@ def print_summary(folder: RunFolder, result: Result) -> None:
     facts.add_column(overflow="fold")
     rows = [("status", result["status"])]
     if result["workers"]:
-        run = Run(folder, from_mapping(result["config"]), result)
+        run = Run(folder, from_record(result["config"]), result)
         rows = summary_rows(result, None if run.is_synchronous else run.iteration_seconds)
     for name, text in [*rows, *_mishaps(result)]:
         facts.add_row(name, text)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.config import RunConfig
-from paceline.config.cluster_spec import parse
+from paceline.config.cluster_spec import parse_recorded
 from paceline.data import DATASETS
 from paceline.data.dataset import DatasetInfo
 from paceline.measure.machine import cores_usable
@@ -81,7 +81,7 @@ def samples_per_worker(config: RunConfig, outline: DatasetInfo) -> float:
 
 def speed(config: RunConfig, cores: int) -> float:
     """Cores that a worker keeps busy, at most."""
-    spec = parse(config.cluster) if config.cluster else None
+    spec = parse_recorded(config.cluster) if config.cluster else None
     # Emulated machines share the cores of this one.
     on_machine = config.workers if spec else config.nproc_per_node
     share = cores / on_machine

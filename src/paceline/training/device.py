@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paceline.config import RunConfig
-from paceline.config.cluster_spec import parse
+from paceline.config.cluster_spec import parse_recorded
 from paceline.errors import ConfigError
 from paceline.measure.machine import cores_usable
 from paceline.training.process import pinned
@@ -55,7 +55,7 @@ def threads_of(config: RunConfig) -> int:
 
 
 def _workers_on_the_same_cores(config: RunConfig) -> int:
-    spec = parse(config.cluster) if config.cluster else None
+    spec = parse_recorded(config.cluster) if config.cluster else None
     if spec is None or spec.cpus_of(config.node_rank, cores_usable()) is not None:
         return config.nproc_per_node
     # Emulated machines share the cores of this one, where no quota parts them.
