@@ -81,6 +81,22 @@ def test_if_all_are_damaged_the_user_is_told_and_nothing_begins_anew(tmp_path: P
     assert "\n" not in str(raised.value)
 
 
+def test_checkpoints_of_a_newer_schema_are_not_damaged(tmp_path: Path) -> None:
+    store = filled_store(tmp_path, last=2)
+    for path in tmp_path.glob("*.json"):
+        path.write_text(path.read_text().replace('"schema": 1', '"schema": 99'))
+    with pytest.raises(CheckpointError, match="schema 99, newer than this paceline's") as raised:
+        store.newest()
+    assert not isinstance(raised.value, DamagedCheckpointError)
+
+
+def test_a_lost_checksum_file_is_damage(tmp_path: Path) -> None:
+    store = filled_store(tmp_path, last=1)
+    (tmp_path / "iteration-00000001.json").unlink()
+    with pytest.raises(DamagedCheckpointError):
+        store.newest()
+
+
 def test_damaged_ones_do_not_crowd_out_whole_ones(tmp_path: Path) -> None:
     filled_store(tmp_path, last=3, keep=3)
     flip_a_byte(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,16 @@ def test_an_existing_run_is_never_written_over(tmp_path: Path) -> None:
     with pytest.raises(RecordsError, match="exists already"):
         config_in(tmp_path, name="one", lr=0.7)
     assert RunFolder.open(tmp_path / "one").read_config().lr == 0.5
+
+
+@pytest.mark.parametrize("below", ["", "deeper"])
+def test_an_out_that_is_a_file_is_named(below: str, tmp_path: Path) -> None:
+    out = tmp_path / "file"
+    out.write_text("")
+    with pytest.raises(
+        RecordsError, match=f"^--out: {re.escape(str(out / below))} is not a folder$"
+    ):
+        config_in(out / below, name="run")
 
 
 def test_runs_of_the_same_second_get_different_names(tmp_path: Path) -> None:

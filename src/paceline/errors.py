@@ -62,6 +62,18 @@ class RecordsError(UsageError):
     """A folder or file of records that cannot be read or written as asked."""
 
 
+class MissingRecordError(RecordsError):
+    """A record that does not exist."""
+
+
+class DamagedRecordError(RecordsError):
+    """A file that was read and is not a record."""
+
+
+class NewerSchemaError(RecordsError):
+    """A record of a newer version of paceline, which that version can read."""
+
+
 class CheckpointError(UsageError):
     """No checkpoint that could be continued from."""
 

@@ -43,7 +43,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from paceline.config import RunConfig, from_record
-from paceline.errors import ConfigError, RecordsError, RunError
+from paceline.errors import (
+    ConfigError,
+    DamagedRecordError,
+    MissingRecordError,
+    NewerSchemaError,
+    RecordsError,
+    RunError,
+)
 from paceline.folder_lock import LOCK_FILE, locked
 
 SCHEMA = 1
@@ -136,13 +143,17 @@ class RunFolder:
         folder = cls(Path(config.out) / (config.name or default_name(config)))
         try:
             make_folder(folder.path.parent)
-            folder.path.mkdir()
+            try:
+                folder.path.mkdir()
+            except FileExistsError:
+                raise RecordsError(
+                    f"{folder.path} exists already: choose another --name,"
+                    " or continue it with --resume"
+                ) from None
             sync_folder(folder.path.parent)
             write_json(folder.config_file, {"schema": SCHEMA, "config": config.to_dict()})
-        except FileExistsError:
-            raise RecordsError(
-                f"{folder.path} exists already: choose another --name, or continue it with --resume"
-            ) from None
+        except (FileExistsError, NotADirectoryError):
+            raise RecordsError(f"--out: {folder.path.parent} is not a folder") from None
         except OSError as error:
             raise RecordsError(f"cannot write to {folder.path}: {error.strerror}") from None
         return folder
@@ -393,16 +404,18 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         with open_record(path) as file:
             value = json.loads(file.read().decode("utf-8"))
+    except FileNotFoundError as error:
+        raise MissingRecordError(f"cannot read {path}: {error.strerror}") from error
     except OSError as error:
         raise RecordsError(f"cannot read {path}: {error.strerror}") from error
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
-        raise RecordsError(f"{path} is damaged: it is not JSON") from None
+        raise DamagedRecordError(f"{path} is damaged: it is not JSON") from None
     except ValueError:
-        raise RecordsError(f"{path} is damaged: it has a number of too many digits") from None
+        raise DamagedRecordError(f"{path} is damaged: it has a number of too many digits") from None
     if not isinstance(value, dict) or not isinstance(value.get("schema"), int):
-        raise RecordsError(f"{path} is not a paceline record: it has no schema number")
+        raise DamagedRecordError(f"{path} is not a paceline record: it has no schema number")
     if value["schema"] > SCHEMA:
-        raise RecordsError(
+        raise NewerSchemaError(
             f"{path} has schema {value['schema']}, newer than this paceline's {SCHEMA}"
         )
     return value

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import errno
 import hashlib
+import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -274,7 +275,7 @@ def test_cells_that_the_machine_cannot_run_are_skipped_by_name(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        machine, "unable", lambda config: "no GPU" if config.batch_size == 8 else None
+        machine, "missing_requirement", lambda config: "no GPU" if config.batch_size == 8 else None
     )
     outcome = run(stage, planned(tmp_path, TWO_CELLS))
     assert stage.names == ["batch_size-16.r1"]
@@ -382,3 +383,30 @@ def test_a_cell_with_a_damaged_result_and_a_checkpoint_is_resumed(
     folder.result_file.write_text("{")
     checkpoint(stage, "batch_size-8.r1")
     assert state_of(stage.folder, plan.study.cells[0], config) is State.RESUME
+
+
+def test_a_cell_of_a_newer_schema_fails_and_is_kept(stage: Stage, tmp_path: Path) -> None:
+    plan = planned(tmp_path, TWO_CELLS)
+    name = "batch_size-8.r1"
+    newer = pretend_run(stage.folder, name, plan.configs[name], None)
+    newer.config_file.write_text(newer.config_file.read_text().replace("1", "99", 1))
+    outcome = run(stage, plan)
+    assert newer.config_file.is_file()
+    assert stage.names == ["batch_size-16.r1"]
+    (failed,) = outcome.failed
+    assert failed.trouble is not None
+    assert "has schema 99, newer than this paceline's" in failed.trouble.cause
+
+
+def test_checkpoints_of_a_newer_schema_are_not_started_over(stage: Stage, tmp_path: Path) -> None:
+    plan = planned(tmp_path, "grid: {batch_size: [8]}")
+    name = "batch_size-8.r1"
+    folder = pretend_run(stage.folder, name, plan.configs[name], None)
+    checkpoint(stage, name)
+    checksums = {"schema": 99, "iteration": 3, "contents": []}
+    (folder.checkpoints / "iteration-00000003.json").write_text(json.dumps(checksums))
+    stage.acts[name] = 2
+    outcome = run(stage, plan)
+    assert len(stage.names) == 1
+    assert [cell.id for cell in outcome.failed] == [name]
+    assert folder.config_file.is_file()

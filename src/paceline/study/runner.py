@@ -33,6 +33,7 @@ from paceline.errors import (
     CheckpointError,
     ClusterError,
     DamagedCheckpointError,
+    NewerSchemaError,
     RecordsError,
     UsageError,
 )
@@ -196,13 +197,15 @@ def chosen_cells(plan: Plan, only: str | None) -> list[Cell]:
 
 
 def state_of(folder: StudyFolder, cell: Cell, config: RunConfig) -> State:
-    """What the folder holds of a cell."""
+    """What the folder holds of a cell; a NewerSchemaError if only a newer version can tell."""
     run = folder.run_folder(cell)
     if not run.path.exists():
         return State.NEW
     try:
         if not same_run(run.read_config(), config):
             return State.RERUN
+    except NewerSchemaError:
+        raise
     except RecordsError:
         return State.RERUN
     result = run.readable_result()
@@ -280,9 +283,14 @@ class Runner:
         ]
 
     def _is_settled(self, cell: Cell) -> bool:
-        """Whether a cell needs no process: it is done, or this machine cannot run it."""
+        """Whether a cell needs no process: it is done, or it cannot be run here."""
         config = self._plan.configs[cell.id]
-        if state_of(self._folder, cell, config) is State.DONE:
+        try:
+            is_done = state_of(self._folder, cell, config) is State.DONE
+        except NewerSchemaError as error:
+            self._note(cell, trouble=CellFailure("failed", str(error)))
+            return True
+        if is_done:
             self._note(cell, trouble=None)
             return True
         reason = missing_requirement(config)

@@ -27,7 +27,14 @@ import psutil
 import torch
 from torch import Tensor
 
-from paceline.errors import CheckpointError, DamagedCheckpointError, RecordsError, RunError
+from paceline.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    DamagedRecordError,
+    MissingRecordError,
+    RecordsError,
+    RunError,
+)
 from paceline.records import SCHEMA, make_folder, open_record, read_json, sync_folder, write_json
 
 _NAME = re.compile(r"iteration-(\d{8,})\.(pt|json)")
@@ -102,7 +109,7 @@ def _publish(temporary: Path, path: Path, iteration: int, content: dict[str, Any
 def read_checkpoint(folder: Path, iteration: int) -> dict[str, Any]:
     """The state, if its bytes are those that were written; otherwise a one-line CheckpointError.
 
-    It is a DamagedCheckpointError unless the files could not be read, which may pass.
+    It is a DamagedCheckpointError unless another attempt or a newer version can read the files.
     """
     path = state_file(folder, iteration)
     try:
@@ -118,10 +125,10 @@ def read_checkpoint(folder: Path, iteration: int) -> dict[str, Any]:
                 raise DamagedCheckpointError(f"{path} is damaged: its checksum does not agree")
             file.seek(0)
             return _load(path, file)
+    except (MissingRecordError, DamagedRecordError) as error:
+        raise DamagedCheckpointError(f"{path} cannot be verified: {error}") from None
     except RecordsError as error:
-        is_damaged = isinstance(error.__cause__, FileNotFoundError | None)
-        kind = DamagedCheckpointError if is_damaged else CheckpointError
-        raise kind(f"{path} cannot be verified: {error}") from None
+        raise CheckpointError(f"{path} cannot be verified: {error}") from None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
 
