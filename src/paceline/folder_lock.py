@@ -24,13 +24,29 @@ UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 
 logger = logging.getLogger("paceline")
 
+_own_descriptors: set[int] = set()
+"""Of the locks that forked children must not keep."""
+
+
+def _close_in_child() -> None:
+    # A forked child shares the lock, which would otherwise last as long as the child.
+    for descriptor in _own_descriptors:
+        with suppress(OSError):
+            os.close(descriptor)
+    _own_descriptors.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
 
 @contextmanager
 def locked(folder: Path, advice: str, *, is_inherited: bool = False) -> Iterator[None]:
     """Hold the lock of an existing folder; a UsageError that names the owner and ends in `advice`.
 
     With `is_inherited`, child processes that inherit open files keep the lock until they end.
+    Otherwise no child process keeps it.
     """
+    process = os.getpid()
     try:
         directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
@@ -39,20 +55,29 @@ def locked(folder: Path, advice: str, *, is_inherited: bool = False) -> Iterator
         descriptor = _lock(folder, directory, advice)
         try:
             os.set_inheritable(descriptor, is_inherited)
+            if not is_inherited:
+                _own_descriptors.add(descriptor)
             # On a full disk it stays empty: whatever is written next will report that.
             with suppress(OSError):
                 os.truncate(descriptor, 0)
-                os.write(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode())
+                os.write(descriptor, f"{process} {socket.gethostname()}\n".encode())
             yield
         finally:
-            with suppress(OSError):
-                os.truncate(descriptor, 0)
-                # A child that still holds the file must be found by whoever comes next.
-                if not is_inherited and _is_current(descriptor, directory):
-                    os.unlink(LOCK_FILE, dir_fd=directory)
-            os.close(descriptor)
+            # A forked child that leaves the block does not own the lock.
+            if os.getpid() == process:
+                _release(descriptor, directory, is_inherited)
     finally:
         os.close(directory)
+
+
+def _release(descriptor: int, directory: int, is_inherited: bool) -> None:
+    with suppress(OSError):
+        os.truncate(descriptor, 0)
+        # A child that still holds the file must be found by whoever comes next.
+        if not is_inherited and _is_current(descriptor, directory):
+            os.unlink(LOCK_FILE, dir_fd=directory)
+    _own_descriptors.discard(descriptor)
+    os.close(descriptor)
 
 
 def _lock(folder: Path, directory: int, advice: str) -> int:
@@ -67,18 +92,20 @@ def _lock(folder: Path, directory: int, advice: str) -> int:
         except BlockingIOError:
             owner = _owner(descriptor)
             os.close(descriptor)
-            raise UsageError(f"{folder} is being run by {owner}: {advice}") from None
+            raise UsageError(f"{folder} is in use by {owner}: {advice}") from None
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 os.close(descriptor)
                 raise RecordsError(f"cannot lock {folder}: {error.strerror}") from None
-            logger.warning("%s cannot be locked (%s): start it only once", folder, error.strerror)
+            logger.warning(
+                "%s cannot be locked (%s): do not start it twice", folder, error.strerror
+            )
             return descriptor
         # The last owner may have removed the file between the two calls.
         if _is_current(descriptor, directory):
             return descriptor
         os.close(descriptor)
-    raise RecordsError(f"cannot lock {folder}: {LOCK_FILE} is replaced all the time")
+    raise RecordsError(f"cannot lock {folder}: {LOCK_FILE} keeps being replaced")
 
 
 def _is_current(descriptor: int, directory: int) -> bool:
@@ -92,4 +119,16 @@ def _owner(descriptor: int) -> str:
     words = os.pread(descriptor, 1000, 0).decode(errors="replace").split()
     if not words:
         return "another process"
-    return f"process {words[0]}" + (f" on {words[1]}" if len(words) > 1 else "")
+    process = f"process {words[0]}" + (f" on {words[1]}" if len(words) > 1 else "")
+    has_ended = words[1:] == [socket.gethostname()] and not _is_running(words[0])
+    return f"a child of {process}, which has ended" if has_ended else process
+
+
+def _is_running(process: str) -> bool:
+    try:
+        os.kill(int(process), 0)
+    except PermissionError:
+        return True
+    except (ValueError, OverflowError, ProcessLookupError):
+        return False
+    return True

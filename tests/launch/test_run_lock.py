@@ -36,7 +36,7 @@ def test_a_live_run_cannot_be_resumed_by_a_second_command(workers: int, tmp_path
     with train(tmp_path, SLOW, **settings) as command:
         wait_until(lambda: len(iterations(folder / "checkpoints")) > 1, "there are checkpoints")
         owner = re.escape(f"process {command.process.pid} on {socket.gethostname()}")
-        with pytest.raises(UsageError, match=f"run is being run by {owner}: wait until it ends"):
+        with pytest.raises(UsageError, match=f"run is in use by {owner}: wait until it ends"):
             start.resume(str(folder), {"iterations": "1"}, quiet=True)
         reached = iterations(folder / "checkpoints")[0]
         wait_until(lambda: iterations(folder / "checkpoints")[0] > reached, "it goes on")
@@ -105,5 +105,5 @@ def test_records_from_another_machine_do_not_overwrite_a_live_run(tmp_path: Path
     with folder.locked():
         ended = subprocess.run(command, input=given, capture_output=True, timeout=60, check=False)
     assert ended.returncode == 2
-    assert f"is being run by process {os.getpid()}" in ended.stderr.decode()
+    assert f"is in use by process {os.getpid()}" in ended.stderr.decode()
     assert folder.identity() == before

@@ -90,7 +90,7 @@ def test_no_cell_leads_out_of_its_study(run: str, tmp_path: Path) -> None:
 def test_a_second_runner_is_refused_in_one_line(tmp_path: Path) -> None:
     folder = StudyFolder(tmp_path)
     owner = re.escape(f"process {os.getpid()} on {socket.gethostname()}")
-    refusal = f"is being run by {owner}: wait for it, or give another --out"
+    refusal = f"is in use by {owner}: wait for it, or give another --out"
     with lock.held(folder), pytest.raises(UsageError, match=refusal), lock.held(folder):
         pass
     with lock.held(folder):
@@ -99,8 +99,8 @@ def test_a_second_runner_is_refused_in_one_line(tmp_path: Path) -> None:
 
 def test_the_lock_ends_with_its_owner(tmp_path: Path) -> None:
     program = (
-        "import sys, time; from pathlib import Path; from paceline.study import folder, lock\n"
-        "with lock.held(folder.StudyFolder(Path(sys.argv[1]))): print(flush=True); time.sleep(60)"
+        "import sys, time; from pathlib import Path; from paceline.study import folder\n"
+        "with folder.held(folder.StudyFolder(Path(sys.argv[1]))): print(flush=True); time.sleep(60)"
     )
     owner = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE)
     with owner:
@@ -121,7 +121,7 @@ def test_a_cell_that_outlives_its_runner_keeps_the_folder_until_it_ends(tmp_path
     with lock.held(folder):
         process = CellProcess(["-c", "import time; time.sleep(60)"], tmp_path / "log.txt")
     try:
-        with pytest.raises(UsageError, match="run by another process"), lock.held(folder):
+        with pytest.raises(UsageError, match="in use by another process"), lock.held(folder):
             pass
     finally:
         process.stop()

@@ -371,7 +371,7 @@ def test_a_cell_that_another_process_runs_is_not_moved_away(stage: Stage, tmp_pa
     assert stage.names == ["batch_size-16.r1"]
     (failed,) = outcome.failed
     assert failed.trouble is not None
-    assert "is being run by process" in failed.trouble.cause
+    assert "is in use by process" in failed.trouble.cause
 
 
 def test_a_cell_with_a_damaged_result_and_a_checkpoint_is_resumed(
