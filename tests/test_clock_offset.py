@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 
 import pytest
@@ -14,9 +15,12 @@ from paceline.strategies.options import create_strategy
 from paceline.training import coordination
 from paceline.training.coordination import (
     FIRST_CLOCK_SECONDS,
+    HIGHEST_DRIFT,
+    MOST_CLOCK_SECONDS,
     ClockOffset,
     OffsetSample,
     StepCoordinator,
+    measure_clock_offset,
 )
 
 DRIFT = 20e-6
@@ -44,11 +48,10 @@ def test_drifting_clocks_do_not_turn_communication_into_waiting(
     """Both workers come to every exchange at the same time."""
     clocks = DriftingClocks()
     monkeypatch.setattr(coordination, "perf_counter", clocks)
-    monkeypatch.setattr(coordination, "perf_counter", clocks, raising=False)
 
     def work(communicator: Communicator) -> float:
         clocks.rank = communicator.rank
-        replica = toy.replica(communicator, toy.sgd())
+        replica = toy.replica(communicator, toy.sgd(), node=communicator.rank)
         team = StepCoordinator(RunConfig(), create_strategy("allreduce", {}), replica)
         for seconds in STEPS:
             clocks.true_seconds += seconds
@@ -64,18 +67,65 @@ def test_drifting_clocks_do_not_turn_communication_into_waiting(
 
 
 @pytest.mark.parametrize(
-    ("moment", "seconds"),
-    [(5.0, 1.0), (10.0, 1.0), (15.0, 1.5), (20.0, 2.0), (30.0, 2.0), (40.0, 2.0), (60.0, 2.0)],
+    ("moment", "microseconds"),
+    [(5.0, 100), (10.0, 100), (15.0, 150), (20.0, 200), (30.0, 220), (40.0, 240), (70.0, 380)],
 )
-def test_the_offset_is_interpolated_and_goes_on_with_the_last_drift(
-    moment: float, seconds: float
+def test_the_offset_is_interpolated_and_then_continues_with_the_drift_since_the_first(
+    moment: float, microseconds: float
 ) -> None:
-    offset = ClockOffset(OffsetSample(10.0, 1.0))
-    offset.add(OffsetSample(20.0, 2.0))
-    offset.add(OffsetSample(40.0, 2.0))
-    assert offset.at(moment) == pytest.approx(seconds)
+    offset = ClockOffset(OffsetSample(10.0, 100e-6))
+    offset.add(OffsetSample(20.0, 200e-6))
+    offset.add(OffsetSample(40.0, 240e-6))
+    assert offset.at(moment) * 1e6 == pytest.approx(microseconds)
 
 
-def test_the_offset_goes_on_with_the_drift_of_the_last_two_measurements() -> None:
+def test_no_drift_is_higher_than_that_of_clocks() -> None:
     offset = ClockOffset(OffsetSample(10.0, 1.0), OffsetSample(20.0, 2.0))
-    assert offset.at(30.0) == pytest.approx(3.0)
+    assert offset.at(30.0) == pytest.approx(2.0 + 10 * HIGHEST_DRIFT)
+
+
+NOISE_SECONDS = 0.25e-3
+
+
+def test_noise_of_the_measurements_is_not_amplified() -> None:
+    """Clocks that do not drift, measured with an error, at the intervals of a run."""
+    noise = random.Random(0)
+    for _ in range(200):
+        samples: list[OffsetSample] = []
+        moment, interval = 0.0, FIRST_CLOCK_SECONDS
+        while moment < 600:
+            error = noise.uniform(-NOISE_SECONDS, NOISE_SECONDS)
+            samples.append(OffsetSample(moment, error, NOISE_SECONDS))
+            offset = ClockOffset(*samples)
+            moment += interval
+            interval = min(2 * interval, MOST_CLOCK_SECONDS)
+            # Just before the next measurement.
+            assert abs(offset.at(moment)) <= NOISE_SECONDS
+
+
+def test_drift_that_exceeds_the_error_of_measurement_is_followed_despite_noise() -> None:
+    noise = random.Random(0)
+
+    def measure(moment: float) -> OffsetSample:
+        error = noise.uniform(-NOISE_SECONDS, NOISE_SECONDS)
+        return OffsetSample(moment, DRIFT * moment + error, NOISE_SECONDS)
+
+    offset = ClockOffset(*(measure(120.0 * number) for number in range(11)))
+    worst_drift_seconds = 120 * 2 * NOISE_SECONDS / 1200
+    expected = pytest.approx(DRIFT * 1320, abs=NOISE_SECONDS + worst_drift_seconds)
+    assert offset.at(1320.0) == expected
+
+
+@pytest.mark.parametrize(("nodes", "has_offset"), [((0, 0), False), ((0, 1), True)])
+def test_workers_on_the_node_of_the_first_have_its_clock(
+    nodes: tuple[int, int], has_offset: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clocks = DriftingClocks()
+    monkeypatch.setattr(coordination, "perf_counter", clocks)
+
+    def work(communicator: Communicator) -> float:
+        clocks.rank = communicator.rank
+        return measure_clock_offset(communicator, nodes[communicator.rank]).seconds
+
+    first, second = in_process.run(2, work)
+    assert (first, second != 0) == (0, has_offset)

@@ -103,13 +103,20 @@ class OffsetSample:
 
     moment: float
     seconds: float
+    error_seconds: float = 0.0
+    """At most so much is the measurement off: half of its round trip."""
+
+
+HIGHEST_DRIFT = 200e-6
+"""Seconds per second: more than any two working clocks drift apart."""
 
 
 class ClockOffset:
     """What to add to this worker's clock to get the first worker's, as measured from time to time.
 
     The clocks of two machines drift apart, by some 20 us a second. Between two measurements the
-    offset is interpolated; after the last one it goes on with the drift of the last two.
+    offset is interpolated. After the last one it continues with the drift between the first and the
+    last, unless errors of measurement can explain that: extrapolation would amplify them.
     """
 
     def __init__(self, *samples: OffsetSample) -> None:
@@ -122,42 +129,56 @@ class ClockOffset:
     def at(self, moment: float) -> float:
         """At a moment of this worker's own clock."""
         samples = self._samples
-        if len(samples) == 1 or moment <= samples[0].moment:
+        if moment <= samples[0].moment:
             return samples[0].seconds
         later = bisect_right(samples, moment, key=lambda sample: sample.moment)
-        later = min(later, len(samples) - 1)
-        first, second = samples[later - 1], samples[later]
-        drift = (second.seconds - first.seconds) / (second.moment - first.moment)
-        return first.seconds + drift * (moment - first.moment)
+        earlier = samples[later - 1]
+        if later == len(samples):
+            return earlier.seconds + self._drift() * (moment - earlier.moment)
+        return earlier.seconds + _drift_between(earlier, samples[later]) * (moment - earlier.moment)
+
+    def _drift(self) -> float:
+        """Over the longest interval, in which errors of measurement weigh least."""
+        first, last = self._samples[0], self._samples[-1]
+        if abs(last.seconds - first.seconds) <= first.error_seconds + last.error_seconds:
+            return 0.0
+        return max(-HIGHEST_DRIFT, min(_drift_between(first, last), HIGHEST_DRIFT))
 
 
-def measure_clock_offset(communicator: Communicator) -> OffsetSample:
+def _drift_between(first: OffsetSample, second: OffsetSample) -> float:
+    return (second.seconds - first.seconds) / (second.moment - first.moment)
+
+
+def measure_clock_offset(communicator: Communicator, node: int | None = None) -> OffsetSample:
     """Collective.
 
-    The round trip that took least had the least chance to be lopsided.
+    The round trip that took least had the least chance to be lopsided. Workers on rank 0's `node`
+    have its clock.
     """
-    here = torch.zeros(1, dtype=torch.float64)
+    clock_and_node = torch.zeros(2, dtype=torch.float64)
+    own_node = -1 if node is None else node
     sample = OffsetSample(perf_counter(), 0.0)
     for rank in range(1, communicator.world_size):
         if communicator.rank == 0:
             for _ in range(OFFSET_ROUNDS):
-                communicator.recv(here, rank, "control").wait()
-                here[0] = perf_counter()
-                communicator.send(here, rank, "control").wait()
+                communicator.recv(clock_and_node, rank, "control").wait()
+                clock_and_node[0], clock_and_node[1] = perf_counter(), own_node
+                communicator.send(clock_and_node, rank, "control").wait()
         elif communicator.rank == rank:
-            rounds = (_one_round(communicator, here) for _ in range(OFFSET_ROUNDS))
-            sample = min(rounds, key=lambda each: each[0])[1]
+            rounds = [_one_round(communicator, clock_and_node) for _ in range(OFFSET_ROUNDS)]
+            sample = min(rounds, key=lambda each: each.error_seconds)
+            if own_node >= 0 and int(clock_and_node[1]) == own_node:
+                sample = OffsetSample(sample.moment, 0.0)
     return sample
 
 
-def _one_round(communicator: Communicator, scratch: Tensor) -> tuple[float, OffsetSample]:
-    """Round-trip time, and the offset that it shows."""
+def _one_round(communicator: Communicator, scratch: Tensor) -> OffsetSample:
     began = perf_counter()
     communicator.send(scratch, 0, "control").wait()
     communicator.recv(scratch, 0, "control").wait()
     ended = perf_counter()
     middle = (began + ended) / 2
-    return ended - began, OffsetSample(middle, float(scratch) - middle)
+    return OffsetSample(middle, float(scratch[0]) - middle, (ended - began) / 2)
 
 
 COMPUTING = ("input", "forward", "backward")
@@ -185,7 +206,9 @@ class StepCoordinator:
         self.clock_offset = ClockOffset()
         """What to add to this worker's clock to get the first worker's; 0 where none was asked."""
         if self._meets:
-            self.clock_offset = ClockOffset(measure_clock_offset(replica.communicator))
+            self.clock_offset = ClockOffset(
+                measure_clock_offset(replica.communicator, replica.node)
+            )
         self._clock_seconds = FIRST_CLOCK_SECONDS
         self._clocks_measured = perf_counter()
         self._begin_notes()
@@ -241,7 +264,7 @@ class StepCoordinator:
 
     def _measure_clocks(self) -> None:
         """Collective."""
-        self.clock_offset.add(measure_clock_offset(self._communicator))
+        self.clock_offset.add(measure_clock_offset(self._communicator, self._replica.node))
         self._clocks_measured = perf_counter()
         self._clock_seconds = min(2 * self._clock_seconds, MOST_CLOCK_SECONDS)
 
