@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from time import perf_counter
 
 import pytest
 import torch
 from torch import Tensor
 
+import toy_replicas as toy
+from paceline.comm import in_process
+from paceline.comm.communicator import Communicator
+from paceline.config import RunConfig
 from paceline.records import EventWriter, read_iteration_seconds
+from paceline.strategies.options import create_strategy
 from paceline.training import run_logger as journal_module
+from paceline.training.coordination import StepCoordinator
 from paceline.training.display import open_display
 from paceline.training.run_logger import RunLogger
 
@@ -62,7 +69,7 @@ def test_scalars_have_step_time_and_phase_shares_of_each_block(events: Path) -> 
         {"forward": 1.75, "wait": 1.0, "other": 40.25},
     ]
     journal.take_iteration_seconds = lambda: laps.pop(0)
-    journal.phase_seconds = lambda: phases.pop(0)
+    journal.settled_phase_seconds = lambda: phases.pop(0)
     journal.begin()
     note(journal, 0)
     note(journal, 1)
@@ -75,6 +82,41 @@ def test_scalars_have_step_time_and_phase_shares_of_each_block(events: Path) -> 
     assert noted.values["phases/forward"] == [(2, 0.75), (3, 0.5)]
     assert noted.values["phases/other"] == [(2, 0.25), (3, 0.0)]
     assert noted.values["phases/wait"] == [(3, 0.5)]
+
+
+def test_phase_shares_stay_within_0_and_1_when_waits_are_settled_late(events: Path) -> None:
+    """Two blocks for each settlement, which moves most of the exchanges of both to waits."""
+
+    def work(communicator: Communicator) -> list[tuple[str, float]]:
+        replica = toy.replica(communicator, toy.sgd())
+        clock = replica.clock
+        team = StepCoordinator(RunConfig(), create_strategy("allreduce", {}), replica)
+        noted = Noted()
+        writer = EventWriter(events.with_name(f"events-{communicator.rank}.jsonl"))
+        journal = RunLogger(writer, noted, open_display(quiet=True), 10)  # type: ignore[arg-type]
+        journal.take_iteration_seconds = lambda: [1.0]
+        journal.phase_seconds = lambda: clock.seconds
+        journal.settled_phase_seconds = lambda: team.settled_phase_seconds
+        team.begin()
+        journal.begin()
+        for index in range(8):
+            clock._seconds["exchange"] += 1.0
+            clock._seconds["forward"] += 0.1
+            began = perf_counter() + (0.9 if communicator.rank else 0.0)
+            replica.exposed.note(began, began + 1.0)
+            note(journal, index)
+            journal.flush()
+            if index % 2:
+                team.settle()
+        note(journal, 8)
+        journal.flush()
+        journal.close()
+        return [(tag, value) for tag, points in noted.values.items() for _, value in points]
+
+    for scalars in in_process.run(2, work):
+        shares = [value for tag, value in scalars if tag.startswith("phases/")]
+        assert len(shares) > 4
+        assert all(0 <= share <= 1 for share in shares)
 
 
 def test_waiting_for_the_gpu_to_give_the_losses_is_no_cost_of_measuring(

@@ -211,8 +211,13 @@ class StepCoordinator:
             )
         self._clock_seconds = FIRST_CLOCK_SECONDS
         self._clocks_measured = perf_counter()
+        self._settled_phases: dict[str, float] = {}
         self._begin_notes()
         self._iterations_left = 1
+
+    def begin(self) -> None:
+        """The first iteration begins: there is nothing to settle."""
+        self._settled_phases = dict(self._clock.seconds)
 
     def _begin_notes(self) -> None:
         self._iterations = 0
@@ -274,6 +279,12 @@ class StepCoordinator:
             attribute_waits(
                 self._communicator, self._clock, self._replica.exposed, self.clock_offset
             )
+            self._settled_phases = dict(self._clock.seconds)
+
+    @property
+    def settled_phase_seconds(self) -> dict[str, float]:
+        """What each phase had taken when waiting was last told from communicating."""
+        return self._settled_phases if self._meets else self._clock.seconds
 
 
 def follow(shares: Sequence[float], speeds: Sequence[float]) -> list[float]:

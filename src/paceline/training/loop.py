@@ -98,12 +98,14 @@ class TrainingLoop:
         journal.take_iteration_seconds = replica.clock.take_laps
         journal.phase_seconds = lambda: replica.clock.seconds
         self._team = StepCoordinator(config, strategy, replica)
+        journal.settled_phase_seconds = lambda: self._team.settled_phase_seconds
 
     def run(self) -> None:
         """Train to the end of the budget, to the target accuracy, or until asked to stop."""
         progress, clock = self.progress, self._clock
         self._begun = clock.enter("other") - progress.trained_seconds
         self._evaluated_before = clock.seconds["evaluate"]
+        self._team.begin()
         self._journal.begin()
         self.replica.model.train()
         while True:

@@ -44,10 +44,12 @@ class RunLogger:
         """Gives the times of the iterations since it was last asked."""
         self.phase_seconds: Callable[[], dict[str, float]] = dict
         """Gives what each phase has taken so far."""
+        self.settled_phase_seconds: Callable[[], dict[str, float]] = dict
+        """Gives what each phase had taken when waits were last told from exchanges."""
         self.notes: Callable[[], dict[str, list[int]]] = dict
         """Gives what else there is to write about the iterations of a block."""
         self._phases_before: dict[str, float] = {}
-        """Of each phase, what had been spent when the last block was written."""
+        """Of each phase, what had been spent by the last point of its share."""
         self._scalars = scalars
         self._total = iterations_in_total
         self.recent_losses: deque[float] = deque(maxlen=LOSSES_IN_MEAN)
@@ -59,7 +61,7 @@ class RunLogger:
 
     def begin(self) -> None:
         """The first iteration begins: what the phases took until now belongs to no block."""
-        self._phases_before = dict(self.phase_seconds())
+        self._phases_before = dict(self.settled_phase_seconds())
 
     def iteration(self, index: int, loss: Tensor, samples: int, rate: float, now: float) -> None:
         """Note one iteration that ended at `now`; writes a block when one is due."""
@@ -78,7 +80,7 @@ class RunLogger:
         begin = perf_counter()
         if losses:
             seconds = self.take_iteration_seconds()
-            phases = dict(self.phase_seconds())
+            phases = self.phase_seconds()
             self.recent_losses.extend(losses)
             self.events.write(
                 "iterations",
@@ -89,14 +91,14 @@ class RunLogger:
                 phases={name: round(spent, 4) for name, spent in phases.items()},
                 **self.notes(),
             )
-            self._show(losses, sum(seconds), phases)
+            self._show(losses, sum(seconds))
             first = self._first
             self._losses, self._samples = [], 0
             _check_finite(first, losses)
         self._written = perf_counter()
         self.seconds_spent += self._written - begin
 
-    def _show(self, losses: list[float], spent: float, phases: dict[str, float]) -> None:
+    def _show(self, losses: list[float], spent: float) -> None:
         done = self._first + len(losses)
         mean_loss = sum(losses) / len(losses)
         samples_per_second = self._samples / spent if spent else math.inf
@@ -116,14 +118,16 @@ class RunLogger:
             self._scalars.add("train/learning_rate", self._rate, done)
             self._scalars.add("train/samples_per_second", samples_per_second, done)
             self._scalars.add("train/step_seconds", spent / len(losses), done)
-            self._add_phase_shares(self._scalars, phases, done)
-        self._phases_before = phases
+            self._add_phase_shares(self._scalars, done)
 
-    def _add_phase_shares(
-        self, scalars: TensorBoardWriter, phases: dict[str, float], iteration: int
-    ) -> None:
-        """Each phase's share of the time since the last block; phases not in use are left out."""
-        before = self._phases_before
+    def _add_phase_shares(self, scalars: TensorBoardWriter, iteration: int) -> None:
+        """Each phase's share of the time since the last point; phases not in use are left out.
+
+        A later settlement moves time between phases, so that other intervals could have shares
+        below 0 or above 1.
+        """
+        phases, before = dict(self.settled_phase_seconds()), self._phases_before
+        self._phases_before = phases
         spent = {name: seconds - before.get(name, 0.0) for name, seconds in phases.items()}
         total = sum(spent.values())
         for name, seconds in spent.items():
