@@ -69,6 +69,27 @@ def test_only_what_is_in_later_iterations_counts(bench: Bench) -> None:
     }
 
 
+def test_a_block_after_the_end_changes_nothing(bench: Bench) -> None:
+    bench.iteration(forward=32, exchange=16)
+    bench.steady.first_done()
+    bench.iteration(forward=2, exchange=1)
+    bench.steady.end()
+    with bench.steady.outside():
+        bench.spend("exchange", 64)
+    assert bench.spent() == {"forward": 2, "exchange": 1}
+
+
+def test_a_block_after_the_end_is_left_out_once(bench: Bench) -> None:
+    bench.iteration(forward=32, exchange=16)
+    bench.steady.first_done()
+    bench.steady.end()
+    with bench.steady.outside():
+        bench.spend("exchange", 64)
+    bench.steady.leave_out()
+    bench.iteration(forward=2, exchange=1)
+    assert bench.spent() == {"forward": 2, "exchange": 1}
+
+
 def test_what_came_since_the_end_can_be_left_out(bench: Bench) -> None:
     bench.iteration(forward=32, exchange=16)
     bench.steady.first_done()

@@ -68,7 +68,8 @@ class SteadyPhases:
         try:
             yield
         finally:
-            if self._begin is not None:
+            # After `end` nothing counts anyway, and would be subtracted from what did.
+            if self._begin is not None and self._end is None:
                 self._begin = self._begin.plus(self._now().minus(before))
 
     def end(self) -> None:
