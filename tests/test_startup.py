@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from paceline.measure import startup
 from paceline.measure.phase_clock import CudaPhaseClock
 from paceline.measure.startup import STARTUP_PARTS, StartupTimer, importing
+
+METRICS = Path(__file__).parents[1] / "docs" / "metrics.md"
+ROW = "| `startup_seconds` |"
 
 
 class FakeTime:
@@ -78,4 +83,5 @@ def test_the_timer_does_not_import_torch() -> None:
 
 
 def test_the_documented_parts_are_the_ones_recorded() -> None:
-    assert STARTUP_PARTS == ("imports", "rendezvous", "data", "model")
+    (row,) = (line for line in METRICS.read_text().splitlines() if line.startswith(ROW))
+    assert tuple(re.findall(r"`(\w+)`: ", row)) == STARTUP_PARTS
