@@ -104,6 +104,7 @@ class RunConfig:
         "samples in one update of each worker, instead of --batch-size",
         minimum=1,
         input_maximum=LARGEST_BATCH,
+        is_in_checkpoints=False,
     )
     accumulate: int = setting(
         1,
@@ -371,9 +372,12 @@ class RunConfig:
         mutable_on_resume=True,
     )
 
-    out: str = setting("runs", "records", "folder that holds the runs")
+    out: str = setting("runs", "records", "folder that holds the runs", is_in_checkpoints=False)
     name: str | None = setting(
-        None, "records", "name of the run's folder (default: time, model, strategy)"
+        None,
+        "records",
+        "name of the run's folder (default: time, model, strategy)",
+        is_in_checkpoints=False,
     )
     sample_seconds: float = setting(
         0.5,

@@ -253,6 +253,8 @@ class Option:
     """Of new input; recorded runs may be above it."""
     mutable_on_resume: bool = False
     """Whether a resumed run may differ from the original here."""
+    is_in_checkpoints: bool = True
+    """Whether a checkpoint holds it, to be compared on resume, if a resumed run must keep it."""
     short: str | None = None
     """A one-letter flag."""
 

@@ -72,8 +72,7 @@ def kept_settings(config: RunConfig) -> dict[str, Any]:
     kept = {
         item.name: values[item.name]
         for item in fields()
-        if not option_of(item).mutable_on_resume
-        and item.name not in ("out", "name", "batch_per_worker")
+        if (option := option_of(item)).is_in_checkpoints and not option.mutable_on_resume
     }
     # With another number of workers the same batch may be given in the other way.
     return {**kept, "batch_size": config.global_batch_size}
