@@ -43,9 +43,9 @@ def add_control_flags(parser: argparse.ArgumentParser) -> None:
     control.add_argument(
         "--resume",
         metavar="RUN",
-        help="go on with the run in this folder from its newest checkpoint",
+        help="resume the run in this folder from its newest checkpoint",
     )
-    control.add_argument("--quiet", action="store_true", help="show no progress, only the account")
+    control.add_argument("--quiet", action="store_true", help="show no progress, only the summary")
 
 
 def given_flags(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -80,7 +80,7 @@ HEAD = """# Settings of a run
 
 Written by `make docs` from `src/paceline/config/`; do not edit. A setting has the same name as a
 flag (`--batch-size`), as a key of a study file (`batch_size`) and as an argument of
-`paceline.train`. Settings marked * may differ when a run is resumed.
+`paceline.train`. Settings marked * can be changed when a run is resumed.
 """
 
 

@@ -1,4 +1,4 @@
-"""`RunConfig`: everything that defines one run, said once."""
+"""`RunConfig`: all settings of a run, with their documentation, choices and limits."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from paceline.config.schema import (
     HIGHEST_RATE,
     MOST_EPOCHS,
     MOST_MACHINES,
+    SHORTEST_SAMPLE_SECONDS,
     check_alone,
     check_together,
     setting,
@@ -20,7 +21,7 @@ from paceline.config.schema import (
 from paceline.errors import ConfigError
 
 Every = int | Literal["epoch", "never"]
-"""A cadence: a number of iterations, once an epoch, or never."""
+"""An interval: a number of steps, every epoch, or never."""
 
 MOST_SAMPLES = 10**12
 MOST_ITERATIONS = 10**12
@@ -34,42 +35,40 @@ DEFAULT_BATCH_SIZE = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """One run; frozen, and valid by the time it exists."""
+    """The settings of a run; immutable and validated on construction."""
 
-    model: str = setting("lenet", "task", "a registered model, or your own as package.module:name")
-    data: str = setting(
-        "digits", "task", "a registered dataset, or your own as package.module:name"
-    )
+    model: str = setting("lenet", "task", "registered model, or your own as package.module:name")
+    data: str = setting("digits", "task", "registered dataset, or your own as package.module:name")
     data_dir: str | None = setting(
         None,
         "task",
-        "folder of the datasets' files (default: $PACELINE_DATA, else ~/.cache/paceline)",
+        "dataset directory (default: $PACELINE_DATA, else ~/.cache/paceline)",
         mutable_on_resume=True,
     )
     train_samples: int | None = setting(
         None,
         "task",
-        "use only the first so many training samples",
+        "use only the first N training samples",
         minimum=1,
         input_maximum=MOST_SAMPLES,
     )
     test_samples: int | None = setting(
         None,
         "task",
-        "use only the first so many test samples",
+        "use only the first N test samples",
         minimum=1,
         input_maximum=MOST_SAMPLES,
     )
     augment: tuple[str, ...] = setting(
         (),
         "task",
-        "random changes to training images, comma-separated",
+        "random augmentations of training images, comma-separated",
         choices=("crop", "flip", "cutout"),
     )
     resident_limit_mib: int = setting(
         4096,
         "task",
-        "a set larger than this is memory-mapped instead of held in memory",
+        "memory-map datasets larger than this many MiB instead of loading them",
         minimum=0,
         input_maximum=2**30,
         mutable_on_resume=True,
@@ -78,7 +77,7 @@ class RunConfig:
     epochs: int | None = setting(
         None,
         "budget",
-        f"passes over the training set (default: {DEFAULT_EPOCHS})",
+        f"number of epochs (default: {DEFAULT_EPOCHS})",
         minimum=1,
         input_maximum=MOST_EPOCHS,
         mutable_on_resume=True,
@@ -86,7 +85,7 @@ class RunConfig:
     iterations: int | None = setting(
         None,
         "budget",
-        "weight updates, instead of --epochs",
+        "number of training steps, instead of --epochs",
         minimum=1,
         input_maximum=MOST_ITERATIONS,
         mutable_on_resume=True,
@@ -94,14 +93,14 @@ class RunConfig:
     batch_size: int | None = setting(
         None,
         "budget",
-        f"samples in one update over all workers (default: {DEFAULT_BATCH_SIZE})",
+        f"global batch size over all workers (default: {DEFAULT_BATCH_SIZE})",
         minimum=1,
         input_maximum=LARGEST_BATCH,
     )
     batch_per_worker: int | None = setting(
         None,
         "budget",
-        "samples in one update of each worker, instead of --batch-size",
+        "batch size of each worker, instead of --batch-size",
         minimum=1,
         input_maximum=LARGEST_BATCH,
         is_in_checkpoints=False,
@@ -109,161 +108,155 @@ class RunConfig:
     accumulate: int = setting(
         1,
         "budget",
-        "parts that a worker's batch is computed in, to save memory",
+        "gradient accumulation steps: microbatches per worker batch, to save memory",
         minimum=1,
         input_maximum=10**6,
     )
     reshuffle: bool = setting(
-        True, "budget", "a new order of samples each epoch; without it all repeat the first"
+        True,
+        "budget",
+        "reshuffle the training set every epoch; otherwise reuse the first epoch's order",
     )
     eval_every: Every = setting(
         "epoch",
         "budget",
-        "evaluate on the test set every so many iterations; always at the end",
+        "evaluate on the test set every N steps; always at the end",
         minimum=1,
         input_maximum=MOST_ITERATIONS,
         mutable_on_resume=True,
     )
     eval_batch_size: int = setting(
-        1000, "budget", "samples in one evaluation batch", minimum=1, input_maximum=LARGEST_BATCH
+        1000, "budget", "evaluation batch size", minimum=1, input_maximum=LARGEST_BATCH
     )
     target_accuracy: float | None = setting(
         None,
         "budget",
-        "stop once test accuracy (0 to 1) reaches this",
+        "stop when test accuracy (0 to 1) reaches this value",
         above=0,
         maximum=1,
         mutable_on_resume=True,
     )
 
-    optimizer: str = setting("sgd", "optimiser", "update rule", choices=("sgd", "adam", "adamw"))
+    optimizer: str = setting("sgd", "optimizer", "optimizer", choices=("sgd", "adam", "adamw"))
     lr: float = setting(
         0.01,
-        "optimiser",
-        "learning rate before schedule, warm-up and scaling",
+        "optimizer",
+        "learning rate before schedule, warmup and scaling",
         above=0,
         input_maximum=HIGHEST_RATE,
     )
-    momentum: float = setting(0.9, "optimiser", "momentum of sgd", minimum=0, maximum=1)
-    nesterov: bool = setting(False, "optimiser", "Nesterov's form of momentum")
+    momentum: float = setting(0.9, "optimizer", "SGD momentum", minimum=0, maximum=1)
+    nesterov: bool = setting(False, "optimizer", "use Nesterov momentum")
     weight_decay: float = setting(
-        0.0, "optimiser", "weight decay; decoupled in adamw", minimum=0, input_maximum=1e6
+        0.0, "optimizer", "weight decay; decoupled for adamw", minimum=0, input_maximum=1e6
     )
     beta1: float = setting(
-        0.9, "optimiser", "adam's and adamw's first decay rate", minimum=0, below=1
+        0.9, "optimizer", "Adam beta1: decay rate of the first moment", minimum=0, below=1
     )
     beta2: float = setting(
-        0.999, "optimiser", "adam's and adamw's second decay rate", minimum=0, below=1
+        0.999, "optimizer", "Adam beta2: decay rate of the second moment", minimum=0, below=1
     )
-    epsilon: float = setting(
-        1e-8, "optimiser", "adam's and adamw's epsilon", above=0, input_maximum=1e6
-    )
+    epsilon: float = setting(1e-8, "optimizer", "Adam epsilon", above=0, input_maximum=1e6)
     schedule: str = setting(
         "constant",
-        "optimiser",
-        "how the learning rate moves over the run",
+        "optimizer",
+        "learning rate schedule",
         choices=("constant", "steps", "cosine", "one_cycle"),
     )
     lr_steps: tuple[str, ...] = setting(
-        (), "optimiser", "for steps: rate:epochs pairs, as in 1e-2:10,1e-3:10,1e-4:20"
+        (), "optimizer", "rate:epochs pairs for --schedule steps, as in 1e-2:10,1e-3:10,1e-4:20"
     )
     warmup_epochs: float = setting(
         0.0,
-        "optimiser",
-        "epochs over which the rate rises from zero",
+        "optimizer",
+        "epochs of linear learning rate warmup from zero",
         minimum=0,
         maximum=MOST_EPOCHS,
     )
     lr_scaling: str = setting(
         "none",
-        "optimiser",
-        "multiply the rate by batch / base batch, or by its root",
+        "optimizer",
+        "scale the learning rate with global batch size / base batch size, or its square root",
         choices=("none", "linear", "sqrt"),
     )
     base_batch_size: int = setting(
         64,
-        "optimiser",
-        "the batch that --lr is meant for, with --lr-scaling",
+        "optimizer",
+        "batch size that --lr is tuned for, with --lr-scaling",
         minimum=1,
         input_maximum=LARGEST_BATCH,
     )
     clip_norm: float | None = setting(
-        None, "optimiser", "largest global norm of the gradient", above=0, input_maximum=1e9
+        None, "optimizer", "maximum global gradient norm", above=0, input_maximum=1e9
     )
     label_smoothing: float = setting(
-        0.0, "optimiser", "share of the target spread over all classes", minimum=0, maximum=1
+        0.0, "optimizer", "label smoothing factor", minimum=0, maximum=1
     )
 
     precision: str = setting(
         "fp32",
         "numerics",
-        "arithmetic of forward and backward pass",
+        "precision of the forward and backward passes",
         choices=("fp32", "bf16", "fp16"),
     )
-    channels_last: bool = setting(
-        False, "numerics", "keep images as height, width, channels in memory"
-    )
+    channels_last: bool = setting(False, "numerics", "use the channels-last memory format")
     compile: bool = setting(False, "numerics", "compile the model with torch.compile")
     device: str = setting(
         "auto",
         "numerics",
-        "where to train; auto takes a GPU if there is one",
+        "device to train on; auto uses a GPU if available",
         choices=("auto", "cpu", "cuda"),
     )
     threads: int | None = setting(
         None,
         "numerics",
-        "CPU threads of each worker (default: cores / workers)",
+        "CPU threads per worker (default: cores / workers)",
         minimum=1,
         maximum=1024,
     )
-    pin: bool = setting(
-        False, "numerics", "keep each worker on cores of its own, a part of those of its machine"
-    )
+    pin: bool = setting(False, "numerics", "pin each worker to its own CPU cores")
     seed: int = setting(
         0,
         "numerics",
-        "seed of initial weights, order and augmentation",
+        "random seed for initial weights, sample order and augmentation",
         minimum=0,
         maximum=LARGEST_INTEGER,
     )
 
     strategy: str = setting(
-        "single", "strategy", "a registered strategy, or your own as package.module:name"
+        "single", "strategy", "registered strategy, or your own as package.module:name"
     )
     options: dict[str, str] = setting(
-        {}, "strategy", "a strategy's option, as key=value; repeatable", short="-o"
+        {}, "strategy", "strategy option as key=value; repeatable", short="-o"
     )
 
     communicator: str = setting(
         "torch",
         "strategy",
-        "how workers talk: torch.distributed, or shared memory inside a machine and that across",
+        "torch.distributed, or hierarchical: shared memory within a node, torch.distributed across",
         choices=("torch", "hierarchical"),
         mutable_on_resume=True,
     )
     buffers: str = setting(
         "rank0",
         "strategy",
-        "whose batch-norm statistics count at evaluation: the first worker's, or the mean of all",
+        "batch-norm statistics used for evaluation: rank 0's, or the mean over all ranks",
         choices=("rank0", "average"),
     )
-    sync_bn: bool = setting(
-        False, "strategy", "normalise batches over all workers together instead of each its own"
-    )
+    sync_bn: bool = setting(False, "strategy", "synchronize batch normalization across workers")
     shares: tuple[str, ...] = setting(
         (),
         "strategy",
-        "how a batch is dealt to the workers, as in 2,1,1; auto follows their measured speed",
+        "relative batch share of each worker, as in 2,1,1; auto follows measured throughput",
     )
     slow: tuple[str, ...] = setting(
-        (), "strategy", "slow workers down on purpose, as rank=factor pairs such as 1=2,3=1.5"
+        (), "strategy", "slow down workers artificially, as rank=factor pairs such as 1=2,3=1.5"
     )
 
     nnodes: int = setting(
         1,
         "processes",
-        "machines that take part",
+        "number of nodes",
         minimum=1,
         input_maximum=MOST_MACHINES,
         mutable_on_resume=True,
@@ -271,7 +264,7 @@ class RunConfig:
     nproc_per_node: int = setting(
         1,
         "processes",
-        "workers on each machine",
+        "workers per node",
         minimum=1,
         input_maximum=1024,
         mutable_on_resume=True,
@@ -279,18 +272,18 @@ class RunConfig:
     node_rank: int = setting(
         0,
         "processes",
-        "which of the machines this is",
+        "rank of this node",
         minimum=0,
         input_maximum=MOST_MACHINES - 1,
         mutable_on_resume=True,
     )
     master_addr: str = setting(
-        "127.0.0.1", "processes", "address of the first machine", mutable_on_resume=True
+        "127.0.0.1", "processes", "address of the first node", mutable_on_resume=True
     )
     master_port: int = setting(
         29500,
         "processes",
-        "free port on the first machine, where there are several",
+        "free port on the first node, for multi-node runs",
         minimum=1,
         maximum=65535,
         mutable_on_resume=True,
@@ -299,32 +292,32 @@ class RunConfig:
     hosts: tuple[str, ...] = setting(
         (),
         "processes",
-        "machines to start over ssh, comma-separated, instead of the flags above on each",
+        "hosts to start over SSH, comma-separated, instead of the flags above on each node",
         mutable_on_resume=True,
     )
     cluster: str | None = setting(
         None,
         "processes",
-        "emulate these machines, as nodes=4,cpus=0.5,bandwidth=1gbit,latency=200us,slow=3:0.25",
+        "emulated cluster, as nodes=4,cpus=0.5,bandwidth=1gbit,latency=200us,slow=3:0.25",
         mutable_on_resume=True,
     )
     launcher: str = setting(
         "local",
         "processes",
-        "who starts the workers: this command, or a Ray cluster",
+        "start workers from this command, or on a Ray cluster",
         choices=("local", "ray"),
         mutable_on_resume=True,
     )
     elastic: str | None = setting(
         None,
         "processes",
-        "fewest:most machines; losing or gaining one costs a restart from the last checkpoint",
+        "min:max nodes; a node that joins or leaves causes a restart from the last checkpoint",
         mutable_on_resume=True,
     )
     max_restarts: int = setting(
         3,
         "processes",
-        "restarts after failures, with --elastic or Ray",
+        "maximum restarts after failures, with --elastic or Ray",
         minimum=0,
         input_maximum=10**4,
         mutable_on_resume=True,
@@ -332,7 +325,7 @@ class RunConfig:
     rendezvous_seconds: float = setting(
         60.0,
         "processes",
-        "how long workers wait for one another to come",
+        "rendezvous timeout: how long workers wait for each other at startup",
         above=0,
         input_minimum=0.1,
         input_maximum=LONGEST_WAIT_SECONDS,
@@ -341,7 +334,7 @@ class RunConfig:
     timeout_seconds: float = setting(
         300.0,
         "processes",
-        "how long a worker waits for an answer before the run fails",
+        "communication timeout: how long a worker waits for a peer before the run fails",
         above=0,
         input_minimum=0.1,
         input_maximum=LONGEST_WAIT_SECONDS,
@@ -351,7 +344,7 @@ class RunConfig:
     checkpoint_every: Every = setting(
         "never",
         "checkpoints",
-        "write a checkpoint every so many iterations",
+        "write a checkpoint every N steps",
         minimum=1,
         input_maximum=MOST_ITERATIONS,
         mutable_on_resume=True,
@@ -359,7 +352,7 @@ class RunConfig:
     checkpoint_keep: int = setting(
         2,
         "checkpoints",
-        "how many of the newest to keep",
+        "number of most recent checkpoints to keep",
         minimum=1,
         input_maximum=10**6,
         mutable_on_resume=True,
@@ -367,22 +360,24 @@ class RunConfig:
     checkpoint_mode: str = setting(
         "sync",
         "checkpoints",
-        "write while training waits, or in the background after a copy",
+        "sync blocks training during the write; background copies the state and writes"
+        " it in parallel",
         choices=("sync", "background"),
         mutable_on_resume=True,
     )
 
-    out: str = setting("runs", "records", "folder that holds the runs", is_in_checkpoints=False)
+    out: str = setting("runs", "records", "directory for run folders", is_in_checkpoints=False)
     name: str | None = setting(
         None,
         "records",
-        "name of the run's folder (default: time, model, strategy)",
+        "name of the run folder (default: time-model-strategy)",
         is_in_checkpoints=False,
     )
     sample_seconds: float = setting(
         0.5,
         "records",
-        "seconds between samples of CPU, memory and network; 0 takes none",
+        f"interval of CPU, memory and network sampling; 0 disables it, otherwise at least"
+        f" {SHORTEST_SAMPLE_SECONDS:g}",
         minimum=0,
         input_maximum=86_400.0,
         mutable_on_resume=True,
@@ -390,12 +385,12 @@ class RunConfig:
     trace: int = setting(
         0,
         "records",
-        "write down every phase and transfer of so many iterations, for a timeline",
+        "record a timeline of all phases and transfers for N steps",
         minimum=0,
         maximum=1000,
     )
     tensorboard: bool = setting(
-        True, "records", "write scalars for TensorBoard", mutable_on_resume=True
+        True, "records", "write TensorBoard scalars", mutable_on_resume=True
     )
 
     def __post_init__(self) -> None:

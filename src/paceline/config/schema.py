@@ -225,11 +225,11 @@ def whole_within(text: str, limits: Limits) -> int | None:
 
 
 GROUPS = {
-    "task": "What to train",
-    "budget": "How long, and in what batches",
-    "optimiser": "Optimiser and learning rate",
-    "numerics": "Numerics",
-    "strategy": "How replicas are kept in step",
+    "task": "Model and data",
+    "budget": "Training length and batch size",
+    "optimizer": "Optimizer and learning rate",
+    "numerics": "Numerics and hardware",
+    "strategy": "Gradient synchronization",
     "processes": "Processes",
     "checkpoints": "Checkpoints",
     "records": "Records",

@@ -23,7 +23,7 @@ Account = dict[str, Any]
 def gather(
     replica: Replica, strategy: Strategy, progress: Progress, account: Account
 ) -> dict[str, Any] | None:
-    """Weights, optimiser, strategies, random state, progress and accounts. Collective.
+    """Weights, optimizer, strategies, random state, progress and accounts. Collective.
 
     Rank 0 gets it, as plain values; the others get None.
     """

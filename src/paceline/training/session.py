@@ -1,4 +1,4 @@
-"""For a training loop of the user's own: batches are dealt, replicas kept in step, time accounted.
+"""For a user's own training loop: shards batches, synchronizes replicas and measures time.
 
 `paceline.join` (launch/join.py) connects the workers and gives each of them a `Session`.
 """
@@ -109,7 +109,7 @@ class Session:
         self._clock.enter("other")
 
     def step(self) -> None:
-        """Synchronise and update the weights; instead of the optimiser's `step` and `zero_grad`."""
+        """Synchronize and update the weights; instead of the optimizer's `step` and `zero_grad`."""
         self._strategy.step()
         batches = self._batches
         seconds = self._clock.end_step("other") - batches.dealt
