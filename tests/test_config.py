@@ -74,7 +74,7 @@ HUGE = "9" * 5000
         ({"lr": 1 << 20_000}, "--lr: must be a number, got a number of about 6,021 digits"),
         ({"slow": f"{HUGE}=2"}, "--slow: must be rank=factor with a rank below 1"),
         ({"slow": f"0={HUGE}"}, "--slow: must be rank=factor"),
-        ({"elastic": f"1:{HUGE}"}, "--elastic: must be fewest:most such as 2:4, at most 10000"),
+        ({"elastic": f"1:{HUGE}"}, "--elastic: must be min:max such as 2:4, at most 10000"),
         ({"cluster": f"nodes={HUGE}"}, "--cluster: must be given nodes=1 to nodes=250"),
         ({"cluster": f"nodes=2,slow={HUGE}:0.5"}, "--cluster: must be given slow of nodes below 2"),
         ({"cluster": f"nodes=2,bandwidth={HUGE}gbit"}, "--cluster: must be given a rate of 1kbit"),

@@ -293,7 +293,7 @@ def test_ctrl_c_on_one_node_stops_all_with_a_checkpoint(tmp_path: Path) -> None:
         ("--batch-size 8 --checkpoint-every 5 --strategy single", "--strategy single: trains 1"),
         ("--checkpoint-every 5 --strategy parameter_server", "its servers cannot be dealt"),
         ("--checkpoint-every 5 --strategy fsdp --compile", "--compile: not with --strategy fsdp"),
-        ("--checkpoint-every 5 --elastic 3:2", "--elastic: must be fewest:most such as 2:4"),
+        ("--checkpoint-every 5 --elastic 3:2", "--elastic: must be min:max such as 2:4"),
     ],
 )
 def test_what_cannot_be_elastic_is_refused_in_one_line(

@@ -1,6 +1,4 @@
-"""A config from text (flags) or YAML scalars (study files), both read the same way.
-
-Settings as words of a command line: the way back from `from_mapping`."""
+"""Configs from text (flags), YAML scalars (study files) or records, and configs as flags."""
 
 from __future__ import annotations
 

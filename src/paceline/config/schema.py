@@ -1,6 +1,6 @@
-"""What is wrong with a run's settings: each problem a line with its flag and what would do.
+"""What a setting declares besides its type and default, and the checks of values against that.
 
-What a setting says about itself besides its type and default."""
+Each problem is one line with the flag and what is valid."""
 
 from __future__ import annotations
 
@@ -177,9 +177,7 @@ def _check_machines(config: RunConfig) -> list[str]:
 
 
 def _elastic_problem(elastic: str) -> str:
-    return (
-        f"--elastic: must be fewest:most such as 2:4, at most {MOST_MACHINES}, got {shown(elastic)}"
-    )
+    return f"--elastic: must be min:max such as 2:4, at most {MOST_MACHINES}, got {shown(elastic)}"
 
 
 def nodes_in(cluster: str | None) -> int:

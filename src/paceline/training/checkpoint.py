@@ -1,12 +1,9 @@
-"""One checkpoint on disk: `iteration-00000123.pt`, and its checksum in `iteration-00000123.json`.
+"""Checkpoints: their files, the state they hold, and the store that writes and keeps the newest.
 
-The checksum file says what the other one may hold; it is on disk before that gets its name, so that
-a checkpoint which can be seen can also be verified, whenever the power fails. While one checkpoint
-replaces another of the same iteration, both checksums are listed.
-
-The state of a run as plain containers of host tensors: all that a checkpoint may hold.
-
-The checkpoints of a run: the newest few, each whole and verified before it is used."""
+A checkpoint is `iteration-00000123.pt` with its checksum in `iteration-00000123.json`. The checksum
+file is on disk before the state file gets its name, so a checkpoint that can be seen can also be
+verified, whenever the power fails. While a checkpoint replaces another of the same iteration, both
+checksums are listed. The state is made of plain containers and host tensors only."""
 
 from __future__ import annotations
 

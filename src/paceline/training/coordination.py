@@ -1,10 +1,8 @@
-"""About once a second the workers put their heads together.
+"""Coordination of synchronous workers, about once a second.
 
-They agree whether to stop, deal the next batches by how fast each of them is, and tell waiting from
-communicating: from the moments at which they came to each exchange, everyone can see who was waited
-for. All of them come to the same conclusions, because all of them see the same numbers.
-
-A worker's side of the huddles: when to meet, what to bring, what to make of it."""
+They agree whether to stop, rebalance the next batches by measured throughput, and tell waiting from
+communicating: the moments at which each worker reached an exchange show which one was waited for.
+All workers come to the same conclusions, because all of them see the same numbers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The learning rate at each iteration, as a pure function of the config.
-
-The optimiser of a config, in torch's fused form: one call for all tensors."""
+"""The optimizer of a config, in torch's fused form, and the learning rate at each iteration."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""A fingerprint of weights, by which anyone can see that two runs agree bit for bit.
+"""What a worker measured, and its report at the end; the launcher merges the reports of all ranks.
 
-What a worker has measured of a run: in its earlier parts, where it was resumed, and since.
-
-What a worker tells at its end; the launcher makes result.json of all of them."""
+`weights_sha256` is a fingerprint by which two runs can be compared bit for bit."""
 
 from __future__ import annotations
 
@@ -140,7 +138,7 @@ class RankReport:
     """That all workers together had trained on when their number changed last."""
 
 
-def summarise_iterations(seconds: Sequence[float]) -> dict[str, float | None]:
+def summarize_iterations(seconds: Sequence[float]) -> dict[str, float | None]:
     """The first iteration apart, and the others' mean, median and 95th percentile."""
     if not seconds:
         return dict.fromkeys(("first", "mean", "median", "p95"))
@@ -169,7 +167,7 @@ def account_of(
         "node": place.node,
         "samples": samples,
         "wall_seconds": sum(phases.values()),
-        "iteration_seconds": summarise_iterations(iteration_seconds),
+        "iteration_seconds": summarize_iterations(iteration_seconds),
         "phases": phases,
         "hidden_exchange_seconds": replica.hidden_exchange_seconds,
         "after_first": after_first

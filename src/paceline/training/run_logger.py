@@ -1,4 +1,4 @@
-"""The loop's notebook: cheap to write in at every iteration, emptied to disk in blocks."""
+"""Records of a training loop: cheap to add to at every iteration, written to disk in blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that defines how a run goes on: gathered for a checkpoint, and taken back from one."""
+"""The state that a run resumes from: gathered for a checkpoint, and restored from one."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Ctrl-C and termination signals while a worker trains.
+"""One worker of a run: builds data, model and strategy, resumes, trains and reports.
 
-What can be built and refused before a run begins: its data, model and strategy.
-
-One worker from its config to its account: build, perhaps resume, train, tell."""
+Ctrl-C and termination signals stop training between two iterations."""
 
 from __future__ import annotations
 
