@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ import toy_replicas as toy
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.config import from_mapping
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PeerError
 from paceline.launch import launcher
 from paceline.records import Result, RunFolder, read_lines
+from paceline.strategies.parameter_server.server import WorkerBarrier
 from paceline.strategies.parameter_server.strategy import ParameterServer
 from paceline.strategies.strategy import AssignmentRequest, Single
 from server_team import with_servers
@@ -200,6 +202,33 @@ def test_an_update_out_of_step_goes_as_far_as_its_samples() -> None:
     """With plain SGD, two parts of a batch are the whole batch at the rate it had."""
     (first, _, _), _ = out_of_step(2, 1, toy.sgd(rate=1e-3, momentum=0.0), mode="async")
     torch.testing.assert_close(first, alone(1, toy.sgd(rate=1e-3, momentum=0.0)), atol=1e-6, rtol=0)
+
+
+def test_a_worker_that_leaves_after_finishing_fails_the_barrier_of_the_others() -> None:
+    """As when a worker is lost between the last step and the final checkpoint."""
+
+    def work(strategy: ParameterServer) -> str:
+        strategy.finish()
+        if strategy.replica.communicator.rank == 1:
+            strategy.replica.servers[0].close()
+            return ""
+        with pytest.raises(PeerError) as failure:
+            strategy.optimizer_state()
+        return str(failure.value)
+
+    cause, _ = with_servers(2, ParameterServer, toy.sgd(), work)
+    assert cause == "rank 0: server 0: the connection was closed"
+
+
+def test_an_aborted_barrier_fails_only_those_who_still_wait() -> None:
+    barrier = WorkerBarrier(2)
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(barrier.wait)
+        barrier.wait()
+        barrier.abort()
+        other.result()
+    with pytest.raises(PeerError, match="a worker is gone"):
+        barrier.wait()
 
 
 @pytest.mark.parametrize(("option", "value"), [("servers", 0), ("staleness", -1)])

@@ -10,7 +10,7 @@ One server: a thread for each worker answers its requests until all of them have
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from threading import Barrier, BrokenBarrierError, Condition, Lock, Thread
+from threading import Condition, Lock, Thread
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +119,41 @@ class SyncRound:
             self._changed.notify_all()
 
 
+class WorkerBarrier:
+    """Completes once all workers have arrived, each on its own thread.
+
+    Unlike `threading.Barrier`, a barrier that has completed stays so: `abort` fails only those that
+    still wait for somebody, not a thread that has yet to wake up.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._changed = Condition()
+        self._arrived = 0
+        self._completed = 0
+        self._is_aborted = False
+
+    def wait(self) -> None:
+        """Raises `PeerError` if somebody who would have to come is gone."""
+        with self._changed:
+            number = self._completed + 1
+            self._arrived += 1
+            if self._arrived == self._workers and not self._is_aborted:
+                self._arrived = 0
+                self._completed = number
+                self._changed.notify_all()
+            while self._completed < number:
+                if self._is_aborted:
+                    raise PeerError("a worker is gone")
+                self._changed.wait()
+
+    def abort(self) -> None:
+        """Fail those who wait now, and those who still come."""
+        with self._changed:
+            self._is_aborted = True
+            self._changed.notify_all()
+
+
 class Server:
     def __init__(
         self,
@@ -131,7 +166,7 @@ class Server:
         self._make_optimizer = make_optimizer
         self._dealer = AssignmentQueue(len(links), staleness)
         self._rounds = SyncRound(len(links))
-        self._barrier = Barrier(len(links))
+        self._barrier = WorkerBarrier(len(links))
         self._lock = Lock()
         """Held while the shard changes or is copied."""
         self._shard: Shard | None = None
@@ -178,6 +213,9 @@ class Server:
         link.close()
         if not self._finished[worker]:
             self._break_up()
+        else:
+            # Whoever leaves on its own has passed its last barrier; any other would wait forever.
+            self._barrier.abort()
 
     def _break_up(self) -> None:
         self._finished = [True] * len(self._links)
@@ -263,10 +301,7 @@ class Server:
         link.send_numbers()
 
     def _wait_for_all(self, worker: int, link: ServerConnection, numbers: list[float]) -> None:
-        try:
-            self._barrier.wait()
-        except BrokenBarrierError:
-            raise PeerError("a worker is gone") from None
+        self._barrier.wait()
         link.send_numbers()
 
     def _finish(self, worker: int, link: ServerConnection, numbers: list[float]) -> None:
