@@ -23,7 +23,7 @@ from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.config import RunConfig
 from paceline.config.conversion import check_option
 from paceline.errors import ConfigError, PeerError, RunError
-from paceline.measure.timeline import timeline_of
+from paceline.measure.timeline import Timeline, timeline_of
 from paceline.measure.traffic import CountedTransfer
 from paceline.strategies.gradient_averaging import (
     KIND,
@@ -42,6 +42,55 @@ class _Step:
 
     exchanges: list[Exchange]
     transfers: list[CountedTransfer]
+
+
+class ExchangeMeter:
+    """Accounts for the exchanges of each step.
+
+    DDP waits for its sums inside the backward pass: what came after the last gradient was ready is
+    exposed communication. With NCCL that is known only when the GPU gets there, so a step is
+    accounted for after the next one, so that the program can keep submitting work.
+    """
+
+    def __init__(self, replica: Replica, timeline: Timeline, *, is_nccl: bool) -> None:
+        self.underway = Underway(timeline)
+        self.transfers: list[CountedTransfer] = []
+        """Of the step at hand."""
+        self._replica = replica
+        self._is_nccl = is_nccl
+        self._unaccounted = _Step([], [])
+
+    def end_step(self) -> None:
+        """All exchanges of a step have been started, and without NCCL they have ended."""
+        step = _Step(self.underway.take(), self.transfers)
+        self.transfers = []
+        if self._is_nccl:
+            step, self._unaccounted = self._unaccounted, step
+        self._account_for(step)
+
+    def settle(self) -> None:
+        """Account for every step that has ended; waits for the GPU."""
+        step, self._unaccounted = self._unaccounted, _Step([], [])
+        self._account_for(step)
+
+    def _account_for(self, step: _Step) -> None:
+        spans = self.underway.spans(step.exchanges)
+        if not spans:
+            return
+        replica, clock = self._replica, self._replica.clock
+        ready = spans[-1][0]
+        ended = max(ready, *(span[1] for span in spans))
+        clock.move("backward", "exchange", ended - ready)
+        if clock.log is not None:
+            clock.settle_log()
+            clock.log.relabel("backward", "exchange", ready, ended)
+        replica.exposed.note(ready, ended)
+        replica.note_hidden(seconds_under_way(spans, until=ready))
+        if self._is_nccl:
+            replica.communicator.traffic.add_seconds(KIND, seconds_under_way(spans))
+            for transfer, span in zip(step.transfers, spans, strict=False):
+                if transfer.is_logged:
+                    transfer.began, transfer.completed = span
 
 
 class Ddp(GradientAveraging):
@@ -79,10 +128,10 @@ class Ddp(GradientAveraging):
         if self.exchange.codec:
             self._background = CommunicationThread(self._communicator)
         self._timeline = timeline_of(replica.trainable[0].device)
-        self._underway = Underway(self._timeline)
-        self._uses_nccl = replica.trainable[0].device == self._communicator.gpu
-        self._transfers: list[CountedTransfer] = []
-        self._unaccounted = _Step([], [])
+        on_own_gpu = replica.trainable[0].device == self._communicator.gpu
+        # The background thread's transfers are timed by its communicator.
+        self._uses_nccl = on_own_gpu and self._background is None
+        self._meter = ExchangeMeter(replica, self._timeline, is_nccl=self._uses_nccl)
         self._failed = self._is_rehearsal = False
         # What a codec remembers of the buckets must fit them from the first step to the last.
         self._to_rehearse = self.exchange.codec is not None
@@ -141,7 +190,7 @@ class Ddp(GradientAveraging):
             nothing: Future[Tensor] = Future()
             nothing.set_result(gradient)
             return nothing
-        under_way = self._underway.begin()
+        under_way = self._meter.underway.begin()
         if self._background is not None:
             return self._through_codec(bucket, self._background, under_way)
         traffic, algorithm = self._communicator.traffic, self.exchange.algorithm
@@ -153,8 +202,7 @@ class Ddp(GradientAveraging):
             bytes_received=algorithm.bytes_received(rank, *size),
             messages=2 * (world - 1),
         )
-
-        self._transfers.append(transfer)
+        self._meter.transfers.append(transfer)
 
         def arrived(future: Future[list[Tensor]]) -> Tensor:
             # NCCL's future calls this at once, with a current stream that continues at the end.
@@ -200,7 +248,8 @@ class Ddp(GradientAveraging):
         except RuntimeError as error:
             raise self._explained(error) from None
         if self._communicator.world_size > 1 and self.replica.is_last_microbatch:
-            self._account()
+            self.replica.clock.enter("other")
+            self._meter.end_step()
 
     def _explained(self, error: RuntimeError) -> Exception:
         """What the group raises inside DDP as a line about the peers; other errors as they are."""
@@ -211,47 +260,16 @@ class Ddp(GradientAveraging):
         cause = str(error).splitlines()[0].rpartition("] ")[2]
         return PeerError(f"rank {rank}: all_reduce with {peers}: {cause}")
 
-    def _account(self) -> None:
-        """DDP waits for its sums inside the backward pass: what came after the last gradient was
-        ready is communication that nothing hid.
-
-        With NCCL that is known only when the GPU gets there. To let the program go on submitting
-        work meanwhile, a step is accounted for after the next one.
-        """
-        self.replica.clock.enter("other")
-        step = _Step(self._underway.take(), self._transfers)
-        self._transfers = []
-        if self._uses_nccl:
-            step, self._unaccounted = self._unaccounted, step
-        self._account_for(step)
-
-    def _account_for(self, step: _Step) -> None:
-        spans = self._underway.spans(step.exchanges)
-        if not spans:
-            return
-        clock = self.replica.clock
-        ready = spans[-1][0]
-        ended = max(ready, *(span[1] for span in spans))
-        clock.move("backward", "exchange", ended - ready)
-        if clock.log is not None:
-            clock.settle_log()
-            clock.log.relabel("backward", "exchange", ready, ended)
-        self.replica.exposed.note(ready, ended)
-        self.replica.note_hidden(seconds_under_way(spans, until=ready))
-        if self._uses_nccl:
-            self._communicator.traffic.add_seconds(KIND, seconds_under_way(spans))
-            for transfer, span in zip(step.transfers, spans, strict=False):
-                if transfer.is_logged:
-                    transfer.began, transfer.completed = span
-
     def step(self) -> None:
         self.replica.fill_missing_gradients()
         self.replica.update()
 
-    def finish(self) -> None:
+    def settle_accounts(self) -> None:
         if self._communicator.world_size > 1:
-            self._account_for(self._unaccounted)
-            self._unaccounted = _Step([], [])
+            self._meter.settle()
+
+    def finish(self) -> None:
+        self.settle_accounts()
         if self._background is not None:
             # A thread that ends cuts off those who still receive from it.
             self._communicator.barrier().wait()

@@ -46,7 +46,7 @@ class ModelShape:
 
 
 MakeOptimizer = Callable[[nn.Parameter], Optimizer]
-"""The optimiser of a run's config, for a tensor."""
+"""The optimizer of a run's config, for a tensor."""
 
 Call = Literal["train", "meet", "stop", "end"]
 CALLS: tuple[Call, ...] = get_args(Call)
@@ -118,9 +118,15 @@ class Strategy:
         self.replica.backward(loss)
 
     def step(self) -> None:
-        """Synchronise, and update the weights."""
+        """Synchronize, and update the weights."""
         self.replica.fill_missing_gradients()
         self.replica.update()
+
+    def settle_accounts(self) -> None:
+        """Called before times are read: account for every step that has ended.
+
+        For strategies that learn only later how long an exchange took. Not collective.
+        """
 
     def finish(self) -> None:
         """Called once, after training: afterwards every replica holds all of the final weights."""
@@ -171,11 +177,11 @@ class Strategy:
         self.replica.model.load_state_dict(state)
 
     def optimizer_state(self) -> dict[str, Any]:
-        """The optimiser's state as one that trains alone has it. Collective; rank 0's counts."""
+        """The optimizer's state as one that trains alone has it. Collective; rank 0's counts."""
         return self.replica.optimizer.state_dict()
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Take the state of an optimiser that trained alone. Every worker is given the same."""
+        """Take the state of an optimizer that trained alone. Every worker is given the same."""
         self.replica.optimizer.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:

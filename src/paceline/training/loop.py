@@ -133,7 +133,7 @@ class TrainingLoop:
             progress.samples += samples
             if progress.iteration < self._total:
                 self._between_iterations(end - begin, samples)
-                self._steady.first_done()
+                self._steady.first_done(self.strategy.settle_accounts)
         self._finish()
 
     def clock_offset_seconds(self, moment: float) -> float:
@@ -160,6 +160,7 @@ class TrainingLoop:
 
     def _finish(self) -> None:
         self._journal.flush()
+        self.strategy.settle_accounts()
         self._team.settle()
         if self.strategy.synchronous:
             self._steady.end()
@@ -300,6 +301,7 @@ class TrainingLoop:
         self._journal.flush()
         if alone and self._rank:
             return
+        self.strategy.settle_accounts()
         trained_seconds = self._trained_seconds()
         together = None if alone else self.replica.communicator
         with (
@@ -354,6 +356,7 @@ class TrainingLoop:
         """Write a checkpoint now; never one of a model that has diverged already."""
         assert self._checkpoint is not None
         self._journal.flush()
+        self.strategy.settle_accounts()
         self.progress.trained_seconds = self._trained_seconds()
         with self._steady.outside(), self._clock.during("checkpoint"):
             self._checkpoint()

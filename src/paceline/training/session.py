@@ -115,12 +115,13 @@ class Session:
         seconds = self._clock.end_step("other") - batches.dealt
         self._samples += batches.own_samples
         self._teamwork.after_step(seconds, batches.own_samples, stop=False)
-        self._steady.first_done()
+        self._steady.first_done(self._strategy.settle_accounts)
 
     def finish(self) -> None:
         """Leave the final weights on every worker; `join` calls it at its end. Collective."""
         if self._replica is None:
             return
+        self._strategy.settle_accounts()
         self._teamwork.settle()
         self._steady.end()
         with self._clock.during("exchange"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -57,8 +57,10 @@ class SteadyPhases:
             earlier = _Seconds(before["phases"], before["hidden_exchange_seconds"])
             self._begin = self._begin.minus(earlier)
 
-    def first_done(self) -> None:
+    def first_done(self, settle: Callable[[], None] = lambda: None) -> None:
+        """After every iteration; only the first one has an effect, after a call of `settle`."""
         if self._begin is None:
+            settle()
             self._begin = self._now()
 
     @contextmanager
