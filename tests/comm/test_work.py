@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from threading import Event, Thread
+
 import pytest
 
-from paceline.comm.work import Work
+from paceline.comm.work import CombinedWork, Work
+
+LIMIT_SECONDS = 30.0
 
 
 class Interrupted(Work):
@@ -20,3 +24,75 @@ def test_what_was_interrupted_does_not_pass_for_complete_when_waited_for_again()
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             work.wait()
+
+
+class Controlled(Work):
+    """Completes when a test says so, on the thread that says it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._finished = Event()
+
+    def finish(self) -> None:
+        self._finished.set()
+        self._complete()
+
+    def _block(self) -> None:
+        assert self._finished.wait(LIMIT_SECONDS)
+
+    def _poll(self) -> bool:
+        return self._finished.is_set()
+
+
+@pytest.mark.parametrize("is_combined", [False, True])
+def test_a_callback_may_wait_for_another_thread_that_uses_the_work(is_combined: bool) -> None:
+    part = Controlled()
+    work = CombinedWork([part]) if is_combined else part
+    answers: list[bool] = []
+
+    def callback(_: float) -> None:
+        added = Event()
+        other = Thread(target=lambda: (work.add_done_callback(lambda _: None), added.set()))
+        other.daemon = True
+        other.start()
+        answers.append(added.wait(2.0))
+
+    work.add_done_callback(callback)
+    part.finish()
+    assert answers == [True]
+
+
+def test_a_work_is_waited_for_until_its_callbacks_have_run() -> None:
+    work, may_end, has_begun = Controlled(), Event(), Event()
+    has_run: list[bool] = []
+
+    def callback(_: float) -> None:
+        has_begun.set()
+        assert may_end.wait(LIMIT_SECONDS)
+        has_run.append(True)
+
+    work.add_done_callback(callback)
+    completing = Thread(target=work.finish)
+    completing.start()
+    assert has_begun.wait(LIMIT_SECONDS)
+    release = Thread(target=may_end.set)
+    release.start()
+    work.wait()
+    assert has_run == [True]
+    completing.join()
+    release.join()
+
+
+def test_a_callback_may_wait_for_its_own_work() -> None:
+    work = Controlled()
+    results: list[str] = []
+
+    def callback(_: float) -> None:
+        work.wait()
+        results.append("returned")
+
+    work.add_done_callback(callback)
+    completing = Thread(target=work.finish, daemon=True)
+    completing.start()
+    completing.join(LIMIT_SECONDS)
+    assert results == ["returned"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from threading import RLock
+from threading import Event, Lock, get_ident
 from time import perf_counter
 
 
@@ -22,8 +22,10 @@ class Work(ABC):
         self._on_success: list[Callable[[], None]] = []
         self._completed: float | None = None
         self._on_completion: list[Callable[[float], None]] = []
-        # Held while actions run, so that they are over when `wait()` returns.
-        self._completing = RLock()
+        self._completing = Lock()
+        self._callbacks_done: Event | None = None
+        """Only where there are callbacks; set once all of them have run."""
+        self._callback_thread: int | None = None
 
     def wait(self) -> None:
         """Return once the operation is complete here; raise what went wrong, each time asked."""
@@ -38,6 +40,7 @@ class Work(ABC):
                 raise
             finally:
                 self._complete()
+                self._await_callbacks()
                 for action in self._on_end:
                     action()
         elif self._error is not None:
@@ -61,7 +64,7 @@ class Work(ABC):
         """Call this with the moment (of `perf_counter`) at which the operation was complete.
 
         On any thread, as soon as one notices it, and before `wait()` returns. The moment is that of
-        the completion, even where it is noticed later.
+        the completion, even where it is noticed later. No lock is held meanwhile.
         """
         with self._completing:
             if self._completed is None:
@@ -75,10 +78,22 @@ class Work(ABC):
         For operations that are complete before somebody waits for them.
         """
         with self._completing:
-            if self._completed is None:
-                self._completed = perf_counter() if moment is None else moment
-                for action in self._on_completion:
-                    action(self._completed)
+            if self._completed is not None:
+                return
+            self._completed = perf_counter() if moment is None else moment
+            if not self._on_completion:
+                return
+            self._callbacks_done, self._callback_thread = Event(), get_ident()
+        try:
+            for action in self._on_completion:
+                action(self._completed)
+        finally:
+            self._callbacks_done.set()
+
+    def _await_callbacks(self) -> None:
+        """Wait until the callbacks have run, unless one of them is asking."""
+        if self._callbacks_done is not None and self._callback_thread != get_ident():
+            self._callbacks_done.wait()
 
     @abstractmethod
     def _block(self) -> None:
@@ -123,8 +138,9 @@ class CombinedWork(Work):
         with self._completing:
             self._last = max(self._last, moment)
             self._incomplete -= 1
-            if self._incomplete == 0:
-                self._complete(self._last)
+            is_last = self._incomplete == 0
+        if is_last:
+            self._complete(self._last)
 
     def _block(self) -> None:
         for part in self._parts:
