@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import selectors
 import socket
 from collections.abc import Iterator
 from threading import Event
@@ -94,15 +96,98 @@ def test_a_stranger_is_disconnected(server: Server) -> None:
     assert not lost.is_set()
 
 
-def test_two_ends_that_run_do_not_lose_each_other(server: Server) -> None:
-    _, address, lost = server
-    lost_there = Event()
-    with Heartbeats(timeout_seconds=1.0) as worker:
-        worker.connect(address, own_number=3, number=0, limit_seconds=LIMIT_SECONDS)
-        worker.when_lost(0, lost_there.set)
-        worker.start()
-        assert not lost_there.wait(4.0)
-    assert not lost.wait(2.0)
+class Ends:
+    """A server and a worker on one clock, which both send beats only when the test lets them."""
+
+    def __init__(self, server: Heartbeats, worker: Heartbeats) -> None:
+        self.server, self.worker = server, worker
+        self.lost_by: list[str] = []
+
+
+@pytest.fixture
+def clock() -> list[float]:
+    """The time, which the test changes."""
+    return [100.0]
+
+
+@pytest.fixture
+def ends(clock: list[float]) -> Iterator[Ends]:
+    now = lambda: clock[0]  # noqa: E731
+    with Heartbeats(5.0, now) as server, Heartbeats(5.0, now) as worker:
+        ends = Ends(server, worker)
+        server.when_lost(3, lambda: ends.lost_by.append("server"))
+        worker.when_lost(0, lambda: ends.lost_by.append("worker"))
+        worker.connect(server.listen("127.0.0.1"), 3, number=0, limit_seconds=LIMIT_SECONDS)
+        while not any(line.number == 3 for line in server._lines):
+            server.run_once()
+        yield ends
+
+
+def test_two_ends_that_run_do_not_lose_each_other(clock: list[float], ends: Ends) -> None:
+    for _ in range(20):
+        clock[0] += 1.0
+        ends.server.run_once()
+        ends.worker.run_once()
+    assert ends.lost_by == []
+
+
+def test_an_end_that_does_not_run_is_lost_by_the_other(clock: list[float], ends: Ends) -> None:
+    for _ in range(20):
+        clock[0] += 1.0
+        ends.server.run_once()
+    assert ends.lost_by == ["server"]
+
+
+def test_an_error_in_a_loss_action_does_not_end_the_heartbeats(
+    clock: list[float], ends: Ends, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise AttributeError("gone")
+
+    ends.server.when_lost(3, fail)
+    for _ in range(20):
+        clock[0] += 1.0
+        ends.server.run_once()
+    assert "heartbeats: handling a lost peer failed" in capsys.readouterr().err
+
+
+class NoFilesLeft:
+    """Stands for a listener whose `accept` fails as long as too many files are open."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self.accepts = 0
+
+    def fileno(self) -> int:
+        return self._listener.fileno()
+
+    def accept(self) -> tuple[socket.socket, object]:
+        self.accepts += 1
+        raise OSError(errno.EMFILE, "too many open files")
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def test_accept_is_retried_at_the_next_beat_when_files_run_out(clock: list[float]) -> None:
+    with Heartbeats(5.0, lambda: clock[0]) as server:
+        address = server.listen("127.0.0.1")
+        server.run_once()
+        listener = server._listener
+        assert listener is not None
+        full = NoFilesLeft(listener)
+        server._selector.unregister(listener)
+        server._listener = full  # type: ignore[assignment]  # it has what is used of a socket
+        server._selector.register(full, selectors.EVENT_READ)
+        with hello(address):
+            server.run_once()
+            clock[0] += 0.999
+            server.run_once()
+            assert full.accepts == 1
+            clock[0] += 0.001
+            server.run_once()
+            server.run_once()
+            assert full.accepts == 2
 
 
 def test_a_loss_before_somebody_asks_is_told_when_they_do(server: Server) -> None:

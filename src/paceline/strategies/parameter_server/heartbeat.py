@@ -17,11 +17,14 @@ import secrets
 import selectors
 import socket
 import struct
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock, Thread
 from time import monotonic
 from typing import Self
+
+from paceline.errors import error_line
 
 BEATS_PER_TIMEOUT = 5
 LONGEST_INTERVAL_SECONDS = 5.0
@@ -90,7 +93,9 @@ class Address:
 class Heartbeats:
     """One process's end of its heartbeat connections, served by one thread."""
 
-    def __init__(self, timeout_seconds: float) -> None:
+    def __init__(self, timeout_seconds: float, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._next_beat = clock()
         self._timeout_seconds = timeout_seconds
         self._interval = min(timeout_seconds / BEATS_PER_TIMEOUT, LONGEST_INTERVAL_SECONDS)
         self._lines: list[_Line] = []
@@ -101,6 +106,7 @@ class Heartbeats:
         self._waker, self._wake = socket.socketpair()
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._listener: socket.socket | None = None
+        self._is_listening = False
         self._token = b""
         self._is_closing = False
         self._thread = Thread(target=self._run, name="paceline-heartbeats", daemon=True)
@@ -110,7 +116,7 @@ class Heartbeats:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=4096)
         self._listener.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._resume_listening()
         self._token = secrets.token_bytes(TOKEN_BYTES)
         return Address(host, int(self._listener.getsockname()[1]), self._token.hex())
 
@@ -154,28 +160,48 @@ class Heartbeats:
 
     def _add(self, connection: socket.socket, number: int | None) -> None:
         connection.setblocking(False)
-        silence = Silence(self._timeout_seconds, self._interval, monotonic())
+        silence = Silence(self._timeout_seconds, self._interval, self._clock())
         line = _Line(connection, silence, number)
         self._lines.append(line)
         self._selector.register(connection, selectors.EVENT_READ, line)
 
     def _run(self) -> None:
-        next_beat = monotonic()
         while not self._is_closing:
-            for key, _ in self._selector.select(max(0.0, next_beat - monotonic())):
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif isinstance(key.data, _Line):
-                    self._read(key.data)
-            if monotonic() >= next_beat:
-                self._send(BEAT)
-                self._look()
-                next_beat = monotonic() + self._interval
+            self.run_once()
+
+    def run_once(self) -> None:
+        """Read what arrives until something does or a beat is due, and send the beat if it is.
+
+        The thread of `start` repeats this.
+        """
+        for key, _ in self._selector.select(max(0.0, self._next_beat - self._clock())):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif isinstance(key.data, _Line):
+                self._read(key.data)
+        if self._clock() >= self._next_beat:
+            self._resume_listening()
+            self._send(BEAT)
+            self._look()
+            self._next_beat = self._clock() + self._interval
 
     def _accept(self) -> None:
         assert self._listener is not None
-        with contextlib.suppress(OSError):
-            self._add(self._listener.accept()[0], None)
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError:
+            # Such as too many open files: until the next beat, since `select` would return at once.
+            self._selector.unregister(self._listener)
+            self._is_listening = False
+            return
+        self._add(connection, None)
+
+    def _resume_listening(self) -> None:
+        if self._listener is not None and not self._is_listening:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._is_listening = True
 
     def _read(self, line: _Line) -> None:
         try:
@@ -217,12 +243,12 @@ class Heartbeats:
     def _send(self, message: bytes) -> None:
         for line in self._lines:
             if line.number is not None and line.is_open:
-                # What cannot be sent is missed by the peer, which is all that it needs to know.
+                # If a beat cannot be sent, the peer notices the silence.
                 with contextlib.suppress(OSError):
                     line.connection.send(message)
 
     def _look(self) -> None:
-        now = monotonic()
+        now = self._clock()
         silent = [line for line in self._lines if line.silence.is_too_long(now)]
         for line in silent:
             self._forget(line)
@@ -232,4 +258,11 @@ class Heartbeats:
                 self._lost.add(line.number)
                 action = self._when_lost.get(line.number)
             if action is not None:
-                action()
+                self._act(action)
+
+    def _act(self, action: Callable[[], None]) -> None:
+        """An error in it must not end the heartbeats with all other peers."""
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - nobody waits for this thread
+            sys.stderr.write(f"heartbeats: handling a lost peer failed: {error_line(error)}\n")
