@@ -2,11 +2,13 @@
 
 As in torch, messages inside a group use the communicator of all ranks, and single messages one of
 the two ranks. A communicator starts to work once all of its ranks have created their part of it.
+The groups of a rank run one after the other, as on a stream: a message is delivered when both of
+its ranks have come to it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from threading import Lock
 
@@ -19,6 +21,22 @@ GPU = torch.device("meta")
 Members = frozenset[int]
 
 
+@dataclass(frozen=True)
+class _Message:
+    members: Members
+    sender: int
+    receiver: int
+    number: int
+    """Of those on this route."""
+
+
+@dataclass(eq=False)
+class _Group:
+    """Messages that a rank starts together."""
+
+    waiting: set[_Message]
+
+
 @dataclass
 class FakeNetwork:
     """What the fake backends of all ranks share."""
@@ -26,37 +44,57 @@ class FakeNetwork:
     world_size: int
     lock: Lock = field(default_factory=Lock)
     created: dict[Members, set[int]] = field(default_factory=dict)
-    sent: Counter[tuple[Members, int, int]] = field(default_factory=Counter)
-    received: Counter[tuple[Members, int, int]] = field(default_factory=Counter)
+    started: Counter[tuple[int, Members, int, int]] = field(default_factory=Counter)
+    """Messages by the rank that started its half, and by route."""
+    streams: dict[int, deque[_Group]] = field(default_factory=dict)
+    """The groups of each rank that have not ended, in the order in which they were started."""
 
     def create(self, members: Members, rank: int) -> None:
         with self.lock:
             self.created.setdefault(members, set()).add(rank)
 
+    def message(self, rank: int, members: Members, sender: int, receiver: int) -> _Message:
+        with self.lock:
+            route = (rank, members, sender, receiver)
+            number = self.started[route]
+            self.started[route] += 1
+            return _Message(members, sender, receiver, number)
 
-@dataclass(frozen=True)
-class _Message:
-    members: Members
-    sender: int
-    receiver: int
-    number: int
-    is_sent_here: bool
+    def start(self, rank: int, messages: list[_Message]) -> _Group:
+        group = _Group(set(messages))
+        with self.lock:
+            self.streams.setdefault(rank, deque()).append(group)
+        return group
+
+    def is_completed(self, group: _Group) -> bool:
+        with self.lock:
+            while self._advance():
+                pass
+            return not group.waiting
+
+    def _advance(self) -> bool:
+        """Deliver what both ranks have come to; whether a stream moved."""
+        heads = {rank: stream[0] for rank, stream in self.streams.items() if stream}
+        for group in heads.values():
+            for message in list(group.waiting):
+                both = [heads.get(message.sender), heads.get(message.receiver)]
+                is_ready = self.created[message.members] == set(message.members)
+                if is_ready and all(each and message in each.waiting for each in both):
+                    for each in both:
+                        assert each is not None
+                        each.waiting.discard(message)
+        ended = [rank for rank, group in heads.items() if not group.waiting]
+        for rank in ended:
+            self.streams[rank].popleft()
+        return bool(ended)
 
 
 class FakeHandle:
-    def __init__(self, network: FakeNetwork, messages: list[_Message]) -> None:
-        self._network, self._messages = network, messages
+    def __init__(self, network: FakeNetwork, group: _Group) -> None:
+        self._network, self._group = network, group
 
     def is_completed(self) -> bool:
-        with self._network.lock:
-            return all(self._is_matched(message) for message in self._messages)
-
-    def _is_matched(self, message: _Message) -> bool:
-        network = self._network
-        partners = network.received if message.is_sent_here else network.sent
-        route = (message.members, message.sender, message.receiver)
-        is_ready = network.created[message.members] == set(message.members)
-        return is_ready and partners[route] > message.number
+        return self._network.is_completed(self._group)
 
     def wait(self) -> None:
         return
@@ -77,27 +115,24 @@ class FakeNccl:
     def _end_coalescing(self) -> FakeHandle:
         messages, self._group = self._group, None
         assert messages, "torch gives no handle for a group of nothing"
-        return FakeHandle(self._network, messages)
+        return FakeHandle(self._network, self._network.start(self._rank, messages))
 
-    def send(self, tensors: list[Tensor], to: int, _tag: int) -> FakeHandle:
+    def send(self, tensors: list[Tensor], to: int, _tag: int) -> FakeHandle | None:
         return self._message(tensors, self._rank, to)
 
-    def recv(self, tensors: list[Tensor], source: int, _tag: int) -> FakeHandle:
+    def recv(self, tensors: list[Tensor], source: int, _tag: int) -> FakeHandle | None:
         return self._message(tensors, source, self._rank)
 
-    def _message(self, tensors: list[Tensor], sender: int, receiver: int) -> FakeHandle:
+    def _message(self, tensors: list[Tensor], sender: int, receiver: int) -> FakeHandle | None:
         assert all(tensor.numel() > 0 for tensor in tensors)
-        network, is_sent_here = self._network, sender == self._rank
+        network, rank = self._network, self._rank
         members = frozenset((sender, receiver)) if self._group is None else self._everybody
-        network.create(members, self._rank)
-        with network.lock:
-            counts = network.sent if is_sent_here else network.received
-            route = (members, sender, receiver)
-            message = _Message(*route, counts[route], is_sent_here)
-            counts[route] += 1
-        if self._group is not None:
-            self._group.append(message)
-        return FakeHandle(network, [message])
+        network.create(members, rank)
+        message = network.message(rank, members, sender, receiver)
+        if self._group is None:
+            return FakeHandle(network, network.start(rank, [message]))
+        self._group.append(message)
+        return None
 
     def abort(self) -> None:
         return

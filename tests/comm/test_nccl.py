@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch does not list it
 
-from comm.fake_nccl import GPU, FakeNccl, FakeNetwork
+from comm.fake_nccl import GPU, FakeHandle, FakeNccl, FakeNetwork
 from paceline.comm import torch_distributed
 from paceline.comm.algorithms import ring
 from paceline.comm.communicator import Communicator
@@ -87,6 +87,45 @@ def test_a_send_matches_the_receiving_half_of_an_exchange(
             communicator.sendrecv(tensor, rank + 1, arriving, rank - 1, "control").wait()
 
     run_on_gpus(work)
+
+
+def connected_pair() -> list[FakeNccl]:
+    network = FakeNetwork(2)
+    pair = [FakeNccl(network, rank) for rank in range(2)]
+    for nccl in pair:
+        nccl.eager_connect_single_device(GPU)
+    return pair
+
+
+def exchange(order: Sequence[str], nccl: FakeNccl, peer: int) -> list[FakeHandle]:
+    """A send and a receive, each in a group of its own."""
+    return [
+        start_nccl_messages(nccl, **{half: (torch.empty(3, device=GPU), peer)}) for half in order
+    ]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "finishes"),
+    [
+        (("send", "recv"), ("recv", "send"), True),
+        (("send", "recv"), ("send", "recv"), False),
+        (("recv", "send"), ("recv", "send"), False),
+    ],
+)
+def test_two_ranks_that_send_to_each_other_start_in_opposite_orders(
+    first: Sequence[str], second: Sequence[str], finishes: bool
+) -> None:
+    """The rule for `Communicator.send` on GPUs, as far as the stand-in can tell."""
+    zero, one = connected_pair()
+    handles = exchange(first, zero, 1) + exchange(second, one, 0)
+    assert all(handle.is_completed() for handle in handles) == finishes
+
+
+def test_an_error_in_a_group_is_not_hidden_by_the_end_of_the_group() -> None:
+    """The stand-in, like torch, refuses to end a group of nothing."""
+    zero, _ = connected_pair()
+    with pytest.raises(IndexError):
+        start_nccl_messages(zero, recv=cast("Any", (torch.empty(3, device=GPU),)))
 
 
 class _RecordedNccl:

@@ -134,9 +134,12 @@ def start_nccl_messages(
             nccl.recv([recv[0]], recv[1], 0)
         if send is not None:
             nccl.send([send[0]], send[1], 0)
-    finally:
-        handle = nccl._end_coalescing()
-    return handle
+    except BaseException:
+        # What went wrong first is the cause; closing the group may fail because of it.
+        with suppress(Exception):
+            nccl._end_coalescing()
+        raise
+    return nccl._end_coalescing()
 
 
 def attempt(operation: OperationContext, seconds: float, action: Callable[[], T]) -> T:
