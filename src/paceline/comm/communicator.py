@@ -117,11 +117,15 @@ class Communicator(ABC):
 
     @abstractmethod
     def send(self, tensor: Tensor, to: int, kind: str) -> Work:
-        """Send a tensor to one rank, which receives one of the same dtype and size."""
+        """Send a tensor to one rank, which receives one of the same dtype and size.
+
+        On GPUs, messages may run one after the other in the order in which a rank starts them. So
+        two ranks that send to each other start in opposite orders, or use `sendrecv`.
+        """
 
     @abstractmethod
     def recv(self, tensor: Tensor, source: int, kind: str) -> Work:
-        """Receive into a tensor what `source` sends to this rank."""
+        """Receive into a tensor what `source` sends to this rank; for the order, see `send`."""
 
     def sendrecv(self, outgoing: Tensor, to: int, incoming: Tensor, source: int, kind: str) -> Work:
         """Send to one rank and receive from one at the same time: what rings are made of."""
@@ -203,6 +207,11 @@ class Communicator(ABC):
             raise ValueError(f"rank {self.rank} of {self.world_size} has no peer {peer}")
 
 
+def no_answer(seconds: float) -> str:
+    """The cause of a failure, where a peer was silent for its timeout."""
+    return f"no answer within the timeout of {seconds:g} s"
+
+
 @dataclass(frozen=True, slots=True)
 class OperationContext:
     """Who does what with whom, for the one line that an error has."""
@@ -213,7 +222,7 @@ class OperationContext:
     peers: tuple[int, ...]
 
     def timed_out(self, seconds: float) -> PeerError:
-        return self.failed(f"no answer within the timeout of {seconds:g} s")
+        return self.failed(no_answer(seconds))
 
     def failed(self, cause: str) -> PeerError:
         return PeerError(f"rank {self.rank}: {self.name} {format_ranks(self.peers)}: {cause}")

@@ -23,7 +23,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch lists onl
     Store,
 )
 
-from paceline.comm.communicator import Communicator
+from paceline.comm.communicator import Communicator, no_answer
 from paceline.comm.rank_info import RankInfo
 from paceline.comm.rendezvous import Rendezvous
 from paceline.config import RunConfig, from_record
@@ -91,7 +91,7 @@ def serve(config: RunConfig, place: RankInfo) -> None:
         strategy.serve(number, workers, lambda weights: build_optimizer(config, [weights]))
         for rank, pair in enumerate(workers):
             if pair.silent_seconds is not None:
-                cause = f"server {number}: rank {rank}: no answer within {pair.silent_seconds:g} s"
+                cause = f"server {number}: rank {rank}: {no_answer(pair.silent_seconds)}"
                 raise LostWorkerError(cause, pair.lost_at)
 
 
