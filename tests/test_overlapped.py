@@ -21,7 +21,7 @@ from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.measure import timeline as timeline_module
 from paceline.measure.phase_clock import clock_for
 from paceline.measure.timeline import GpuTimeline, Moment, Timeline, timeline_of
-from paceline.strategies.ddp import Ddp
+from paceline.strategies.ddp import Ddp, ExchangeMeter
 from paceline.strategies.gradient_averaging import seconds_under_way
 from paceline.strategies.options import create_strategy
 from paceline.strategies.replica import Replica
@@ -143,7 +143,8 @@ def ddp_over_nccl(communicator: Communicator) -> dict[str, Any]:
     strategy = Ddp(bucket_mib=1e-6)
     strategy.setup(replica)
     strategy._uses_nccl = True
-    strategy._timeline = strategy._underway._timeline = ScriptedTimeline(THREE_STEPS)
+    strategy._timeline = ScriptedTimeline(THREE_STEPS)
+    strategy._meter = ExchangeMeter(replica, strategy._timeline, is_nccl=True)
     strategy._group = EnqueuingGroup(strategy._group)
     noted = []
     for _ in range(3):

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch does not list it
 
+import toy_replicas as toy
+from paceline.comm import torch_distributed
 from paceline.comm.communicator import Communicator
 from paceline.comm.process_groups import high_priority_threads
 from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.errors import PeerError
+from paceline.measure.traffic import Traffic
+from paceline.strategies.ddp import Ddp
+from paceline.strategies.parameter_server.connection import Pair
 from worker_pool import WorkerPool
 
 
@@ -97,6 +106,75 @@ def close_twice(communicator: Communicator) -> bool:
 
 def test_closing_gives_the_default_group_back_and_may_be_repeated(pool: WorkerPool) -> None:
     assert pool.run(2, close_twice, fresh=True) == [True, True]
+
+
+@pytest.fixture
+def pair() -> Iterator[list[Pair]]:
+    """Both ends of a connection between a worker and a server, in this process."""
+    store = HashStore()
+
+    def make(rank: int) -> Pair:
+        return Pair(store, rank, 2, address="127.0.0.1", timeout_seconds=10.0)
+
+    with ThreadPoolExecutor(2) as threads:
+        ends = list(threads.map(make, range(2)))
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def test_a_second_thread_that_closes_meanwhile_has_nothing_left_to_do(
+    pair: list[Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the heartbeats and a server's thread do when a peer is lost."""
+    aborted = []
+
+    def abort(gloo: object, peers: object) -> None:
+        aborted.append(gloo)
+        if len(aborted) == 1:
+            pair[0].close()
+
+    monkeypatch.setattr(torch_distributed, "abort_gloo", abort)
+    pair[0].close()
+    assert len(aborted) == 1
+    assert aborted[0] is not None
+
+
+def test_an_operation_on_a_closed_communicator_says_so(pair: list[Pair]) -> None:
+    pair[0].close()
+    with pytest.raises(PeerError, match="rank 0: send to rank 1: this communicator is closed"):
+        pair[0].send(torch.ones(3), 1, "control")
+
+
+def test_a_programming_error_is_not_taken_for_a_closed_communicator(
+    pair: list[Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair[0], "_gloo", SimpleNamespace())
+    with pytest.raises(AttributeError):
+        pair[0].send(torch.ones(3), 1, "control")
+
+
+def traffic_seconds_added(communicator: Communicator, codec: str) -> int:
+    """How many steps of ddp add seconds, where gradients are on a GPU of this worker alone.
+
+    The CPU stands for that GPU.
+    """
+    assert isinstance(communicator, TorchCommunicator)
+    added: list[float] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchCommunicator, "gpu", torch.device("cpu"))
+        patch.setattr(Traffic, "add_seconds", lambda *_: added.append(1.0))
+        strategy = Ddp(codec=codec)
+        strategy.setup(toy.replica(communicator, toy.sgd()))
+        toy.train(strategy, range(3))
+        strategy.finish()
+    return len(added)
+
+
+@pytest.mark.parametrize(("codec", "steps"), [("none", 3), ("bf16", 0)])
+def test_ddp_times_only_what_nccl_transfers(pool: WorkerPool, codec: str, steps: int) -> None:
+    """With a codec, the communicator of the background thread has timed the transfers already."""
+    assert pool.run(2, traffic_seconds_added, codec, fresh=True) == [steps, steps]
 
 
 @pytest.mark.gpu

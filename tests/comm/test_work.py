@@ -52,9 +52,8 @@ def test_a_callback_may_wait_for_another_thread_that_uses_the_work(is_combined: 
 
     def callback(_: float) -> None:
         added = Event()
-        other = Thread(target=lambda: (work.add_done_callback(lambda _: None), added.set()))
-        other.daemon = True
-        other.start()
+        register = lambda: work.add_done_callback(lambda _: added.set())  # noqa: E731
+        Thread(target=register, daemon=True).start()
         answers.append(added.wait(2.0))
 
     work.add_done_callback(callback)

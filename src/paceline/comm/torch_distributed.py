@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from threading import Lock
 from typing import Any, Self
 
 import torch
@@ -64,8 +65,18 @@ def connect(
     )
 
 
+class _ClosedError(Exception):
+    """The communicator was closed, here or by another thread, before the operation started."""
+
+
 class TorchCommunicator(ComposedCommunicator):
-    """Made by `connect`."""
+    """Made by `connect`.
+
+    Each one has its own gloo and NCCL connections, and so have those made by `dup` and `subgroup`.
+    NCCL connects when the communicator is made, not on first use: then only the ranks with
+    something to send would take part (process_groups.py). That costs GPU memory and some time for
+    each communicator, even one that only carries tensors in main memory.
+    """
 
     def __init__(
         self,
@@ -83,6 +94,7 @@ class TorchCommunicator(ComposedCommunicator):
         self._store, self._address, self._gpu = store, address, gpu
         self._forks = 0
         self._made_default_group = False
+        self._closing = Lock()
         connecting = self.operation("connect to", self.peers)
         self._gloo: Any = attempt(
             connecting,
@@ -113,8 +125,8 @@ class TorchCommunicator(ComposedCommunicator):
 
         def start() -> Any:
             if flat.device != CPU:
-                return start_nccl_messages(self._nccl, send=(flat, to))
-            return self._gloo.send([flat], to, 0)
+                return start_nccl_messages(self._backend(flat.device), send=(flat, to))
+            return self._backend(CPU).send([flat], to, 0)
 
         operation = self.operation("send to", (to,))
         return self._start(operation, transfer, flat.device, start, GlooPointToPointWork)
@@ -128,8 +140,10 @@ class TorchCommunicator(ComposedCommunicator):
 
         def start() -> Any:
             if staged.flat.device != CPU:
-                return start_nccl_messages(self._nccl, recv=(staged.flat, source))
-            return self._gloo.recv([staged.flat], source, 0)
+                return start_nccl_messages(
+                    self._backend(staged.flat.device), recv=(staged.flat, source)
+                )
+            return self._backend(CPU).recv([staged.flat], source, 0)
 
         operation = self.operation("recv from", (source,))
         work = self._start(operation, transfer, staged.flat.device, start, GlooPointToPointWork)
@@ -147,7 +161,9 @@ class TorchCommunicator(ComposedCommunicator):
 
         def start() -> Any:
             return start_nccl_messages(
-                self._nccl, send=(sending.flat, to), recv=(receiving.flat, source)
+                self._backend(sending.flat.device),
+                send=(sending.flat, to),
+                recv=(receiving.flat, source),
             )
 
         operation = self.operation("exchange with", sorted({to, source}))
@@ -177,7 +193,7 @@ class TorchCommunicator(ComposedCommunicator):
 
         def start(flat: Tensor) -> Any:
             own = chunk(flat, self.world_size, self.rank)
-            return self._nccl._reduce_scatter_base(own, flat)
+            return self._backend(flat.device)._reduce_scatter_base(own, flat)
 
         counts = communicator.reduce_scatter(tensor, self.rank, self.world_size)
         return self._collective("reduce_scatter with", tensor, kind, start, counts)
@@ -258,11 +274,14 @@ class TorchCommunicator(ComposedCommunicator):
     def _disconnect(self) -> None:
         if self._made_default_group and dist.is_initialized():
             dist.destroy_process_group()
-        if self._nccl is not None:
-            self._nccl.abort()
-        if self._gloo is not None:
-            abort_gloo(self._gloo, self.peers)
-        self._nccl = self._gloo = None
+        # Taken once, since another thread may close the communicator at the same time.
+        with self._closing:
+            nccl, gloo = self._nccl, self._gloo
+            self._nccl = self._gloo = None
+        if nccl is not None:
+            nccl.abort()
+        if gloo is not None:
+            abort_gloo(gloo, self.peers)
 
     def _collective(
         self,
@@ -296,9 +315,10 @@ class TorchCommunicator(ComposedCommunicator):
         failure, and the connections with it.
         """
         try:
-            if self._gloo is None:
-                raise operation.failed("this communicator is closed")
             handle = attempt(operation, self.timeout_seconds, action)
+        except _ClosedError:
+            self.traffic.end(transfer)
+            raise operation.failed("this communicator is closed") from None
         except BaseException:
             self.traffic.end(transfer)
             raise
@@ -310,7 +330,10 @@ class TorchCommunicator(ComposedCommunicator):
         return self.track_transfer(work, transfer)
 
     def _backend(self, device: torch.device) -> Any:
-        return self._gloo if device == CPU else self._nccl
+        backend = self._gloo if device == CPU else self._nccl
+        if backend is None:
+            raise _ClosedError
+        return backend
 
     def _device(self, tensor: Tensor) -> torch.device:
         """Where a tensor must be to be sent."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from paceline.comm.communicator import OperationContext
+from paceline.comm.communicator import OperationContext, no_answer
 from paceline.comm.process_groups import GlooPointToPointWork, GlooWork
 from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.comm.work import Work
@@ -46,11 +46,7 @@ class Pair(TorchCommunicator):
         action: Callable[[], Any],
         gloo_work: type[GlooPointToPointWork] | type[GlooWork] = GlooWork,
     ) -> Work:
-        try:
-            return super()._start(operation, transfer, device, action, _PatientTransfer)
-        except AttributeError:
-            # It was closed by another thread just now.
-            raise operation.failed("this communicator is closed") from None
+        return super()._start(operation, transfer, device, action, _PatientTransfer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +56,7 @@ class _Operation(OperationContext):
     def failed(self, cause: str) -> PeerError:
         silent_seconds = self.pair.silent_seconds
         if silent_seconds is not None:
-            cause = f"no answer within {silent_seconds:g} s"
+            cause = no_answer(silent_seconds)
         return OperationContext.failed(self, cause)
 
 
