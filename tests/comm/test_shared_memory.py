@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from stat import S_IMODE
@@ -276,6 +276,38 @@ def poll_after_a_stop(communicator: Communicator) -> str:
 def test_an_operation_with_a_silent_peer_is_done_after_the_timeout(pool: WorkerPool) -> None:
     said = pool.run(2, poll_after_a_stop, fresh=True, timeout_seconds=1.0)[0]
     assert said == "rank 0: all_reduce with rank 1: no answer within the timeout of 1 s"
+
+
+def searches_while_polling(communicator: Communicator) -> int:
+    """How often 200 polls at two moments look for peers that are gone."""
+    with shared_memory.connect(communicator) as team:
+        if team.rank == 1:
+            communicator.barrier().wait()
+            team.barrier().wait()
+            return 0
+        work = team.barrier()
+        now = [1000.0]
+        searches: list[float] = []
+        find_gone = team._bells.gone
+
+        def gone() -> tuple[Sequence[int], Sequence[int]]:
+            searches.append(now[0])
+            return find_gone()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shared_memory, "monotonic", lambda: now[0])
+            patch.setattr(team._bells, "gone", gone)
+            for _ in range(2):
+                now[0] += 1.0
+                for _ in range(100):
+                    assert not work.is_completed()
+        communicator.barrier().wait()
+        work.wait()
+        return len(searches)
+
+
+def test_polling_does_not_look_for_lost_peers_every_time(pool: WorkerPool) -> None:
+    assert pool.run(2, searches_while_polling, fresh=True)[0] == 2
 
 
 def poll_a_closed_connection(communicator: Communicator) -> str:

@@ -55,6 +55,9 @@ MOST_SLOTS_BYTES = 32 * 2**20
 
 MOST_CORES = 4096
 
+SEARCH_SECONDS = 0.005
+"""The least time between two searches for peers that are gone, which read all their states."""
+
 CPU = torch.device("cpu")
 
 
@@ -98,6 +101,8 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         self._failure: PeerError | None = None
         self._silent_since: float | None = None
         """When an operation was first asked about and nothing moved; nothing has moved since."""
+        self._searched = 0.0
+        """When `is_settled` last looked for peers that are gone."""
         self._is_closed = False
         others.barrier().wait()
         self._bells.watch_over_peers()
@@ -253,7 +258,9 @@ class SharedMemoryCommunicator(ComposedCommunicator):
             now = monotonic()
             if self._silent_since is None:
                 self._silent_since = now
-            self._failure = self._find_failure(work.operation, now - self._silent_since)
+            if now - self._searched >= SEARCH_SECONDS:
+                self._searched = now
+                self._failure = self._find_failure(work.operation, now - self._silent_since)
         return self._failure is not None
 
     def _find_failure(self, operation: OperationContext, silent_seconds: float) -> PeerError | None:
