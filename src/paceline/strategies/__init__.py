@@ -65,7 +65,7 @@ STRATEGIES.register(
     "easgd", "paceline.strategies.easgd:Easgd", "steps of one's own, on a spring to a common centre"
 )
 STRATEGIES.register(
-    "sharded", "paceline.strategies.sharded:Sharded", "optimiser state split over the workers"
+    "sharded", "paceline.strategies.sharded:Sharded", "optimizer state split over the workers"
 )
 STRATEGIES.register(
     "fsdp",

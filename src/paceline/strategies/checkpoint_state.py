@@ -1,4 +1,4 @@
-"""Optimiser state in parts and as a whole: how checkpoints come to fit any number of workers.
+"""Optimizer state in parts and as a whole: how checkpoints come to fit any number of workers.
 
 A state holds tensors as large as the weight, and scalars such as the number of steps.
 """
@@ -18,7 +18,7 @@ from paceline.comm.objects import gather_bytes, gather_json
 KIND = "parameters"
 
 SCALARS = ("step", "eta", "mu", "mu_product")
-"""What torch's optimisers keep once for a whole weight."""
+"""What torch's optimizers keep once for a whole weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class PieceState:
     begin: int
     """The first element, in the order of the weight's memory."""
     values: dict[str, Any]
-    """What the optimiser keeps; tensors of elements are flat."""
+    """What the optimizer keeps; tensors of elements are flat."""
 
 
 def gather(

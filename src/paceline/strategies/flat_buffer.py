@@ -1,6 +1,6 @@
-"""One tensor with room for something beside each weight, cut into chunks that suit optimisers.
+"""One tensor with room for something beside each weight, cut into chunks that suit optimizers.
 
-The vector loops of fused optimisers leave the last elements of a tensor to a scalar loop, which
+The vector loops of fused optimizers leave the last elements of a tensor to a scalar loop, which
 rounds differently. Here weights begin, and chunks end, at multiples of a whole vector; so an
 element is treated alike in a worker's chunk and in the weight as a whole, and the update of a chunk
 is bit for bit that part of the update of everything. Chunks of equal size are also what the
@@ -43,7 +43,7 @@ class AlignedMemory:
             elements = padded_bytes(sizes, workers) // element_bytes
             memory = torch.zeros(elements, dtype=first.dtype, device=first.device)
         self.tensor = memory
-        # Strides are kept, since fused optimisers walk weights and gradients in memory order.
+        # Strides are kept, since fused optimizers walk weights and gradients in memory order.
         self.views = [
             self.tensor[offset:].as_strided(weight.shape, weight.stride())
             for offset, weight in zip(self.offsets, weights, strict=True)
@@ -73,7 +73,7 @@ def _round_up(number: int, multiple: int) -> int:
 class FlatGradients:
     """Owns the memory of the gradients of some weights; `weight.grad` is a view of it.
 
-    The backward pass adds into the views, an all-reduce works on the whole, and the optimiser reads
+    The backward pass adds into the views, an all-reduce works on the whole, and the optimizer reads
     the views again: nothing is gathered or scattered.
     """
 
@@ -92,7 +92,7 @@ class FlatGradients:
         self.parts = self.tensor.split(sizes)
         """Each weight's gradient, flat and in the order of its memory."""
         for weight, part in zip(self.weights, self.parts, strict=True):
-            # The strides of the weight, since fused optimisers walk both in memory order.
+            # The strides of the weight, since fused optimizers walk both in memory order.
             weight.grad = part.as_strided(weight.shape, weight.stride())
 
     def part(self, begin: int, end: int) -> Tensor:
@@ -127,7 +127,7 @@ class FlatWeights:
             weight.data = view
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """A tensor of the same layout, such as an optimiser's state, in the weights' shapes."""
+        """A tensor of the same layout, such as an optimizer's state, in the weights' shapes."""
         return [
             part.as_strided(weight.shape, weight.stride())
             for weight, part in zip(self._weights, flat.split(self._sizes), strict=True)

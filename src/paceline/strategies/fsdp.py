@@ -1,6 +1,6 @@
 """The collectives that fully_shard calls, counted and timed like all others.
 
-PyTorch's own fully_shard: weights, gradients and optimiser state split over the workers.
+PyTorch's own fully_shard: weights, gradients and optimizer state split over the workers.
 
 Between updates each worker has a part of every weight, 1 / workers of its rows. Block by block the
 weights are gathered for the forward pass, freed, gathered again for the backward pass, and the
@@ -168,7 +168,7 @@ class Fsdp(Strategy):
     def _follow(self, replica: Replica, trained: list[list[str]]) -> None:
         """Let the replica have the split weights in place of the whole ones, which are freed.
 
-        `trained` names the weights of each of the optimiser's groups.
+        `trained` names the weights of each of the optimizer's groups.
         """
         split = dict(self._model.named_parameters())
         for group, names in zip(replica.optimizer.param_groups, trained, strict=True):

@@ -177,10 +177,10 @@ class GradientAveraging(Strategy):
 
     def step(self) -> None:
         with self.replica.exposed_communication():
-            self._synchronise()
+            self._synchronize()
         self.replica.update()
 
-    def _synchronise(self) -> None:
+    def _synchronize(self) -> None:
         communicator, gradients = self.replica.communicator, self._gradients
         if self.flat:
             self.exchange.sum(communicator, "all", gradients.tensor, gradients.shapes)

@@ -1,6 +1,6 @@
 """Local SGD: every worker trains on its own, and now and then they take the mean.
 
-After each `every` steps weights and optimiser state (momentum, Adam's moments) become the mean over
+After each `every` steps weights and optimizer state (momentum, Adam's moments) become the mean over
 the workers, which costs one all-reduce instead of `every` of them. With `every=1` and SGD that is
 what averaging gradients gives, up to rounding, since an update of SGD is linear in the gradient.
 Lin, Stich, Patel and Jaggi, "Don't Use Large Mini-batches, Use Local SGD" (2018), advise to begin

@@ -5,7 +5,7 @@ The step of torch's fused SGD without the Python around it.
 For a small model on a CPU the kernel is the smaller part of `optimizer.step()`; the rest goes
 through every weight again to find what was there the step before. This keeps what was found. It
 runs the very same kernel on the same tensors, so the result is the same bit for bit; wherever
-anything is unusual it leaves the step to the optimiser."""
+anything is unusual it leaves the step to the optimizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.optim import optimizer as of_all
 def step_unless_overflown(scaler: torch.amp.GradScaler, step: FusedSgdStep) -> None:
     """Let the scaler step, or pass the step over where a gradient left fp16's range.
 
-    An optimiser without any state must have been unscaled before: when torch's fused SGD passes its
+    An optimizer without any state must have been unscaled before: when torch's fused SGD passes its
     first step over, it takes memory that nobody has filled for its momentum.
     """
     optimizer = step.optimizer
@@ -45,7 +45,7 @@ class FusedSgdStep:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._known: list[_Group] | None = None
-        """What the groups were like after the last step that the optimiser took itself."""
+        """What the groups were like after the last step that the optimizer took itself."""
         self._state: Any = None
 
     def __call__(self) -> None:
@@ -104,7 +104,7 @@ class _Group:
 
 
 def _groups(optimizer: Optimizer) -> list[_Group] | None:
-    """What is to be known of an optimiser's groups; None where it is not the usual one."""
+    """What is to be known of an optimizer's groups; None where it is not the usual one."""
     if type(optimizer) is not SGD:
         return None
     known = []

@@ -1,6 +1,6 @@
 """Model state between workers: the same beginning for all, and agreed batch-norm statistics.
 
-What one worker trains: its model, its optimiser, and how an update is applied to them."""
+What one worker trains: its model, its optimizer, and how an update is applied to them."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class Replica:
     def fill_missing_gradients(self) -> None:
         """Zeros for weights that had no part in the loss, as they get from a sum over workers.
 
-        Otherwise the optimiser would pass them over when one worker trains alone, and apply weight
+        Otherwise the optimizer would pass them over when one worker trains alone, and apply weight
         decay and momentum to them when several do.
         """
         for weight in self.trainable:
@@ -163,7 +163,7 @@ class Replica:
                 weight.grad = torch.zeros_like(weight)
 
     def update(self) -> None:
-        """Clip, apply the optimiser, and forget the gradients."""
+        """Clip, apply the optimizer, and forget the gradients."""
         self.clock.enter("update")
         if self.clip_norm is not None or not self.optimizer.state:
             self.scaler.unscale_(self.optimizer)

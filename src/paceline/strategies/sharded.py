@@ -1,12 +1,12 @@
-"""The part of the weights that one worker updates, with the optimiser's state of that part alone.
+"""The part of the weights that one worker updates, with the optimizer's state of that part alone.
 
-Its optimiser is of the same class as the replica's and follows its settings, learning rate
-included; the replica's own never steps and holds no state. Only optimisers that treat every element
+Its optimizer is of the same class as the replica's and follows its settings, learning rate
+included; the replica's own never steps and holds no state. Only optimizers that treat every element
 by itself give the same result for a part as for the whole.
 
-Optimiser state split over the workers (ZeRO, stages 1 and 2).
+Optimizer state split over the workers (ZeRO, stages 1 and 2).
 
-Every worker has all weights, and updates one chunk of them; so it needs the optimiser's state of
+Every worker has all weights, and updates one chunk of them; so it needs the optimizer's state of
 that chunk alone, a part of 1 / workers. All weights lie in one tensor, all gradients in another.
 After the backward pass a reduce-scatter leaves on each worker the sum of its own chunk of the
 gradients, the worker updates that chunk of the weights, and an all-gather hands the chunks around.
@@ -55,7 +55,7 @@ class ParameterShard:
     """Neighbouring elements of one weight."""
 
     weight: int
-    """Its number among the optimiser's weights."""
+    """Its number among the optimizer's weights."""
     begin: int
     """The first element, in the order of the weight's memory."""
     values: nn.Parameter
@@ -70,7 +70,7 @@ class ShardedOptimizer:
         pieces: list[ParameterShard],
         communicator: Communicator,
     ) -> None:
-        """`weights` are the optimiser's, in its order; `pieces`, what this worker has of them.
+        """`weights` are the optimizer's, in its order; `pieces`, what this worker has of them.
 
         The communicator connects the workers who have all pieces between them, each once.
         """
@@ -94,7 +94,7 @@ class ShardedOptimizer:
         self._step = FusedSgdStep(self.optimizer)
 
     def update(self) -> None:
-        """Clip by the norm of the whole gradient and apply the optimiser. Collective."""
+        """Clip by the norm of the whole gradient and apply the optimizer. Collective."""
         replica, scaler = self._replica, self._replica.scaler
         replica.clock.enter("update")
         for own, group in zip(
@@ -129,7 +129,7 @@ class ShardedOptimizer:
             torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
 
     def state(self) -> dict[str, Any]:
-        """As an optimiser of all weights has it, on rank 0; elsewhere no tensors. Collective."""
+        """As an optimizer of all weights has it, on rank 0; elsewhere no tensors. Collective."""
         settings = self._replica.optimizer.state_dict()["param_groups"]
         tensors = [
             checkpoint_state.PieceState(
@@ -146,7 +146,7 @@ class ShardedOptimizer:
         self._communicator = communicator
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take this worker's part of the state of an optimiser of all weights."""
+        """Take this worker's part of the state of an optimizer of all weights."""
         self._replica.optimizer.load_state_dict({**state, "state": {}})
         own = self.optimizer.state_dict()
         order = [values for group in self.optimizer.param_groups for values in group["params"]]
@@ -197,7 +197,7 @@ def check_shardable(optimizer: Optimizer, strategy: str) -> None:
         raise ConfigError(
             [
                 f"--strategy {strategy}: cannot split {type(optimizer).__name__}; it splits"
-                f" optimisers that treat every element by itself: {known}"
+                f" optimizers that treat every element by itself: {known}"
             ]
         )
     weights = optimizer_weights(optimizer)
@@ -206,7 +206,7 @@ def check_shardable(optimizer: Optimizer, strategy: str) -> None:
 
 
 def same_kind(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """A new optimiser of the same class and defaults."""
+    """A new optimizer of the same class and defaults."""
     accepted = inspect.signature(type(optimizer)).parameters
     defaults = {name: value for name, value in optimizer.defaults.items() if name in accepted}
     return type(optimizer)(groups, **defaults)

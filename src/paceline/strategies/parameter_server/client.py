@@ -95,7 +95,7 @@ class ServerClient:
             link.send_numbers(Request.FINISHED)
 
     def save(self) -> State:
-        """The state of one optimiser of all weights: flat tensors, counts."""
+        """The state of one optimizer of all weights: flat tensors, counts."""
         parts: list[State] = []
         for link, weights in zip(self._links, self._weights, strict=True):
             link.send_numbers(Request.SAVE)

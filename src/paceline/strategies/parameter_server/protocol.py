@@ -48,7 +48,7 @@ class Request(IntEnum):
     DONE = 5
     """What was claimed is part of the weights at all servers now. No answer."""
     SAVE = 6
-    """-> the optimiser's state: JSON, then its tensors."""
+    """-> the optimizer's state: JSON, then its tensors."""
     LOAD = 7
     """JSON, tensors -> an answer when they are there."""
     BARRIER = 8

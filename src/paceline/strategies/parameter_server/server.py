@@ -1,6 +1,6 @@
-"""What one server holds: a contiguous part of the flat weights, and the optimiser of that part.
+"""What one server holds: a contiguous part of the flat weights, and the optimizer of that part.
 
-SGD and Adam treat every element by itself, so the parts together do what one optimiser of all
+SGD and Adam treat every element by itself, so the parts together do what one optimizer of all
 weights does.
 
 A synchronous update on a server: all workers bring a gradient, the sum is applied once.
@@ -21,7 +21,7 @@ from paceline.strategies.parameter_server.protocol import DTYPES, Request, Serve
 from paceline.strategies.strategy import CALLS, AssignmentRequest, MakeOptimizer
 
 State = dict[str, Tensor | float | None]
-"""Of an optimiser, for one flat tensor: one like the weights, a count, or nothing yet."""
+"""Of an optimizer, for one flat tensor: one like the weights, a count, or nothing yet."""
 
 TENSOR = "tensor"
 """Stands for a tensor where a state is described."""

@@ -1,4 +1,4 @@
-"""Parameter servers: processes of their own hold the weights and the optimiser; workers ask them.
+"""Parameter servers: processes of their own hold the weights and the optimizer; workers ask them.
 
 With several servers each holds a contiguous shard of the flat weights. Three modes:
 
@@ -11,7 +11,7 @@ With several servers each holds a contiguous shard of the flat weights. Three mo
 Out of step, parts of batches go to whoever is free (server/dealer.py). Each push is an update with
 the mean gradient of its own samples, at the learning rate of its iteration times its share of the
 global batch: so as many samples move the weights as far as in `sync`, and weight decay is as
-strong, with any optimiser. Clipping is then by the norm of the worker's own mean gradient; in
+strong, with any optimizer. Clipping is then by the norm of the worker's own mean gradient; in
 `sync` by that of the sum, over all shards.
 
 An update from older weights overshoots sooner, most of all with momentum: a learning rate that is
@@ -176,7 +176,7 @@ class ParameterServer(Strategy):
         self._give_to_servers({name: self._flat(name, state["state"]) for name in names})
 
     def _flat(self, name: str, state: dict[int, dict[str, Any]]) -> Tensor | float | None:
-        """One value of an optimiser's state, of all weights together."""
+        """One value of an optimizer's state, of all weights together."""
         values = [state[number][name] for number in sorted(state)]
         if values[0] is None:
             return None
@@ -188,7 +188,7 @@ class ParameterServer(Strategy):
         return flat
 
     def _give_to_servers(self, optimizer_state: dict[str, Tensor | float | None]) -> None:
-        """The weights as they are here, and a state of the optimiser. Collective."""
+        """The weights as they are here, and a state of the optimizer. Collective."""
         if self.replica.communicator.rank == 0:
             self._servers.begin()
             self._servers.load(optimizer_state)

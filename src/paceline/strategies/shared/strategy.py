@@ -2,7 +2,7 @@
 
 Every worker's model reads the same weights. After the backward pass each worker deposits its
 gradients where the others can read them. Worker i sums chunk i of all of them and applies the
-optimiser to chunk i of the weights; its state of that chunk is the only one on the host. So the
+optimizer to chunk i of the weights; its state of that chunk is the only one on the host. So the
 update is done once instead of once a worker, weights and state take one worker's memory instead of
 everybody's, and a gradient is copied once at most: what a worker sums it reads where it lies.
 Large linear layers get by with less (factors.py). Small models have fewer chunks than workers,
