@@ -1,8 +1,9 @@
-"""The docs say what the program has: every command, every setting, every key."""
+"""The docs match the program: every command, setting, key, link and module path."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import tomllib
 from importlib import metadata
 from itertools import chain
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.cli import COMMANDS
-from paceline.cli.config_flags import config_page
+from paceline.cli import COMMANDS, _parse
+from paceline.cli.config_flags import config_page, given_flags
+from paceline.config import from_mapping
 from paceline.records import PHASES
 
 ROOT = Path(__file__).parent.parent
@@ -44,6 +46,78 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("*.md")))
+def test_links_to_headings_lead_somewhere(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^):#]*)#([^)]+)\)", page.read_text()):
+        file = page.parent / target if target else page
+        text = re.sub(r"```.*?```", "", file.read_text(), flags=re.S)
+        headings = re.findall(r"^#+ (.+)$", text, flags=re.M)
+        assert anchor in [heading_anchor(heading) for heading in headings], (target, anchor)
+
+
+def heading_anchor(heading: str) -> str:
+    """As GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def test_the_index_lists_every_page() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert pages <= set(re.findall(r"^\| \[[^]]+\]\(([\w-]+\.md)\) \|", index, flags=re.M))
+
+
+def test_the_glossary_is_in_alphabetical_order() -> None:
+    page = (ROOT / "docs" / "glossary.md").read_text()
+    terms = [term.lower() for term in re.findall(r"^\*\*(.+?)\.\*\*", page, flags=re.M)]
+    assert len(terms) > 50
+    assert terms == sorted(terms)
+
+
+def test_the_glossary_names_every_phase() -> None:
+    page = (ROOT / "docs" / "glossary.md").read_text()
+    entry = page[page.index("**phase names.**") :].split("\n\n")[0]
+    assert set(PHASES) == set(re.findall(r"`(\w+)`", entry))
+
+
+def test_every_make_target_is_described() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = re.search(r"^\.PHONY: (.+)$", makefile, flags=re.M)
+    assert targets is not None
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    assert re.findall(r"^\| `make (\w+)` \|", page, flags=re.M) == targets[1].split()
+
+
+def test_module_paths_in_the_docs_exist() -> None:
+    folders = ("src", "tests", "benchmarks", "examples")
+    files = chain(*((ROOT / folder).rglob("*.py") for folder in folders))
+    known = [path.relative_to(ROOT).as_posix() for path in files]
+    for page in (ROOT / "docs").glob("*.md"):
+        for path in re.findall(r"`([\w/]+/\w+\.py)`", page.read_text()):
+            assert any(name.endswith(f"/{path}") or name == path for name in known), path
+
+
+def commands(page: Path) -> list[str]:
+    """The complete paceline commands in the code blocks of a page, without what explains them."""
+    text = page.read_text().replace("\\\n", "")
+    lines = re.findall(r"^(?:    |taskset -c \S+ )?(paceline [a-z].*)$", text, flags=re.M)
+    cleaned = [re.split(r" {2,}| # ", re.sub(r" +--", " --", line))[0] for line in lines]
+    contenders = ("paceline shared", "paceline overlap")  # rows of the output in peers.md
+    return [line for line in cleaned if "..." not in line and line not in contenders]
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
+def test_the_program_accepts_the_commands_that_the_docs_show(page: Path) -> None:
+    for command in commands(page):
+        arguments = _parse(shlex.split(command)[1:])
+        if command.startswith("paceline train") and arguments.resume is None:
+            from_mapping(given_flags(arguments))
+
+
+def test_commands_are_found_in_the_docs() -> None:
+    assert "paceline comm" in commands(ROOT / "docs" / "communication.md")
+    assert len(commands(ROOT / "README.md")) > 8
 
 
 def test_every_phase_is_defined() -> None:
