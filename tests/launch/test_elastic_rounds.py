@@ -238,10 +238,10 @@ class Stopped:
     def __init__(self, code: int, ending: Termination) -> None:
         self._code, self._ending = code, ending
 
-    def wind_down(self, grace_seconds: float) -> dict[int, int | None]:
+    def terminate(self, grace_seconds: float) -> dict[int, int | None]:
         return {0: self._code}
 
-    def explain(self, codes: Any, interruptions: Any) -> Termination:
+    def termination(self, codes: Any, interruptions: Any) -> Termination:
         return self._ending
 
 
