@@ -127,6 +127,32 @@ def test_critical_values_are_those_of_the_tables(
     assert t_quantile(degrees, alpha) == pytest.approx(value, abs=0.0006)
 
 
+@pytest.mark.parametrize("repeats", [2, 3])
+def test_equal_repeats_are_no_proof_of_a_small_difference(repeats: int) -> None:
+    gap = difference([0.9] * repeats, [0.901] * repeats)
+    assert not gap.is_significant
+    assert gap.low < 0 < gap.high
+    assert difference([0.9] * repeats, [1.1] * repeats).is_significant
+
+
+def test_repeats_are_planned_from_no_smaller_a_spread_than_the_test_has() -> None:
+    planned = repeats_needed([1.0, 1.0], [1.001, 1.001], 0.001)
+    assert planned is not None
+    # By hand: 2 (1.96 + 0.84)^2 = 15.7, and one or two more as t is wider.
+    assert planned == pytest.approx(17, abs=1)
+
+
+@pytest.mark.parametrize("repeats", [2, 3, 5])
+def test_values_on_a_coarse_grid_are_rarely_called_different(repeats: int) -> None:
+    """Equal values are common on a grid, and with them samples without any spread."""
+    rng = random.Random(repeats)
+    false = 0
+    for _ in range(TRIALS):
+        drawn = [[1 + round(rng.gauss(0, 0.001), 3) for _ in range(repeats)] for _ in range(2)]
+        false += difference(*drawn).is_significant
+    assert false / TRIALS <= limit(TRIALS)
+
+
 def test_a_single_run_is_never_significant() -> None:
     blocks = [1.0, 1.01, 1.02]
     gap = difference([1.0], [2.0], blocks, [one + 1 for one in blocks])

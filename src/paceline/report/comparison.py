@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from paceline.records import PHASES
 from paceline.report import units
 from paceline.report.cells import RunGroup, describe_workers, differing, value_text
+from paceline.report.chance import accuracy_increase
 from paceline.report.collection import SkippedRecord, collect
 from paceline.report.phases import run_breakdown
 from paceline.report.run import Run
@@ -127,8 +128,10 @@ def significance(cells: Sequence[RunGroup]) -> list[Significance]:
             found += _pace(*pair)
             found += _measured(*pair, "wall time", _wall)
         if has_same_data:
-            for key in ("test_loss", "test_accuracy"):
-                found += _measured(*pair, key.replace("_", " "), _final(key))
+            found += _measured(*pair, "test loss", _final("test_loss"))
+            accuracy = accuracy_increase(*pair)
+            if accuracy is not None:
+                found.append(Significance("test accuracy", other.label, accuracy))
     # All of them are told together, so they are one family of comparisons.
     corrected = correct([one.difference for one in found])
     return [replace(one, difference=gap) for one, gap in zip(found, corrected, strict=True)]

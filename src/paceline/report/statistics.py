@@ -4,6 +4,9 @@ Repeats of a run are independent: their means give the interval. With a single r
 have to do. They follow one another and are not independent, so the run is cut into BLOCKS long
 stretches whose means nearly are.
 
+Two or three equal values do not show that a figure never varies, so no variance is taken to be
+smaller than a floor: LEAST_DEVIATION of the mean, and for accuracies that of the test set.
+
 Where several differences are tested together, `correct` applies Holm's method, so that the chance
 of calling any of them significant by accident stays at 5%. The fastest of several cells is chosen
 after seeing the data, so its lead counts as one of all pairwise comparisons (`against_first`).
@@ -29,6 +32,9 @@ POWER = 0.8
 """The chance of detecting a real difference that a number of repeats is planned for."""
 MOST_PLANNED = 10_000
 """The largest number of repeats that is worth computing."""
+LEAST_DEVIATION = 0.001
+"""Of the mean: repeats vary by at least this much, even where a few of them happen to be equal. It
+is also coarser than the clock for every step that takes longer than a microsecond."""
 MOST_PAIRED = 48
 """With more cells than this, Holm steps over the comparisons with the fastest only: the number of
 all pairs grows with the square."""
@@ -201,8 +207,13 @@ def difference(
     second: Sequence[float],
     first_blocks: Sequence[float] = (),
     second_blocks: Sequence[float] = (),
+    floors: tuple[float, float] = (0.0, 0.0),
 ) -> Difference:
-    """Of two means over repeats, by Welch's test; with one repeat, over the blocks of the runs."""
+    """Of two means over repeats, by Welch's test; with one repeat, over the blocks of the runs.
+
+    `floors` are variances of the two means that more repeats do not reduce, such as those of the
+    test set that all repeats share.
+    """
     means = math.fsum(first) / len(first), math.fsum(second) / len(second)
     amount = means[1] - means[0]
     across_runs = min(len(first), len(second)) > 1
@@ -210,7 +221,10 @@ def difference(
     share = amount / means[1] if means[1] else 0.0
     if min(map(len, samples)) < 2 or means[1] == 0:
         return Difference(amount, share, across_runs=False, has_interval=False)
-    variances = [_variance(values) / len(values) for values in samples]
+    variances = [
+        max(_floored_variance(values) / len(values), floor)
+        for values, floor in zip(samples, floors, strict=True)
+    ]
     return Difference(
         amount,
         share,
@@ -226,9 +240,10 @@ def relative_increase(
     second: Sequence[float],
     first_blocks: Sequence[float] = (),
     second_blocks: Sequence[float] = (),
+    floors: tuple[float, float] = (0.0, 0.0),
 ) -> Difference:
     """How much more the first has than the second, as a share of the second; else as above."""
-    gap = difference(first, second, first_blocks, second_blocks)
+    gap = difference(first, second, first_blocks, second_blocks, floors)
     return replace(gap, amount=-gap.amount, share=-gap.share)
 
 
@@ -241,7 +256,7 @@ def repeats_needed(
     """
     if min(len(first), len(second)) < 2 or gap <= 0:
         return None
-    variance = _variance(first) + _variance(second)
+    variance = _floored_variance(first) + _floored_variance(second)
     alpha = ALPHA / comparisons
 
     def is_enough(count: int) -> bool:
@@ -267,6 +282,11 @@ def _degrees(variances: Sequence[float], counts: Sequence[int]) -> float:
         return float(sum(counts) - len(counts))
     parts = zip(variances, counts, strict=True)
     return max(1.0, total**2 / sum(part**2 / (count - 1) for part, count in parts))
+
+
+def _floored_variance(values: Sequence[float]) -> float:
+    mean = math.fsum(values) / len(values)
+    return max(_variance(values), (LEAST_DEVIATION * mean) ** 2)
 
 
 def _variance(values: Sequence[float]) -> float:

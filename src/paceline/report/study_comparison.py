@@ -12,6 +12,7 @@ from statistics import fmean
 
 from paceline.report import units
 from paceline.report.cells import RunGroup, differing, settings_key, value_text
+from paceline.report.chance import accuracy_increase
 from paceline.report.collection import RunCollection
 from paceline.report.section.configuration import machine
 from paceline.report.statistics import Difference, correct, relative_increase
@@ -171,7 +172,13 @@ def figure_tables(pair: StudyPair) -> list[FigureTable]:
     tables = [
         _table(pair, title, step, units.seconds),
         _table(pair, "Time to target", _to_target, units.seconds),
-        _table(pair, "Test accuracy", lambda cell: cell.finals("test_accuracy"), units.number),
+        _table(
+            pair,
+            "Test accuracy",
+            lambda cell: cell.finals("test_accuracy"),
+            units.number,
+            lambda one: accuracy_increase(one.other, one.first),
+        ),
         _table(pair, "Test loss", lambda cell: cell.finals("test_loss"), units.number),
     ]
     # All rows are read together, so they are one family of comparisons.
@@ -191,7 +198,9 @@ def _table(
     title: str,
     values: Callable[[RunGroup], list[float]],
     text: Callable[[float], str],
+    increase: Callable[[MatchedCell], Difference | None] | None = None,
 ) -> FigureTable:
+    """`increase` is how much more the second has, where it is not that of the values alone."""
     rows = []
     for one in pair.cells:
         sides = [values(cell) for cell in (one.first, one.other)]
@@ -201,8 +210,9 @@ def _table(
             text(fmean(own)) if own else ("none" if cell.finished else cell.status)
             for cell, own in zip((one.first, one.other), sides, strict=True)
         ]
-        is_known = all(sides) and fmean(sides[0]) > 0
-        change = relative_increase(sides[1], sides[0]) if is_known else None
+        change = None
+        if all(sides) and fmean(sides[0]) > 0:
+            change = increase(one) if increase else relative_increase(sides[1], sides[0])
         rows.append(FigureRow(one.name, shown[0], shown[1], change))
     return FigureTable(title, rows)
 
