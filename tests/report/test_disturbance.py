@@ -60,7 +60,7 @@ def test_a_busy_machine_is_told_with_the_answer_and_a_quiet_one_is_not(
     verdict = make_verdict(collect(tmp_path).cells)
     told = [point.text for point in verdict.points if point.subject == "Busy machine"]
     if is_told:
-        assert "Other processes used up to 70.0% of the machine" in verdict.headline
+        assert "Other processes used up to 70.0% of the CPU" in verdict.headline
         assert "during lr 0.01 (70.0%). Contention" in told[0]
     else:
         assert "Other processes" not in verdict.headline

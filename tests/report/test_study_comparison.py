@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -99,6 +100,40 @@ def test_the_headline_counts_what_is_significant(studies: list[str]) -> None:
     )
     # The third root of 0.5 * 1.00333 * 2.
     assert text.endswith("Geometric mean of the ratios: 1.001.")
+
+
+def disturb(study: str, run: str) -> None:
+    """Other processes use 70% of the machine during the run."""
+    file = Path(study) / "cells" / run / "result.json"
+    result = json.loads(file.read_text())
+    result["nodes"][0] |= {"cpu_percent_mean": 60.0, "machine_cpu_percent_mean": 100.0}
+    file.write_text(json.dumps(result))
+
+
+def test_times_on_a_busy_machine_are_not_tested_and_the_headline_asks_for_a_rerun(
+    studies: list[str],
+) -> None:
+    assert "Other processes" not in headline(pair_of(studies))
+    disturb(studies[1], "ring.r2")
+    pair = pair_of(studies)
+    tables = {table.title: {row.name: row for row in table.rows} for table in figure_tables(pair)}
+    ring = tables["Step time"]["with ring"]
+    assert (ring.ratio, ring.interval, ring.significance) == ("0.500", "-", "CPU contention")
+    tree = tables["Step time"]["with tree"]
+    assert tree.significance == "within noise"
+    # Of step time, accuracy and loss of two cells each, one is not tested.
+    assert tree.change is not None
+    assert tree.change.comparisons == 5
+    assert tables["Test accuracy"]["with ring"].significance == "within noise"
+    text = headline(pair)
+    assert "1 within noise" in text
+    assert "faster" not in text
+    assert "1 with CPU contention (not tested)" in text
+    assert text.endswith(
+        "Other processes used up to 70.0% of the CPU during these runs: rerun on a quiet machine"
+        " before drawing conclusions."
+    )
+    assert any(note.startswith("CPU contention: ") for note in notes(pair))
 
 
 def test_cells_without_a_match_are_listed_once(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.report import units
 from paceline.report.cells import RunGroup
 from paceline.report.run import Run
 from paceline.report.shape import is_number
@@ -29,6 +30,17 @@ def disturbances(cells: Sequence[RunGroup]) -> list[CpuContention]:
     ]
     told = [one for one in found if one.share >= WORTH_TELLING]
     return sorted(told, key=lambda one: -one.share)
+
+
+def rerun_sentence(found: Sequence[CpuContention]) -> str:
+    """What to add to a headline, which may be all that is read; empty on a quiet machine."""
+    if not found:
+        return ""
+    most = units.percentage(max(one.share for one in found))
+    return (
+        f" Other processes used up to {most} of the CPU during these runs: rerun on a quiet machine"
+        " before drawing conclusions."
+    )
 
 
 def others_share(run: Run) -> float | None:

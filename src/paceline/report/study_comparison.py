@@ -14,11 +14,14 @@ from paceline.report import units
 from paceline.report.cells import RunGroup, differing, settings_key, value_text
 from paceline.report.chance import accuracy_increase
 from paceline.report.collection import RunCollection
+from paceline.report.disturbance import CpuContention, disturbances, rerun_sentence
 from paceline.report.section.configuration import machine
 from paceline.report.statistics import Difference, correct, relative_increase
 
 SINGLE = "single run"
 """In place of a significance: the spread between runs is unknown."""
+CONTENTION = "CPU contention"
+"""In place of the significance of a time: other processes used the machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,10 @@ class MatchedCell:
             (name, value_text(getattr(first, name)), value_text(getattr(other, name)))
             for name in differing((first, other))
         ]
+
+    @property
+    def contention(self) -> list[CpuContention]:
+        return disturbances((self.first, self.other))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +63,8 @@ class FigureRow:
     """The mean, or why there is none."""
     change: Difference | None
     """How much more the other has than the first; None where one has no value."""
+    is_disturbed: bool = False
+    """Whether it is a time and other processes used the machine: then it is not tested."""
 
     @property
     def ratio(self) -> str:
@@ -63,7 +72,7 @@ class FigureRow:
 
     @property
     def interval(self) -> str:
-        if self.change is None or not self.change.across_runs:
+        if self.change is None or not self.change.across_runs or self.is_disturbed:
             return "-"
         # No figure is negative, so neither is a ratio.
         return f"{max(0.0, 1 + self.change.low):.3f} to {1 + self.change.high:.3f}"
@@ -72,6 +81,8 @@ class FigureRow:
     def significance(self) -> str:
         if self.change is None:
             return "-"
+        if self.is_disturbed:
+            return CONTENTION
         if not self.change.across_runs:
             return SINGLE
         return "significant" if self.change.is_significant else "within noise"
@@ -170,8 +181,8 @@ def figure_tables(pair: StudyPair) -> list[FigureTable]:
     ):
         title, step = "Time per 1,000 samples", _per_samples
     tables = [
-        _table(pair, title, step, units.seconds),
-        _table(pair, "Time to target", _to_target, units.seconds),
+        _table(pair, title, step, units.seconds, is_time=True),
+        _table(pair, "Time to target", _to_target, units.seconds, is_time=True),
         _table(
             pair,
             "Test accuracy",
@@ -181,12 +192,14 @@ def figure_tables(pair: StudyPair) -> list[FigureTable]:
         ),
         _table(pair, "Test loss", lambda cell: cell.finals("test_loss"), units.number),
     ]
-    # All rows are read together, so they are one family of comparisons.
-    corrected = iter(correct([row.change for table in tables for row in table.rows if row.change]))
+    # All rows are read together, so those that are tested are one family of comparisons.
+    tested = [row for table in tables for row in table.rows if row.change and not row.is_disturbed]
+    changes = correct([row.change for row in tested if row.change])
+    corrected = {id(row): change for row, change in zip(tested, changes, strict=True)}
     return [
         FigureTable(
             table.title,
-            [replace(row, change=row.change and next(corrected)) for row in table.rows],
+            [replace(row, change=corrected.get(id(row), row.change)) for row in table.rows],
         )
         for table in tables
         if any(row.change is not None for row in table.rows)
@@ -199,6 +212,8 @@ def _table(
     values: Callable[[RunGroup], list[float]],
     text: Callable[[float], str],
     increase: Callable[[MatchedCell], Difference | None] | None = None,
+    *,
+    is_time: bool = False,
 ) -> FigureTable:
     """`increase` is how much more the second has, where it is not that of the values alone."""
     rows = []
@@ -213,7 +228,8 @@ def _table(
         change = None
         if all(sides) and fmean(sides[0]) > 0:
             change = increase(one) if increase else relative_increase(sides[1], sides[0])
-        rows.append(FigureRow(one.name, shown[0], shown[1], change))
+        is_disturbed = is_time and bool(one.contention)
+        rows.append(FigureRow(one.name, shown[0], shown[1], change, is_disturbed))
     return FigureTable(title, rows)
 
 
@@ -239,20 +255,24 @@ def headline(pair: StudyPair) -> str:
     count = f"{len(pair.cells)} matching cell{'s' * (len(pair.cells) != 1)}"
     if not tables or tables[0].title not in ("Step time", "Time per 1,000 samples"):
         return f"{pair.other} against {pair.first}: {count}, none of them timed in both."
-    changes = [row.change for row in tables[0].rows if row.change is not None]
+    disturbed = sum(row.is_disturbed for row in tables[0].rows if row.change is not None)
+    every = [row.change for row in tables[0].rows if row.change is not None]
+    changes = [row.change for row in tables[0].rows if row.change and not row.is_disturbed]
     sure = [one for one in changes if one.across_runs and one.is_significant]
     parts = {
         "faster": sum(one.share < 0 for one in sure),
         "slower": sum(one.share > 0 for one in sure),
         "within noise": sum(one.across_runs and not one.is_significant for one in changes),
         "with a single run (significance unknown)": sum(not one.across_runs for one in changes),
-        "not timed in both": len(pair.cells) - len(changes),
+        "with CPU contention (not tested)": disturbed,
+        "not timed in both": len(pair.cells) - len(every),
     }
     told = ", ".join(f"{number} {name}" for name, number in parts.items() if number)
-    mean = math.exp(fmean(math.log(max(1 + one.share, 1e-12)) for one in changes))
+    mean = math.exp(fmean(math.log(max(1 + one.share, 1e-12)) for one in every))
+    contention = [found for one in pair.cells for found in one.contention]
     return (
         f"{pair.other} against {pair.first}, {tables[0].title.lower()} of {count}: {told}."
-        f" Geometric mean of the ratios: {mean:.3f}."
+        f" Geometric mean of the ratios: {mean:.3f}.{rerun_sentence(contention)}"
     )
 
 
@@ -267,6 +287,9 @@ def notes(pair: StudyPair) -> list[str]:
     if any(row.significance == SINGLE for row in rows):
         found.append(f"{SINGLE.capitalize()}: one of the two has no repeats, so the spread between"
                      " runs, and with it the significance, is unknown.")  # fmt: skip
+    if any(row.significance == CONTENTION for row in rows):
+        found.append(f"{CONTENTION}: other processes used the machine during runs of one of the"
+                     " two, so its times are not tested.")  # fmt: skip
     return found
 
 

@@ -14,7 +14,7 @@ from paceline.report import units
 from paceline.report.advice import recommend
 from paceline.report.bound import Bottleneck, find_bottleneck
 from paceline.report.cells import RunGroup
-from paceline.report.disturbance import disturbances
+from paceline.report.disturbance import disturbances, rerun_sentence
 from paceline.report.exactness import is_exact
 from paceline.report.findings import (
     MOST_LISTED,
@@ -107,13 +107,7 @@ def make_verdict(cells: Sequence[RunGroup], comm: Sequence[Path] = ()) -> Verdic
     verdict.points += resized_points(cells)
     verdict.points += resumed_points(cells)
     verdict.points += trouble_points(cells)
-    if busy:
-        # With the answer, which may be all that is read.
-        most = units.percentage(busy[0].share)
-        verdict.headline += (
-            f" Other processes used up to {most} of the machine: rerun on a quiet machine before"
-            " drawing conclusions."
-        )
+    verdict.headline += rerun_sentence(busy)
     verdict.next_steps = recommend(
         verdict.pace, cells, verdict.ties, verdict.stragglers, verdict.bounds, busy
     )
