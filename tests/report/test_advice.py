@@ -90,6 +90,24 @@ def tie(root: Path, first: list[float], second: list[float]) -> str:
     return verdict.next_steps[0]
 
 
+def test_the_advice_on_a_tie_is_corrected_for_the_same_comparisons_as_the_headline(
+    tmp_path: Path,
+) -> None:
+    """Six approximate cells beside two exact ones: 1 + 15 pairs, not only the exact one."""
+    write_repeats(tmp_path, FakeRun("a", {"lr": 0.01}, [COMPUTE] * 2), [0.99, 1.0, 1.01])
+    write_repeats(tmp_path, FakeRun("b", {"lr": 0.02}, [COMPUTE] * 2), [0.991, 1.001, 1.011])
+    for index in range(6):
+        settings = {"strategy": "easgd", "lr": 0.1 * (index + 1)}
+        write_repeats(tmp_path, FakeRun(f"c{index}", settings, [COMPUTE] * 2), [0.99, 1.0, 1.01])
+    verdict = make_verdict(collect(tmp_path).cells)
+    assert verdict.lead is not None
+    assert verdict.lead.comparisons == 16
+    largest = max(abs(verdict.lead.low), abs(verdict.lead.high))
+    assert largest > 0.05, "so there is no bound that is small enough to tell"
+    assert "differ by at most" not in verdict.next_steps[0]
+    assert verdict.next_steps[0].startswith("Run ")
+
+
 def test_noise_that_is_too_large_is_said_to_be(tmp_path: Path) -> None:
     """Runs between 0.5 and 1.5: even 5% is a twentieth of the spread."""
     told = tie(tmp_path, [0.5, 1.0, 1.5], [0.51, 1.01, 1.51])

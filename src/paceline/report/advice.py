@@ -12,7 +12,7 @@ from paceline.report.pace import RankedGroup, Ranking
 from paceline.report.phases import PhaseBreakdown, iteration_breakdown, run_breakdown
 from paceline.report.section.bandwidth import ALL_REDUCE_STRATEGIES
 from paceline.report.shape import is_number
-from paceline.report.statistics import MOST_PLANNED, against_first, repeats_needed
+from paceline.report.statistics import MOST_PLANNED, Difference, repeats_needed
 from paceline.report.straggler import Straggler
 
 MOST_STEPS = 5
@@ -27,17 +27,18 @@ COSTLY = 0.05
 def recommend(
     pace: Ranking | None,
     cells: Sequence[RunGroup],
-    ties: Sequence[RankedGroup],
+    gaps: Sequence[Difference],
     stragglers: Sequence[Straggler],
     bounds: Sequence[Bottleneck],
     busy: Sequence[CpuContention],
 ) -> list[str]:
     """The most telling first; none where nothing stands out.
 
-    `bounds` are of cells on a quiet machine: for others there is no advice about a bottleneck.
+    `gaps` are of the later cells of `pace` against the first, as the headline tests them. `bounds`
+    are of cells on a quiet machine: for others there is no advice about a bottleneck.
     """
     steps = [*_of_busy_machine(busy)]
-    steps += _of_doubt(pace, ties, is_busy=bool(busy))
+    steps += _of_doubt(pace, gaps, is_busy=bool(busy))
     steps += _of_stragglers(stragglers)
     fastest = pace.ranking[0].cell if pace and pace.ranking else None
     if fastest is not None:
@@ -61,7 +62,7 @@ def _of_busy_machine(busy: Sequence[CpuContention]) -> Iterator[str]:
         )
 
 
-def _of_doubt(pace: Ranking | None, ties: Sequence[RankedGroup], *, is_busy: bool) -> Iterator[str]:
+def _of_doubt(pace: Ranking | None, gaps: Sequence[Difference], *, is_busy: bool) -> Iterator[str]:
     if pace is None or len(pace.ranking) < 2:
         return
     if min(len(paced.values) for paced in pace.ranking) < 2:
@@ -69,15 +70,14 @@ def _of_doubt(pace: Ranking | None, ties: Sequence[RankedGroup], *, is_busy: boo
             "Repeat each cell (three times or more, with different seeds): single run, significance"
             " unknown."
         )
-    elif ties and not is_busy:
-        yield _of_tie(pace, ties[0])
+    elif not is_busy:
+        first, *others = pace.ranking
+        ties = [(other, gap) for other, gap in zip(others, gaps, strict=True) if gap.is_tie]
+        yield from (_of_tie(first, *tie) for tie in ties[:1])
 
 
-def _of_tie(pace: Ranking, tie: RankedGroup) -> str:
+def _of_tie(first: RankedGroup, tie: RankedGroup, gap: Difference) -> str:
     """How many repeats separate the two; where none do, why."""
-    first = pace.ranking[0]
-    place = next(index for index, paced in enumerate(pace.ranking) if paced is tie)
-    gap = against_first([pace.samples])[0][place - 1]
     pair = f"{first.cell.label} and {tie.cell.label}"
     size = abs(gap.share)
 

@@ -55,6 +55,8 @@ class Verdict:
     """How much longer the second takes than the first."""
     ties: list[RankedGroup] = field(default_factory=list)
     """Cells that the fastest cannot be told from."""
+    gaps: list[Difference] = field(default_factory=list)
+    """How much longer each later cell of `pace` takes than the first."""
     stragglers: list[Straggler] = field(default_factory=list)
     bounds: list[Bottleneck] = field(default_factory=list)
     explanation: Explanation | None = None
@@ -109,7 +111,7 @@ def make_verdict(cells: Sequence[RunGroup], comm: Sequence[Path] = ()) -> Verdic
     verdict.points += trouble_points(cells)
     verdict.headline += rerun_sentence(busy)
     verdict.next_steps = recommend(
-        verdict.pace, cells, verdict.ties, verdict.stragglers, verdict.bounds, busy
+        verdict.pace, cells, verdict.gaps, verdict.stragglers, verdict.bounds, busy
     )
     return verdict
 
@@ -156,6 +158,7 @@ def rank(verdict: Verdict) -> None:
     paces = _paces(verdict)
     pace, *others = paces
     found = against_first([one.samples for one in paces])
+    verdict.gaps = found[0]
     leads = [gaps[0] if gaps else None for gaps in found]
     if others:
         verdict.headline = f"{headline(pace, leads[0], 'exact')} " + beside_exact(
