@@ -100,6 +100,25 @@ def test_repeats_of_a_folder_are_one_cell_and_runs_given_one_by_one_are_not(tmp_
     assert len(read_compared([str(tmp_path / "a-0"), str(tmp_path / "a-1")]).cells) == 2
 
 
+def test_the_terminal_prints_the_first_of_the_differences_that_the_page_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Twelve cells: 11 others with four figures each are tested together."""
+    for index in range(12):
+        run = FakeRun(f"r{index:02}", {"lr": 0.01 * (index + 1)})
+        write_repeats(tmp_path / run.name, run, (1.0 + index / 50, 1.01 + index / 50))
+    paths = [str(path) for path in sorted(tmp_path.iterdir())]
+    found = significance(read_compared(paths).cells)
+    assert {one.difference.comparisons for one in found} == {44}
+    assert main(["compare", *paths]) == 0
+    lines = " ".join(capsys.readouterr().out.split())
+    told = [one for one in found if one.name == "time per iteration"]
+    for letter, one in zip("BCDEFGH", told, strict=False):
+        assert f"A against {letter}, time per iteration: {one.words()}" in lines
+    assert "A against I" not in lines
+    assert "4 more on the page that --html writes" in lines
+
+
 def test_the_page_of_a_comparison_has_the_same_rows(folder: Path, tmp_path: Path) -> None:
     page = tmp_path / "pages" / "compared.html"
     assert main(["compare", *map(str, sorted(folder.iterdir())), "--html", str(page)]) == 0

@@ -161,6 +161,27 @@ def test_the_terminal_has_a_line_for_each_cell_within_80_columns(
     assert not [line for line in lines if re.match(r"[C-Z]  ", line)], "no wall of letters"
 
 
+def test_a_row_without_values_leaves_room_for_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Repeats that ended differently, beside the widest texts of every other column."""
+    cells = {"gather_scatter": (0.020, (1.0, 1.0, 1.0)), "tree": (1000.0, (0.5, 1.0, 1.5))}
+    paths = [write_study(tmp_path / name, cells) for name in ("a", "b")]
+    for path, status in ((paths[0], "diverged"), (paths[1], "stopped")):
+        for repeat, ended in ((1, "failed"), (2, "failed"), (3, status)):
+            file = path / "cells" / f"gather_scatter.r{repeat}" / "result.json"
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"status": ended}))
+        disturb(str(path), "tree.r1")
+    file = paths[0] / "cells" / "gather_scatter.r1" / "result.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"status": "finished"}))
+    assert main(["compare", *map(str, paths)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(re.match("with tree .*CPU contention$", line) for line in lines)
+    (row, *_) = [line for line in lines if "not finished" in line]
+    assert row.startswith("with gather_scat"), "a folded name has at least 16 columns"
+
+
 def test_the_page_and_markdown_have_the_same_rows(studies: list[str], tmp_path: Path) -> None:
     page, text = tmp_path / "out.html", tmp_path / "out.md"
     assert main(["compare", *studies, "--html", str(page), "--markdown", str(text)]) == 0

@@ -45,6 +45,8 @@ from paceline.terminal import open_console, paragraph
 WIDTH = 80
 CELLS_IN_A_TABLE = 4
 """As many as fit beside the names of the rows."""
+NAME_WIDTH = 16
+"""At least, for names in a table: the values beside them are folded first."""
 MOST_TESTED = 8
 """Cells in the list of differences; a page has them all."""
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -97,8 +99,10 @@ def _print_pairs(console: Console, pairs: Sequence[StudyPair]) -> None:
 
 def _pair_table(table: FigureTable, letter: str) -> TerminalTable:
     shown = TerminalTable(box=None, pad_edge=False)
-    shown.add_column("cell", overflow="fold")
-    for heading in ("A", letter, f"{letter}/A", "95 % CI", "significance"):
+    shown.add_column("cell", overflow="fold", min_width=NAME_WIDTH)
+    for heading in ("A", letter):
+        shown.add_column(heading, justify="right", overflow="fold")
+    for heading in (f"{letter}/A", "95 % CI", "significance"):
         shown.add_column(heading, justify="right", no_wrap=True)
     for row in table.rows:
         shown.add_row(row.name, row.first, row.other, row.ratio, row.interval, row.significance)
@@ -128,10 +132,14 @@ def _table(
 def _print_significance(
     console: Console, cells: Sequence[RunGroup], letters: Sequence[str]
 ) -> None:
-    named = dict(zip((cell.label for cell in cells), letters, strict=True))
-    for one in significance(cells[:MOST_TESTED]):
-        if one.name.startswith("time per") or one.difference.has_interval:
+    """All are tested together, as on the page, however many are printed."""
+    named = dict(zip((cell.label for cell in cells[:MOST_TESTED]), letters, strict=False))
+    for one in significance(cells):
+        is_told = one.name.startswith("time per") or one.difference.has_interval
+        if is_told and one.other in named:
             console.print(f"A against {named[one.other]}, {one.name}: {one.words()}")
+    if len(cells) > MOST_TESTED:
+        console.print(f"{len(cells) - MOST_TESTED} more on the page that --html writes")
 
 
 def write_comparison(compared: Compared, page: Path) -> None:

@@ -222,7 +222,7 @@ def _table(
         if not any(sides):
             continue
         shown = [
-            text(fmean(own)) if own else ("none" if cell.finished else cell.status)
+            text(fmean(own)) if own else _no_value(cell)
             for cell, own in zip((one.first, one.other), sides, strict=True)
         ]
         change = None
@@ -231,6 +231,14 @@ def _table(
         is_disturbed = is_time and bool(one.contention)
         rows.append(FigureRow(one.name, shown[0], shown[1], change, is_disturbed))
     return FigureTable(title, rows)
+
+
+def _no_value(cell: RunGroup) -> str:
+    """Why there is none, as short as a table wants it."""
+    if cell.finished:
+        return "none"
+    statuses = {run.status for run in cell.runs}
+    return statuses.pop() if len(statuses) == 1 else "not finished"
 
 
 def _step(cell: RunGroup) -> list[float]:
