@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,11 +24,12 @@ from paceline.report.phases import COMPUTE_PHASES, PhaseBreakdown, iteration_bre
 from paceline.report.section.outline import SectionContext, known
 from paceline.report.section.phases import NOT_MEASURED
 from paceline.report.shape import is_number
+from paceline.report.statistics import correct, relative_increase
 
 TITLE = "Scaling"
 MOST_TOLD = 4
 NOISE = 0.05
-"""Single runs differ by so much without any reason."""
+"""Efficiencies of single runs are above 100% by so much without any reason."""
 NOTHING = 0.0005
 """Communication of a smaller share of an epoch is none: the clock changed phases, that was all."""
 
@@ -85,7 +87,14 @@ class ScalingSeries:
         return point.speedup * self.base_workers / point.workers
 
     def is_superlinear(self, point: ScalePoint) -> bool:
-        return point is not self.points[0] and self.efficiency(point) > 1 + NOTHING
+        """Whether its efficiency is above 100% beyond the noise between runs."""
+        base = self.points[0]
+        if point is base or self.efficiency(point) <= 1 + NOTHING:
+            return False
+        ideal = [self.base_workers / point.workers * one for one in point.throughputs]
+        # Any point of the series may stand out, so all of them are one family of comparisons.
+        (gap,) = correct([relative_increase(ideal, base.throughputs)], len(self.points) - 1)
+        return gap.is_significant if gap.across_runs else self.efficiency(point) > 1 + NOISE
 
 
 def throughputs(cell: RunGroup) -> list[float]:
@@ -259,7 +268,7 @@ def answer(found: Sequence[ScalingSeries]) -> str:
 
 
 def efficiency_text(family: ScalingSeries, point: ScalePoint) -> str:
-    """The efficiency; above 100% with its likely reason, since linear speedup is the limit."""
+    """The efficiency; above 100% beyond noise with its likely reason: linear speedup is the limit."""
     text = f"efficiency {units.percentage(family.efficiency(point))}"
     if not family.is_superlinear(point):
         return text
@@ -269,24 +278,22 @@ def efficiency_text(family: ScalingSeries, point: ScalePoint) -> str:
 def superlinear_reason(family: ScalingSeries, point: ScalePoint) -> str:
     """Why the base was slow, or the point fast, as far as the records show."""
     base = family.points[0]
-    ideal = point.workers / family.base_workers
     reasons = []
     busy = {one.label: one.share for one in disturbances([base.cell, point.cell])}
     if busy:
         used = units.percentage(max(busy.values()))
         reasons.append(f"CPU contention (other processes used up to {used} of the machine)")
-    threads = [_threads(cell) for cell in (base.cell, point.cell)]
-    if threads[0] != threads[1]:
-        reasons.append(f"threads ({threads[0]} per worker in the base, {threads[1]} here)")
     cores = _cores(base.cell)
+    # Without a setting, workers share the cores: the total is the same and explains nothing.
+    before, after = base.cell.config.threads, point.cell.config.threads
+    if before and after and before < after and after * point.workers <= (cores or math.inf):
+        reasons.append(f"threads ({before} per worker in the base, {after} here)")
     if cores is not None and point.speedup > cores:
         reasons.append(
             f"a slow base run ({cores:g} cores cannot give a speedup of {point.speedup:.2f})"
         )
     if reasons:
         return " and ".join(reasons)
-    if min(point.speedups) <= ideal or family.efficiency(point) < 1 + NOISE:
-        return "noise between runs"
     if family.kind == "strong":
         return "CPU cache (each worker has a smaller batch) or a slow base run"
     return "a slow base run"
@@ -301,12 +308,6 @@ def superlinear_note(winners: Sequence[RunGroup], cells: Sequence[RunGroup]) -> 
         if family.is_superlinear(point)
     }
     return "".join(flagged.get(id(cell), "") for cell in winners)
-
-
-def _threads(cell: RunGroup) -> int:
-    """Of each worker; without a setting, the workers of a node share its cores."""
-    cores = _cores(cell) or 1
-    return cell.config.threads or max(1, int(cores) // cell.config.nproc_per_node)
 
 
 def _cores(cell: RunGroup) -> float | None:
