@@ -52,7 +52,7 @@ def test_a_difference_beyond_the_repeats_is_significant_and_another_is_not(tmp_p
     pace = by_name["time per iteration"]
     # 20.2 ms against 30.2 ms.
     assert pace.difference.share == pytest.approx(-10 / 30.2)
-    assert pace.words().startswith("-33.1% (95% CI ")
+    assert pace.words().startswith("-33.1% (corrected interval ")
     assert pace.words().endswith("significant")
     assert by_name["test accuracy"].words().endswith("within noise")
 

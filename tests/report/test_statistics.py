@@ -127,6 +127,13 @@ def test_critical_values_are_those_of_the_tables(
     assert t_quantile(degrees, alpha) == pytest.approx(value, abs=0.0006)
 
 
+def test_an_interval_is_called_corrected_where_several_differences_are_tested() -> None:
+    alone, *family = correct([gap_of(0.04)]) + correct([gap_of(0.04), gap_of(0.5)])
+    assert alone.interval_name == "95% CI"
+    assert {gap.interval_name for gap in family} == {"corrected interval"}
+    assert family[1].level == ALPHA / 2
+
+
 @pytest.mark.parametrize("repeats", [2, 3])
 def test_equal_repeats_are_no_proof_of_a_small_difference(repeats: int) -> None:
     gap = difference([0.9] * repeats, [0.901] * repeats)

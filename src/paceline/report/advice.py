@@ -95,7 +95,7 @@ def _of_tie(first: RankedGroup, tie: RankedGroup, gap: Difference) -> str:
     if largest <= WORTH_DETECTING:
         return (
             f"Choose between {pair} by something other than speed: they differ by at most"
-            f" {units.percentage(largest)} (95% CI)."
+            f" {units.percentage(largest)} ({gap.interval_name})."
         )
     worth = f"{WORTH_DETECTING:.0%}"
     coarse = needed(WORTH_DETECTING)

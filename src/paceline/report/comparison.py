@@ -52,7 +52,9 @@ class Significance:
             return f"{share}; single run, significance unknown"
         # No figure is below zero, so that none can be less by more than all of the other.
         low = max(self.difference.low, -1.0)
-        span = f"95% CI {_percent(low)}% to {_percent(self.difference.high)}%"
+        span = (
+            f"{self.difference.interval_name} {_percent(low)}% to {_percent(self.difference.high)}%"
+        )
         if self.difference.across_runs:
             sure = "significant" if self.difference.is_significant else "within noise"
             return f"{share} ({span}): {sure}"

@@ -25,6 +25,7 @@ from paceline.report.document import (
     Text,
     slug,
 )
+from paceline.report.headline import interval_note
 from paceline.report.html import to_html
 from paceline.report.markdown import to_markdown
 from paceline.report.section.outline import outline
@@ -102,7 +103,7 @@ def _pair_table(table: FigureTable, letter: str) -> TerminalTable:
     shown.add_column("cell", overflow="fold", min_width=NAME_WIDTH)
     for heading in ("A", letter):
         shown.add_column(heading, justify="right", overflow="fold")
-    for heading in (f"{letter}/A", "95 % CI", "significance"):
+    for heading in (f"{letter}/A", "corrected\ninterval", "significance"):
         shown.add_column(heading, justify="right", no_wrap=True)
     for row in table.rows:
         shown.add_row(row.name, row.first, row.other, row.ratio, row.interval, row.significance)
@@ -134,12 +135,15 @@ def _print_significance(
 ) -> None:
     """All are tested together, as on the page, however many are printed."""
     named = dict(zip((cell.label for cell in cells[:MOST_TESTED]), letters, strict=False))
-    for one in significance(cells):
+    tests = significance(cells)
+    for one in tests:
         is_told = one.name.startswith("time per") or one.difference.has_interval
         if is_told and one.other in named:
             console.print(f"A against {named[one.other]}, {one.name}: {one.words()}")
     if len(cells) > MOST_TESTED:
         console.print(f"{len(cells) - MOST_TESTED} more on the page that --html writes")
+    if note := interval_note([one.difference for one in tests]):
+        console.print(paragraph(note, console))
 
 
 def write_comparison(compared: Compared, page: Path) -> None:
@@ -187,7 +191,7 @@ def _of_pairs(compared: Compared) -> Document:
 def _pair_page(name: str, pair: StudyPair) -> ChapterPage:
     sections = []
     for table in figure_tables(pair):
-        columns = ("cell", pair.first, pair.other, "ratio", "95 % CI", "significance")
+        columns = ("cell", pair.first, pair.other, "ratio", "corrected interval", "significance")
         rows = [
             (row.name, row.first, row.other, row.ratio, row.interval, row.significance)
             for row in table.rows
@@ -212,16 +216,15 @@ def _of_cells(compared: Compared) -> Document:
     sections = [_rows("settings", "What differs in the settings", columns, setting_rows(cells))]
     results = _rows("results", "What came out", columns, result_rows(cells))
     sections.append(replace(results, blocks=[*results.blocks, *first_note(cells)]))
-    tests = [(one.name, one.other, one.words()) for one in significance(cells)]
+    tests = significance(cells)
     if tests:
+        others = "others" if len(cells) > 2 else "other"
+        rows = [(one.name, one.other, one.words()) for one in tests]
+        note = interval_note([one.difference for one in tests])
         blocks: list[Block] = [
-            Text(
-                f"{cells[0].label} against the others, as a share of the other's figure, corrected"
-                f" for {len(tests):,} comparisons (Holm):"
-                if len(tests) > 1
-                else f"{cells[0].label} against the other, as a share of the other's figure:"
-            ),
-            Table(("figure", "against", "difference"), tests, words=3),
+            Text(f"{cells[0].label} against the {others}, as a share of the other's figure:"),
+            Table(("figure", "against", "difference"), rows, words=3),
+            *([Text(note, "note")] if note else []),
         ]
         sections.append(Section("significance", "What is significant", blocks))
     about = outline("", cells)

@@ -26,7 +26,7 @@ def headline(pace: Ranking, lead: Difference | None, scope: str = "") -> str:
         among = f" among {scope} configurations" if scope else ""
         return (
             f"No clear winner{among}: {label} took {time}, {units.percentage(lead.share)} less than"
-            f" {second}, which is within noise (95% CI {_span(lead)})."
+            f" {second}, which is within noise ({_span(lead)})."
         )
     if lead.is_significant:
         lead_text = f"{time}, {less(lead)} than {second}"
@@ -59,7 +59,7 @@ def alone(pace: Ranking, only: RankedGroup) -> str:
 
 
 def less(gap: Difference) -> str:
-    return f"{units.percentage(gap.share)} less (95% CI {_span(gap)})"
+    return f"{units.percentage(gap.share)} less ({_span(gap)})"
 
 
 def why(reason: Explanation) -> str:
@@ -103,4 +103,16 @@ def _single(pair: Sequence[RankedGroup]) -> str:
 
 def _span(gap: Difference) -> str:
     # Nothing takes less than no time, whatever the interval's arithmetic gives.
-    return f"{units.percentage(gap.low)} to {units.percentage(min(gap.high, 1.0))}"
+    span = f"{units.percentage(gap.low)} to {units.percentage(min(gap.high, 1.0))}"
+    return f"{gap.interval_name} {span}"
+
+
+def interval_note(gaps: Sequence[Difference]) -> str:
+    """What the intervals of differences that are tested together are; empty for a plain CI."""
+    most = max((gap.comparisons for gap in gaps if gap.has_interval), default=1)
+    if most < 2:
+        return ""
+    return (
+        "Corrected interval: Welch's t at the level of Holm's method for"
+        f" {most:,} comparisons. It excludes zero exactly where the difference is significant."
+    )

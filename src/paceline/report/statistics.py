@@ -70,6 +70,11 @@ class Difference:
         return self.share + self._half
 
     @property
+    def interval_name(self) -> str:
+        """A corrected interval is wider than a 95% CI, each by its own step of Holm's method."""
+        return "95% CI" if self.comparisons < 2 else "corrected interval"
+
+    @property
     def _half(self) -> float:
         return t_quantile(self.degrees, self.level) * self.error if self.error else 0.0
 

@@ -15,6 +15,7 @@ from paceline.report.cells import RunGroup, differing, settings_key, value_text
 from paceline.report.chance import accuracy_increase
 from paceline.report.collection import RunCollection
 from paceline.report.disturbance import CpuContention, disturbances, rerun_sentence
+from paceline.report.headline import interval_note
 from paceline.report.section.configuration import machine
 from paceline.report.statistics import Difference, correct, relative_increase
 
@@ -287,11 +288,13 @@ def headline(pair: StudyPair) -> str:
 def notes(pair: StudyPair) -> list[str]:
     """How to read the tables."""
     found = [
-        "Ratio: the second study's mean over the first's. Intervals are Welch's t over repeats,"
-        " corrected for the number of rows (Holm): the chance that any of them is significant"
-        " without a real difference is at most 5%."
+        "Ratio: the second study's mean over the first's. The rows of all tables are tested"
+        " together: the chance that any of them is significant without a real difference is at most"
+        " 5%."
     ]
     rows = [row for table in figure_tables(pair) for row in table.rows]
+    if note := interval_note([row.change for row in rows if row.change]):
+        found.append(note)
     if any(row.significance == SINGLE for row in rows):
         found.append(f"{SINGLE.capitalize()}: one of the two has no repeats, so the spread between"
                      " runs, and with it the significance, is unknown.")  # fmt: skip

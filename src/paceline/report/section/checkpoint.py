@@ -10,6 +10,7 @@ from paceline.config import RunConfig
 from paceline.report import units
 from paceline.report.cells import IGNORED_FIELDS, RunGroup
 from paceline.report.document import Block, Table, Text
+from paceline.report.headline import interval_note
 from paceline.report.section.outline import SectionContext, known
 from paceline.report.statistics import Difference, correct, relative_increase
 
@@ -120,6 +121,8 @@ def build(outline: SectionContext) -> list[Block]:
     note = f"Compared: {'; '.join(pairs)}." if pairs else (
         "There is no run that differs only in having no checkpoints to compare with."
     )  # fmt: skip
+    gaps = [gap for cost in costs for gap in (cost.longer, cost.more_memory) if gap is not None]
+    note = " ".join(filter(None, (note, interval_note(gaps))))
     plain = [cell for cell in outline.cells if cell.label in {cost.without for cost in costs}]
     return [
         *([Text(answer(costs), "answer")] if pairs else []),
@@ -161,7 +164,8 @@ def _longer(longer: Difference | None) -> str:
     if not longer.has_interval:
         return f"{text}, spread unknown"
     doubt = "" if longer.is_significant else ", within noise"
-    return f"{text}, 95 % CI {100 * longer.low:+.1f} to {100 * longer.high:+.1f} %{doubt}"
+    span = f"{100 * longer.low:+.1f} to {100 * longer.high:+.1f} %"
+    return f"{text}, {longer.interval_name} {span}{doubt}"
 
 
 def _more_memory(more: Difference | None) -> str:

@@ -268,7 +268,7 @@ def answer(found: Sequence[ScalingSeries]) -> str:
 
 
 def efficiency_text(family: ScalingSeries, point: ScalePoint) -> str:
-    """The efficiency; above 100% beyond noise with its likely reason: linear speedup is the limit."""
+    """Above 100% beyond noise with its likely reason, since linear speedup is the limit."""
     text = f"efficiency {units.percentage(family.efficiency(point))}"
     if not family.is_superlinear(point):
         return text
