@@ -113,7 +113,7 @@ def page_of(name: str, out: Path, plant: Plant = lambda run, cell, config: None)
 
 
 def numeral(text: str) -> float:
-    return float(text.split()[0].replace(",", ""))
+    return float(text.split()[0].replace(",", "").rstrip("%"))
 
 
 def in_seconds(text: str) -> float:

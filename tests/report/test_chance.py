@@ -32,9 +32,9 @@ def cell_of(folder: Path, name: str, accuracies: list[float], test_samples: int)
     [
         # One deviation of the difference is sqrt(2 x 0.9 x 0.1 / 100) = 0.042.
         ([0.90], [0.83], 100, AccuracyDifference(True, "within the noise of 100 test samples")),
-        ([0.90], [0.80], 100, AccuracyDifference(False, "in one repeat")),
+        ([0.90], [0.80], 100, AccuracyDifference(False, "in a single run")),
         ([0.90], [0.90], 10_000, AccuracyDifference(True, "the same")),
-        ([0.90], [0.83], 10_000, AccuracyDifference(False, "in one repeat")),
+        ([0.90], [0.83], 10_000, AccuracyDifference(False, "in a single run")),
         ([0.90, 0.91, 0.89], [0.80, 0.81, 0.79], 10_000, AccuracyDifference(False, "")),
         # Equal repeats: the test set they share still has a deviation of 0.042.
         ([0.90, 0.90], [0.9028, 0.9028], 100, AccuracyDifference(True, "within noise")),
@@ -61,8 +61,8 @@ def test_repeats_of_equal_accuracy_are_as_uncertain_as_their_test_set(
         run = FakeRun(name, {"lr": accuracy, **settings}, accuracy=accuracy)
         write_repeats(tmp_path / name, run, (1.0, 1.0, 1.0))
     found = significance(read_compared([str(tmp_path / "a"), str(tmp_path / "b")]).cells)
-    (accuracy,) = [one.difference for one in found if one.name == "test accuracy"]
-    assert accuracy.is_significant == is_significant
+    (gap,) = [one.difference for one in found if one.name == "test accuracy"]
+    assert gap.is_significant == is_significant
 
 
 def test_accuracies_of_identical_models_are_rarely_called_different(tmp_path: Path) -> None:

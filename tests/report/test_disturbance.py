@@ -37,7 +37,7 @@ def run_beside_others(
         ({}, 50.0, [100.0], 0.0),
         # The worse of two real machines.
         ({"nnodes": 2}, 90.0, [160.0, 40.0], 0.9 - 0.2),
-        # Two emulated ones are on one: together they use 80 % of it.
+        # Two emulated ones are on one: together they use 80% of it.
         ({"nnodes": 2, "cluster": "nodes=2"}, 90.0, [80.0, 80.0], 0.1),
     ],
 )
@@ -58,7 +58,7 @@ def test_a_busy_machine_is_told_with_the_answer_and_a_quiet_one_is_not(
     run_beside_others(tmp_path, slow, machine_percent, [60.0])
     run_beside_others(tmp_path, fast, 55.0, [100.0])
     verdict = make_verdict(collect(tmp_path).cells)
-    told = [point.text for point in verdict.points if point.subject == "Busy machine"]
+    told = [point.text for point in verdict.points if point.subject == "CPU contention"]
     if is_told:
         assert "Other processes used up to 70.0% of the CPU" in verdict.headline
         assert "during lr 0.01 (70.0%). Contention" in told[0]

@@ -58,8 +58,8 @@ def test_the_headline_names_the_fastest_exact_and_the_fastest_approximate(tmp_pa
     write_three(tmp_path)
     verdict = make_verdict(collect(tmp_path).cells)
     assert verdict.headline == (
-        "Fastest exact: overlap, 20.00 ms per iteration, 33.3% less than allreduce (single run,"
-        " significance unknown). Fastest approximate: local_sgd, 10.00 ms per iteration."
+        "Fastest exact: overlap, 20.00 ms per iteration, 33.3% less time than allreduce (single"
+        " run, significance unknown). Fastest approximate: local_sgd, 10.00 ms per iteration."
         " Approximate configurations compute something else (test accuracy: local_sgd 0.8000,"
         " overlap 0.9000)."
     )

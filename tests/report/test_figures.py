@@ -277,7 +277,7 @@ def test_ways_within_noise_have_no_reason(tmp_path: Path) -> None:
     ]
     (items,) = [one for one in section(cells, "winners").blocks if isinstance(one, BulletList)]
     assert "within noise" in items.items[0][1]
-    assert "longer for an iteration" not in items.items[0][1]
+    assert "more per iteration" not in items.items[0][1]
 
 
 def test_only_cells_that_differ_in_the_same_axis_are_in_a_contest(tmp_path: Path) -> None:

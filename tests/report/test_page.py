@@ -83,7 +83,7 @@ def test_the_verdict_comes_first_in_both(folder: Path) -> None:
     page, _ = write_report(folder)
     for file in (page, page.with_suffix(".md")):
         text = file.read_text()
-        assert text.index("Verdict") < text.index("All cells")
+        assert text.index("Verdict") < text.index("Overview")
     assert "What to try next" in page.read_text()
 
 

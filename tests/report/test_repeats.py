@@ -74,8 +74,8 @@ def test_the_workers_of_a_cell_are_means_over_its_repeats(tmp_path: Path) -> Non
     cells = collect(tmp_path).cells
     first, second = rows_of(cells, "ranks", "training time")
     assert (first["time per iteration"], second["time per iteration"]) == ("24.00 ms", "24.00 ms")
-    assert (first["computing"], second["computing"]) == ("20.00 ms", "24.00 ms")
-    assert (first["communicating"], second["communicating"]) == ("4.00 ms", "0 us")
+    assert (first["compute"], second["compute"]) == ("20.00 ms", "24.00 ms")
+    assert (first["communication"], second["communication"]) == ("4.00 ms", "0 us")
     # 100 iterations, of which the first takes double.
     assert first["training time"] == "2.42 s"
     svg = figure(section(cells, "phases"), "phases-workers")
@@ -85,12 +85,12 @@ def test_the_workers_of_a_cell_are_means_over_its_repeats(tmp_path: Path) -> Non
 
 
 def test_the_balance_of_a_cell_is_that_of_each_repeat(tmp_path: Path) -> None:
-    """Another worker computes twice as long each time: 75 % balance, though the means are equal."""
+    """Another worker computes twice as long each time: 75% balance, though the means are equal."""
     for seed in (0, 1):
         phases = [{"forward": 0.010}, {"forward": 0.020}][:: 1 if seed else -1]
         write_run(tmp_path, FakeRun(f"a-{seed}", {"seed": seed}, phases))
     (row,) = rows_of(collect(tmp_path).cells, "ranks", "balance")
-    assert row["balance of computing"] == "75.0 %"
+    assert row["compute balance"] == "75.0%"
 
 
 def repeats_table(document: Any) -> Table:
@@ -133,10 +133,10 @@ def test_traffic_and_bandwidth_are_means_over_the_repeats(tmp_path: Path) -> Non
     run.gradient_bytes = 1_000_000
     write_repeats(tmp_path, run, (1.0, 2.0))
     cells = collect(tmp_path).cells
-    (row,) = rows_of(cells, "traffic", "under way")
+    (row,) = rows_of(cells, "traffic", "in flight")
     assert row["bytes per iteration"] == "2.0 MB"
     # 2 ms and 4 ms for each of 100 iterations, of which the first takes double.
-    assert row["under way"] == "303.00 ms"
+    assert row["in flight"] == "303.00 ms"
     rate = exchange_rate(cells[0])
     assert rate is not None
     assert rate.bytes == pytest.approx(1_000_000)
@@ -146,7 +146,7 @@ def test_traffic_and_bandwidth_are_means_over_the_repeats(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("hidden", "told"),
     # 4 ms overlapped beside 6 ms of exposed communication.
-    [(0.004, ("4.00 ms", "40.0 %")), (0.0, ("0 us", "0.0 %")), (None, ("not measured",) * 2)],
+    [(0.004, ("4.00 ms", "40.0%")), (0.0, ("0 us", "0.0%")), (None, ("not measured",) * 2)],
 )
 def test_overlapped_communication_is_a_figure_or_not_measured(
     hidden: float | None, told: tuple[str, str], tmp_path: Path
@@ -156,9 +156,9 @@ def test_overlapped_communication_is_a_figure_or_not_measured(
     write_run(tmp_path, run)
     write_run(tmp_path, FakeRun("b", {}, [{"forward": 0.02}]))
     cells = collect(tmp_path).cells
-    first, alone = rows_of(cells, "phases", "hidden behind computing")
-    assert (first["hidden behind computing"], first["hidden, of all communication"]) == told
-    assert alone["hidden behind computing"] == "none"
+    first, alone = rows_of(cells, "phases", "overlapped communication")
+    assert (first["overlapped communication"], first["overlapped, of all communication"]) == told
+    assert alone["overlapped communication"] == "none"
 
 
 def test_records_without_overlapped_communication_say_not_measured(tmp_path: Path) -> None:
@@ -168,5 +168,5 @@ def test_records_without_overlapped_communication_say_not_measured(tmp_path: Pat
     for worker in result["workers"]:
         del worker["hidden_exchange_seconds"]
     (path / "result.json").write_text(json.dumps(result))
-    (row,) = rows_of(collect(path).cells, "phases", "hidden behind computing")
-    assert row["hidden behind computing"] == "not measured"
+    (row,) = rows_of(collect(path).cells, "phases", "overlapped communication")
+    assert row["overlapped communication"] == "not measured"

@@ -130,7 +130,7 @@ def test_samples_of_a_worker_are_of_the_iterations_that_its_time_is_of(run: Run)
 
 def test_the_page_says_what_its_figures_are_of(run: Run) -> None:
     document = to_document(collect(run.folder.path))
-    assert "times are since the last change" in dict(document.points)["Workers changed"]
+    assert "timings cover the last world size only" in dict(document.points)["Workers changed"]
     sections = document.chapters[0].sections
     lists = [one for section in sections for one in section.blocks if isinstance(one, BulletList)]
     told = [item for one in lists for item in one.items]
@@ -138,7 +138,7 @@ def test_the_page_says_what_its_figures_are_of(run: Run) -> None:
     assert text.startswith(
         "2 workers at first, 1 worker from iteration 50 on, 2 workers from iteration 80 on."
     )
-    assert "since the last change" in to_markdown(document)
+    assert "cover the last world size only" in to_markdown(document)
 
 
 def test_a_comparison_says_that_the_number_changed(run: Run) -> None:

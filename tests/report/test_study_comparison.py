@@ -24,7 +24,7 @@ from paceline.study.folder import Cell, Part, Study, StudyFolder
 from report.records import FakeRun, write_run
 
 STEADY = (0.99, 1.0, 1.01)
-"""Three repeats, 1 % apart."""
+"""Three repeats, 1% apart."""
 
 
 def write_study(
@@ -95,8 +95,8 @@ def test_a_single_run_has_no_interval_and_no_significance(studies: list[str]) ->
 def test_the_headline_counts_what_is_significant(studies: list[str]) -> None:
     text = headline(pair_of(studies))
     assert text.startswith(
-        "after/ways against before/ways, step time of 3 matching cells: 1 faster, 1 within noise,"
-        " 1 with a single run (significance unknown)."
+        "after/ways against before/ways, step time of 3 matching configurations: 1 faster,"
+        " 1 within noise, 1 with a single run (significance unknown)."
     )
     # The third root of 0.5 * 1.00333 * 2.
     assert text.endswith("Geometric mean of the ratios: 1.001.")
@@ -188,7 +188,7 @@ def test_the_page_and_markdown_have_the_same_rows(studies: list[str], tmp_path: 
     assert "<td>with ring</td><td class=n>20.00\u00a0ms</td>" in page.read_text()
     written = text.read_text()
     assert "| with ring | 20.00 ms | 10.00 ms | 0.500 |" in written
-    assert "## Cells without a match" in written
+    assert "## Configurations without a match" in written
 
 
 def test_markdown_of_runs_side_by_side_brings_its_figures(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_cells_with_the_same_name_but_another_model_do_not_match(tmp_path: Path)
     ]
     pair = pair_of(paths)
     assert pair.cells == []
-    assert headline(pair) == "b and a have no cells with the same settings or names."
+    assert headline(pair) == "b and a have no configurations with the same settings or names."
 
 
 def test_folders_of_runs_match_by_settings_unless_each_holds_one_cell(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_the_parts_of_a_workers_step_time_add_up_to_it(tmp_path: Path) -> None:
     path = write_run(tmp_path, FakeRun("a", {}, [spent] * 2, iterations=4))
     for row in worker_rows(path):
         assert row["time per iteration"] == "2.87 s"
-        parts = [row[name] for name in ("computing", "communicating", "waiting")]
+        parts = [row[name] for name in ("compute", "communication", "waiting")]
         assert parts == ["2.80 s", "40.00 ms", "30.00 ms"]
 
 
@@ -220,4 +220,4 @@ def test_a_run_that_was_gone_on_with_is_said_to_be(tmp_path: Path) -> None:
     done = {"event": "iterations", "first": 98, "seconds": [0.02, 0.02], "loss": [1.0, 1.0]}
     events.write_text(events.read_text() + json.dumps(again) + "\n" + json.dumps(done) + "\n")
     points = dict(to_document(collect(tmp_path)).points)
-    assert points["Resumed"] == "lr 0.02 (2 starts); the wall time holds every start."
+    assert points["Resumed"] == "lr 0.02 (2 sessions); wall time includes all sessions."

@@ -57,7 +57,7 @@ def _of_busy_machine(busy: Sequence[CpuContention]) -> Iterator[str]:
     if busy:
         yield (
             f"Rerun on a quiet machine: other processes used up to"
-            f" {units.percentage(busy[0].share)} of this one, which can explain differences,"
+            f" {units.share(busy[0].share)} of the CPU, which can explain differences,"
             " stragglers and bottlenecks."
         )
 
@@ -67,8 +67,8 @@ def _of_doubt(pace: Ranking | None, gaps: Sequence[Difference], *, is_busy: bool
         return
     if min(len(paced.values) for paced in pace.ranking) < 2:
         yield (
-            "Repeat each cell (three times or more, with different seeds): single run, significance"
-            " unknown."
+            "Repeat each configuration (three times or more, with different seeds): a single run"
+            " does not show run-to-run variation."
         )
     elif not is_busy:
         first, *others = pace.ranking
@@ -88,14 +88,14 @@ def _of_tie(first: RankedGroup, tie: RankedGroup, gap: Difference) -> str:
     if count is not None and count <= MOST_REPEATS:
         more = max(count, 1 + max(len(first.values), len(tie.values)))
         return (
-            f"Run {more} repeats of {pair}: with their spread that many detect a difference of"
-            f" {units.percentage(size)} with a chance of 80%."
+            f"Run {more} repeats of {pair}: enough to detect a difference of"
+            f" {units.share(size)} with a probability of 80%."
         )
     largest = max(abs(gap.low), abs(gap.high))
     if largest <= WORTH_DETECTING:
         return (
-            f"Choose between {pair} by something other than speed: they differ by at most"
-            f" {units.percentage(largest)} ({gap.interval_name})."
+            f"Treat {pair} as equally fast; more repeats are unlikely to separate them: they differ"
+            f" by at most {units.share(largest)} ({gap.interval_name})."
         )
     worth = f"{WORTH_DETECTING:.0%}"
     coarse = needed(WORTH_DETECTING)
@@ -108,7 +108,7 @@ def _of_tie(first: RankedGroup, tie: RankedGroup, gap: Difference) -> str:
     more = max(coarse, 1 + max(len(first.values), len(tie.values)))
     return (
         f"Run {more} repeats of {pair} to detect a difference of {worth}; the measured"
-        f" {units.percentage(size)} would take {_many(count)}."
+        f" {units.share(size)} would take {_many(count)}."
     )
 
 
@@ -132,12 +132,12 @@ def _of_communication(
     split = iteration_breakdown(fastest)
     if split is None or bound.shares["communication"] < 0.25:
         return
-    exposed = units.percentage(bound.shares["communication"])
+    exposed = units.share(bound.shares["communication"])
     tried = {cell.config.strategy for cell in cells}
     if not tried & {"overlap", "ddp"}:
         yield (
             f"Try --strategy overlap: exposed communication is {exposed} of each iteration, and"
-            f" {_hideable(split)} of it can overlap the backward pass at best."
+            f" {_hideable(split)} of it can overlap with the backward pass at most."
         )
     if _can_gain_by_codec(fastest, bound) and not any(
         "codec" in cell.config.options for cell in cells
@@ -148,8 +148,8 @@ def _of_communication(
         )
     if "local_sgd" not in tried:
         yield (
-            "Try a larger --batch-size, or --strategy local_sgd, which is approximate, for fewer"
-            f" exchanges: exposed communication is {exposed} of each iteration."
+            "Try a larger --batch-size, or --strategy local_sgd, which is approximate: both"
+            f" communicate less often; communication takes {exposed} of each iteration."
         )
 
 
@@ -165,25 +165,25 @@ def _can_gain_by_codec(cell: RunGroup, bound: Bottleneck) -> bool:
 
 
 def _hideable(split: PhaseBreakdown) -> str:
-    return units.percentage(min(1.0, split.seconds["backward"] / split.seconds["exchange"]))
+    return units.share(min(1.0, split.seconds["backward"] / split.seconds["exchange"]))
 
 
 def _of_computing(fastest: RunGroup, cells: Sequence[RunGroup], bound: Bottleneck) -> Iterator[str]:
     if bound.kind != "compute-bound":
         return
-    more, computing = 2 * fastest.workers, units.percentage(bound.shares["computing"])
+    more, compute = 2 * fastest.workers, units.share(bound.shares["compute"])
     if more <= max(cell.workers for cell in cells):
         return
     if fastest.workers == 1:
         yield (
-            f"Try 2 workers{_elsewhere(fastest, more)}: computing is {computing} of each iteration,"
-            " and workers share it; communication is added."
+            f"Try 2 workers{_elsewhere(fastest, more)}: {compute} of each iteration is compute,"
+            " which is divided among workers; communication is extra."
         )
         return
-    serial = 1 - bound.shares["computing"]
+    serial = 1 - bound.shares["compute"]
     yield (
-        f"Try {more} workers{_elsewhere(fastest, more)}: computing is {computing} of each"
-        f" iteration, so throughput is at best {1 / (serial + (1 - serial) / 2):.2f} times as high."
+        f"Try {more} workers{_elsewhere(fastest, more)}: {compute} of each iteration is compute,"
+        f" which allows a speedup of at most {1 / (serial + (1 - serial) / 2):.2f}x."
     )
 
 
@@ -215,10 +215,14 @@ def _beside_training(fastest: RunGroup) -> Iterator[str]:
         return
     if whole.share("checkpoint") > COSTLY:
         is_background = fastest.config.checkpoint_mode == "background"
-        remedy = "a rarer --checkpoint-every" if is_background else "--checkpoint-mode background"
+        remedy = (
+            "Checkpoint less often (--checkpoint-every)"
+            if is_background
+            else "Try --checkpoint-mode background"
+        )
         yield (
-            f"Try {remedy}: checkpoints hold training up for"
-            f" {_of_wall(whole, 'checkpoint')} of {fastest.label}."
+            f"{remedy}: checkpoints block training for {_of_wall(whole, 'checkpoint')} of"
+            f" {fastest.label}."
         )
     if whole.share("evaluate") > 0.2:
         yield (
@@ -236,7 +240,7 @@ def _of_failures(cells: Sequence[RunGroup]) -> Iterator[str]:
     if diverged:
         yield (
             f"Lower --lr, or add --warmup-epochs or --clip-norm, for {'; '.join(diverged[:3])}:"
-            " the loss left the finite numbers."
+            " the loss became NaN or infinite."
         )
 
 

@@ -1,4 +1,4 @@
-"""What limits the pace of a cell: computing, communication, waiting for one another, or the input.
+"""What limits the step time of a configuration: compute, communication, waiting or input.
 
 Exposed communication alone does not show that the network is slow: on busy cores a message waits
 for a process to run. Where the link was measured, the bytes of an iteration tell how long they can
@@ -20,12 +20,12 @@ from paceline.report.shape import is_number
 MOST = 0.5
 """A share of an iteration from which on something is what limits it."""
 LITTLE = 0.25
-"""With no more exposed communication and waiting than this, computing is the limit."""
+"""With no more exposed communication and waiting than this, compute is the limit."""
 EXPLAINED = 0.5
 """The link is the cause of communication if it takes this part of the exposed time."""
 
 NAMES = {
-    "computing": "computing",
+    "compute": "compute",
     "communication": "exposed communication",
     "waiting": "waiting",
     "input": "input",
@@ -49,7 +49,7 @@ class Bottleneck:
     telling: str
     """The key of `shares` that shows it."""
     shares: dict[str, float]
-    """Of an iteration: computing, communication, waiting, input."""
+    """Of an iteration: compute, communication, waiting, input."""
     exchange_seconds: float = 0.0
     """Exposed communication of an iteration."""
     wire: WireTime | None = None
@@ -59,11 +59,11 @@ class Bottleneck:
 
     def reason(self) -> str:
         parts = [
-            f"{units.percentage(value)} {NAMES[name]}"
+            f"{units.share(value)} {NAMES[name]}"
             for name, value in self.shares.items()
             if name != "input" and value >= 0.0005
         ]
-        text = f"each iteration is {', '.join(parts)}"
+        text = f"iteration time: {', '.join(parts)}"
         if not self.cause or self.wire is None:
             return text
         wire = self.wire
@@ -80,7 +80,7 @@ def find_bottleneck(cell: RunGroup, measured: Sequence[Measured] = ()) -> Bottle
     if split is None or not split.total:
         return None
     shares = {
-        "computing": split.of(COMPUTE_PHASES) / split.total,
+        "compute": split.of(COMPUTE_PHASES) / split.total,
         "communication": split.share("exchange"),
         "waiting": split.share("wait"),
         "input": split.share("input"),
@@ -90,24 +90,23 @@ def find_bottleneck(cell: RunGroup, measured: Sequence[Measured] = ()) -> Bottle
     is_explained = wire is None or wire.seconds >= EXPLAINED * exchange
     is_network = cell.config.nnodes > 1 and is_explained
 
-    def communicating(kind: str) -> Bottleneck:
+    def communication(kind: str) -> Bottleneck:
         cause = "" if is_explained else remaining_cause(cell)
         return Bottleneck(cell.label, kind, "communication", shares, exchange, wire, cause)
 
     if shares["input"] >= MOST:
         return Bottleneck(cell.label, "input-bound", "input", shares)
     if shares["communication"] >= MOST or (
-        shares["communication"] > shares["computing"]
-        and shares["communication"] > shares["waiting"]
+        shares["communication"] > shares["compute"] and shares["communication"] > shares["waiting"]
     ):
-        return communicating("network-bound" if is_network else "communication-bound")
+        return communication("network-bound" if is_network else "communication-bound")
     if shares["waiting"] >= LITTLE and shares["waiting"] > shares["communication"]:
-        return Bottleneck(cell.label, "held up by waiting", "waiting", shares)
-    if 1 - shares["computing"] <= LITTLE:
-        return Bottleneck(cell.label, "compute-bound", "computing", shares)
+        return Bottleneck(cell.label, "wait-bound", "waiting", shares)
+    if 1 - shares["compute"] <= LITTLE:
+        return Bottleneck(cell.label, "compute-bound", "compute", shares)
     if shares["waiting"] > shares["communication"]:
-        return Bottleneck(cell.label, "computing and waiting", "waiting", shares)
-    return communicating("computing and network" if is_network else "computing and communication")
+        return Bottleneck(cell.label, "compute and waiting", "waiting", shares)
+    return communication("compute and network" if is_network else "compute and communication")
 
 
 def wire_time(cell: RunGroup, measured: Sequence[Measured] = ()) -> WireTime | None:

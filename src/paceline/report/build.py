@@ -118,8 +118,8 @@ def _sum_up(document: Document, collection: RunCollection) -> None:
     troubled = [cell for cell in collection.cells if _did_not_finish(cell)]
     count = _count(collection.cells)
     parts = len(collection.chapters)
-    document.headline = f"{count} in {parts} parts, each with its own answer" + (
-        f"; {len(troubled)} did not finish." if troubled else "; all that ran finished."
+    document.headline = f"{count} in {parts} parts, see each part's verdict" + (
+        f"; {len(troubled)} did not finish." if troubled else "; every started run finished."
     )
     document.points = [
         (chapter.title, headline.removeprefix(f"{chapter.title}: "))
@@ -158,7 +158,7 @@ def _answer(chapter: Chapter, sections: Sequence[Section]) -> str:
 
 
 def _verdict_section(verdict: Verdict, answer: str) -> Section:
-    items = [] if answer == verdict.headline else [("Pace:", verdict.headline)]
+    items = [] if answer == verdict.headline else [("Step time:", verdict.headline)]
     items += [(f"{subject}:", text) for subject, text in _points(verdict)]
     items += [("Try next:", step) for step in verdict.next_steps]
     return Section("verdict", "Verdict", [Text(answer), BulletList(items)])
@@ -181,4 +181,4 @@ def _subtitle(collection: RunCollection) -> str:
 
 
 def _count(cells: Sequence[RunGroup]) -> str:
-    return f"{len(cells):,} cell{'s' * (len(cells) != 1)}"
+    return f"{len(cells):,} configuration{'s' * (len(cells) != 1)}"

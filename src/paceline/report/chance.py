@@ -53,7 +53,7 @@ def compare_accuracy(one: RunGroup, other: RunGroup, *, comparisons: int = 1) ->
             return AccuracyDifference(
                 is_chance=True, words=f"within the noise of {samples:,} test samples"
             )
-    return AccuracyDifference(is_chance=False, words="in one repeat")
+    return AccuracyDifference(is_chance=False, words="in a single run")
 
 
 def accuracy_increase(first: RunGroup, other: RunGroup) -> Difference | None:

@@ -100,7 +100,7 @@ def _print_pairs(console: Console, pairs: Sequence[StudyPair]) -> None:
 
 def _pair_table(table: FigureTable, letter: str) -> TerminalTable:
     shown = TerminalTable(box=None, pad_edge=False)
-    shown.add_column("cell", overflow="fold", min_width=NAME_WIDTH)
+    shown.add_column("configuration", overflow="fold", min_width=NAME_WIDTH)
     for heading in ("A", letter):
         shown.add_column(heading, justify="right", overflow="fold")
     for heading in (f"{letter}/A", "corrected\ninterval", "significance"):
@@ -191,7 +191,14 @@ def _of_pairs(compared: Compared) -> Document:
 def _pair_page(name: str, pair: StudyPair) -> ChapterPage:
     sections = []
     for table in figure_tables(pair):
-        columns = ("cell", pair.first, pair.other, "ratio", "corrected interval", "significance")
+        columns = (
+            "configuration",
+            pair.first,
+            pair.other,
+            "ratio",
+            "corrected interval",
+            "significance",
+        )
         rows = [
             (row.name, row.first, row.other, row.ratio, row.interval, row.significance)
             for row in table.rows
@@ -202,7 +209,7 @@ def _pair_page(name: str, pair: StudyPair) -> ChapterPage:
         sections.append(Section("reading", "How to read the tables", told))
     for section, title, items in (
         ("differences", "What else differs", differences(pair)),
-        ("unmatched", "Cells without a match", unmatched(pair)),
+        ("unmatched", "Configurations without a match", unmatched(pair)),
     ):
         if items:
             sections.append(Section(section, title, [BulletList(items)]))

@@ -36,7 +36,7 @@ def rerun_sentence(found: Sequence[CpuContention]) -> str:
     """What to add to a headline, which may be all that is read; empty on a quiet machine."""
     if not found:
         return ""
-    most = units.percentage(max(one.share for one in found))
+    most = units.share(max(one.share for one in found))
     return (
         f" Other processes used up to {most} of the CPU during these runs: rerun on a quiet machine"
         " before drawing conclusions."

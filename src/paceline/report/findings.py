@@ -44,7 +44,7 @@ def _bound_text(found: Sequence[Bottleneck]) -> str:
         return f"{one.label}: {one.reason()}."
     names = listed([bound.label for bound in found], NAMED)
     shares = [bound.shares[one.telling] for bound in found]
-    low, high = units.percentage(min(shares)), units.percentage(max(shares))
+    low, high = units.share(min(shares)), units.share(max(shares))
     span = low if low == high else f"{low} to {high}"
     cause = ""
     if one.cause:
@@ -61,10 +61,11 @@ def straggler_points(found: Sequence[Straggler]) -> list[Point]:
         Point(
             "Straggler",
             f"{one.label}: worker {one.rank} on node {one.node}"
-            f"{' (slowed down on purpose)' if one.is_injected else ''} computes"
-            f" {units.seconds(one.computing_seconds)} an iteration, the others"
-            f" {units.seconds(one.others_seconds)}; they wait {units.seconds(one.wait_seconds)} for"
-            f" it, {units.share(one.wait_share)} of their time.",
+            f"{' (slowed down on purpose)' if one.is_injected else ''} computes for"
+            f" {units.seconds(one.computing_seconds)} per iteration (others:"
+            f" {units.seconds(one.others_seconds)}); the others wait"
+            f" {units.seconds(one.wait_seconds)} for it, {units.share(one.wait_share)} of their"
+            " time.",
         )
         for one in found[:NAMED]
     ]
@@ -73,13 +74,13 @@ def straggler_points(found: Sequence[Straggler]) -> list[Point]:
 def disturbance_points(found: Sequence[CpuContention]) -> list[Point]:
     if not found:
         return []
-    names = [f"{one.label} ({units.percentage(one.share)})" for one in found]
+    names = [f"{one.label} ({units.share(one.share)})" for one in found]
     return [
         Point(
-            "Busy machine",
-            f"other processes used CPU time during {listed(names, NAMED)}. Contention can explain"
-            " differences, stragglers and bottlenecks of these cells, so no straggler or bottleneck"
-            " is named for them.",
+            "CPU contention",
+            f"timings may be affected: other processes used CPU time during {listed(names, NAMED)}."
+            " Contention can explain differences, stragglers and bottlenecks of these"
+            " configurations, so no straggler or bottleneck is named for them.",
         )
     ]
 
@@ -107,7 +108,7 @@ def learning_points(ranking: Sequence[RankedGroup]) -> list[Point]:
     (fastest, of_fastest), (best, accuracy) = known[0], max(known, key=lambda item: item[1])
     if accuracy - of_fastest <= WORSE_BY:
         return []
-    text = f"the fastest ends at {of_fastest:.4f}, {best.label} at {accuracy:.4f}"
+    text = f"the fastest reaches {of_fastest:.4f}, {best.label} at {accuracy:.4f}"
     # The best is one of all the others, so chance had as many opportunities.
     return [
         Point("Accuracy", f"{text}{compare_accuracy(best, fastest, comparisons=len(known) - 1)}.")
@@ -133,7 +134,7 @@ def resized_points(cells: Sequence[RunGroup]) -> list[Point]:
     return [
         Point(
             "Workers changed",
-            f"{cell.label}: {described(run.worlds)}; times are since the last change.",
+            f"{cell.label}: {described(run.worlds)}; timings cover the last world size only.",
         )
         for cell, run in resized[:NAMED]
     ]
@@ -142,14 +143,14 @@ def resized_points(cells: Sequence[RunGroup]) -> list[Point]:
 def resumed_points(cells: Sequence[RunGroup]) -> list[Point]:
     """Runs whose wall time is not of one piece."""
     resumed = [
-        f"{cell.label} ({times} starts)"
+        f"{cell.label} ({times} sessions)"
         for cell in cells
         for run in cell.finished
         if run.timing and (times := run.timing.processes) > 1 and not run.is_resized
     ]
     if not resumed:
         return []
-    return [Point("Resumed", f"{listed(resumed, NAMED)}; the wall time holds every start.")]
+    return [Point("Resumed", f"{listed(resumed, NAMED)}; wall time includes all sessions.")]
 
 
 def trouble_points(cells: Sequence[RunGroup]) -> list[Point]:

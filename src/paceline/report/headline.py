@@ -25,14 +25,14 @@ def headline(pace: Ranking, lead: Difference | None, scope: str = "") -> str:
     if lead.is_tie:
         among = f" among {scope} configurations" if scope else ""
         return (
-            f"No clear winner{among}: {label} took {time}, {units.percentage(lead.share)} less than"
+            f"No clear winner{among}: {label} took {time}, {units.share(lead.share)} less time than"
             f" {second}, which is within noise ({_span(lead)})."
         )
     if lead.is_significant:
         lead_text = f"{time}, {less(lead)} than {second}"
     else:
-        gap = units.percentage(lead.share)
-        lead_text = f"{time}, {gap} less than {second} ({_single(pace.ranking[:2])})"
+        gap = units.share(lead.share)
+        lead_text = f"{time}, {gap} less time than {second} ({_single(pace.ranking[:2])})"
     if scope:
         return f"Fastest {scope}: {label}, {lead_text}."
     return f"{label} {'is' if lead.is_significant else 'was'} fastest: {lead_text}."
@@ -50,7 +50,7 @@ def beside_exact(pace: Ranking, lead: Difference | None, exact: RankedGroup) -> 
 
 
 def alone(pace: Ranking, only: RankedGroup) -> str:
-    """Of a cell that there is none to hold against."""
+    """Of a cell that there is none to compare with."""
     text = f"{only.cell.label}: {units.seconds(only.mean)} {pace.name}"
     accuracy = only.cell.mean_of("test_accuracy")
     if accuracy is not None:
@@ -59,26 +59,26 @@ def alone(pace: Ranking, only: RankedGroup) -> str:
 
 
 def less(gap: Difference) -> str:
-    return f"{units.percentage(gap.share)} less ({_span(gap)})"
+    return f"{units.share(gap.share)} less time ({_span(gap)})"
 
 
 def why(reason: Explanation) -> str:
     """A sentence on the phase in which the two differ most."""
     part, phase = reason.by_phase[reason.largest], reason.largest
     text = (
-        f"{reason.slower} needs {units.seconds(reason.seconds)} longer for {reason.work} than"
-        f" {reason.faster}; "
+        f"{reason.slower} takes {units.seconds(reason.seconds)} more {reason.work} than"
+        f" {reason.faster}"
     )
     if part <= 0:
-        return f"{text}its phases do not tell why."
-    most = "most" if part >= reason.seconds / 2 else "the largest part"
+        return f"{text}; the phase breakdown does not explain it."
+    most = "mostly in" if part >= reason.seconds / 2 else "most of all in"
     against = [
-        f"{name} {units.seconds(-value)} less"
+        f"{name} {units.seconds(value)}"
         for name, value in sorted(reason.by_phase.items(), key=lambda item: item[1])
         if value < -0.1 * reason.seconds
     ]
     tail = f"; {', '.join(against[:2])}" if against else ""
-    return f"{text}{most} of it is {phase}: {units.seconds(part)} more{tail}."
+    return f"{text}, {most} {phase} (+{units.seconds(part)}){tail}."
 
 
 def why_to_target(first: RunGroup, second: RunGroup) -> str:
@@ -103,7 +103,7 @@ def _single(pair: Sequence[RankedGroup]) -> str:
 
 def _span(gap: Difference) -> str:
     # Nothing takes less than no time, whatever the interval's arithmetic gives.
-    span = f"{units.percentage(gap.low)} to {units.percentage(min(gap.high, 1.0))}"
+    span = f"{units.share(gap.low)} to {units.share(min(gap.high, 1.0))}"
     return f"{gap.interval_name} {span}"
 
 

@@ -216,9 +216,9 @@ def explain(faster: RunGroup, slower: RunGroup, *, by_samples: bool = False) -> 
     if splits[0] is None or splits[1] is None or seconds[0] is None or seconds[1] is None:
         return None
     cells = faster, slower
-    scales, work = [1.0, 1.0], "an iteration"
+    scales, work = [1.0, 1.0], "per iteration"
     if by_samples or faster.config.global_batch_size != slower.config.global_batch_size:
-        scales, work = [1000 / cell.samples_in_iteration for cell in cells], "1,000 samples"
+        scales, work = [1000 / cell.samples_in_iteration for cell in cells], "per 1,000 samples"
     first, second = splits[0].seconds, splits[1].seconds
     return Explanation(
         faster.label,

@@ -38,7 +38,7 @@ class Run:
     @property
     def cause(self) -> str:
         if self.result is None:
-            return "no result.json: it still goes on, or was killed"
+            return "no result.json: still running, or killed"
         return str(self.result["cause"] or "")
 
     @property

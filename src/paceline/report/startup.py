@@ -35,7 +35,7 @@ def startup_table(cells: Sequence[RunGroup]) -> list[Block]:
         for cell, spent in known
     ]
     return [
-        Table(("cell, before the first iteration", *STARTUP_PARTS), rows),
+        Table(("configuration, before the first iteration", *STARTUP_PARTS), rows),
         Text(
             "Start-up of a worker, mean over workers and runs. Imports end before the clock starts;"
             " the rest is part of `other`.",

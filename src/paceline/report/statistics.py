@@ -212,6 +212,7 @@ def difference(
     second: Sequence[float],
     first_blocks: Sequence[float] = (),
     second_blocks: Sequence[float] = (),
+    *,
     floors: tuple[float, float] = (0.0, 0.0),
 ) -> Difference:
     """Of two means over repeats, by Welch's test; with one repeat, over the blocks of the runs.
@@ -245,10 +246,11 @@ def relative_increase(
     second: Sequence[float],
     first_blocks: Sequence[float] = (),
     second_blocks: Sequence[float] = (),
+    *,
     floors: tuple[float, float] = (0.0, 0.0),
 ) -> Difference:
     """How much more the first has than the second, as a share of the second; else as above."""
-    gap = difference(first, second, first_blocks, second_blocks, floors)
+    gap = difference(first, second, first_blocks, second_blocks, floors=floors)
     return replace(gap, amount=-gap.amount, share=-gap.share)
 
 

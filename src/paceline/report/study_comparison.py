@@ -259,9 +259,11 @@ def _to_target(cell: RunGroup) -> list[float]:
 def headline(pair: StudyPair) -> str:
     """In how many cells the other study is faster or slower, and by how much on average."""
     if not pair.cells:
-        return f"{pair.other} and {pair.first} have no cells with the same settings or names."
+        return (
+            f"{pair.other} and {pair.first} have no configurations with the same settings or names."
+        )
     tables = figure_tables(pair)
-    count = f"{len(pair.cells)} matching cell{'s' * (len(pair.cells) != 1)}"
+    count = f"{len(pair.cells)} matching configuration{'s' * (len(pair.cells) != 1)}"
     if not tables or tables[0].title not in ("Step time", "Time per 1,000 samples"):
         return f"{pair.other} against {pair.first}: {count}, none of them timed in both."
     disturbed = sum(row.is_disturbed for row in tables[0].rows if row.change is not None)

@@ -163,7 +163,7 @@ def _traffic(result: Result) -> str:
         if count["bytes_sent"]
     )
     hidden = worker.get("hidden_exchange_seconds")
-    tail = f"; {units.seconds(hidden)} hidden behind computing" if hidden else ""
+    tail = f"; {units.seconds(hidden)} overlapped communication" if hidden else ""
     if hidden is None:
-        tail = "; what was hidden behind computing was not measured"
+        tail = "; overlapped communication was not measured"
     return f"rank 0 sent {sent or 'nothing'}{tail}"

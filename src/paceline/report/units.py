@@ -35,17 +35,12 @@ def rate(bytes_per_second: float | None) -> str:
 
 def percent(value: float | None) -> str:
     """Of a value that is a percentage already."""
-    return "-" if value is None else f"{value:.0f} %"
+    return "-" if value is None else f"{value:.0f}%"
 
 
 def share(value: float | None) -> str:
     """Of a fraction of one."""
-    return "-" if value is None else f"{value:.1%}".replace("%", " %")
-
-
-def percentage(value: float) -> str:
-    """Of a fraction of one, in a sentence."""
-    return f"{value:.1%}"
+    return "-" if value is None else f"{value:.1%}"
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -57,7 +52,7 @@ def count(value: float | None) -> str:
 
 
 def spread(values: Sequence[float], text: Callable[[float], str]) -> str:
-    """The mean, and from the least to the greatest where there are several."""
+    """The mean, with min and max where there are several."""
     if not values:
         return "-"
     mean = text(sum(values) / len(values))

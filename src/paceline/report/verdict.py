@@ -87,7 +87,7 @@ def make_verdict(cells: Sequence[RunGroup], comm: Sequence[Path] = ()) -> Verdic
         if cell.label not in disturbed and (bound := find_bottleneck(cell, measured)) is not None
     ]
     if len(kinds) > 1 and len(alike) == 1:
-        verdict.headline = "Not compared: each of the cells has a model or data of its own."
+        verdict.headline = "Not compared: every configuration uses a different model or dataset."
         verdict.pace, ranking = None, []
     elif not ranking:
         verdict.headline = _nothing_ranked(cells)
@@ -134,7 +134,7 @@ def _kind(cell: RunGroup) -> str:
 
 
 def _apart(kind: Sequence[RunGroup]) -> Point:
-    return Point("Not compared with others", f"{_kind(kind[0])}: {make_verdict(kind).headline}")
+    return Point("Ranked separately", f"{_kind(kind[0])}: {make_verdict(kind).headline}")
 
 
 def _nothing_ranked(cells: Sequence[RunGroup]) -> str:
@@ -181,7 +181,7 @@ def _compare(
     verdict.ties = [other for other, gap in gaps if gap.is_tie]
     also = [tie.cell.label for tie in verdict.ties if tie is not second]
     if also:
-        verdict.points.append(Point("Also within noise", f"of the fastest: {listed(also, NAMED)}."))
+        verdict.points.append(Point("Tied with the fastest", f"{listed(also, NAMED)}."))
     told = [second, *verdict.ties]
     against = second
     if lead.is_tie:
@@ -201,7 +201,7 @@ def _compare(
 
 def _beyond_noise(pace: Ranking, other: RankedGroup, gap: Difference) -> Point:
     return Point(
-        "Beyond noise",
+        "First clear difference",
         f"{other.cell.label} takes {units.seconds(other.mean)} {pace.name};"
         f" {pace.ranking[0].cell.label} takes {less(gap)}.",
     )
@@ -221,21 +221,23 @@ def _confidence(pace: Ranking, lead: Difference) -> Point:
         several = [count for count in repeats if count > 1]
         low, high = min(several), max(several)
         span = f"{low}" if low == high else f"{low} to {high}"
-        text = f"intervals are over {span} repeats of each cell (Welch's t){_corrected(lead)}"
+        text = (
+            f"intervals are over {span} repeats of each configuration (Welch's t){_corrected(lead)}"
+        )
         if len(several) < len(repeats):
             text += (
-                "; for a cell with a single run they are over its iterations and too narrow, and"
-                " its significance is unknown"
+                "; for a configuration with a single run they are from blocks of its iterations,"
+                " probably too narrow, and significance is unknown"
             )
         return Point("Confidence", f"{text}.")
     if lead.has_interval:
         return Point(
             "Confidence",
-            "single run, significance unknown: intervals are over the iterations of one run"
-            f"{_corrected(lead)}; they do not include the spread between runs and are too narrow.",
+            "single run, significance unknown: intervals are from blocks of iterations within each"
+            f" run{_corrected(lead)}; probably too narrow.",
         )
     return Point(
-        "Confidence", "single run, significance unknown: the spread between runs is not measured."
+        "Confidence", "single run, significance unknown: run-to-run variation was not measured."
     )
 
 

@@ -15,7 +15,7 @@ from paceline.report.run import Run
 from paceline.report.section.outline import SectionContext, known, mean_bar
 from paceline.report.shape import is_number
 
-TITLE = "What was learned"
+TITLE = "Accuracy"
 SETTLED = 0.02
 """A test loss has settled when it stays this close to where it ended, as a share of that ..."""
 SETTLED_EPOCHS = 0.2
@@ -132,7 +132,7 @@ def build(outline: SectionContext) -> list[Block]:
     return [
         Text(answer(found), "answer"),
         *_figure(outline, found),
-        Table(("cell", *columns), rows),
+        Table(("configuration", *columns), rows),
         Text(note, "note"),
     ]
 
@@ -172,16 +172,16 @@ def answer(found: Sequence[AccuracySummary]) -> str:
     unsure = compare_accuracy(best.cell, second.cell, comparisons=math.comb(len(found), 2))
     if unsure.is_chance:
         text = (
-            f"Nothing clearly learned most: test accuracy {best.accuracy:.4f} of {best.cell.label}"
+            f"No clear accuracy winner: test accuracy {best.accuracy:.4f} of {best.cell.label}"
             f" and {second.accuracy:.4f} of {second.cell.label} are {unsure.words}"
         )
     else:
         text = (
-            f"{best.cell.label} learned most: test accuracy {best.accuracy:.4f}; next is"
+            f"{best.cell.label} is most accurate: test accuracy {best.accuracy:.4f}; next is"
             f" {second.cell.label} with {second.accuracy:.4f}, {gap:.4f} less{unsure}"
         )
     if last is not second:
-        text += f"; least {last.cell.label}: {last.accuracy:.4f}"
+        text += f"; lowest {last.cell.label}: {last.accuracy:.4f}"
     return f"{text}."
 
 

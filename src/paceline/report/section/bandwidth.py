@@ -195,8 +195,9 @@ def build(outline: SectionContext) -> list[Block]:
 
 
 def _of_runs(rates: Sequence[AllReduceBandwidth]) -> list[Block]:
-    columns = ("cell", "workers", "summed", "time T", "algorithm bandwidth", "bus bandwidth",
-               "reference bandwidth", "reference utilisation", "bus, of the link")  # fmt: skip
+    columns = ("configuration", "workers", "summed", "time T", "algorithm bandwidth",
+               "bus bandwidth", "reference bandwidth", "reference utilization",
+               "bus, of the link")  # fmt: skip
     rows = [
         (
             rate.label,
@@ -214,11 +215,11 @@ def _of_runs(rates: Sequence[AllReduceBandwidth]) -> list[Block]:
     return [
         Table(columns, rows),
         Text(
-            "Per iteration: gradients summed, and T, the time with their transfers under way at the"
+            "Per iteration: gradients summed, and T, the time with their transfers in flight at the"
             " worker that waited least. Algorithm bandwidth is bytes / T; bus bandwidth is that"
-            " times 2 (P - 1) / P; the reference's is bytes log2 P / T, with utilisation"
-            " 2 (P - 1) bytes / T over it. What overlaps computing takes longer without holding"
-            " anything up. The link is as measured: in an emulated cluster, or the limit that"
+            " times 2 (P - 1) / P; the reference's is bytes log2 P / T, with utilization"
+            " 2 (P - 1) bytes / T over it. Overlapped communication takes longer without"
+            " blocking training. The link is as measured: in an emulated cluster, or the limit that"
             " `paceline comm` found with as many workers.",
             "note",
         ),

@@ -69,7 +69,7 @@ def build(outline: SectionContext) -> list[Block]:
     rows = batch_rows(outline.cells)
     if not rows:
         return []
-    columns = ("cell", "batch", "time", "time per iteration", "time per epoch",
+    columns = ("configuration", "batch", "time", "time per iteration", "time per epoch",
                "first epoch", "test loss", "test accuracy",
                "peak memory", "CPU, mean")  # fmt: skip
     shown = [
@@ -121,7 +121,7 @@ def answer(rows: Sequence[BatchRow]) -> str:
         noise = f" ({unsure.words})" if unsure.is_chance else ""
         parts.append(f"accuracy {fmean(after):.4f} instead of {fmean(before):.4f}{noise}")
     is_one = min(len(small.wall_seconds), len(large.wall_seconds)) < 2
-    once = ", in one repeat" if is_one else ""
+    once = " (single run)" if is_one else ""
     return f"Batch {large.batch:,} against {small.batch:,}{once}: {', '.join(parts)}."
 
 

@@ -14,7 +14,7 @@ from paceline.report.headline import interval_note
 from paceline.report.section.outline import SectionContext, known
 from paceline.report.statistics import Difference, correct, relative_increase
 
-TITLE = "What checkpoints cost"
+TITLE = "Checkpoint overhead"
 
 _OF_CHECKPOINTS = IGNORED_FIELDS | {"checkpoint_every", "checkpoint_keep", "checkpoint_mode"}
 
@@ -102,7 +102,7 @@ def build(outline: SectionContext) -> list[Block]:
     costs = checkpoint_costs(outline.cells)
     if not costs:
         return []
-    columns = ("cell", "checkpoints", "bytes", "training held up", "wall time", "memory, mean",
+    columns = ("configuration", "checkpoints", "bytes", "blocked", "wall time", "memory, mean",
                "time against none", "memory against none")  # fmt: skip
     rows = [
         (
@@ -132,7 +132,7 @@ def build(outline: SectionContext) -> list[Block]:
 
 
 def _plain_row(cell: RunGroup) -> tuple[str, ...]:
-    """The run without checkpoints that others are held against."""
+    """The run without checkpoints that others are compared with."""
     wall = units.spread(_walls(cell), units.seconds)
     return (cell.label, "0", "-", "-", wall, units.spread(_memory(cell), units.size), "-", "-")
 
@@ -153,18 +153,18 @@ def _held_up(cost: CheckpointCost) -> str:
     """What was measured as such, whatever else made the runs differ."""
     held, wall = sum(cost.blocked_seconds), sum(cost.wall_seconds)
     share = f" ({units.share(held / wall)} of the wall time)" if wall else ""
-    return f"training held up for {units.seconds(held / len(cost.wall_seconds))}{share}"
+    return f"training blocked for {units.seconds(held / len(cost.wall_seconds))}{share}"
 
 
 def _longer(longer: Difference | None) -> str:
     if longer is None:
         return "-"
     sign = "+" if longer.amount >= 0 else ""
-    text = f"{sign}{units.seconds(longer.amount)} ({100 * longer.share:+.1f} %)"
+    text = f"{sign}{units.seconds(longer.amount)} ({100 * longer.share:+.1f}%)"
     if not longer.has_interval:
         return f"{text}, spread unknown"
     doubt = "" if longer.is_significant else ", within noise"
-    span = f"{100 * longer.low:+.1f} to {100 * longer.high:+.1f} %"
+    span = f"{100 * longer.low:+.1f}% to {100 * longer.high:+.1f}%"
     return f"{text}, {longer.interval_name} {span}{doubt}"
 
 
@@ -173,4 +173,4 @@ def _more_memory(more: Difference | None) -> str:
         return "-"
     sign = "+" if more.amount >= 0 else ""
     doubt = ", within noise" if more.has_interval and not more.is_significant else ""
-    return f"{sign}{units.size(more.amount)} ({100 * more.share:+.1f} %){doubt}"
+    return f"{sign}{units.size(more.amount)} ({100 * more.share:+.1f}%){doubt}"

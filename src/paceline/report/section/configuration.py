@@ -92,7 +92,9 @@ def build(outline: SectionContext) -> list[Block]:
         blocks += [
             Text("Settings that differ:"),
             Table(
-                ("cell", *(name.replace("_", "-") for name in names)), rows, words=1 + len(names)
+                ("configuration", *(name.replace("_", "-") for name in names)),
+                rows,
+                words=1 + len(names),
             ),
         ]
     blocks += _machines([run for cell in cells for run in cell.runs])
@@ -102,7 +104,7 @@ def build(outline: SectionContext) -> list[Block]:
         told = f" (seeds {', '.join(map(str, seeds))})" if len(seeds) > 1 else ""
         where = where_to_type(cell.config)
         commands += [Text(f"{cell.label}{told}{where}"), Code(command(cell.config))]
-    blocks.append(Text("To run a cell again:"))
+    blocks.append(Text("To run a configuration again:"))
     blocks += commands if len(cells) <= 3 else [Details(f"{len(cells):,} commands", commands)]
     overhead = [
         run.result["measurement_overhead"].get("fraction")
@@ -134,5 +136,5 @@ def _machines(runs: list[Run]) -> list[Block]:
     clusters = {tuple(rows): run for run in runs if (rows := cluster_rows(run))}
     for measured, run in list(clusters.items())[:3]:
         blocks.append(Text(f"The emulated cluster, as measured before {run.id}:"))
-        blocks.append(Table(("what", "asked", "got"), measured))
+        blocks.append(Table(("what", "requested", "measured"), measured))
     return blocks

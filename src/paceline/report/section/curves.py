@@ -111,10 +111,10 @@ def build(outline: SectionContext) -> list[Block]:
     if not blocks:
         return []
     note = (
-        "Shading and whiskers reach from the least to the greatest value: of repeats that are as"
-        " long as the first, and in long runs of the iterations that share a point. Against time,"
-        " the training loss is the first"
-        " repeat's. Training time leaves evaluation out. Curves that coincide are one in stripes."
+        "Shading and whiskers: min–max of the repeats that are as long as the first, and in long"
+        " runs of the iterations that share a point. Against time, the training loss is that of the"
+        " first repeat. Training time excludes evaluation. Coinciding curves are drawn as"
+        " alternating stripes."
     )
     return [*blocks, Text(note, "note"), *outline.drawn_note()]
 

@@ -23,8 +23,8 @@ class CellTime:
 
     label: str
     means: list[float]
-    """Of each finished run, the mean over its workers (out of step, see `Run`); so are medians and
-    p95s."""
+    """Of each finished run, the mean over its workers (asynchronous runs: see `Run`); so are
+    medians and p95s."""
     medians: list[float]
     p95s: list[float]
     firsts: list[float]
@@ -85,8 +85,8 @@ def build(outline: SectionContext) -> list[Block]:
                 "Mean, median and 95th percentile are computed for each worker without its first"
                 " iteration, and averaged over the workers. First: the first iteration of the"
                 " slowest worker. For asynchronous runs, the mean is the time in which all workers"
-                " together process as many samples as one iteration has. In brackets and as"
-                " whiskers: min and max of the repeats.",
+                " together process as many samples as one iteration has. In parentheses and as"
+                " whiskers: min–max of the repeats.",
                 "note",
             )
         )
@@ -108,7 +108,9 @@ def _bars(outline: SectionContext, times: list[tuple[RunGroup, CellTime]]) -> Fi
     bars = [
         mean_bar(time.label, time.means, units.seconds, outline.place(cell)) for cell, time in times
     ]
-    chart = BarChart("Mean time per iteration of each cell", "time per iteration", bars, "seconds")
+    chart = BarChart(
+        "Mean time per iteration of each configuration", "time per iteration", bars, "seconds"
+    )
     return Figure(outline.figure("iteration-time", "means"), "Mean time per iteration",
                   draw_bars(chart))  # fmt: skip
 
@@ -125,4 +127,4 @@ def _table(times: list[CellTime]) -> Table:
         )
         for time in times
     ]
-    return Table(("cell", "runs", "mean", "median", "95th percentile", "first"), rows)
+    return Table(("configuration", "runs", "mean", "median", "95th percentile", "first"), rows)

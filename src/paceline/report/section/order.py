@@ -72,7 +72,7 @@ def build(outline: SectionContext) -> list[Block]:
     ]
     return [
         Text(answer(found), "answer"),
-        Table(("cell", "epoch", f"its first {MOST_SAMPLES} samples"), rows, words=3),
+        Table(("configuration", "epoch", f"its first {MOST_SAMPLES} samples"), rows, words=3),
     ]
 
 

@@ -52,8 +52,8 @@ class SectionContext:
             return []
         return [
             Text(
-                f"Figures show {len(self.plotted)} of {len(self.cells):,} cells: the fastest and"
-                " slowest ones. Tables have all of them.",
+                f"Figures show {len(self.plotted)} of {len(self.cells):,} configurations: the"
+                " fastest and slowest ones. Tables have all of them.",
                 "note",
             )
         ]

@@ -13,17 +13,18 @@ from paceline.report.section.phases import first_note
 from paceline.report.summary import describe_restart
 from paceline.report.worlds import described
 
-TITLE = "All cells"
+TITLE = "Overview"
 MOST_REPEATS = 500
 """Rows in the table of repeats."""
 SINCE = (
-    "Times, phases and samples of iterations and workers are of the iterations since the last"
-    " change; what an iteration sent or hid is left out; curves and wall time are of the whole run."
+    "Timings, phases and samples of iterations and workers cover the last world size only; traffic"
+    " and overlapped communication per iteration are omitted; curves and wall time cover the whole"
+    " run."
 )
 
 
 def build(outline: SectionContext) -> list[Block]:
-    columns = ("cell", "status", "runs", "iterations", "wall time", "time per iteration",
+    columns = ("configuration", "status", "runs", "iterations", "wall time", "time per iteration",
                "test accuracy", "test loss", "training loss")  # fmt: skip
     blocks: list[Block] = [
         Table(columns, [_row(cell) for cell in outline.cells], words=2),
@@ -76,8 +77,9 @@ def _repeats(cells: Sequence[RunGroup]) -> list[Block]:
     several = [cell for cell in cells if len(cell.runs) > 1]
     if not several:
         return []
-    columns = ["cell", "repeat", "status", "seed", "iterations", "wall time", "time per iteration",
-               "test accuracy", "test loss", "training loss", "run"]  # fmt: skip
+    columns = ["configuration", "repeat", "status", "seed", "iterations", "wall time",
+               "time per iteration", "test accuracy", "test loss", "training loss",
+               "run"]  # fmt: skip
     rows = [
         _repeat_row(cell.label, number, run)
         for cell in several

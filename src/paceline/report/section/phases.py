@@ -32,7 +32,7 @@ MOST_WORKERS = 16
 MOST_EXPLAINED = 8
 NOT_MEASURED = "not measured"
 NOTHING = 0.0005
-"""A share that is shown as 0.0 %."""
+"""A share that is shown as 0.0%."""
 
 
 def build(outline: SectionContext) -> list[Block]:
@@ -73,13 +73,13 @@ def _shares(splits: Sequence[tuple[RunGroup, PhaseBreakdown]]) -> list[Block]:
                 *overlapped(cell, split),
             )
         )
-    columns = ("cell, of an iteration", "computing", "communicating", "waiting",
-               "hidden behind computing", "hidden, of all communication")  # fmt: skip
+    columns = ("configuration, of an iteration", "compute", "communication", "waiting",
+               "overlapped communication", "overlapped, of all communication")  # fmt: skip
     return [
         Table(columns, rows),
         Text(
-            "Communicating is exposed communication, which training waits for. Communication that"
-            " is hidden behind computing overlaps with the backward pass and is in none of the"
+            "Communication is exposed communication, which training waits for. Overlapped"
+            " communication runs concurrently with the backward pass and is not counted in the"
             f" phases. {NOT_MEASURED.capitalize()}: the records do not say how long it took.",
             "note",
         ),
@@ -103,9 +103,9 @@ def first_note(cells: Sequence[RunGroup]) -> list[Text]:
     if not timed:
         return []
     included = [cell.label for cell in timed if has_first(cell)]
-    text = "Step times and phases exclude the first iteration, which warms up."
+    text = "Step times and phases exclude the first iteration (warm-up)."
     if included:
-        whose = "all cells" if len(included) == len(timed) else "; ".join(included)
+        whose = "all configurations" if len(included) == len(timed) else "; ".join(included)
         text += (
             f" Exception: the phases of {whose} include it, since the records hold them only as"
             " sums over the run."
@@ -114,7 +114,7 @@ def first_note(cells: Sequence[RunGroup]) -> list[Text]:
 
 
 def spent(split: PhaseBreakdown | None) -> tuple[str, str, str]:
-    """Computing, communicating and waiting, as tables have them side by side."""
+    """Compute, communication and waiting, as tables have them side by side."""
     if split is None:
         return "-", "-", "-"
     return (
@@ -210,7 +210,7 @@ def _table(splits: Sequence[tuple[RunGroup, PhaseBreakdown]]) -> Table:
         )
         for cell, split in splits
     ]
-    return Table(("cell, per iteration", *IN_ITERATION, "all"), rows)
+    return Table(("configuration, per iteration", *IN_ITERATION, "all"), rows)
 
 
 def _phase(split: PhaseBreakdown, phase: str) -> str:
@@ -236,8 +236,10 @@ def _explanations(outline: SectionContext) -> list[Block]:
     if not found:
         return []
     return [
-        Text(f"Time for {found[0].work} beyond that of {ranking[0].label}, phase by phase:"),
-        Table(("cell", "longer by", *IN_ITERATION, "explained"), [_row(one) for one in found]),
+        Text(f"Time {found[0].work} beyond that of {ranking[0].label}, by phase:"),
+        Table(
+            ("configuration", "longer by", *IN_ITERATION, "explained"), [_row(one) for one in found]
+        ),
     ]
 
 

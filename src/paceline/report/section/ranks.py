@@ -148,7 +148,7 @@ def build(outline: SectionContext) -> list[Block]:
         for cell, own in found
         if own
     ]
-    columns = ("cell, time per iteration", "rank 0", "other ranks", "balance of computing")
+    columns = ("configuration, time per iteration", "rank 0", "other ranks", "compute balance")
     each = [row for cell, own in several for row in _worker_rows(cell, own)]
     blocks: list[Block] = [
         Table(columns, rows),
@@ -159,9 +159,9 @@ def build(outline: SectionContext) -> list[Block]:
         blocks.append(Text(f"The first {MOST_ROWS} of {len(each):,} workers.", "note"))
     blocks.append(
         Text(
-            "Computing, communicating and waiting are parts of the time per iteration. Balance:"
-            " mean time spent computing over that of the worker that computes longest. Figures are"
-            " means over the finished repeats.",
+            "Compute, communication and waiting are parts of the time per iteration. Balance: mean"
+            " compute time over that of the worker that computes longest. Values are means over the"
+            " finished repeats.",
             "note",
         )
     )
@@ -169,7 +169,7 @@ def build(outline: SectionContext) -> list[Block]:
 
 
 _COLUMNS = (
-    "cell, worker", "time per iteration", "computing", "communicating", "waiting",
+    "configuration, worker", "time per iteration", "compute", "communication", "waiting",
     "training time", "samples", "of all", "sent and received per iteration",
 )  # fmt: skip
 

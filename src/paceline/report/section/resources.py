@@ -106,7 +106,7 @@ def build(outline: SectionContext) -> list[Block]:
         count = len(_shown(uses))
         blocks.append(
             Text(
-                f"Figures show {count} of {len(uses)} nodes, the first of each cell.",
+                f"Figures show {count} of {len(uses)} nodes, the first of each configuration.",
                 "note",
             )
         )
@@ -116,14 +116,14 @@ def build(outline: SectionContext) -> list[Block]:
     blocks += _first_node(outline)
     gpus = _gpu_rows(outline)
     if gpus:
-        columns = ("cell, node, GPU", "utilisation, mean", "memory, peak", "power, mean")
+        columns = ("configuration, node, GPU", "utilization, mean", "memory, peak", "power, mean")
         blocks.append(Table(columns, gpus))
     if blocks:
         blocks.append(
             Text(
-                "Of all processes of a run; 100 % of CPU is one core. Memory is resident memory"
+                "Of all processes of a run; 100% of CPU is one core. Memory is resident memory"
                 " added up over processes. Network is what the node's interfaces carried, whoever"
-                " sent it. Curves are of the first finished run of a cell.",
+                " sent it. Curves are of the first finished run of a configuration.",
                 "note",
             )
         )
@@ -145,7 +145,7 @@ def answer(cell: RunGroup) -> str:
 
 
 _COLUMNS = (
-    "cell, node", "CPU, mean", "memory, mean", "memory, peak", "peak, shared pages once",
+    "configuration, node", "CPU, mean", "memory, mean", "memory, peak", "peak PSS",
     "network sent", "network received",
 )  # fmt: skip
 

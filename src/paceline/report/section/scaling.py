@@ -240,9 +240,9 @@ def build(outline: SectionContext) -> list[Block]:
     if blocks:
         blocks.append(
             Text(
-                "Speedup: samples a second over those of the fewest workers. Efficiency: speedup"
-                " over the ideal. Communication per epoch is what training waited for; hidden is"
-                " what went on behind computing. Whiskers: from the least to the greatest repeat.",
+                "Speedup: samples per second over those of the fewest workers. Efficiency: speedup"
+                " over the ideal. Communication per epoch is exposed communication. Whiskers:"
+                " min–max of the repeats.",
                 "note",
             )
         )
@@ -269,7 +269,7 @@ def answer(found: Sequence[ScalingSeries]) -> str:
 
 def efficiency_text(family: ScalingSeries, point: ScalePoint) -> str:
     """Above 100% beyond noise with its likely reason, since linear speedup is the limit."""
-    text = f"efficiency {units.percentage(family.efficiency(point))}"
+    text = f"efficiency {units.share(family.efficiency(point))}"
     if not family.is_superlinear(point):
         return text
     return f"{text}, above 100%; likely reason: {superlinear_reason(family, point)}"
@@ -281,7 +281,7 @@ def superlinear_reason(family: ScalingSeries, point: ScalePoint) -> str:
     reasons = []
     busy = {one.label: one.share for one in disturbances([base.cell, point.cell])}
     if busy:
-        used = units.percentage(max(busy.values()))
+        used = units.share(max(busy.values()))
         reasons.append(f"CPU contention (other processes used up to {used} of the machine)")
     cores = _cores(base.cell)
     # Without a setting, workers share the cores: the total is the same and explains nothing.
@@ -334,9 +334,9 @@ def _why(family: ScalingSeries) -> str:
         if max(first := base.split.seconds[phase], then := last.split.seconds[phase]) > little
     ]
     return (
-        f"from {base.workers} to {last.workers} workers computing goes from"
-        f" {units.seconds(before)} to {units.seconds(after)} an iteration"
-        f" ({units.seconds(ideal)} would be ideal){''.join(f', {part}' for part in parts)}."
+        f"from {base.workers} to {last.workers} workers, compute goes from"
+        f" {units.seconds(before)} to {units.seconds(after)} per iteration"
+        f" (ideal: {units.seconds(ideal)}){''.join(f', {part}' for part in parts)}."
     )
 
 
@@ -403,6 +403,6 @@ def _table(found: Sequence[ScalingSeries]) -> Table:
         for family in found
         for point in family.points
     ]
-    columns = ("strategy", "batch", "workers", "samples a second", "speedup", "efficiency",
-               "time per epoch", "communication per epoch", "hidden per epoch")  # fmt: skip
+    columns = ("strategy", "batch", "workers", "samples per second", "speedup", "efficiency",
+               "time per epoch", "communication per epoch", "overlapped per epoch")  # fmt: skip
     return Table(columns, rows)

@@ -59,7 +59,7 @@ def build(outline: SectionContext) -> list[Block]:
     if bars:
         chart = BarChart(title, "training time", bars, "seconds")
         blocks.append(Figure(outline.figure("target"), title, draw_bars(chart)))
-    columns = ("cell", "target", "time to it", "reached by", "best accuracy")
+    columns = ("configuration", "target", "time to target", "reached by", "best accuracy")
     shown = [
         (
             row.label,

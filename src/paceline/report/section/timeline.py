@@ -18,7 +18,7 @@ from paceline.report.phases import COMPUTE_PHASES
 from paceline.report.section.outline import SectionContext
 from paceline.report.shape import is_number
 
-TITLE = "One step on the clock"
+TITLE = "Timeline of one iteration"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +138,13 @@ def build(outline: SectionContext) -> list[Block]:
             steps.append(Step(label, _summary(traced), lanes))
     if not steps:
         return []
-    title = "One step: phases, and below them transfers"
+    title = "One iteration: phases, and transfers below them"
     return [
         Figure(outline.figure("timeline"), title, draw_timeline(title, steps), is_wide=True),
         Text(
             "Of the first and the last worker, the step that was of median length at the first. A"
             " transfer below"
-            " backward is hidden behind computing; one below exchange is what training waited for.",
+            " backward is overlapped communication; one below exchange is exposed.",
             "note",
         ),
     ]
@@ -156,6 +156,6 @@ def _summary(traced: TracedStep) -> str:
         return text
     hidden = traced.hidden_seconds / traced.sending_seconds if traced.sending_seconds else 0.0
     return (
-        f"{text}, transfers under way {units.seconds(traced.sending_seconds)},"
-        f" {100 * hidden:.0f} % of that beside computing"
+        f"{text}, transfers in flight {units.seconds(traced.sending_seconds)},"
+        f" {100 * hidden:.0f}% of that overlapped"
     )

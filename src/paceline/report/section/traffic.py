@@ -73,7 +73,14 @@ def build(outline: SectionContext) -> list[Block]:
     return [
         *_figure(outline, found),
         Table(
-            ("cell", "kind", "bytes per iteration", "bytes in all", "messages", "under way"),
+            (
+                "configuration",
+                "kind",
+                "bytes per iteration",
+                "total bytes",
+                "messages",
+                "in flight",
+            ),
             [
                 (
                     cell.label,
@@ -90,7 +97,7 @@ def build(outline: SectionContext) -> list[Block]:
         ),
         Text(
             "Sent by all workers together, payload only, on average over the finished repeats."
-            " Under way: how long the worker that was longest at it had such a transfer open."
+            " In flight: time with a transfer open, maximum over ranks."
             + (RESIZED if is_resized else ""),
             "note",
         ),

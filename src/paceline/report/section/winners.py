@@ -16,7 +16,7 @@ from paceline.report.section.outline import SectionContext
 from paceline.report.section.phases import spent
 from paceline.report.statistics import Difference, against_first
 
-TITLE = "Which wins when"
+TITLE = "Fastest by condition"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +107,14 @@ def build(outline: SectionContext) -> list[Block]:
         Text(answer(found), "answer"),
         BulletList(items),
         Table(
-            ("given", "way", f"time {found[0].pace.name}", "of the fastest", "computing",
-             "communicating", "waiting", "test accuracy"),
+            ("condition", "choice", f"time {found[0].pace.name}", "of the fastest", "compute",
+             "communication", "waiting", "test accuracy"),
             [row for contest in found for row in _rows(contest)],
             words=2,
         ),
         Text(
-            "Out of step, an iteration is the time in which all workers together get through as"
-            " many samples as a global batch has. Computing, communicating and waiting are of a"
+            "In asynchronous runs, an iteration is the time in which all workers together process"
+            " as many samples as a global batch has. Compute, communication and waiting are of a"
             " worker's own iteration.",
             "note",
         ),
@@ -130,8 +130,8 @@ def answer(found: Sequence[ConditionRanking]) -> str:
         return f"{found[0].winner} {fastest} in every case ({given}).{tail}"
     each = "; ".join(f"{contest.condition}: {contest.winner}" for contest in found)
     if len({contest.winner for contest in found if contest.is_clear}) > 1:
-        return f"The fastest depends on what is given. {_sentence(each)}.{tail}"
-    return f"The fastest may depend on what is given. {_sentence(each)}.{tail}"
+        return f"The fastest depends on the setup. {_sentence(each)}.{tail}"
+    return f"The fastest may depend on the setup. {_sentence(each)}.{tail}"
 
 
 def _doubt(found: Sequence[ConditionRanking]) -> str:
