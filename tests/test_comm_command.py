@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ from launch.commands import (
     workers_of,
 )
 from paceline.cli import main
+from paceline.commbench.render import rate_text, seconds_text
 from paceline.commbench.spec import OPERATIONS
 from paceline.records import read_json
 
+SVG = "{http://www.w3.org/2000/svg}"
 ENDLESS = ["--sizes", "1m", "--algorithms", "ring", "--seconds", "3600", "--repeats", "10000"]
 
 
@@ -81,8 +84,28 @@ def test_a_fit_over_two_sizes_says_that_it_has_no_errors(measured: tuple[Ended, 
     assert "two sizes are too few for errors of the fit" in measured[0].out
 
 
-def test_the_figure_is_drawn(measured: tuple[Ended, Path]) -> None:
-    assert "<svg" in (measured[1] / "comm.svg").read_text()[:1000]
+def test_the_figure_has_two_panels_for_each_operation_with_a_curve_for_each_case(
+    measured: tuple[Ended, Path],
+) -> None:
+    root = ElementTree.parse(measured[1] / "comm.svg").getroot()
+    labels = [panel.get("aria-label") for panel in root.iter(f"{SVG}svg")]
+    for operation in OPERATIONS:
+        for quantity in ("median time", "bus bandwidth"):
+            assert f"{operation}: {quantity} against size" in labels
+    curves = [group for group in root.iter(f"{SVG}g") if group.get("data-label")]
+    cases = {(each["operation"], each["communicator"], each["algorithm"])
+             for each in entries(measured)}  # fmt: skip
+    guides = [group for group in curves if group.get("class") == "series guide"]
+    assert len(curves) - len(guides) == 2 * len(cases)
+    assert {group.get("data-label") for group in guides} == {"memory limit"}
+
+
+def test_the_legend_of_the_figure_has_the_fits(measured: tuple[Ended, Path]) -> None:
+    root = ElementTree.parse(measured[1] / "comm.svg").getroot()
+    texts = {text.text for text in root.iter(f"{SVG}text")}
+    for fit in read_json(measured[1] / "comm.json")["fits"]:
+        assert seconds_text(fit["latency_seconds"]) in texts
+        assert rate_text(fit["bus_bytes_per_second"]) in texts
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
@@ -113,7 +136,7 @@ def test_tensors_on_gpus_are_summed_right_and_said_to_be_there(tmp_path: Path) -
         (["--sizes", "1x"], "--sizes: must be a size from 4 to 8g such as 4k, 1m or 256m"),
         (["--repeats", "some"], "--repeats: must be a whole number, got 'some'"),
         (["--operations", "sum"], "--operations: must be some of all_reduce"),
-        (["--figure", "comm.pdf"], "--figure: must end in .svg or .png, got 'comm.pdf'"),
+        (["--figure", "comm.png"], "--figure: figures are SVG: must end in .svg, got 'comm.png'"),
         (["--json", "nowhere/comm.json"], "--json: there is no folder nowhere"),
         (["--json", "."], "--json: . is a folder: give a file in it"),
         (["--cluster", "nodes=0"], "--cluster: must be given nodes=1"),

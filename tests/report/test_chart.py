@@ -40,6 +40,26 @@ def test_curves_that_coincide_take_turns_and_others_are_whole() -> None:
     assert marked == {"a": ["0", "3"], "b": ["0", "1", "2", "3"], "c": ["1"], "d": ["2"]}
 
 
+def test_a_logarithmic_axis_labels_each_tick_in_its_own_unit() -> None:
+    series = [Series("a", [1024.0, 37 * 2.0**20], [2e-5, 0.3])]
+    chart = LineChart("", "size", "time", series, x_quantity="binary_bytes", is_x_log=True,
+                      y_quantity="seconds", is_y_log=True, x_ticks=series[0].x)  # fmt: skip
+    ticks = re.findall(r'class="tick"[^>]*>([^<]*)<', draw_lines(chart))
+    assert ticks == ["100 us", "1 ms", "10 ms", "100 ms", "1 KiB", "37 MiB"]
+
+
+def test_a_logarithmic_axis_places_equal_ratios_equally_far_apart() -> None:
+    chart = LineChart("", "x", "y", [Series("a", [1.0, 8.0, 64.0], [1.0, 10.0, 100.0])],
+                      is_x_log=True, is_y_log=True)  # fmt: skip
+    found = re.search(r'<polyline points="([^"]*)"', draw_lines(chart))
+    assert found is not None
+    (x0, y0), (x1, y1), (x2, y2) = (map(float, pair.split(",")) for pair in found.group(1).split())
+    assert (x1 - x0, y1 - y0) == (
+        pytest.approx(x2 - x1, abs=0.02),
+        pytest.approx(y2 - y1, abs=0.02),
+    )
+
+
 def linear(colour: str) -> list[float]:
     parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     return [one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in parts]

@@ -41,7 +41,6 @@ DEPENDENCIES = {
     "numpy": "numpy",
     "rich": "rich",
     "psutil": "psutil",
-    "matplotlib": "matplotlib",
     "yaml": "pyyaml",
 }
 """Modules that paceline cannot do without, and the packages they come in."""

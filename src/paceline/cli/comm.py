@@ -11,7 +11,6 @@ from paceline.errors import RecordsError, UsageError, shown
 SUMMARY = "measure all-reduce and friends by size, algorithm and communicator"
 
 WORKERS_BY_DEFAULT = 2
-FIGURE_SUFFIXES = (".svg", ".png")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     output = parser.add_argument_group("Output")
     output.add_argument("--json", metavar="FILE", help="write the record, all samples included")
-    output.add_argument("--figure", metavar="FILE", help="draw it, as .svg or .png")
+    output.add_argument("--figure", metavar="FILE", help="draw the results as an .svg file")
     output.add_argument("--quiet", action="store_true", help="show no progress, only the tables")
     add_config_flags(parser, MACHINE_FIELDS)
 
@@ -108,9 +107,12 @@ def run(arguments: argparse.Namespace) -> int:
         except OSError as error:
             raise RecordsError(f"cannot write {arguments.json}: {error.strerror}") from None
     if arguments.figure:
-        from paceline.commbench.render import draw
+        from paceline.report.comm_figure import draw_comm_figure
 
-        draw(record, Path(arguments.figure))
+        try:
+            Path(arguments.figure).write_text(draw_comm_figure(record), encoding="utf-8")
+        except OSError as error:
+            raise RecordsError(f"cannot write {arguments.figure}: {error.strerror}") from None
     return 0
 
 
@@ -121,5 +123,7 @@ def _check_files(arguments: argparse.Namespace) -> None:
             raise RecordsError(f"{flag}: there is no folder {Path(name).parent}")
         if name and Path(name).is_dir():
             raise RecordsError(f"{flag}: {name} is a folder: give a file in it")
-    if arguments.figure and Path(arguments.figure).suffix.lower() not in FIGURE_SUFFIXES:
-        raise UsageError(f"--figure: must end in .svg or .png, got {shown(arguments.figure)}")
+    if arguments.figure and Path(arguments.figure).suffix.lower() != ".svg":
+        raise UsageError(
+            f"--figure: figures are SVG: must end in .svg, got {shown(arguments.figure)}"
+        )

@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.report.chart import svg
-from paceline.report.chart.scale import Scale, Unit, nice_ticks, tick_texts
+from paceline.report.chart.scale import (
+    Scale,
+    Unit,
+    log_tick_texts,
+    log_ticks,
+    nice_ticks,
+    tick_texts,
+)
 
 WIDTH = 480.0
 """Of a chart; two stand side by side on a screen, one on a phone at three quarters of it."""
@@ -55,11 +62,16 @@ def colour(place: int) -> str:
     return svg.PALETTE[place % len(svg.PALETTE)]
 
 
-def horizontal_grid(box: Box, scale: Scale, unit: Unit) -> str:
-    """Lines and figures for the y axis."""
-    ticks = [scale.low] if scale.high <= scale.low else nice_ticks(scale.low, scale.high)
+def horizontal_grid(box: Box, scale: Scale, unit: Unit, quantity: str = "") -> str:
+    """Lines and figures for the y axis; a logarithmic one takes its units from the quantity."""
+    if scale.is_log:
+        ticks = log_ticks(scale.low, scale.high)
+        texts = log_tick_texts(ticks, quantity)
+    else:
+        ticks = [scale.low] if scale.high <= scale.low else nice_ticks(scale.low, scale.high)
+        texts = tick_texts(ticks, unit)
     parts = []
-    for tick, text in zip(ticks, tick_texts(ticks, unit), strict=True):
+    for tick, text in zip(ticks, texts, strict=True):
         y = scale(tick)
         parts.append(svg.element("line", x1=box.left, x2=box.right, y1=y, y2=y, class_="grid"))
         parts.append(svg.text(text, box.left - 7, y + 4, class_="tick", text_anchor="end"))
@@ -67,14 +79,24 @@ def horizontal_grid(box: Box, scale: Scale, unit: Unit) -> str:
 
 
 def vertical_ticks(
-    box: Box, scale: Scale, unit: Unit, ticks: Sequence[float] | None = None, most: int = 5
+    box: Box,
+    scale: Scale,
+    unit: Unit,
+    ticks: Sequence[float] | None = None,
+    most: int = 5,
+    quantity: str = "",
 ) -> str:
-    """Marks and figures for the x axis."""
-    ticks = list(ticks) if ticks is not None else nice_ticks(scale.low, scale.high, most)
+    """Marks and figures for the x axis; a logarithmic one takes its units from the quantity."""
+    if scale.is_log:
+        ticks = log_ticks(scale.low, scale.high) if ticks is None else list(ticks)
+        texts = log_tick_texts(ticks, quantity)
+    else:
+        ticks = list(ticks) if ticks is not None else nice_ticks(scale.low, scale.high, most)
+        texts = tick_texts(ticks, unit)
     parts = [
         svg.element("line", x1=box.left, x2=box.right, y1=box.bottom, y2=box.bottom, class_="axis")
     ]
-    for tick, text in zip(ticks, tick_texts(ticks, unit), strict=True):
+    for tick, text in zip(ticks, texts, strict=True):
         x = scale(tick)
         parts.append(
             svg.element("line", x1=x, x2=x, y1=box.bottom, y2=box.bottom + 4, class_="axis")

@@ -20,10 +20,11 @@ from paceline.report.chart.frame import (
     tone,
     vertical_ticks,
 )
-from paceline.report.chart.scale import Scale, limits, unit_for
+from paceline.report.chart.scale import Scale, limits, log_limits, unit_for
 
 PLOT_HEIGHT = 216.0
 LEFT, TOP, RIGHT = 58.0, 34.0, 14.0
+HEIGHT_WITHOUT_LEGEND = TOP + PLOT_HEIGHT + 46
 DOTS_UP_TO = 30
 """Where no curve has more points than this, each is marked."""
 SAME = 0.5
@@ -79,16 +80,22 @@ class LineChart:
     x_ticks: Sequence[float] | None = None
     y_top: float | None = None
     """Where the axis ends, if not at the greatest value; what is beyond is cut off."""
+    is_x_log: bool = False
+    is_y_log: bool = False
+    """Logarithmic axes are for standalone figures: the page's zoom redraws linear ones only."""
+    has_legend: bool = True
 
 
 def draw_lines(chart: LineChart) -> str:
     shown = [series for series in chart.series if len(series.x)]
-    x_low, x_high = limits(value for series in shown for value in series.x)
+    all_x = (value for series in shown for value in series.x)
+    x_low, x_high = log_limits(all_x) if chart.is_x_log else limits(all_x)
     top = math.inf if chart.y_top is None else chart.y_top
     every = (value for series in shown for values in (series.y, series.low, series.high)
              for value in values)  # fmt: skip
-    y_low, y_high = limits(
-        (value for value in every if abs(value) <= top), from_zero=chart.from_zero
+    all_y = (value for value in every if abs(value) <= top)
+    y_low, y_high = (
+        log_limits(all_y) if chart.is_y_log else limits(all_y, from_zero=chart.from_zero)
     )
     y_high = min(y_high, top)
     keys = [
@@ -96,9 +103,11 @@ def draw_lines(chart: LineChart) -> str:
          colour(series.place) if not series.is_guide else "#888") for series in shown
     ]  # fmt: skip
     box = Box(LEFT, TOP, WIDTH - LEFT - RIGHT, PLOT_HEIGHT)
-    legend_text, legend_height = legend(keys, 8, box.bottom + 60, WIDTH - 16)
-    x_scale = Scale(x_low, x_high, box.left, box.right)
-    y_scale = Scale(y_low, y_high, box.bottom, box.top)
+    legend_text, legend_height = legend(
+        keys if chart.has_legend else [], 8, box.bottom + 60, WIDTH - 16
+    )
+    x_scale = Scale(x_low, x_high, box.left, box.right, is_log=chart.is_x_log)
+    y_scale = Scale(y_low, y_high, box.bottom, box.top, is_log=chart.is_y_log)
     x_unit = unit_for(chart.x_quantity, x_high)
     y_unit = unit_for(chart.y_quantity, y_high)
     has_dots = max((len(series.x) for series in shown), default=0) <= DOTS_UP_TO
@@ -109,11 +118,12 @@ def draw_lines(chart: LineChart) -> str:
     turns = assign_stripes(routes)
     frame = f"{svg.data((box.left, box.top, box.width, box.height))}"
     inside = [
-        svg.text(y_unit.label(chart.y_label), 8, 14, class_="axis-label"),
-        svg.text(x_unit.label(chart.x_label), box.right, box.bottom + 36, class_="axis-label",
-                 text_anchor="end"),
-        horizontal_grid(box, y_scale, y_unit),
-        vertical_ticks(box, x_scale, x_unit, chart.x_ticks),
+        svg.text(chart.y_label if chart.is_y_log else y_unit.label(chart.y_label), 8, 14,
+                 class_="axis-label"),
+        svg.text(chart.x_label if chart.is_x_log else x_unit.label(chart.x_label), box.right,
+                 box.bottom + 36, class_="axis-label", text_anchor="end"),
+        horizontal_grid(box, y_scale, y_unit, chart.y_quantity),
+        vertical_ticks(box, x_scale, x_unit, chart.x_ticks, quantity=chart.x_quantity),
         svg.element(
             "svg",
             *(
@@ -127,7 +137,7 @@ def draw_lines(chart: LineChart) -> str:
         legend_text,
     ]  # fmt: skip
     return svg.drawing(
-        "lines", WIDTH, box.bottom + 46 + legend_height, chart.label, inside,
+        "lines", WIDTH, HEIGHT_WITHOUT_LEGEND + legend_height, chart.label, inside,
         data_box=frame, data_x_limits=svg.data((x_low, x_high)),
         data_y_limits=svg.data((y_low, y_high)),
         data_x_unit=x_unit.name, data_x_factor=svg.datum(x_unit.factor),

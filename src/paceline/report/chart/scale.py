@@ -27,6 +27,12 @@ _UNITS: dict[str, Sequence[Unit]] = {
         Unit("MB/s", 1e6),
         Unit("GB/s", 1e9),
     ),
+    "binary_bytes": (
+        Unit("B", 1.0),
+        Unit("KiB", 2.0**10),
+        Unit("MiB", 2.0**20),
+        Unit("GiB", 2.0**30),
+    ),
     "percent": (Unit("%", 1.0),),
     "share": (Unit("%", 0.01),),
     "": (Unit("", 1.0),),
@@ -90,6 +96,35 @@ def tick_texts(ticks: Sequence[float], unit: Unit) -> list[str]:
         decimals += 1
     return [f"{value + 0.0:,.{decimals}f}".replace("-0", "0") if abs(value) < 1e-12
             else f"{value:,.{decimals}f}" for value in shown]  # fmt: skip
+
+
+def log_limits(values: Iterable[float]) -> tuple[float, float]:
+    """Limits of a logarithmic axis that shows all positive values, with a small margin."""
+    known = [value for value in values if math.isfinite(value) and value > 0]
+    if not known:
+        return 1.0, 10.0
+    low, high = min(known), max(known)
+    margin = (high / low) ** 0.04 if high > low else 2.0
+    return low / margin, high * margin
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Powers of ten within the limits, or 1-2-5 steps where these are fewer than three."""
+    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    decades = [power for exponent in exponents if low <= (power := 10.0**exponent) <= high]
+    if len(decades) >= 3:
+        return decades
+    steps = (factor * 10.0**exponent for exponent in exponents for factor in (1, 2, 5))
+    return [step for step in steps if low <= step <= high] or [low]
+
+
+def log_tick_texts(ticks: Sequence[float], quantity: str) -> list[str]:
+    """Each tick in its own unit, because a logarithmic axis spans several."""
+    units = [unit_for(quantity, tick * (1 + 1e-9)) for tick in ticks]
+    return [
+        f"{tick / unit.factor:.4g} {unit.name}".rstrip()
+        for tick, unit in zip(ticks, units, strict=True)
+    ]
 
 
 def limits(values: Iterable[float], *, from_zero: bool = False) -> tuple[float, float]:
