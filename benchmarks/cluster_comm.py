@@ -16,7 +16,7 @@ import argparse
 import os
 
 from paceline.commbench.launch import measure
-from paceline.commbench.spec import BUS_FACTORS, LAST_BYTES, make_plan, size_text
+from paceline.commbench.spec import BUS_FACTORS, LAST_BYTES, make_spec, size_text
 from paceline.config.cluster_spec import bits_per_second
 from paceline.measure.machine import hardware, software
 
@@ -32,7 +32,7 @@ def size_for(rate: str, nodes: int) -> int:
 
 def measure_rate(rate: str, nodes: int, repeats: int) -> None:
     size = size_for(rate, nodes)
-    plan = make_plan(
+    spec = make_spec(
         {"cluster": f"nodes={nodes},bandwidth={rate}", "threads": 1},
         sizes=str(size),
         operations="send_recv,all_reduce",
@@ -40,7 +40,7 @@ def measure_rate(rate: str, nodes: int, repeats: int) -> None:
         repeats=repeats,
         most_seconds=60,
     )
-    record = measure(plan, quiet=True)
+    record = measure(spec, quiet=True)
     assert record is not None
     asked = bits_per_second(rate) / 8
     calibrated = record["limits"]["link"]["bytes_per_second"]

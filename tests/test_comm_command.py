@@ -81,7 +81,7 @@ def test_a_fit_over_two_sizes_says_that_it_has_no_errors(measured: tuple[Ended, 
     fits = read_json(measured[1] / "comm.json")["fits"]
     assert fits
     assert {each["latency_seconds_error"] for each in fits} == {None}
-    assert "two sizes are too few for errors of the fit" in measured[0].out
+    assert "errors of the fit need at least three sizes" in measured[0].out
 
 
 def test_the_figure_has_two_panels_for_each_operation_with_a_curve_for_each_case(
@@ -131,14 +131,14 @@ def test_tensors_on_gpus_are_summed_right_and_said_to_be_there(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--nproc-per-node", "1"], "takes two workers or more: give --nproc-per-node 2"),
-        (["--cluster", "nodes=1"], "takes two workers or more: give --nproc-per-node 2"),
+        (["--nproc-per-node", "1"], "needs at least two workers: set --nproc-per-node 2"),
+        (["--cluster", "nodes=1"], "needs at least two workers: set --nproc-per-node 2"),
         (["--sizes", "1x"], "--sizes: must be a size from 4 to 8g such as 4k, 1m or 256m"),
         (["--repeats", "some"], "--repeats: must be a whole number, got 'some'"),
         (["--operations", "sum"], "--operations: must be some of all_reduce"),
         (["--figure", "comm.png"], "--figure: figures are SVG: must end in .svg, got 'comm.png'"),
-        (["--json", "nowhere/comm.json"], "--json: there is no folder nowhere"),
-        (["--json", "."], "--json: . is a folder: give a file in it"),
+        (["--json", "nowhere/comm.json"], "--json: no such folder: nowhere"),
+        (["--json", "."], "--json: . is a folder: name a file in it"),
         (["--cluster", "nodes=0"], "--cluster: must be given nodes=1"),
         (["--hosts", "a,b", "--cluster", "nodes=2"], "--hosts and --cluster: give one of them"),
     ],
@@ -210,7 +210,7 @@ def test_in_an_emulated_cluster_the_link_is_the_limit(tmp_path: Path) -> None:
     assert (ended.code, ended.err) == (0, told)
     record = read_json(file)
     assert (record["workers"], record["nodes"]) == (2, 2)
-    assert record["limits"]["link"]["source"] == "as calibrated, the slowest link"
+    assert record["limits"]["link"]["source"] == "calibrated, slowest link"
     assert record["limits"]["memory"] is None
     assert record["cluster"]["asked"]["bandwidth_bits_per_second"] == 1e8
     assert record["plan"]["machines"]["cluster"] == "nodes=2,bandwidth=100mbit"

@@ -16,26 +16,26 @@ from paceline.comm.work import CompletedWork, Work
 from paceline.commbench import operations, runner
 from paceline.commbench.record import Limit, link_limit, make_record
 from paceline.commbench.runner import CaseTiming, time_size
-from paceline.commbench.spec import OPERATIONS, BenchmarkSpec, Case, make_plan
+from paceline.commbench.spec import OPERATIONS, BenchmarkSpec, Case, make_spec
 from paceline.errors import RunError
 
 SIZE = 3 * 70_000 * 4
 """More than the period of the numbers that are sent, for each of three workers."""
 
 
-def quick_plan(**words: Any) -> BenchmarkSpec:
-    return make_plan({"nproc_per_node": 3}, repeats=2, communicators="torch", **words)
+def quick_spec(**flags: Any) -> BenchmarkSpec:
+    return make_spec({"nproc_per_node": 3}, repeats=2, communicators="torch", **flags)
 
 
-def timed_by(communicator: Communicator, plan: BenchmarkSpec, size: int = SIZE) -> list[CaseTiming]:
+def timed_by(communicator: Communicator, spec: BenchmarkSpec, size: int = SIZE) -> list[CaseTiming]:
     buffer = torch.ones(size // 4 + 3)
-    return time_size(size, plan.ways(), {"torch": communicator}, buffer, plan)
+    return time_size(size, spec.cases(), {"torch": communicator}, buffer, spec)
 
 
 def test_every_operation_is_measured_alike_on_every_worker() -> None:
-    plan = quick_plan(operations=",".join(OPERATIONS), algorithms="ring")
-    first, *others = in_process.run(3, lambda team: timed_by(team, plan))
-    assert [each.way.operation for each in first] == list(OPERATIONS)
+    spec = quick_spec(operations=",".join(OPERATIONS), algorithms="ring")
+    first, *others = in_process.run(3, lambda team: timed_by(team, spec))
+    assert [each.case.operation for each in first] == list(OPERATIONS)
     for each in first:
         assert len(each.samples) == each.repeats == 2
         assert min(each.samples) > 0
@@ -64,22 +64,22 @@ class Forgetful:
 
 
 def test_a_wrong_result_ends_the_measuring_and_names_the_worker() -> None:
-    way = Case("broadcast", "torch", "library")
+    case = Case("broadcast", "torch", "library")
 
     def work(team: Communicator) -> str:
-        operation = operations.make(way, Forgetful(team, 1), torch.ones(64), 256)  # type: ignore[arg-type]
+        operation = operations.make(case, Forgetful(team, 1), torch.ones(64), 256)  # type: ignore[arg-type]
         with pytest.raises(RunError) as raised:
-            runner._check(operation, way, team)
+            runner._check(operation, case, team)
         return str(raised.value)
 
-    told = "broadcast by library through torch gave a wrong result: 256 B, rank 1"
-    assert in_process.run(3, work) == [told] * 3
+    message = "broadcast by library through torch gave a wrong result: 256 B, rank 1"
+    assert in_process.run(3, work) == [message] * 3
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_no_result_passes_that_was_never_sent(operation: str) -> None:
     """A check that could not fail would show nothing."""
-    way = Case(operation, "torch", "library")
+    case = Case(operation, "torch", "library")
 
     class Deaf(Forgetful):
         def _nothing(self, *arguments: object) -> Work:
@@ -90,10 +90,10 @@ def test_no_result_passes_that_was_never_sent(operation: str) -> None:
 
     def work(team: Communicator) -> bool:
         deaf = Deaf(team, 0)
-        own = operations.make(way, deaf, torch.ones(64), 256)  # type: ignore[arg-type]
+        own = operations.make(case, deaf, torch.ones(64), 256)  # type: ignore[arg-type]
         own.fill()
         own.run()
-        return own.is_right()
+        return own.is_correct()
 
     assert not all(in_process.run(2, work))
 
@@ -106,11 +106,11 @@ def test_the_slowest_worker_counts() -> None:
 
 
 def record_of(samples: Sequence[float], size: int, limit: Limit | None) -> dict[str, Any]:
-    plan = quick_plan(algorithms="ring", sizes="1m")
-    place = SINGLE_PROCESS.__class__(0, 4, 0, 4, 0, 1, "127.0.0.1", 0, False)
-    timed = CaseTiming(plan.ways()[0], size, row=1, repeats=len(samples), samples=list(samples))
+    spec = quick_spec(algorithms="ring", sizes="1m")
+    rank_info = SINGLE_PROCESS.__class__(0, 4, 0, 4, 0, 1, "127.0.0.1", 0, False)
+    timed = CaseTiming(spec.cases()[0], size, batch=1, repeats=len(samples), samples=list(samples))
     return make_record(
-        plan, place, [timed], [], {"link": limit, "memory": None}, None, tensors="main memory"
+        spec, rank_info, [timed], [], {"link": limit, "memory": None}, None, tensors="main memory"
     )
 
 
@@ -139,7 +139,7 @@ def link(what: str, got: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("words", "account", "rate"),
+    ("flags", "cluster_record", "rate"),
     [
         ({}, None, None),
         ({}, cluster([link("bandwidth in", 9e8), link("bandwidth out", 8e8)]), 1e8),
@@ -149,7 +149,7 @@ def link(what: str, got: float) -> dict[str, Any]:
     ids=["unknown", "slowest of those measured", "slowest of those asked for", "as the user says"],
 )
 def test_the_limit_of_the_link(
-    words: dict[str, str], account: dict[str, Any] | None, rate: float | None
+    flags: dict[str, str], cluster_record: dict[str, Any] | None, rate: float | None
 ) -> None:
-    limit = link_limit(quick_plan(**words), account)
+    limit = link_limit(quick_spec(**flags), cluster_record)
     assert (limit and limit.bytes_per_second) == rate

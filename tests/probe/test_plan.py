@@ -5,43 +5,43 @@ from __future__ import annotations
 import pytest
 
 from paceline.comm import ALGORITHMS
-from paceline.commbench.spec import OPERATIONS, BenchmarkSpec, Case, make_plan
+from paceline.commbench.spec import OPERATIONS, BenchmarkSpec, Case, make_spec
 from paceline.errors import ConfigError
 
 
 def test_by_default_every_algorithm_sums_from_a_kilobyte_to_256_megabytes() -> None:
-    plan = make_plan({"nproc_per_node": 2})
-    assert (plan.sizes[0], plan.sizes[-1], len(plan.sizes)) == (2**10, 2**28, 19)
-    assert {way.algorithm for way in plan.ways()} == {entry.name for entry in ALGORITHMS}
-    assert {way.operation for way in plan.ways()} == {"all_reduce"}
+    spec = make_spec({"nproc_per_node": 2})
+    assert (spec.sizes[0], spec.sizes[-1], len(spec.sizes)) == (2**10, 2**28, 19)
+    assert {case.algorithm for case in spec.cases()} == {entry.name for entry in ALGORITHMS}
+    assert {case.operation for case in spec.cases()} == {"all_reduce"}
 
 
 def test_workers_that_share_no_machine_are_measured_through_the_network_alone() -> None:
-    assert make_plan({"nnodes": 2}).communicators == ("torch",)
-    assert make_plan({"nproc_per_node": 2}).communicators == ("torch", "hierarchical")
+    assert make_spec({"nnodes": 2}).communicators == ("torch",)
+    assert make_spec({"nproc_per_node": 2}).communicators == ("torch", "hierarchical")
 
 
 def test_only_all_reduce_has_algorithms_to_choose_from() -> None:
-    plan = make_plan(
+    spec = make_spec(
         {"nnodes": 2}, operations="broadcast,all_reduce", algorithms="ring,tree", sizes="1k"
     )
-    assert plan.ways() == [
+    assert spec.cases() == [
         Case("broadcast", "torch", "library"),
         Case("all_reduce", "torch", "ring"),
         Case("all_reduce", "torch", "tree"),
     ]
 
 
-def test_a_plan_goes_through_json() -> None:
-    plan = make_plan(
+def test_a_spec_goes_through_json() -> None:
+    spec = make_spec(
         {"cluster": "nodes=3", "nproc_per_node": 2}, operations=",".join(OPERATIONS), link="1gbit"
     )
-    assert BenchmarkSpec.from_dict(plan.to_dict()) == plan
+    assert BenchmarkSpec.from_dict(spec.to_dict()) == spec
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as raised:
-        make_plan(
+        make_spec(
             {"nnodes": "0"},
             sizes="1x",
             max_size="1m",

@@ -1,4 +1,4 @@
-"""`paceline comm`: how fast workers exchange tensors here."""
+"""`paceline comm`: benchmark communication between workers."""
 
 from __future__ import annotations
 
@@ -8,67 +8,73 @@ from pathlib import Path
 from paceline.cli.config_flags import add_config_flags, given_flags
 from paceline.errors import RecordsError, UsageError, shown
 
-SUMMARY = "measure all-reduce and friends by size, algorithm and communicator"
+SUMMARY = "measure collectives by size, algorithm and communicator"
 
-WORKERS_BY_DEFAULT = 2
+DEFAULT_WORKERS = 2
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     from paceline.commbench.spec import MACHINE_FIELDS
 
-    parser.epilog = "Without a word about workers: two of them, on this machine."
-    what = parser.add_argument_group("What is measured")
-    what.add_argument(
-        "--sizes", metavar="A,B", help="sizes of tensors, as 4k,1m,37m (default: 1k to 256m)"
+    parser.epilog = "Default: two workers on this machine."
+    selection = parser.add_argument_group("Measurements")
+    selection.add_argument(
+        "--sizes", metavar="A,B", help="tensor sizes such as 4k,1m,37m (default: 1k to 256m)"
     )
-    what.add_argument("--max-size", metavar="N", help="the largest of the default sizes")
-    what.add_argument(
+    selection.add_argument("--max-size", metavar="N", help="largest of the default sizes")
+    selection.add_argument(
         "--operations",
         metavar="A,B",
         default="all_reduce",
-        help="some of all_reduce, reduce_scatter, all_gather, broadcast, gather, scatter,"
+        help="any of all_reduce, reduce_scatter, all_gather, broadcast, gather, scatter,"
         " send_recv (default: all_reduce)",
     )
-    what.add_argument(
-        "--algorithms", metavar="A,B", help="of all_reduce (default: all; see `paceline list`)"
+    selection.add_argument(
+        "--algorithms",
+        metavar="A,B",
+        help="all_reduce algorithms (default: all; see `paceline list`)",
     )
-    what.add_argument(
+    selection.add_argument(
         "--communicators",
         metavar="A,B",
-        help="torch (gloo, or NCCL between GPUs) or hierarchical (shared memory inside a machine);"
-        " default: both where a machine has several workers",
+        help="torch (gloo, or NCCL between GPUs) or hierarchical (shared memory within a machine);"
+        " default: both with several workers per machine",
     )
-    what.add_argument(
-        "--link", metavar="RATE", help="what a link should carry, as 1gbit; shows the part of it"
+    selection.add_argument(
+        "--link", metavar="RATE", help="link bandwidth to compare with, such as 1gbit"
     )
     effort = parser.add_argument_group("Effort")
-    effort.add_argument("--repeats", metavar="N", help="of each measurement, whatever it takes")
+    effort.add_argument(
+        "--repeats",
+        metavar="N",
+        help="repeats of each measurement (default: what fits in --seconds)",
+    )
     effort.add_argument(
         "--seconds",
         metavar="X",
         default="0.3",
-        help="to spend on each size of each algorithm (default: 0.3)",
+        help="time for each size of each algorithm (default: 0.3)",
     )
     effort.add_argument(
         "--most-seconds",
         metavar="X",
         default="2",
-        help="leave out larger sizes where one operation took longer (default: 2)",
+        help="skip larger sizes once an operation takes longer (default: 2)",
     )
     output = parser.add_argument_group("Output")
-    output.add_argument("--json", metavar="FILE", help="write the record, all samples included")
+    output.add_argument("--json", metavar="FILE", help="write the record with all samples")
     output.add_argument("--figure", metavar="FILE", help="draw the results as an .svg file")
     output.add_argument("--quiet", action="store_true", help="show no progress, only the tables")
     add_config_flags(parser, MACHINE_FIELDS)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from paceline.commbench.spec import make_plan
+    from paceline.commbench.spec import make_spec
     from paceline.config.conversion import convert
 
-    where = given_flags(arguments)
-    if not where.keys() & {"nproc_per_node", "nnodes", "hosts", "cluster"}:
-        where["nproc_per_node"] = str(WORKERS_BY_DEFAULT)
+    machine_settings = given_flags(arguments)
+    if not machine_settings.keys() & {"nproc_per_node", "nnodes", "hosts", "cluster"}:
+        machine_settings["nproc_per_node"] = str(DEFAULT_WORKERS)
 
     def number(flag: str, kind: type, text: str | None) -> float | None:
         try:
@@ -78,8 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
         return value
 
     repeats = number("--repeats", int, arguments.repeats)
-    plan = make_plan(
-        where,
+    spec = make_spec(
+        machine_settings,
         sizes=arguments.sizes,
         max_size=arguments.max_size,
         operations=arguments.operations,
@@ -93,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check_files(arguments)
     from paceline.commbench.launch import measure
 
-    record = measure(plan, arguments.quiet)
+    record = measure(spec, arguments.quiet)
     if record is None:
         return 0
     from paceline.commbench.render import print_record
@@ -117,12 +123,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_files(arguments: argparse.Namespace) -> None:
-    """Before minutes are spent on what cannot be kept."""
+    """Reject output paths that cannot be written before minutes of measuring."""
     for flag, name in (("--json", arguments.json), ("--figure", arguments.figure)):
         if name and not Path(name).absolute().parent.is_dir():
-            raise RecordsError(f"{flag}: there is no folder {Path(name).parent}")
+            raise RecordsError(f"{flag}: no such folder: {Path(name).parent}")
         if name and Path(name).is_dir():
-            raise RecordsError(f"{flag}: {name} is a folder: give a file in it")
+            raise RecordsError(f"{flag}: {name} is a folder: name a file in it")
     if arguments.figure and Path(arguments.figure).suffix.lower() != ".svg":
         raise UsageError(
             f"--figure: figures are SVG: must end in .svg, got {shown(arguments.figure)}"

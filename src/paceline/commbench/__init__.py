@@ -1,6 +1,5 @@
-"""How fast workers exchange tensors here: each operation by size, algorithm and communicator.
+"""Communication benchmark: time and bandwidth of each collective by size, algorithm and backend.
 
-`run.py` measures as one of the workers; `here.py` starts this machine's workers and `command.py`
-those of all machines. What comes out is the record that results.py describes. docs/communication.md
-tells how to read it.
+`launch.measure` starts the workers and returns the record; `runner.run` measures as one worker.
+record.py describes the record, docs/communication.md explains how to read it.
 """

@@ -16,14 +16,15 @@ WIDTH = 80
 
 
 def print_record(record: dict[str, Any], console: Console | None = None) -> None:
+    """Print a table of times and one of fits for each operation and communicator."""
     console = console or open_console(width=WIDTH)
     for section in dict.fromkeys(map(_section, record["measurements"])):
         operation, communicator = section
-        console.print(f"\n{operation}, {_through(communicator, record)}", style="bold")
-        console.print(_by_size(_of(section, record["measurements"])))
+        console.print(f"\n{operation}, {_describe(communicator, record)}", style="bold")
+        console.print(_times_table(_of(section, record["measurements"])))
         fits = _of(section, record["fits"])
         if fits:
-            console.print(_fitted(fits))
+            console.print(_fits_table(fits))
     console.print(_footer(record))
 
 
@@ -35,19 +36,19 @@ def _of(section: tuple[str, str], entries: list[dict[str, Any]]) -> list[dict[st
     return [entry for entry in entries if _section(entry) == section]
 
 
-def _through(communicator: str, record: dict[str, Any]) -> str:
+def _describe(communicator: str, record: dict[str, Any]) -> str:
     workers, nodes, tensors = record["workers"], record["nodes"], record["tensors"]
     between = "NCCL" if tensors == "own GPUs" else "gloo"
     if communicator == "torch":
-        how = between
+        transport = between
     else:
-        how = "shared memory" if nodes == 1 else f"shared memory and {between}"
+        transport = "shared memory" if nodes == 1 else f"shared memory and {between}"
     where = "one machine" if nodes == 1 else f"{nodes} machines"
     on = "" if tensors == "main memory" else f", {tensors}"
-    return f"{how} ({communicator}), {workers} workers on {where}{on}"
+    return f"{transport} ({communicator}), {workers} workers on {where}{on}"
 
 
-def _by_size(entries: list[dict[str, Any]]) -> Table:
+def _times_table(entries: list[dict[str, Any]]) -> Table:
     table = _table("size", "algorithm", "mean", "median", "p95", "algbw", "busbw", "of limit")
     shown = None
     for entry in entries:
@@ -64,8 +65,8 @@ def _by_size(entries: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _fitted(fits: list[dict[str, Any]]) -> Table:
-    table = _table("fitted over the sizes", "latency", "error", "busbw", "error", "of limit")
+def _fits_table(fits: list[dict[str, Any]]) -> Table:
+    table = _table("fit over all sizes", "latency", "error", "busbw", "error", "of limit")
     for entry in fits:
         table.add_row(
             entry["algorithm"],
@@ -81,41 +82,39 @@ def _fitted(fits: list[dict[str, Any]]) -> Table:
 def _table(*titles: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for title in titles:
-        is_text = title in ("algorithm", "fitted over the sizes")
+        is_text = title in ("algorithm", "fit over all sizes")
         table.add_column(title, justify="left" if is_text else "right", no_wrap=True)
     return table
 
 
 def _footer(record: dict[str, Any]) -> str:
-    lines = ["", "times are the slowest worker's; bandwidths are of the median"]
+    lines = ["", "times are the slowest worker's; bandwidths use the median time"]
     for kind, limit in record["limits"].items():
         if limit:
-            lines.append(
-                f"limit of the {kind}: {rate_text(limit['bytes_per_second'])}, {limit['source']}"
-            )
+            lines.append(f"{kind} limit: {rate_text(limit['bytes_per_second'])}, {limit['source']}")
     if any(entry["latency_seconds_error"] is None for entry in record["fits"]):
-        lines.append("two sizes are too few for errors of the fit: give three or more in --sizes")
+        lines.append("errors of the fit need at least three sizes: extend --sizes")
     if unfitted := _unfitted(record):
         lines.append(
-            f"{unfitted} without a fit, since times did not clearly rise with size: give larger"
-            " sizes or a quieter machine"
+            f"{unfitted} without a fit because times do not clearly rise with size: use larger"
+            " sizes or an idle machine"
         )
     lines += [f"warning: {text}" for text in (record["cluster"] or {}).get("warnings", ())]
     if record["left_out"]:
         count = len(record["left_out"])
-        lines.append(f"{count} left out, since smaller sizes took too long: raise --most-seconds")
+        lines.append(f"{count} skipped because smaller sizes took too long: raise --most-seconds")
     return "\n".join(lines)
 
 
 def _unfitted(record: dict[str, Any]) -> int:
-    """Ways that were measured at two sizes or more, and have no line through them."""
+    """Number of cases with at least two sizes and no fit."""
     sizes = Counter((*_section(each), each["algorithm"]) for each in record["measurements"])
     fitted = {(*_section(each), each["algorithm"]) for each in record["fits"]}
-    return sum(count > 1 and way not in fitted for way, count in sizes.items())
+    return sum(count > 1 and case not in fitted for case, count in sizes.items())
 
 
 def seconds_text(value: float) -> str:
-    """In eight characters."""
+    """In at most eight characters."""
     if value < 0.0009995:
         return f"{value * 1e6:.3g} us" if value < 99.5e-6 else f"{value * 1e6:.0f} us"
     if value < 0.9995:
@@ -124,7 +123,7 @@ def seconds_text(value: float) -> str:
 
 
 def rate_text(bytes_per_second: float) -> str:
-    """In nine characters."""
+    """In at most nine characters."""
     value, units = bytes_per_second, iter(("B/s", "kB/s", "MB/s"))
     unit = next(units)
     while value >= 999.5 and unit != "GB/s":

@@ -1,15 +1,20 @@
-"""One size of all ways: warm up, check, then time them by turns so that noise falls on all alike.
+"""Measure as one of the workers: check and time every case at every size.
 
-All workers go through the same steps; what they decide by, such as how long the warm-up took, is
-the slowest worker's figure, which all of them know. A repeat counts with the slowest worker's time.
+At each size all cases are checked and warmed up, then timed in alternating order, so that noise of
+the machine affects all of them alike. Workers go through identical steps: decisions, such as the
+number of repeats, use the slowest worker's time, which all workers know. A sample is the slowest
+worker's time as well.
 
-Measuring, as one of the workers."""
+Workers that commbench/launch.py starts enter at `main`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -20,104 +25,217 @@ from paceline.comm.communicator import Communicator, format_ranks
 from paceline.comm.objects import broadcast_json
 from paceline.comm.rank_info import RankInfo
 from paceline.commbench import operations
-from paceline.commbench.launch import Show
 from paceline.commbench.operations import ELEMENT_BYTES, Operation
-from paceline.commbench.record import Limit, Record, link_limit, make_record
+from paceline.commbench.progress import ShowProgress, progress_display
+from paceline.commbench.record import RECORD_FILE, Limit, Record, link_limit, make_record
 from paceline.commbench.spec import BenchmarkSpec, Case, check_workers, size_text
 from paceline.emulation.state import cluster_record
-from paceline.errors import RunError, UsageError
+from paceline.errors import PacelineError, RunError, UsageError, error_line
+from paceline.launch import environment
 from paceline.launch.consistency import run_collectively
+from paceline.launch.termination import Termination, write_failure
 from paceline.launch.worker import connection, has_own_gpu
+from paceline.records import RunFolder, read_json, write_json
 from paceline.training.device import choose_device, computing
 
-ROW_SECONDS = 0.005
-"""Short operations are timed in rows of about this length: a start in step costs as much as one."""
-LONGEST_ROW = 200
-LEAST_REPEATS, MOST_REPEATS = 3, 50
+BATCH_SECONDS = 0.005
+"""Short operations are timed in batches of about this duration, because the barrier before each
+batch costs as much as an operation."""
+MAX_BATCH = 200
+MIN_REPEATS, MAX_REPEATS = 3, 50
+MIN_BUFFER_BYTES = 2**26
+"""Larger than caches, so that copying it measures main memory."""
 
 
 @dataclass(slots=True)
 class CaseTiming:
-    """A way at one size."""
+    """The samples of a case at one size."""
 
-    way: Case
+    case: Case
     size_bytes: int
     """Of the whole tensor."""
-    row: int
-    """Operations in a row, of which a sample is the mean."""
+    batch: int
+    """Consecutive operations per sample; the sample is their mean."""
     repeats: int
     samples: list[float] = field(default_factory=list)
-    """Seconds of one operation, each the slowest worker's."""
+    """Seconds per operation, each the slowest worker's."""
+
+
+def main(argv: list[str]) -> int:
+    """Run a worker process: `SPEC_FILE FOLDER quiet|shown`.
+
+    The first worker writes the record into the folder; a worker that fails writes its failure.
+    """
+    spec = BenchmarkSpec.from_dict(read_json(Path(argv[0]))["plan"])
+    folder = RunFolder(Path(argv[1]))
+    rank_info = environment.detect()
+    assert rank_info is not None
+    try:
+        with progress_display(quiet=argv[2] == "quiet" or rank_info.rank > 0) as show:
+            record = run(rank_info, spec, show)
+        if record is not None:
+            write_json(folder.path / RECORD_FILE, record)
+        return 0
+    except PacelineError as error:
+        failure = Termination(
+            str(error), error.exit_code, is_secondary=error.is_secondary, ended=time.time()
+        )
+    except Exception as error:  # noqa: BLE001 - reported by the launcher
+        failure = Termination(error_line(error), ended=time.time())
+    write_failure(folder, rank_info.rank, failure)
+    return failure.exit_code
+
+
+def run(
+    rank_info: RankInfo, spec: BenchmarkSpec, show: ShowProgress = lambda text, done, total: None
+) -> Record | None:
+    """Measure together with the other workers; returns the record on rank 0. Collective.
+
+    The spec of rank 0 applies to all workers.
+    """
+    check_workers(rank_info.world_size)
+    config = replace(
+        spec.machines, nnodes=rank_info.nnodes, nproc_per_node=rank_info.local_world_size, hosts=()
+    )
+    with (
+        computing(config, rank_info.local_rank),
+        connection(config, rank_info, "comm", is_agreed=False) as network,
+        contextlib.ExitStack() as stack,
+    ):
+        spec = BenchmarkSpec.from_dict(broadcast_json(network, spec.to_dict()))
+        communicators: dict[str, Communicator] = {"torch": network}
+        if "hierarchical" in spec.communicators:
+            communicators["hierarchical"] = stack.enter_context(
+                hierarchical.connect(network, rank_info.node)
+            )
+        device = choose_device(config, rank_info.local_rank)
+        buffer = run_collectively(network, lambda: _allocate(spec, rank_info.world_size, device))
+        timings, left_out = _time_all_sizes(spec, communicators, buffer, show)
+        memory: Limit | None = None
+        # Main memory does not limit an exchange between GPUs.
+        if rank_info.nnodes == 1 and device.type == "cpu":
+            rate = copy_bytes_per_second(buffer, network)
+            memory = Limit("memory", rate, "plain copy by all workers at once")
+        network.barrier().wait()
+    if rank_info.rank:
+        return None
+    cluster = cluster_record()
+    limits = {"link": link_limit(spec, cluster), "memory": memory}
+    location = _tensor_location(device, rank_info)
+    return make_record(spec, rank_info, timings, left_out, limits, cluster, location)
+
+
+def _allocate(spec: BenchmarkSpec, workers: int, device: torch.device) -> Tensor:
+    size_bytes = max(spec.sizes[-1], MIN_BUFFER_BYTES)
+    try:
+        # Written to, so that no page is allocated while timing.
+        return torch.ones(size_bytes // ELEMENT_BYTES + workers, device=device)
+    except RuntimeError:
+        raise UsageError(
+            f"--max-size: a worker cannot allocate {size_text(size_bytes)}: reduce it"
+        ) from None
+
+
+def _tensor_location(device: torch.device, rank_info: RankInfo) -> str:
+    """As the record and the tables name it."""
+    if device.type == "cpu":
+        return "main memory"
+    return "own GPUs" if has_own_gpu(rank_info) else "shared GPUs"
+
+
+def _time_all_sizes(
+    spec: BenchmarkSpec,
+    communicators: dict[str, Communicator],
+    buffer: Tensor,
+    show: ShowProgress,
+) -> tuple[list[CaseTiming], list[tuple[Case, int]]]:
+    """The timings, and the cases and sizes skipped because a smaller size took too long."""
+    cases = spec.cases()
+    timings: list[CaseTiming] = []
+    left_out: list[tuple[Case, int]] = []
+    for number, size in enumerate(spec.sizes):
+        show(f"{size_text(size)}, {len(cases)} cases", number, len(spec.sizes))
+        left_out += [(case, size) for case in spec.cases() if case not in cases]
+        if not cases:
+            continue
+        of_size = time_size(size, cases, communicators, buffer, spec)
+        timings += of_size
+        cases = [each.case for each in of_size if min(each.samples) <= spec.most_seconds]
+    return timings, left_out
 
 
 def time_size(
     size_bytes: int,
-    ways: Sequence[Case],
+    cases: Sequence[Case],
     communicators: Mapping[str, Communicator],
     buffer: Tensor,
-    plan: BenchmarkSpec,
+    spec: BenchmarkSpec,
 ) -> list[CaseTiming]:
-    """Collective; the same on every worker."""
+    """Time all cases at one size. Collective; the result is the same on every worker."""
     control = communicators["torch"]
-    contestants: list[tuple[Operation, CaseTiming]] = []
-    for way in ways:
-        operation = operations.make(way, communicators[way.communicator], buffer, size_bytes)
-        _check(operation, way, control)
-        (slowest,) = _slowest(control, [_once(operation, control, 1)])
-        contestants.append((operation, _plan_of(way, operation, slowest, plan)))
-    own: list[list[float]] = [[] for _ in contestants]
-    for number in range(max(timed.repeats for _, timed in contestants)):
-        # There and back again, so that nobody always comes after the same one.
-        order = range(len(contestants))[:: -1 if number % 2 else 1]
+    pending: list[tuple[Operation, CaseTiming]] = []
+    for case in cases:
+        operation = operations.make(case, communicators[case.communicator], buffer, size_bytes)
+        _check(operation, case, control)
+        (slowest,) = _slowest(control, [_time_batch(operation, control, 1)])
+        pending.append((operation, _plan_timing(case, operation, slowest, spec)))
+    own: list[list[float]] = [[] for _ in pending]
+    for number in range(max(timing.repeats for _, timing in pending)):
+        # Alternate the direction, so that no case always follows the same one.
+        order = range(len(pending))[:: -1 if number % 2 else 1]
         for index in order:
-            operation, timed = contestants[index]
-            if number < timed.repeats:
-                own[index].append(_once(operation, control, timed.row))
-    flat = _slowest(control, [each for series in own for each in series])
-    for _, timed in contestants:
-        timed.samples, flat = flat[: timed.repeats], flat[timed.repeats :]
-    return [timed for _, timed in contestants]
+            operation, timing = pending[index]
+            if number < timing.repeats:
+                own[index].append(_time_batch(operation, control, timing.batch))
+    flat = _slowest(control, [sample for series in own for sample in series])
+    for _, timing in pending:
+        timing.samples, flat = flat[: timing.repeats], flat[timing.repeats :]
+    return [timing for _, timing in pending]
 
 
-def _plan_of(way: Case, operation: Operation, seconds: float, plan: BenchmarkSpec) -> CaseTiming:
-    row = 1
-    if operation.in_rows:
-        row = min(max(1, round(ROW_SECONDS / max(seconds, 1e-9))), LONGEST_ROW)
-    fitting = int(plan.seconds / max(seconds * row, 1e-9))
-    repeats = plan.repeats or min(max(LEAST_REPEATS, fitting), MOST_REPEATS)
-    return CaseTiming(way, operation.tensor.numel() * ELEMENT_BYTES, row, repeats)
+def _plan_timing(
+    case: Case, operation: Operation, seconds: float, spec: BenchmarkSpec
+) -> CaseTiming:
+    """Batch size and repeats for an operation that took `seconds`."""
+    batch = 1
+    if operation.can_batch:
+        batch = min(max(1, round(BATCH_SECONDS / max(seconds, 1e-9))), MAX_BATCH)
+    affordable = int(spec.seconds / max(seconds * batch, 1e-9))
+    repeats = spec.repeats or min(max(MIN_REPEATS, affordable), MAX_REPEATS)
+    return CaseTiming(case, operation.tensor.numel() * ELEMENT_BYTES, batch, repeats)
 
 
-def _check(operation: Operation, way: Case, control: Communicator) -> None:
+def _check(operation: Operation, case: Case, control: Communicator) -> None:
+    """RunError on every worker if any worker has a wrong result. Collective."""
     operation.fill()
     operation.run()
     wrong = torch.zeros(control.world_size, dtype=torch.int64)
-    wrong[control.rank] = not operation.is_right()
+    wrong[control.rank] = not operation.is_correct()
     control.all_reduce(wrong, "control").wait()
-    # Sums of nothing stay nothing, however often they are added up.
+    # Zeros stay zeros through any number of sums; other values would overflow.
     operation.tensor.zero_()
     if wrong.any():
-        where = format_ranks([rank for rank in range(control.world_size) if wrong[rank]])
+        ranks = format_ranks([rank for rank in range(control.world_size) if wrong[rank]])
         raise RunError(
-            f"{way.operation} by {way.algorithm} through {way.communicator} gave a wrong result:"
-            f" {size_text(operation.tensor.nbytes)}, {where}"
+            f"{case.operation} by {case.algorithm} through {case.communicator} gave a wrong result:"
+            f" {size_text(operation.tensor.nbytes)}, {ranks}"
         )
 
 
-def _once(operation: Operation, control: Communicator, row: int) -> float:
-    """Seconds of one operation of a row, from a common start."""
+def _time_batch(operation: Operation, control: Communicator, batch: int) -> float:
+    """Seconds per operation of a batch that all workers start together."""
     control.barrier().wait()
     began = perf_counter()
-    for _ in range(row):
+    for _ in range(batch):
         operation.run()
     if operation.tensor.is_cuda:
-        # What was begun on a GPU may have been waited for only there.
+        # wait() may only order CUDA streams, without blocking this thread.
         torch.cuda.synchronize(operation.tensor.device)
-    return (perf_counter() - began) / (row * operation.transfers)
+    return (perf_counter() - began) / (batch * operation.transfers)
 
 
 def _slowest(control: Communicator, seconds: Sequence[float]) -> list[float]:
-    """Of each figure, that of the worker where it is greatest. Collective."""
+    """The maximum over workers of each value. Collective."""
     table = torch.zeros(control.world_size, len(seconds), dtype=torch.float64)
     table[control.rank] = torch.tensor(seconds, dtype=torch.float64)
     control.all_reduce(table, "control").wait()
@@ -126,7 +244,7 @@ def _slowest(control: Communicator, seconds: Sequence[float]) -> list[float]:
 
 
 def copy_bytes_per_second(buffer: Tensor, control: Communicator, repeats: int = 5) -> float:
-    """What each worker gets of the machine's memory when all copy at once. Collective."""
+    """Memory bandwidth of a worker while all of them copy at once. Collective."""
     half = buffer.numel() // 2
     source, target = buffer[:half], buffer[half : 2 * half]
     seconds = []
@@ -135,84 +253,6 @@ def copy_bytes_per_second(buffer: Tensor, control: Communicator, repeats: int = 
         began = perf_counter()
         target.copy_(source)
         seconds.append(perf_counter() - began)
-    # The first one brings the memory in.
+    # The first copy is a warm-up.
     slowest = sorted(_slowest(control, seconds[1:]))
     return source.nbytes / slowest[len(slowest) // 2]
-
-
-LEAST_COPIED_BYTES = 2**26
-"""More than caches hold, so that it is the memory that is measured."""
-
-
-def run(
-    place: RankInfo, plan: BenchmarkSpec, show: Show = lambda text, done, total: None
-) -> Record | None:
-    """Measure together with the other workers; the first one gets the record. Collective.
-
-    The first worker's plan counts.
-    """
-    check_workers(place.world_size)
-    config = replace(
-        plan.machines, nnodes=place.nnodes, nproc_per_node=place.local_world_size, hosts=()
-    )
-    with (
-        computing(config, place.local_rank),
-        connection(config, place, "comm", is_agreed=False) as network,
-        contextlib.ExitStack() as stack,
-    ):
-        plan = BenchmarkSpec.from_dict(broadcast_json(network, plan.to_dict()))
-        communicators: dict[str, Communicator] = {"torch": network}
-        if "hierarchical" in plan.communicators:
-            communicators["hierarchical"] = stack.enter_context(
-                hierarchical.connect(network, place.node)
-            )
-        device = choose_device(config, place.local_rank)
-        buffer = run_collectively(network, lambda: _allocate(plan, place.world_size, device))
-        timed, left_out = _time_all(plan, communicators, buffer, show)
-        memory: Limit | None = None
-        # Between GPUs the memory of neither is what limits.
-        if place.nnodes == 1 and device.type == "cpu":
-            rate = copy_bytes_per_second(buffer, network)
-            memory = Limit("memory", rate, "a plain copy by all workers at once")
-        network.barrier().wait()
-    if place.rank:
-        return None
-    cluster = cluster_record()
-    limits = {"link": link_limit(plan, cluster), "memory": memory}
-    return make_record(plan, place, timed, left_out, limits, cluster, _tensors(device, place))
-
-
-def _time_all(
-    plan: BenchmarkSpec, communicators: dict[str, Communicator], buffer: Tensor, show: Show
-) -> tuple[list[CaseTiming], list[tuple[Case, int]]]:
-    """And what was left out because a smaller size had taken too long."""
-    ways = plan.ways()
-    timed: list[CaseTiming] = []
-    left_out: list[tuple[Case, int]] = []
-    for number, size in enumerate(plan.sizes):
-        show(f"{size_text(size)}, {len(ways)} ways", number, len(plan.sizes))
-        left_out += [(way, size) for way in plan.ways() if way not in ways]
-        if not ways:
-            continue
-        these = time_size(size, ways, communicators, buffer, plan)
-        timed += these
-        ways = [each.way for each in these if min(each.samples) <= plan.most_seconds]
-    return timed, left_out
-
-
-def _tensors(device: torch.device, place: RankInfo) -> str:
-    """Where the tensors are; as record and tables say it."""
-    if device.type == "cpu":
-        return "main memory"
-    return "own GPUs" if has_own_gpu(place) else "shared GPUs"
-
-
-def _allocate(plan: BenchmarkSpec, workers: int, device: torch.device) -> Tensor:
-    size_bytes = max(plan.sizes[-1], LEAST_COPIED_BYTES)
-    try:
-        # Written to, so that the memory is there before anything is timed.
-        return torch.ones(size_bytes // ELEMENT_BYTES + workers, device=device)
-    except RuntimeError:
-        raise UsageError(
-            f"--max-size: a worker has no memory for {size_text(size_bytes)}: give less"
-        ) from None

@@ -1,13 +1,11 @@
-"""Sizes of tensors as text: 4k, 1m, 37m; k, m and g are powers of 1024, as memory is counted.
+"""What a benchmark measures and where: sizes, operations and machines, validated before the start.
 
-Bus bandwidth: how fast the busiest link would have to be, at the least, for what was measured.
-
-An operation on n bytes that takes t seconds has the algorithm bandwidth n / t. That falls as
-workers are added, even on a perfect network, since more than n bytes must move. Its factor says how
-many times n the busiest worker has to send or receive, whatever the algorithm; times that, the
-bandwidth can be held against the link's for any number of workers.
-
-What to measure, and between whom; refused before anything starts where it cannot be done."""
+An operation on n bytes that takes t seconds has the algorithm bandwidth (algbw) n / t. It falls as
+workers are added, even on a perfect network, because more than n bytes must move. Multiplied by
+the operation's bus factor it is the bus bandwidth (busbw), which can be compared to the bandwidth
+of a link for any number of workers: the factor is how many times n the busiest worker must send or
+receive.
+"""
 
 from __future__ import annotations
 
@@ -22,30 +20,33 @@ from paceline.config import RunConfig, cluster_spec, from_mapping
 from paceline.errors import ConfigError, UsageError, shown
 
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
-LEAST_BYTES, MOST_BYTES = 4, 8 * 2**30
+MIN_BYTES, MAX_BYTES = 4, 8 * 2**30
 FIRST_BYTES, LAST_BYTES = 2**10, 2**28
-"""Of the sizes that are measured unless others are asked for."""
+"""Range of the default sizes."""
 
 
 def parse_size(text: str) -> int:
-    """Bytes; ValueError says what would do."""
+    """Bytes of a size such as 4k, 1m or 37m, where k, m and g are powers of 1024.
+
+    The message of the ValueError completes the sentence "must be ...".
+    """
     match = re.fullmatch(r"([0-9]{1,19})\s*([kmg]?)(i?b)?", text.strip().lower())
     size = int(match[1]) * UNITS[match[2]] if match else 0
-    if not LEAST_BYTES <= size <= MOST_BYTES:
+    if not MIN_BYTES <= size <= MAX_BYTES:
         raise ValueError(f"a size from 4 to 8g such as 4k, 1m or 256m, got {shown(text)}")
     return size
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """In ascending order, each once."""
+    """Distinct sizes of a comma-separated list, ascending."""
     sizes = {parse_size(part) for part in text.split(",") if part.strip()}
     if not sizes:
-        raise ValueError("sizes such as 4k,1m,37m")
+        raise ValueError("a list of sizes such as 4k,1m,37m")
     return tuple(sorted(sizes))
 
 
 def doubling(last_bytes: int) -> tuple[int, ...]:
-    """From the first size on, each twice the one before, up to a last one."""
+    """FIRST_BYTES and its doublings up to `last_bytes`."""
     sizes = [FIRST_BYTES]
     while sizes[-1] * 2 <= last_bytes:
         sizes.append(sizes[-1] * 2)
@@ -53,7 +54,7 @@ def doubling(last_bytes: int) -> tuple[int, ...]:
 
 
 def size_text(size_bytes: int) -> str:
-    """As short as is exact: 4 KiB, 37 MiB, 1020 B."""
+    """The largest unit that is exact: 4 KiB, 37 MiB, 1020 B."""
     for letter in ("g", "m", "k"):
         if size_bytes % UNITS[letter] == 0:
             return f"{size_bytes // UNITS[letter]} {letter.upper()}iB"
@@ -69,13 +70,12 @@ BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "scatter": lambda workers: (workers - 1) / workers,
     "send_recv": lambda workers: 1.0,
 }
-"""n is the whole tensor: for gather and scatter, what the root has; for send_recv, one message."""
-
-
+"""By number of workers. n is the whole tensor: for gather and scatter the root's, for send_recv one
+message."""
 OPERATIONS = tuple(BUS_FACTORS)
 COMMUNICATORS = ("torch", "hierarchical")
 OWN_ALGORITHM = "library"
-"""The communicator's own way, and the only one of operations other than all_reduce."""
+"""The communicator's own implementation; operations other than all_reduce have no other."""
 
 MACHINE_FIELDS = (
     "nnodes",
@@ -91,12 +91,12 @@ MACHINE_FIELDS = (
     "rendezvous_seconds",
     "timeout_seconds",
 )
-"""The settings of a run that say where its workers and their tensors are, with the same meaning."""
+"""The fields of RunConfig that define workers and devices; they mean the same as in training."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One of the things that are compared."""
+    """A combination that is timed and compared with the others."""
 
     operation: str
     communicator: str
@@ -106,22 +106,22 @@ class Case:
 @dataclass(frozen=True, slots=True)
 class BenchmarkSpec:
     machines: RunConfig
-    """Only its MACHINE_FIELDS count."""
+    """Only its MACHINE_FIELDS are used."""
     sizes: tuple[int, ...]
     """Bytes, ascending."""
     operations: tuple[str, ...]
     algorithms: tuple[str, ...]
     communicators: tuple[str, ...]
     repeats: int | None
-    """Of each measurement; None: as many as fit into `seconds`."""
+    """Of each measurement; None: as many as fit in `seconds`."""
     seconds: float
-    """To be spent on each size of each way, warm-up left out."""
+    """Time budget of each size of each case, without warm-up."""
     most_seconds: float
-    """A way in which one operation took longer is not taken to larger sizes."""
+    """Larger sizes of a case are skipped once one operation takes longer than this."""
     link_bits_per_second: float | None
-    """What a machine's link should carry, in each direction; None: nobody said."""
+    """Nominal bandwidth of a machine's link in each direction; None: unknown."""
 
-    def ways(self) -> list[Case]:
+    def cases(self) -> list[Case]:
         return [
             Case(operation, communicator, algorithm)
             for operation in self.operations
@@ -151,17 +151,17 @@ class BenchmarkSpec:
 
 
 def machines(values: Mapping[str, Any]) -> RunConfig:
-    """The settings of a run with these workers."""
+    """A RunConfig with these machine settings."""
     return from_mapping({**values, "batch_per_worker": 1})
 
 
 def check_workers(count: int) -> None:
     if count < 2:
-        raise UsageError("comm: takes two workers or more: give --nproc-per-node 2")
+        raise UsageError("comm: needs at least two workers: set --nproc-per-node 2")
 
 
-def make_plan(
-    where: Mapping[str, Any],
+def make_spec(
+    machine_settings: Mapping[str, Any],
     *,
     sizes: str | None = None,
     max_size: str | None = None,
@@ -173,7 +173,7 @@ def make_plan(
     most_seconds: float = 2.0,
     link: str | None = None,
 ) -> BenchmarkSpec:
-    """From the words of a command line; every problem is reported at once."""
+    """Parse command-line values; ConfigError reports all problems at once."""
     problems: list[str] = []
 
     def read(flag: str, parse: Any, text: str | None, default: Any) -> Any:
@@ -184,8 +184,8 @@ def make_plan(
             return default
 
     if sizes is not None and max_size is not None:
-        problems.append("--sizes and --max-size: give one of them, not both")
-    chosen = read("--sizes", parse_sizes, sizes, ())
+        problems.append("--sizes and --max-size: set only one of them")
+    selected_sizes = read("--sizes", parse_sizes, sizes, ())
     last = read("--max-size", parse_size, max_size, LAST_BYTES)
     link_rate = read("--link", cluster_spec.bits_per_second, link, None)
     if repeats is not None and not 1 <= repeats <= 10_000:
@@ -194,35 +194,35 @@ def make_plan(
         if not 0 < value <= 3600:
             problems.append(f"{flag}: must be above 0 and at most 3600, got {value:g}")
     names = [entry.name for entry in ALGORITHMS]
-    picked = {
-        "operations": _pick("--operations", operations, OPERATIONS, problems),
-        "algorithms": _pick("--algorithms", algorithms, names, problems),
-        "communicators": _pick("--communicators", communicators, COMMUNICATORS, problems),
+    selected = {
+        "operations": _select("--operations", operations, OPERATIONS, problems),
+        "algorithms": _select("--algorithms", algorithms, names, problems),
+        "communicators": _select("--communicators", communicators, COMMUNICATORS, problems),
     }
     try:
-        config = machines(where)
+        config = machines(machine_settings)
     except ConfigError as error:
         raise ConfigError([*error.problems, *problems]) from None
     if problems:
         raise ConfigError(problems)
     if communicators is None and config.nproc_per_node == 1:
-        # Where every machine has one worker, the two are the same.
-        picked["communicators"] = COMMUNICATORS[:1]
+        # With one worker per machine both communicators are the same.
+        selected["communicators"] = COMMUNICATORS[:1]
     return BenchmarkSpec(
         machines=config,
-        sizes=chosen or doubling(last),
+        sizes=selected_sizes or doubling(last),
         repeats=repeats,
         seconds=seconds,
         most_seconds=most_seconds,
         link_bits_per_second=link_rate,
-        **picked,
+        **selected,
     )
 
 
-def _pick(
+def _select(
     flag: str, text: str | None, known: Sequence[str], problems: list[str]
 ) -> tuple[str, ...]:
-    """All where nothing is said."""
+    """The named items of a comma-separated list; all without one."""
     if text is None:
         return tuple(known)
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
