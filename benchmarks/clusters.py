@@ -93,7 +93,7 @@ def rates(repeats: int) -> None:
 
 
 def round_trips(repeats: int) -> None:
-    print(f"\nround trips, us, medians of {calibration.MOST_PINGS} or 0.3 s, {repeats} times")
+    print(f"\nround trips, us, medians of {calibration.MAX_PINGS} or 0.3 s, {repeats} times")
     with cluster("nodes=2") as made:
         base = statistics.median(calibration.round_trip_seconds(made.state) for _ in range(repeats))
         print(f"the machine itself, over a bridge: {base * 1e6:.0f}")

@@ -206,8 +206,8 @@ def test_in_an_emulated_cluster_the_link_is_the_limit(tmp_path: Path) -> None:
     few = ["--sizes", "1k,64k", "--algorithms", "ring", "--repeats", "2"]
     file = tmp_path / "comm.json"
     ended = run("--cluster", "nodes=2,bandwidth=100mbit", *few, "--json", str(file))
-    told = "paceline: making an emulated cluster of 2 nodes and measuring it ...\n"
-    assert (ended.code, ended.err) == (0, told)
+    notice = "paceline: creating an emulated cluster of 2 nodes and calibrating it ...\n"
+    assert (ended.code, ended.err) == (0, notice)
     record = read_json(file)
     assert (record["workers"], record["nodes"]) == (2, 2)
     assert record["limits"]["link"]["source"] == "calibrated, slowest link"

@@ -20,15 +20,15 @@ def small_cluster(text: str, name: str | None = None) -> EmulatedCluster:
 
 
 def run_inside(
-    cluster: EmulatedCluster, node: int, *words: str, given: str = ""
+    cluster: EmulatedCluster, node: int, *argv: str, stdin: str = ""
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        cluster.command(node, words), input=given, capture_output=True, text=True, timeout=60
+        cluster.command(node, argv), input=stdin, capture_output=True, text=True, timeout=60
     )
 
 
-def python_inside(cluster: EmulatedCluster, node: int, program: str, *words: str) -> str:
-    done = run_inside(cluster, node, sys.executable, "-I", "-S", "-c", program, *words)
+def python_inside(cluster: EmulatedCluster, node: int, program: str, *argv: str) -> str:
+    done = run_inside(cluster, node, sys.executable, "-I", "-S", "-c", program, *argv)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -76,8 +76,8 @@ print(back.hexdigest() == hashlib.sha256(content).hexdigest())
 def comes_back_whole(cluster: EmulatedCluster, source: int, echo: int, count_bytes: int) -> bool:
     """Whether bytes go from one node to another and back unchanged."""
     address = cluster.addresses[echo]
-    words = [sys.executable, "-I", "-S", "-c", ECHO, address]
-    with subprocess.Popen(cluster.command(echo, words), stdout=subprocess.PIPE) as process:
+    argv = [sys.executable, "-I", "-S", "-c", ECHO, address]
+    with subprocess.Popen(cluster.command(echo, argv), stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         port = process.stdout.readline().decode().strip()
         said = python_inside(cluster, source, THERE_AND_BACK, address, port, str(count_bytes))

@@ -8,7 +8,7 @@ from paceline.config.cluster_spec import parse
 from paceline.emulation.state import Calibration, ClusterState, Measured, cluster_record
 
 
-def test_it_tells_what_the_measured_figures_are_worth(tmp_path: Path) -> None:
+def test_the_record_has_measurements_and_warnings(tmp_path: Path) -> None:
     """Cores that others kept busy make them doubtful; delays are made in two different ways."""
     state = ClusterState(tmp_path / "name.json", parse("nodes=2,latency=1ms"), delay="forwarder")
     measured = Measured("round trip", None, 0.001, 0.002, "s")
@@ -18,7 +18,7 @@ def test_it_tells_what_the_measured_figures_are_worth(tmp_path: Path) -> None:
     assert account is not None
     assert (account["busy_cores"], account["delayed_by"]) == (1.5, "forwarder")
     assert account["got"][0]["got"] == 0.002
-    assert "+100 %" in account["warnings"][0]
+    assert "+100% from the requested" in account["warnings"][0]
 
 
 def test_a_cluster_that_is_gone_is_a_warning(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Calibration: what is told, and what a real measurement finds."""
+"""Calibration: its warnings, and what a real measurement finds."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from paceline.emulation import calibration, network
 from paceline.emulation.state import Calibration, ClusterState, Measured, load
 
 
-def test_only_what_is_over_ten_percent_off_is_told() -> None:
+def test_only_deviations_over_ten_percent_are_reported() -> None:
     near = Measured("cpus", 0, 0.5, 0.46, "cores")
     off = Measured("round trip", None, 0.001, 0.0012, "s")
     slow = Measured("bandwidth in", 3, 1e9, 8.723e8, "bit/s")
     warnings = Calibration([near, off, slow]).warnings()
     assert warnings == [
-        "the emulated cluster's round trip is 0.0012 s, +20 % from the 0.001 s asked for",
-        "the emulated cluster's bandwidth in (node 3) is 872.3 Mbit/s, -13 % from the 1 Gbit/s"
-        " asked for",
+        "the emulated cluster's round trip is 0.0012 s, +20% from the requested 0.001 s",
+        "the emulated cluster's bandwidth in (node 3) is 872.3 Mbit/s, -13% from the"
+        " requested 1 Gbit/s",
     ]
 
 
-def test_what_nobody_asked_for_is_never_off() -> None:
+def test_without_a_request_there_is_no_deviation() -> None:
     assert not Measured("round trip", None, None, 0.5, "s").is_off
 
 
 def test_measuring_again_stops_at_the_first_that_is_near() -> None:
     tries = iter([Measured("cpus", 0, 1.0, got, "cores") for got in (0.2, 0.95, 1.0)])
-    assert calibration._nearest(tries).got == 0.95
+    assert calibration._closest(tries).got == 0.95
     assert next(tries).got == 1.0
 
 
@@ -80,7 +80,7 @@ def test_a_token_bucket_leaves_the_asked_rate_to_what_tcp_carries() -> None:
 
 def test_addresses_pass_over_networks_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "_routes", list)
-    monkeypatch.setattr(network, "_of_other_clusters", list)
+    monkeypatch.setattr(network, "_networks_of_other_clusters", list)
     first = network.addresses("name", 3)
     assert len(set(first)) == 3
     monkeypatch.setattr(network, "_routes", lambda: [first[0].rsplit(".", 1)[0] + ".0/24"])
@@ -97,9 +97,9 @@ def test_routes_do_not_keep_a_cluster_from_addresses(
 ) -> None:
     """As those of a company's network; a clash does no harm, since nodes are cut off from it."""
     monkeypatch.setattr(network, "_routes", lambda: routes)
-    monkeypatch.setattr(network, "_of_other_clusters", list)
+    monkeypatch.setattr(network, "_networks_of_other_clusters", list)
     first = network.addresses("name", 3)
     assert all(address.startswith(begin) for address in first)
     other = first[0].rsplit(".", 1)[0] + ".0/24"
-    monkeypatch.setattr(network, "_of_other_clusters", lambda: [other])
+    monkeypatch.setattr(network, "_networks_of_other_clusters", lambda: [other])
     assert not set(network.addresses("name", 3)) & set(first)

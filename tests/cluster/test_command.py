@@ -24,8 +24,8 @@ NAME = f"command-{os.getpid()}"
 def name() -> Iterator[str]:
     """A cluster that another process made and left up."""
     flags = ["--nodes", "2", "--bandwidth", "1gbit", "--no-calibrate", "--name"]
-    words = [sys.executable, "-m", "paceline", "cluster", "up", *flags, NAME]
-    subprocess.run(words, check=True, capture_output=True)
+    argv = [sys.executable, "-m", "paceline", "cluster", "up", *flags, NAME]
+    subprocess.run(argv, check=True, capture_output=True)
     cluster = EmulatedCluster.open(NAME)
     yield NAME
     cluster.down()
@@ -47,9 +47,9 @@ def test_a_kept_cluster_outlives_the_command_that_made_it(
 @pytest.mark.iproute
 def test_exec_passes_on_input_output_and_exit_code(name: str) -> None:
     script = "cat; ip -brief -4 address show eth0; exit 5"
-    words = ["cluster", "exec", "--name", name, "1", "--", "sh", "-c", script]
+    argv = ["cluster", "exec", "--name", name, "1", "--", "sh", "-c", script]
     done = subprocess.run(
-        [sys.executable, "-m", "paceline", *words], input="hello\n", text=True, capture_output=True
+        [sys.executable, "-m", "paceline", *argv], input="hello\n", text=True, capture_output=True
     )
     assert done.stdout.startswith("hello\n")
     assert EmulatedCluster.open(name).addresses[1] in done.stdout
@@ -77,7 +77,7 @@ def test_down_without_a_name_leaves_the_clusters_of_runs_alone(
     with small_cluster("nodes=1") as owned:
         assert main(["cluster", "down"]) == 2
         assert owned.state.path.exists()
-    assert f"no cluster named default; there is {owned.name}" in capsys.readouterr().err
+    assert f"no cluster named default; available: {owned.name}" in capsys.readouterr().err
 
 
 def test_down_by_name_sweeps_what_others_left(
@@ -94,7 +94,7 @@ def test_down_by_name_sweeps_what_others_left(
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("argv", "line"),
     [
         (["up", "--nodes", "two"], "--nodes: must be 1 to 250, got 'two'"),
         (
@@ -108,7 +108,7 @@ def test_down_by_name_sweeps_what_others_left(
         (["up", "--nodes", "2", "--bandwidth", "1gbit,cpus=1"], "--bandwidth: must be a rate"),
         (["up", "--nodes", "2", "--latency", "5"], "--latency: must be a time such as 200us"),
         (["up", "--nodes", "2", "--slow", "2:0.5"], "(nodes below 2), got '2:0.5'"),
-        (["up", "--nodes", "2", "--name", "a/b"], "a cluster's name is letters, digits"),
+        (["up", "--nodes", "2", "--name", "a/b"], "invalid cluster name 'a/b': use letters"),
         (
             ["up", "--nodes", "2", "--cpus", "0.0001"],
             "--cpus: must be a number of cores of 0.001 to 10000",
@@ -121,9 +121,9 @@ def test_down_by_name_sweeps_what_others_left(
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(
-    words: list[str], line: str, capsys: pytest.CaptureFixture[str]
+    argv: list[str], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["cluster", *words]) == 2
+    assert main(["cluster", *argv]) == 2
     err = capsys.readouterr().err
     assert line in err
     assert len(err.splitlines()) == 1

@@ -17,7 +17,7 @@ def test_without_a_compiler_one_line_says_so(
 ) -> None:
     monkeypatch.setattr(latency, "_cache_folder", lambda: tmp_path)
     monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
-    with pytest.raises(ClusterError, match="install gcc, or leave out latency"):
+    with pytest.raises(ClusterError, match="install gcc, or omit latency"):
         latency.forwarder()
 
 
@@ -40,7 +40,7 @@ def test_the_binary_is_made_once_and_again_for_another_source(
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A binary in a folder of ours; compiling another is told by what it holds."""
+    """A binary in a private folder; recompiling changes its contents."""
 
     def pretend(target: Path) -> None:
         target.write_text("compiled")
@@ -81,7 +81,7 @@ def test_nothing_is_compiled_into_a_folder_that_others_can_write(
     tmp_path.chmod(0o777)
     monkeypatch.setattr(latency, "_cache_folder", lambda: tmp_path)
     monkeypatch.setattr(latency, "compiler", lambda: "/bin/false")
-    with pytest.raises(ClusterError, match="others can write to"):
+    with pytest.raises(ClusterError, match="other users can write to"):
         latency.forwarder()
 
 

@@ -1,4 +1,4 @@
-"""An emulated cluster: nodes that reach each other over links and with shares as asked for."""
+"""An emulated cluster: connected nodes with the requested links and CPU shares."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_a_link_carries_about_what_was_asked_for(
     assert server.stdout is not None
     while b"listening" not in server.stdout.readline():
         assert server.poll() is None
-    words = ["iperf3", "-J", "-t", "2", "-c", cluster.addresses[1]]
-    done = run_inside(cluster, source, *words)
+    argv = ["iperf3", "-J", "-t", "2", "-c", cluster.addresses[1]]
+    done = run_inside(cluster, source, *argv)
     server.communicate(timeout=30)
     got = json.loads(done.stdout)["end"]["sum_received"]["bits_per_second"]
     # Anything between is a busy machine's; a link that is not shaped carries ten times as much.
@@ -112,7 +112,7 @@ def test_a_node_that_is_not_there_is_refused(cluster: EmulatedCluster) -> None:
 
 
 def test_a_second_one_of_a_name_is_refused_and_the_first_stays(cluster: EmulatedCluster) -> None:
-    with pytest.raises(ClusterError, match="is up already"):
+    with pytest.raises(ClusterError, match="is already up"):
         small_cluster("nodes=2", cluster.name)
     assert run_inside(cluster, 0, "true").returncode == 0
 

@@ -74,21 +74,21 @@ def test_what_was_offered_is_taken_back_unless_another_child_needs_it(
     other = version_2(parent / "other")
     (other / "cpu.max").write_text(of_the_other)
     (other / "cpu.weight").write_text("100\n")
-    cpu_limits.withdraw_cpu(parent)
+    cpu_limits.disable_cpu_controller(parent)
     assert (parent / "cgroup.subtree_control").read_text() == left
 
 
-def test_all_that_will_be_made_is_told_before_it_is(tmp_path: Path) -> None:
+def test_the_plan_is_recorded_before_anything_is_created(tmp_path: Path) -> None:
     parent = version_2(tmp_path / "v2", offered="memory")
-    told = []
+    recorded = []
 
-    def note(planned: dict[int, Path], offering: Path | None) -> None:
+    def record_plan(planned: dict[int, Path], offering: Path | None) -> None:
         assert not any(group.exists() for group in planned.values())
         assert (parent / "cgroup.subtree_control").read_text() == "memory\n"
-        told.append((planned, offering))
+        recorded.append((planned, offering))
 
-    made = cpu_limits.create_cgroups("name", {0: 0.5, 1: 0.5}, note, [parent])
-    assert told == [(made, parent)]
+    made = cpu_limits.create_cgroups("name", {0: 0.5, 1: 0.5}, record_plan, [parent])
+    assert recorded == [(made, parent)]
 
 
 def test_a_quota_over_the_groups_own_is_not_sought_outside_of_it(
@@ -114,7 +114,7 @@ def test_a_cluster_whose_group_stays_is_kept_on_file(
     state = ClusterState(tmp_path / "name.json", parse("nodes=1,cpus=0.5"))
     state.groups = {0: tmp_path / "group-0"}
     state.create()
-    with pytest.raises(ClusterError, match=r"group-0 cannot be removed; .*cluster down name"):
+    with pytest.raises(ClusterError, match=r"cannot remove CPU group .*group-0; .*down name"):
         removal.remove(state)
     assert load(state.path).groups == state.groups
 
@@ -141,13 +141,13 @@ def test_what_one_cluster_had_offered_a_second_one_takes_back_too(
     assert cluster._offering_already({0: tmp_path / "elsewhere" / "second-0"}) is None
 
 
-def test_groups_further_out_than_the_callers_own_are_told_apart(
+def test_groups_outside_the_callers_own_are_recognized(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = tmp_path / "outer" / "own"
     monkeypatch.setattr(cpu_limits, "cgroup_dirs", lambda controller: iter([own, own.parent]))
-    assert not cpu_limits.is_outside_of_ours(own / "name-0")
-    assert cpu_limits.is_outside_of_ours(own.parent / "name-0")
+    assert not cpu_limits.is_outside_own_group(own / "name-0")
+    assert cpu_limits.is_outside_own_group(own.parent / "name-0")
 
 
 def test_a_group_that_holds_processes_is_passed_over_for_its_parent(

@@ -95,8 +95,8 @@ def test_the_forwarder_goes_with_the_cluster(monkeypatch: pytest.MonkeyPatch) ->
 def test_where_there_is_netem_it_delays_before_the_token_bucket(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(Namespace, "run", lambda _, words, given="": told.append(" ".join(words)))
+    commands: list[str] = []
+    monkeypatch.setattr(Namespace, "run", lambda _, argv, stdin="": commands.append(" ".join(argv)))
     monkeypatch.setattr(latency, "program", str)
     monkeypatch.setattr(network, "program", str)
     monkeypatch.setattr(latency, "has_netem", lambda as_root: True)
@@ -104,10 +104,10 @@ def test_where_there_is_netem_it_delays_before_the_token_bucket(
     switch = Namespace(ProcessId(1, 1), 1, is_of_user=False)
     state = ClusterState(tmp_path / "name.json", parse("nodes=2,bandwidth=1gbit,latency=1ms"))
     latency.join_ports(state, switch)
-    delays = [line for line in told if "dev port1 root handle 1: netem delay" in line]
+    delays = [line for line in commands if "dev port1 root handle 1: netem delay" in line]
     # Half a round trip at first; then without half of what the machine itself adds.
     assert [line.split("delay ")[1].split()[0] for line in delays][:2] == ["500.0us", "450.0us"]
-    assert f"dev port1 parent 1:1 handle 10: {network.token_bucket(1e9)}" in told[-1]
+    assert f"dev port1 parent 1:1 handle 10: {network.token_bucket(1e9)}" in commands[-1]
     assert state.delay == "netem"
 
 
@@ -117,11 +117,11 @@ def test_a_forwarder_counts_as_started_only_inside_the_switch(
     """The machine's own network may have as many sockets of packets as the switch has ports."""
     inside = iter([1, 1, 7])
     monkeypatch.setattr(latency, "network_namespace", lambda pid: next(inside))
-    monkeypatch.setattr(latency, "_sockets_of_packets", lambda pid: 9)
+    monkeypatch.setattr(latency, "_count_packet_sockets", lambda pid: 9)
     monkeypatch.setattr(compile, "forwarder", lambda: tmp_path / "forwarder")
-    monkeypatch.setattr(latency, "spawn", lambda words, environment: os.getpid())
+    monkeypatch.setattr(latency, "spawn", lambda argv, environment: os.getpid())
     monkeypatch.setattr(os, "waitpid", lambda pid, options: (0, 0))
-    monkeypatch.setattr(Namespace, "words", lambda _, words: list(words))
+    monkeypatch.setattr(Namespace, "command", lambda _, argv: list(argv))
     state = ClusterState(tmp_path / "name.json", parse("nodes=2,latency=1ms"))
     latency._forward(state, Namespace(ProcessId(1, 1), 7, is_of_user=False), 0.001)
     assert next(inside, None) is None
@@ -130,15 +130,15 @@ def test_a_forwarder_counts_as_started_only_inside_the_switch(
 def test_a_kernel_without_ipv6_is_not_asked_about_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(network, "_batch", lambda namespace, tool, lines: told.extend(lines))
+    commands: list[str] = []
+    monkeypatch.setattr(network, "_batch", lambda namespace, tool, lines: commands.extend(lines))
     monkeypatch.setattr(network, "IPV6", tmp_path / "missing")
     switch = Namespace(ProcessId(1, 1), 1, is_of_user=False)
     network.connect(switch, [switch], ["10.0.0.1", "10.0.0.2"])
     network.bridge(switch, 1)
-    assert "link set port0 up" in told
-    assert not [line for line in told if "addrgenmode" in line]
+    assert "link set port0 up" in commands
+    assert not [line for line in commands if "addrgenmode" in line]
 
 
-def test_a_port_is_told_by_the_end_of_its_address() -> None:
+def test_the_mac_address_ends_with_the_node_number() -> None:
     assert network.mac(0x1FE).split(":")[4:] == ["01", "fe"]

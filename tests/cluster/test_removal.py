@@ -36,9 +36,9 @@ STUBBORN = 'trap "" TERM; echo ready; while :; do sleep 0.1; done'
 
 
 @contextlib.contextmanager
-def started(words: list[str]) -> Iterator[subprocess.Popen[str]]:
+def started(argv: list[str]) -> Iterator[subprocess.Popen[str]]:
     """A process that has written its first line."""
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         assert process.stdout.readline().strip()
@@ -104,8 +104,8 @@ def test_one_whose_owner_lives_is_left_alone() -> None:
 def test_down_ends_what_will_not_go_by_itself() -> None:
     with small_cluster("nodes=1") as cluster:
         # Without the cluster's variable, only its namespace tells where it is.
-        words = cluster.command(0, ["env", "-i", "/bin/sh", "-c", STUBBORN])
-        with started(words) as process:
+        argv = cluster.command(0, ["env", "-i", "/bin/sh", "-c", STUBBORN])
+        with started(argv) as process:
             inside = ProcessId.of(process.pid)
             cluster.down()
             assert gone(inside)
@@ -113,13 +113,13 @@ def test_down_ends_what_will_not_go_by_itself() -> None:
 
 def test_a_process_whose_nodes_holder_was_killed_is_still_found() -> None:
     with small_cluster("nodes=1") as cluster:
-        words = cluster.command(0, ["sh", "-c", STUBBORN])
-        with started(words) as process:
+        argv = cluster.command(0, ["sh", "-c", STUBBORN])
+        with started(argv) as process:
             inside = ProcessId.of(process.pid)
             holder = cluster.state.nodes[0].holder
             os.kill(holder.pid, signal.SIGKILL)
             assert gone(holder)
-            with pytest.raises(ClusterError, match="is gone"):
+            with pytest.raises(ClusterError, match="no longer exists"):
                 cluster.command(0, ["true"])
             cluster.down()
             assert gone(inside)

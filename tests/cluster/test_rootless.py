@@ -32,17 +32,17 @@ from paceline.config.cluster_spec import parse
 assert os.geteuid() == 65534
 spec = parse("nodes=2,cpus=0.5,bandwidth={ASKED_BITS_PER_SECOND / 1e6:g}mbit")
 with EmulatedCluster.up(spec, calibrate=False) as cluster:
-    words = ["sh", "-c", "ip -brief -4 address show eth0; tc qdisc show dev eth0; taskset -cp $$"]
+    argv = ["sh", "-c", "ip -brief -4 address show eth0; tc qdisc show dev eth0; taskset -cp $$"]
     for node in range(2):
-        print(subprocess.run(cluster.command(node, words), capture_output=True, text=True).stdout)
+        print(subprocess.run(cluster.command(node, argv), capture_output=True, text=True).stdout)
     if shutil.which("iperf3"):
-        words = cluster.command(1, ["iperf3", "-s", "-1", "--forceflush"])
-        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+        argv = cluster.command(1, ["iperf3", "-s", "-1", "--forceflush"])
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as server:
             next(line for line in server.stdout if "listening" in line)
-            words = ["iperf3", "-J", "-t", "1", "-c", cluster.addresses[1]]
-            told = subprocess.run(cluster.command(0, words), capture_output=True, timeout=60).stdout
+            argv = ["iperf3", "-J", "-t", "1", "-c", cluster.addresses[1]]
+            done = subprocess.run(cluster.command(0, argv), capture_output=True, timeout=60)
             counters = cluster.command(0, ["grep", "eth0", "/proc/net/dev"])
-            received = json.loads(told)["end"]["sum_received"]
+            received = json.loads(done.stdout)["end"]["sum_received"]
             counted = subprocess.check_output(counters, text=True).split()[9]
             server.communicate(timeout=60)
         print("transfer", counted, received["bytes"], received["bits_per_second"])
@@ -60,8 +60,8 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> str:
     home.chmod(0o777)
     sources = str(Path(paceline.__file__).parents[1])
     environment = ["env", f"XDG_STATE_HOME={home}", f"PYTHONPATH={sources}"]
-    words = [*AS_NOBODY, *environment, sys.executable, "-B", "-c", PROGRAM]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    argv = [*AS_NOBODY, *environment, sys.executable, "-B", "-c", PROGRAM]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

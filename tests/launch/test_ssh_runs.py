@@ -90,7 +90,7 @@ class Machines:
         """The ssh command of this machine, which here is the switch's."""
         switch = self._cluster.state.switch
         assert switch is not None
-        return shlex.join(switch.words(["ssh", "-F", str(self._folder / "ssh_config")]))
+        return shlex.join(switch.command(["ssh", "-F", str(self._folder / "ssh_config")]))
 
     def remote_processes(self, word: str = "paceline") -> list[psutil.Process]:
         """What the servers have started, and what that has, by a word of their commands."""

@@ -1,1 +1,1 @@
-"""An emulated cluster: network namespaces on shaped links, each with a share of the CPU."""
+"""Emulated clusters on one machine: network namespaces with shaped links and CPU quotas."""

@@ -1,4 +1,4 @@
-"""Measuring what was built: link rates, the round trip, shares of the CPU."""
+"""Measure an emulated cluster: link rates, round-trip time and CPU shares."""
 
 from __future__ import annotations
 
@@ -20,53 +20,53 @@ from paceline.errors import ClusterError
 RATE_SECONDS = 0.3
 SPIN_SECONDS = 0.4
 PING_SECONDS = 0.3
-MOST_PINGS = 400
-LEAST_PINGS = 5
-BUSY_LOOK_SECONDS = 0.2
-MOST_LINKS = 8
-"""More would take too long; those with a rate of their own come first."""
-TRIES = 3
-"""At most, since a machine that is busy for a moment spoils a figure; the nearest one counts."""
+MAX_PINGS = 400
+MIN_PINGS = 5
+BUSY_SAMPLE_SECONDS = 0.2
+MAX_LINKS = 8
+"""Limits calibration time; links with their own rate come first."""
+MAX_TRIES = 3
+"""A briefly busy machine can distort a measurement, so the closest of several counts."""
 
 
 def calibrate(state: ClusterState) -> Calibration:
-    """A few seconds of measuring; nothing is left running."""
-    busy_cores = psutil.cpu_percent(BUSY_LOOK_SECONDS) / 100 * (os.cpu_count() or 1)
+    """Measure for a few seconds; leaves no process behind."""
+    busy_cores = psutil.cpu_percent(BUSY_SAMPLE_SECONDS) / 100 * (os.cpu_count() or 1)
     measured = [*link_rates(state), *_round_trip(state), *_cpus(state)]
     return Calibration(measured, busy_cores)
 
 
 def round_trip_seconds(state: ClusterState) -> float:
-    """The median between the first two nodes, of a small message."""
+    """Median round-trip time of a small message between the first two nodes."""
     first, second = state.nodes[:2]
-    pings = round(PING_SECONDS / max(state.spec.latency_seconds, PING_SECONDS / MOST_PINGS))
-    count, address = str(max(pings, LEAST_PINGS)), state.addresses[1]
+    pings = round(PING_SECONDS / max(state.spec.latency_seconds, PING_SECONDS / MAX_PINGS))
+    count, address = str(max(pings, MIN_PINGS)), state.addresses[1]
     with _listener(second, "echo", address) as (port, _):
-        return float(_ask(first.words(_probe("ping", address, str(port), count))))
+        return float(_output(first.command(_probe_argv("ping", address, str(port), count))))
 
 
 def link_rates(state: ClusterState) -> Iterator[Measured]:
-    """Each link against one that is not shaped, so that nothing else can be what limits it."""
+    """Measure each link from and to an unshaped one, so that only its own limit applies."""
     switch = state.switch
     if switch is None:
         return
     limited = [node for node in range(state.spec.nodes) if state.spec.bandwidth(node) is not None]
     limited.sort(key=lambda node: (node not in state.spec.bandwidth_of, node))
     unshaped = (switch, state.addresses[-1])
-    for node in sorted(limited[:MOST_LINKS]):
+    for node in sorted(limited[:MAX_LINKS]):
         here = (state.nodes[node], state.addresses[node])
-        asked = state.spec.bandwidth(node)
+        requested = state.spec.bandwidth(node)
         for what, source, sink in (("out", here, unshaped), ("in", unshaped, here)):
-            yield _nearest(
-                Measured(f"bandwidth {what}", node, asked, _rate(source[0], *sink), "bit/s")
-                for _ in range(TRIES)
+            yield _closest(
+                Measured(f"bandwidth {what}", node, requested, _rate(source[0], *sink), "bit/s")
+                for _ in range(MAX_TRIES)
             )
 
 
 def _rate(source: Namespace, sink: Namespace, address: str) -> float:
     with _listener(sink, "sink", address, str(RATE_SECONDS)) as (port, receiver):
-        words = source.words(_probe("source", address, str(port)))
-        sender = subprocess.Popen(words, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        argv = source.command(_probe_argv("source", address, str(port)))
+        sender = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             return float(_line(receiver))
         finally:
@@ -75,63 +75,67 @@ def _rate(source: Namespace, sink: Namespace, address: str) -> float:
 
 def _round_trip(state: ClusterState) -> Iterator[Measured]:
     if state.spec.nodes > 1:
-        asked = state.spec.latency_seconds or None
-        yield _nearest(
-            Measured("round trip", None, asked, round_trip_seconds(state), "s")
-            for _ in range(TRIES)
+        requested = state.spec.latency_seconds or None
+        yield _closest(
+            Measured("round trip", None, requested, round_trip_seconds(state), "s")
+            for _ in range(MAX_TRIES)
         )
 
 
 def _cpus(state: ClusterState) -> Iterator[Measured]:
     rounds: list[list[Measured]] = []
-    for _ in range(TRIES):
+    for _ in range(MAX_TRIES):
         rounds.append(_cpus_at_once(state))
         if not any(item.is_off for item in rounds[-1]):
             break
-    for of_one_node in zip(*rounds, strict=True):
-        yield _nearest(iter(of_one_node))
+    for tries in zip(*rounds, strict=True):
+        yield _closest(iter(tries))
 
 
 def _cpus_at_once(state: ClusterState) -> list[Measured]:
-    """Of all nodes together, since that is how a run uses them."""
+    """Measure all nodes at the same time, as a run uses them."""
     cores = len(os.sched_getaffinity(0))
     spinners: dict[int, list[subprocess.Popen[str]]] = {}
     try:
         for node, group in state.groups.items():
-            asked = state.spec.cpus_of(node, cores) or cores
-            on_cores = cpu_limits.words_on(state.cores.get(node), state.name_of(node))
-            words = [*cpu_limits.join_words(group), *on_cores, *_probe("spin", str(SPIN_SECONDS))]
-            spinners[node] = [
-                subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-                for _ in range(math.ceil(asked))
+            requested = state.spec.cpus_of(node, cores) or cores
+            on_cores = cpu_limits.core_prefix(state.cores.get(node), state.name_of(node))
+            argv = [
+                *cpu_limits.cgroup_prefix(group),
+                *on_cores,
+                *_probe_argv("spin", str(SPIN_SECONDS)),
             ]
-        got = {
+            spinners[node] = [
+                subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+                for _ in range(math.ceil(requested))
+            ]
+        shares = {
             node: sum(float(_line(process)) for process in started)
             for node, started in spinners.items()
         }
         return [
             Measured("cpus", node, state.spec.cpus_of(node, cores), share, "cores")
-            for node, share in got.items()
+            for node, share in shares.items()
         ]
     finally:
         for process in [process for started in spinners.values() for process in started]:
             _stop(process)
 
 
-def _nearest(tries: Iterator[Measured]) -> Measured:
-    """Of several, stopping at the first that is near enough to what was asked for."""
-    made: list[Measured] = []
+def _closest(tries: Iterator[Measured]) -> Measured:
+    """The measurement closest to the request, stopping at the first within tolerance."""
+    measured: list[Measured] = []
     for item in tries:
-        made.append(item)
+        measured.append(item)
         if not item.is_off:
             break
-    return min(made, key=lambda item: abs(item.deviation))
+    return min(measured, key=lambda item: abs(item.deviation))
 
 
 @contextlib.contextmanager
-def _listener(where: Namespace, *what: str) -> Iterator[tuple[int, subprocess.Popen[str]]]:
+def _listener(namespace: Namespace, *arguments: str) -> Iterator[tuple[int, subprocess.Popen[str]]]:
     process = subprocess.Popen(
-        where.words(_probe(*what)),
+        namespace.command(_probe_argv(*arguments)),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -143,21 +147,21 @@ def _listener(where: Namespace, *what: str) -> Iterator[tuple[int, subprocess.Po
         _stop(process)
 
 
-def _probe(*words: str) -> list[str]:
-    # Without site packages, Python starts in a third of the time.
-    return [sys.executable, "-I", "-S", str(Path(probe.__file__)), *words]
+def _probe_argv(*arguments: str) -> list[str]:
+    # Python starts three times faster without site packages.
+    return [sys.executable, "-I", "-S", str(Path(probe.__file__)), *arguments]
 
 
-def _ask(words: Sequence[str]) -> str:
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+def _output(argv: Sequence[str]) -> str:
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
         return _line(process)
 
 
 def _line(process: subprocess.Popen[str]) -> str:
-    """The probes bound their own time, so an answer or the end comes."""
+    """Blocks, but not forever: every probe has its own timeout."""
     line = process.stdout.readline() if process.stdout is not None else ""
     if not line.strip():
-        raise ClusterError("cannot measure the cluster: a probe inside it gave no answer")
+        raise ClusterError("cannot calibrate the cluster: a probe inside it returned no result")
     return line
 
 

@@ -1,6 +1,4 @@
-"""What of an emulated cluster this machine can do, for `paceline doctor`.
-
-A cluster of emulated machines: made, found by name, used and removed."""
+"""Create, find, use and remove emulated clusters."""
 
 from __future__ import annotations
 
@@ -26,53 +24,21 @@ from paceline.emulation.state import (
     Calibration,
     ClusterState,
     all_paths,
-    choosing,
+    allocation_lock,
     load,
     path_of,
 )
 from paceline.errors import ClusterError
-
-TRIED_CPUS = 0.1
-"""Little enough for a group that is itself held to less than a core."""
-
-
-@dataclass(frozen=True, slots=True)
-class Abilities:
-    as_root: bool
-    has_quotas: bool
-    latency: str | None
-    """What would make it: netem or forwarder; None: nothing here can."""
-
-
-def examine() -> Abilities:
-    """Tries things out and leaves nothing; ClusterError where no cluster can be made at all."""
-    as_root = can_be_root()
-    latency = "netem" if has_netem(as_root=as_root) else "forwarder" if compiler() else None
-    return Abilities(as_root, _has_quotas(), latency)
-
-
-def _has_quotas() -> bool:
-    told: list[Path | None] = []
-    name = f"paceline-doctor-{os.getpid()}"
-    made = cpu_limits.create_cgroups(
-        name, {0: TRIED_CPUS}, lambda _, offering: told.append(offering)
-    )
-    cpu_limits.remove_groups((made or {}).values())
-    if (offering := told[-1] if told else None) is not None:
-        cpu_limits.withdraw_cpu(offering)
-    return made is not None
-
 
 _counter = itertools.count()
 _log = logging.getLogger("paceline")
 
 
 class EmulatedCluster:
-    """Nodes with a network of their own, held to the rates and shares of a spec.
+    """Nodes with their own network, limited to the bandwidths and CPU shares of a spec.
 
-    As a context manager it is taken down at the end, whatever happened. Where this process is
-    killed, its guardian does so; if that is killed too, the next `up`, `status` or `down` of the
-    same user.
+    As a context manager it is removed on exit. If this process is killed, its guardian removes the
+    cluster; if that is killed too, the next `up`, `status` or `down` of the same user does.
     """
 
     def __init__(self, state: ClusterState, guardian: Guardian | None = None) -> None:
@@ -96,10 +62,10 @@ class EmulatedCluster:
         is_kept: bool = False,
         quiet: bool = True,
     ) -> EmulatedCluster:
-        """Make a cluster; ClusterError, with nothing left behind, where that cannot be done.
+        """Create a cluster; on ClusterError nothing is left behind.
 
-        It ends with this process unless `is_kept`. Unless `quiet`, that it is being made is told,
-        since it takes a while.
+        The cluster ends with this process unless `is_kept`. Unless `quiet`, a log line announces
+        the creation, which takes seconds.
         """
         name = f"run-{os.getpid()}-{next(_counter)}" if name is None else name
         _check(spec, name)
@@ -107,10 +73,10 @@ class EmulatedCluster:
         state = ClusterState(path_of(name), spec, owner=ProcessId.of(os.getpid()))
         state.create()
         if not quiet:
-            _tell(spec, calibrate)
+            _log_creation(spec, calibrate)
         guardian = None
         try:
-            # One that is kept outlives this process.
+            # A kept cluster outlives this process.
             guardian = None if is_kept else Guardian.start(state.path)
             _build(state)
             if calibrate:
@@ -131,31 +97,31 @@ class EmulatedCluster:
     def open(cls, name: str) -> EmulatedCluster:
         return cls(load(path_of(name)))
 
-    def command(self, node: int, words: Sequence[str]) -> list[str]:
-        """The words that run a command inside a node: its network, its share of the CPU.
+    def command(self, node: int, argv: Sequence[str]) -> list[str]:
+        """Wrap a command so that it runs inside a node, in its network and CPU group.
 
-        They become the command itself, so its process id, exit code and streams are the command's.
+        The wrapper execs the command, so process id, exit code and streams are the command's.
         """
         if not 0 <= node < self.spec.nodes:
             raise ClusterError(
                 f"cluster {self.name} has nodes 0 to {self.spec.nodes - 1}, not {node}"
             )
-        inside, who = self.state.nodes[node], self.state.name_of(node)
-        if not inside.is_held():
-            raise ClusterError(f"{who} is gone: `paceline cluster down {self.name}`")
-        entered = inside.words(["env", f"{VARIABLE}={self.state.path}", *words])
-        entered = [*cpu_limits.words_on(self.state.cores.get(node), who), *entered]
+        namespace, label = self.state.nodes[node], self.state.name_of(node)
+        if not namespace.is_held():
+            raise ClusterError(f"{label} no longer exists: `paceline cluster down {self.name}`")
+        wrapped = namespace.command(["env", f"{VARIABLE}={self.state.path}", *argv])
+        wrapped = [*cpu_limits.core_prefix(self.state.cores.get(node), label), *wrapped]
         group = self.state.groups.get(node)
         if group is None:
-            return entered
-        return [*cpu_limits.join_words(group), *entered]
+            return wrapped
+        return [*cpu_limits.cgroup_prefix(group), *wrapped]
 
     def processes(self, node: int) -> list[int]:
-        """Ids of the processes inside a node."""
+        """Process ids inside a node."""
         return pids_of(self.state, node)
 
     def down(self) -> None:
-        """End everything inside and remove the cluster; a second time does nothing."""
+        """End all processes inside and remove the cluster; idempotent."""
         try:
             if self.state.path.exists():
                 remove(self.state)
@@ -171,44 +137,44 @@ class EmulatedCluster:
         self.down()
 
 
-def _tell(spec: ClusterSpec, calibrate: bool) -> None:
+def _log_creation(spec: ClusterSpec, calibrate: bool) -> None:
     nodes = f"{spec.nodes} node{'s' if spec.nodes > 1 else ''}"
-    measuring_it = " and measuring it" if calibrate else ""
-    _log.info("making an emulated cluster of %s%s ...", nodes, measuring_it)
+    calibrating = " and calibrating it" if calibrate else ""
+    _log.info("creating an emulated cluster of %s%s ...", nodes, calibrating)
 
 
 def check_possible() -> None:
-    """ClusterError where no cluster can be made on this machine."""
+    """ClusterError if this machine cannot have an emulated cluster."""
     namespaces.can_be_root()
 
 
 def all_clusters() -> list[EmulatedCluster]:
-    """Of this user, those of dead owners removed first."""
+    """The clusters of this user, after removing those whose owner died."""
     remove_orphans()
     found = []
     for path in all_paths():
         try:
             found.append(EmulatedCluster(load(path)))
         except ClusterError:
-            if path.exists():  # else its owner has just taken it down
+            if path.exists():  # otherwise its owner has just removed it
                 raise
     return found
 
 
 def _check(spec: ClusterSpec, name: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
-        raise ClusterError(f"a cluster's name is letters, digits, '-', '_' and '.', not {name!r}")
+        raise ClusterError(f"invalid cluster name {name!r}: use letters, digits, '-', '_' and '.'")
     cores = len(os.sched_getaffinity(0))
     shares = [spec.cpus_of(node, cores) for node in range(spec.nodes)]
-    if any(share is not None and share < cpu_limits.LEAST_CPUS for share in shares):
-        raise ClusterError(f"a node needs at least {cpu_limits.LEAST_CPUS:g} cpus")
+    if any(share is not None and share < cpu_limits.MIN_CPUS for share in shares):
+        raise ClusterError(f"a node needs at least {cpu_limits.MIN_CPUS:g} cpus")
 
 
 def _build(state: ClusterState) -> None:
-    """Each thing is in the state file as soon as it exists, so that a crash leaves no orphan."""
+    """Every resource enters the state file once it exists, so that a crash leaves no orphan."""
     as_root = namespaces.can_be_root()
     environment = state.environment()
-    with choosing():
+    with allocation_lock():
         state.addresses = network.addresses(state.name, state.spec.nodes + 1)
         state.save()
     state.switch = namespaces.create_namespace(environment, None, as_root=as_root)
@@ -235,25 +201,28 @@ def _limit_cpus(state: ClusterState) -> None:
     total = sum(limited.values())
     if total > len(cores):
         state.notes.append(
-            f"the nodes' {total:g} cpus are more than the machine's {len(cores)}: "
-            "nodes that are busy at once get less"
+            f"the nodes' {total:g} cpus exceed the machine's {len(cores)}: "
+            "nodes that are busy at the same time get less"
         )
 
-    def note(planned: dict[int, Path], offering: Path | None) -> None:
+    def record_plan(planned: dict[int, Path], offering: Path | None) -> None:
         state.groups = planned
         state.offering = offering or _offering_already(planned)
         state.save()
 
-    made = cpu_limits.create_cgroups(state.group_name, limited, note)
-    if made is not None:
-        if cpu_limits.is_outside_of_ours(made[min(made)]):
+    groups = cpu_limits.create_cgroups(state.group_name, limited, record_plan)
+    if groups is not None:
+        parent = groups[min(groups)].parent
+        if cpu_limits.is_outside_own_group(groups[min(groups)]):
             state.notes.append(
-                f"the nodes' CPU groups are in {made[min(made)].parent}, not in the group that "
-                "this was started in: its limits do not hold for them"
+                f"the nodes' CPU groups are in {parent}, outside the control group of this process:"
+                " its limits do not apply to them"
             )
         if len(limited) == state.spec.nodes:
-            with choosing():
-                state.cores = cpu_limits.core_each(limited, cores, _taken_by_others(state))
+            with allocation_lock():
+                state.cores = cpu_limits.assign_cores(
+                    limited, cores, _load_of_other_clusters(state)
+                )
                 state.save()
         return
     turns = itertools.cycle(cores)
@@ -262,14 +231,14 @@ def _limit_cpus(state: ClusterState) -> None:
         for node, share in limited.items()
     }
     state.notes.append(
-        "no CPU quotas: no control group takes them (ask for a delegated one or run as root, "
-        "and for no more than its own quota); nodes are only held to cores of their own"
+        "no CPU quotas: no control group accepts them (run as root or in a delegated group, and "
+        "request no more than its quota); nodes are only pinned to cores"
     )
 
 
-def _taken_by_others(state: ClusterState) -> dict[int, float]:
-    """Of each core, the cpus of other clusters' nodes that are held to it."""
-    taken: dict[int, float] = {}
+def _load_of_other_clusters(state: ClusterState) -> dict[int, float]:
+    """CPU shares by core of other clusters' nodes that are pinned to it."""
+    load_by_core: dict[int, float] = {}
     for path in all_paths():
         if path == state.path:
             continue
@@ -278,15 +247,49 @@ def _taken_by_others(state: ClusterState) -> dict[int, float]:
             for node, cores in other.cores.items():
                 cpus = other.spec.cpus_of(node, len(os.sched_getaffinity(0))) or len(cores)
                 for core in cores:
-                    taken[core] = taken.get(core, 0.0) + min(1.0, cpus / len(cores))
-    return taken
+                    share = min(1.0, cpus / len(cores))
+                    load_by_core[core] = load_by_core.get(core, 0.0) + share
+    return load_by_core
 
 
 def _offering_already(planned: dict[int, Path]) -> Path | None:
-    """Where another cluster made it so: the last of them to go takes it back."""
+    """The parent that another cluster enabled; the last cluster to end disables it again."""
     parents = {group.parent for group in planned.values()}
     for path in all_paths():
         with contextlib.suppress(ClusterError):
             if (offering := load(path).offering) in parents:
                 return offering
     return None
+
+
+TRIED_CPUS = 0.1
+"""Small enough for a group that is itself limited to less than a core."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What an emulated cluster on this machine can do."""
+
+    as_root: bool
+    has_quotas: bool
+    latency: str | None
+    """Mechanism: netem or forwarder; None: unavailable."""
+
+
+def examine() -> Abilities:
+    """Probe this machine for `paceline doctor`; ClusterError if it cannot have any cluster."""
+    as_root = can_be_root()
+    latency = "netem" if has_netem(as_root=as_root) else "forwarder" if compiler() else None
+    return Abilities(as_root, _has_quotas(), latency)
+
+
+def _has_quotas() -> bool:
+    offerings: list[Path | None] = []
+    name = f"paceline-doctor-{os.getpid()}"
+    groups = cpu_limits.create_cgroups(
+        name, {0: TRIED_CPUS}, lambda _, offering: offerings.append(offering)
+    )
+    cpu_limits.remove_groups((groups or {}).values())
+    if (offering := offerings[-1] if offerings else None) is not None:
+        cpu_limits.disable_cpu_controller(offering)
+    return groups is not None

@@ -1,6 +1,4 @@
-"""Which of the machine's cores a node may run on.
-
-CPU quotas by control groups, of version 1 or 2, whichever this machine lets us use."""
+"""CPU limits of nodes: quotas by control groups (version 1 or 2), and pinning to cores."""
 
 from __future__ import annotations
 
@@ -16,23 +14,41 @@ from paceline.errors import ClusterError
 from paceline.measure.machine import cgroup_dirs
 
 FULL = 1.0 + 1e-9
-"""Of a core, with room for rounding."""
+"""Capacity of a core, with room for rounding."""
 
-HOLD_SCRIPT = (
+PIN_SCRIPT = (
     f'"$1" -cp "$2" $$ > /dev/null 2>&1 || {{ echo "$3" >&2; exit {ClusterError.exit_code}; }}; '
     'shift 3; exec "$@"'
 )
 
 
-def core_each(
+PERIOD_SECONDS = 0.01
+"""Short, so that a used-up quota does not block a training step for long."""
+MIN_QUOTA_SECONDS = 0.001
+"""Minimum that the kernel accepts per period."""
+MAX_PERIOD_SECONDS = 1.0
+
+MIN_CPUS = MIN_QUOTA_SECONDS / MAX_PERIOD_SECONDS
+
+UNLIMITED = {"cpu.max": "max", "cpu.weight": "100"}
+"""Initial values of the files of an unlimited version 2 group."""
+
+JOIN_FILE = "cgroup.procs"
+SUBTREE_FILE = "cgroup.subtree_control"
+JOIN_SCRIPT = 'echo $$ > "$1" && shift && exec "$@"'
+
+RecordPlan = Callable[[dict[int, Path], Path | None], None]
+"""Receives the groups by node, and the parent whose CPU controller will be enabled, if any."""
+
+
+def assign_cores(
     cpus_of: Mapping[int, float], cores: Sequence[int], taken: Mapping[int, float]
 ) -> dict[int, list[int]]:
-    """A core for every node, such that none has more to do than it can; else nothing.
+    """Assign a core to every node without overloading any; empty if that is impossible.
 
-    A node of at most one cpu stands for a machine with one core. Were it on several, the kernel
-    would deal its quota out to them in pieces: its threads would run side by side for a moment, and
-    then all stop until the next period, too long for what is on a fast link to wait.
-    `taken` is what other clusters have taken of the cores.
+    A node of at most one cpu represents a machine with one core. On several cores, its threads
+    would run in parallel, use up the quota and then all stop until the next period, which is too
+    long for transfers on a fast link. `taken` is the load that other clusters put on the cores.
     """
     load = {core: taken.get(core, 0.0) for core in cores}
     placed: dict[int, list[int]] = {}
@@ -45,85 +61,66 @@ def core_each(
     return placed
 
 
-def words_on(cores: Sequence[int] | None, who: str) -> list[str]:
-    """Before a command's own words: it runs on these cores; None: on any.
+def core_prefix(cores: Sequence[int] | None, label: str) -> list[str]:
+    """Arguments that pin the command after them to these cores; None: any core.
 
-    Where it may not, it says so and ends. That is found out there, since a control group that it
-    joins may allow other cores than this process's own does.
+    The command exits with an error if it may not use them. That is checked there, because the
+    control group that it joins may allow other cores than the group of this process.
     """
     if not cores:
         return []
     listed = ",".join(map(str, cores))
     refusal = (
-        f"paceline: error: {who} runs on core {' or '.join(map(str, cores))}, which commands from"
-        " here may not use: take the cluster down, and make it from here"
+        f"paceline: error: {label} runs on core {' or '.join(map(str, cores))}, which this process"
+        " may not use: remove the cluster and create it from here"
     )
-    return ["sh", "-c", HOLD_SCRIPT, "sh", program("taskset"), listed, refusal]
-
-
-PERIOD_SECONDS = 0.01
-"""Short, so that a quota spreads over a training step instead of stopping it for long."""
-LEAST_QUOTA_SECONDS = 0.001
-"""The kernel takes no less in one period."""
-LONGEST_PERIOD_SECONDS = 1.0
-
-LEAST_CPUS = LEAST_QUOTA_SECONDS / LONGEST_PERIOD_SECONDS
-
-UNLIMITED = {"cpu.max": "max", "cpu.weight": "100"}
-"""How the files of a group of version 2 begin that nobody has set."""
-
-JOIN_FILE = "cgroup.procs"
-OFFER_FILE = "cgroup.subtree_control"
-JOIN_SCRIPT = 'echo $$ > "$1" && shift && exec "$@"'
-
-Note = Callable[[dict[int, Path], Path | None], None]
-"""Is told the groups by node, and the parent that is to offer its children the CPU controller."""
+    return ["sh", "-c", PIN_SCRIPT, "sh", program("taskset"), listed, refusal]
 
 
 def create_cgroups(
     name: str,
     cpus_of: Mapping[int, float],
-    note: Note = lambda planned, offering: None,
+    record_plan: RecordPlan = lambda planned, offering: None,
     folders: Iterable[Path] | None = None,
 ) -> dict[int, Path] | None:
-    """A group with its quota for each node; None where no place takes them.
+    """Create a group with a quota for each node; None if no parent group accepts them.
 
-    The places tried are the groups that this process is in, innermost first. Before anything is
-    made at one of them, `note` is told what will be; `remove_groups` and `withdraw_cpu` undo it.
+    Candidate parents are the groups of this process, innermost first. `record_plan` is called
+    before anything is created; `remove_groups` and `disable_cpu_controller` undo the plan.
     """
     for parent in cgroup_dirs("cpu") if folders is None else folders:
         if not (parent / JOIN_FILE).exists():
             continue
         planned = {node: parent / f"{name}-{node}" for node in cpus_of}
-        offering = parent if is_version_2(parent) and not _offers_cpu(parent) else None
-        note(planned, offering)
-        refusal = _make(planned, cpus_of, offering)
-        if refusal is None:
+        offering = parent if is_version_2(parent) and not _has_cpu_controller(parent) else None
+        record_plan(planned, offering)
+        error = _create(planned, cpus_of, offering)
+        if error is None:
             return planned
         remove_groups(planned.values())
         if offering is not None:
-            withdraw_cpu(offering)
-        # In version 1, a quota over what the group itself may use: outside of it would be escape.
-        if refusal.errno == errno.EINVAL and not is_version_2(parent):
+            disable_cpu_controller(offering)
+        # Version 1 rejects a quota above the parent's own; a group further out would escape it.
+        if error.errno == errno.EINVAL and not is_version_2(parent):
             break
-    note({}, None)
+    record_plan({}, None)
     return None
 
 
-def withdraw_cpu(parent: Path) -> None:
-    """Offer the CPU controller no longer, unless a child has limits of its own by now."""
-    with contextlib.suppress(OSError):  # gone; or in use further down, where the kernel refuses
-        if _offers_cpu(parent) and not any(map(_is_limited, parent.iterdir())):
-            _write(parent / OFFER_FILE, "-cpu")
+def disable_cpu_controller(parent: Path) -> None:
+    """Disable the CPU controller for children, unless one of them has limits by now."""
+    with contextlib.suppress(OSError):  # removed already, or in use further down
+        if _has_cpu_controller(parent) and not any(map(_is_limited, parent.iterdir())):
+            _write(parent / SUBTREE_FILE, "-cpu")
 
 
-def is_outside_of_ours(group: Path) -> bool:
-    """Whether a group is not in the one that this process is in, whose limits then do not hold."""
+def is_outside_own_group(group: Path) -> bool:
+    """Whether a group lies outside the group of this process, whose limits then do not apply."""
     return group.parent != next(cgroup_dirs("cpu"), None)
 
 
 def set_quota(group: Path, cpus: float) -> None:
-    period = round(max(PERIOD_SECONDS, LEAST_QUOTA_SECONDS / cpus) * 1e6)
+    period = round(max(PERIOD_SECONDS, MIN_QUOTA_SECONDS / cpus) * 1e6)
     quota = round(cpus * period)
     if is_version_2(group.parent):
         _write(group / "cpu.max", f"{quota} {period}")
@@ -132,8 +129,8 @@ def set_quota(group: Path, cpus: float) -> None:
         _write(group / "cpu.cfs_quota_us", str(quota))
 
 
-def join_words(group: Path) -> list[str]:
-    """Before a command's own words: it runs in the group."""
+def cgroup_prefix(group: Path) -> list[str]:
+    """Arguments that run the command after them in the group."""
     return ["sh", "-c", JOIN_SCRIPT, "sh", str(group / JOIN_FILE)]
 
 
@@ -146,7 +143,7 @@ def pids_in(groups: Iterable[Path]) -> list[int]:
 
 
 def remove_groups(groups: Iterable[Path]) -> list[Path]:
-    """A group that is gone already is fine; returns those that would not go."""
+    """Remove the groups that exist; returns those that could not be removed."""
     left = [group for group in groups if group.exists()]
     deadline = time.monotonic() + 1
     while left:
@@ -154,7 +151,7 @@ def remove_groups(groups: Iterable[Path]) -> list[Path]:
             with contextlib.suppress(OSError):
                 group.rmdir()
         left = [group for group in left if group.exists()]
-        # The kernel may take a moment to see that the last process has gone.
+        # The kernel may take a moment to notice that the last process has ended.
         if left and time.monotonic() < deadline:
             time.sleep(0.01)
         else:
@@ -166,13 +163,13 @@ def is_version_2(folder: Path) -> bool:
     return (folder / "cgroup.controllers").exists()
 
 
-def _make(
+def _create(
     planned: Mapping[int, Path], cpus_of: Mapping[int, float], offering: Path | None
 ) -> OSError | None:
-    """What was in the way, if something was."""
+    """Create the groups; returns the error, if any."""
     try:
         if offering is not None:
-            _write(offering / OFFER_FILE, "+cpu")
+            _write(offering / SUBTREE_FILE, "+cpu")
         for node, group in planned.items():
             remove_groups([group])
             group.mkdir()
@@ -184,9 +181,9 @@ def _make(
     return None
 
 
-def _offers_cpu(parent: Path) -> bool:
+def _has_cpu_controller(parent: Path) -> bool:
     try:
-        return "cpu" in (parent / OFFER_FILE).read_text(encoding="ascii").split()
+        return "cpu" in (parent / SUBTREE_FILE).read_text(encoding="ascii").split()
     except OSError:
         return False
 
@@ -200,8 +197,8 @@ def _is_limited(child: Path) -> bool:
 
 
 def _can_join(group: Path) -> bool:
-    """A group may be ours to make and yet not ours to move processes into."""
-    return not subprocess.run([*join_words(group), "true"], capture_output=True).returncode
+    """Permission to create a group does not imply permission to move processes into it."""
+    return not subprocess.run([*cgroup_prefix(group), "true"], capture_output=True).returncode
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,7 +1,7 @@
-"""A process that removes a run's cluster when the command that made it is gone, killed or not.
+"""A process that removes a run's cluster after the command that created it, even if it is killed.
 
-`python -m paceline.emulation.guardian STATE_FILE`: its input is a pipe whose other end the command
-holds. The kernel closes that end however the command ends, and then the cluster is removed.
+`python -m paceline.emulation.guardian STATE_FILE`: its stdin is a pipe whose other end the command
+holds. The kernel closes that end when the command ends, and the guardian removes the cluster.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from paceline.emulation.state import ClusterState, load
 from paceline.errors import ClusterError
 from paceline.sources import search_path
 
-ENDING_SECONDS = 10.0
-"""What nodes get to notice that their command is gone, and to write a checkpoint (launch/)."""
+NODE_EXIT_SECONDS = 10.0
+"""Time for nodes to notice that their command ended, and to write a checkpoint (launch/)."""
 POLL_SECONDS = 0.1
-LEAVING_SECONDS = 10.0
-"""How long a command waits for its guardian, which has nothing left to do."""
+GUARDIAN_EXIT_SECONDS = 10.0
+"""Time for the guardian to exit once the cluster is gone."""
 
 
 class Guardian:
-    """The command's side: while it is open, the end of this process ends the cluster."""
+    """Handle of the guardian process: while open, the end of this process ends the cluster."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -42,7 +42,7 @@ class Guardian:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": search_path()},
-                # Whatever ends the command and its group must not end this one as well.
+                # A signal to the command's process group must not end the guardian.
                 start_new_session=True,
             )
         except OSError as error:
@@ -50,11 +50,11 @@ class Guardian:
         return cls(process)
 
     def close(self) -> None:
-        """To be called when the cluster is gone; the guardian then finds nothing to do."""
+        """End the guardian, after the cluster has been removed."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
-            self._process.wait(LEAVING_SECONDS)
+            self._process.wait(GUARDIAN_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -67,16 +67,16 @@ def main(path: Path) -> None:
         pass
     with contextlib.suppress(ClusterError):
         state = load(path)
-        _await_nodes(state)
+        _wait_for_nodes(state)
         remove(state)
 
 
-def _await_nodes(state: ClusterState) -> None:
-    """Let what runs in the nodes end by itself."""
+def _wait_for_nodes(state: ClusterState) -> None:
+    """Give processes in the nodes time to exit by themselves."""
     own = {namespace.holder.pid for namespace in state.namespaces()}
     if state.forwarder is not None:
         own.add(state.forwarder.pid)
-    deadline = time.monotonic() + ENDING_SECONDS
+    deadline = time.monotonic() + NODE_EXIT_SECONDS
     while set(pids_of(state)) - own and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
 

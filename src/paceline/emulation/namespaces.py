@@ -1,8 +1,8 @@
-"""Network namespaces without names: each lives as long as a sleeping process in it, its holder.
+"""Unnamed network namespaces, each kept alive by a sleeping process in it, its holder.
 
-What is in a namespace (interfaces, bridge, shaping) goes with its last process, so ending processes
-is all it takes to remove a cluster's network, and the machine's own interfaces are never touched.
-An ordinary user gets a user namespace around them all.
+Everything in a namespace (interfaces, bridge, shaping) disappears with its last process, so ending
+processes removes a cluster's network, and the machine's own interfaces are never modified. For an
+ordinary user all namespaces of a cluster are inside one user namespace.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from paceline.emulation.processes import ProcessId, network_namespace
 from paceline.errors import ClusterError
 
 HOLDER = ("sleep", "infinity")
-PATIENCE_SECONDS = 20.0
-"""For a holder to be in its namespace and for a command that sets something up."""
+TIMEOUT_SECONDS = 20.0
+"""For a holder to enter its namespace, and for a setup command."""
 
 SYSTEM_PATH = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
-"""ip and tc often lie where only root's search path leads."""
+"""ip and tc are often only in root's search path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,36 +33,36 @@ class Namespace:
     is_of_user: bool
     """Whether it is inside a user namespace."""
 
-    def words(self, words: Sequence[str]) -> list[str]:
-        """The command that runs `words` in here."""
+    def command(self, argv: Sequence[str]) -> list[str]:
+        """Wrap a command so that it runs in this namespace."""
         user = ["-U", "--preserve-credentials"] if self.is_of_user else []
-        return [program("nsenter"), "-t", str(self.holder.pid), *user, "-n", "--", *words]
+        return [program("nsenter"), "-t", str(self.holder.pid), *user, "-n", "--", *argv]
 
-    def run(self, words: Sequence[str], given: str = "") -> str:
-        """Run a command that sets something up; its output, or ClusterError with what it said."""
-        return run(self.words(words), given)
+    def run(self, argv: Sequence[str], stdin: str = "") -> str:
+        """Run a setup command and return its output; ClusterError has its error message."""
+        return run(self.command(argv), stdin)
 
     def is_held(self) -> bool:
         return self.holder.is_alive() and network_namespace(self.holder.pid) == self.number
 
 
 def create_namespace(
-    environment: Mapping[str, str], inside: Namespace | None, *, as_root: bool
+    environment: Mapping[str, str], sibling: Namespace | None, *, as_root: bool
 ) -> Namespace:
-    """A new namespace; `inside` says whose user namespace it shares."""
-    if as_root or inside is None:
-        words = inside_new(HOLDER, as_root)
+    """Create a namespace in the user namespace of `sibling`, if there is one."""
+    if as_root or sibling is None:
+        argv = in_new_namespace(HOLDER, as_root)
     else:
-        words = inside.words(inside_new(HOLDER, as_root=True))
-    pid = spawn(words, environment)
-    outside = {network_namespace(os.getpid()), inside.number if inside is not None else None}
+        argv = sibling.command(in_new_namespace(HOLDER, as_root=True))
+    pid = spawn(argv, environment)
+    outside = {network_namespace(os.getpid()), sibling.number if sibling is not None else None}
     return _wait_until_inside(pid, outside, is_of_user=not as_root)
 
 
-def spawn(words: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Start a process that outlives this one, deaf to the terminal's Ctrl-C."""
+def spawn(argv: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Start a process that outlives this one, in a session without the terminal's Ctrl-C."""
     nothing = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in (0, 1, 2)]
-    return os.posix_spawnp(words[0], list(words), environment, file_actions=nothing, setsid=True)
+    return os.posix_spawnp(argv[0], list(argv), environment, file_actions=nothing, setsid=True)
 
 
 def program(name: str) -> str:
@@ -73,39 +73,39 @@ def program(name: str) -> str:
     return found
 
 
-def run(words: Sequence[str], given: str = "") -> str:
+def run(argv: Sequence[str], stdin: str = "") -> str:
     try:
         done = subprocess.run(
-            words, input=given, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+            argv, input=stdin, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
         )
     except subprocess.TimeoutExpired:
-        raise ClusterError(f"no answer from {' '.join(words)}") from None
+        raise ClusterError(f"timeout after {TIMEOUT_SECONDS:g} s: {' '.join(argv)}") from None
     if done.returncode:
-        said = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[0]
-        raise ClusterError(f"cannot set up the cluster: {Path(words[0]).name}: {said}")
+        message = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[0]
+        raise ClusterError(f"cannot set up the cluster: {Path(argv[0]).name}: {message}")
     return done.stdout
 
 
 def can_be_root() -> bool:
-    """Whether namespaces are to be made as root, else in the user's own; ClusterError: neither."""
+    """Whether namespaces need no user namespace; ClusterError if neither kind is available."""
     for name in ("ip", "tc", "nsenter"):
         program(name)
     for as_root in (True, False) if os.geteuid() == 0 else (False,):
-        if not subprocess.run(inside_new(["true"], as_root), capture_output=True).returncode:
+        if not subprocess.run(in_new_namespace(["true"], as_root), capture_output=True).returncode:
             return as_root
     raise ClusterError(
-        "cannot make network namespaces here: run as root, or let users have user namespaces "
+        "cannot create network namespaces: run as root, or enable user namespaces "
         "(sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns)"
     )
 
 
-def inside_new(words: Sequence[str], as_root: bool) -> list[str]:
-    """The command that runs `words` in a network namespace of its own, which goes with it."""
-    return [program("unshare"), *([] if as_root else ["-U", "-r"]), "-n", "--", *words]
+def in_new_namespace(argv: Sequence[str], as_root: bool) -> list[str]:
+    """Wrap a command so that it runs in a new network namespace, which ends with it."""
+    return [program("unshare"), *([] if as_root else ["-U", "-r"]), "-n", "--", *argv]
 
 
 def _wait_until_inside(pid: int, outside: set[int | None], is_of_user: bool) -> Namespace:
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         number = network_namespace(pid)
         if number is None:
@@ -113,7 +113,7 @@ def _wait_until_inside(pid: int, outside: set[int | None], is_of_user: bool) -> 
         if number not in outside and _runs(pid, HOLDER[0]):
             return Namespace(ProcessId.of(pid), number, is_of_user)
         time.sleep(0.002)
-    raise ClusterError("cannot make a network namespace: its holder ended")
+    raise ClusterError("cannot create a network namespace: its holder process ended")
 
 
 def _runs(pid: int, name: str) -> bool:

@@ -1,7 +1,7 @@
-"""What calibration runs inside nodes, as a program of its own that needs only Python.
+"""The program that calibration runs inside nodes; it needs only the standard library.
 
-echo ADDRESS | ping ADDRESS PORT COUNT | sink ADDRESS SECONDS | source ADDRESS PORT | spin SECONDS.
-Those that listen write their port first; results are written in seconds, bits per second or cores.
+Usage: echo ADDRESS | ping ADDRESS PORT COUNT | sink ADDRESS SECONDS | source ADDRESS PORT
+| spin SECONDS. Listeners print their port first. Results are seconds, bits per second or cores.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import sys
 import time
 from collections.abc import Callable
 
-PATIENCE_SECONDS = 20.0
+TIMEOUT_SECONDS = 20.0
 WARM_UP_SECONDS = 0.15
-"""Not counted in a rate: the token bucket's first burst, and TCP finding its pace."""
+"""Excluded from a rate: the token bucket's first burst and TCP slow start."""
 
 
 def echo(address: str) -> None:
-    """Send back every byte of one connection."""
+    """Echo every byte of one connection."""
     with _accept(address) as peer:
         while received := peer.recv(64):
             peer.sendall(received)
 
 
 def ping(address: str, port: str, count: str) -> None:
-    """The median round trip of one byte."""
-    with socket.create_connection((address, int(port)), PATIENCE_SECONDS) as peer:
+    """Print the median round-trip time of one byte."""
+    with socket.create_connection((address, int(port)), TIMEOUT_SECONDS) as peer:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         seconds = []
         for _ in range(int(count) + 5):
@@ -35,29 +35,29 @@ def ping(address: str, port: str, count: str) -> None:
             peer.sendall(b".")
             peer.recv(1)
             seconds.append(time.perf_counter() - begin)
-    _say(repr(statistics.median(seconds[5:])))
+    _print(repr(statistics.median(seconds[5:])))
 
 
 def sink(address: str, seconds: str) -> None:
-    """The rate at which one connection's bytes arrive, once it is under way."""
-    space = bytearray(1 << 20)
+    """Print the rate at which bytes of one connection arrive, after the warm-up."""
+    buffer = bytearray(1 << 20)
     with _accept(address) as peer:
-        peer.recv_into(space)
+        peer.recv_into(buffer)
         start = now = time.perf_counter()
-        while now < start + WARM_UP_SECONDS and peer.recv_into(space):
+        while now < start + WARM_UP_SECONDS and peer.recv_into(buffer):
             now = time.perf_counter()
         counted, start = 0, now
-        while now < start + float(seconds) and (received := peer.recv_into(space)):
+        while now < start + float(seconds) and (received := peer.recv_into(buffer)):
             now = time.perf_counter()
             counted += received
-    _say(repr(counted * 8 / (now - start) if now > start else 0.0))
+    _print(repr(counted * 8 / (now - start) if now > start else 0.0))
 
 
 def source(address: str, port: str) -> None:
-    """Send until the other end has enough."""
+    """Send until the other end closes the connection."""
     block = bytes(1 << 18)
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    with socket.create_connection((address, int(port)), PATIENCE_SECONDS) as peer:
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    with socket.create_connection((address, int(port)), TIMEOUT_SECONDS) as peer:
         try:
             while time.monotonic() < deadline:
                 peer.sendall(block)
@@ -66,24 +66,24 @@ def source(address: str, port: str) -> None:
 
 
 def spin(seconds: str) -> None:
-    """The cores' worth of CPU time that a busy loop gets."""
+    """Print how many cores a busy loop gets."""
     begin, used = time.perf_counter(), time.process_time()
     while time.perf_counter() - begin < float(seconds):
         pass
-    _say(repr((time.process_time() - used) / (time.perf_counter() - begin)))
+    _print(repr((time.process_time() - used) / (time.perf_counter() - begin)))
 
 
 def _accept(address: str) -> socket.socket:
     with socket.create_server((address, 0)) as listener:
-        listener.settimeout(PATIENCE_SECONDS)
-        _say(str(listener.getsockname()[1]))
+        listener.settimeout(TIMEOUT_SECONDS)
+        _print(str(listener.getsockname()[1]))
         peer, _ = listener.accept()
-    peer.settimeout(PATIENCE_SECONDS)
+    peer.settimeout(TIMEOUT_SECONDS)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return peer
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
 

@@ -1,4 +1,4 @@
-"""Processes by id and time of birth: finding those inside a cluster, and ending them."""
+"""Find and end the processes of a cluster, identified by pid and start time."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ PROC = Path("/proc")
 
 
 class ProcessId(NamedTuple):
-    """A process for good, though ids are used again."""
+    """A pid with its start time, because pids are reused."""
 
     pid: int
-    born_ticks: int
-    """Since the machine's start."""
+    start_ticks: int
+    """Clock ticks since boot."""
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
-        """ProcessLookupError where there is no such process."""
-        born = _born_ticks(pid)
-        if born is None:
+        """ProcessLookupError if there is no such process."""
+        start_ticks = _start_ticks(pid)
+        if start_ticks is None:
             raise ProcessLookupError(pid)
-        return cls(pid, born)
+        return cls(pid, start_ticks)
 
     def is_alive(self) -> bool:
-        return _born_ticks(self.pid) == self.born_ticks
+        return _start_ticks(self.pid) == self.start_ticks
 
 
 def boot_id() -> str:
-    """What tells this start of the machine from others."""
+    """Identifier of the current boot; empty if unavailable."""
     try:
         return (PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -42,50 +42,50 @@ def boot_id() -> str:
 
 
 def process_space() -> str:
-    """What all processes have in common that know one another by their numbers, and no others.
+    """Identifier of this boot and pid namespace, within which pids are meaningful.
 
-    The machine's name would not do: it may change meanwhile.
+    The host name is not used where a boot id exists, because it can change.
     """
     try:
-        numbering = str((PROC / "self/ns/pid").stat().st_ino)
+        pid_namespace = str((PROC / "self/ns/pid").stat().st_ino)
     except OSError:
-        numbering = "all"
-    return f"{boot_id() or platform.node()}-{numbering}"
+        pid_namespace = "all"
+    return f"{boot_id() or platform.node()}-{pid_namespace}"
 
 
 def network_namespace(pid: int) -> int | None:
-    """The number of the network namespace that a process is in; None where it cannot be seen."""
+    """Inode of a process's network namespace; None if it is not visible."""
     try:
         return (PROC / str(pid) / "ns/net").stat().st_ino
     except OSError:
         return None
 
 
-def in_namespaces(namespaces: Iterable[int]) -> list[int]:
+def pids_in_namespaces(namespaces: Iterable[int]) -> list[int]:
     wanted = set(namespaces)
     return [pid for pid in all_pids() if network_namespace(pid) in wanted] if wanted else []
 
 
-def with_variable(name: str, value: str) -> list[int]:
-    """Processes that were started with a variable of this value."""
+def pids_with_variable(name: str, value: str) -> list[int]:
+    """Processes whose initial environment has this variable with this value."""
     wanted = f"{name}={value}".encode()
     return [pid for pid in all_pids() if wanted in _environment(pid)]
 
 
 def end_all(find: Callable[[], Iterable[int]], grace_seconds: float = 1.0) -> list[int]:
-    """End what `find` finds, again and again until it finds nothing; returns what would not go.
+    """Terminate processes until `find` returns none; returns those that did not end.
 
-    Asked to go first, killed when the grace is over; another 3 seconds are the bound.
+    Sends SIGTERM first and SIGKILL after the grace period, and gives up 3 seconds later.
     """
-    patience = time.monotonic() + grace_seconds
-    deadline = patience + 3
-    asked: set[ProcessId] = set()
-    while remaining := _living(find()) | {process for process in asked if process.is_alive()}:
-        is_late = time.monotonic() >= patience
-        for process in remaining if is_late else remaining - asked:
+    kill_time = time.monotonic() + grace_seconds
+    deadline = kill_time + 3
+    signaled: set[ProcessId] = set()
+    while remaining := _alive(find()) | {process for process in signaled if process.is_alive()}:
+        is_late = time.monotonic() >= kill_time
+        for process in remaining if is_late else remaining - signaled:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process.pid, signal.SIGKILL if is_late else signal.SIGTERM)
-        asked |= remaining
+        signaled |= remaining
         if time.monotonic() >= deadline:
             return sorted(process.pid for process in remaining)
         time.sleep(0.005)
@@ -93,14 +93,14 @@ def end_all(find: Callable[[], Iterable[int]], grace_seconds: float = 1.0) -> li
 
 
 def reap(processes: Iterable[ProcessId]) -> None:
-    """Collect ended processes, should they be children of this one: no zombies stay."""
+    """Reap ended processes that are children of this one, so that no zombies remain."""
     for process in processes:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(process.pid, os.WNOHANG)
 
 
-def _living(pids: Iterable[int]) -> set[ProcessId]:
-    """Never this process itself, wherever it is."""
+def _alive(pids: Iterable[int]) -> set[ProcessId]:
+    """The living processes, without this one."""
     found = set()
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -120,8 +120,8 @@ def _environment(pid: int) -> list[bytes]:
         return []
 
 
-def _born_ticks(pid: int) -> int | None:
-    """None for a zombie as well: it holds nothing any more."""
+def _start_ticks(pid: int) -> int | None:
+    """None if the process does not exist or is a zombie."""
     try:
         stat = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,8 +1,4 @@
-"""State files: what was made for each cluster, so that it can be found, used and removed.
-
-What a cluster was asked to be against what it was measured to be.
-
-What a result says of the emulated cluster that its run was in."""
+"""The state of a cluster: its file, its calibration, and the record that results carry."""
 
 from __future__ import annotations
 
@@ -24,30 +20,92 @@ from paceline.errors import ClusterError
 
 SCHEMA = 1
 VARIABLE = "PACELINE_CLUSTER"
-"""In the environment of everything inside a cluster: the path of its state file."""
+"""Path of the state file, in the environment of every process inside a cluster."""
+
+
+PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+TOLERANCE = 0.1
+"""Relative deviation from the request that causes a warning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A measurement of a cluster. Field names are keys of records."""
+
+    what: str
+    """bandwidth out, bandwidth in, round trip or cpus."""
+    node: int | None
+    """None: the same for all nodes."""
+    asked: float | None
+    """None: no limit was requested."""
+    got: float
+    unit: str
+
+    @property
+    def deviation(self) -> float:
+        """Relative to the request."""
+        return 0.0 if not self.asked else self.got / self.asked - 1
+
+    @property
+    def is_off(self) -> bool:
+        return abs(self.deviation) > TOLERANCE
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    measured: list[Measured] = field(default_factory=list)
+    busy_cores: float = 0.0
+    """Cores used by other programs just before; high values make the measurements unreliable."""
+
+    def warnings(self) -> list[str]:
+        """One line for each measurement that deviates from the request by over 10%."""
+        return [
+            f"the emulated cluster's {item.what}{_of(item.node)} is {amount(item.got, item.unit)},"
+            f" {100 * item.deviation:+.0f}% from the requested {amount(item.asked, item.unit)}"
+            for item in self.measured
+            if item.asked is not None and item.is_off
+        ]
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Calibration:
+        return cls([Measured(**item) for item in values["measured"]], values["busy_cores"])
+
+
+def _of(node: int | None) -> str:
+    return "" if node is None else f" (node {node})"
+
+
+def amount(value: float, unit: str) -> str:
+    """A number with its unit; rates have a decimal prefix."""
+    if unit != "bit/s":
+        return f"{value:.3g} {unit}"
+    scale, prefix = next((pair for pair in PREFIXES if value >= pair[0]), PREFIXES[-1])
+    return f"{value / scale:.4g} {prefix}bit/s"
 
 
 @dataclass(slots=True)
 class ClusterState:
+    """Everything that was created for a cluster, so that it can be found, used and removed."""
+
     path: Path
     spec: ClusterSpec
     addresses: list[str] = field(default_factory=list)
     owner: ProcessId | None = None
-    """Whose end ends the cluster; None: it stays until `down`."""
+    """The process whose end ends the cluster; None: it stays up until `down`."""
     switch: Namespace | None = None
     nodes: list[Namespace] = field(default_factory=list)
     groups: dict[int, Path] = field(default_factory=dict)
-    """CPU groups by node, from before they are made."""
+    """CPU groups by node, recorded before they are created."""
     offering: Path | None = None
-    """The group that offers its children the CPU controller for the sake of clusters only."""
+    """The group whose CPU controller was enabled for clusters, to be disabled at the end."""
     cores: dict[int, list[int]] = field(default_factory=dict)
-    """Cores that a node is held to."""
+    """Cores that a node is pinned to."""
     delay: str = "none"
-    """What makes the latency: none, netem or forwarder."""
+    """Mechanism of the latency: none, netem or forwarder."""
     forwarder: ProcessId | None = None
-    """The process that makes the latency, where one of ours does."""
+    """The process that delays frames, if there is one."""
     notes: list[str] = field(default_factory=list)
-    """What is not as asked, a line each."""
+    """Deviations from the spec, one line each."""
     calibration: Calibration | None = None
     boot: str = field(default_factory=boot_id)
 
@@ -57,18 +115,18 @@ class ClusterState:
 
     @property
     def group_name(self) -> str:
-        """How the names of its CPU groups begin; two users may have clusters of one name."""
+        """Prefix of its CPU groups' names, unique even if two users choose the same name."""
         digest = hashlib.sha256(str(self.path).encode()).hexdigest()[:8]
         return f"paceline-{self.name}-{digest}"
 
     def name_of(self, node: int) -> str:
-        """What users know a node by."""
+        """The node in messages to users."""
         return f"node {node} of cluster {self.name}"
 
     def is_whole(self) -> bool:
-        """Whether all that was made is still there."""
-        forwards = self.forwarder is None or self.forwarder.is_alive()
-        return forwards and all(namespace.is_held() for namespace in self.namespaces())
+        """Whether all namespaces and the forwarder still exist."""
+        has_forwarder = self.forwarder is None or self.forwarder.is_alive()
+        return has_forwarder and all(namespace.is_held() for namespace in self.namespaces())
 
     def namespaces(self) -> list[Namespace]:
         return self.nodes if self.switch is None else [*self.nodes, self.switch]
@@ -77,13 +135,13 @@ class ClusterState:
         return {**os.environ, VARIABLE: str(self.path)}
 
     def create(self) -> None:
-        """Write the file, whole or not at all; ClusterError where there is one of this name."""
+        """Write the file atomically; ClusterError if a cluster of this name exists."""
         written = self._write()
         try:
             self.path.hardlink_to(written)
         except FileExistsError:
             raise ClusterError(
-                f"a cluster named {self.name} is up already: take it down with "
+                f"a cluster named {self.name} is already up: remove it with "
                 f"`paceline cluster down {self.name}`, or choose another --name"
             ) from None
         finally:
@@ -105,15 +163,15 @@ class ClusterState:
 
 
 def load(path: Path) -> ClusterState:
-    """The state that a file tells; ClusterError where there is none or it cannot be read."""
+    """Read a state file; ClusterError if it is missing or unreadable."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         return _from_json(path, values)
     except FileNotFoundError:
-        raise ClusterError(f"no cluster named {path.stem}{_offer(path.parent)}") from None
+        raise ClusterError(f"no cluster named {path.stem}{_suggestion(path.parent)}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ClusterError(
-            f"cannot read the cluster's state in {path} ({type(error).__name__}): remove that file"
+            f"cannot read the cluster state {path} ({type(error).__name__}): remove the file"
         ) from None
 
 
@@ -126,26 +184,26 @@ def all_paths() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def choosing() -> Iterator[None]:
-    """Inside, no other command of this user chooses what clusters are not to have in common.
+def allocation_lock() -> Iterator[None]:
+    """Lock for choosing resources that clusters of this user must not share.
 
-    What was chosen is to be saved inside, so that the next one sees it.
+    Save the choice before releasing the lock, so that the next command sees it.
     """
     with (state_folder() / ".lock").open("a") as lock:
-        # Not every file system of a shared home has locks.
+        # Some network file systems have no locks.
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def state_folder() -> Path:
-    """Where this user's state files are; made where it is missing."""
+    """The folder of this user's state files, created if missing."""
     problem = ""
     for folder in _folders():
         try:
             folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             folder.mkdir(exist_ok=True, mode=0o700)
-            # Not where a link leads that another user may have put there.
+            # Reject a folder or link that another user may have created.
             if any(path.lstat().st_uid != os.geteuid() for path in (folder.parent, folder)):
                 raise PermissionError(13, "belongs to another user")
         except OSError as error:
@@ -156,19 +214,19 @@ def state_folder() -> Path:
 
 
 def _folders() -> Iterator[Path]:
-    """The first that can be made is used.
+    """Candidates; the first that can be created is used.
 
-    For ordinary users it outlives their sessions, as clusters do that stay until `down`;
-    $XDG_RUNTIME_DIR would not, since it goes at logout.
+    They outlive a user's session, like clusters that stay up until `down`; $XDG_RUNTIME_DIR is
+    removed at logout.
     """
     if os.geteuid() == 0:
         yield Path("/run/paceline/clusters")
         return
-    with contextlib.suppress(RuntimeError):  # users without a home
+    with contextlib.suppress(RuntimeError):  # no home folder
         states = Path(os.environ.get("XDG_STATE_HOME", ""))
         if not states.is_absolute():
             states = Path("~/.local/state").expanduser()
-        # Several machines may share a home, and each knows only its own processes.
+        # Machines may share a home folder, and pids are only valid on one of them.
         yield states / "paceline" / "clusters" / process_space()
     yield Path(tempfile.gettempdir()) / f"paceline-{os.geteuid()}" / "clusters"
 
@@ -206,77 +264,21 @@ def _namespace(values: dict[str, Any]) -> Namespace:
 
 
 def _by_number(values: dict[str, Any]) -> dict[int, Any]:
-    """JSON knows only text as keys."""
+    """JSON keys are strings."""
     return {int(key): value for key, value in values.items()}
 
 
-def _offer(folder: Path) -> str:
+def _suggestion(folder: Path) -> str:
     names = [path.stem for path in sorted(folder.glob("[!.]*.json"))]
-    return f"; there is {', '.join(names)}" if names else ": make one with `paceline cluster up`"
-
-
-PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
-TOLERANCE = 0.1
-"""How far what was got may be from what was asked before it is told."""
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    what: str
-    """bandwidth out, bandwidth in, round trip or cpus."""
-    node: int | None
-    """None: of all nodes alike."""
-    asked: float | None
-    """None: nothing was asked for."""
-    got: float
-    unit: str
-
-    @property
-    def deviation(self) -> float:
-        """As a part of what was asked."""
-        return 0.0 if not self.asked else self.got / self.asked - 1
-
-    @property
-    def is_off(self) -> bool:
-        return abs(self.deviation) > TOLERANCE
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    measured: list[Measured] = field(default_factory=list)
-    busy_cores: float = 0.0
-    """Cores that other programs kept busy just before; much of it makes the figures doubtful."""
-
-    def warnings(self) -> list[str]:
-        """A line for each thing that is over 10 % from what was asked."""
-        return [
-            f"the emulated cluster's {item.what}{_of(item.node)} is {amount(item.got, item.unit)},"
-            f" {100 * item.deviation:+.0f} % from the {amount(item.asked, item.unit)} asked for"
-            for item in self.measured
-            if item.asked is not None and item.is_off
-        ]
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Calibration:
-        return cls([Measured(**item) for item in values["measured"]], values["busy_cores"])
-
-
-def _of(node: int | None) -> str:
-    return "" if node is None else f" (node {node})"
-
-
-def amount(value: float, unit: str) -> str:
-    """A figure with its unit; of a rate with a prefix, as it was asked for."""
-    if unit != "bit/s":
-        return f"{value:.3g} {unit}"
-    scale, prefix = next((pair for pair in PREFIXES if value >= pair[0]), PREFIXES[-1])
-    return f"{value / scale:.4g} {prefix}bit/s"
+    return (
+        f"; available: {', '.join(names)}" if names else ": create one with `paceline cluster up`"
+    )
 
 
 def cluster_record(path: str | None = None) -> dict[str, Any] | None:
-    """What was asked for, what was measured to be, and where the two differ.
+    """What was requested and measured of a cluster, with warnings where the two differ.
 
-    Of the cluster with this state file, or of the one that this process is in; None without one.
+    The cluster is that of the state file, or the one that this process is in; None without one.
     """
     path = path or os.environ.get(VARIABLE)
     if path is None:
