@@ -74,22 +74,22 @@ def newest_demo() -> Path:
     return found[-1].parent
 
 
-def train(root: Path, *words: str) -> list[str]:
+def train(root: Path, *flags: str) -> list[str]:
     command = [sys.executable, "-m", "paceline", "train", "--quiet", "--threads", "1", "--model"]
-    return [*command, "lenet", "--batch-size", "64", "--out", str(root), *words]
+    return [*command, "lenet", "--batch-size", "64", "--out", str(root), *flags]
 
 
 def diverge(root: Path) -> None:
-    words = ("--name", "too-fast", "--lr", "1e6", "--iterations", "200")
-    subprocess.run(train(root, *words), check=False, **QUIET)
+    flags = ("--name", "too-fast", "--lr", "1e6", "--iterations", "200")
+    subprocess.run(train(root, *flags), check=False, **QUIET)
 
 
 @contextmanager
 def going_on(root: Path) -> Iterator[None]:
-    words = ["--name", "overlap-of-two", "--strategy", "overlap", "--nproc-per-node", "2"]
-    words += ["--iterations", "4000", "--eval-every", "100", "--optimizer", "adam", "--lr", "2e-3"]
-    words += ["--train-samples", "8192", "--test-samples", "500"]
-    run = subprocess.Popen(train(root, *words), **QUIET)
+    flags = ["--name", "overlap-of-two", "--strategy", "overlap", "--nproc-per-node", "2"]
+    flags += ["--iterations", "4000", "--eval-every", "100", "--optimizer", "adam", "--lr", "2e-3"]
+    flags += ["--train-samples", "8192", "--test-samples", "500"]
+    run = subprocess.Popen(train(root, *flags), **QUIET)
     try:
         yield
     finally:

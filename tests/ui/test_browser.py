@@ -35,7 +35,7 @@ def test_a_run_shows_up_grows_and_its_report_opens(tmp_path: Path) -> None:
             wait(page, lambda: points(page, "loss") > before)
             wait(page, lambda: page.find_element("id", "legend").text != "")
             assert "running" in page.find_element("id", "status").text
-            whose = "in training, without start-up; shares of worker 0"
+            whose = "training, without startup; shares of worker 0"
             assert page.find_element("id", "whose").text == whose
         finally:
             run.terminate()
@@ -67,7 +67,7 @@ def test_more_tabs_than_a_browser_has_connections_show_the_list(tmp_path: Path) 
 
 
 @pytest.mark.browser
-def test_slow_iterations_are_told_in_seconds_and_as_a_mean_of_how_many(tmp_path: Path) -> None:
+def test_slow_steps_are_shown_in_seconds_with_the_number_averaged(tmp_path: Path) -> None:
     root = tmp_path / "runs"
     # The first of them takes double, so that the mean is 13/12 of this: 2.377 s.
     write_run(root, FakeRun(name="slow", phases=[{"forward": 2.1943}], iterations=12))
@@ -75,7 +75,7 @@ def test_slow_iterations_are_told_in_seconds_and_as_a_mean_of_how_many(tmp_path:
         page.get(f"{address}/run/slow")
         wait(page, lambda: page.find_element("id", "status").text == "finished")
         standing = page.find_element("id", "standing").text
-    assert standing == "iteration 12 of 12 · 2.38 s each, the mean of the newest 12"
+    assert standing == "iteration 12 of 12 · 2.38 s per step (mean of the last 12)"
 
 
 def row(page: Any, name: str) -> str:

@@ -14,7 +14,7 @@ from paceline.errors import RecordsError
 from paceline.records import EventWriter, RunFolder
 from paceline.report.collection import collect
 from paceline.study.folder import Cell, Part, Study, StudyFolder
-from paceline.ui.live import MOST_POINTS, Follower, thinned
+from paceline.ui.live import MAX_POINTS, Follower, downsample
 from paceline.ui.run_index import SILENT_SECONDS, RunIndex
 from report.records import FakeRun, write_asynchronous, write_run
 from time_limits import time_limit
@@ -70,31 +70,31 @@ def test_the_step_time_of_an_interrupted_run_is_over_all_its_iterations(tmp_path
 
 def test_a_folder_that_is_a_run_itself_is_listed_and_found(tmp_path: Path) -> None:
     path = write_run(tmp_path, FakeRun(name="one"))
-    library = RunIndex(path)
-    assert [entry.name for entry in library.entries()] == ["."]
+    index = RunIndex(path)
+    assert [entry.name for entry in index.entries()] == ["."]
     # A browser that is led to `.` asks for nothing.
-    assert library.path_of("") == path
+    assert index.path_of("") == path
 
 
 def test_a_run_that_ends_is_read_again(tmp_path: Path) -> None:
-    library = RunIndex(tmp_path)
+    index = RunIndex(tmp_path)
     write_run(tmp_path, FakeRun(name="one"))
     result = tmp_path / "one" / "result.json"
     kept = result.read_text()
     result.unlink()
-    assert library.entries()[0].status == "running"
+    assert index.entries()[0].status == "running"
     result.write_text(kept)
-    assert library.entries()[0].status == "finished"
+    assert index.entries()[0].status == "finished"
 
 
 def test_an_interrupted_run_that_goes_on_is_running_again(tmp_path: Path) -> None:
     events = write_run(tmp_path, FakeRun("one", status="unfinished")) / "events-0.jsonl"
     for file in events.parent.iterdir():
         os.utime(file, (0, file.stat().st_mtime - 2 * SILENT_SECONDS))
-    library = RunIndex(tmp_path)
-    assert library.entries()[0].status == "interrupted"
+    index = RunIndex(tmp_path)
+    assert index.entries()[0].status == "interrupted"
     os.utime(events)
-    assert library.entries()[0].status == "running"
+    assert index.entries()[0].status == "running"
 
 
 def test_a_file_that_is_renamed_meanwhile_does_not_end_a_run(
@@ -118,10 +118,10 @@ def test_a_file_that_is_renamed_meanwhile_does_not_end_a_run(
 
 def test_a_study_is_running_while_a_cell_is(tmp_path: Path) -> None:
     folder = a_study(tmp_path / "deep" / "study", "a.r1")
-    library = RunIndex(tmp_path)
-    assert [(one.name, one.status) for one in library.entries()] == [("deep/study", "unfinished")]
+    index = RunIndex(tmp_path)
+    assert [(one.name, one.status) for one in index.entries()] == [("deep/study", "unfinished")]
     write_run(folder.cells, FakeRun("a.r1", status="unfinished"))
-    entries = {one.name: one for one in library.entries()}
+    entries = {one.name: one for one in index.entries()}
     assert entries["deep/study"].status == "running"
     assert entries["deep/study/cells/a.r1"].study == "deep/study"
 
@@ -141,15 +141,15 @@ def test_damaged_records_are_named_and_harm_nobody(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["../outside", "/etc", "link", "..", "", "good/../../outside", "x" * 300, "\0"]
 )
-def test_what_lies_elsewhere_is_no_run_of_the_library(tmp_path: Path, name: str) -> None:
+def test_paths_outside_the_folder_are_rejected(tmp_path: Path, name: str) -> None:
     root = tmp_path / "runs"
     write_run(root, FakeRun(name="good"))
     outside = write_run(tmp_path, FakeRun(name="outside"))
     (root / "link").symlink_to(outside)
-    library = RunIndex(root)
-    assert [entry.name for entry in library.entries()] == ["good"]
+    index = RunIndex(root)
+    assert [entry.name for entry in index.entries()] == ["good"]
     with pytest.raises(RecordsError):
-        library.path_of(name)
+        index.path_of(name)
 
 
 def a_study(path: Path, *runs: str) -> StudyFolder:
@@ -161,20 +161,18 @@ def a_study(path: Path, *runs: str) -> StudyFolder:
 
 
 @pytest.mark.parametrize("linked", ["config.json", "events-0.jsonl", "cells", "cells/a"])
-def test_links_in_a_run_or_study_that_lead_out_are_not_followed(
-    tmp_path: Path, linked: str
-) -> None:
+def test_links_that_leave_the_folder_are_not_followed(tmp_path: Path, linked: str) -> None:
     study = a_study(tmp_path / "runs" / "study", "a")
     path = study.path if linked.startswith("cells") else study.cells / "a"
     write_run(study.cells, FakeRun(name="a"))
     inside, outside = path / linked, tmp_path / "outside"
     inside.rename(outside)
     inside.symlink_to(outside)
-    library = RunIndex(tmp_path / "runs")
-    told = {entry.name: entry.cause for entry in library.entries() if entry.status == "damaged"}
-    assert linked in told["study"]
-    with pytest.raises(RecordsError, match="leads out of runs"):
-        library.path_of(str(path.relative_to(library.root)))
+    index = RunIndex(tmp_path / "runs")
+    sent = {entry.name: entry.cause for entry in index.entries() if entry.status == "damaged"}
+    assert linked in sent["study"]
+    with pytest.raises(RecordsError, match="links to a path outside runs"):
+        index.path_of(str(path.relative_to(index.root)))
 
 
 def test_a_study_tells_how_its_cells_ended(tmp_path: Path) -> None:
@@ -188,17 +186,17 @@ def test_a_study_tells_how_its_cells_ended(tmp_path: Path) -> None:
 def test_a_follower_tells_each_line_once_and_waits_for_half_ones(tmp_path: Path) -> None:
     folder = begun(tmp_path, "one")
     follower = Follower(folder.path)
-    assert follower.news() is None
+    assert follower.read_update() is None
     with closing(EventWriter(folder.events_file(0))) as events:
         events.write("iterations", first=0, seconds=[0.5, 0.25], loss=[2.0, None])
-        assert follower.news() == {"points": [[1, 2.0, 0.5], [2, None, 0.25]]}
-        assert follower.news() is None
+        assert follower.read_update() == {"points": [[1, 2.0, 0.5], [2, None, 0.25]]}
+        assert follower.read_update() is None
     with folder.events_file(0).open("a") as file:
         file.write('{"event": "evaluation", "iteration": 2, ')
         file.flush()
-        assert follower.news() is None
+        assert follower.read_update() is None
         file.write('"test_accuracy": 0.5, "test_loss": 1.0}\n')
-    assert follower.news() == {"evaluations": [[2, 0.5]]}
+    assert follower.read_update() == {"evaluations": [[2, 0.5]]}
 
 
 def test_a_run_ended_as_its_result_says_whatever_its_workers_could_write(tmp_path: Path) -> None:
@@ -208,36 +206,36 @@ def test_a_run_ended_as_its_result_says_whatever_its_workers_could_write(tmp_pat
     assert Follower(begun(tmp_path, "silent").path).outcome()["status"] == "interrupted"
 
 
-def test_phases_are_told_without_the_start_and_anew_after_a_resume(tmp_path: Path) -> None:
+def test_phases_exclude_startup_and_restart_after_a_resume(tmp_path: Path) -> None:
     folder = begun(tmp_path, "one")
     follower = Follower(folder.path)
-    told = []
+    sent = []
     with closing(EventWriter(folder.events_file(0))) as events:
         for other, forward in ((9.0, 1.0), (9.5, 3.0), (4.0, 0.5), (4.0, 2.5)):
             events.write("iterations", phases={"other": other, "forward": forward})
-            news = follower.news()
-            told.append(news and news["phases"]["0"])
-    assert told == [None, {"other": 0.5, "forward": 2.0}, None, {"other": 0.0, "forward": 2.0}]
+            news = follower.read_update()
+            sent.append(news and news["phases"]["0"])
+    assert sent == [None, {"other": 0.5, "forward": 2.0}, None, {"other": 0.0, "forward": 2.0}]
 
 
-def test_a_long_run_is_told_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_run_is_sent_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = begun(tmp_path, "one")
     with closing(EventWriter(folder.events_file(0))) as events:
         for first in range(0, 20, 2):
             events.write("iterations", first=first, seconds=[0.5, 0.5], loss=[2.0, 2.0])
         events.write("warning", text="x" * 900)
         events.write("iterations", first=20, seconds=[0.5], loss=[2.0])
-    monkeypatch.setattr("paceline.ui.live.MOST_BYTES", 300)
+    monkeypatch.setattr("paceline.ui.live.MAX_BYTES", 300)
     follower = Follower(folder.path)
-    told, looks = [], 0
+    sent, looks = [], 0
     while looks == 0 or follower.is_behind:
         looks += 1
-        told += [point[0] for point in (follower.news() or {}).get("points", [])]
-    assert told == list(range(1, 22))
+        sent += [point[0] for point in (follower.read_update() or {}).get("points", [])]
+    assert sent == list(range(1, 22))
     assert looks > 5
 
 
-def test_what_is_no_number_is_not_told(tmp_path: Path) -> None:
+def test_values_that_are_not_numbers_are_not_sent(tmp_path: Path) -> None:
     folder = begun(tmp_path, "one")
     lines = [
         '{"event": "iterations", "first": 0, "seconds": [NaN, 0.5, "x", 0.5],'
@@ -248,7 +246,7 @@ def test_what_is_no_number_is_not_told(tmp_path: Path) -> None:
         "[" * 100_000,
     ]
     folder.events_file(0).write_text("\n".join(lines) + "\n")
-    news = Follower(folder.path).news()
+    news = Follower(folder.path).read_update()
     assert news is not None
     assert news["points"] == [[2, 1, 0.5], [4, None, 0.5]]
     assert news.keys() <= {"points", "evaluations"}
@@ -257,9 +255,9 @@ def test_what_is_no_number_is_not_told(tmp_path: Path) -> None:
 
 
 def test_many_points_become_few_that_keep_the_mean() -> None:
-    points: list[list[float | None]] = [[i + 1, float(i), 2.0] for i in range(10 * MOST_POINTS)]
-    few = thinned(points)
-    assert len(few) == MOST_POINTS
+    points: list[list[float | None]] = [[i + 1, float(i), 2.0] for i in range(10 * MAX_POINTS)]
+    few = downsample(points)
+    assert len(few) == MAX_POINTS
     assert few[-1][0] == len(points)
     values = [value for _, value, _ in few if value is not None]
     assert sum(values) / len(few) == pytest.approx((len(points) - 1) / 2)
@@ -273,7 +271,7 @@ def test_a_fifo_among_the_records_of_a_run_blocks_nobody(name: str, tmp_path: Pa
     os.mkfifo(odd / name)
     with time_limit(10):
         entries = {entry.name: entry for entry in RunIndex(tmp_path).entries()}
-        news = Follower(odd).news()
+        news = Follower(odd).read_update()
     assert (news is None) == (name == "events-0.jsonl")
     assert entries["whole"].status == "finished"
     if name == "result.json":

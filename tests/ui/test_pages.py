@@ -18,7 +18,7 @@ from urllib.request import urlopen
 import pytest
 
 from paceline.ui.run_index import RunIndex
-from paceline.ui.server import names_of
+from paceline.ui.server import accepted_hosts
 from report.records import FakeRun, write_run
 from report.test_study_comparison import write_study
 from ui.serving import served
@@ -176,7 +176,7 @@ def test_the_stream_of_an_ended_run_tells_all_and_ends(page: str) -> None:
 def test_the_page_answers_to_its_names_as_browsers_write_them(
     host: str, address: str, names: set[str]
 ) -> None:
-    assert set(names_of(host, address)) == names
+    assert set(accepted_hosts(host, address)) == names
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "0", ""])
@@ -186,7 +186,7 @@ def test_listening_everywhere_is_refused(
     from paceline.cli import main
 
     assert main(["ui", str(tmp_path), "--host", host, "--port", "0"]) == 2
-    assert "by which it will be asked for" in capsys.readouterr().err
+    assert "that browsers will use" in capsys.readouterr().err
 
 
 def test_the_page_can_be_opened_before_there_is_a_run(
@@ -199,8 +199,8 @@ def test_the_page_can_be_opened_before_there_is_a_run(
     assert main(["ui"]) == 0
 
 
-def test_a_folder_that_is_none_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_folder_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from paceline.cli import main
 
     assert main(["ui", str(tmp_path / "nowhere")]) == 2
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err

@@ -1,1 +1,1 @@
-"""The live page over a folder of runs. It reads records, and touches no running process."""
+"""The live page of a folder of runs. It only reads records and never contacts a running process."""

@@ -1,9 +1,8 @@
-"""A run as it goes on: what its workers have written since one last looked.
+"""Live updates as server-sent events: the list of runs as it changes, a run as it progresses.
 
-What watchers are sent, and when: the list whenever it changes, a run as it grows.
-
-Lines of server-sent events. A stream ends when its run does, or when the server is to end: nobody
-is kept waiting by a page that somebody left open."""
+`Follower` reads what the workers of a run have written since the last look. A stream ends when its
+run ends or the server shuts down, so an open page never delays the shutdown.
+"""
 
 from __future__ import annotations
 
@@ -22,56 +21,66 @@ from paceline.records import RunFolder, open_record
 from paceline.report.shape import is_number
 from paceline.ui.run_index import SILENT_SECONDS, RunIndex, newest_seconds
 
-MOST_POINTS = 600
-"""In one message: a page needs no more, however long the run was before it was opened."""
-MOST_BYTES = 4_000_000
-"""Read of a file at once: a long run is told in parts, and never held whole."""
-MOST_WORKERS = 4
-"""Whose phases are told; curves are the first one's."""
+MAX_POINTS = 600
+"""Per message: enough for a page, however long the run is."""
+MAX_BYTES = 4_000_000
+"""Read from a file at once: a long run is sent in parts and never held in memory."""
+MAX_WORKERS = 4
+"""Workers whose phases are sent; curves come from rank 0."""
+
+LIST_SECONDS = 1.0
+RUN_SECONDS = 0.4
+"""Polling intervals while a page is open."""
+IDLE_RATIO = 20
+"""Reading takes at most 1/20 of a core, because the runs may need it."""
+KEEP_ALIVE_SECONDS = 15.0
+CLOSING_SECONDS = 0.2
+"""Interval at which a stream checks whether the server is shutting down."""
 
 Point = list[float | None]
+IsClosing = Callable[[], bool]
 
 
 class Follower:
-    """Reads the events of a run as they are appended; never the same line twice."""
+    """Reads the events of a run as they are appended, each line once."""
 
     def __init__(self, path: Path) -> None:
         self._folder = RunFolder(path)
-        self._workers = [_Worker(self._folder.events_file(rank)) for rank in range(MOST_WORKERS)]
+        self._workers = [_Worker(self._folder.events_file(rank)) for rank in range(MAX_WORKERS)]
 
-    def news(self) -> dict[str, Any] | None:
-        """What a page adds to what it shows; None where there is nothing new."""
+    def read_update(self) -> dict[str, Any] | None:
+        """New data for the page; None if there is none."""
         points: list[Point] = []
-        news: dict[str, Any] = {}
+        update: dict[str, Any] = {}
         for rank, worker in enumerate(self._workers):
             for event in worker.new_events():
                 kind = event.get("event")
                 if kind == "iterations" and (phases := worker.phases_since(event.get("phases"))):
-                    news.setdefault("phases", {})[str(rank)] = phases
+                    update.setdefault("phases", {})[str(rank)] = phases
                 if rank:
                     continue
                 if kind == "iterations":
                     points += _points(event)
                 elif kind == "evaluation":
-                    news.setdefault("evaluations", []).extend(_evaluation(event))
+                    update.setdefault("evaluations", []).extend(_evaluation(event))
         if points:
-            news["points"] = thinned(points)
-        return news or None
+            update["points"] = downsample(points)
+        return update or None
 
     @property
     def is_behind(self) -> bool:
-        """Whether there was more than one look takes in: the next one should follow at once."""
+        """Whether more data is available than the last read returned."""
         return any(worker.is_behind for worker in self._workers)
 
     @property
     def is_over(self) -> bool:
-        """Ended, or so long silent that nothing more is to be expected."""
+        """Whether the run has ended, or has been silent for so long that it counts as ended."""
         if self._folder.result_file.is_file():
             return True
         return time() - newest_seconds(self._folder.path) > SILENT_SECONDS
 
     def outcome(self) -> dict[str, str]:
-        """How a run that is over ended: its status, and the cause."""
+        """Status and cause of a run that has ended."""
         try:
             result = self._folder.read_result()
         except RecordsError as error:
@@ -82,11 +91,13 @@ class Follower:
 
 
 class _Worker:
+    """The event file of one worker."""
+
     def __init__(self, file: Path) -> None:
         self._file = file
         self._offset = 0
         self._phases_before: dict[str, float] = {}
-        """At the end of the first block: what came before is mostly start-up."""
+        """Totals at the end of the first block, which is mostly startup."""
         self.is_behind = False
 
     def new_events(self) -> Iterator[dict[str, Any]]:
@@ -104,22 +115,22 @@ class _Worker:
                 if os.fstat(file.fileno()).st_size < self._offset:
                     self._offset = 0
                 file.seek(self._offset)
-                contents = file.read(MOST_BYTES)
+                contents = file.read(MAX_BYTES)
         except OSError:
             self.is_behind = False
             return []
-        self.is_behind = len(contents) == MOST_BYTES
-        # The last line may be half written. One that fills all that is read is no event.
+        self.is_behind = len(contents) == MAX_BYTES
+        # The last line may be incomplete. A line longer than the limit is not an event: skip it.
         end = contents.rfind(b"\n") + 1
-        self._offset += end or (MOST_BYTES if self.is_behind else 0)
+        self._offset += end or (MAX_BYTES if self.is_behind else 0)
         return contents[:end].splitlines()
 
     def phases_since(self, phases: Any) -> dict[str, float]:
-        """What each has taken since the first block of the process that writes."""
+        """Seconds in each phase since the first block of the current process."""
         if not isinstance(phases, dict) or not all(map(is_number, phases.values())):
             return {}
         before = self._phases_before
-        # A resumed run counts from zero again.
+        # A resumed run starts counting at zero.
         if not before or any(spent < before.get(name, 0.0) for name, spent in phases.items()):
             self._phases_before = phases
             return {}
@@ -127,7 +138,7 @@ class _Worker:
 
 
 def _points(event: dict[str, Any]) -> list[Point]:
-    """[iteration, loss, seconds] of a block; none where it has another shape."""
+    """[iteration, loss, seconds] for each iteration of a block; empty if it is malformed."""
     first, seconds, losses = (event.get(key) for key in ("first", "seconds", "loss"))
     if not is_number(first) or not isinstance(seconds, list) or not isinstance(losses, list):
         return []
@@ -139,88 +150,76 @@ def _points(event: dict[str, Any]) -> list[Point]:
 
 
 def _evaluation(event: dict[str, Any]) -> list[Point]:
-    """[iteration, accuracy]; none where it has another shape."""
+    """[iteration, accuracy]; empty if the event is malformed."""
     iteration, accuracy = event.get("iteration"), event.get("test_accuracy")
     return [[iteration, accuracy]] if is_number(iteration) and is_number(accuracy) else []
 
 
-def thinned(points: list[Point]) -> list[Point]:
-    """So many that a page can draw them; each the last of its stretch, with the stretch's means."""
-    stride = -(-len(points) // MOST_POINTS)
+def downsample(points: list[Point]) -> list[Point]:
+    """At most MAX_POINTS points, each with the last iteration and the means of its interval."""
+    stride = -(-len(points) // MAX_POINTS)
     if stride <= 1:
         return points
-    stretches = (points[begin : begin + stride] for begin in range(0, len(points), stride))
-    return [[stretch[-1][0], _mean(stretch, 1), _mean(stretch, 2)] for stretch in stretches]
+    intervals = (points[begin : begin + stride] for begin in range(0, len(points), stride))
+    return [[interval[-1][0], _mean(interval, 1), _mean(interval, 2)] for interval in intervals]
 
 
-def _mean(stretch: list[Point], column: int) -> float | None:
-    values = [value for point in stretch if (value := point[column]) is not None]
+def _mean(interval: list[Point], column: int) -> float | None:
+    values = [value for point in interval if (value := point[column]) is not None]
     return sum(values) / len(values) if values else None
 
 
-LIST_SECONDS = 1.0
-RUN_SECONDS = 0.4
-"""How often records are looked at while somebody watches."""
-IDLE_TIMES = 20
-"""Looking takes at most one part in so many of a core, which the runs may need."""
-KEEP_ALIVE_SECONDS = 15.0
-CLOSING_SECONDS = 0.2
-"""How often a stream asks whether the server is to end."""
-
-IsClosing = Callable[[], bool]
-
-
-async def list_changes(library: RunIndex, is_closing: IsClosing) -> AsyncIterator[str]:
-    pulse = _Pulse(LIST_SECONDS, is_closing)
+async def list_changes(index: RunIndex, is_closing: IsClosing) -> AsyncIterator[str]:
+    timer = _StreamTimer(LIST_SECONDS, is_closing)
     before = ""
     while True:
         begin = monotonic()
-        entries = await run_in_threadpool(library.entries)
+        entries = await run_in_threadpool(index.entries)
         spent = monotonic() - begin
         now = json.dumps([entry.to_dict() for entry in entries])
-        for line in pulse.lines(now if now != before else None):
+        for line in timer.lines(now if now != before else None):
             yield line
         before = now
-        if not await pulse.wait(spent):
+        if not await timer.wait(spent):
             return
 
 
 async def run_changes(follower: Follower, is_closing: IsClosing) -> AsyncIterator[str]:
-    pulse = _Pulse(RUN_SECONDS, is_closing)
+    timer = _StreamTimer(RUN_SECONDS, is_closing)
     while True:
-        # Asked before the last look, so that nothing written in between is missed.
+        # Checked before the last read, so that nothing written in between is missed.
         is_over = follower.is_over
         begin = monotonic()
-        news = await run_in_threadpool(follower.news)
+        update = await run_in_threadpool(follower.read_update)
         spent = monotonic() - begin
-        for line in pulse.lines(None if news is None else json.dumps(news)):
+        for line in timer.lines(None if update is None else json.dumps(update)):
             yield line
         if follower.is_behind:
             continue
         if is_over:
             yield f"event: over\ndata: {json.dumps(follower.outcome())}\n\n"
             return
-        if not await pulse.wait(spent):
+        if not await timer.wait(spent):
             return
 
 
-class _Pulse:
-    """Waits between two looks, and says now and then that it is still there."""
+class _StreamTimer:
+    """Waits between reads, and sends keep-alive comments."""
 
     def __init__(self, seconds: float, is_closing: IsClosing) -> None:
         self._seconds = seconds
         self._is_closing = is_closing
-        self._said = monotonic()
+        self._last_sent = monotonic()
 
     def lines(self, data: Any) -> list[str]:
-        if data is None and monotonic() - self._said < KEEP_ALIVE_SECONDS:
+        if data is None and monotonic() - self._last_sent < KEEP_ALIVE_SECONDS:
             return []
-        self._said = monotonic()
-        return [": still here\n\n" if data is None else f"data: {data}\n\n"]
+        self._last_sent = monotonic()
+        return [": keep-alive\n\n" if data is None else f"data: {data}\n\n"]
 
-    async def wait(self, looking_seconds: float) -> bool:
-        """False as soon as the server is to end."""
-        until = monotonic() + max(self._seconds, IDLE_TIMES * looking_seconds)
+    async def wait(self, reading_seconds: float) -> bool:
+        """Wait until the next read is due; False if the server is shutting down."""
+        until = monotonic() + max(self._seconds, IDLE_RATIO * reading_seconds)
         while not self._is_closing():
             left = until - monotonic()
             if left <= 0:

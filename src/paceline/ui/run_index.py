@@ -1,6 +1,7 @@
-"""What lies in a folder of runs, for the list of the live page; read again only where it changed.
+"""The index of a folder of runs for the live page; reads again only what changed.
 
-Names are paths below the folder. Whatever leads out of it, by `..` or by a link, is no name.
+Names are paths relative to the folder. A path that leaves it, by `..` or a symbolic link, is
+rejected.
 """
 
 from __future__ import annotations
@@ -22,42 +23,42 @@ from paceline.report.shape import check_result, is_number
 from paceline.study.folder import DONE, STUDY_FILE, Cell, StudyFolder
 
 DEPTH = 4
-"""Runs and studies are looked for so many folders deep; a study's cells lie two deeper."""
+"""Maximum depth of runs and studies; a study's cells are two levels deeper."""
 SILENT_SECONDS = 60.0
-"""A run without a result that has written nothing for so long does not run any more."""
+"""A run without a result counts as interrupted after this long without a write."""
 STAMPED = ("config.json", "result.json", "events-0.jsonl", STUDY_FILE, ".lock")
-"""The records that an entry is made of, and what a study's runner writes when it ends."""
+"""Files whose modification times tell whether an entry changed."""
 
-TROUBLES = ("failed", "skipped", "stopped", "damaged")
-"""What is told of a study's cells besides how many are done."""
+PROBLEM_STATUSES = ("failed", "skipped", "stopped", "damaged")
+"""Cell statuses that a study's entry counts besides those done."""
 
 TAIL_BYTES = 65536
-"""Read of the events of a run that goes on."""
+"""Read from the end of the events of a running run."""
 
 Stamp = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One line of the list."""
+    """A row of the list."""
 
     name: str
     kind: str
-    """run, or study."""
+    """run or study."""
     status: str
-    """running, interrupted or damaged, besides those that a result has."""
+    """The status of the result, or running, interrupted or damaged."""
     cause: str
     study: str
-    """Name of the entry whose cell it is; empty for others."""
+    """Name of the study that it is a cell of; empty for others."""
     model: str
     data: str
     strategy: str
     workers: int
     changed: float
-    """When its newest record was written, in seconds since 1970."""
+    """Unix time of its newest record."""
     iterations: int | None = None
     iteration_seconds: float | None = None
-    """As in a report; of a run that is still training, the latest."""
+    """As in a report; the latest value while the run is training."""
     accuracy: float | None = None
     wall_seconds: float | None = None
 
@@ -66,15 +67,17 @@ class Entry:
 
 
 class RunIndex:
+    """The runs and studies below a folder."""
+
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root).resolve()
         if not self.root.is_dir():
-            raise RecordsError(f"{root} is no folder: give the one that holds the runs")
+            raise RecordsError(f"{root} is not a folder: name the folder of the runs")
         self._known: dict[str, tuple[Stamp, Entry]] = {}
         self._reading = Lock()
 
     def path_of(self, name: str) -> Path:
-        """The folder of a run or study; RecordsError for whatever is none of this library's."""
+        """The folder of a run or study; RecordsError for any other path."""
         try:
             path = (self.root / name).resolve()
             is_here = path.is_relative_to(self.root)
@@ -83,11 +86,11 @@ class RunIndex:
                 return path
         except (OSError, ValueError, RuntimeError):
             pass
-        raise RecordsError(f"{name} is no run or study of {self.root.name}")
+        raise RecordsError(f"{name} is not a run or study in {self.root.name}")
 
     def entries(self) -> list[Entry]:
-        """All runs and studies, the newest first."""
-        # One at a time: whoever comes second finds what the first has read.
+        """All runs and studies, newest first."""
+        # One reader at a time: the second finds what the first has read.
         with self._reading:
             found: dict[str, tuple[Stamp, Entry]] = {}
             for path, study, stamp in _walk(str(self.root), DEPTH, None):
@@ -115,27 +118,29 @@ class RunIndex:
         except PacelineError as error:
             return replace(blank, cause=str(error).replace(f"{path}{os.sep}", ""))
         except OSError as error:
-            return replace(blank, cause=f"cannot be read: {error.strerror}")
+            return replace(blank, cause=f"cannot read it: {error.strerror}")
 
     def _check_links(self, path: Path) -> None:
-        """RecordsError where a record of a run or study is a link that leads out of the library."""
+        """RecordsError if a record is a symbolic link to a file outside the folder."""
         for link in _links_among_records(path):
             try:
                 target = link.resolve()
             except (OSError, RuntimeError):
                 name = link.relative_to(path)
-                raise RecordsError(f"{name} is a symbolic link that leads to itself") from None
+                raise RecordsError(f"{name} is a symbolic link to itself") from None
             if not target.is_relative_to(self.root):
-                raise RecordsError(f"{link.relative_to(path)} leads out of {self.root.name}")
+                raise RecordsError(
+                    f"{link.relative_to(path)} links to a path outside {self.root.name}"
+                )
 
     def _name(self, path: str) -> str:
-        # Names of files are bytes; what is no text gets a name that shows it, and leads nowhere.
+        # File names are bytes; one that is not valid UTF-8 is shown with replacement characters.
         relative = os.path.relpath(path, self.root)
         return os.fsencode(relative).decode("utf-8", "replace")
 
 
 def _walk(folder: str, depth: int, study: str | None) -> Iterator[tuple[str, str | None, Stamp]]:
-    """Folders of runs and studies: path, that of the study it is a cell of, and its stamp."""
+    """Runs and studies: path, path of the study that it is a cell of, and stamp."""
     try:
         with os.scandir(folder) as entries:
             inside = {entry.name: entry for entry in entries}
@@ -149,7 +154,7 @@ def _walk(folder: str, depth: int, study: str | None) -> Iterator[tuple[str, str
             yield from _walk(inside["cells"].path, 2, folder)
     elif depth:
         for name, entry in sorted(inside.items()):
-            # A link may lead anywhere.
+            # Links are not followed: they may lead outside the folder.
             if not name.startswith(".") and entry.is_dir(follow_symlinks=False):
                 yield from _walk(entry.path, depth - 1, study)
 
@@ -158,7 +163,7 @@ def _is_file(inside: Mapping[str, os.DirEntry[str]], name: str) -> bool:
     try:
         return name in inside and inside[name].is_file()
     except OSError:
-        # A link that leads to itself.
+        # A symbolic link to itself.
         return False
 
 
@@ -167,7 +172,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _stamp(inside: Mapping[str, os.DirEntry[str]]) -> Stamp:
-    """Other whenever a record that the list shows was written."""
+    """Modification times; changes whenever a record that the list shows is written."""
     return tuple(_written(inside[name]) if name in inside else 0 for name in STAMPED)
 
 
@@ -175,12 +180,12 @@ def _written(entry: os.DirEntry[str]) -> int:
     try:
         return entry.stat().st_mtime_ns if entry.is_file() else 0
     except OSError:
-        # Records are replaced by renaming: a file can be gone since it was listed.
+        # Records are replaced by renaming: a listed file may no longer exist.
         return 0
 
 
 def newest_seconds(path: Path) -> float:
-    """When anything in a run's folder was last written."""
+    """Unix time of the last write in a run's folder."""
     try:
         with os.scandir(path) as files:
             return max(map(_written, files), default=0) / 1e9
@@ -189,7 +194,7 @@ def newest_seconds(path: Path) -> float:
 
 
 def _links_among_records(path: Path) -> Iterator[Path]:
-    """Of a run, or of a study and its cells."""
+    """Symbolic links among the records of a run, or of a study and its cells."""
     yield from _links(path, (".json", ".jsonl", "cells"))
     cells = StudyFolder(path).cells
     if StudyFolder.is_study(path) and cells.is_dir():
@@ -218,7 +223,7 @@ def _run_entry(folder: RunFolder, blank: Entry) -> Entry:
     )
     run = Run(folder, config, result)
     if result is None and time() - entry.changed < SILENT_SECONDS:
-        return replace(entry, status="running", **_standing(folder.events_file(0)))
+        return replace(entry, status="running", **_progress(folder.events_file(0)))
     if result is None:
         seconds = run.iteration_seconds
         done = run.iterations if seconds is not None else None
@@ -238,8 +243,8 @@ def _outcome(run: Run, result: Result) -> dict[str, Any]:
     }
 
 
-def _standing(events: Path) -> dict[str, Any]:
-    """How far a run has come, and its latest step time: by the first worker's last whole lines."""
+def _progress(events: Path) -> dict[str, Any]:
+    """Iterations done and latest step time, from the last complete lines of rank 0."""
     try:
         with open_record(events) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
@@ -266,7 +271,9 @@ def _study_entry(path: Path, blank: Entry) -> Entry:
     study = folder.read()
     statuses = Counter(_status(folder, cell) for cell in study.cells)
     done = sum(statuses.pop(status, 0) for status in DONE)
-    others = (f"{count} {status}" for status, count in statuses.items() if status in TROUBLES)
+    others = (
+        f"{count} {status}" for status, count in statuses.items() if status in PROBLEM_STATUSES
+    )
     return replace(
         blank,
         kind="study",

@@ -1,16 +1,15 @@
-"""The pages of the live page, and its streams.
+"""The server of the live page.
 
-    /                  the list of runs and studies, kept up to date
-    /run/NAME          one run: curves and phases as they grow
-    /report/NAME       the report of a run or study, built when it is asked for
+    /                  the list of runs and studies, updated live
+    /run/NAME          one run: curves and phases, updated live
+    /report/NAME       the report of a run or study, built on request
     /compare?run=NAME  several runs side by side
-    /stream            the list, whenever it changes      (server-sent events)
-    /stream/NAME       what a run has written since       (server-sent events)
+    /stream            changes of the list (server-sent events)
+    /stream/NAME       new data of a run   (server-sent events)
 
-Only the hosts that were asked for are answered, so that no foreign page can read records through a
-name of its own that leads here.
-
-Serving the live page: on the address asked for, until Ctrl-C."""
+Only requests for known host names are answered, so that a foreign page cannot read records through
+DNS rebinding.
+"""
 
 from __future__ import annotations
 
@@ -58,10 +57,13 @@ from paceline.study.folder import StudyFolder
 from paceline.ui.live import Follower, IsClosing, list_changes, run_changes
 from paceline.ui.run_index import RunIndex
 
-MOST_COMPARED = 24
+LOOPBACK = "127.0.0.1"
+ALL_INTERFACES = "0.0.0.0"
+SIGINT_EXIT_CODE = 130
+MAX_COMPARED = 24
 
 STYLES = ("report.css", "chart.css", "ui.css")
-"""In this order; the live page looks like a report, and has a few things more."""
+"""In this order: the styles of a report, then those of the live page."""
 FILES = {
     "report.css": ("paceline.report", "text/css"),
     "chart.css": ("paceline.report", "text/css"),
@@ -69,15 +71,15 @@ FILES = {
     "list.js": ("paceline.ui", "text/javascript"),
     "run.js": ("paceline.ui", "text/javascript"),
 }
-"""What a browser may ask for by name: where it lies, and what it is."""
+"""Static files: their package and media type."""
 
 
 def _headers() -> dict[str, str]:
-    """Whatever a record says, a browser runs no script of it and fetches nothing from elsewhere."""
-    of_reports = base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()
+    """Whatever a record contains, browsers run no script from it and load nothing external."""
+    script_hash = base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()
     return {
         "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline';"
-        f" script-src 'self' 'sha256-{of_reports}'; img-src 'self' data:; base-uri 'none';"
+        f" script-src 'self' 'sha256-{script_hash}'; img-src 'self' data:; base-uri 'none';"
         " form-action 'self'; frame-ancestors 'none'",
         "Cross-Origin-Resource-Policy": "same-origin",
         "X-Content-Type-Options": "nosniff",
@@ -89,10 +91,8 @@ def _headers() -> dict[str, str]:
 HEADERS = _headers()
 
 
-def make_app(
-    library: RunIndex, hosts: list[str], is_closing: IsClosing = lambda: False
-) -> Starlette:
-    """`hosts`: the names by which the page may be asked for."""
+def make_app(index: RunIndex, hosts: list[str], is_closing: IsClosing = lambda: False) -> Starlette:
+    """`hosts` are the accepted values of the Host header."""
     app = Starlette(
         routes=[
             Route("/", _list_page),
@@ -106,50 +106,50 @@ def make_app(
             Route("/compare", _compare),
         ],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
-        exception_handlers={PacelineError: _refuse},
+        exception_handlers={PacelineError: _not_found},
     )
-    app.state.library = library
+    app.state.index = index
     app.state.is_closing = is_closing
     return app
 
 
-async def _refuse(request: Request, error: Exception) -> Response:
-    text = f"{_CRUMB}<h1>Nothing to show</h1>\n<p>{escape(str(error))}</p>\n"
+async def _not_found(request: Request, error: Exception) -> Response:
+    text = f"{_CRUMB}<h1>Not found</h1>\n<p>{escape(str(error))}</p>\n"
     return _html(_shell("paceline", text), 404)
 
 
 async def _list_page(request: Request) -> Response:
-    body = _page_text("list.html").replace("{folder}", escape(_library(request).root.name))
+    body = _page_text("list.html").replace("{folder}", escape(_index(request).root.name))
     return _html(_shell("paceline", body, "list.js"))
 
 
 async def _run_page(request: Request) -> Response:
     name = request.path_params["name"]
-    path = _library(request).path_of(name)
+    path = _index(request).path_of(name)
     if StudyFolder.is_study(path):
         return RedirectResponse(f"/report/{quote(name)}", headers=HEADERS)
-    total, facts = await run_in_threadpool(_facts, path)
-    # A run that is all there is has no name below the folder.
+    total, facts = await run_in_threadpool(_summary, path)
+    # The name is empty if the folder itself is a run.
     title = name or path.name
     texts = {"facts": facts, "total": str(total or ""), "title": title, "name": name}
     body = re.sub(r"\{(\w+)\}", lambda mark: escape(texts[mark[1]]), _page_text("run.html"))
     return _html(_shell(title, body, "run.js"))
 
 
-def _facts(path: Path) -> tuple[int | None, str]:
-    """How many iterations there will be, where the settings say so, and what is trained how."""
+def _summary(path: Path) -> tuple[int | None, str]:
+    """The number of iterations, if configured, and a summary of the configuration."""
     try:
         config: RunConfig = RunFolder(path).read_config()
     except RecordsError:
         return None, ""
-    words = [
+    items = [
         f"{config.model} on {config.data}",
         config.strategy,
         describe_workers(config),
         f"batch {config.global_batch_size}",
     ]
-    # Lines break between the facts, and not within one.
-    return config.iterations, " · ".join(word.replace(" ", "\u00a0") for word in words)
+    # Lines break only between the items.
+    return config.iterations, " · ".join(item.replace(" ", "\u00a0") for item in items)
 
 
 async def _page_file(request: Request) -> Response:
@@ -164,30 +164,30 @@ async def _no_icon(request: Request) -> Response:
 
 
 async def _list(request: Request) -> Response:
-    entries = await run_in_threadpool(_library(request).entries)
+    entries = await run_in_threadpool(_index(request).entries)
     return JSONResponse([entry.to_dict() for entry in entries], headers=HEADERS)
 
 
 async def _stream_list(request: Request) -> Response:
-    return _streaming(list_changes(_library(request), request.app.state.is_closing))
+    return _streaming(list_changes(_index(request), request.app.state.is_closing))
 
 
 async def _stream_run(request: Request) -> Response:
-    follower = Follower(_library(request).path_of(request.path_params["name"]))
+    follower = Follower(_index(request).path_of(request.path_params["name"]))
     return _streaming(run_changes(follower, request.app.state.is_closing))
 
 
 async def _report(request: Request) -> Response:
-    path = _library(request).path_of(request.path_params["name"])
+    path = _index(request).path_of(request.path_params["name"])
     return await _document(lambda: to_document(collect(path)))
 
 
 async def _compare(request: Request) -> Response:
-    library = _library(request)
+    index = _index(request)
     names = list(dict.fromkeys(request.query_params.getlist("run")))
-    paths = [str(library.path_of(name)) for name in names]
-    if not 0 < len(paths) <= MOST_COMPARED:
-        advice = f"Tick up to {MOST_COMPARED} runs or studies in the list first."
+    paths = [str(index.path_of(name)) for name in names]
+    if not 0 < len(paths) <= MAX_COMPARED:
+        advice = f"Select up to {MAX_COMPARED} runs or studies in the list first."
         return _html(_shell("Compare", f"{_CRUMB}<h1>Compare</h1>\n<p>{advice}</p>\n"), 400)
     return await _document(lambda: comparison_document(read_compared(paths)))
 
@@ -204,10 +204,10 @@ def _streaming(lines: AsyncIterator[str]) -> StreamingResponse:
     return StreamingResponse(lines, media_type="text/event-stream", headers=HEADERS)
 
 
-def _library(request: Request) -> RunIndex:
-    library = request.app.state.library
-    assert isinstance(library, RunIndex)
-    return library
+def _index(request: Request) -> RunIndex:
+    index = request.app.state.index
+    assert isinstance(index, RunIndex)
+    return index
 
 
 def _page_text(name: str) -> str:
@@ -231,38 +231,34 @@ def _shell(title: str, body: str, script: str | None = None) -> str:
     )
 
 
-LOOPBACK = "127.0.0.1"
-EVERYWHERE = "0.0.0.0"
-STOPPED_BY_CTRL_C = 130
-
-
 def serve(folder: Path | str, host: str, port: int) -> None:
-    library = RunIndex(folder)
+    """Serve the live page until Ctrl-C."""
+    index = RunIndex(folder)
     listening = _listen(host, port)
     address = f"http://{host}:{listening.getsockname()[1]}/"
-    sys.stdout.write(f"{library.root}\n{address}   (Ctrl-C ends it)\n")
+    sys.stdout.write(f"{index.root}\n{address}   (Ctrl-C to stop)\n")
     sys.stdout.flush()
-    hosts = names_of(host, listening.getsockname()[0])
-    app = make_app(library, hosts, is_closing=lambda: server.should_exit)
-    # Whoever watches is let go of at once; a report that is being built is waited for so long.
+    hosts = accepted_hosts(host, listening.getsockname()[0])
+    app = make_app(index, hosts, is_closing=lambda: server.should_exit)
+    # Streams end at once; a report that is being built gets this many seconds.
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2)
     server = _Server(config)
     with listening, contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listening])
-    # Whoever presses it again while Python takes its leave is to see no traceback either.
+    # Ctrl-C during interpreter shutdown must not print a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A second Ctrl-C ends it at once: there is nothing to be written that could be lost."""
+        """Exit immediately on a second Ctrl-C: the server has no state to lose."""
         if self.should_exit and sig == signal.SIGINT:
-            os._exit(STOPPED_BY_CTRL_C)
+            os._exit(SIGINT_EXIT_CODE)
         super().handle_exit(sig, frame)
 
 
-def names_of(host: str, address: str) -> list[str]:
-    """By which the page may be asked for: as browsers write them, in small letters."""
+def accepted_hosts(host: str, address: str) -> list[str]:
+    """Accepted values of the Host header, in lower case as browsers send them."""
     return [host.lower(), address, *(["localhost"] if address == LOOPBACK else [])]
 
 
@@ -274,11 +270,11 @@ def _listen(host: str, port: int) -> socket.socket:
         raise UsageError(
             f"cannot listen on {host} port {port} ({reason}): choose another --port or --host"
         ) from None
-    # By whatever words it was asked for: 0 and an empty name mean the same.
-    if listening.getsockname()[0] == EVERYWHERE:
+    # Check the resolved address: 0 and an empty name mean all interfaces as well.
+    if listening.getsockname()[0] == ALL_INTERFACES:
         listening.close()
         raise UsageError(
-            f"--host {host}: anybody could ask for the page under any name: give the name or"
-            " address by which it will be asked for"
+            f"--host {host}: listening on all interfaces would accept any host name: set the host"
+            " name or address that browsers will use"
         )
     return listening

@@ -1,4 +1,4 @@
-// The list: drawn from what the server pushes; ticks, folds and the filter survive every redraw.
+// The list of runs, drawn from pushed updates; selection, folds and filter survive every redraw.
 const body = document.getElementById("runs");
 const table = document.getElementById("table");
 const empty = document.getElementById("empty");
@@ -6,14 +6,14 @@ const filter = document.getElementById("filter");
 const compare = document.getElementById("compare");
 const count = document.getElementById("count");
 const more = document.getElementById("more");
-// What a reader has chosen is there again after a look at another page and the way back.
+// Selection, folds and filter are restored after navigating back.
 const before = history.state || {};
-const ticked = new Set(before.ticked);
-const folded = new Map(before.folded); // Name of a study -> whether its reader has closed it.
-const rows = new Map(); // Name -> the row as it stands, and what it was made of.
-const MOST_ROWS = 2000;
-const MOST_COMPARED = 24;
-const MOST_CELLS_OPEN = 24; // A study with more is closed until its reader opens it.
+const selected = new Set(before.selected);
+const folded = new Map(before.folded); // Name of a study -> whether the user closed it.
+const rows = new Map(); // Name -> the current row, and the data that it shows.
+const MAX_ROWS = 2000;
+const MAX_COMPARED = 24;
+const MAX_OPEN_CELLS = 24; // A study with more is initially closed.
 let entries = null;
 filter.value = before.filter || "";
 
@@ -44,22 +44,22 @@ function element(kind, attributes, ...inside) {
 const anchor = (href, text) => element("a", { href }, text);
 
 function cell(row, content, kind) {
-  const place = row.insertCell();
-  if (kind) place.className = kind;
-  place.append(content);
-  return place;
+  const made = row.insertCell();
+  if (kind) made.className = kind;
+  made.append(content);
+  return made;
 }
 
 function tick(entry) {
   const box = element("input", {
     type: "checkbox",
-    checked: ticked.has(entry.name),
+    checked: selected.has(entry.name),
     disabled: entry.status === "damaged",
     ariaLabel: `compare ${entry.name}`,
   });
   box.addEventListener("change", () => {
-    if (box.checked) ticked.add(entry.name);
-    else ticked.delete(entry.name);
+    if (box.checked) selected.add(entry.name);
+    else selected.delete(entry.name);
     showCompare();
   });
   return box;
@@ -75,7 +75,7 @@ function fold(group) {
   return made;
 }
 
-// Of a study's cell the study is said in the row above.
+// The row above a cell names its study.
 const shortName = (entry) => {
   if (entry.name === ".") return document.querySelector("h1").textContent;
   return entry.study ? entry.name.split("/").pop() : entry.name;
@@ -113,7 +113,7 @@ function build(entry, group) {
   return row;
 }
 
-// The row of an entry: the one that stands there, unless something in it is other now.
+// The row of an entry, rebuilt only if its data changed.
 function rowOf({ entry, group }) {
   const made = JSON.stringify([entry, ago(entry.changed), group && [group.isClosed, group.cells.length]]);
   const known = rows.get(entry.name);
@@ -123,7 +123,7 @@ function rowOf({ entry, group }) {
   return row;
 }
 
-// A study is followed by its cells, in the order in which they were run.
+// A study is followed by its cells in the order of their runs.
 function arrange(shown) {
   const all = new Map(entries.map((entry) => [entry.name, entry]));
   const groups = new Map();
@@ -134,7 +134,7 @@ function arrange(shown) {
   }
   const lines = [];
   for (const group of groups.values()) {
-    const isLong = group.cells.length > MOST_CELLS_OPEN && !filter.value;
+    const isLong = group.cells.length > MAX_OPEN_CELLS && !filter.value;
     group.isClosed = folded.get(group.entry.name) ?? isLong;
     lines.push({ entry: group.entry, group });
     const cells = group.isClosed ? [] : group.cells.sort((a, b) => a.changed - b.changed);
@@ -147,21 +147,21 @@ function show(lines) {
   const wanted = lines.map(rowOf);
   const kept = new Set(wanted);
   for (const row of [...body.children]) if (!kept.has(row)) row.remove();
-  // Only what is out of place is moved: a row that stays keeps the keyboard's focus.
+  // Only rows out of order are moved: a row that stays keeps keyboard focus.
   wanted.forEach((row, index) => {
     if (body.children[index] !== row) body.insertBefore(row, body.children[index] || null);
   });
 }
 
 function showCompare() {
-  compare.disabled = ticked.size < 2 || ticked.size > MOST_COMPARED;
-  compare.title = ticked.size > MOST_COMPARED ? `at most ${MOST_COMPARED}` : "";
-  compare.textContent = ticked.size ? `Compare ${ticked.size}` : "Compare";
+  compare.disabled = selected.size < 2 || selected.size > MAX_COMPARED;
+  compare.title = selected.size > MAX_COMPARED ? `at most ${MAX_COMPARED}` : "";
+  compare.textContent = selected.size ? `Compare ${selected.size}` : "Compare";
   remember();
 }
 
 function remember() {
-  history.replaceState({ ticked: [...ticked], folded: [...folded], filter: filter.value }, "");
+  history.replaceState({ selected: [...selected], folded: [...folded], filter: filter.value }, "");
 }
 
 function draw() {
@@ -171,7 +171,7 @@ function draw() {
   const text = (one) => `${one.name} ${one.model} ${one.strategy} ${one.status} ${one.kind}`.toLowerCase();
   const shown = entries.filter((one) => words.every((word) => text(one).includes(word)));
   const lines = arrange(shown);
-  show(lines.slice(0, MOST_ROWS));
+  show(lines.slice(0, MAX_ROWS));
   const runs = entries.filter((one) => one.kind === "run");
   const running = runs.filter((one) => one.status === "running").length;
   count.textContent = `${runs.length.toLocaleString("en")} ${runs.length === 1 ? "run" : "runs"}, ${running} running`;
@@ -179,37 +179,37 @@ function draw() {
   empty.hidden = shown.length > 0;
   empty.textContent = entries.length
     ? "No run or study matches the filter."
-    : "No runs here yet: they show up as soon as one begins.";
-  more.hidden = lines.length <= MOST_ROWS;
-  more.textContent = `The newest ${MOST_ROWS.toLocaleString("en")} of ${lines.length.toLocaleString("en")}: filter to see others.`;
+    : "No runs yet. A run appears here as soon as it starts.";
+  more.hidden = lines.length <= MAX_ROWS;
+  more.textContent = `Showing ${MAX_ROWS.toLocaleString("en")} of ${lines.length.toLocaleString("en")} rows. Use the filter to see others.`;
 }
 
 document.getElementById("bar").addEventListener("submit", (event) => {
   event.preventDefault();
-  const query = [...ticked].map((name) => `run=${encodeURIComponent(name)}`).join("&");
+  const query = [...selected].map((name) => `run=${encodeURIComponent(name)}`).join("&");
   if (!compare.disabled) window.location.assign(`/compare?${query}`);
 });
 filter.addEventListener("input", draw);
-setInterval(draw, 60000); // What is some minutes ago becomes more, though nothing is pushed.
+setInterval(draw, 60000); // Relative times change without an update.
 
 function take(event) {
   entries = JSON.parse(event.data);
   const names = new Set(entries.map((entry) => entry.name));
-  for (const known of [rows, ticked]) for (const name of known.keys()) if (!names.has(name)) known.delete(name);
+  for (const known of [rows, selected]) for (const name of known.keys()) if (!names.has(name)) known.delete(name);
   showCompare();
   draw();
 }
 
 let source = null;
 
-// A page that nobody sees lets go of its connection: a browser has six for all pages of a server.
+// A hidden page closes its connection: browsers allow six per server.
 function listen() {
   source?.close();
   if (document.hidden) return;
   source = new EventSource("/stream");
   source.addEventListener("message", take);
   source.addEventListener("error", () => {
-    count.textContent = "no connection to paceline ui: trying again";
+    count.textContent = "no connection to paceline ui, retrying";
   });
 }
 

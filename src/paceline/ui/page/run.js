@@ -1,8 +1,8 @@
-// One run, as it grows: what is pushed is added to what was there, and drawn anew.
+// One run: adds pushed updates to the curves and redraws them.
 const SVG = "http://www.w3.org/2000/svg";
 const BOX = { left: 50, right: 466, top: 12, bottom: 214 };
-const MOST_POINTS = 1200;
-const NEWEST_POINTS = 50;
+const MAX_POINTS = 1200;
+const RECENT_POINTS = 50;
 const PHASES = ["input", "forward", "backward", "update", "exchange", "wait", "evaluate", "checkpoint", "other"];
 const heading = document.getElementById("name");
 const { name } = heading.dataset;
@@ -13,7 +13,7 @@ const standing = document.getElementById("standing");
 const progress = document.getElementById("progress");
 const cause = document.getElementById("cause");
 const curves = { loss: [], seconds: [], accuracy: [] };
-const phases = new Map(); // Worker -> seconds in each.
+const phases = new Map(); // Worker -> seconds by phase.
 document.getElementById("report").href = `/report/${path}`;
 
 function make(kind, attributes, text) {
@@ -33,9 +33,9 @@ function ticks(low, high, count) {
   return found.map((value) => [value, value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits })]);
 }
 
-// Of so many points, each the mean of a stretch: a long run stays quick to draw.
+// Averages pairs of points, so that a long run stays fast to draw.
 function thin(points) {
-  if (points.length <= MOST_POINTS) return points;
+  if (points.length <= MAX_POINTS) return points;
   const kept = [];
   for (let index = 0; index + 1 < points.length; index += 2) {
     const [one, two] = [points[index], points[index + 1]];
@@ -45,7 +45,7 @@ function thin(points) {
   return kept;
 }
 
-// An axis that shows nearly all points: a few slow iterations must not flatten the rest.
+// Upper limit that ignores outliers: a few slow iterations must not flatten the curve.
 function top(values) {
   const most = Math.max(...values);
   const usual = [...values].sort((a, b) => a - b)[Math.floor(0.98 * (values.length - 1))];
@@ -53,7 +53,7 @@ function top(values) {
 }
 
 function limits(id, values) {
-  // Times are compared by their height, so theirs begins at zero.
+  // Step times are compared by height, so their axis starts at zero.
   let [low, high] = [id === "seconds" ? 0 : Math.min(...values), id === "seconds" ? top(values) : Math.max(...values)];
   if (low === high) [low, high] = [low - 0.5 * Math.abs(low || 1), high + 0.5 * Math.abs(high || 1)];
   const air = 0.05 * (high - low);
@@ -65,7 +65,7 @@ function draw(id) {
   const points = curves[id];
   svg.dataset.points = points.length;
   if (!points.length) {
-    svg.replaceChildren(make("text", { x: 240, y: 125, "text-anchor": "middle", class: "tick" }, "none so far"));
+    svg.replaceChildren(make("text", { x: 240, y: 125, "text-anchor": "middle", class: "tick" }, "no data yet"));
     return;
   }
   const [left, right] = [0, Math.max(1, points[points.length - 1][0])];
@@ -117,8 +117,8 @@ function drawPhases() {
     bars.push(element("p", "worker", `worker ${rank}`), bar);
   }
   document.getElementById("phases").replaceChildren(...bars);
-  const whose = workers.length > 1 ? `all ${workers.length} workers together` : "worker 0";
-  document.getElementById("whose").textContent = `in training, without start-up; shares of ${whose}`;
+  const whose = workers.length > 1 ? `all ${workers.length} workers` : "worker 0";
+  document.getElementById("whose").textContent = `training, without startup; shares of ${whose}`;
   const whole = sum(workers.flatMap(([, spent]) => Object.values(spent)));
   const keys = PHASES.map((phase) => [phase, sum(workers.map(([, spent]) => spent[phase] || 0)) / whole])
     .filter(([, share]) => share >= 0.0005)
@@ -128,7 +128,7 @@ function drawPhases() {
 
 const clock = (left) => `${Math.floor(left / 60)}:${String(Math.round(left) % 60).padStart(2, "0")}`;
 
-// Three digits, and never an exponent.
+// Three significant digits without an exponent.
 function duration(milliseconds) {
   const [value, unit] = milliseconds < 999.5 ? [milliseconds, "ms"] : [milliseconds / 1000, "s"];
   const digits = { minimumSignificantDigits: 3, maximumSignificantDigits: 3 };
@@ -139,31 +139,31 @@ function drawStanding(isRunning) {
   const times = curves.seconds;
   const last = times[times.length - 1];
   if (!last) return;
-  const begin = Math.max(0, times.length - NEWEST_POINTS);
+  const begin = Math.max(0, times.length - RECENT_POINTS);
   const start = begin ? times[begin - 1][0] : times[0][0] - 1;
-  // A point that stands for a stretch of iterations counts for all of them.
+  // A downsampled point counts for all iterations of its interval.
   const spent = times.slice(begin).map(([at, one], index) => (at - (index ? times[begin + index - 1][0] : start)) * one);
   const count = last[0] - start;
   const each = sum(spent) / count;
-  const words = [`iteration ${last[0].toLocaleString("en")}${total ? ` of ${total.toLocaleString("en")}` : ""}`];
-  words.push(`${duration(each)} each, the mean of the newest ${count.toLocaleString("en")}`);
-  if (isRunning && total > last[0]) words.push(`about ${clock(((total - last[0]) * each) / 1000)} left`);
-  standing.textContent = words.join(" · ");
+  const parts = [`iteration ${last[0].toLocaleString("en")}${total ? ` of ${total.toLocaleString("en")}` : ""}`];
+  parts.push(`${duration(each)} per step (mean of the last ${count.toLocaleString("en")})`);
+  if (isRunning && total > last[0]) parts.push(`about ${clock(((total - last[0]) * each) / 1000)} left`);
+  standing.textContent = parts.join(" · ");
   progress.hidden = !isRunning || !total;
   if (total) Object.assign(progress, { max: total, value: last[0] });
 }
 
-function add(news) {
-  for (const [iteration, loss, spent] of news.points || []) {
+function add(update) {
+  for (const [iteration, loss, spent] of update.points || []) {
     const { seconds } = curves;
     if (seconds.length && iteration <= seconds[seconds.length - 1][0]) {
-      // A resumed run does some iterations again.
+      // A resumed run repeats some iterations.
       for (const id of ["loss", "seconds"]) curves[id] = curves[id].filter((point) => point[0] < iteration);
     }
     if (loss !== null) curves.loss.push([iteration, loss]);
     if (spent !== null) curves.seconds.push([iteration, spent * 1000]);
   }
-  for (const [iteration, accuracy] of news.evaluations || []) {
+  for (const [iteration, accuracy] of update.evaluations || []) {
     curves.accuracy = curves.accuracy.filter((point) => point[0] < iteration);
     curves.accuracy.push([iteration, 100 * accuracy]);
   }
@@ -171,7 +171,7 @@ function add(news) {
     curves[id] = thin(curves[id]);
     draw(id);
   }
-  for (const [rank, spent] of Object.entries(news.phases || {})) phases.set(Number(rank), spent);
+  for (const [rank, spent] of Object.entries(update.phases || {})) phases.set(Number(rank), spent);
   if (phases.size) drawPhases();
   show("running");
 }
@@ -187,7 +187,7 @@ function show(text, why) {
 for (const id of Object.keys(curves)) draw(id);
 let source = null;
 
-// A page that nobody sees lets go of its connection: a browser has six for all pages of a server.
+// A hidden page closes its connection: browsers allow six per server.
 function listen() {
   source?.close();
   if (document.hidden) return;
