@@ -1,4 +1,4 @@
-"""The drawn sets: reproducible, extendable, kept on disk, and neither trivial nor unreadable."""
+"""Synthetic digits: reproducible, extendable, cached on disk, neither trivial nor unreadable."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.errors import DataError
 EACH_SET = pytest.mark.parametrize("drawing", [DIGITS, PLAIN_DIGITS], ids=lambda each: each.name)
 
 
-def drawn(split: str, samples: int, seed: int = 0, drawing: SyntheticDigits = DIGITS) -> Split:
+def generate(split: str, samples: int, seed: int = 0, drawing: SyntheticDigits = DIGITS) -> Split:
     images, labels = zip(*drawing.draw(split, samples, seed), strict=True)
     return Split(
         torch.from_numpy(np.concatenate(images)), torch.from_numpy(np.concatenate(labels)).long()
@@ -34,9 +34,9 @@ def assert_same(one: Split, other: Split) -> None:
 
 
 @pytest.fixture
-def few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sets of 100 samples are kept on disk as large ones are."""
-    monkeypatch.setattr(digits, "_WORTH_KEEPING_SAMPLES", 0)
+def cache_small_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cache datasets of 100 samples on disk as if they were large."""
+    monkeypatch.setattr(digits, "_MAX_UNCACHED_SAMPLES", 0)
 
 
 def request_in(folder: Path, **changes: int) -> LoadRequest:
@@ -44,7 +44,7 @@ def request_in(folder: Path, **changes: int) -> LoadRequest:
 
 
 @pytest.mark.parametrize(("drawing", "shape"), [(DIGITS, (3, 32, 32)), (PLAIN_DIGITS, (1, 28, 28))])
-def test_images_are_bytes_with_digits_as_labels(
+def test_images_are_uint8_and_labels_are_digits(
     drawing: SyntheticDigits, shape: tuple[int, int, int]
 ) -> None:
     dataset = drawing(LoadRequest(train_samples=30, test_samples=20))
@@ -56,43 +56,43 @@ def test_images_are_bytes_with_digits_as_labels(
 
 
 @pytest.mark.parametrize("samples", [1, 249, 250, 251, 600])
-def test_a_smaller_set_is_a_prefix_of_a_larger_one(samples: int) -> None:
-    assert_same(drawn("train", samples), drawn("train", 700).head(samples))
+def test_smaller_dataset_is_a_prefix_of_a_larger_one(samples: int) -> None:
+    assert_same(generate("train", samples), generate("train", 700).head(samples))
 
 
-def test_the_number_of_threads_changes_no_bit() -> None:
+def test_images_do_not_depend_on_thread_count() -> None:
     threads = torch.get_num_threads()
     results = []
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            results.append(drawn("train", 500))
+            results.append(generate("train", 500))
     finally:
         torch.set_num_threads(threads)
     assert_same(results[0], results[1])
     assert_same(results[0], results[2])
 
 
-def test_splits_seeds_and_chunks_share_no_image() -> None:
+def test_splits_seeds_and_chunks_have_distinct_images() -> None:
     images = torch.cat(
         [
-            drawn("train", 500).inputs,
-            drawn("test", 250).inputs,
-            drawn("train", 250, seed=1).inputs,
+            generate("train", 500).inputs,
+            generate("test", 250).inputs,
+            generate("train", 250, seed=1).inputs,
         ]
     )
     assert len(torch.unique(images.flatten(1), dim=0)) == 1000
 
 
-def test_labels_are_about_evenly_spread() -> None:
-    counts = torch.bincount(drawn("train", 2000).labels, minlength=10)
-    # Five standard deviations of a fair ten-sided die thrown 2,000 times.
+def test_labels_are_uniformly_distributed() -> None:
+    counts = torch.bincount(generate("train", 2000).labels, minlength=10)
+    # Five standard deviations of the uniform distribution.
     assert (counts - 200).abs().max() < 5 * (2000 * 0.1 * 0.9) ** 0.5
 
 
 @EACH_SET
-def test_the_stated_mean_and_deviation_are_those_of_the_images(drawing: SyntheticDigits) -> None:
-    images = drawn("train", 2000, drawing=drawing).inputs.double() / 255
+def test_declared_mean_and_std_match_the_images(drawing: SyntheticDigits) -> None:
+    images = generate("train", 2000, drawing=drawing).inputs.double() / 255
     dataset = drawing(LoadRequest(train_samples=1, test_samples=1))
     torch.testing.assert_close(
         images.mean((0, 2, 3)), torch.tensor(dataset.mean).double(), atol=0.02, rtol=0
@@ -127,8 +127,8 @@ def accuracy_after_training(network: nn.Module, train: Split, test: Split) -> fl
         return float((network(prepare(test.inputs)).argmax(1) == test.labels).float().mean())
 
 
-def test_a_convolutional_network_learns_them_where_a_linear_one_cannot() -> None:
-    train, test = drawn("train", 3000), drawn("test", 1000)
+def test_cnn_learns_digits_and_a_linear_model_does_not() -> None:
+    train, test = generate("train", 3000), generate("test", 1000)
     torch.manual_seed(0)
     convolutional = nn.Sequential(
         nn.Conv2d(3, 12, 5, stride=2), nn.ReLU(), nn.Conv2d(12, 24, 5, stride=2), nn.ReLU(),
@@ -139,18 +139,20 @@ def test_a_convolutional_network_learns_them_where_a_linear_one_cannot() -> None
     assert accuracy_after_training(linear, train, test) < 0.3
 
 
-def test_a_linear_model_learns_most_of_the_plain_ones_and_not_all() -> None:
-    train, test = (drawn(*part, drawing=PLAIN_DIGITS) for part in (("train", 3000), ("test", 1000)))
+def test_linear_model_learns_most_plain_digits() -> None:
+    train, test = (
+        generate(*part, drawing=PLAIN_DIGITS) for part in (("train", 3000), ("test", 1000))
+    )
     torch.manual_seed(0)
     linear = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
     assert 0.6 < accuracy_after_training(linear, train, test) < 0.97
 
 
-@pytest.mark.usefixtures("few_are_kept")
-class TestKeptOnDisk:
+@pytest.mark.usefixtures("cache_small_datasets")
+class TestCache:
     @pytest.fixture
-    def never_drawn(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Only the first chunk may be drawn, as the check of what was found does."""
+    def never_generated(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Allow generating only the first chunk, which validates the cache."""
 
         draw = SyntheticDigits.draw
 
@@ -158,30 +160,30 @@ class TestKeptOnDisk:
             drawing: SyntheticDigits, split: str, samples: int, seed: int
         ) -> Iterator[Chunk]:
             yield next(iter(draw(drawing, split, samples, seed)))
-            raise AssertionError("drawn although it was kept")
+            raise AssertionError("generated although it was cached")
 
         monkeypatch.setattr(SyntheticDigits, "draw", first_chunk)
 
-    def test_a_kept_set_is_what_was_drawn(self, tmp_path: Path) -> None:
+    def test_cached_dataset_equals_generated_dataset(self, tmp_path: Path) -> None:
         first = DIGITS(request_in(tmp_path))
         again = DIGITS(request_in(tmp_path))
-        assert_same(first.train, drawn("train", 100))
-        assert_same(again.train, drawn("train", 100))
-        assert_same(again.test, drawn("test", 50))
+        assert_same(first.train, generate("train", 100))
+        assert_same(again.train, generate("train", 100))
+        assert_same(again.test, generate("test", 50))
 
-    def test_a_kept_set_is_not_drawn_again(
+    def test_cached_dataset_is_not_generated_again(
         self, tmp_path: Path, request: pytest.FixtureRequest
     ) -> None:
         DIGITS(request_in(tmp_path))
-        request.getfixturevalue("never_drawn")
+        request.getfixturevalue("never_generated")
         DIGITS(request_in(tmp_path))
 
-    def test_seeds_and_sizes_have_files_of_their_own(self, tmp_path: Path) -> None:
+    def test_each_seed_and_size_has_its_own_file(self, tmp_path: Path) -> None:
         DIGITS(request_in(tmp_path))
-        assert_same(DIGITS(request_in(tmp_path, seed=5)).train, drawn("train", 100, seed=5))
+        assert_same(DIGITS(request_in(tmp_path, seed=5)).train, generate("train", 100, seed=5))
 
     @pytest.mark.parametrize("harm", ["emptied", "cut short", "overwritten", "labels overwritten"])
-    def test_a_damaged_file_is_drawn_again(self, tmp_path: Path, harm: str) -> None:
+    def test_corrupt_cache_is_regenerated(self, tmp_path: Path, harm: str) -> None:
         DIGITS(request_in(tmp_path))
         (file,) = (tmp_path / "digits").glob("*train*.decoded")
         content = bytearray(file.read_bytes())
@@ -194,25 +196,25 @@ class TestKeptOnDisk:
         else:
             content[-5:] = b"\xff" * 5
         file.write_bytes(content)
-        assert_same(DIGITS(request_in(tmp_path)).train, drawn("train", 100))
+        assert_same(DIGITS(request_in(tmp_path)).train, generate("train", 100))
         assert file.read_bytes() != content
 
-    def test_a_folder_that_cannot_be_written_is_no_error(self, tmp_path: Path) -> None:
+    def test_unwritable_folder_is_not_an_error(self, tmp_path: Path) -> None:
         not_a_folder = tmp_path / "file"
         not_a_folder.touch()
-        assert_same(DIGITS(request_in(not_a_folder)).train, drawn("train", 100))
+        assert_same(DIGITS(request_in(not_a_folder)).train, generate("train", 100))
 
-    def test_a_set_above_the_limit_is_mapped_and_the_same(self, tmp_path: Path) -> None:
+    def test_dataset_above_the_limit_is_mapped(self, tmp_path: Path) -> None:
         mapped = DIGITS(request_in(tmp_path, resident_limit_bytes=1000))
-        assert_same(mapped.train, drawn("train", 100))
+        assert_same(mapped.train, generate("train", 100))
 
-    def test_a_set_above_the_limit_that_cannot_be_kept_is_refused(self, tmp_path: Path) -> None:
+    def test_dataset_above_the_limit_requires_a_writable_cache(self, tmp_path: Path) -> None:
         not_a_folder = tmp_path / "file"
         not_a_folder.touch()
-        with pytest.raises(DataError, match="choose another --data-dir"):
+        with pytest.raises(DataError, match="use another --data-dir"):
             DIGITS(request_in(not_a_folder, resident_limit_bytes=1000))
 
 
-def test_small_sets_are_not_kept(tmp_path: Path) -> None:
+def test_small_datasets_are_not_cached(tmp_path: Path) -> None:
     DIGITS(request_in(tmp_path))
     assert not list(tmp_path.iterdir())

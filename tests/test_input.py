@@ -1,4 +1,4 @@
-"""The input path: what reaches the model is the right samples, changed alike on any worker."""
+"""Input pipeline: the right samples, augmented the same way for any number of workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.data.image_transforms import (
     Augmenter,
     AugmentParams,
     cut_out,
-    draw_changes,
+    draw_augment_params,
 )
 from paceline.data.pipeline import InputPipeline, evaluation_batches
 from paceline.data.sampling import GlobalBatchSampler, shard_bounds
@@ -34,29 +34,29 @@ def image_split(samples: int = 50, shape: tuple[int, int, int] = (3, 12, 10)) ->
 
 
 def plain(images: Tensor) -> Tensor:
-    """The textbook formula."""
+    """Reference implementation of normalization."""
     mean, std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
     return (images / 255 - mean) / std
 
 
-def path_over(split: Split, batch_size: int = 16, **options: object) -> InputPipeline:
+def make_pipeline(split: Split, batch_size: int = 16, **options: object) -> InputPipeline:
     order = GlobalBatchSampler(len(split), batch_size, seed=4)
     return InputPipeline(split, MEAN, STD, order, **options)  # type: ignore[arg-type]
 
 
-def changes_to(images: Tensor, epoch: int = 0) -> AugmentParams:
+def params_for(images: Tensor, epoch: int = 0) -> AugmentParams:
     samples, _, height, width = images.shape
-    return draw_changes(1, epoch, samples, height, width)
+    return draw_augment_params(1, epoch, samples, height, width)
 
 
-def augmented(augmenter: Augmenter, images: Tensor, changes: AugmentParams | None = None) -> Tensor:
-    changes = changes or changes_to(images)
-    return augmenter.gather(images, torch.arange(len(images)), changes).clone()
+def augmented(augmenter: Augmenter, images: Tensor, params: AugmentParams | None = None) -> Tensor:
+    params = params or params_for(images)
+    return augmenter.gather(images, torch.arange(len(images)), params).clone()
 
 
-def test_a_batch_is_the_plain_normalisation_of_its_samples() -> None:
+def test_batch_is_normalized_by_mean_and_std() -> None:
     split = image_split()
-    path = path_over(split)
+    path = make_pipeline(split)
     for index in range(path.order.batches_per_epoch):
         rows = path.order.batch(1, index)
         inputs, labels = path.batch(1, index)
@@ -64,27 +64,27 @@ def test_a_batch_is_the_plain_normalisation_of_its_samples() -> None:
         assert torch.equal(labels, split.labels[rows])
 
 
-def test_images_without_statistics_are_scaled_to_between_0_and_1() -> None:
+def test_images_without_statistics_are_scaled_to_0_1() -> None:
     split = image_split()
     path = InputPipeline(split, (), (), GlobalBatchSampler(50, 16, seed=4))
     expected = split.inputs[path.order.batch(0, 0)] / 255
     torch.testing.assert_close(path.batch(0, 0)[0], expected)
 
 
-def test_one_statistic_serves_all_channels() -> None:
+def test_single_statistic_applies_to_all_channels() -> None:
     split = image_split()
     path = InputPipeline(split, (0.5,), (0.25,), GlobalBatchSampler(50, 16, seed=4))
     expected = (split.inputs[path.order.batch(0, 0)] / 255 - 0.5) / 0.25
     torch.testing.assert_close(path.batch(0, 0)[0], expected)
 
 
-def test_floats_pass_unnormalised() -> None:
+def test_floats_are_not_normalized() -> None:
     split = Split(torch.randn(20, 7), torch.arange(20))
     path = InputPipeline(split, (), (), GlobalBatchSampler(20, 8, seed=0))
     assert torch.equal(path.batch(0, 1)[0], split.inputs[path.order.batch(0, 1)])
 
 
-def test_doubles_become_the_type_that_models_take() -> None:
+def test_doubles_are_converted_to_the_model_dtype() -> None:
     split = Split(torch.randn(20, 7, dtype=torch.float64), torch.arange(20))
     assert (
         InputPipeline(split, (), (), GlobalBatchSampler(20, 8, 0)).batch(0, 0)[0].dtype
@@ -92,30 +92,30 @@ def test_doubles_become_the_type_that_models_take() -> None:
     )
 
 
-def test_labels_of_any_whole_type_become_int64() -> None:
+def test_labels_of_any_integer_dtype_become_int64() -> None:
     split = Split(random_bytes(20, 3, 4, 4), torch.arange(20, dtype=torch.uint8))
-    assert path_over(split).batch(0, 0)[1].dtype == torch.int64
+    assert make_pipeline(split).batch(0, 0)[1].dtype == torch.int64
 
 
-def test_channels_last_changes_the_layout_and_not_the_values() -> None:
+def test_channels_last_changes_only_the_layout() -> None:
     split = image_split()
-    inputs, _ = path_over(split, channels_last=True, augment=("crop",)).batch(0, 0)
+    inputs, _ = make_pipeline(split, channels_last=True, augment=("crop",)).batch(0, 0)
     assert inputs.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(inputs, path_over(split, augment=("crop",)).batch(0, 0)[0])
+    torch.testing.assert_close(inputs, make_pipeline(split, augment=("crop",)).batch(0, 0)[0])
 
 
-def test_a_memory_mapped_split_gives_the_same_batches(tmp_path: Path) -> None:
+def test_mapped_split_gives_the_same_batches(tmp_path: Path) -> None:
     split = image_split()
     file = tmp_path / "images"
     file.write_bytes(split.inputs.numpy().tobytes())
     mapped = torch.from_file(str(file), shared=False, size=split.inputs.numel(), dtype=torch.uint8)
-    over_file = path_over(Split(mapped.view_as(split.inputs), split.labels), augment=ALL_KINDS)
-    in_memory = path_over(split, augment=ALL_KINDS)
+    over_file = make_pipeline(Split(mapped.view_as(split.inputs), split.labels), augment=ALL_KINDS)
+    in_memory = make_pipeline(split, augment=ALL_KINDS)
     assert torch.equal(over_file.batch(0, 2)[0], in_memory.batch(0, 2)[0])
 
 
-def test_a_batch_is_not_changed_by_asking_for_the_next() -> None:
-    path = path_over(image_split(), augment=ALL_KINDS)
+def test_requesting_a_batch_does_not_change_the_previous_one() -> None:
+    path = make_pipeline(image_split(), augment=ALL_KINDS)
     first, _ = path.batch(0, 0)
     kept = first.clone()
     path.batch(0, 1)
@@ -124,13 +124,13 @@ def test_a_batch_is_not_changed_by_asking_for_the_next() -> None:
 
 @pytest.mark.parametrize("kinds", [(), ("crop",), ("flip",), ("cutout",), ALL_KINDS])
 @pytest.mark.parametrize("weights", [[1, 1], [1, 1, 1], [5, 1, 0, 2]])
-def test_shares_of_a_batch_are_changed_as_the_whole_is(
+def test_shards_are_augmented_like_the_global_batch(
     kinds: tuple[str, ...], weights: list[float]
 ) -> None:
     split = image_split()
-    alone = path_over(split, augment=kinds)
-    # Each worker has its own path and comes with its own history of batches.
-    workers = [path_over(split, augment=kinds) for _ in weights]
+    alone = make_pipeline(split, augment=kinds)
+    # Each worker has its own pipeline with its own history of batches.
+    workers = [make_pipeline(split, augment=kinds) for _ in weights]
     for index in range(alone.order.batches_per_epoch):
         whole, labels = alone.batch(3, index)
         parts = [
@@ -141,44 +141,44 @@ def test_shares_of_a_batch_are_changed_as_the_whole_is(
         assert torch.equal(torch.cat([part[1] for part in parts]), labels)
 
 
-def test_an_empty_share_is_an_empty_batch() -> None:
-    inputs, labels = path_over(image_split(), augment=ALL_KINDS).batch(0, 0, slice(4, 4))
+def test_empty_shard_is_an_empty_batch() -> None:
+    inputs, labels = make_pipeline(image_split(), augment=ALL_KINDS).batch(0, 0, slice(4, 4))
     assert inputs.shape == (0, 3, 12, 10)
     assert labels.shape == (0,)
 
 
-def test_a_batch_asked_for_again_is_bit_identical() -> None:
+def test_repeated_batch_is_bit_identical() -> None:
     split = image_split()
-    path = path_over(split, augment=ALL_KINDS)
+    path = make_pipeline(split, augment=ALL_KINDS)
     before, _ = path.batch(2, 1)
     path.batch(0, 3)
     assert torch.equal(path.batch(2, 1)[0], before)
-    assert torch.equal(path_over(split, augment=ALL_KINDS).batch(2, 1)[0], before)
+    assert torch.equal(make_pipeline(split, augment=ALL_KINDS).batch(2, 1)[0], before)
 
 
-def test_changes_differ_by_seed_and_epoch() -> None:
+def test_augmentation_differs_by_seed_and_epoch() -> None:
     drawn = {
-        tuple(draw_changes(seed, epoch, 30, 32, 32).cut_row)
+        tuple(draw_augment_params(seed, epoch, 30, 32, 32).cut_row)
         for seed in range(5)
         for epoch in range(5)
     }
     assert len(drawn) == 25
 
 
-def test_every_change_is_drawn_about_as_often() -> None:
-    changes = draw_changes(0, 0, 9000, 6, 5)
+def test_augmentation_parameters_are_uniform() -> None:
+    params = draw_augment_params(0, 0, 9000, 6, 5)
     for part, below in (
-        (changes.top, 9), (changes.left, 9), (changes.mirrored, 2),
-        (changes.cut_row, 6), (changes.cut_column, 5),
+        (params.top, 9), (params.left, 9), (params.flipped, 2),
+        (params.cut_row, 6), (params.cut_column, 5),
     ):  # fmt: skip
         counts = np.bincount(part, minlength=below)
         assert len(counts) == below
         expected = 9000 / below
-        # Five standard deviations of so many throws of a fair die.
+        # Five standard deviations of the uniform distribution.
         assert abs(counts - expected).max() < 5 * (expected * (1 - 1 / below)) ** 0.5
 
 
-def test_a_kind_changes_images_alike_whatever_other_kinds_there_are() -> None:
+def test_transform_does_not_depend_on_other_transforms() -> None:
     images = random_bytes(40, 3, 12, 10)
     one_by_one = images
     for kind in ("flip", "crop", "cutout"):
@@ -186,44 +186,44 @@ def test_a_kind_changes_images_alike_whatever_other_kinds_there_are() -> None:
     assert torch.equal(augmented(Augmenter(ALL_KINDS), images), one_by_one)
 
 
-def test_a_crop_is_a_window_of_the_zero_padded_image() -> None:
+def test_crop_is_a_window_of_the_zero_padded_image() -> None:
     images = random_bytes(200, 3, 12, 10)
-    changes = changes_to(images)
-    cropped = augmented(Augmenter(("crop",)), images, changes)
+    params = params_for(images)
+    cropped = augmented(Augmenter(("crop",)), images, params)
     for sample, image in enumerate(images):
         padded = torch.zeros(3, 12 + 2 * CROP_PAD, 10 + 2 * CROP_PAD, dtype=torch.uint8)
         padded[:, CROP_PAD : CROP_PAD + 12, CROP_PAD : CROP_PAD + 10] = image
-        top, left = changes.top[sample], changes.left[sample]
+        top, left = params.top[sample], params.left[sample]
         assert torch.equal(cropped[sample], padded[:, top : top + 12, left : left + 10])
 
 
 @pytest.mark.parametrize("kinds", [("crop",), ("flip",), ("cutout",), ALL_KINDS])
-def test_what_an_augmenter_did_before_leaves_no_trace(kinds: tuple[str, ...]) -> None:
+def test_augmenter_keeps_no_state_between_batches(kinds: tuple[str, ...]) -> None:
     images = random_bytes(8, 3, 12, 10)
     used = Augmenter(kinds)
     for samples in (30, 8, 5, 1, 2, 3):
         others = random_bytes(samples, 3, 12, 10)
-        augmented(used, others, changes_to(others, epoch=7))
+        augmented(used, others, params_for(others, epoch=7))
     assert torch.equal(augmented(used, images), augmented(Augmenter(kinds), images))
 
 
-def test_the_source_of_an_augmented_batch_is_left_as_it_was() -> None:
+def test_augmentation_does_not_modify_the_source() -> None:
     images = random_bytes(30, 3, 12, 10)
     before = images.clone()
     augmented(Augmenter(ALL_KINDS), images)
     assert torch.equal(images, before)
 
 
-def test_images_are_mirrored_where_that_was_drawn() -> None:
+def test_selected_images_are_flipped() -> None:
     images = random_bytes(30, 2, 3, 8)
-    changes = changes_to(images)
-    after = augmented(Augmenter(("flip",)), images, changes)
+    params = params_for(images)
+    after = augmented(Augmenter(("flip",)), images, params)
     for sample, image in enumerate(images):
         mirror = image[:, :, torch.arange(7, -1, -1)]
-        assert torch.equal(after[sample], mirror if changes.mirrored[sample] else image)
+        assert torch.equal(after[sample], mirror if params.flipped[sample] else image)
 
 
-def test_cutout_fills_one_square_and_leaves_the_rest() -> None:
+def test_cutout_fills_only_one_square() -> None:
     images = random_bytes(1, 2, 20, 20)
     expected = images.clone()
     half = CUTOUT_SIDE // 2
@@ -234,21 +234,21 @@ def test_cutout_fills_one_square_and_leaves_the_rest() -> None:
     assert torch.equal(images, expected)
 
 
-def test_cutout_at_the_border_stays_inside() -> None:
+def test_cutout_is_clipped_at_the_border() -> None:
     images = torch.full((1, 1, 9, 9), 7, dtype=torch.uint8)
     cut_out(images, np.array([0]), np.array([0]), torch.zeros(1, 1, 1, 1).byte())
     assert int((images == 0).sum()) == (CUTOUT_SIDE // 2) ** 2
 
 
-def test_cut_out_pixels_are_the_mean_after_normalising() -> None:
-    path = path_over(image_split(), augment=("cutout",))
-    untouched = path_over(image_split())
+def test_cutout_pixels_are_zero_after_normalization() -> None:
+    path = make_pipeline(image_split(), augment=("cutout",))
+    untouched = make_pipeline(image_split())
     changed = path.batch(0, 0)[0] != untouched.batch(0, 0)[0]
-    # Half a step of a byte, in units of the smallest deviation.
+    # Half a uint8 step in units of the smallest std.
     assert path.batch(0, 0)[0][changed].abs().max() <= 0.5 / 255 / min(STD) + 1e-5
 
 
-def test_evaluation_gives_every_sample_once_and_in_order() -> None:
+def test_evaluation_yields_every_sample_once_in_order() -> None:
     split = image_split(23)
     batches = list(evaluation_batches(split, MEAN, STD, batch_size=10))
     assert [len(labels) for _, labels in batches] == [10, 10, 3]
@@ -256,7 +256,7 @@ def test_evaluation_gives_every_sample_once_and_in_order() -> None:
     assert torch.equal(torch.cat([labels for _, labels in batches]), split.labels)
 
 
-def test_evaluation_leaves_a_split_of_floats_as_it_was() -> None:
+def test_evaluation_does_not_modify_float_inputs() -> None:
     split = Split(torch.randn(6, 3), torch.arange(6))
     before = split.inputs.clone()
     list(evaluation_batches(split, (), (), batch_size=4))
@@ -265,13 +265,11 @@ def test_evaluation_leaves_a_split_of_floats_as_it_was() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("resident", [True, False])
-def test_a_gpu_is_given_the_batches_that_a_cpu_is(
-    resident: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_batches_equal_cpu_batches(resident: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.data.pipeline._GPU_SHARE", 0.5 if resident else 0.0)
     split = image_split()
-    on_cpu = path_over(split, augment=ALL_KINDS)
-    on_gpu = path_over(split, augment=ALL_KINDS, device="cuda")
+    on_cpu = make_pipeline(split, augment=ALL_KINDS)
+    on_gpu = make_pipeline(split, augment=ALL_KINDS, device="cuda")
     for epoch, index in ((0, 0), (0, 3), (1, 1)):
         inputs, labels = on_gpu.batch(epoch, index, slice(3, 9))
         expected, expected_labels = on_cpu.batch(epoch, index, slice(3, 9))

@@ -1,4 +1,4 @@
-"""Loading what a config asks for, and a user's own data: faults are found and explained."""
+"""Loading of configured and user-defined datasets, with one-line errors."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def images(samples: int = 6) -> torch.Tensor:
 
 
 def returning(train_x: Any, train_y: Any, test_x: Any = None, test_y: Any = None) -> Any:
-    """A user's function; the test split is the training split unless given."""
+    """Return a dataset function; the test split defaults to the training split."""
     test = (train_x if test_x is None else test_x, train_y if test_y is None else test_y)
     return lambda: ((train_x, train_y), test)
 
 
-def test_a_users_images_are_taken_and_normalised_by_their_own_statistics() -> None:
+def test_custom_images_are_normalized_by_their_own_statistics() -> None:
     dataset = load_custom("mine:data", returning(images(), torch.tensor([0, 1, 2, 0, 1, 2])))
     scaled = images().double() / 255
     assert dataset.classes == 3
@@ -33,17 +33,17 @@ def test_a_users_images_are_taken_and_normalised_by_their_own_statistics() -> No
     assert dataset.std == pytest.approx(scaled.std((0, 2, 3), correction=0).tolist())
 
 
-def test_images_of_one_value_get_a_deviation_to_divide_by() -> None:
+def test_constant_images_get_a_nonzero_std() -> None:
     grey = torch.full((2, 1, 4, 4), 9, dtype=torch.uint8)
     assert load_custom("mine:data", returning(grey, torch.tensor([0, 1]))).std == (1.0,)
 
 
-def test_a_users_floats_are_not_normalised() -> None:
+def test_custom_floats_are_not_normalized() -> None:
     dataset = load_custom("mine:data", returning(torch.randn(4, 7), torch.tensor([0, 1, 1, 0])))
     assert dataset.mean == dataset.std == ()
 
 
-def test_classes_are_counted_over_both_splits() -> None:
+def test_class_count_covers_both_splits() -> None:
     few, more = torch.tensor([0, 1]), torch.tensor([0, 4])
     dataset = load_custom("mine:data", returning(torch.ones(2, 3), few, torch.ones(2, 3), more))
     assert dataset.classes == 5
@@ -61,23 +61,26 @@ FAULTS: dict[str, tuple[Callable[[], object], str]] = {
     "raises": (failing, "the function failed: RuntimeError: no disk"),
     "returns nothing": (lambda: None, "must return ((train_x, train_y), (test_x, test_y))"),
     "returns one split": (lambda: (floats, labels), "must return ((train_x, train_y)"),
-    "returns arrays": (returning(floats.numpy(), labels), "all of them tensors"),
-    "flat images": (returning(images().flatten(1), labels), "got the shape (6, 48)"),
-    "whole numbers": (returning(floats.long(), labels), "uint8 images or floats, got int64"),
-    "no feature": (returning(torch.ones(6), labels), "a dimension besides the samples"),
-    "float labels": (returning(floats, labels.float()), "train_y must be whole numbers"),
-    "one-hot labels": (returning(floats, torch.eye(6).long()), "one label for each sample"),
-    "lengths": (returning(floats, labels[:4]), "train_x has 6 samples and train_y 4 labels"),
+    "returns arrays": (returning(floats.numpy(), labels), "all tensors"),
+    "flat images": (returning(images().flatten(1), labels), "got shape (6, 48)"),
+    "integers": (returning(floats.long(), labels), "uint8 images or floats, got int64"),
+    "no feature": (returning(torch.ones(6), labels), "at least two dimensions"),
+    "float labels": (returning(floats, labels.float()), "train_y must have an integer dtype"),
+    "one-hot labels": (returning(floats, torch.eye(6).long()), "one label per sample"),
+    "lengths": (returning(floats, labels[:4]), "train_x has 6 samples but train_y has 4 labels"),
     "empty": (returning(floats[:0], labels[:0]), "train_x is empty"),
     "empty test": (returning(floats, labels, floats[:0], labels[:0]), "test_x is empty"),
-    "negative": (returning(floats, labels - 1), "train_y must be 0 or above, got -1"),
+    "negative": (returning(floats, labels - 1), "train_y must not be negative, got -1"),
     "nan": (returning(with_nan, labels[:1]), "train_x must be finite"),
-    "unlike splits": (returning(floats, labels, torch.ones(6, 3)), "samples of one kind"),
+    "unequal splits": (
+        returning(floats, labels, torch.ones(6, 3)),
+        "the same sample shape",
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_a_users_data_is_one_line_that_names_it(fault: str) -> None:
+def test_invalid_custom_data_is_a_one_line_error(fault: str) -> None:
     function, explanation = FAULTS[fault]
     with pytest.raises(DataError) as caught:
         load_custom("mine:data", function)
@@ -98,12 +101,12 @@ def users_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "users_own_data"
 
 
-def test_a_users_function_is_found_by_module_and_name(users_module: str) -> None:
+def test_custom_function_is_found_by_module_and_name(users_module: str) -> None:
     dataset = load_dataset(RunConfig(data=f"{users_module}:small", batch_size=10))
     assert (len(dataset.train), len(dataset.test), dataset.classes) == (30, 9, 3)
 
 
-def test_a_users_set_is_cut_to_the_samples_asked_for(users_module: str) -> None:
+def test_custom_dataset_is_truncated_to_requested_samples(users_module: str) -> None:
     config = RunConfig(
         data=f"{users_module}:small", batch_size=10, train_samples=12, test_samples=5
     )
@@ -111,22 +114,22 @@ def test_a_users_set_is_cut_to_the_samples_asked_for(users_module: str) -> None:
     assert (len(dataset.train), len(dataset.test)) == (12, 5)
 
 
-def test_a_function_that_is_not_there_is_a_users_error(users_module: str) -> None:
+def test_missing_function_raises_user_code_error(users_module: str) -> None:
     with pytest.raises(UserCodeError, match="has no large"):
         load_dataset(RunConfig(data=f"{users_module}:large"))
 
 
-def test_an_unknown_set_is_refused_with_the_nearest_name() -> None:
+def test_unknown_dataset_suggests_the_nearest_name() -> None:
     with pytest.raises(UnknownNameError, match="digits"):
         load_dataset(RunConfig(data="digit"))
 
 
-def test_a_registered_set_is_cut_to_the_samples_asked_for() -> None:
+def test_registered_dataset_is_truncated_to_requested_samples() -> None:
     dataset = load_dataset(RunConfig(train_samples=70, test_samples=20))
     assert (len(dataset.train), len(dataset.test)) == (70, 20)
 
 
-def test_the_runs_seed_does_not_change_the_drawn_set() -> None:
+def test_run_seed_does_not_change_the_synthetic_dataset() -> None:
     one, other = (
         load_dataset(RunConfig(train_samples=70, test_samples=1, seed=seed)) for seed in (0, 1)
     )
@@ -138,27 +141,27 @@ def test_the_runs_seed_does_not_change_the_drawn_set() -> None:
     [
         (
             {"batch_size": 31},
-            "--batch-size: must be at most 30, for a training set of 30, got 31",
+            "--batch-size: must be at most 30 for a training set of 30 samples, got 31",
         ),
         (
             {"batch_per_worker": 16, "nproc_per_node": 2},
-            "--batch-per-worker: must be at most 15, for a training set of 30, got 16",
+            "--batch-per-worker: must be at most 15 for a training set of 30 samples, got 16",
         ),
         (
             {"batch_size": 2, "train_samples": 31},
-            "--train-samples: must be at most 30, all that users_own_data:small has, got 31",
+            "--train-samples: must be at most 30, the size of users_own_data:small, got 31",
         ),
         (
             {"batch_size": 2, "test_samples": 10},
-            "--test-samples: must be at most 9, all that users_own_data:small has, got 10",
+            "--test-samples: must be at most 9, the size of users_own_data:small, got 10",
         ),
         (
             {"batch_size": 2, "augment": ("flip",)},
-            "--augment: needs images of bytes, and users_own_data:small holds floats",
+            "--augment: requires uint8 images, but users_own_data:small holds floats",
         ),
     ],
 )
-def test_what_the_set_does_not_allow_is_refused(
+def test_configuration_that_does_not_fit_the_dataset_is_rejected(
     users_module: str, changes: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:

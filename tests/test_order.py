@@ -1,4 +1,4 @@
-"""The order of samples: a function of (seed, epoch), shared out without loss or repetition."""
+"""Sample order: a function of (seed, epoch), sharded without loss or repetition."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.data.sampling import GlobalBatchSampler, derive_seed, shard_bounds
 
 
 def cases() -> Iterator[tuple[int, int, list[float]]]:
-    """Sizes that divide and sizes that do not, with equal, unequal, zero and too many shares."""
+    """Divisible and indivisible sizes with equal, unequal, zero and too many weights."""
     yield 10, 10, [1.0]
     yield 7, 3, [1, 1]
     yield 100, 32, [1, 1, 1]
@@ -27,7 +27,7 @@ def cases() -> Iterator[tuple[int, int, list[float]]]:
 
 
 def collect(order: GlobalBatchSampler, epoch: int, weights: list[float]) -> list[list[int]]:
-    """What each rank is given over an epoch."""
+    """Return the samples of each rank over an epoch."""
     given: list[list[int]] = [[] for _ in weights]
     for index in range(order.batches_per_epoch):
         batch = order.batch(epoch, index)
@@ -37,7 +37,7 @@ def collect(order: GlobalBatchSampler, epoch: int, weights: list[float]) -> list
 
 
 @pytest.mark.parametrize(("samples", "batch_size", "weights"), list(cases()))
-def test_ranks_together_see_each_sample_once_an_epoch(
+def test_ranks_see_each_sample_once_per_epoch(
     samples: int, batch_size: int, weights: list[float]
 ) -> None:
     order = GlobalBatchSampler(samples, batch_size, seed=3)
@@ -47,7 +47,7 @@ def test_ranks_together_see_each_sample_once_an_epoch(
 
 
 @pytest.mark.parametrize(("samples", "batch_size", "weights"), list(cases()))
-def test_shares_put_together_are_the_global_batch(
+def test_shards_concatenate_to_the_global_batch(
     samples: int, batch_size: int, weights: list[float]
 ) -> None:
     order = GlobalBatchSampler(samples, batch_size, seed=3)
@@ -57,7 +57,7 @@ def test_shares_put_together_are_the_global_batch(
         assert torch.equal(torch.cat(parts), batch)
 
 
-def test_equal_weights_give_shares_that_differ_by_one_at_most() -> None:
+def test_equal_weights_give_shards_that_differ_by_at_most_one() -> None:
     for count in range(130):
         for workers in range(1, 18):
             sizes = [
@@ -67,17 +67,17 @@ def test_equal_weights_give_shares_that_differ_by_one_at_most() -> None:
             assert max(sizes) - min(sizes) <= 1
 
 
-def test_a_share_is_in_proportion_to_its_weight() -> None:
+def test_shard_size_is_proportional_to_its_weight() -> None:
     sizes = [shard_bounds(600, [1, 2, 3], rank) for rank in range(3)]
     assert sizes == [slice(0, 100), slice(100, 300), slice(300, 600)]
 
 
-def test_the_last_batch_holds_what_is_left() -> None:
+def test_last_batch_holds_the_remainder() -> None:
     order = GlobalBatchSampler(samples=10, batch_size=4, seed=0)
     assert [len(order.batch(0, index)) for index in range(order.batches_per_epoch)] == [4, 4, 2]
 
 
-def test_a_run_continued_mid_epoch_sees_the_batches_it_would_have_seen() -> None:
+def test_resuming_mid_epoch_continues_with_the_same_batches() -> None:
     uninterrupted = GlobalBatchSampler(samples=50, batch_size=8, seed=1)
     every = [
         uninterrupted.batch(*divmod(iteration, uninterrupted.batches_per_epoch))
@@ -90,7 +90,7 @@ def test_a_run_continued_mid_epoch_sees_the_batches_it_would_have_seen() -> None
             assert torch.equal(resumed.batch(epoch, index), every[iteration])
 
 
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+def test_each_epoch_and_seed_has_its_own_order() -> None:
     orders = {
         tuple(GlobalBatchSampler(30, 8, seed).permutation(epoch).tolist())
         for seed in range(5)
@@ -99,7 +99,7 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     assert len(orders) == 25
 
 
-def test_forgetting_the_epoch_composes_every_epoch_of_the_same_batches() -> None:
+def test_without_reshuffling_every_epoch_has_the_same_batches() -> None:
     forgetful = GlobalBatchSampler(samples=40, batch_size=8, seed=2, reshuffle=False)
     careful = GlobalBatchSampler(samples=40, batch_size=8, seed=2)
 
@@ -111,26 +111,26 @@ def test_forgetting_the_epoch_composes_every_epoch_of_the_same_batches() -> None
         assert composition(careful, epoch) != composition(careful, 0)
 
 
-def test_without_reshuffling_the_first_epoch_is_as_with_it() -> None:
+def test_reshuffling_does_not_change_the_first_epoch() -> None:
     forgetful = GlobalBatchSampler(samples=40, batch_size=8, seed=2, reshuffle=False)
     assert torch.equal(forgetful.permutation(3), GlobalBatchSampler(40, 8, 2).permutation(0))
 
 
-def test_mixed_seeds_do_not_collide() -> None:
+def test_derived_seeds_do_not_collide() -> None:
     near = range(12)
     numbers = {derive_seed(a, b, c) for a in near for b in near for c in near}
     numbers |= {derive_seed(a, b) for a in near for b in near} | {derive_seed(a) for a in near}
     assert len(numbers) == 12**3 + 12**2 + 12
 
 
-def test_mixed_seeds_are_ones_that_torch_takes() -> None:
+def test_derived_seeds_are_valid_torch_seeds() -> None:
     for number in (0, 1, 2**31, 2**63 - 1):
         mixed = derive_seed(number, number)
         assert 0 <= mixed < 2**63
         torch.Generator().manual_seed(mixed)
 
 
-def test_neighbouring_seeds_differ_in_about_half_their_bits() -> None:
+def test_adjacent_seeds_differ_in_about_half_their_bits() -> None:
     differing = [
         (derive_seed(seed, 0) ^ derive_seed(seed + 1, 0)).bit_count() for seed in range(500)
     ]

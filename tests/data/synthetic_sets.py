@@ -1,4 +1,4 @@
-"""Small files in the official formats, written with other tools than paceline reads them with."""
+"""Writers of small files in the official formats, independent of the readers under test."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from paceline.data.svhn import SVHN, SVHN_EXTRA
 Bytes = NDArray[np.uint8]
 
 TRAIN, TEST = 7, 3
-"""Samples in a file of the small sets."""
+"""Samples per file of the small datasets."""
 
 
 def random_bytes(*shape: int, seed: int = 0) -> Bytes:
@@ -36,7 +36,7 @@ def random_labels(count: int, seed: int = 0) -> list[int]:
 
 
 def shrunk(fileset: FileDataset) -> FileDataset:
-    """The same set with a few samples in each file."""
+    """Return the same dataset with a few samples per file."""
     official = fileset.official
 
     def files(some: Sequence[ManifestFile], samples: int) -> tuple[ManifestFile, ...]:
@@ -68,7 +68,7 @@ def idx_bytes(values: Bytes) -> bytes:
 
 
 def write_mnist(folder: Path) -> tuple[Bytes, Bytes]:
-    """Small train and test files; returns the training images and labels."""
+    """Write small train and test files; return the training images and labels."""
     (folder / "mnist").mkdir(parents=True)
     for prefix, samples in (("t10k", TEST), ("train", TRAIN)):
         images = random_bytes(samples, 28, 28, seed=samples)
@@ -80,7 +80,7 @@ def write_mnist(folder: Path) -> tuple[Bytes, Bytes]:
 
 
 def python2_batch(data: Bytes, labels: Sequence[int]) -> bytes:
-    """A batch as Python 2 wrote the official ones: protocol 2, all text as byte strings."""
+    """Return a batch as pickled by Python 2 (the official files): protocol 2, byte strings."""
 
     def text(value: bytes) -> bytes:
         return b"U" + bytes([len(value)]) + value
@@ -108,7 +108,7 @@ Pickler = Callable[[Bytes, Sequence[int]], bytes]
 
 
 def python3_batch(protocol: int) -> Pickler:
-    """A batch as a re-pickled copy has it."""
+    """Return a writer of batches pickled by Python 3."""
     return lambda data, labels: pickle.dumps(
         {"data": data, "labels": list(labels)}, protocol=protocol
     )
@@ -118,7 +118,7 @@ CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 
 
 def write_cifar10(folder: Path, batch: Pickler = python2_batch) -> tuple[Bytes, list[int]]:
-    """Small batches; returns the training images, as rows, and labels."""
+    """Write small batches; return the training images as rows, and the labels."""
     batches = folder / "cifar-10-batches-py"
     batches.mkdir(parents=True)
     rows, all_labels = [], []
@@ -138,7 +138,7 @@ def _element(kind: int, data: bytes) -> bytes:
 
 
 def mat_variable(name: str, values: NDArray[np.generic], *, deflated: bool) -> bytes:
-    """A variable of a MATLAB 5 file; doubles and bytes only."""
+    """Return a variable of a MATLAB 5 file; supports doubles and bytes."""
     array_class, number_type = (9, 2) if values.dtype == np.uint8 else (6, 9)
     inside = (
         _element(6, struct.pack("<II", array_class, 0))
@@ -157,7 +157,7 @@ MAT_HEADER = b"MATLAB 5.0 MAT-file".ljust(116) + bytes(8) + b"\x00\x01IM"
 
 
 def mat_file(images: Bytes, digits: Sequence[int], *, deflated: bool = True) -> bytes:
-    """A file of SVHN from images (samples, channels, rows, columns) and the digits they show."""
+    """Return an SVHN file of images (samples, channels, rows, columns) and their digits."""
     labels = np.array([[digit or 10] for digit in digits], np.uint8)
     return (
         MAT_HEADER
@@ -167,7 +167,7 @@ def mat_file(images: Bytes, digits: Sequence[int], *, deflated: bool = True) -> 
 
 
 def write_svhn(folder: Path, *, deflated: bool = True) -> dict[str, tuple[Bytes, list[int]]]:
-    """Small train, extra and test files; returns the images and digits of each."""
+    """Write small train, extra and test files; return the images and digits of each."""
     (folder / "svhn").mkdir(parents=True)
     splits = {}
     for seed, (split, samples) in enumerate((("train", TRAIN), ("extra", TRAIN), ("test", TEST))):
@@ -184,7 +184,7 @@ BOMB_BYTES = 32 << 20
 
 @contextmanager
 def peak_below(limit_bytes: int) -> Iterator[None]:
-    """Holds that a block never has more than so many bytes allocated at once."""
+    """Assert that a block never has more than `limit_bytes` allocated at once."""
     tracemalloc.start()
     try:
         yield
@@ -195,6 +195,6 @@ def peak_below(limit_bytes: int) -> Iterator[None]:
 
 
 def cut_positions(length: int) -> list[int]:
-    """Where to cut a file: at its ends, around its headers, and here and there between."""
+    """Return positions to truncate a file at: near its ends, around headers, and in between."""
     return sorted({0, 1, 7, 8, 15, 40, 127, 128, 140, 200, length // 3, length // 2, length - 9,
                    length - 4, length - 1} & set(range(length)))  # fmt: skip

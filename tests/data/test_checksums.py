@@ -1,4 +1,4 @@
-"""Verdicts on files, and how long they are kept."""
+"""Verification of dataset files and caching of the verdicts."""
 
 from __future__ import annotations
 
@@ -37,36 +37,34 @@ def count_hashing(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return hashed
 
 
-def test_the_official_bytes_are_official(folder: Path) -> None:
+def test_official_file_is_verified(folder: Path) -> None:
     assert verify_file(FILE, folder) is Verdict.OFFICIAL
 
 
-def test_one_other_byte_is_not_official(folder: Path) -> None:
+def test_changed_byte_is_detected(folder: Path) -> None:
     (folder / "set" / "file").write_bytes(b"O" + CONTENT[1:])
     assert verify_file(FILE, folder) is Verdict.OTHER
 
 
-def test_no_file_is_missing(folder: Path) -> None:
+def test_absent_file_is_reported_missing(folder: Path) -> None:
     (folder / "set" / "file").unlink()
     assert verify_file(FILE, folder) is Verdict.MISSING
 
 
-def test_an_unchanged_file_is_hashed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_file_is_hashed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = count_hashing(monkeypatch)
     assert verify_file(FILE, folder) is verify_file(FILE, folder) is Verdict.OFFICIAL
     assert len(hashed) == 1
 
 
-def test_a_file_of_another_size_is_not_hashed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_of_wrong_size_is_not_hashed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = count_hashing(monkeypatch)
     (folder / "set" / "file").write_bytes(CONTENT + b"x")
     assert verify_file(FILE, folder) is Verdict.OTHER
     assert hashed == []
 
 
-def test_a_changed_file_loses_its_verdict(folder: Path) -> None:
+def test_changed_file_invalidates_cached_verdict(folder: Path) -> None:
     verify_file(FILE, folder)
     path = folder / "set" / "file"
     path.write_bytes(b"O" + CONTENT[1:])
@@ -74,30 +72,30 @@ def test_a_changed_file_loses_its_verdict(folder: Path) -> None:
     assert verify_file(FILE, folder) is Verdict.OTHER
 
 
-def test_afresh_looks_behind_an_unchanged_size_and_time(folder: Path) -> None:
+def test_rehash_ignores_cached_verdict(folder: Path) -> None:
     verify_file(FILE, folder)
     path = folder / "set" / "file"
     times = path.stat()
     path.write_bytes(b"O" + CONTENT[1:])
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert verify_file(FILE, folder, afresh=True) is Verdict.OTHER
+    assert verify_file(FILE, folder, rehash=True) is Verdict.OTHER
 
 
-@pytest.mark.parametrize("scrambled", ["", "[]", "{", '{"set/file": 7}', '{"set/file": [1]}'])
-def test_a_scrambled_file_of_verdicts_is_ignored(folder: Path, scrambled: str) -> None:
-    (folder / VERDICTS_FILE).write_text(scrambled)
+@pytest.mark.parametrize("malformed", ["", "[]", "{", '{"set/file": 7}', '{"set/file": [1]}'])
+def test_malformed_verdict_cache_is_ignored(folder: Path, malformed: str) -> None:
+    (folder / VERDICTS_FILE).write_text(malformed)
     assert verify_file(FILE, folder) is Verdict.OFFICIAL
 
 
-def test_every_compressed_file_of_the_catalogue_is_known_by_its_content() -> None:
-    """A distribution may compress the official content again, which changes the file's bytes."""
+def test_every_compressed_file_has_a_content_checksum() -> None:
+    """A mirror may recompress the official content, which changes the bytes of the file."""
     for official in OFFICIAL_SETS.values():
         for file in official.files:
             if file.path.endswith(".gz"):
                 assert len(bytes.fromhex(file.content_sha256 or "")) == 32, file.path
 
 
-def test_a_file_that_was_compressed_again_is_official(tmp_path: Path) -> None:
+def test_recompressed_file_is_official(tmp_path: Path) -> None:
     original = gzip.compress(CONTENT, compresslevel=9, mtime=0)
     content_sha256 = hashlib.sha256(CONTENT).hexdigest()
     file = ManifestFile(
@@ -110,7 +108,7 @@ def test_a_file_that_was_compressed_again_is_official(tmp_path: Path) -> None:
     assert verify_file(file, tmp_path) is Verdict.OFFICIAL
 
 
-def test_a_verdict_from_before_the_content_was_known_is_not_kept(tmp_path: Path) -> None:
+def test_verdict_without_content_checksum_is_recomputed(tmp_path: Path) -> None:
     original = gzip.compress(CONTENT, compresslevel=9, mtime=0)
     before = ManifestFile("file.gz", len(original), hashlib.sha256(original).hexdigest())
     (tmp_path / "file.gz").write_bytes(gzip.compress(CONTENT, compresslevel=1, mtime=1))
@@ -120,7 +118,7 @@ def test_a_verdict_from_before_the_content_was_known_is_not_kept(tmp_path: Path)
     assert verify_file(known, tmp_path) is Verdict.OFFICIAL
 
 
-def test_the_catalogue_has_whole_checksums_and_an_address_for_everything() -> None:
+def test_every_file_has_a_checksum_and_an_address() -> None:
     for official in OFFICIAL_SETS.values():
         fetched = (official.archive,) if official.archive else official.files
         assert all(file.addresses for file in fetched)

@@ -43,11 +43,11 @@ def run(*words: str) -> int:
 
 @pytest.fixture
 def downloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the files asked for from a network that has all of TINY's."""
+    """Names of the downloaded files; all files of TINY are available."""
     asked: list[str] = []
 
     def bring(
-        file: ManifestFile, target: Path, watch: object, patience: RetryPolicy | None = None
+        file: ManifestFile, target: Path, watch: object, retry: RetryPolicy | None = None
     ) -> None:
         asked.append(file.path)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -63,11 +63,11 @@ def write(folder: Path, contents: dict[str, bytes]) -> None:
         (folder / path).write_bytes(content)
 
 
-def test_list_names_every_dataset_in_80_columns(
+def test_list_shows_every_dataset_in_80_columns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    # A path is as long as it is.
+    # Paths are not wrapped.
     monkeypatch.chdir(tmp_path)
     assert run("list", "--data-dir", "data") == 0
     lines = capsys.readouterr().out.splitlines()
@@ -76,9 +76,7 @@ def test_list_names_every_dataset_in_80_columns(
     assert max(map(len, lines)) <= 80
 
 
-def test_list_counts_the_files_that_are_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_list_counts_existing_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_mnist(tmp_path)
     (tmp_path / "svhn").mkdir()
     (tmp_path / "svhn" / "test_32x32.mat").touch()
@@ -89,7 +87,7 @@ def test_list_counts_the_files_that_are_there(
     assert "0 of 7 here" in rows["cifar10"]
 
 
-def test_fetch_brings_only_what_is_missing(tmp_path: Path, downloads: list[str]) -> None:
+def test_fetch_downloads_only_missing_files(tmp_path: Path, downloads: list[str]) -> None:
     write(tmp_path, {"mnist/one": CONTENTS["mnist/one"]})
     assert command.fetch_sets([TINY], tmp_path) == 0
     assert downloads == ["mnist/two"]
@@ -103,24 +101,22 @@ def test_fetched_files_are_not_hashed_again(
     assert command.fetch_sets([TINY], tmp_path) == 0
 
 
-def test_fetch_leaves_a_file_that_is_not_official_alone(
-    tmp_path: Path, downloads: list[str]
-) -> None:
+def test_fetch_keeps_an_unofficial_file(tmp_path: Path, downloads: list[str]) -> None:
     write(tmp_path, {"mnist/one": b"my own"})
-    with pytest.raises(DataError, match="mnist/one is there and is not the official file: --force"):
+    with pytest.raises(DataError, match="mnist/one exists and differs from the official file"):
         command.fetch_sets([TINY], tmp_path)
     assert (tmp_path / "mnist/one").read_bytes() == b"my own"
     assert downloads == []
 
 
-def test_fetch_with_force_replaces_it(tmp_path: Path, downloads: list[str]) -> None:
+def test_fetch_with_force_replaces_an_unofficial_file(tmp_path: Path, downloads: list[str]) -> None:
     write(tmp_path, {"mnist/one": b"my own"})
     command.fetch_sets([TINY], tmp_path, force=True)
     assert (tmp_path / "mnist/one").read_bytes() == CONTENTS["mnist/one"]
 
 
 def archive_set(contents: dict[str, bytes]) -> tuple[DatasetManifest, bytes]:
-    """TINY as a set that comes in an archive, and that archive."""
+    """Return TINY as a dataset that is distributed as an archive, and that archive."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
         for path, content in contents.items():
@@ -131,7 +127,7 @@ def archive_set(contents: dict[str, bytes]) -> tuple[DatasetManifest, bytes]:
     return dataclasses.replace(TINY, archive=official_file("tiny.tar.gz", blob)), blob
 
 
-def test_fetch_unpacks_an_archive_and_takes_it_away(
+def test_fetch_unpacks_and_deletes_a_downloaded_archive(
     tmp_path: Path, downloads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     official, blob = archive_set(CONTENTS)
@@ -142,9 +138,7 @@ def test_fetch_unpacks_an_archive_and_takes_it_away(
     assert not (tmp_path / "tiny.tar.gz").exists()
 
 
-def test_fetch_uses_and_keeps_an_archive_that_is_there(
-    tmp_path: Path, downloads: list[str]
-) -> None:
+def test_fetch_uses_and_keeps_an_existing_archive(tmp_path: Path, downloads: list[str]) -> None:
     official, blob = archive_set(CONTENTS)
     write(tmp_path, {"tiny.tar.gz": blob})
     command.fetch_sets([official], tmp_path)
@@ -153,7 +147,7 @@ def test_fetch_uses_and_keeps_an_archive_that_is_there(
     assert (tmp_path / "tiny.tar.gz").exists()
 
 
-def test_fetch_says_what_the_authors_ask(
+def test_fetch_prints_terms_of_use(
     tmp_path: Path, downloads: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny = dataclasses.replace(TINY, terms=SVHN.terms)
@@ -161,7 +155,7 @@ def test_fetch_says_what_the_authors_ask(
     assert "mnist: the authors permit non-commercial use only" in capsys.readouterr().out
 
 
-def test_verify_tells_official_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_reports_official_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, CONTENTS)
     assert command.verify_sets([TINY], tmp_path) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "mnist: official"
@@ -173,7 +167,7 @@ def verify_small_mnist(folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     return command.verify_sets([SMALL_MNIST.official], folder)
 
 
-def test_verify_tells_readable_files_from_official_ones(
+def test_verify_reports_readable_unofficial_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_mnist(tmp_path)
@@ -182,7 +176,7 @@ def test_verify_tells_readable_files_from_official_ones(
     assert last == "mnist: readable, but not the official bytes"
 
 
-def test_verify_tells_damaged_files(
+def test_verify_reports_corrupt_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_mnist(tmp_path)
@@ -190,10 +184,10 @@ def test_verify_tells_damaged_files(
     os.truncate(path, 100)
     assert verify_small_mnist(tmp_path, monkeypatch) == 2
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith(f"mnist: damaged; {path} is cut short: replace it with `paceline data")
+    assert last.startswith(f"mnist: damaged; {path} is truncated: replace it with `paceline data")
 
 
-def test_verify_tells_missing_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_reports_missing_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("verify", "cifar10", "--data-dir", str(tmp_path)) == 2
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "  cifar-10-batches-py/data_batch_1: missing"
@@ -201,44 +195,44 @@ def test_verify_tells_missing_files(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("action", ["fetch", "verify"])
-def test_names_without_files_and_unknown_names_are_refused(tmp_path: Path, action: str) -> None:
+def test_unknown_names_and_datasets_without_files_are_rejected(tmp_path: Path, action: str) -> None:
     with pytest.raises(DataError, match="digits has no files"):
         run(action, "digits", "--data-dir", str(tmp_path))
     with pytest.raises(UnknownNameError, match="cifar10"):
         run(action, "cifar01", "--data-dir", str(tmp_path))
 
 
-def test_a_failed_download_is_a_data_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_download_raises_data_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     nowhere: Sequence[ManifestFile] = [
         dataclasses.replace(file, addresses=("http://127.0.0.1:1/",)) for file in TINY.train
     ]
     unreachable = dataclasses.replace(TINY, train=tuple(nowhere))
-    with pytest.raises(DataError, match=r"could not fetch one: .*cannot be reached"):
+    with pytest.raises(DataError, match=r"cannot download one: .*unreachable"):
         command.fetch_sets(
-            [unreachable], tmp_path, patience=RetryPolicy(fruitless_attempts=1, pause_seconds=0)
+            [unreachable], tmp_path, retry=RetryPolicy(fruitless_attempts=1, pause_seconds=0)
         )
 
 
-def test_without_a_network_a_line_says_where_to_put_the_files(
+def test_failed_download_explains_manual_installation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     assert CIFAR10.archive is not None
     nowhere = dataclasses.replace(CIFAR10.archive, addresses=("http://127.0.0.1:1/",))
-    with pytest.raises(DataError) as told:
+    with pytest.raises(DataError) as caught:
         command.fetch_sets(
             [dataclasses.replace(CIFAR10, archive=nowhere)],
             tmp_path,
-            patience=RetryPolicy(fruitless_attempts=1, pause_seconds=0),
+            retry=RetryPolicy(fruitless_attempts=1, pause_seconds=0),
         )
-    line = str(told.value)
-    assert f"put {nowhere.path} by hand into {tmp_path} " in line
+    line = str(caught.value)
+    assert f"put {nowhere.path} manually into {tmp_path} " in line
     assert "--data-dir or PACELINE_DATA" in line
     assert "`paceline data verify cifar10`" in line
     assert "\n" not in line
 
 
-def test_cifar10_is_fetched_as_one_archive() -> None:
+def test_cifar10_is_downloaded_as_one_archive() -> None:
     assert CIFAR10.archive is not None
     assert CIFAR10.download_bytes == CIFAR10.archive.size_bytes

@@ -1,4 +1,4 @@
-"""Downloads from servers that behave and from servers that do not, all on this machine."""
+"""Downloads from well-behaved and faulty HTTP servers on the local machine."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ QUICK = RetryPolicy(timeout_seconds=5, fruitless_attempts=2, attempts=5, pause_s
 
 
 class Handler(BaseHTTPRequestHandler):
-    """The path says how to behave; the server keeps the Range that each request had."""
+    """The path selects the behavior; the server records the Range header of each request."""
 
     server: Server
 
     def do_GET(self) -> None:
         wanted = self.headers.get("Range")
         self.server.requests.append((self.path, wanted))
-        behaviour = getattr(self, "serve_" + self.path.strip("/"))
-        behaviour(int(wanted.removeprefix("bytes=").rstrip("-")) if wanted else None)
+        behavior = getattr(self, "serve_" + self.path.strip("/"))
+        behavior(int(wanted.removeprefix("bytes=").rstrip("-")) if wanted else None)
 
     def send(self, content: bytes, start: int | None, announced: int | None = None) -> None:
         self.send_response(200 if start is None else 206)
@@ -49,7 +49,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send(rest, start, len(rest))
 
     def serve_breaking(self, start: int | None) -> None:
-        """Breaks off half-way, and delivers the rest when asked for it."""
+        """Closes the connection halfway and serves the rest when resumed."""
         rest = CONTENT[start or 0 :]
         self.send(rest if start else rest[:HALF], start, len(rest))
 
@@ -90,8 +90,8 @@ class Server(HTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.requests: list[tuple[str, str | None]] = []
 
-    def file(self, *behaviours: str) -> ManifestFile:
-        addresses = tuple(f"http://127.0.0.1:{self.server_port}/{name}" for name in behaviours)
+    def file(self, *behaviors: str) -> ManifestFile:
+        addresses = tuple(f"http://127.0.0.1:{self.server_port}/{name}" for name in behaviors)
         return ManifestFile("file", len(CONTENT), SHA256, addresses=addresses)
 
 
@@ -120,131 +120,123 @@ def part_with(folder: Path, content: bytes) -> Path:
     return part
 
 
-def test_a_file_arrives_whole(server: Server, tmp_path: Path) -> None:
+def test_file_is_downloaded_completely(server: Server, tmp_path: Path) -> None:
     assert fetch(server.file("whole"), tmp_path) == CONTENT
 
 
-def test_a_broken_download_goes_on_where_it_broke_off(server: Server, tmp_path: Path) -> None:
+def test_interrupted_download_is_resumed(server: Server, tmp_path: Path) -> None:
     assert fetch(server.file("breaking"), tmp_path) == CONTENT
     assert [wanted for _, wanted in server.requests] == [None, f"bytes={HALF}-"]
 
 
-def test_a_part_from_an_earlier_run_is_continued(server: Server, tmp_path: Path) -> None:
+def test_partial_file_of_an_earlier_run_is_resumed(server: Server, tmp_path: Path) -> None:
     part_with(tmp_path, CONTENT[:1000])
     assert fetch(server.file("whole"), tmp_path) == CONTENT
     assert server.requests == [("/whole", "bytes=1000-")]
 
 
-def test_a_whole_part_needs_no_request(server: Server, tmp_path: Path) -> None:
+def test_complete_partial_file_needs_no_request(server: Server, tmp_path: Path) -> None:
     part_with(tmp_path, CONTENT)
     assert fetch(server.file("whole"), tmp_path) == CONTENT
     assert server.requests == []
 
 
-def test_a_server_that_ignores_the_range_is_read_from_the_start(
-    server: Server, tmp_path: Path
-) -> None:
+def test_server_that_ignores_ranges_is_read_from_the_start(server: Server, tmp_path: Path) -> None:
     part_with(tmp_path, CONTENT[:1000])
     assert fetch(server.file("without_ranges"), tmp_path) == CONTENT
     assert len(server.requests) == 1
 
 
-def test_a_break_on_a_server_without_ranges_starts_anew(server: Server, tmp_path: Path) -> None:
+def test_interruption_without_range_support_starts_over(server: Server, tmp_path: Path) -> None:
     assert fetch(server.file("breaking_without_ranges"), tmp_path) == CONTENT
 
 
-def test_a_part_of_other_bytes_is_dropped_and_the_file_fetched_anew(
-    server: Server, tmp_path: Path
-) -> None:
+def test_corrupt_partial_file_is_discarded(server: Server, tmp_path: Path) -> None:
     part_with(tmp_path, b"wrong" * 100)
     assert fetch(server.file("whole"), tmp_path) == CONTENT
     assert [wanted for _, wanted in server.requests] == ["bytes=500-", None]
 
 
-def test_a_part_that_is_too_long_is_dropped(server: Server, tmp_path: Path) -> None:
+def test_oversized_partial_file_is_discarded(server: Server, tmp_path: Path) -> None:
     part_with(tmp_path, CONTENT + b"x")
     assert fetch(server.file("whole"), tmp_path) == CONTENT
 
 
 @pytest.mark.parametrize("first", ["missing", "wrong", "smaller", "endless"])
-def test_the_next_address_is_taken_when_one_will_not_do(
-    server: Server, tmp_path: Path, first: str
-) -> None:
+def test_next_address_is_tried_after_a_failure(server: Server, tmp_path: Path, first: str) -> None:
     assert fetch(server.file(first, "whole"), tmp_path) == CONTENT
 
 
-def test_an_address_that_nobody_listens_at_is_passed_over(server: Server, tmp_path: Path) -> None:
+def test_unreachable_address_is_skipped(server: Server, tmp_path: Path) -> None:
     file = server.file("whole")
-    # Port 1 of this machine: reserved, and closed.
+    # Port 1 is reserved and closed.
     nobody = ManifestFile(
         "file", len(CONTENT), SHA256, addresses=("http://127.0.0.1:1/", *file.addresses)
     )
     assert fetch(nobody, tmp_path) == CONTENT
 
 
-def test_a_busy_server_is_asked_again(server: Server, tmp_path: Path) -> None:
+def test_busy_server_is_retried(server: Server, tmp_path: Path) -> None:
     assert fetch(server.file("busy"), tmp_path) == CONTENT
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "cause"),
+    ("behavior", "cause"),
     [
-        ("missing", "answers 404"),
-        ("wrong", "other bytes than the official ones"),
-        ("smaller", f"has {HALF} bytes, not {len(CONTENT)}"),
+        ("missing", "returned HTTP 404"),
+        ("wrong", "wrong checksum"),
+        ("smaller", f"serves {HALF} bytes, expected {len(CONTENT)}"),
         ("endless", f"more than {len(CONTENT)} bytes"),
     ],
 )
-def test_when_no_address_will_do_one_line_says_why(
-    server: Server, tmp_path: Path, behaviour: str, cause: str
+def test_download_error_is_one_line_with_the_cause(
+    server: Server, tmp_path: Path, behavior: str, cause: str
 ) -> None:
     with pytest.raises(DataError, match=cause) as caught:
-        fetch(server.file(behaviour), tmp_path)
+        fetch(server.file(behavior), tmp_path)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "deep" / "file").exists()
 
 
-def test_what_arrived_before_giving_up_is_kept_for_the_next_time(
-    server: Server, tmp_path: Path
-) -> None:
-    with pytest.raises(DataError, match="resumes at the wrong place"):
+def test_partial_file_is_kept_after_a_failure(server: Server, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="resumes at the wrong offset"):
         fetch(server.file("misplaced"), tmp_path)
     assert (tmp_path / "deep" / "file.part").read_bytes() == CONTENT[:HALF]
 
 
-def test_progress_counts_up_to_the_whole(server: Server, tmp_path: Path) -> None:
+def test_progress_reaches_the_file_size(server: Server, tmp_path: Path) -> None:
     seen: list[int] = []
     download(server.file("breaking"), tmp_path / "file", seen.append, QUICK)
     assert seen == sorted(seen)
     assert seen[-1] == len(CONTENT)
 
 
-def test_a_disk_without_room_is_refused_before_the_download(
+def test_insufficient_disk_space_fails_before_the_download(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
-    with pytest.raises(DataError, match="has 1 MiB free where 65 MiB are needed"):
+    with pytest.raises(DataError, match="has 1 MiB free but needs 65 MiB"):
         fetch(server.file("whole"), tmp_path)
     assert server.requests == []
 
 
-def test_a_disk_that_fills_up_is_one_line(server: Server, tmp_path: Path) -> None:
+def test_full_disk_is_a_one_line_error(server: Server, tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "file.part").symlink_to("/dev/full")
-    with pytest.raises(DataError, match=f"the disk of {tmp_path / 'deep'} is full"):
+    with pytest.raises(DataError, match=f"no space left in {tmp_path / 'deep'}"):
         fetch(server.file("whole"), tmp_path)
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(server: Server, tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created_is_a_one_line_error(server: Server, tmp_path: Path) -> None:
     (tmp_path / "deep").write_text("a file where the folder should be")
-    with pytest.raises(DataError, match=r"cannot write .*give another --data-dir"):
+    with pytest.raises(DataError, match=r"cannot write .*use another --data-dir"):
         fetch(server.file("whole"), tmp_path)
 
 
-def test_two_downloads_of_one_file_do_not_mix(server: Server, tmp_path: Path) -> None:
+def test_concurrent_downloads_of_one_file_are_rejected(server: Server, tmp_path: Path) -> None:
     part = part_with(tmp_path, b"")
     with part.open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(DataError, match="being written by another process"):
+        with pytest.raises(DataError, match="another process is writing"):
             fetch(server.file("whole"), tmp_path)

@@ -1,4 +1,4 @@
-"""The datasets of official files, as a run loads them."""
+"""Loading of file-based datasets."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def load(fileset: FileDataset, folder: Path, limit_bytes: int = 1 << 30) -> Data
     return fileset(LoadRequest(str(folder), resident_limit_bytes=limit_bytes))
 
 
-def test_mnist_is_read_as_written(tmp_path: Path) -> None:
+def test_mnist_matches_written_samples(tmp_path: Path) -> None:
     images, labels = write_mnist(tmp_path)
     train = load(SMALL_MNIST, tmp_path).train
     np.testing.assert_array_equal(train.inputs, images[:, None])
@@ -55,7 +55,7 @@ def test_mnist_is_read_as_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("batch", [python2_batch, python3_batch(2), python3_batch(4)])
-def test_cifar10_joins_its_batches_in_order(tmp_path: Path, batch: object) -> None:
+def test_cifar10_concatenates_batches_in_order(tmp_path: Path, batch: object) -> None:
     assert callable(batch)
     rows, labels = write_cifar10(tmp_path, batch)
     train = load(SMALL_CIFAR10, tmp_path).train
@@ -64,14 +64,14 @@ def test_cifar10_joins_its_batches_in_order(tmp_path: Path, batch: object) -> No
 
 
 @pytest.mark.parametrize("deflated", [True, False])
-def test_svhn_has_label_10_as_digit_0(tmp_path: Path, deflated: bool) -> None:
+def test_svhn_label_10_becomes_digit_0(tmp_path: Path, deflated: bool) -> None:
     images, digits = write_svhn(tmp_path, deflated=deflated)["test"]
     test = load(SMALL_SVHN, tmp_path).test
     np.testing.assert_array_equal(test.inputs, images)
     assert test.labels.tolist() == digits
 
 
-def test_svhn_extra_is_train_and_then_extra(tmp_path: Path) -> None:
+def test_svhn_extra_is_train_followed_by_extra(tmp_path: Path) -> None:
     splits = write_svhn(tmp_path)
     train = load(SMALL_SVHN_EXTRA, tmp_path).train
     np.testing.assert_array_equal(
@@ -81,7 +81,7 @@ def test_svhn_extra_is_train_and_then_extra(tmp_path: Path) -> None:
 
 
 @every_set
-def test_tensors_are_bytes_and_whole_labels(tmp_path: Path, name: str) -> None:
+def test_inputs_are_uint8_and_labels_int64(tmp_path: Path, name: str) -> None:
     fileset, write = SETS[name]
     write(tmp_path)
     dataset = load(fileset, tmp_path)
@@ -92,13 +92,13 @@ def test_tensors_are_bytes_and_whole_labels(tmp_path: Path, name: str) -> None:
 
 @every_set
 @pytest.mark.parametrize("limit_bytes", [1 << 30, 0])
-def test_the_first_samples_asked_for_are_those_of_the_whole(
+def test_limited_load_is_a_prefix_of_the_full_dataset(
     tmp_path: Path, name: str, limit_bytes: int
 ) -> None:
     fileset, write = SETS[name]
     write(tmp_path)
     whole = load(fileset, tmp_path).train
-    # More than one file of the sets that have several.
+    # Spans more than one file of the datasets that have several.
     asked = min(TRAIN + 2, len(whole) - 1)
     request = LoadRequest(
         str(tmp_path), train_samples=asked, test_samples=2, resident_limit_bytes=limit_bytes
@@ -109,14 +109,14 @@ def test_the_first_samples_asked_for_are_those_of_the_whole(
     assert len(part.test) == 2
 
 
-def test_more_samples_than_there_are_give_all(tmp_path: Path) -> None:
+def test_requesting_too_many_samples_returns_all(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     dataset = SMALL_MNIST(LoadRequest(str(tmp_path), test_samples=1000))
     assert len(dataset.test) == TEST
 
 
 @every_set
-def test_a_split_above_the_limit_is_mapped_with_the_same_samples(tmp_path: Path, name: str) -> None:
+def test_mapped_split_has_the_same_samples(tmp_path: Path, name: str) -> None:
     fileset, write = SETS[name]
     write(tmp_path)
     resident = load(fileset, tmp_path)
@@ -127,7 +127,7 @@ def test_a_split_above_the_limit_is_mapped_with_the_same_samples(tmp_path: Path,
         assert torch.equal(mapped.test.inputs, resident.test.inputs)
 
 
-def test_the_decoded_file_is_not_made_again_for_the_same_sources(tmp_path: Path) -> None:
+def test_decoded_file_is_reused_for_unchanged_sources(tmp_path: Path) -> None:
     write_svhn(tmp_path)
     load(SMALL_SVHN, tmp_path, limit_bytes=0)
     decoded = tmp_path / "svhn" / "svhn-train.decoded"
@@ -136,7 +136,7 @@ def test_the_decoded_file_is_not_made_again_for_the_same_sources(tmp_path: Path)
     assert decoded.stat().st_ino == made
 
 
-def test_a_changed_source_is_decoded_anew(tmp_path: Path) -> None:
+def test_changed_source_is_decoded_again(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     load(SMALL_MNIST, tmp_path, limit_bytes=0)
     images = random_bytes(TRAIN, 28, 28, seed=99)
@@ -147,7 +147,7 @@ def test_a_changed_source_is_decoded_anew(tmp_path: Path) -> None:
     np.testing.assert_array_equal(train.inputs, images[:, None])
 
 
-def test_a_decoded_file_cut_short_is_made_again(tmp_path: Path) -> None:
+def test_truncated_decoded_file_is_rewritten(tmp_path: Path) -> None:
     images, _ = write_mnist(tmp_path)
     load(SMALL_MNIST, tmp_path, limit_bytes=0)
     os.truncate(tmp_path / "mnist" / "mnist-train.decoded", 5000)
@@ -155,14 +155,14 @@ def test_a_decoded_file_cut_short_is_made_again(tmp_path: Path) -> None:
     np.testing.assert_array_equal(train.inputs, images[:, None])
 
 
-def test_writing_to_mapped_samples_does_not_reach_the_file(tmp_path: Path) -> None:
+def test_writing_to_mapped_samples_does_not_change_the_file(tmp_path: Path) -> None:
     images, _ = write_mnist(tmp_path)
     load(SMALL_MNIST, tmp_path, limit_bytes=0).train.inputs.zero_()
     train = load(SMALL_MNIST, tmp_path, limit_bytes=0).train
     np.testing.assert_array_equal(train.inputs, images[:, None])
 
 
-def test_a_damaged_source_leaves_no_decoded_file(tmp_path: Path) -> None:
+def test_corrupt_source_leaves_no_decoded_file(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     os.truncate(tmp_path / "mnist" / "train-images-idx3-ubyte.gz", 1000)
     with pytest.raises(DataError):
@@ -171,7 +171,7 @@ def test_a_damaged_source_leaves_no_decoded_file(tmp_path: Path) -> None:
     assert not (tmp_path / "mnist" / "mnist-train.decoded").exists()
 
 
-def test_a_decoded_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_unwritable_decoded_file_is_a_one_line_error(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     (tmp_path / "mnist" / "mnist-train.decoded").mkdir()
     with pytest.raises(DataError, match=r"cannot write .*--resident-limit-mib") as caught:
@@ -180,7 +180,7 @@ def test_a_decoded_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> No
 
 
 @every_set
-def test_missing_files_name_the_folder_and_the_command(tmp_path: Path, name: str) -> None:
+def test_missing_files_error_names_folder_and_command(tmp_path: Path, name: str) -> None:
     with pytest.raises(DataError) as caught:
         load(SETS[name][0], tmp_path)
     line = str(caught.value)
@@ -189,7 +189,7 @@ def test_missing_files_name_the_folder_and_the_command(tmp_path: Path, name: str
 
 
 @every_set
-def test_every_file_cut_in_half_is_one_line_with_its_name(tmp_path: Path, name: str) -> None:
+def test_truncated_file_is_a_one_line_error_with_its_path(tmp_path: Path, name: str) -> None:
     fileset, write = SETS[name]
     write(tmp_path)
     for file in fileset.official.files:
@@ -204,27 +204,27 @@ def test_every_file_cut_in_half_is_one_line_with_its_name(tmp_path: Path, name: 
         path.write_bytes(whole)
 
 
-def test_train_files_in_the_place_of_test_files_are_refused(tmp_path: Path) -> None:
+def test_train_file_in_place_of_test_file_is_rejected(tmp_path: Path) -> None:
     write_cifar10(tmp_path)
     batches = tmp_path / "cifar-10-batches-py"
     (batches / "data_batch_1").replace(batches / "test_batch")
     (batches / "data_batch_2").replace(batches / "data_batch_1")
     (batches / "data_batch_2").write_bytes((batches / "data_batch_1").read_bytes())
-    with pytest.raises(DataError, match=r"test_batch has images of the shape \(7, 3072\)"):
+    with pytest.raises(DataError, match=r"test_batch has images of shape \(7, 3072\)"):
         load(SMALL_CIFAR10, tmp_path)
 
 
-def test_a_label_that_is_no_class_is_refused(tmp_path: Path) -> None:
+def test_label_outside_the_classes_is_rejected(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     labels = np.full(TRAIN, 10, np.uint8)
     path = tmp_path / "mnist" / "train-labels-idx1-ubyte.gz"
     path.write_bytes(gzip.compress(idx_bytes(labels)))
-    with pytest.raises(DataError, match="has the label 10, which is no class"):
+    with pytest.raises(DataError, match="has the invalid label 10"):
         load(SMALL_MNIST, tmp_path)
 
 
 @pytest.mark.parametrize("labels", [[0] * 6, [*range(6), 10], [*range(6), -1], [*range(6), b"1"]])
-def test_unsound_cifar10_labels_are_refused(tmp_path: Path, labels: list[int]) -> None:
+def test_invalid_cifar10_labels_are_rejected(tmp_path: Path, labels: list[int]) -> None:
     write_cifar10(tmp_path)
     batch = python3_batch(2)(random_bytes(TRAIN, 3072), labels)
     (tmp_path / "cifar-10-batches-py" / "data_batch_3").write_bytes(batch)
@@ -232,38 +232,38 @@ def test_unsound_cifar10_labels_are_refused(tmp_path: Path, labels: list[int]) -
         load(SMALL_CIFAR10, tmp_path)
 
 
-def test_other_class_names_are_refused(tmp_path: Path) -> None:
+def test_wrong_class_names_are_rejected(tmp_path: Path) -> None:
     write_cifar10(tmp_path)
     (tmp_path / "cifar-10-batches-py" / "batches.meta").write_bytes(
         python3_batch(2)(random_bytes(1), random_labels(1))
     )
-    with pytest.raises(DataError, match=r"batches\.meta does not name the ten classes"):
+    with pytest.raises(DataError, match=r"batches\.meta does not list the ten class names"):
         load(SMALL_CIFAR10, tmp_path)
 
 
-def test_a_folder_in_the_place_of_a_file_counts_as_missing(tmp_path: Path) -> None:
+def test_folder_in_place_of_a_file_counts_as_missing(tmp_path: Path) -> None:
     write_svhn(tmp_path)
     path = tmp_path / "svhn" / "test_32x32.mat"
     path.unlink()
     path.mkdir()
-    with pytest.raises(DataError, match=r"no svhn/test_32x32\.mat"):
+    with pytest.raises(DataError, match=r"missing svhn/test_32x32\.mat"):
         load(SMALL_SVHN, tmp_path)
 
 
-def test_files_that_are_not_official_give_one_warning(tmp_path: Path) -> None:
+def test_unofficial_files_give_one_warning(tmp_path: Path) -> None:
     write_svhn(tmp_path)
     (warning,) = load(SMALL_SVHN, tmp_path).warnings
-    assert warning.startswith(f"svhn: 2 of 2 files in {tmp_path} are not the official bytes")
+    assert warning.startswith(f"svhn: 2 of 2 files in {tmp_path} differ from the official files")
 
 
-def test_official_contents_compressed_anew_give_no_warning(tmp_path: Path) -> None:
+def test_recompressed_official_files_give_no_warning(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     assert as_official(SMALL_MNIST, tmp_path)(LoadRequest(str(tmp_path))).warnings == ()
 
 
-def test_an_unwritable_folder_costs_no_more_than_the_kept_verdicts(tmp_path: Path) -> None:
+def test_unwritable_folder_only_disables_verdict_caching(tmp_path: Path) -> None:
     write_mnist(tmp_path)
-    # A folder of that name cannot be replaced by a file, whoever runs the test.
+    # A folder with this name cannot be replaced by a file, even by root.
     (tmp_path / VERDICTS_FILE).mkdir()
     fileset = as_official(SMALL_MNIST, tmp_path)
     assert fileset(LoadRequest(str(tmp_path))).warnings == ()
@@ -271,7 +271,7 @@ def test_an_unwritable_folder_costs_no_more_than_the_kept_verdicts(tmp_path: Pat
 
 
 def as_official(fileset: FileDataset, folder: Path) -> FileDataset:
-    """The set with the contents of the files there as the official ones."""
+    """Return the dataset with the files in `folder` as its official files."""
 
     def contents(path: str) -> str:
         return hashlib.sha256(gzip.decompress((folder / path).read_bytes())).hexdigest()

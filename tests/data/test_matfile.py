@@ -1,4 +1,4 @@
-"""The MATLAB 5 reader: what SciPy wrote comes back, and anything unsound is CorruptFileError."""
+"""MATLAB 5 reader: reads files written by SciPy; CorruptFileError for any invalid file."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def read_all(path: Path, samples: int) -> tuple[Bytes, Bytes]:
     )
 
 
-def test_a_file_from_scipy_has_rows_columns_channels_and_samples_in_place(tmp_path: Path) -> None:
+def test_file_written_by_scipy_has_correct_axis_order(tmp_path: Path) -> None:
     path = tmp_path / "train_32x32.mat"
     path.write_bytes(FROM_SCIPY)
     sample, channel, row, column = np.indices((2, 3, 32, 32))
@@ -61,7 +61,7 @@ def test_a_file_from_scipy_has_rows_columns_channels_and_samples_in_place(tmp_pa
 
 
 @pytest.mark.parametrize("deflated", [True, False])
-def test_samples_are_read_as_written(tmp_path: Path, deflated: bool) -> None:
+def test_samples_match_written_values(tmp_path: Path, deflated: bool) -> None:
     path = tmp_path / "train_32x32.mat"
     path.write_bytes(mat_file(IMAGES, DIGITS, deflated=deflated))
     images, labels = read_all(path, 4)
@@ -69,7 +69,7 @@ def test_samples_are_read_as_written(tmp_path: Path, deflated: bool) -> None:
     np.testing.assert_array_equal(labels, DIGITS)
 
 
-def test_variables_may_stand_in_any_order_with_others_between(tmp_path: Path) -> None:
+def test_variables_may_appear_in_any_order_among_others(tmp_path: Path) -> None:
     labels = np.array([[10], [9], [1], [5]], np.float64)
     path = tmp_path / "train_32x32.mat"
     path.write_bytes(
@@ -83,7 +83,7 @@ def test_variables_may_stand_in_any_order_with_others_between(tmp_path: Path) ->
 
 @pytest.mark.parametrize("deflated", [True, False])
 @pytest.mark.parametrize("position", cut_positions(len(mat_file(IMAGES, DIGITS))))
-def test_a_file_cut_anywhere_is_damaged(tmp_path: Path, position: int, deflated: bool) -> None:
+def test_truncated_file_is_rejected(tmp_path: Path, position: int, deflated: bool) -> None:
     path = tmp_path / "train_32x32.mat"
     path.write_bytes(mat_file(IMAGES, DIGITS, deflated=deflated)[:position])
     with pytest.raises(CorruptFileError):
@@ -91,24 +91,24 @@ def test_a_file_cut_anywhere_is_damaged(tmp_path: Path, position: int, deflated:
 
 
 @pytest.mark.parametrize("position", [125, 126, 128, 133, 137, 145, 200, 5000, 12_000])
-def test_a_flipped_byte_of_a_deflated_file_is_damage(tmp_path: Path, position: int) -> None:
-    scrambled = bytearray(mat_file(IMAGES, DIGITS))
-    scrambled[position] ^= 0xFF
+def test_flipped_byte_of_a_compressed_file_is_rejected(tmp_path: Path, position: int) -> None:
+    corrupt = bytearray(mat_file(IMAGES, DIGITS))
+    corrupt[position] ^= 0xFF
     path = tmp_path / "train_32x32.mat"
-    path.write_bytes(scrambled)
+    path.write_bytes(corrupt)
     with pytest.raises(CorruptFileError):
         read_all(path, 4)
 
 
-def test_another_number_of_samples_is_named(tmp_path: Path) -> None:
+def test_wrong_sample_count_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "test_32x32.mat"
     path.write_bytes(mat_file(IMAGES, DIGITS))
-    with pytest.raises(CorruptFileError, match=r"has y of the shape \(4, 1\), not \(3, 1\)"):
+    with pytest.raises(CorruptFileError, match=r"has y of shape \(4, 1\), expected \(3, 1\)"):
         read_all(path, 3)
 
 
 @pytest.mark.parametrize("label", [0, 11, 1.5])
-def test_a_label_outside_1_to_10_is_damage(tmp_path: Path, label: float) -> None:
+def test_label_outside_1_to_10_is_rejected(tmp_path: Path, label: float) -> None:
     path = tmp_path / "train_32x32.mat"
     images = mat_variable("X", IMAGES[:1].transpose(2, 3, 1, 0), deflated=True)
     labels = mat_variable("y", np.array([[label]], np.float64), deflated=True)
@@ -117,28 +117,28 @@ def test_a_label_outside_1_to_10_is_damage(tmp_path: Path, label: float) -> None
         read_all(path, 1)
 
 
-def test_a_shape_that_its_bytes_do_not_fill_is_refused_before_any_is_read(tmp_path: Path) -> None:
+def test_shape_that_does_not_match_data_size_is_rejected_before_reading(tmp_path: Path) -> None:
     lying = bytearray(mat_variable("X", IMAGES.transpose(2, 3, 1, 0), deflated=False))
     struct.pack_into("<i", lying, 8 + 16 + 8 + 12, 2**31 - 1)
     path = tmp_path / "train_32x32.mat"
     path.write_bytes(MAT_HEADER + lying)
-    with pytest.raises(CorruptFileError, match="bytes of numbers for the shape"):
+    with pytest.raises(CorruptFileError, match="bytes of numbers for shape"):
         next(read_variables(path))
 
 
-def test_a_bomb_is_not_inflated_beyond_the_shape(tmp_path: Path) -> None:
+def test_zip_bomb_is_not_decompressed_beyond_the_shape(tmp_path: Path) -> None:
     honest = mat_file(IMAGES, DIGITS, deflated=False)[128:]
     small = zlib.compress(honest[: 8 + 56 + 8 + IMAGES.size] + bytes(BOMB_BYTES))
     labels = mat_variable("y", np.array([[1]] * 4, np.uint8), deflated=True)
     path = tmp_path / "train_32x32.mat"
     path.write_bytes(MAT_HEADER + struct.pack("<II", 15, len(small)) + small + labels)
-    with peak_below(BOMB_BYTES // 8), pytest.raises(CorruptFileError, match="left over"):
+    with peak_below(BOMB_BYTES // 8), pytest.raises(CorruptFileError, match="trailing data"):
         read_all(path, 4)
 
 
 @pytest.mark.parametrize("header", [b"\x00\x02IM", b"\x01\x00MI"])
-def test_other_versions_and_byte_orders_are_refused(tmp_path: Path, header: bytes) -> None:
+def test_other_versions_and_byte_orders_are_rejected(tmp_path: Path, header: bytes) -> None:
     path = tmp_path / "train_32x32.mat"
     path.write_bytes(MAT_HEADER[:124] + header)
-    with pytest.raises(CorruptFileError, match="no little-endian MATLAB 5 file"):
+    with pytest.raises(CorruptFileError, match="not a little-endian MATLAB 5 file"):
         list(read_variables(path))

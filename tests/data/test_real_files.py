@@ -1,4 +1,4 @@
-"""The real files: their counts per class, their statistics, and their verdicts."""
+"""The real dataset files: class counts, statistics and verification."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.real_data
 
 NAMES = ("mnist", "cifar10", "svhn")
 
-# From the sets' publications; of SVHN, the number of each digit from 0 to 9.
+# From the publications of the datasets; for SVHN, the count of each digit from 0 to 9.
 TRAIN_COUNTS = {
     "mnist": [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949],
     "cifar10": [5000] * 10,
@@ -26,7 +26,7 @@ TRAIN_COUNTS = {
 
 @pytest.fixture(scope="session")
 def linked_data(real_data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Links to the real files in a folder that may be written to."""
+    """Links to the real files in a writable folder."""
     folder = tmp_path_factory.mktemp("real")
     for name in NAMES:
         for file in OFFICIAL_SETS[name].files:
@@ -40,18 +40,18 @@ def dataset(request: pytest.FixtureRequest, linked_data: Path) -> Dataset:
     return DATASETS.load(request.param)(LoadRequest(str(linked_data)))
 
 
-def test_the_classes_have_their_published_counts(dataset: Dataset) -> None:
+def test_class_counts_match_published_counts(dataset: Dataset) -> None:
     assert torch.bincount(dataset.train.labels).tolist() == TRAIN_COUNTS[dataset.name]
 
 
-def test_the_known_mean_and_deviation_are_those_of_the_training_set(dataset: Dataset) -> None:
+def test_manifest_mean_and_std_match_the_training_set(dataset: Dataset) -> None:
     values = torch.arange(256, dtype=torch.float64) / 255
     for channel, (mean, std) in enumerate(zip(dataset.mean, dataset.std, strict=True)):
         counts = torch.bincount(dataset.train.inputs[:, channel].flatten(), minlength=256)
         share = counts / counts.sum()
         measured = (share * values).sum()
         deviation = (share * (values - measured) ** 2).sum().sqrt()
-        # The copies that are not the official bytes are recompressed, which smooths a little.
+        # Unofficial copies are JPEG-recompressed, which smooths the images slightly.
         tolerance = 0.003 if dataset.warnings else 0.0001
         assert measured.item() == pytest.approx(mean, abs=tolerance)
         assert deviation.item() == pytest.approx(std, abs=tolerance)

@@ -117,7 +117,7 @@ def fetch_sets(
     folder: Path,
     *,
     force: bool = False,
-    patience: RetryPolicy | None = None,
+    retry: RetryPolicy | None = None,
 ) -> int:
     """Fetch what is missing of `sets`; a failure is a DataError."""
     from rich import progress as bars
@@ -136,7 +136,7 @@ def fetch_sets(
         if official.terms:
             _say(f"{official.name}: {official.terms}")
         with bars.Progress(*columns, console=Console(stderr=True)) as progress:
-            fetched = fetch(official, folder, _Bars(progress), force=force, patience=patience)
+            fetched = fetch(official, folder, _Bars(progress), force=force, retry=retry)
         what = f"{fetched} files fetched" if fetched else "all files were here already"
         _say(f"{official.name}: {what}, official, in {folder}")
     return 0
@@ -150,7 +150,7 @@ def verify_sets(sets: Sequence[DatasetManifest], folder: Path) -> int:
 def _verify(official: DatasetManifest, folder: Path) -> int:
     from paceline.data.checksums import Verdict, verify_file
 
-    verdicts = {file.path: verify_file(file, folder, afresh=True) for file in official.files}
+    verdicts = {file.path: verify_file(file, folder, rehash=True) for file in official.files}
     for path, verdict in verdicts.items():
         _say(f"  {path}: {verdict.value}")
     found = set(verdicts.values())

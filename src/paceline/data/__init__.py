@@ -1,4 +1,4 @@
-"""Datasets by name. An entry is a `Loader`: LoadRequest -> Dataset."""
+"""Dataset registry. Each entry is a `Loader`, a callable LoadRequest -> Dataset."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ if TYPE_CHECKING:
 
 DATASETS: Registry[Loader] = Registry("data")
 DATASETS.register(
-    "digits", "paceline.data.digits:DIGITS", "drawn house numbers, 32 x 32 colour; no files"
+    "digits", "paceline.data.digits:DIGITS", "synthetic house numbers, 32x32 color; needs no files"
 )
 DATASETS.register(
-    "plain_digits", "paceline.data.digits:PLAIN_DIGITS", "drawn digits, 28 x 28 grey; no files"
+    "plain_digits",
+    "paceline.data.digits:PLAIN_DIGITS",
+    "synthetic digits, 28x28 grayscale; needs no files",
 )
-DATASETS.register("mnist", "paceline.data.mnist:MNIST", "handwritten digits, 28 x 28 grey")
+DATASETS.register("mnist", "paceline.data.mnist:MNIST", "handwritten digits, 28x28 grayscale")
 DATASETS.register(
-    "fashion_mnist", "paceline.data.mnist:FASHION_MNIST", "articles of clothing, 28 x 28 grey"
+    "fashion_mnist", "paceline.data.mnist:FASHION_MNIST", "clothing articles, 28x28 grayscale"
 )
-DATASETS.register("cifar10", "paceline.data.cifar10:CIFAR10", "ten kinds of things, 32 x 32 colour")
-DATASETS.register("svhn", "paceline.data.svhn:SVHN", "house numbers' digits, 32 x 32 colour")
+DATASETS.register("cifar10", "paceline.data.cifar10:CIFAR10", "ten object classes, 32x32 color")
+DATASETS.register("svhn", "paceline.data.svhn:SVHN", "digits from house numbers, 32x32 color")
 DATASETS.register(
-    "svhn_extra", "paceline.data.svhn:SVHN_EXTRA", "svhn with its 531,131 easier extra samples"
+    "svhn_extra", "paceline.data.svhn:SVHN_EXTRA", "svhn plus its 531,131 easier extra samples"
 )

@@ -1,7 +1,7 @@
-"""Whether a file is the official one.
+"""Verify dataset files against their official checksums.
 
-Hashing gigabytes at the start of every run would be a nuisance, so verdicts are kept in a small
-file of the data folder, with the size and time that each was given for.
+To avoid hashing gigabytes at the start of every run, verdicts are cached in a small file in the
+data folder together with the size and modification time of each file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.data.manifest import ManifestFile
 
 VERDICTS_FILE = ".paceline-verdicts.json"
 _CHUNK_BYTES = 1 << 20
-# Far above what any official file holds; a gzip bomb is given up on here.
+# Far above the content of any official file; stops gzip bombs.
 _CONTENT_LIMIT_BYTES = 1 << 26
 
 
@@ -30,33 +30,35 @@ class Verdict(Enum):
     MISSING = "missing"
 
 
-def verify_file(file: ManifestFile, folder: Path, *, afresh: bool = False) -> Verdict:
-    """The verdict on one file; `afresh` looks at its bytes even where a verdict is known."""
+def verify_file(file: ManifestFile, folder: Path, *, rehash: bool = False) -> Verdict:
+    """Return the verdict on one file; `rehash` ignores cached verdicts."""
     path = folder / file.path
     if not path.is_file():
         return Verdict.MISSING
-    mark = _mark(file, path)
+    fingerprint = _fingerprint(file, path)
     entry = _read_verdicts(folder).get(file.path)
-    if not afresh and isinstance(entry, list) and entry[:-1] == mark:
+    if not rehash and isinstance(entry, list) and entry[:-1] == fingerprint:
         return Verdict.OFFICIAL if entry[-1] is True else Verdict.OTHER
     official = _is_official(file, path)
-    _keep(file, folder, mark, official)
+    _store_verdict(file, folder, fingerprint, official)
     return Verdict.OFFICIAL if official else Verdict.OTHER
 
 
-def keep_official(file: ManifestFile, folder: Path) -> None:
-    """Note that a file has just been found to be the official one."""
-    _keep(file, folder, _mark(file, folder / file.path), True)
+def mark_official(file: ManifestFile, folder: Path) -> None:
+    """Cache the verdict for a file that has just been verified."""
+    _store_verdict(file, folder, _fingerprint(file, folder / file.path), True)
 
 
-def _mark(file: ManifestFile, path: Path) -> list[object]:
-    """What a verdict holds for: it changes when the file does."""
+def _fingerprint(file: ManifestFile, path: Path) -> list[object]:
+    """Return a value that changes when the file changes; a cached verdict is valid only for it."""
     status = path.stat()
     return [file.sha256, file.content_sha256, status.st_size, status.st_mtime_ns]
 
 
-def _keep(file: ManifestFile, folder: Path, mark: list[object], official: bool) -> None:
-    _write_verdicts(folder, {**_read_verdicts(folder), file.path: [*mark, official]})
+def _store_verdict(
+    file: ManifestFile, folder: Path, fingerprint: list[object], official: bool
+) -> None:
+    _write_verdicts(folder, {**_read_verdicts(folder), file.path: [*fingerprint, official]})
 
 
 def sha256_of(path: Path) -> str:
@@ -94,7 +96,7 @@ def _read_verdicts(folder: Path) -> dict[str, object]:
 
 
 def _write_verdicts(folder: Path, verdicts: Mapping[str, object]) -> None:
-    # A folder that cannot be written to only costs the time to hash again.
+    # If the folder is not writable, the only cost is hashing again next time.
     temporary = folder / f"{VERDICTS_FILE}.{os.getpid()}"
     with suppress(OSError):
         try:

@@ -1,4 +1,4 @@
-"""What a dataset is to the rest of paceline: two splits of tensors, and how to normalise them."""
+"""Dataset types: a training and a test split of tensors, with their normalization statistics."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Samples and labels, the first dimension counting samples.
+    """Inputs and labels; the first dimension of both is the sample.
 
-    Images are uint8 tensors of (samples, channels, height, width) and are normalised on their way
-    to the model; a float tensor of any shape is taken as it is.
+    Images are uint8 tensors of shape (samples, channels, height, width), which the input pipeline
+    normalizes. Float tensors may have any shape and are not normalized.
     """
 
     inputs: Tensor
@@ -23,12 +23,12 @@ class Split:
         return len(self.labels)
 
     def head(self, samples: int | None) -> Split:
-        """The first `samples` of it, as views."""
+        """Return the first `samples` samples as views; None returns the whole split."""
         return self if samples is None else self.part(slice(samples))
 
-    def part(self, chosen: slice) -> Split:
-        """Some of it, as views."""
-        return Split(self.inputs[chosen], self.labels[chosen])
+    def part(self, samples: slice) -> Split:
+        """Return the given samples as views."""
+        return Split(self.inputs[samples], self.labels[samples])
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,10 @@ class Dataset:
     test: Split
     classes: int
     mean: tuple[float, ...] = ()
-    """Per channel, of the training images scaled to 0..1; empty: not normalised."""
+    """Per channel, of the training images scaled to [0, 1]; empty if inputs are not normalized."""
     std: tuple[float, ...] = ()
     warnings: tuple[str, ...] = ()
-    """What the user should know about these files, once."""
+    """Shown to the user once per run."""
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
@@ -50,7 +50,7 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """What a dataset's loader is asked for; the same fields as in RunConfig."""
+    """Arguments of a dataset loader; RunConfig documents the fields."""
 
     folder: str | None = None
     train_samples: int | None = None
@@ -61,15 +61,15 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True)
 class DatasetInfo:
-    """What the loaders of registered sets know before anything is loaded, as `outline`."""
+    """Shape and size of a registered dataset, known without loading it (`outline` of a loader)."""
 
     sample_shape: tuple[int, int, int]
-    """Channels, height, width."""
+    """(channels, height, width)."""
     classes: int
     train_samples: int
     test_samples: int
-    """All there are, or as many as come where nobody asks for a number."""
+    """The full size, or the default size where the loader generates any number of samples."""
 
 
 Loader = Callable[[LoadRequest], Dataset]
-"""The type of a registered dataset: it may return more samples than asked for."""
+"""Type of a registry entry. A loader may return more samples than the request asks for."""

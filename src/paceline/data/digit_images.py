@@ -1,13 +1,13 @@
-"""Digits as strokes in six fonts, and an atlas of the distance to them.
+"""Rendering of the synthetic digit images: stroke fonts, and two styles of drawing them.
 
-A glyph is a set of polylines in a box 0.6 wide and 1 high, y pointing down. The atlas holds, for
-each font and digit, how far each point of a square around the box is from the nearest stroke, in
-units of the glyph's height: sampled anywhere and cut at any distance, it gives the digit in any
-stroke width.
+`draw_street_numbers` renders color house numbers with clutter, `draw_plain_digits` light digits on
+black. Images are a bit-exact function of the random generator, for any number of threads.
 
-Draws chunks of images of one digit each: as on a house among whatever surrounds it, or plain.
-
-Images are a function of the generator alone, bit for bit and whatever the number of threads."""
+A glyph is a set of polylines in a box 0.6 wide and 1 high, with y pointing down. For each font and
+digit, the distance atlas holds the distance from each point of a square around the box to the
+nearest stroke, in units of the glyph height. Thresholding an interpolated distance renders the
+digit at any size and stroke width.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
+DRAWING_VERSION = 1
+"""Increment with every change to the images, which invalidates the caches of users."""
+
 WIDTH = 0.6
 HALF_EXTENT = 0.75
-"""Half the side of the square that the atlas covers around a glyph's centre, in glyph heights."""
+"""Half the side of the square that the atlas covers around a glyph center, in glyph heights."""
 ATLAS_SIDE = 48
 
 Stroke = list[tuple[float, float]]
@@ -31,10 +34,12 @@ Stroke = list[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Font:
+    """Shapes of the ten digits."""
+
     degrees_per_point: float = 12.0
-    """How finely curves are drawn; 45 makes them octagons."""
+    """Resolution of curves; 45 turns circles into octagons."""
     roundness: float = 1.0
-    """1 draws ellipses; below it curves fill their corners."""
+    """1 gives ellipses; smaller values give squarer curves."""
     pen: float = 1.0
     """Above 1, horizontal strokes are thinner than vertical ones by this factor."""
     flagged_one: bool = True
@@ -47,7 +52,7 @@ class Font:
     def arc(
         self, x: float, y: float, radius_x: float, radius_y: float, begin: float, end: float
     ) -> Stroke:
-        """Part of an ellipse, in degrees from the right by way of the bottom."""
+        """Return an elliptical arc; angles are in degrees, clockwise from the right."""
         points = max(2, math.ceil(abs(end - begin) / self.degrees_per_point) + 1)
         stroke = []
         for index in range(points):
@@ -62,6 +67,7 @@ class Font:
         return stroke
 
     def strokes(self, digit: int) -> list[Stroke]:
+        """Return the polylines of a digit."""
         draw = (
             self._zero, self._one, self._two, self._three, self._four,
             self._five, self._six, self._seven, self._eight, self._nine,
@@ -130,7 +136,7 @@ FONTS = (
 
 @lru_cache(maxsize=1)
 def distance_atlas() -> Tensor:
-    """Distances as (font * 10 + digit, row, column), rows and columns spanning the square."""
+    """Return distances of shape (font * 10 + digit, row, column) over the square."""
     ticks = torch.linspace(-HALF_EXTENT, HALF_EXTENT, ATLAS_SIDE, dtype=torch.float64)
     glyphs = [
         _distance(font.strokes(digit), font.pen, ticks) for font in FONTS for digit in range(10)
@@ -139,7 +145,7 @@ def distance_atlas() -> Tensor:
 
 
 def _distance(strokes: list[Stroke], pen: float, ticks: Tensor) -> Tensor:
-    """From each point of the grid to the nearest segment; the pen stretches the vertical part."""
+    """Return the distance of each grid point to the nearest segment; `pen` scales y."""
     segments = torch.tensor(
         [(*begin, *end) for stroke in strokes for begin, end in pairwise(stroke)],
         dtype=torch.float64,
@@ -154,12 +160,8 @@ def _distance(strokes: list[Stroke], pen: float, ticks: Tensor) -> Tensor:
     return (off_x * off_x + off_y * off_y).amin(dim=2).sqrt()
 
 
-DRAWING_VERSION = 1
-"""Raise it with every change to what is drawn, so that no older cache is taken for the new set."""
-
-
-class _Dice:
-    """Random numbers, one for each sample of a chunk, that spread over (samples, rows, columns)."""
+class _Random:
+    """Random numbers, one per sample, that broadcast over (samples, rows, columns)."""
 
     def __init__(self, samples: int, generator: Generator) -> None:
         self.samples = samples
@@ -169,57 +171,57 @@ class _Dice:
         drawn = torch.rand(self.samples, 1, 1, generator=self.generator)
         return drawn * (high - low) + low
 
-    def either_side(self, most: float) -> Tensor:
-        return self.uniform(-most, most)
+    def symmetric(self, limit: float) -> Tensor:
+        return self.uniform(-limit, limit)
 
-    def chance(self, probability: float) -> Tensor:
+    def bernoulli(self, probability: float) -> Tensor:
         return (self.uniform(0, 1) < probability).float()
 
-    def whole(self, below: int) -> Tensor:
+    def integers(self, below: int) -> Tensor:
         return torch.randint(below, (self.samples,), generator=self.generator)
 
-    def colour(self, brightness: Tensor, chroma: float) -> Tensor:
-        """Colours as (samples, channels, 1, 1) around the brightness of each sample."""
+    def color(self, brightness: Tensor, chroma: float) -> Tensor:
+        """Return colors of shape (samples, channels, 1, 1) around the brightness of each sample."""
         tint = torch.rand(self.samples, 3, 1, 1, generator=self.generator) - 0.5
         return (brightness.unsqueeze(1) + tint * chroma).clamp(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class _Hand:
-    """How differently digits are written: ranges that each sample's own are drawn from, evenly."""
+class _Style:
+    """Ranges of the uniformly distributed parameters of a digit."""
 
     height_pixels: tuple[float, float]
     aspect: tuple[float, float]
     slant: float
-    """Up to as much to either side, as are all that follow."""
+    """Maximum in either direction, as for the next two."""
     turn_radians: float
     shift_pixels: float
-    has_neighbours: bool
-    """Whether half of the digits have another one on their left, and half on their right."""
+    has_neighbors: bool
+    """Whether another digit appears on the left, and on the right, with probability 1/2 each."""
 
 
-_STREET_HAND = _Hand((15, 26), (0.7, 1.2), 0.3, 0.28, 3, has_neighbours=True)
-_PLAIN_HAND = _Hand((14, 22), (0.7, 1.2), 0.35, 0.25, 2.5, has_neighbours=False)
+_STREET_STYLE = _Style((15, 26), (0.7, 1.2), 0.3, 0.28, 3, has_neighbors=True)
+_PLAIN_STYLE = _Style((14, 22), (0.7, 1.2), 0.35, 0.25, 2.5, has_neighbors=False)
 
 
 def draw_street_numbers(samples: int, generator: Generator) -> tuple[Tensor, Tensor]:
-    """`samples` images as uint8 (samples, 3, 32, 32) and their labels.
+    """Return uint8 images of shape (samples, 3, 32, 32) and their labels.
 
-    Any colour on any other: what a linear model sums up says little about them.
+    Any color appears on any other, so pixel sums tell a linear model little.
     """
     return _with_one_thread(_draw_street_numbers, samples, generator)
 
 
 def draw_plain_digits(samples: int, generator: Generator) -> tuple[Tensor, Tensor]:
-    """`samples` images as uint8 (samples, 1, 28, 28) and their labels: light strokes on black."""
+    """Return uint8 images of shape (samples, 1, 28, 28), light strokes on black, and labels."""
     return _with_one_thread(_draw_plain_digits, samples, generator)
 
 
 def _with_one_thread(
     draw: Callable[[int, Generator], tuple[Tensor, Tensor]], samples: int, generator: Generator
 ) -> tuple[Tensor, Tensor]:
-    # How work is divided over threads can change a rounding; and of operations as small as these,
-    # threads make slow ones where workers that start together outnumber the cores.
+    # The division of work over threads can change rounding, and threads slow down operations this
+    # small when the workers that start together outnumber the cores.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -229,78 +231,78 @@ def _with_one_thread(
 
 
 def _plane(side: int) -> tuple[Tensor, Tensor]:
-    """The places of the pixels' columns and rows, from the middle of the image."""
+    """Return the x and y coordinates of the pixels relative to the image center."""
     ticks = torch.arange(side, dtype=torch.float32) - (side - 1) / 2
     return ticks.view(1, 1, side), ticks.view(1, side, 1)
 
 
 def _draw_plain_digits(samples: int, generator: Generator) -> tuple[Tensor, Tensor]:
-    dice = _Dice(samples, generator)
+    random = _Random(samples, generator)
     x, y = _plane(28)
-    labels = dice.whole(10)
-    distance, stroke = _number(labels, dice, x, y, _PLAIN_HAND)
-    coverage = ((stroke - distance) / dice.uniform(0.8, 1.4) + 0.5).clamp_(0, 1)
-    image = coverage.mul_(dice.uniform(0.7, 1)).unsqueeze(1)
+    labels = random.integers(10)
+    distance, stroke = _number(labels, random, x, y, _PLAIN_STYLE)
+    coverage = ((stroke - distance) / random.uniform(0.8, 1.4) + 0.5).clamp_(0, 1)
+    image = coverage.mul_(random.uniform(0.7, 1)).unsqueeze(1)
     noise = torch.randn(image.shape, generator=generator).mul_(0.03)
     image.add_(noise).mul_(255).add_(0.5).clamp_(0, 255)
     return image.to(torch.uint8), labels
 
 
 def _draw_street_numbers(samples: int, generator: Generator) -> tuple[Tensor, Tensor]:
-    dice = _Dice(samples, generator)
+    random = _Random(samples, generator)
     x, y = _plane(32)
-    labels = dice.whole(10)
-    distance, stroke = _number(labels, dice, x, y, _STREET_HAND)
+    labels = random.integers(10)
+    distance, stroke = _number(labels, random, x, y, _STREET_STYLE)
 
-    contrast = dice.uniform(0.15, 0.7)
-    brightness = dice.uniform(0.1, 0.9)
-    ground = dice.colour(brightness, 0.35)
+    contrast = random.uniform(0.15, 0.7)
+    brightness = random.uniform(0.1, 0.9)
+    ground = random.color(brightness, 0.35)
     sign = torch.where(
         brightness + contrast > 1,
         -1.0,
-        torch.where(brightness < contrast, 1.0, dice.chance(0.5) * 2 - 1),
+        torch.where(brightness < contrast, 1.0, random.bernoulli(0.5) * 2 - 1),
     )
-    ink = dice.colour((brightness + sign * contrast).clamp(0, 1), 0.3)
+    ink = random.color((brightness + sign * contrast).clamp(0, 1), 0.3)
 
     image = ground.expand(samples, 3, y.numel(), x.numel()).contiguous()
-    _clutter(image, ground, contrast, dice, x, y)
-    softness = dice.uniform(0.5, 1.3)
+    _clutter(image, ground, contrast, random, x, y)
+    softness = random.uniform(0.5, 1.3)
     coverage = ((stroke - distance) / softness + 0.5).clamp_(0, 1)
-    outline = ((stroke + 1.6 - distance) / softness + 0.5).clamp_(0, 1) * dice.chance(0.2)
-    _paint(image, outline, dice.colour((brightness - sign * contrast * 0.4).clamp(0, 1), 0.2))
+    outline = ((stroke + 1.6 - distance) / softness + 0.5).clamp_(0, 1) * random.bernoulli(0.2)
+    _paint(image, outline, random.color((brightness - sign * contrast * 0.4).clamp(0, 1), 0.2))
     _paint(image, coverage, ink)
-    _light(image, dice, x, y)
-    _blur(image, dice.uniform(0, 0.3).unsqueeze(1))
+    _light(image, random, x, y)
+    _blur(image, random.uniform(0, 0.3).unsqueeze(1))
     noise = torch.randn(image.shape, generator=generator).mul_(
-        dice.uniform(0.005, 0.07).unsqueeze(1)
+        random.uniform(0.005, 0.07).unsqueeze(1)
     )
     image.add_(noise).mul_(255).add_(0.5).clamp_(0, 255)
     return image.to(torch.uint8), labels
 
 
 def _number(
-    labels: Tensor, dice: _Dice, x: Tensor, y: Tensor, hand: _Hand
+    labels: Tensor, random: _Random, x: Tensor, y: Tensor, style: _Style
 ) -> tuple[Tensor, Tensor]:
-    """Distance of each pixel to the strokes of the digit or its neighbours, and half a stroke."""
+    """Return the distance of each pixel to the nearest stroke, and half the stroke width."""
     side = x.numel()
-    height = dice.uniform(*hand.height_pixels)
-    aspect, slant = dice.uniform(*hand.aspect), dice.either_side(hand.slant)
-    angle = dice.either_side(hand.turn_radians)
+    height = random.uniform(*style.height_pixels)
+    aspect, slant = random.uniform(*style.aspect), random.symmetric(style.slant)
+    angle = random.symmetric(style.turn_radians)
     cosine, sine = torch.cos(angle), torch.sin(angle)
-    centre_x, centre_y = dice.either_side(hand.shift_pixels), dice.either_side(hand.shift_pixels)
-    advance = height * (aspect * WIDTH + dice.uniform(0.14, 0.4))
-    font = dice.whole(len(FONTS)) * 10
+    center_x, center_y = random.symmetric(style.shift_pixels), random.symmetric(style.shift_pixels)
+    advance = height * (aspect * WIDTH + random.uniform(0.14, 0.4))
+    font = random.integers(len(FONTS)) * 10
     nearest: Tensor | None = None
-    neighbours = [(place, dice.chance(0.5)) for place in (-1, 1) if hand.has_neighbours]
-    for place, presence in [(0, None), *neighbours]:
-        glyph = font + (labels if presence is None else dice.whole(10))
-        from_x = x - (centre_x + place * advance * cosine)
-        from_y = y - (centre_y + place * advance * sine)
-        # The inverse of height * rotation * slant * aspect takes pixels back to the glyph's square.
+    neighbors = [(offset, random.bernoulli(0.5)) for offset in (-1, 1) if style.has_neighbors]
+    for offset, presence in [(0, None), *neighbors]:
+        glyph = font + (labels if presence is None else random.integers(10))
+        from_x = x - (center_x + offset * advance * cosine)
+        from_y = y - (center_y + offset * advance * sine)
+        # Map pixels to the atlas with the inverse of height * rotation * slant * aspect.
         unit = height * HALF_EXTENT
         down = from_y * (cosine / unit) - from_x * (sine / unit)
         right = from_x * (cosine / unit) + from_y * (sine / unit) + down * slant
-        grid = torch.empty(dice.samples, side, side, 2)
+        grid = torch.empty(random.samples, side, side, 2)
         torch.mul(right, 1 / aspect, out=grid.select(3, 0))
         grid.select(3, 1).copy_(down)
         plane = distance_atlas().index_select(0, glyph).view(-1, 1, ATLAS_SIDE, ATLAS_SIDE)
@@ -310,43 +312,43 @@ def _number(
             distance.add_((1 - presence) * (4 * side))
         nearest = distance if nearest is None else torch.minimum(nearest, distance)
     assert nearest is not None
-    return nearest, height * dice.uniform(0.045, 0.1)
+    return nearest, height * random.uniform(0.045, 0.1)
 
 
 def _clutter(
-    image: Tensor, ground: Tensor, contrast: Tensor, dice: _Dice, x: Tensor, y: Tensor
+    image: Tensor, ground: Tensor, contrast: Tensor, random: _Random, x: Tensor, y: Tensor
 ) -> None:
-    """What is on the wall behind the number: an edge between two grounds, and bars across it."""
+    """Paint background clutter: an edge between two colors, and two bars."""
     brightness = ground.mean(dim=1)
     for kind in ("edge", "bar", "bar"):
-        angle = dice.uniform(0, 6.2832)
-        away = x * torch.cos(angle) + y * torch.sin(angle) - dice.uniform(-13, 13)
+        angle = random.uniform(0, 6.2832)
+        away = x * torch.cos(angle) + y * torch.sin(angle) - random.uniform(-13, 13)
         if kind == "bar":
-            away = dice.uniform(0.4, 1.6) - away.abs()
-        shade = brightness + contrast * dice.uniform(-0.7, 0.7)
-        cover = (away + 0.5).clamp_(0, 1) * dice.chance(0.45)
-        _paint(image, cover, dice.colour(shade.clamp(0, 1), 0.25))
+            away = random.uniform(0.4, 1.6) - away.abs()
+        shade = brightness + contrast * random.uniform(-0.7, 0.7)
+        cover = (away + 0.5).clamp_(0, 1) * random.bernoulli(0.45)
+        _paint(image, cover, random.color(shade.clamp(0, 1), 0.25))
 
 
-def _light(image: Tensor, dice: _Dice, x: Tensor, y: Tensor) -> None:
-    """Shade that deepens across the image, and in patches; it only ever darkens."""
-    patches = torch.rand(dice.samples, 1, 5, 5, generator=dice.generator)
+def _light(image: Tensor, random: _Random, x: Tensor, y: Tensor) -> None:
+    """Darken the image by a gradient and by random patches."""
+    patches = torch.rand(random.samples, 1, 5, 5, generator=random.generator)
     side = x.numel()
     shade = F.interpolate(patches, size=(side, side), mode="bilinear", align_corners=True)
-    shade = shade.squeeze(1) * dice.uniform(0, 0.45)
+    shade = shade.squeeze(1) * random.uniform(0, 0.45)
     for ticks in (x, y):
-        slope = dice.uniform(-0.01, 0.01)
+        slope = random.uniform(-0.01, 0.01)
         shade += ticks * slope + (side / 2) * slope.abs()
     image.mul_((1 - shade).unsqueeze(1))
 
 
-def _paint(image: Tensor, coverage: Tensor, colour: Tensor) -> None:
-    """Lay a colour over the image, as densely as `coverage` (samples, rows, columns) says."""
-    image.add_((colour - image).mul_(coverage.unsqueeze(1)))
+def _paint(image: Tensor, coverage: Tensor, color: Tensor) -> None:
+    """Blend a color over the image with opacity `coverage` of shape (samples, rows, columns)."""
+    image.add_((color - image).mul_(coverage.unsqueeze(1)))
 
 
 def _blur(image: Tensor, weight: Tensor) -> None:
-    """Mix each pixel with its neighbours, along rows and then along columns."""
+    """Average each pixel with its neighbors, along rows and then along columns."""
     for dimension in (3, 2):
         length = image.shape[dimension] - 2
         before = image.narrow(dimension, 0, length)

@@ -1,8 +1,8 @@
-"""`digits` and `plain_digits`: any number of images, drawn once and then kept on disk.
+"""Synthetic datasets `digits` and `plain_digits`: any number of images, cached on disk.
 
-Samples are drawn in chunks, each a function of (seed, split, chunk): a smaller set is a prefix of a
-larger one. The set's seed is its own and not the run's, so that runs of different seeds train on
-the same images.
+Samples are generated in chunks, each a function of (seed, split, chunk), so a smaller dataset is a
+prefix of a larger one. The seed of the dataset is independent of the seed of the run: runs with
+different seeds train on the same images.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ CLASSES = 10
 CHUNK_SAMPLES = 250
 
 _SPLITS = {"train": 1, "test": 2}
-_WORTH_KEEPING_SAMPLES = 2_000
-"""Fewer are drawn in less than a second; kept, they would litter the folder with all sizes."""
+_MAX_UNCACHED_SAMPLES = 2_000
+"""Up to this many are generated in under a second; caching them would only clutter the folder."""
 
 _log = logging.getLogger("paceline")
 
 
 @dataclass(frozen=True)
 class SyntheticDigits:
-    """A `Loader` of images that a function draws."""
+    """A `Loader` for generated images."""
 
     name: str
     draw_chunk: Callable[[int, Generator], tuple[Tensor, Tensor]]
-    """(samples, generator) -> images as bytes, and their labels."""
+    """(samples, generator) -> uint8 images and labels."""
     shape: tuple[int, int, int]
-    """Channels, height, width."""
+    """(channels, height, width)."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
     def __call__(self, request: LoadRequest) -> Dataset:
-        wanted = {
+        sizes = {
             "train": TRAIN_SAMPLES if request.train_samples is None else request.train_samples,
             "test": TEST_SAMPLES if request.test_samples is None else request.test_samples,
         }
-        train, test = (self._load(split, samples, request) for split, samples in wanted.items())
+        train, test = (self._load(split, samples, request) for split, samples in sizes.items())
         return Dataset(self.name, train, test, CLASSES, self.mean, self.std)
 
     @property
@@ -59,9 +59,9 @@ class SyntheticDigits:
         return DatasetInfo(self.shape, CLASSES, TRAIN_SAMPLES, TEST_SAMPLES)
 
     def draw(self, split: str, samples: int, seed: int) -> Iterator[Chunk]:
-        """The first `samples` images and labels of a split, chunk by chunk."""
-        if samples > _WORTH_KEEPING_SAMPLES:
-            _log.info("drawing %s digits (%s) ...", f"{samples:,}", split)
+        """Generate the first `samples` images and labels of a split in chunks."""
+        if samples > _MAX_UNCACHED_SAMPLES:
+            _log.info("generating %s digits (%s) ...", f"{samples:,}", split)
         for begin in range(0, samples, CHUNK_SAMPLES):
             chunk_seed = derive_seed(seed, _SPLITS[split], begin // CHUNK_SAMPLES)
             images, labels = self.draw_chunk(CHUNK_SAMPLES, Generator().manual_seed(chunk_seed))
@@ -70,47 +70,48 @@ class SyntheticDigits:
 
     def _load(self, split: str, samples: int, request: LoadRequest) -> Split:
         fits = samples * int(np.prod(self.shape)) <= request.resident_limit_bytes
-        if fits and samples <= _WORTH_KEEPING_SAMPLES:
+        if fits and samples <= _MAX_UNCACHED_SAMPLES:
             return self._resident(split, samples, request.seed)
         try:
-            kept = self._kept(split, samples, request.seed, data_folder(request.folder) / self.name)
+            folder = data_folder(request.folder) / self.name
+            cached = self._cached(split, samples, request.seed, folder)
         except DataError:
-            # Keeping the set only saves time, unless it is too large to be held in memory.
+            # The cache is optional unless the dataset does not fit in memory.
             if not fits:
                 raise
             return self._resident(split, samples, request.seed)
-        return Split(kept.inputs.clone(), kept.labels) if fits else kept
+        return Split(cached.inputs.clone(), cached.labels) if fits else cached
 
     def _resident(self, split: str, samples: int, seed: int) -> Split:
         return resident_split(self.draw(split, samples, seed), samples, self.shape)
 
-    def _kept(self, split: str, samples: int, seed: int, folder: Path) -> Split:
-        """The set as mapped from its file, which is made first unless it is there and sound."""
+    def _cached(self, split: str, samples: int, seed: int, folder: Path) -> Split:
+        """Map a split from its cache file, which is written first if it is missing or corrupt."""
         cache = folder / f"v{DRAWING_VERSION}-seed{seed}-{split}-{samples}.decoded"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            kept = self._mapped(cache, split, samples, seed)
-            if not self._is_sound(kept, split, seed):
-                _log.warning("%s is damaged: drawing it again", cache)
+            cached = self._mapped(cache, split, samples, seed)
+            if not self._is_valid(cached, split, seed):
+                _log.warning("%s is corrupt: generating it again", cache)
                 cache.unlink(missing_ok=True)
-                kept = self._mapped(cache, split, samples, seed)
+                cached = self._mapped(cache, split, samples, seed)
         except OSError as error:
             raise DataError(
-                f"cannot write to {folder}, where drawn digits are kept: {error.strerror}; "
-                "choose another --data-dir"
+                f"cannot write to {folder}, the cache of generated digits: {error.strerror}; "
+                "use another --data-dir"
             ) from None
-        return kept
+        return cached
 
     def _mapped(self, cache: Path, split: str, samples: int, seed: int) -> Split:
         return mapped_split(cache, (), lambda: self.draw(split, samples, seed), samples, self.shape)
 
-    def _is_sound(self, kept: Split, split: str, seed: int) -> bool:
-        """Whether the first chunk is what would be drawn now, and all labels are digits."""
-        images, labels = next(self.draw(split, min(len(kept), CHUNK_SAMPLES), seed))
+    def _is_valid(self, cached: Split, split: str, seed: int) -> bool:
+        """Return whether the first chunk matches a newly generated one and all labels are valid."""
+        images, labels = next(self.draw(split, min(len(cached), CHUNK_SAMPLES), seed))
         return (
-            np.array_equal(kept.inputs[: len(images)].numpy(), images)
-            and np.array_equal(kept.labels[: len(labels)].numpy(), labels)
-            and int(kept.labels.max()) < CLASSES
+            np.array_equal(cached.inputs[: len(images)].numpy(), images)
+            and np.array_equal(cached.labels[: len(labels)].numpy(), labels)
+            and int(cached.labels.max()) < CLASSES
         )
 
 

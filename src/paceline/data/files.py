@@ -1,4 +1,4 @@
-"""A dataset that is read from its official files: the one loader behind all of them."""
+"""Loader for datasets that are read from downloaded files."""
 
 from __future__ import annotations
 
@@ -17,33 +17,35 @@ from paceline.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file of a split, where it lies, and how many samples it must hold."""
+    """A file of a split and the number of samples that it must hold."""
 
     path: Path
     samples: int
 
 
 Reader = Callable[[Sequence[Source], int], Iterator[Chunk]]
-"""Yields the first so many samples of a split's files, or raises CorruptFileError."""
+"""Yields the first N samples of the files of a split; raises CorruptFileError."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileDataset:
-    """A `Loader` for one official set."""
+    """A `Loader` for the files of one dataset."""
 
     official: DatasetManifest
     read: Reader
 
     @property
     def outline(self) -> DatasetInfo:
-        own = self.official
-        return DatasetInfo(own.sample_shape, own.classes, own.train_samples, own.test_samples)
+        official = self.official
+        return DatasetInfo(
+            official.sample_shape, official.classes, official.train_samples, official.test_samples
+        )
 
     def __call__(self, request: LoadRequest) -> Dataset:
         folder = data_folder(request.folder)
         official = self.official
         try:
-            self._refuse_missing(folder, request.folder)
+            self._check_all_present(folder, request.folder)
             train = self._load(
                 "train", official.train, folder, official.train_samples, request.train_samples,
                 request.resident_limit_bytes,
@@ -53,8 +55,8 @@ class FileDataset:
                 request.resident_limit_bytes,
             )  # fmt: skip
             warnings = self._warnings(folder)
-        except CorruptFileError as damage:
-            raise DataError(self.advice(damage, request.folder)) from None
+        except CorruptFileError as error:
+            raise DataError(self.advice(error, request.folder)) from None
         except OSError as error:
             raise DataError(_cannot_read(error, folder)) from None
         return Dataset(
@@ -68,7 +70,7 @@ class FileDataset:
         )
 
     def check_readable(self, folder: Path) -> None:
-        """Read all samples, keep none. Raises CorruptFileError, or DataError if reading fails."""
+        """Read and discard all samples. Raises CorruptFileError, or DataError if reading fails."""
         for files, samples in (
             (self.official.train, self.official.train_samples),
             (self.official.test, self.official.test_samples),
@@ -76,9 +78,9 @@ class FileDataset:
             for _ in self._checked(_locate(files, folder), samples):
                 pass
 
-    def advice(self, damage: CorruptFileError, folder: str | None) -> str:
-        """The line for users: what is wrong with which file, and the command that mends it."""
-        return f"{damage}: replace it with `{self._fetch_command(folder)} --force`"
+    def advice(self, error: CorruptFileError, folder: str | None) -> str:
+        """Return a one-line message: which file is corrupt, why, and the command to replace it."""
+        return f"{error}: replace it with `{self._fetch_command(folder)} --force`"
 
     def _load(
         self,
@@ -86,37 +88,39 @@ class FileDataset:
         files: Sequence[ManifestFile],
         folder: Path,
         samples: int,
-        wanted: int | None,
+        requested: int | None,
         limit_bytes: int,
     ) -> Split:
         sources = _locate(files, folder)
         shape = self.official.sample_shape
-        used = samples if wanted is None else min(wanted, samples)
+        used = samples if requested is None else min(requested, samples)
         if used * math.prod(shape) <= limit_bytes:
             return resident_split(self._checked(sources, used), used, shape)
         paths = [source.path for source in sources]
         cache = paths[0].with_name(f"{self.official.name}-{split}.decoded")
-        whole = mapped_split(cache, paths, lambda: self._checked(sources, samples), samples, shape)
-        return whole.head(used)
+        split_data = mapped_split(
+            cache, paths, lambda: self._checked(sources, samples), samples, shape
+        )
+        return split_data.head(used)
 
     def _checked(self, sources: Sequence[Source], samples: int) -> Iterator[Chunk]:
-        """What the reader yields, once the labels are known to be classes."""
+        """Yield the chunks of the reader after checking that all labels are valid classes."""
         last = sources[-1].path
         try:
             for images, labels in self.read(sources, samples):
                 if labels.size and int(labels.max()) >= self.official.classes:
-                    raise CorruptFileError(last, f"has the label {labels.max()}, which is no class")
+                    raise CorruptFileError(last, f"has the invalid label {labels.max()}")
                 yield images, labels
         except OSError as error:
             raise DataError(_cannot_read(error, last)) from None
 
-    def _refuse_missing(self, folder: Path, asked: str | None) -> None:
+    def _check_all_present(self, folder: Path, requested_folder: str | None) -> None:
         missing = [file.path for file in self.official.files if not (folder / file.path).is_file()]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise DataError(
-                f"{self.official.name} is not in {folder} (no {missing[0]}{more}): "
-                f"fetch it with `{self._fetch_command(asked)}`"
+                f"{self.official.name} is not in {folder} (missing {missing[0]}{more}): "
+                f"fetch it with `{self._fetch_command(requested_folder)}`"
             )
 
     def _fetch_command(self, folder: str | None) -> str:
@@ -133,7 +137,7 @@ class FileDataset:
             return ()
         return (
             f"{self.official.name}: {len(others)} of {len(self.official.files)} files in {folder} "
-            "are not the official bytes; compare results only with others on these same files",
+            "differ from the official files; compare results only with runs on the same files",
         )
 
 

@@ -1,9 +1,8 @@
-"""How the readers of file formats say that a file is not what it should be.
+"""The official files of each dataset: download addresses, sizes and checksums.
 
-The official files of each dataset: where they come from, their sizes and their checksums.
-
-The checksums are those that the sets' authors or the widely used loaders publish; each was found
-alike in at least two independent places. Nothing in this module needs torch."""
+The checksums are those published by the dataset authors or by widely used loaders; each was
+confirmed by at least two independent sources. This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -13,38 +12,21 @@ from pathlib import Path
 
 from paceline.errors import DataError
 
-
-class CorruptFileError(Exception):
-    """A file with wrong content. `FileDataset` turns it into a one-line message for the user."""
-
-    def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(f"{path} {reason}")
-        self.path = path
-        self.reason = reason
-
-
-def refuse_larger(path: Path, limit_bytes: int) -> None:
-    """Refuse a file that cannot be the one meant, before any of it is read."""
-    size_bytes = path.stat().st_size
-    if size_bytes > limit_bytes:
-        raise CorruptFileError(path, f"is too large: {size_bytes} bytes, not {limit_bytes} at most")
-
-
 FOLDER_VARIABLE = "PACELINE_DATA"
 
 
 @dataclass(frozen=True, slots=True)
 class ManifestFile:
     path: str
-    """Below the data folder."""
+    """Relative to the data folder."""
     size_bytes: int
     sha256: str
     samples: int = 0
-    """How many it holds; 0: it describes the set and holds none."""
+    """0 for a file that describes the dataset and holds no samples."""
     content_sha256: str | None = None
-    """Of what a .gz file holds, so that a copy that was compressed again is still recognised."""
+    """Checksum of the uncompressed content of a .gz file; recognizes recompressed copies."""
     addresses: tuple[str, ...] = ()
-    """Tried in this order; empty: the file comes out of the set's archive."""
+    """URLs in the order they are tried; empty if the file is part of the archive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +37,14 @@ class DatasetManifest:
     train_samples: int
     test_samples: int
     sample_shape: tuple[int, int, int]
-    """Channels, height, width."""
+    """(channels, height, width)."""
     mean: tuple[float, ...]
-    """Per channel, over all pixels of the training set scaled to 0..1."""
+    """Per channel, over all pixels of the training set scaled to [0, 1]."""
     std: tuple[float, ...]
     classes: int = 10
     archive: ManifestFile | None = None
     terms: str | None = None
-    """What the authors ask of users, where they ask something."""
+    """Terms of use, if the authors state any."""
 
     @property
     def files(self) -> tuple[ManifestFile, ...]:
@@ -74,7 +56,7 @@ class DatasetManifest:
         return sum(file.size_bytes for file in files)
 
     def is_in(self, folder: Path) -> bool:
-        """Whether all files are below the data folder, compressed as they came or unpacked."""
+        """Return whether all files are in the data folder, compressed or unpacked."""
         return all(
             any((folder / path).is_file() for path in (file.path, file.path.removesuffix(".gz")))
             for file in self.files
@@ -82,24 +64,42 @@ class DatasetManifest:
 
 
 def data_folder(folder: str | None = None) -> Path:
-    """The folder asked for, else $PACELINE_DATA, else ~/.cache/paceline."""
+    """Return `folder` if given, else $PACELINE_DATA, else ~/.cache/paceline."""
     chosen = folder or os.environ.get(FOLDER_VARIABLE) or "~/.cache/paceline"
     try:
         return Path(chosen).expanduser()
     except RuntimeError:
         raise DataError(
-            f"no home folder for {chosen}: give --data-dir, or set {FOLDER_VARIABLE}"
+            f"no home folder for {chosen}: use --data-dir or set {FOLDER_VARIABLE}"
         ) from None
 
 
-_MNIST_PLACES = (
+class CorruptFileError(Exception):
+    """A file has invalid content. `FileDataset` turns it into a one-line message for the user."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{path} {reason}")
+        self.path = path
+        self.reason = reason
+
+
+def check_max_size(path: Path, limit_bytes: int) -> None:
+    """Raise CorruptFileError, before reading the file, if it is larger than any valid one."""
+    size_bytes = path.stat().st_size
+    if size_bytes > limit_bytes:
+        raise CorruptFileError(
+            path, f"is too large: {size_bytes} bytes, expected at most {limit_bytes}"
+        )
+
+
+_MNIST_URLS = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
     "https://storage.googleapis.com/cvdf-datasets/mnist/",
     "http://yann.lecun.com/exdb/mnist/",
 )
-_FASHION_PLACES = ("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",)
-_CIFAR_PLACES = ("https://www.cs.toronto.edu/~kriz/",)
-_SVHN_PLACES = ("http://ufldl.stanford.edu/housenumbers/",)
+_FASHION_URLS = ("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",)
+_CIFAR_URLS = ("https://www.cs.toronto.edu/~kriz/",)
+_SVHN_URLS = ("http://ufldl.stanford.edu/housenumbers/",)
 
 
 def _file(
@@ -108,11 +108,11 @@ def _file(
     size_bytes: int,
     sha256: str,
     samples: int = 0,
-    places: tuple[str, ...] = (),
+    base_urls: tuple[str, ...] = (),
     content_sha256: str | None = None,
 ) -> ManifestFile:
     path = f"{folder}/{name}" if folder else name
-    addresses = tuple(place + name for place in places)
+    addresses = tuple(url + name for url in base_urls)
     return ManifestFile(path, size_bytes, sha256, samples, content_sha256, addresses)
 
 
@@ -125,7 +125,7 @@ MNIST = DatasetManifest(
             9912422,
             "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
             60000,
-            _MNIST_PLACES,
+            _MNIST_URLS,
             "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
         ),
         _file(
@@ -134,7 +134,7 @@ MNIST = DatasetManifest(
             28881,
             "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
             60000,
-            _MNIST_PLACES,
+            _MNIST_URLS,
             "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
         ),
     ),
@@ -145,7 +145,7 @@ MNIST = DatasetManifest(
             1648877,
             "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
             10000,
-            _MNIST_PLACES,
+            _MNIST_URLS,
             "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
         ),
         _file(
@@ -154,7 +154,7 @@ MNIST = DatasetManifest(
             4542,
             "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
             10000,
-            _MNIST_PLACES,
+            _MNIST_URLS,
             "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
         ),
     ),
@@ -174,7 +174,7 @@ FASHION_MNIST = DatasetManifest(
             26421880,
             "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
             60000,
-            _FASHION_PLACES,
+            _FASHION_URLS,
             "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
         ),
         _file(
@@ -183,7 +183,7 @@ FASHION_MNIST = DatasetManifest(
             29515,
             "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
             60000,
-            _FASHION_PLACES,
+            _FASHION_URLS,
             "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
         ),
     ),
@@ -194,7 +194,7 @@ FASHION_MNIST = DatasetManifest(
             4422102,
             "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
             10000,
-            _FASHION_PLACES,
+            _FASHION_URLS,
             "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
         ),
         _file(
@@ -203,7 +203,7 @@ FASHION_MNIST = DatasetManifest(
             5148,
             "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
             10000,
-            _FASHION_PLACES,
+            _FASHION_URLS,
             "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
         ),
     ),
@@ -258,7 +258,7 @@ CIFAR10 = DatasetManifest(
         "cifar-10-python.tar.gz",
         170498071,
         "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce",
-        places=_CIFAR_PLACES,
+        base_urls=_CIFAR_URLS,
     ),
 )
 
@@ -268,7 +268,7 @@ _SVHN_TRAIN = _file(
     182040794,
     "435e94d69a87fde4fd4d7f3dd208dfc32cb6ae8af2240d066de1df7508d083b8",
     73257,
-    _SVHN_PLACES,
+    _SVHN_URLS,
 )
 _SVHN_TEST = _file(
     "svhn",
@@ -276,7 +276,7 @@ _SVHN_TEST = _file(
     64275384,
     "cdce80dfb2a2c4c6160906d0bd7c68ec5a99d7ca4831afa54f09182025b6a75b",
     26032,
-    _SVHN_PLACES,
+    _SVHN_URLS,
 )
 _SVHN_EXTRA = _file(
     "svhn",
@@ -284,7 +284,7 @@ _SVHN_EXTRA = _file(
     1329278602,
     "a133a4beb38a00fcdda90c9489e0c04f900b660ce8a316a5e854838379a71eb3",
     531131,
-    _SVHN_PLACES,
+    _SVHN_URLS,
 )
 _SVHN_TERMS = "the authors permit non-commercial use only"
 
@@ -300,7 +300,7 @@ SVHN = DatasetManifest(
     terms=_SVHN_TERMS,
 )
 
-# Normalised as `svhn` is, so that a model trained on the one can be tested beside the other.
+# Uses the statistics of `svhn`, so that models trained on either dataset are comparable.
 SVHN_EXTRA = DatasetManifest(
     name="svhn_extra",
     train=(_SVHN_TRAIN, _SVHN_EXTRA),

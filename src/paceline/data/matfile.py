@@ -1,9 +1,9 @@
-"""A strict, streaming reader of MATLAB 5 files that hold plain numeric arrays, such as SVHN's.
+"""Strict streaming reader for MATLAB 5 files of plain numeric arrays, such as those of SVHN.
 
-A file is a 128-byte header and then elements: an 8-byte tag (type, bytes) and data. A variable is a
-matrix element, itself of elements (flags, shape, name, numbers), or such a one deflated. Variables
-are inflated as they are consumed and only as far as their stated shape reaches, so that memory
-stays bounded however large, or malicious, a file is.
+A file is a 128-byte header followed by elements: an 8-byte tag (type, size in bytes) and data. A
+variable is a matrix element that itself consists of elements (flags, shape, name, numbers),
+optionally zlib-compressed. Variables are decompressed as they are consumed and only up to their
+declared shape, so memory use stays bounded even for a malicious file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NUMBERS: dict[int, type[np.generic]] = {
     7: np.float32,
     9: np.float64,
 }
-# double, single and the integers: what MATLAB calls numeric, without 64 bits.
+# double, single and the integers up to 32 bits.
 _NUMERIC_CLASSES = frozenset(range(6, 14))
 _COMPLEX_FLAG = 0x0800
 
@@ -44,18 +44,18 @@ _INFLATE_BYTES = 1 << 18
 
 
 class _Stream(Protocol):
-    """The inside of one element."""
+    """The content of one element."""
 
     def read(self, count: int) -> bytes:
-        """Exactly `count` bytes, or CorruptFileError."""
+        """Return exactly `count` bytes or raise CorruptFileError."""
 
     def finish(self) -> None:
-        """CorruptFileError unless nothing is left, padding apart."""
+        """Raise CorruptFileError if unread data other than padding is left."""
 
 
 @dataclass(frozen=True, slots=True)
 class MatVariable:
-    """One variable of a file; its numbers can be read once, while the iteration stands at it."""
+    """One variable of a file; its numbers can be read once, before the iteration moves on."""
 
     path: Path
     name: str
@@ -66,25 +66,25 @@ class MatVariable:
     _stream: _Stream
 
     def numbers(self, at_once: int, wanted: int | None = None) -> Iterator[NDArray[np.generic]]:
-        """The numbers in the file's order (first index fastest), `at_once` or fewer at a time.
+        """Yield the numbers in file order (column-major), at most `at_once` at a time.
 
-        With `wanted`, only the first so many. A variable that is read to its end must end there.
+        `wanted` limits the total. A variable that is read completely must have no trailing data.
         """
         item_bytes = np.dtype(self.dtype).itemsize
         total = self._data_bytes // item_bytes
         remaining = total if wanted is None else min(wanted, total)
-        to_the_end = remaining == total
+        reads_all = remaining == total
         while remaining:
             count = min(at_once, remaining)
             remaining -= count
             yield np.frombuffer(self._stream.read(count * item_bytes), self.dtype)
-        if to_the_end:
+        if reads_all:
             self._stream.read(self._padding_bytes)
             self._stream.finish()
 
 
 def read_variables(path: Path) -> Generator[MatVariable]:
-    """The variables of a file in their order; those whose numbers are not wanted are skipped."""
+    """Yield the variables of a file in order; skipping the numbers of one is cheap."""
     file_bytes = path.stat().st_size
     with path.open("rb") as file:
         _check_header(path, file.read(_HEADER_BYTES))
@@ -93,11 +93,11 @@ def read_variables(path: Path) -> Generator[MatVariable]:
             if not tag:
                 return
             if len(tag) < 8:
-                raise CorruptFileError(path, "is cut short")
+                raise CorruptFileError(path, "is truncated")
             kind, size_bytes = struct.unpack("<II", tag)
             end = file.tell() + size_bytes
             if end > file_bytes:
-                raise CorruptFileError(path, "is cut short")
+                raise CorruptFileError(path, "is truncated")
             yield _open_variable(path, _open_element(path, file, kind, size_bytes))
             file.seek(end)
         if file.read(1):
@@ -106,21 +106,21 @@ def read_variables(path: Path) -> Generator[MatVariable]:
 
 def _check_header(path: Path, header: bytes) -> None:
     if len(header) < _HEADER_BYTES:
-        raise CorruptFileError(path, "is cut short")
+        raise CorruptFileError(path, "is truncated")
     version, order = struct.unpack("<H2s", header[124:])
     if order != b"IM" or version != 0x0100:
-        raise CorruptFileError(path, "is no little-endian MATLAB 5 file")
+        raise CorruptFileError(path, "is not a little-endian MATLAB 5 file")
 
 
 def _open_element(path: Path, file: BinaryIO, kind: int, size_bytes: int) -> _Stream:
     if kind == _MATRIX:
         return _Plain(path, file, size_bytes)
     if kind != _COMPRESSED:
-        raise CorruptFileError(path, f"has an element of type {kind} where a variable should be")
+        raise CorruptFileError(path, f"has an element of type {kind}, expected a variable")
     inflated = _Inflated(path, file, size_bytes)
     kind, _ = struct.unpack("<II", inflated.read(8))
     if kind != _MATRIX:
-        raise CorruptFileError(path, f"has an element of type {kind} where a variable should be")
+        raise CorruptFileError(path, f"has an element of type {kind}, expected a variable")
     return inflated
 
 
@@ -129,25 +129,25 @@ def _open_variable(path: Path, stream: _Stream) -> MatVariable:
     if flags_kind != _UINT32 or len(flags) != 8:
         raise CorruptFileError(path, "has a variable without array flags")
     if flags[0] not in _NUMERIC_CLASSES or struct.unpack("<I", flags[:4])[0] & _COMPLEX_FLAG:
-        raise CorruptFileError(path, "has a variable that is no array of plain numbers")
+        raise CorruptFileError(path, "has a variable that is not an array of real numbers")
     shape_kind, shape_data = _small_element(path, stream, 4 * _MAX_DIMENSIONS)
     if shape_kind != _INT32 or len(shape_data) % 4 or len(shape_data) < 8:
         raise CorruptFileError(path, "has a variable without a shape")
     shape = struct.unpack(f"<{len(shape_data) // 4}i", shape_data)
     if min(shape) < 0:
-        raise CorruptFileError(path, f"has a variable of the impossible shape {shape}")
+        raise CorruptFileError(path, f"has a variable of invalid shape {shape}")
     name_kind, name = _small_element(path, stream, _MAX_NAME_BYTES)
     if name_kind != _INT8:
         raise CorruptFileError(path, "has a variable without a name")
     kind, data_bytes, padding_bytes, small = _tag(stream)
     if kind not in _NUMBERS:
-        raise CorruptFileError(path, f"has numbers of the unknown type {kind}")
+        raise CorruptFileError(path, f"has numbers of unknown type {kind}")
     dtype = _NUMBERS[kind]
     entries = 1
     for length in shape:
         entries *= length
     if data_bytes != entries * np.dtype(dtype).itemsize:
-        raise CorruptFileError(path, f"has {data_bytes} bytes of numbers for the shape {shape}")
+        raise CorruptFileError(path, f"has {data_bytes} bytes of numbers for shape {shape}")
     if small is not None:
         stream = _Small(path, small, stream)
     return MatVariable(
@@ -156,7 +156,7 @@ def _open_variable(path: Path, stream: _Stream) -> MatVariable:
 
 
 def _tag(stream: _Stream) -> tuple[int, int, int, bytes | None]:
-    """Type, bytes, padding after them, and the data itself where it is inside the tag."""
+    """Return type, data size, padding size, and the data itself if the tag contains it."""
     raw = stream.read(8)
     kind, size_bytes = struct.unpack("<II", raw)
     if kind >> 16:
@@ -168,7 +168,7 @@ def _tag(stream: _Stream) -> tuple[int, int, int, bytes | None]:
 def _small_element(path: Path, stream: _Stream, limit_bytes: int) -> tuple[int, bytes]:
     kind, size_bytes, padding_bytes, small = _tag(stream)
     if size_bytes > (4 if small is not None else limit_bytes):
-        raise CorruptFileError(path, "has an oversized element in a variable's description")
+        raise CorruptFileError(path, "has an oversized element in a variable header")
     if small is not None:
         return kind, small
     data = stream.read(size_bytes)
@@ -177,6 +177,8 @@ def _small_element(path: Path, stream: _Stream, limit_bytes: int) -> tuple[int, 
 
 
 class _Plain:
+    """An uncompressed element."""
+
     def __init__(self, path: Path, file: BinaryIO, size_bytes: int) -> None:
         self._path, self._file, self._left = path, file, size_bytes
 
@@ -185,17 +187,17 @@ class _Plain:
             raise CorruptFileError(self._path, "has a variable longer than its element")
         data = self._file.read(count)
         if len(data) != count:
-            raise CorruptFileError(self._path, "is cut short")
+            raise CorruptFileError(self._path, "is truncated")
         self._left -= count
         return data
 
     def finish(self) -> None:
         if self._left:
-            raise CorruptFileError(self._path, "has bytes left over in a variable")
+            raise CorruptFileError(self._path, "has trailing data in a variable")
 
 
 class _Small:
-    """Numbers that stood inside their tag."""
+    """Numbers that are stored inside their tag."""
 
     def __init__(self, path: Path, data: bytes, outer: _Stream) -> None:
         self._path, self._data, self._outer = path, data, outer
@@ -203,7 +205,7 @@ class _Small:
     def read(self, count: int) -> bytes:
         data, self._data = self._data[:count], self._data[count:]
         if len(data) != count:
-            raise CorruptFileError(self._path, "is cut short")
+            raise CorruptFileError(self._path, "is truncated")
         return data
 
     def finish(self) -> None:
@@ -211,6 +213,8 @@ class _Small:
 
 
 class _Inflated:
+    """A compressed element."""
+
     def __init__(self, path: Path, file: BinaryIO, size_bytes: int) -> None:
         self._path, self._file, self._left = path, file, size_bytes
         self._inflater = zlib.decompressobj()
@@ -220,21 +224,21 @@ class _Inflated:
         missing = count
         while missing:
             part = self._inflate(missing)
-            if not part and self._exhausted():
-                raise CorruptFileError(self._path, "is cut short")
+            if not part and self._is_exhausted():
+                raise CorruptFileError(self._path, "is truncated")
             parts.append(part)
             missing -= len(part)
         return b"".join(parts)
 
     def finish(self) -> None:
-        # The checksum stands at the very end, so the rest must be fed in for it to be compared.
+        # zlib compares the checksum only when it reaches the end of the stream.
         while not self._inflater.eof:
             if self._inflate(1):
-                raise CorruptFileError(self._path, "has bytes left over in a variable")
-            if self._exhausted() and not self._inflater.eof:
-                raise CorruptFileError(self._path, "is cut short")
+                raise CorruptFileError(self._path, "has trailing data in a variable")
+            if self._is_exhausted() and not self._inflater.eof:
+                raise CorruptFileError(self._path, "is truncated")
 
-    def _exhausted(self) -> bool:
+    def _is_exhausted(self) -> bool:
         return self._inflater.eof or not (self._left or self._inflater.unconsumed_tail)
 
     def _inflate(self, limit: int) -> bytes:
@@ -242,9 +246,9 @@ class _Inflated:
         if not source and self._left:
             source = self._file.read(min(self._left, _INFLATE_BYTES))
             if not source:
-                raise CorruptFileError(self._path, "is cut short")
+                raise CorruptFileError(self._path, "is truncated")
             self._left -= len(source)
         try:
             return self._inflater.decompress(source, limit)
         except zlib.error as error:
-            raise CorruptFileError(self._path, f"is not soundly compressed ({error})") from None
+            raise CorruptFileError(self._path, f"has invalid compressed data ({error})") from None

@@ -1,9 +1,9 @@
-"""Reads the pickles of CIFAR-10 without running anything that they say.
+"""Safe pickle reader for CIFAR-10: reads plain data and never executes code.
 
 A pickle is a program for a small stack machine, and Python's own reader lets it call any function.
-The machine here knows only the instructions that build numbers, strings, bytes, lists, tuples and
-dictionaries, and it recognises the phrases by which numpy writes an array of bytes. Everything else
-is refused. All it builds is bounded by the length of the pickle itself.
+This reader implements only the opcodes that build numbers, strings, bytes, lists, tuples and
+dictionaries, and recognizes the sequences that numpy writes for an array of bytes. It rejects
+everything else. Its memory use is bounded by the length of the pickle.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from numpy.typing import NDArray
 
 
 class PickleRefusedError(ValueError):
-    """A pickle that is damaged, or that asks for something outside plain data."""
+    """The pickle is corrupt or contains more than plain data."""
 
 
 @dataclass(slots=True, eq=False)
 class ByteArray:
-    """A numpy array of unsigned bytes; empty until the pickle has given its contents."""
+    """A numpy array of uint8; empty until the pickle sets its contents."""
 
     values: NDArray[np.uint8]
 
 
 class _Global(Enum):
-    """The names that numpy's arrays are pickled with; they are recognised and never called."""
+    """Globals that appear in pickled numpy arrays; they are recognized but never called."""
 
     RECONSTRUCT = "reconstruct"
     ARRAY = "array"
@@ -52,14 +52,14 @@ _UNSIGNED_BYTE = object()
 
 
 def read_plain_pickle(data: bytes) -> object:
-    """The value in a pickle of protocol 2 to 4; Python 2's strings come as bytes."""
+    """Return the value of a pickle of protocol 2 to 4; Python 2 strings are returned as bytes."""
     machine = _Machine(data)
     try:
         return machine.run()
     except PickleRefusedError:
         raise
     except (LookupError, ValueError, OverflowError, struct.error):
-        raise PickleRefusedError("is scrambled") from None
+        raise PickleRefusedError("is malformed") from None
 
 
 class _Machine:
@@ -75,17 +75,19 @@ class _Machine:
             code = self._take(1)
             if code == b".":
                 if self._position != len(self._data):
-                    raise PickleRefusedError("goes on after its end")
+                    raise PickleRefusedError("has data after its end")
                 return self._pop()
-            step = _STEPS.get(code)
-            if step is None:
-                raise PickleRefusedError(f"has the instruction {code!r}, needless in plain data")
-            step(self)
+            handler = _OPCODES.get(code)
+            if handler is None:
+                raise PickleRefusedError(
+                    f"contains opcode {code!r}, which plain data does not need"
+                )
+            handler(self)
 
     def _take(self, count: int) -> bytes:
         end = self._position + count
         if end > len(self._data):
-            raise PickleRefusedError("is cut short")
+            raise PickleRefusedError("is truncated")
         part = self._data[self._position : end]
         self._position = end
         return part
@@ -112,13 +114,13 @@ class _Machine:
     def _pop(self) -> Any:
         value = self._stack.pop()
         if value is _MARK:
-            raise PickleRefusedError("is scrambled")
+            raise PickleRefusedError("is malformed")
         return value
 
     def _top(self, kind: type) -> Any:
         value = self._stack[-1]
         if not isinstance(value, kind):
-            raise PickleRefusedError(f"treats something as a {kind.__name__} that is none")
+            raise PickleRefusedError(f"uses a value as a {kind.__name__} that is not one")
         return value
 
     def _pop_to_mark(self) -> list[Any]:
@@ -127,15 +129,15 @@ class _Machine:
                 items = self._stack[index + 1 :]
                 del self._stack[index:]
                 return items
-        raise PickleRefusedError("is scrambled")
+        raise PickleRefusedError("is malformed")
 
     def _protocol(self) -> None:
         version = self._number("B")
         if not 2 <= version <= 4:
-            raise PickleRefusedError(f"has pickle protocol {version}; 2 to 4 can be read")
+            raise PickleRefusedError(f"has pickle protocol {version}; only 2 to 4 are supported")
 
     def _frame(self) -> None:
-        """The length of what follows, which only helps readers that read in pieces."""
+        """Skip the frame length, which only matters to readers that read in chunks."""
         self._take(8)
 
     def _append(self, items: list[Any]) -> None:
@@ -143,12 +145,12 @@ class _Machine:
 
     def _set_items(self, items: list[Any]) -> None:
         if len(items) % 2:
-            raise PickleRefusedError("is scrambled")
+            raise PickleRefusedError("is malformed")
         target = self._top(dict)
         for key, value in zip(items[::2], items[1::2], strict=True):
-            # Nested tuples as keys could exhaust the interpreter's stack when they are hashed.
+            # Hashing nested tuples could exhaust the interpreter stack.
             if not isinstance(key, str | bytes | int):
-                raise PickleRefusedError("has a key that is neither text nor a number")
+                raise PickleRefusedError("has a key that is neither a string nor an integer")
             target[key] = value
 
     def _tuple(self, count: int) -> None:
@@ -157,10 +159,10 @@ class _Machine:
 
     def _global(self, module: object, name: object) -> None:
         if not (isinstance(module, str) and isinstance(name, str)):
-            raise PickleRefusedError("is scrambled")
+            raise PickleRefusedError("is malformed")
         known = _GLOBALS.get((module, name))
         if known is None:
-            raise PickleRefusedError(f"asks for {module}.{name}, needless in plain data")
+            raise PickleRefusedError(f"refers to {module}.{name}, not allowed in plain data")
         self._push(known)
 
     def _stack_global(self) -> None:
@@ -177,13 +179,13 @@ class _Machine:
             case _Global.ENCODE, (str() as text, "latin1" | b"latin1"):
                 self._push(self._encode(text))
             case _:
-                raise PickleRefusedError("calls for something that is no array of unsigned bytes")
+                raise PickleRefusedError("calls something other than the uint8 array constructor")
 
     def _encode(self, text: str) -> bytes:
-        # One text encoded over and over would grow beyond the length of the pickle.
+        # Encoding one string repeatedly would use more memory than the length of the pickle.
         self._encoded_bytes += len(text)
         if self._encoded_bytes > len(self._data):
-            raise PickleRefusedError("repeats its contents")
+            raise PickleRefusedError("encodes more text than it contains")
         return text.encode("latin-1")
 
     def _build(self) -> None:
@@ -191,25 +193,25 @@ class _Machine:
         if target is _UNSIGNED_BYTE:
             return
         if not isinstance(target, ByteArray):
-            raise PickleRefusedError("sets the state of something that is no array")
+            raise PickleRefusedError("sets the state of an object that is not an array")
         match state:
             case (int(), tuple() as shape, kind, False | 0, bytes() as contents) if (
                 kind is _UNSIGNED_BYTE and all(type(length) is int for length in shape)
             ):
-                # Compared before anything of that shape exists: a shape alone allocates nothing.
+                # Compare before allocating: the shape alone must not cause an allocation.
                 if min(shape, default=0) < 0 or math.prod(shape[:8]) != len(contents):
-                    raise PickleRefusedError("has an array whose shape and contents differ")
+                    raise PickleRefusedError("has an array whose shape does not match its contents")
                 target.values = np.frombuffer(contents, np.uint8).reshape(shape)
             case _:
-                raise PickleRefusedError("has an array that is not of unsigned bytes in rows")
+                raise PickleRefusedError("has an array that is not row-major uint8")
 
-    def _remember(self, index: int) -> None:
+    def _memoize(self, index: int) -> None:
         self._memo[index] = self._stack[-1]
 
 
-_Step = Callable[[_Machine], None]
+_Opcode = Callable[[_Machine], None]
 
-_STEPS: dict[bytes, _Step] = {
+_OPCODES: dict[bytes, _Opcode] = {
     b"\x80": lambda m: m._protocol(),
     b"\x95": lambda m: m._frame(),
     b"(": lambda m: m._push(_MARK),
@@ -242,9 +244,9 @@ _STEPS: dict[bytes, _Step] = {
     b"\x93": lambda m: m._stack_global(),
     b"R": lambda m: m._reduce(),
     b"b": lambda m: m._build(),
-    b"q": lambda m: m._remember(m._number("B")),
-    b"r": lambda m: m._remember(m._number("I")),
-    b"\x94": lambda m: m._remember(len(m._memo)),
+    b"q": lambda m: m._memoize(m._number("B")),
+    b"r": lambda m: m._memoize(m._number("I")),
+    b"\x94": lambda m: m._memoize(len(m._memo)),
     b"h": lambda m: m._push(m._memo[m._number("B")]),
     b"j": lambda m: m._push(m._memo[m._number("I")]),
 }

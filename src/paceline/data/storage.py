@@ -1,7 +1,7 @@
-"""Where the samples of a split live: in memory, or in a file of decoded images that is mapped.
+"""Storage of a split: in memory, or memory-mapped from a file of decoded images.
 
-The file is a page that says what it was made from, then the images one after another, then the
-labels, a byte each. It is written under another name and renamed when whole.
+The file holds one page that describes its sources, then the images, then the labels (one byte
+each). It is written under a temporary name and renamed when complete.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Chunk = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 
 _MAGIC = b"paceline decoded images 1\n"
 _PAGE_BYTES = 4096
-_LOCK_PATIENCE_SECONDS = 900.0
-_LOCK_PAUSE_SECONDS = 0.2
+_LOCK_TIMEOUT_SECONDS = 900.0
+_LOCK_POLL_SECONDS = 0.2
 
 
 def resident_split(chunks: Iterable[Chunk], samples: int, shape: tuple[int, ...]) -> Split:
-    """Chunks of exactly `samples` samples together, in memory."""
+    """Read chunks, which hold exactly `samples` samples in total, into memory."""
     images = torch.empty((samples, *shape), dtype=torch.uint8)
     labels = torch.empty(samples, dtype=torch.int64)
     images_out, labels_out = images.numpy(), labels.numpy()
@@ -53,32 +53,32 @@ def mapped_split(
     samples: int,
     shape: tuple[int, ...],
 ) -> Split:
-    """A split read through the file `cache`, which is made first unless it fits the sources.
+    """Map a split from the file `cache`, which is written first unless it matches the sources.
 
-    One process makes it while the others on the machine wait. The mapping is private: writing to
-    the tensor never reaches the file.
+    One process writes it while the others on the machine wait. The mapping is private: writing to
+    the tensor does not change the file.
     """
     page = _describe(sources, samples, shape)
-    if not _fits(cache, page, samples, shape):
-        _check_room(cache.parent, samples * (math.prod(shape) + 1))
+    if not _is_current(cache, page, samples, shape):
+        _check_free_space(cache.parent, samples * (math.prod(shape) + 1))
         try:
             with _locked(cache.with_name(f".{cache.name}.lock")):
-                if not _fits(cache, page, samples, shape):
+                if not _is_current(cache, page, samples, shape):
                     _write(cache, page, chunks())
         except OSError as error:
             raise DataError(
-                f"cannot write {cache}, which a set above --resident-limit-mib is mapped from: "
-                f"{error.strerror}; make room there, or raise the limit"
+                f"cannot write {cache}, needed for datasets above --resident-limit-mib: "
+                f"{error.strerror}; free disk space or raise the limit"
             ) from None
     image_bytes = samples * int(np.prod(shape))
     size_bytes = _PAGE_BYTES + image_bytes + samples
-    whole = torch.from_file(str(cache), shared=False, size=size_bytes, dtype=torch.uint8)
-    images = whole[_PAGE_BYTES : _PAGE_BYTES + image_bytes].view(samples, *shape)
-    return Split(images, whole[_PAGE_BYTES + image_bytes :].to(torch.int64))
+    mapped = torch.from_file(str(cache), shared=False, size=size_bytes, dtype=torch.uint8)
+    images = mapped[_PAGE_BYTES : _PAGE_BYTES + image_bytes].view(samples, *shape)
+    return Split(images, mapped[_PAGE_BYTES + image_bytes :].to(torch.int64))
 
 
 def _describe(sources: Sequence[Path], samples: int, shape: tuple[int, ...]) -> bytes:
-    """The first page: it changes when a source does."""
+    """Return the first page of the file, which changes whenever a source changes."""
     files = []
     for source in sources:
         status = source.stat()
@@ -87,7 +87,7 @@ def _describe(sources: Sequence[Path], samples: int, shape: tuple[int, ...]) -> 
     return text.ljust(_PAGE_BYTES, b"\n")
 
 
-def _fits(cache: Path, page: bytes, samples: int, shape: tuple[int, ...]) -> bool:
+def _is_current(cache: Path, page: bytes, samples: int, shape: tuple[int, ...]) -> bool:
     try:
         with cache.open("rb") as file:
             size_bytes = os.fstat(file.fileno()).st_size
@@ -99,12 +99,12 @@ def _fits(cache: Path, page: bytes, samples: int, shape: tuple[int, ...]) -> boo
         return False
 
 
-def _check_room(folder: Path, needed_bytes: int) -> None:
-    """Refuse at once what would fill the disk after minutes."""
+def _check_free_space(folder: Path, needed_bytes: int) -> None:
+    """Fail immediately instead of after minutes of writing."""
     free_bytes = shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:
         raise DataError(
-            f"{folder} has {free_bytes / 1e9:.1f} GB free and the set needs"
+            f"{folder} has {free_bytes / 1e9:.1f} GB free but the dataset needs"
             f" {needed_bytes / 1e9:.1f} GB: use fewer --train-samples or another --data-dir"
         )
 
@@ -134,17 +134,19 @@ def _fill(file: BinaryIO, page: bytes, chunks: Iterator[Chunk]) -> None:
 
 @contextmanager
 def _locked(lock: Path) -> Iterator[None]:
-    """Alone on this machine, where the file system can lock."""
+    """Hold an exclusive lock; without effect where the file system does not support locks."""
     with lock.open("wb") as file:
-        deadline = time.monotonic() + _LOCK_PATIENCE_SECONDS
+        deadline = time.monotonic() + _LOCK_TIMEOUT_SECONDS
         while time.monotonic() < deadline:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                time.sleep(_LOCK_PAUSE_SECONDS)
+                time.sleep(_LOCK_POLL_SECONDS)
             except OSError:
                 break
         else:
-            raise DataError(f"another process has held {lock} for too long: end it and try again")
+            raise DataError(
+                f"timed out waiting for {lock}, held by another process: end it and try again"
+            )
         yield
