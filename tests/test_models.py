@@ -1,4 +1,4 @@
-"""The models: what they give for which samples, how large they are, and how they start to train."""
+"""Models: output shapes, sizes, seeding, and the start of training."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ fall; a momentum of 0.8 leaves every curve by 4e-2 or more, a rate 5 % higher by
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """So small batches gain nothing from more threads, and lose much where cores are busy."""
+    """Small batches gain nothing from more threads and are slowed down on busy cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -51,7 +51,7 @@ def one_thread() -> Iterator[None]:
 
 
 def train(model: nn.Module, case: Case, momentum: float) -> list[float]:
-    """Losses before each update, with PyTorch's own loss and optimiser in float32."""
+    """Return the loss before each update, with the PyTorch loss and optimizer in float32."""
     optimizer = torch.optim.SGD(model.parameters(), lr=case.lr, momentum=momentum)
     inputs, labels = batch(case.sample_shape, case.batch)
     losses = []
@@ -72,7 +72,7 @@ def golden_losses(name: str) -> list[float]:
 
 
 def follows(losses: list[float], golden: list[float]) -> bool:
-    """Whether a curve, or the beginning of one, is the golden one within the tolerances."""
+    """Return whether a curve, or its beginning, matches the golden one within tolerances."""
     descent = golden[0] - golden[-1]
     allowed = [FIRST_LOSS_TOLERANCE * golden[0]] + [DESCENT_TOLERANCE * descent] * len(losses[1:])
     return all(
@@ -98,7 +98,7 @@ def drop_shortcuts(model: nn.Module) -> nn.Module:
     return model
 
 
-def initialise_as_pytorch_does(model: nn.Module) -> nn.Module:
+def initialize_with_pytorch_defaults(model: nn.Module) -> nn.Module:
     torch.manual_seed(0)
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
@@ -112,13 +112,13 @@ def weights_equal(first: nn.Module, second: nn.Module) -> bool:
 
 
 def outline(name: str, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-    """The model without values, for what only its structure decides."""
+    """Return the model on the meta device, for tests of its structure."""
     with torch.device("meta"):
         return build_model(name, sample_shape, classes, seed=0)
 
 
 def output_shape(model: nn.Module, *input_shape: int) -> tuple[int, ...]:
-    """Of a model without values."""
+    """Return the output shape of a model on the meta device."""
     scores = model(torch.zeros(input_shape, device="meta"))
     return tuple(scores.shape)
 
@@ -131,7 +131,7 @@ def parameters_in(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_first_updates_follow_the_float64_reference(name: str) -> None:
+def test_first_updates_match_the_float64_reference(name: str) -> None:
     case = CASES[name]
     losses = train(build_model(name, case.sample_shape, CLASSES, seed=0), case, case.momentum)
     golden = golden_losses(name)
@@ -140,14 +140,14 @@ def test_first_updates_follow_the_float64_reference(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["softmax", "mlp", "lenet", "cnn"])
-def test_another_momentum_leaves_the_curve(name: str) -> None:
+def test_different_momentum_changes_the_curve(name: str) -> None:
     case = CASES[name]
     losses = train(build_model(name, case.sample_shape, CLASSES, seed=0), case, momentum=0.8)
     assert not follows(losses, golden_losses(name))
 
 
 @pytest.mark.parametrize("name", ["softmax", "mlp", "lenet", "cnn", "vgg11", "resnet18"])
-def test_other_initial_weights_leave_the_curve(name: str) -> None:
+def test_different_initial_weights_change_the_curve(name: str) -> None:
     case = CASES[name]
     model = build_model(name, case.sample_shape, CLASSES, seed=1)
     assert not follows(first_loss(model, case), golden_losses(name))
@@ -161,10 +161,10 @@ def test_other_initial_weights_leave_the_curve(name: str) -> None:
         ("cnn", lambda model: drop_first(nn.ReLU, model)),
         ("vgg11", lambda model: drop_first(nn.BatchNorm2d, model)),
         ("resnet18", drop_shortcuts),
-        ("resnet18", initialise_as_pytorch_does),
+        ("resnet18", initialize_with_pytorch_defaults),
     ],
 )
-def test_a_changed_model_leaves_the_curve(
+def test_changed_model_changes_the_curve(
     name: str, change: Callable[[nn.Module], nn.Module]
 ) -> None:
     case = CASES[name]
@@ -178,7 +178,7 @@ def test_every_model_has_a_golden_curve() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_golden_files_were_computed_with_the_settings_of_their_case(name: str) -> None:
+def test_golden_files_match_the_settings_of_their_case(name: str) -> None:
     curve: dict[str, Any] = json.loads((GOLDEN / f"{name}.json").read_text())
     case = CASES[name]
     assert curve["lr"] == case.lr
@@ -193,17 +193,17 @@ def test_golden_files_were_computed_with_the_settings_of_their_case(name: str) -
 
 @pytest.mark.parametrize("sample_shape", SHAPES, ids=["mnist", "cifar"])
 @pytest.mark.parametrize("name", NAMES)
-def test_one_score_for_each_class(name: str, sample_shape: tuple[int, ...]) -> None:
+def test_output_has_one_score_per_class(name: str, sample_shape: tuple[int, ...]) -> None:
     assert output_shape(outline(name, sample_shape, 7), 2, *sample_shape) == (2, 7)
 
 
 @pytest.mark.parametrize("name", FLAT)
-def test_flat_models_take_vectors(name: str) -> None:
+def test_flat_models_accept_vectors(name: str) -> None:
     assert output_shape(outline(name, (20,), 3), 2, 20) == (2, 3)
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONAL)
-def test_convolutional_models_refuse_vectors_in_one_line(name: str) -> None:
+def test_convolutional_models_reject_vectors(name: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         build_model(name, (784,), 10, seed=0)
     message = str(refusal.value)
@@ -214,7 +214,7 @@ def test_convolutional_models_refuse_vectors_in_one_line(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "smallest"), [("lenet", 16), ("cnn", 6), ("resnet18", 9)])
-def test_images_down_to_the_smallest_are_taken(name: str, smallest: int) -> None:
+def test_smallest_image_size_is_accepted(name: str, smallest: int) -> None:
     model = outline(name, (1, smallest, smallest), 3)
     assert output_shape(model, 1, 1, smallest, smallest) == (1, 3)
     with pytest.raises(ConfigError, match=f"at least {smallest}x{smallest} pixels"):
@@ -222,11 +222,11 @@ def test_images_down_to_the_smallest_are_taken(name: str, smallest: int) -> None
 
 
 @pytest.mark.parametrize("sample_shape", [(1, 5, 40), (3, 33, 64)])
-def test_vgg_takes_sides_that_five_halvings_do_not_divide(sample_shape: tuple[int, ...]) -> None:
+def test_vgg_accepts_any_image_size(sample_shape: tuple[int, ...]) -> None:
     assert output_shape(outline("vgg11", sample_shape, 3), 1, *sample_shape) == (1, 3)
 
 
-def test_vgg_sees_a_28_pixel_image_as_the_middle_of_a_32_pixel_one() -> None:
+def test_vgg_pads_28_pixel_images_to_32_pixels() -> None:
     image = torch.arange(2 * 28 * 28).reshape(2, 1, 28, 28) % 17 / 17
     framed = torch.zeros(2, 1, 32, 32)
     framed[:, :, 2:30, 2:30] = image
@@ -237,7 +237,7 @@ def test_vgg_sees_a_28_pixel_image_as_the_middle_of_a_32_pixel_one() -> None:
 
 
 @pytest.mark.parametrize("name", BATCH_NORMALISED)
-def test_batch_norm_takes_a_batch_of_one_image(name: str) -> None:
+def test_batch_norm_accepts_a_batch_of_one(name: str) -> None:
     model = outline(name, MNIST_SHAPE, CLASSES).train()
     assert output_shape(model, 1, *MNIST_SHAPE) == (1, CLASSES)
 
@@ -292,14 +292,14 @@ def convolution(inputs: int, outputs: int, side: int) -> int:
         ),
     ],
 )
-def test_small_models_have_the_parameters_of_their_description(
+def test_small_models_have_the_expected_number_of_parameters(
     name: str, sample_shape: tuple[int, ...], expected: int
 ) -> None:
     assert parameters_in(outline(name, sample_shape, 10)) == expected
 
 
 def vgg_parameters(widths: list[int]) -> int:
-    """Weights, bias and the two parameters of batch norm for each convolution; one linear layer."""
+    """Weights, bias and two batch norm parameters per convolution; one linear layer."""
     pairs = zip([3, *widths], widths, strict=False)
     return sum(9 * before * after + 3 * after for before, after in pairs) + linear(512, 10)
 
@@ -322,7 +322,7 @@ def test_vgg_has_the_published_number_of_parameters(
 
 
 def resnet_parameters(blocks: list[int]) -> int:
-    """Convolutions without bias, two parameters of batch norm a channel, a 1x1 shortcut a stage."""
+    """Convolutions without bias, two batch norm parameters per channel, 1x1 shortcuts."""
     total, before = 9 * 3 * 64 + 2 * 64, 64
     for width, count in zip([64, 128, 256, 512], blocks, strict=True):
         total += 9 * before * width + 9 * width * width * (2 * count - 1) + 2 * width * 2 * count
@@ -348,12 +348,12 @@ def test_resnet_has_the_published_number_of_parameters(
 
 
 @pytest.mark.parametrize("name", ["softmax", "lenet", "resnet18"])
-def test_the_same_seed_gives_the_same_weights(name: str) -> None:
+def test_same_seed_gives_the_same_weights(name: str) -> None:
     models = [build_model(name, CIFAR_SHAPE, CLASSES, seed=5) for _ in range(2)]
     assert weights_equal(*models)
 
 
-def test_another_seed_gives_other_weights() -> None:
+def test_different_seed_gives_different_weights() -> None:
     models = [build_model("lenet", CIFAR_SHAPE, CLASSES, seed=seed) for seed in (5, 6)]
     assert not weights_equal(*models)
 
@@ -367,28 +367,28 @@ def random_states() -> list[bytes]:
     ]
 
 
-def test_the_random_state_outside_is_untouched() -> None:
+def test_global_random_state_is_preserved() -> None:
     before = random_states()
     build_model("lenet", CIFAR_SHAPE, CLASSES, seed=5)
     assert random_states() == before
 
 
-def test_a_taken_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="'lenet' is registered already"):
+def test_duplicate_name_is_rejected() -> None:
+    with pytest.raises(ValueError, match="'lenet' is already registered"):
         MODELS.register("lenet", "elsewhere:lenet", "another one")
 
 
-def test_an_unknown_name_is_answered_with_the_nearest() -> None:
+def test_unknown_name_suggests_the_nearest() -> None:
     with pytest.raises(UnknownNameError, match="did you mean resnet18"):
         build_model("resnet-18", CIFAR_SHAPE, CLASSES, seed=0)
 
 
-def test_listing_models_does_not_load_torch() -> None:
+def test_listing_models_does_not_import_torch() -> None:
     check = "import sys, paceline.models as m; m.MODELS.names(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 
-# A user's own model
+# User-defined models
 
 USER_MODULE = """
 import random
@@ -449,14 +449,14 @@ def users_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("by_name", (8, 9)),
     ],
 )
-def test_a_users_factory_gets_the_arguments_it_takes(
+def test_custom_factory_receives_the_arguments_it_accepts(
     users_module: str, attribute: str, weight_shape: tuple[int, int]
 ) -> None:
     model = build_model(f"{users_module}:{attribute}", (6,), 8, seed=0)
     assert next(model.parameters()).shape == weight_shape
 
 
-def test_a_users_model_follows_the_seed_whatever_it_draws_from(users_module: str) -> None:
+def test_custom_model_is_seeded_for_every_random_generator(users_module: str) -> None:
     models = [build_model(f"{users_module}:from_any_generator", (6,), 8, seed=3) for _ in range(2)]
     assert weights_equal(*models)
 
@@ -464,15 +464,15 @@ def test_a_users_model_follows_the_seed_whatever_it_draws_from(users_module: str
 @pytest.mark.parametrize(
     ("attribute", "line"),
     [
-        ("three_arguments", "could not be built: TypeError: it must take (sample_shape, classes)"),
-        ("fails", "could not be built: RuntimeError: no such layer"),
-        ("not_a_module", "gave a dict: it must give a torch.nn.Module"),
-        ("built", "is built already"),
+        ("three_arguments", "TypeError: must accept (sample_shape, classes)"),
+        ("fails", "cannot build model 'users_models:fails': RuntimeError: no such layer"),
+        ("not_a_module", "returned dict, expected a torch.nn.Module"),
+        ("built", "is already an instance"),
         ("number", "must be a class or a function"),
         ("missing", "has no missing"),
     ],
 )
-def test_what_is_wrong_with_a_users_model_is_one_line(
+def test_invalid_custom_model_is_a_one_line_error(
     users_module: str, attribute: str, line: str
 ) -> None:
     with pytest.raises(UserCodeError) as failure:
@@ -483,7 +483,7 @@ def test_what_is_wrong_with_a_users_model_is_one_line(
     assert "\n" not in message
 
 
-def test_a_users_module_that_does_not_import_is_one_line(
+def test_import_error_of_a_custom_module_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "broken_models.py").write_text("import no_such_package_at_all\n")
@@ -491,12 +491,12 @@ def test_a_users_module_that_does_not_import_is_one_line(
     with pytest.raises(UserCodeError) as failure:
         build_model("broken_models:Net", (6,), 8, seed=0)
     message = str(failure.value)
-    assert "broken_models does not import" in message
+    assert "cannot import broken_models" in message
     assert "no_such_package_at_all" in message
     assert "\n" not in message
 
 
-def test_a_refusal_by_a_model_that_a_users_factory_wraps_is_kept(
+def test_config_error_of_a_wrapped_model_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "wrapping_models.py").write_text("from paceline.models.lenet import lenet as own\n")

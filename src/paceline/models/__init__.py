@@ -1,9 +1,9 @@
-"""Models by name. An entry is a callable `(sample_shape, classes) -> nn.Module`.
+"""Model registry. Each entry is a callable `(sample_shape, classes) -> nn.Module`.
 
-No model here has dropout: each worker would draw its own mask for its own share of a batch, so
-the result would depend on the number of workers. Batch normalisation is part of what vgg and resnet
-are, and takes its statistics over the samples that one worker sees: with these models, unlike the
-others, several workers compute what one does only if the statistics are taken over all of them.
+No model uses dropout, because each worker would draw its own mask for its shard of a batch and the
+result would depend on the number of workers. VGG and ResNet use batch normalization, whose
+statistics cover the samples of one worker by default: these models match single-worker training
+only with synchronized batch normalization.
 """
 
 from __future__ import annotations
@@ -21,14 +21,20 @@ ModelFactory = Callable[[tuple[int, ...], int], "nn.Module"]
 MODELS: Registry[ModelFactory] = Registry("model")
 
 MODELS.register(
-    "softmax", "paceline.models.softmax:softmax", "softmax regression: one linear layer"
-)
-MODELS.register("mlp", "paceline.models.mlp:mlp", "six hidden layers, 1024 halving to 32")
-MODELS.register(
-    "lenet", "paceline.models.lenet:lenet", "two 5x5 convolutions with pooling, two linear layers"
+    "softmax", "paceline.models.softmax:softmax", "softmax regression (one linear layer)"
 )
 MODELS.register(
-    "cnn", "paceline.models.cnn:cnn", "two 3x3 convolutions, one pooling, two linear layers"
+    "mlp",
+    "paceline.models.mlp:mlp",
+    "six hidden layers, 1024 to 32 units",
+)
+MODELS.register(
+    "lenet",
+    "paceline.models.lenet:lenet",
+    "two 5x5 convolutions with pooling, two linear layers",
+)
+MODELS.register(
+    "cnn", "paceline.models.cnn:cnn", "two 3x3 convolutions, one pooling layer, two linear layers"
 )
 MODELS.register("vgg11", "paceline.models.vgg:vgg11", "VGG-11 with batch norm, one linear layer")
 MODELS.register("vgg13", "paceline.models.vgg:vgg13", "VGG-13 with batch norm, one linear layer")

@@ -1,6 +1,7 @@
-"""What a convolutional model asks of the shape of its samples.
+"""Build a model by name, with initial weights that depend only on the seed.
 
-From a model's name to a model with the weights that a seed gives it."""
+`image_shape` is the check of the sample shape that the convolutional models share.
+"""
 
 from __future__ import annotations
 
@@ -17,49 +18,32 @@ from paceline.errors import ConfigError, PacelineError, UserCodeError, error_lin
 from paceline.models import MODELS
 
 
-def image_shape(
-    model: str, sample_shape: tuple[int, ...], smallest_side: int = 1
-) -> tuple[int, int, int]:
-    """`sample_shape` as channels, height and width; ConfigError if it is no image or too small."""
-    if len(sample_shape) == 3:
-        channels, height, width = sample_shape
-        if channels >= 1 and min(height, width) >= smallest_side:
-            return channels, height, width
-    raise ConfigError(
-        [
-            f"--model: {model} needs images (channels, height, width) of at least "
-            f"{smallest_side}x{smallest_side} pixels, but samples have the shape {sample_shape}; "
-            "softmax and mlp take any shape"
-        ]
-    )
-
-
 def build_model(name: str, sample_shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
-    """A registered model, or a user's `package.module:name`, for these samples, on the CPU.
+    """Build a registered model or a user-defined `package.module:name` on the CPU.
 
-    The same seed gives the same initial weights, and the random state outside is left as it was. A
-    user's class or function gets `sample_shape` and `classes` by name where it has parameters of
-    these names, nothing if it needs nothing, and otherwise both by position.
+    The same seed gives the same initial weights; global random states are preserved. A user-defined
+    class or function receives `sample_shape` and `classes` as keyword arguments if it has
+    parameters with these names, no arguments if it requires none, and otherwise both by position.
     """
     factory = MODELS.load(name)
     if name in MODELS:
         with _seeded(seed):
             return factory(sample_shape, classes)
-    return _build_users_model(name, factory, sample_shape, classes, seed)
+    return _build_custom_model(name, factory, sample_shape, classes, seed)
 
 
-def _build_users_model(
+def _build_custom_model(
     name: str,
     factory: Callable[..., object],
     sample_shape: tuple[int, ...],
     classes: int,
     seed: int,
 ) -> nn.Module:
-    """Whatever goes wrong inside the user's code becomes one line that names it and the cause."""
+    """Build a user-defined model; any exception in its code becomes a one-line UserCodeError."""
     if isinstance(factory, nn.Module):
         raise UserCodeError(
-            f"model {name!r} is built already: give the class or function that builds it, "
-            "so that its weights follow the seed"
+            f"model {name!r} is already an instance: use the class or function that builds it, "
+            "so that its weights depend on the seed"
         )
     try:
         arguments = _arguments_for(factory, sample_shape, classes)
@@ -69,10 +53,10 @@ def _build_users_model(
         raise
     except Exception as error:
         cause = error_line(error)
-        raise UserCodeError(f"model {name!r} could not be built: {cause}") from error
+        raise UserCodeError(f"cannot build model {name!r}: {cause}") from error
     if not isinstance(model, nn.Module):
         raise UserCodeError(
-            f"model {name!r} gave a {type(model).__name__}: it must give a torch.nn.Module"
+            f"model {name!r} returned {type(model).__name__}, expected a torch.nn.Module"
         )
     return model
 
@@ -80,23 +64,23 @@ def _build_users_model(
 def _arguments_for(
     factory: Callable[..., object], sample_shape: tuple[int, ...], classes: int
 ) -> inspect.BoundArguments:
-    """By name first, so that a factory's own optional parameters are never filled by position."""
+    """Bind by name first, so that other optional parameters are never filled by position."""
     signature = inspect.signature(factory)
-    offered: dict[str, object] = {"sample_shape": sample_shape, "classes": classes}
-    by_name = {key: value for key, value in offered.items() if key in signature.parameters}
+    available: dict[str, object] = {"sample_shape": sample_shape, "classes": classes}
+    by_name = {key: value for key, value in available.items() if key in signature.parameters}
     for arguments, keywords in (((), by_name), ((sample_shape, classes), {})):
         try:
             return signature.bind(*arguments, **keywords)
         except TypeError:
             continue
-    raise TypeError("it must take (sample_shape, classes), or no arguments")
+    raise TypeError("must accept (sample_shape, classes) or no arguments")
 
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed every generator that a model may draw its weights from, and restore them afterwards."""
+    """Seed every random generator that a model may use and restore them afterwards."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    # A process that has not used CUDA yet must not start it here: its children could not fork.
+    # Do not initialize CUDA here: child processes could no longer be forked.
     cuda_devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
         with torch.random.fork_rng(devices=cuda_devices):
@@ -109,3 +93,20 @@ def _seeded(seed: int) -> Iterator[None]:
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+
+
+def image_shape(
+    model: str, sample_shape: tuple[int, ...], min_side: int = 1
+) -> tuple[int, int, int]:
+    """Return (channels, height, width); raises ConfigError if not an image or too small."""
+    if len(sample_shape) == 3:
+        channels, height, width = sample_shape
+        if channels >= 1 and min(height, width) >= min_side:
+            return channels, height, width
+    raise ConfigError(
+        [
+            f"--model: {model} needs images (channels, height, width) of at least "
+            f"{min_side}x{min_side} pixels, but samples have shape {sample_shape}; "
+            "softmax and mlp accept any shape"
+        ]
+    )

@@ -1,4 +1,4 @@
-"""A convolutional network sized for MNIST."""
+"""CNN: a convolutional network sized for MNIST."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from torch import nn
 
 from paceline.models.build import image_shape
 
-SMALLEST_SIDE = 6
-"""The convolutions take four pixels off, and the pooling needs two."""
+MIN_SIDE = 6
+"""The convolutions remove four pixels, and pooling needs two."""
 
 
 def cnn(sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-    """Two 3x3 convolutions to 32 and 64 channels, one max-pooling, 128 hidden units."""
-    channels, height, width = image_shape("cnn", sample_shape, SMALLEST_SIDE)
+    """Two 3x3 convolutions to 32 and 64 channels, one max-pooling layer, 128 hidden units."""
+    channels, height, width = image_shape("cnn", sample_shape, MIN_SIDE)
     features = 64 * ((height - 4) // 2) * ((width - 4) // 2)
     return nn.Sequential(
         nn.Conv2d(channels, 32, 3),

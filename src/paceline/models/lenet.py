@@ -1,4 +1,4 @@
-"""A small convolutional network in the manner of LeNet."""
+"""LeNet: a small convolutional network in the style of LeNet-5."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from torch import nn
 
 from paceline.models.build import image_shape
 
-SMALLEST_SIDE = 16
-"""Each half takes four pixels off and halves the rest; from 15 pixels nothing would be left."""
+MIN_SIDE = 16
+"""Each stage removes four pixels and halves the rest; 15 pixels would leave none."""
 
 
 def lenet(sample_shape: tuple[int, ...], classes: int) -> nn.Module:
     """5x5 convolutions to 6 and 16 channels, each with ReLU and max-pooling; 64 hidden units."""
-    channels, height, width = image_shape("lenet", sample_shape, SMALLEST_SIDE)
-    features = 16 * _side_after(height) * _side_after(width)
+    channels, height, width = image_shape("lenet", sample_shape, MIN_SIDE)
+    features = 16 * _output_side(height) * _output_side(width)
     return nn.Sequential(
         nn.Conv2d(channels, 6, 5),
         nn.ReLU(),
@@ -28,6 +28,6 @@ def lenet(sample_shape: tuple[int, ...], classes: int) -> nn.Module:
     )
 
 
-def _side_after(side: int) -> int:
-    """What both convolutions and poolings leave of a side."""
+def _output_side(side: int) -> int:
+    """Return the side length after both convolutions and pooling layers."""
     return ((side - 4) // 2 - 4) // 2

@@ -1,4 +1,4 @@
-"""A multilayer perceptron."""
+"""MLP: a multilayer perceptron."""
 
 from __future__ import annotations
 

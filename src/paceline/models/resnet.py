@@ -1,4 +1,4 @@
-"""ResNet in its form for small images: a 3x3 stem without max-pooling."""
+"""ResNet for small images: a 3x3 stem without max-pooling."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from paceline.models.build import image_shape
 
 STAGE_CHANNELS = (64, 128, 256, 512)
-"""Each stage but the first starts with a halving of the image."""
+"""Each stage except the first starts by halving the image."""
 
-SMALLEST_SIDE = 9
-"""Leaves the last stage 2x2 pixels, so that even a batch of one has a variance to normalise by."""
+MIN_SIDE = 9
+"""Leaves the last stage 2x2 pixels, so that batch norm works even with a batch of one."""
 
 
 def resnet18(sample_shape: tuple[int, ...], classes: int) -> nn.Module:
@@ -22,7 +22,7 @@ def resnet34(sample_shape: tuple[int, ...], classes: int) -> nn.Module:
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut: identity, or 1x1 convolution where shapes differ."""
+    """Two 3x3 convolutions and a shortcut: identity, or a 1x1 convolution where shapes differ."""
 
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class ResidualBlock(nn.Module):
 def _resnet(
     name: str, stage_blocks: tuple[int, ...], sample_shape: tuple[int, ...], classes: int
 ) -> nn.Module:
-    channels, _, _ = image_shape(name, sample_shape, SMALLEST_SIDE)
+    channels, _, _ = image_shape(name, sample_shape, MIN_SIDE)
     width = STAGE_CHANNELS[0]
     layers: list[nn.Module] = [
         nn.Conv2d(channels, width, 3, padding=1, bias=False),
@@ -65,6 +65,6 @@ def _resnet(
     model = nn.Sequential(*layers)
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
-            # PyTorch's default shrinks the signal at every layer; this keeps its variance.
+            # PyTorch's default shrinks activations layer by layer; this preserves their variance.
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
     return model

@@ -1,8 +1,8 @@
-"""VGG in its form for 32x32 images: batch norm, and one linear layer instead of three.
+"""VGG for 32x32 images: batch norm, and one linear layer instead of three.
 
-The convolutions keep their bias, which batch norm makes redundant, because the network that the
-reference measurements were taken with has it: the number and sizes of the gradient tensors are what
-a synchronisation scheme is measured by.
+The convolutions keep their bias, which batch norm makes redundant, because the network of the
+reference measurements has it: the number and sizes of gradient tensors determine the communication
+cost.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import nn
 from paceline.models.build import image_shape
 
 STAGE_CHANNELS = (64, 128, 256, 512, 512)
-"""Each stage ends in a pooling that halves the image."""
+"""Each stage ends with a pooling layer that halves the image."""
 
 REDUCTION = 2 ** len(STAGE_CHANNELS)
 
@@ -36,14 +36,14 @@ def vgg19(sample_shape: tuple[int, ...], classes: int) -> nn.Module:
 def _vgg(
     name: str, stage_convolutions: tuple[int, ...], sample_shape: tuple[int, ...], classes: int
 ) -> nn.Module:
-    """Five stages, an average over what they leave of the image (one pixel of 32x32), one layer.
+    """Five stages, average pooling over the remaining pixels, and one linear layer.
 
-    A side that five halvings do not divide is padded with zeros, the mean of normalised images, up
-    to one that they do: 28x28 becomes 32x32, and every image goes whole through all five stages.
+    Sides are zero-padded (zero is the mean of normalized images) to a multiple of REDUCTION: 28x28
+    becomes 32x32, so that all five stages see the whole image.
     """
     channels, height, width = image_shape(name, sample_shape)
     layers: list[nn.Module] = []
-    padding = (*_both_ends(width), *_both_ends(height))
+    padding = (*_padding(width), *_padding(height))
     if any(padding):
         layers.append(nn.ZeroPad2d(padding))
     for convolutions, stage_channels in zip(stage_convolutions, STAGE_CHANNELS, strict=True):
@@ -59,7 +59,7 @@ def _vgg(
     return nn.Sequential(*layers)
 
 
-def _both_ends(side: int) -> tuple[int, int]:
-    """Pixels to add before and after a side to make it a multiple of REDUCTION."""
+def _padding(side: int) -> tuple[int, int]:
+    """Return the padding before and after a side that makes it a multiple of REDUCTION."""
     missing = -side % REDUCTION
     return missing // 2, missing - missing // 2
