@@ -1,4 +1,4 @@
-"""What every codec promises, whatever it does in between."""
+"""Contract tests that every codec passes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from paceline.compression.testing import exchange_all_ranks
 
 WORLDS = (1, 2, 3, 4)
 SIZES = (0, 1, 7, 1009, 2500)
-"""Empty, single, prime, and above int8's chunk."""
+"""Empty, single, prime, and larger than a chunk of int8."""
 
 SHAPES = ((40, 5, 5), (40,), (30, 30), (2, 2), ())
-"""A convolution, a bias, a square, a matrix too small to compress, a scalar."""
+"""A convolution, a bias, a square matrix, a matrix too small to compress, a scalar."""
 
 SHAPED_ELEMENTS = 40 * 25 + 40 + 900 + 4 + 1
 
@@ -25,7 +25,7 @@ every_codec = pytest.mark.parametrize("name", CODECS.names())
 every_world = pytest.mark.parametrize("world", WORLDS)
 
 
-def team(name: str, world: int) -> list[Codec]:
+def make_codecs(name: str, world: int) -> list[Codec]:
     return [create(name, {}) for _ in range(world)]
 
 
@@ -41,8 +41,8 @@ def copies(tensors: list[Tensor]) -> list[Tensor]:
 @every_codec
 @every_world
 @pytest.mark.parametrize("elements", SIZES)
-def test_all_workers_end_with_the_same_bits(name: str, world: int, elements: int) -> None:
-    codecs = team(name, world)
+def test_results_are_bit_identical_on_all_workers(name: str, world: int, elements: int) -> None:
+    codecs = make_codecs(name, world)
     for step in range(3):
         given = [gradient * (step + 1) for gradient in gradients(world, elements)]
         results = exchange_all_ranks(codecs, "layer", given).results
@@ -51,8 +51,8 @@ def test_all_workers_end_with_the_same_bits(name: str, world: int, elements: int
 
 @every_codec
 @every_world
-def test_all_workers_end_with_the_same_bits_in_shaped_buckets(name: str, world: int) -> None:
-    codecs = team(name, world)
+def test_results_with_shapes_are_bit_identical_on_all_workers(name: str, world: int) -> None:
+    codecs = make_codecs(name, world)
     for step in range(3):
         given = [gradient * (step + 1) for gradient in gradients(world, SHAPED_ELEMENTS)]
         results = exchange_all_ranks(codecs, "bucket", given, SHAPES).results
@@ -62,25 +62,29 @@ def test_all_workers_end_with_the_same_bits_in_shaped_buckets(name: str, world: 
 @every_codec
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("elements", SIZES)
-def test_the_result_has_the_size_and_type_of_the_gradient(
+def test_result_has_the_size_and_dtype_of_the_gradient(
     name: str, dtype: torch.dtype, elements: int
 ) -> None:
-    result = exchange_all_ranks(team(name, 2), "layer", gradients(2, elements, dtype)).results[0]
+    result = exchange_all_ranks(
+        make_codecs(name, 2), "layer", gradients(2, elements, dtype)
+    ).results[0]
     assert (result.shape, result.dtype) == ((elements,), dtype)
 
 
 @every_codec
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("elements", SIZES)
-def test_wire_bytes_are_those_of_the_requests(name: str, dtype: torch.dtype, elements: int) -> None:
-    moved = exchange_all_ranks(team(name, 3), "layer", gradients(3, elements, dtype)).wire_bytes
+def test_wire_bytes_match_the_requests(name: str, dtype: torch.dtype, elements: int) -> None:
+    moved = exchange_all_ranks(
+        make_codecs(name, 3), "layer", gradients(3, elements, dtype)
+    ).wire_bytes
     assert create(name, {}).wire_bytes(elements, dtype.itemsize) == moved
 
 
 @every_codec
-def test_wire_bytes_are_those_of_the_requests_in_shaped_buckets(name: str) -> None:
+def test_wire_bytes_with_shapes_match_the_requests(name: str) -> None:
     given = gradients(3, SHAPED_ELEMENTS)
-    moved = exchange_all_ranks(team(name, 3), "bucket", given, SHAPES).wire_bytes
+    moved = exchange_all_ranks(make_codecs(name, 3), "bucket", given, SHAPES).wire_bytes
     assert create(name, {}).wire_bytes(SHAPED_ELEMENTS, 4, SHAPES) == moved
 
 
@@ -88,26 +92,26 @@ def test_wire_bytes_are_those_of_the_requests_in_shaped_buckets(name: str) -> No
 @every_world
 def test_zero_gradients_sum_to_zero(name: str, world: int) -> None:
     given = [torch.zeros(SHAPED_ELEMENTS) for _ in range(world)]
-    result = exchange_all_ranks(team(name, world), "bucket", given, SHAPES).results[0]
+    result = exchange_all_ranks(make_codecs(name, world), "bucket", given, SHAPES).results[0]
     assert torch.equal(result, torch.zeros(SHAPED_ELEMENTS))
 
 
 @every_codec
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("position", [3, 1010])
-def test_a_non_finite_gradient_of_one_worker_shows_in_the_result(
+def test_non_finite_gradient_makes_the_result_non_finite(
     name: str, bad: float, position: int
 ) -> None:
     given = gradients(3, SHAPED_ELEMENTS)
     given[1][position] = bad
-    result = exchange_all_ranks(team(name, 3), "bucket", given, SHAPES).results[0]
+    result = exchange_all_ranks(make_codecs(name, 3), "bucket", given, SHAPES).results[0]
     assert not result[position].isfinite()
 
 
 @every_codec
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_non_finite_gradient_does_not_spoil_later_steps(name: str, bad: float) -> None:
-    codecs = team(name, 2)
+def test_non_finite_gradient_does_not_affect_later_steps(name: str, bad: float) -> None:
+    codecs = make_codecs(name, 2)
     good = gradients(2, SHAPED_ELEMENTS)
     exchange_all_ranks(codecs, "bucket", copies(good), SHAPES)
     spoilt = copies(good)
@@ -118,7 +122,7 @@ def test_a_non_finite_gradient_does_not_spoil_later_steps(name: str, bad: float)
 
 
 @every_codec
-def test_a_zero_gradient_does_not_spoil_later_steps(name: str) -> None:
+def test_zero_gradient_does_not_affect_later_steps(name: str) -> None:
     codec = create(name, {})
     exchange_all_ranks([codec], "bucket", [torch.zeros(SHAPED_ELEMENTS)], SHAPES)
     good = gradients(1, SHAPED_ELEMENTS)
@@ -129,10 +133,8 @@ def test_a_zero_gradient_does_not_spoil_later_steps(name: str) -> None:
 
 @every_codec
 @pytest.mark.parametrize("magnitude", [1e30, 1e-30, 1e-34])
-def test_huge_and_tiny_gradients_stay_finite_and_at_their_magnitude(
-    name: str, magnitude: float
-) -> None:
-    codecs = team(name, 2)
+def test_huge_and_tiny_gradients_keep_their_magnitude(name: str, magnitude: float) -> None:
+    codecs = make_codecs(name, 2)
     generator = torch.Generator().manual_seed(5)
     for _ in range(3):
         given = [torch.randn(SHAPED_ELEMENTS, generator=generator) * magnitude for _ in range(2)]
@@ -141,7 +143,7 @@ def test_huge_and_tiny_gradients_stay_finite_and_at_their_magnitude(
 
 
 @every_codec
-def test_keys_do_not_share_memory(name: str) -> None:
+def test_keys_do_not_share_state(name: str) -> None:
     alone, beside = create(name, {}), create(name, {})
     for step in range(3):
         gradient = gradients(1, SHAPED_ELEMENTS)[0] * (step + 1)
@@ -153,12 +155,12 @@ def test_keys_do_not_share_memory(name: str) -> None:
 
 @every_codec
 @every_world
-def test_a_saved_and_loaded_team_goes_on_bit_for_bit(name: str, world: int) -> None:
-    codecs = team(name, world)
+def test_restored_state_continues_bit_identically(name: str, world: int) -> None:
+    codecs = make_codecs(name, world)
     given = gradients(world, SHAPED_ELEMENTS)
     for _ in range(3):
         exchange_all_ranks(codecs, "bucket", copies(given), SHAPES)
-    restored = team(name, world)
+    restored = make_codecs(name, world)
     for codec, original in zip(restored, codecs, strict=True):
         file = io.BytesIO()
         torch.save(original.state_dict(), file)
@@ -170,7 +172,7 @@ def test_a_saved_and_loaded_team_goes_on_bit_for_bit(name: str, world: int) -> N
 
 
 @every_codec
-def test_a_saved_state_does_not_change_with_later_steps(name: str) -> None:
+def test_saved_state_does_not_change_in_later_steps(name: str) -> None:
     codec = create(name, {})
     gradient = gradients(1, SHAPED_ELEMENTS)[0]
     exchange_all_ranks([codec], "bucket", [gradient.clone()], SHAPES)
@@ -182,7 +184,7 @@ def test_a_saved_state_does_not_change_with_later_steps(name: str) -> None:
 
 
 @every_codec
-def test_drive_answers_the_requests_of_one_worker(name: str) -> None:
+def test_drive_performs_the_requests_of_one_worker(name: str) -> None:
     gradient = gradients(1, SHAPED_ELEMENTS)[0]
     expected = exchange_all_ranks([create(name, {})], "b", [gradient.clone()], SHAPES).results[0]
     exchange = create(name, {}).exchange("b", gradient.clone(), SHAPES)
@@ -190,9 +192,9 @@ def test_drive_answers_the_requests_of_one_worker(name: str) -> None:
 
 
 @every_codec
-def test_results_do_not_depend_on_the_number_of_threads(name: str) -> None:
-    """Workers with unlike thread counts must compute the same sum from the same answers."""
-    # Long enough that libraries would split a reduction of one column over threads.
+def test_results_do_not_depend_on_thread_count(name: str) -> None:
+    """Workers with different thread counts must compute identical results."""
+    # Long enough that libraries split the reduction of one column over threads.
     shapes = ((60_000, 5),)
     given = gradients(1, 300_000)[0]
     answers: list[Tensor] = []
@@ -214,18 +216,18 @@ def test_results_do_not_depend_on_the_number_of_threads(name: str) -> None:
     assert torch.equal(repeated, result)
 
 
-def test_only_the_identity_is_lossless() -> None:
+def test_only_none_is_lossless() -> None:
     assert [name for name in CODECS.names() if create(name, {}).lossless] == ["none"]
 
 
 @every_world
 @pytest.mark.parametrize("elements", SIZES)
-def test_lossless_codecs_sum_whole_numbers_exactly(world: int, elements: int) -> None:
+def test_lossless_codecs_sum_integers_exactly(world: int, elements: int) -> None:
     generator = torch.Generator().manual_seed(world)
     given = [torch.randint(-1000, 1000, (elements,), generator=generator) for _ in range(world)]
     expected = torch.stack(given).sum(0).float()
     for name in CODECS.names():
         if create(name, {}).lossless:
             floats = [gradient.float() for gradient in given]
-            result = exchange_all_ranks(team(name, world), "layer", floats).results[0]
+            result = exchange_all_ranks(make_codecs(name, world), "layer", floats).results[0]
             assert torch.equal(result, expected)

@@ -1,4 +1,4 @@
-"""Codecs are made from names and text options, and bad ones are refused in one line."""
+"""Codecs are created from names and text options; errors are one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.compression.topk import TopK
 from paceline.errors import ConfigError, UnknownNameError, UsageError, UserCodeError
 
 
-def test_text_options_become_typed_arguments() -> None:
+def test_text_options_are_converted_to_typed_arguments() -> None:
     topk = create("topk", {"ratio": "0.25"})
     powersgd = create("powersgd", {"rank": "3"})
     int8 = create("int8", {"chunk": "64"})
@@ -40,7 +40,7 @@ def test_text_options_become_typed_arguments() -> None:
         ("bf16", {"rank": "2"}, "-o rank: codec bf16 has no such option; it has none"),
     ],
 )
-def test_a_bad_option_is_refused_in_one_line(
+def test_invalid_option_is_a_one_line_error(
     name: str, options: dict[str, str], expected: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -48,7 +48,7 @@ def test_a_bad_option_is_refused_in_one_line(
     assert caught.value.problems == (expected,)
 
 
-def test_a_chunk_larger_than_memory_is_one_chunk_of_what_there_is() -> None:
+def test_chunk_larger_than_the_gradient_is_one_chunk() -> None:
     codec, whole = create("int8", {"chunk": str(2**50)}), create("int8", {"chunk": "10"})
     gradient = torch.linspace(-1, 1, 10)
     results = [
@@ -57,31 +57,31 @@ def test_a_chunk_larger_than_memory_is_one_chunk_of_what_there_is() -> None:
     assert torch.equal(results[0], results[1])
 
 
-def test_all_bad_options_are_reported_at_once() -> None:
+def test_all_invalid_options_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         create("topk", {"ratio": "much", "rank": "2"})
     assert len(caught.value.problems) == 2
 
 
-def test_a_misspelt_codec_is_refused_with_a_near_name() -> None:
+def test_misspelled_codec_suggests_a_name() -> None:
     with pytest.raises(UnknownNameError, match="did you mean"):
         create("top_k", {})
 
 
-def test_a_users_class_that_is_no_codec_is_refused() -> None:
+def test_custom_class_must_be_a_codec() -> None:
     with pytest.raises(UserCodeError, match="must be a subclass"):
         create("collections:OrderedDict", {})
 
 
 @pytest.mark.parametrize("name", CODECS.names())
-def test_every_codec_names_its_options(name: str) -> None:
+def test_option_names_lists_all_options(name: str) -> None:
     expected = {"topk": ("ratio",), "int8": ("chunk",), "powersgd": ("rank",)}
     assert option_names(name) == expected.get(name, ())
 
 
 @pytest.mark.parametrize("name", ["int8", "topk", "powersgd"])
-def test_memory_of_other_buckets_is_refused(name: str) -> None:
+def test_state_of_different_buckets_is_rejected(name: str) -> None:
     codec = create(name, {})
     exchange_all_ranks([codec], "bucket", [torch.ones(400)], ((20, 20),))
-    with pytest.raises(UsageError, match="resume with the original run's buckets"):
+    with pytest.raises(UsageError, match="resume with the original bucket size"):
         exchange_all_ranks([codec], "bucket", [torch.ones(900)], ((30, 30),))

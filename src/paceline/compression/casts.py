@@ -1,19 +1,4 @@
-"""The identity: what every other codec is measured against.
-
-bfloat16: the upper half of a float32.
-
-The range is that of float32, so nothing overflows or vanishes; of the 24 bits of precision 8 stay.
-Each worker's entry is rounded by at most 2^-8 of itself, and so is each addition on the way, since
-the sum is carried out in bfloat16 too.
-
-float16 under a scale that all workers share.
-
-float16 is more precise than bfloat16 (11 bits against 8) but ends at 65504 and at 6e-8, and
-gradients of 1e-7 are common. So the workers first gather the largest magnitude that each one holds.
-Their sum bounds every entry of the result, hence the scale that puts this sum just below 2^15 lets
-nothing overflow, neither a worker's entry nor any partial sum. The scale is a power of two:
-multiplying by it and dividing by it rounds nothing. Entries keep their 11 bits down to 2^-28 of
-that bound, and fewer and fewer down to 2^-39 of it, where they vanish."""
+"""Codecs `none`, `bf16` and `fp16`: gradients are summed in their own or a shorter float type."""
 
 from __future__ import annotations
 
@@ -26,6 +11,8 @@ from paceline.compression.codec import Codec, Exchange, Shapes, WireBytes, gathe
 
 
 class Uncompressed(Codec):
+    """No compression: the baseline for all other codecs."""
+
     lossless = True
 
     def exchange(self, key: str, gradient: Tensor, shapes: Shapes = ()) -> Exchange[Tensor]:
@@ -36,6 +23,12 @@ class Uncompressed(Codec):
 
 
 class BFloat16(Codec):
+    """bfloat16: the range of float32 with 8 of its 24 bits of precision.
+
+    Nothing overflows or underflows. Each entry is rounded by a relative error of at most 2^-8, and
+    so is each addition, because the sum is computed in bfloat16 too.
+    """
+
     def exchange(self, key: str, gradient: Tensor, shapes: Shapes = ()) -> Exchange[Tensor]:
         total = yield from summed(gradient.to(torch.bfloat16))
         return gradient.copy_(total)
@@ -45,10 +38,20 @@ class BFloat16(Codec):
 
 
 HEADROOM_EXPONENT = 15
-"""One below float16's largest exponent, so that rounding up on the way cannot overflow either."""
+"""One below the largest exponent of float16, so that rounding up cannot overflow either."""
 
 
 class Float16(Codec):
+    """float16 with a scale shared by all workers.
+
+    float16 is more precise than bfloat16 (11 bits instead of 8), but its range is 6e-8 to 65504,
+    and gradients of 1e-7 are common. The workers therefore first gather their largest magnitudes.
+    The sum of these bounds every entry of the result, so a scale that puts the sum just below 2^15
+    prevents overflow of every entry and every partial sum. The scale is a power of two, so applying
+    and removing it does not round. Entries keep 11 bits down to 2^-28 of the bound, and
+    progressively fewer down to 2^-39, where they underflow.
+    """
+
     def exchange(self, key: str, gradient: Tensor, shapes: Shapes = ()) -> Exchange[Tensor]:
         maxima = yield from gathered(_largest_magnitude(gradient))
         exponent = _shared_exponent([float(maximum) for maximum in maxima], gradient.dtype)
@@ -67,10 +70,10 @@ def _largest_magnitude(gradient: Tensor) -> Tensor:
 
 
 def _shared_exponent(maxima: list[float], dtype: torch.dtype) -> int:
-    """Of the power of two to scale by; 0 where there is nothing to scale, or a NaN or infinity."""
+    """Return the exponent of the scale; 0 if all gradients are zero or any is not finite."""
     bound = sum(maxima)
     if bound == 0 or not math.isfinite(bound):
         return 0
-    # The power of two and its inverse must both be normal numbers of the gradient's type.
+    # The scale and its inverse must both be normal numbers of the gradient dtype.
     limit = 1 - math.frexp(torch.finfo(dtype).tiny)[1]
     return max(-limit, min(limit, HEADROOM_EXPONENT - math.frexp(bound)[1]))

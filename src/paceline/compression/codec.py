@@ -1,9 +1,9 @@
-"""What a codec is: it says which tensors to move, and leaves the moving to its caller.
+"""Codec contract: a codec requests collectives, and its caller performs them.
 
-An exchange is a generator. It yields requests (`Sum`, `Gather`), is sent their answers, and returns
-the sum of all the workers' gradients. So a codec works over any communicator and any all-reduce
-algorithm, its caller may do other things while a request is under way, and a whole team of workers
-can be played through in one thread (lockstep.py).
+An exchange is a generator. It yields requests (`Sum`, `Gather`), receives their results, and
+returns the sum of the gradients of all workers. A codec therefore works with any communicator and
+any all-reduce algorithm, its caller can do other work while a request is in progress, and all ranks
+can run in one thread (testing.py).
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Asks for the element-wise sum of this tensor over all workers, which may overwrite it."""
+    """Requests the element-wise sum of this tensor over all workers; may overwrite the tensor."""
 
     tensor: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Asks for every worker's copy of this tensor, in rank order; it has one size everywhere."""
+    """Requests the tensors of all workers in rank order; the size must be the same everywhere."""
 
     tensor: Tensor
 
 
 Exchange = Generator[Sum | Gather, Tensor | list[Tensor], T]
-"""Yields requests, is sent their answers (a tensor; a list of them), returns a T.
+"""Yields requests, receives their results (a tensor for Sum, a list for Gather), returns a T.
 
-An answer must keep its contents until the exchange ends; nothing of it is used after that.
+A result must keep its contents until the exchange ends; it is not used afterward.
 """
 
 Shapes = Sequence[Sequence[int]]
@@ -44,107 +44,107 @@ Shapes = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class WireBytes:
-    """What one worker hands over in the requests of one exchange, in bytes, in their order."""
+    """Bytes that one worker contributes to each request of one exchange, in order."""
 
     sums: tuple[int, ...] = ()
     gathers: tuple[int, ...] = ()
 
 
 State = dict[str, dict[str, Tensor]]
-"""What a codec remembers: by the name of the memory, then by the key of the gradient."""
+"""Codec state: tensors by name of the state, then by gradient key."""
 
 
 class Codec(ABC):
-    """One worker's end of the compression; every worker has its own, made with the same options.
+    """Compression on one worker; every worker has its own instance with the same options.
 
-    The arguments of its constructor, typed and with defaults, are its options on the command line.
+    The constructor's keyword arguments, typed and with defaults, are its command-line options.
     """
 
     lossless: ClassVar[bool] = False
-    """Whether the sum comes out exactly as an uncompressed one would."""
+    """Whether the sum is exactly the uncompressed one."""
 
     @abstractmethod
     def exchange(self, key: str, gradient: Tensor, shapes: Shapes = ()) -> Exchange[Tensor]:
         """Sum a gradient over all workers.
 
-        `gradient` is flat, contiguous and weighted already, so that the sum is the average that is
-        wanted. It may be overwritten, and the result, of the same size and type, may be the same
-        memory. `key` names this gradient in every step and on every worker: what the codec
-        remembers is kept under it. `shapes` are those of the tensors that lie one after the other
-        in the gradient; without them it is taken for one vector.
+        `gradient` is flat, contiguous and already weighted, so that the sum is the desired average.
+        It may be overwritten, and the result, of the same size and dtype, may share its memory.
+        `key` identifies this gradient in every step and on every worker; the codec stores its state
+        under it. `shapes` are the shapes of the tensors that the gradient concatenates; without
+        them it is treated as one vector.
 
-        The result is the same on all workers, bit for bit. A NaN or an infinity in any worker's
-        gradient leaves the result non-finite, and later exchanges are none the worse for it.
+        The result is bit-identical on all workers. A NaN or infinity in the gradient of any worker
+        makes the result non-finite, and does not affect later exchanges.
         """
 
     @abstractmethod
     def wire_bytes(self, elements: int, element_bytes: int, shapes: Shapes = ()) -> WireBytes:
-        """Exactly what `exchange` asks to have moved for a gradient of this size."""
+        """Return exactly the bytes that `exchange` requests for a gradient of this size."""
 
-    def rescale(self, factor: float) -> None:  # noqa: B027 - most codecs remember nothing
-        """From now on gradients come multiplied by this; so is what is remembered of earlier ones.
+    def rescale(self, factor: float) -> None:  # noqa: B027 - most codecs have no state
+        """Multiply the stored state by `factor`, because all later gradients are scaled by it.
 
-        fp16's loss scaling changes their size from time to time.
+        Called when fp16 loss scaling changes the scale.
         """
 
     def state_dict(self) -> State:
-        """Copies of what this worker remembers from step to step; each worker has its own."""
+        """Return copies of the state that this worker keeps between steps."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Go on from a `state_dict` of the same rank."""
+        """Restore a `state_dict` of the same rank."""
         if state:
-            raise ValueError(f"{type(self).__name__} keeps no state, got {', '.join(state)}")
+            raise ValueError(f"{type(self).__name__} has no state, got {', '.join(state)}")
 
 
 def summed(tensor: Tensor) -> Exchange[Tensor]:
-    """`total = yield from summed(tensor)` inside a codec."""
-    answer = yield Sum(tensor)
-    if not isinstance(answer, Tensor):
-        raise TypeError("a Sum is answered with a tensor")
-    return answer
+    """Request a Sum: `total = yield from summed(tensor)` inside a codec."""
+    result = yield Sum(tensor)
+    if not isinstance(result, Tensor):
+        raise TypeError("the result of a Sum must be a tensor")
+    return result
 
 
 def gathered(tensor: Tensor) -> Exchange[list[Tensor]]:
-    """`copies = yield from gathered(tensor)` inside a codec."""
-    answer = yield Gather(tensor)
-    if isinstance(answer, Tensor):
-        raise TypeError("a Gather is answered with a list of tensors")
-    return answer
+    """Request a Gather: `tensors = yield from gathered(tensor)` inside a codec."""
+    result = yield Gather(tensor)
+    if isinstance(result, Tensor):
+        raise TypeError("the result of a Gather must be a list of tensors")
+    return result
 
 
 def drive(
     exchange: Exchange[T],
-    sum_over_workers: Callable[[Tensor], Tensor],
-    gather_from_workers: Callable[[Tensor], list[Tensor]],
+    all_reduce: Callable[[Tensor], Tensor],
+    all_gather: Callable[[Tensor], list[Tensor]],
 ) -> T:
-    """Run an exchange to its end, carrying out each request when it comes."""
-    answer: Tensor | list[Tensor] | None = None
+    """Run an exchange to completion, performing each request as it comes."""
+    result: Tensor | list[Tensor] | None = None
     while True:
         try:
-            request = exchange.send(answer) if answer is not None else next(exchange)
+            request = exchange.send(result) if result is not None else next(exchange)
         except StopIteration as end:
-            result: T = end.value
-            return result
+            total: T = end.value
+            return total
         if isinstance(request, Sum):
-            answer = sum_over_workers(request.tensor)
+            result = all_reduce(request.tensor)
         else:
-            answer = gather_from_workers(request.tensor)
+            result = all_gather(request.tensor)
 
 
 def pack(*parts: Tensor) -> Tensor:
-    """The bytes of several flat tensors, one after the other: one message instead of many."""
+    """Concatenate the bytes of flat tensors into one message."""
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts])
 
 
 def unpack(payload: Tensor, *parts: tuple[int, torch.dtype]) -> list[Tensor]:
-    """The tensors that `pack` put together, given the number of elements and the type of each."""
+    """Split a message of `pack` into tensors, given the element count and dtype of each."""
     tensors = []
     begin = 0
     for elements, dtype in parts:
         end = begin + elements * dtype.itemsize
         raw = payload[begin:end]
-        # A payload may lie at an odd place in a receive buffer, where wider types cannot be viewed.
+        # A payload may be misaligned in a receive buffer, where wider dtypes cannot be viewed.
         if raw.storage_offset() % dtype.itemsize:
             raw = raw.clone()
         tensors.append(raw.view(dtype))

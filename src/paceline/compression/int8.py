@@ -1,9 +1,9 @@
-"""int8: a scale for each chunk of the gradient, and whole numbers from -127 to 127.
+"""Codec `int8`: 8-bit integers from -127 to 127 with one scale per chunk of the gradient.
 
-The scale of a chunk is its largest magnitude / 127, so rounding to the nearest whole number leaves
-an error of at most half a scale. Nearest is chosen over random rounding: error feedback takes care
-of the bias, and nothing random has to be seeded or checkpointed. Sums of int8 do not fit in int8,
-and the workers' scales differ; so every worker gathers all the payloads and adds them up itself.
+The scale of a chunk is its largest magnitude / 127, so rounding to the nearest integer leaves an
+error of at most half a scale. Rounding is deterministic instead of stochastic: error feedback
+removes the bias, and no random state has to be seeded or checkpointed. Sums of int8 overflow int8
+and the scales of workers differ, so every worker gathers all payloads and sums them itself.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from paceline.compression.codec import (
 from paceline.compression.error_feedback import ErrorFeedback
 from paceline.config.conversion import check_option
 
-LARGEST_CODE = 127
+MAX_CODE = 127
 
 
 class Int8(Codec):
+    """8-bit quantization; `chunk` is the number of elements that share a scale."""
+
     def __init__(self, *, chunk: int = 1024) -> None:
         check_option("chunk", chunk, minimum=1, maximum=10**16)
         self.chunk = chunk
@@ -43,11 +45,11 @@ class Int8(Codec):
         return self._sum((yield from gathered(payload)), gradient)
 
     def _encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The payload, and the values that it decodes to."""
+        """Return the payload and the values that it decodes to."""
         chunks = self._in_chunks(values)
-        scales = torch.maximum(chunks.amax(1), -chunks.amin(1)) / LARGEST_CODE
-        # A chunk too small for its scale to be a normal number is sent as zeros and waits. One that
-        # holds a NaN or an infinity has it in its scale, and whatever the codes are, decodes to it.
+        scales = torch.maximum(chunks.amax(1), -chunks.amin(1)) / MAX_CODE
+        # A chunk whose scale would be subnormal is sent as zeros and stays pending. A NaN or
+        # infinity in a chunk makes its scale non-finite, so it decodes to a non-finite value.
         normal = scales >= torch.finfo(scales.dtype).tiny
         scales = torch.where(normal | scales.isnan(), scales, 0)
         inverses = torch.where(normal & scales.isfinite(), 1 / scales, 0)
@@ -56,7 +58,7 @@ class Int8(Codec):
         return payload, rounded.mul_(scales[:, None]).flatten()[: len(values)]
 
     def _sum(self, payloads: list[Tensor], total: Tensor) -> Tensor:
-        """Decode into `total`, adding in rank order so that all workers round alike."""
+        """Decode into `total`, summing in rank order so that all workers round identically."""
         chunks = total.new_zeros(self._chunk_count(len(total)), self._width(len(total)))
         decoded = chunks.view(-1)[: len(total)]
         total.zero_()
@@ -68,13 +70,13 @@ class Int8(Codec):
         return total
 
     def _in_chunks(self, values: Tensor) -> Tensor:
-        """One chunk a row; the last is filled up with zeros, which are never sent."""
+        """Return one chunk per row; the last is padded with zeros, which are not sent."""
         width = self._width(len(values))
         missing = -len(values) % width
         return (pad(values, (0, missing)) if missing else values).view(-1, width)
 
     def _width(self, elements: int) -> int:
-        """Of a chunk in memory; a short gradient is not filled up to a long chunk."""
+        """Return the chunk width in memory; a short gradient is not padded to a full chunk."""
         return min(self.chunk, max(elements, 1))
 
     def _chunk_count(self, elements: int) -> int:

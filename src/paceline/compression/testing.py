@@ -1,4 +1,4 @@
-"""A team of workers played through in one thread: for tests, and for looking closely."""
+"""Run the exchange of all ranks in one thread, for tests and debugging of codecs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from paceline.compression.codec import Codec, Exchange, Gather, Shapes, Sum, Wir
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
+    """Result of one exchange."""
+
     results: list[Tensor]
-    """What each worker ended with, by rank."""
+    """Result of each worker by rank."""
     wire_bytes: WireBytes
-    """What each worker handed over, as counted on the way."""
+    """Measured bytes that each worker contributed."""
 
 
 def exchange_all_ranks(
     codecs: Sequence[Codec], key: str, gradients: Sequence[Tensor], shapes: Shapes = ()
 ) -> Outcome:
-    """One exchange among as many workers as there are codecs, each with its gradient."""
+    """Run one exchange; each rank has its own codec and gradient."""
     exchanges = [
         codec.exchange(key, gradient, shapes)
         for codec, gradient in zip(codecs, gradients, strict=True)
@@ -34,35 +36,35 @@ def exchange_all_ranks(
         tensors = [step.tensor for step in steps if isinstance(step, Sum | Gather)]
         kinds = {(type(step), step.tensor.shape) for step in steps if not isinstance(step, Tensor)}
         if len(tensors) != len(steps) or len(kinds) != 1:
-            raise RuntimeError(f"the workers ask for different things: {kinds}")
+            raise RuntimeError(f"workers made different requests: {kinds}")
         stacked = torch.stack(tensors)
-        answers: list[Tensor | list[Tensor]]
+        replies: list[Tensor | list[Tensor]]
         if isinstance(steps[0], Sum):
             sums.append(tensors[0].nbytes)
-            answers = [_sum_in_rank_order(stacked) for _ in steps]
+            replies = [_sum_in_rank_order(stacked) for _ in steps]
         else:
             gathers.append(tensors[0].nbytes)
-            answers = [list(stacked.unbind()) for _ in steps]
+            replies = [list(stacked.unbind()) for _ in steps]
         steps = [
-            _advance(exchange, answer) for exchange, answer in zip(exchanges, answers, strict=True)
+            _advance(exchange, reply) for exchange, reply in zip(exchanges, replies, strict=True)
         ]
     results = [step for step in steps if isinstance(step, Tensor)]
     return Outcome(results, WireBytes(tuple(sums), tuple(gathers)))
 
 
 def _advance(
-    exchange: Exchange[Tensor], answer: Tensor | list[Tensor] | None
+    exchange: Exchange[Tensor], reply: Tensor | list[Tensor] | None
 ) -> Sum | Gather | Tensor:
-    """The next request, or the result once there are no more."""
+    """Return the next request, or the result if there are no more requests."""
     try:
-        return next(exchange) if answer is None else exchange.send(answer)
+        return next(exchange) if reply is None else exchange.send(reply)
     except StopIteration as end:
         result: Tensor = end.value
         return result
 
 
 def _sum_in_rank_order(stacked: Tensor) -> Tensor:
-    """In the tensors' own type, with its rounding and its range, as on the wire."""
+    """Sum in the dtype of the tensors, with its rounding and range, as a communicator does."""
     total = stacked[0].clone()
     for other in stacked[1:]:
         total += other
