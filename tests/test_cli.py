@@ -36,7 +36,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--model", "lenet5"], "unknown model 'lenet5': did you mean lenet"),
         (["--data", "digitz"], "unknown data 'digitz': did you mean digits"),
         (["--strategy", "sigle"], "unknown strategy 'sigle': did you mean single"),
-        (["--model", "no_such_module:Net"], "no_such_module does not import"),
+        (["--model", "no_such_module:Net"], "cannot import no_such_module"),
         (["--model", "paceline:Net"], "has no Net"),
         (["--iterations", "0"], "--iterations: must be at least 1"),
         (["--batch-size", "-4"], "--batch-size: must be at least 1"),

@@ -1,4 +1,4 @@
-"""Names, near misses, and a user's own code."""
+"""Registered names, suggestions, and user-defined objects."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ def animals() -> Registry[type]:
     return registry
 
 
-def test_a_taken_name_is_refused(animals: Registry[type]) -> None:
+def test_duplicate_name_is_rejected(animals: Registry[type]) -> None:
     with pytest.raises(ValueError, match="lion"):
         animals.register("lion", "builtins:float", "another")
 
 
-def test_a_near_miss_is_offered(animals: Registry[type]) -> None:
+def test_similar_name_is_suggested(animals: Registry[type]) -> None:
     with pytest.raises(UnknownNameError, match="unknown animal 'lin': did you mean lion"):
         animals.load("lin")
 
 
-def test_a_far_miss_lists_what_exists(animals: Registry[type]) -> None:
+def test_unknown_name_lists_all_entries(animals: Registry[type]) -> None:
     with pytest.raises(UnknownNameError, match="choose from lion, zebra"):
         animals.load("quagga!")
 
 
-def test_a_name_gives_its_object(animals: Registry[type]) -> None:
+def test_load_returns_the_registered_object(animals: Registry[type]) -> None:
     assert animals.load("lion") is int
 
 
-def test_a_users_own_object_is_found_in_the_current_folder(
+def test_user_object_is_found_in_the_current_folder(
     animals: Registry[type], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my_animals_1.py").write_text("class Okapi: pass\n")
@@ -47,26 +47,26 @@ def test_a_users_own_object_is_found_in_the_current_folder(
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "message"),
     [
-        ("import no_such_module_here", "does not import: ModuleNotFoundError"),
-        ("def broken(:", "does not import: SyntaxError"),
-        ("1 / 0", "does not import: ZeroDivisionError"),
-        ("import math\nmath.nothing", "does not import: AttributeError"),
+        ("import no_such_module_here", r"cannot import my_animals_\d+: ModuleNotFoundError"),
+        ("def broken(:", r"cannot import my_animals_\d+: SyntaxError"),
+        ("1 / 0", r"cannot import my_animals_\d+: ZeroDivisionError"),
+        ("import math\nmath.nothing", r"cannot import my_animals_\d+: AttributeError"),
         ("", "has no Okapi"),
         ("Okapi = 3", "must be a class or a function"),
     ],
 )
-def test_a_users_module_that_fails_is_one_line(
+def test_failing_user_module_is_a_one_line_error(
     animals: Registry[type],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     source: str,
-    told: str,
+    message: str,
 ) -> None:
     name = f"my_animals_{abs(hash(source))}"
     (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(UserCodeError, match=told) as caught:
+    with pytest.raises(UserCodeError, match=message) as caught:
         animals.load(f"{name}:Okapi")
     assert "\n" not in str(caught.value)

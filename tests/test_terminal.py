@@ -9,7 +9,7 @@ from rich.text import Text
 from paceline.terminal import open_console, paragraph
 
 
-def test_a_table_is_aligned_and_has_no_spaces_at_the_ends_of_its_lines(
+def test_table_has_no_trailing_spaces(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     table = Table(box=None, pad_edge=False)
@@ -21,18 +21,18 @@ def test_a_table_is_aligned_and_has_no_spaces_at_the_ends_of_its_lines(
     assert capsys.readouterr().out == "name       what\na          x\nlong name  y z\nb\n"
 
 
-def test_what_is_not_to_be_broken_is_printed_whole(capsys: pytest.CaptureFixture[str]) -> None:
+def test_soft_wrapped_line_is_not_broken(capsys: pytest.CaptureFixture[str]) -> None:
     path = "/a/long/path" * 20
     open_console(most_columns=80).print(f"report      {path}", soft_wrap=True)
     assert capsys.readouterr().out == f"report      {path}\n"
 
 
-def test_a_paragraph_is_broken_within_its_columns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_paragraph_is_wrapped_to_the_width(capsys: pytest.CaptureFixture[str]) -> None:
     open_console(width=20).print("one two three four five six seven")
     assert capsys.readouterr().out == "one two three four\nfive six seven\n"
 
 
-def test_a_number_is_not_parted_from_its_unit() -> None:
+def test_number_is_not_separated_from_its_unit() -> None:
     told = paragraph("it takes 18.07 ms or 25.6 %, and so on", open_console(width=18))
     assert told.splitlines() == ["it takes 18.07 ms", "or 25.6 %, and so", "on"]
     assert paragraph("it takes 18.07 ms", open_console(width=15)) == "it takes\n18.07 ms"

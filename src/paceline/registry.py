@@ -1,7 +1,7 @@
-"""Named things that a user can pick, and the way to bring one's own.
+"""Registries of named implementations, extensible with user-defined ones.
 
-An entry names its target as `package.module:attribute` and is imported only when it is used, so
-that listing what exists, or refusing a misspelt name, does not load torch.
+An entry refers to its target as `package.module:attribute`, which is imported only when used, so
+listing the entries or rejecting a misspelled name does not import torch.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
+    """A registered name."""
+
     name: str
     target: str
     summary: str
     preset: Mapping[str, object]
-    """Arguments that the name stands for, besides its target."""
+    """Arguments that the name passes to its target."""
 
 
 class Registry(Generic[T]):
-    """Entries of one kind ("model", "strategy", ...), by name."""
+    """Entries of one kind ("model", "strategy", ...) by name."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._entries: dict[str, Entry] = {}
 
     def register(self, name: str, target: str, summary: str, **preset: object) -> None:
-        """Add an entry; a taken name is refused, so that nothing is replaced by accident."""
+        """Add an entry; raises ValueError if the name is already registered."""
         if name in self._entries:
-            raise ValueError(f"{self.kind} {name!r} is registered already")
+            raise ValueError(f"{self.kind} {name!r} is already registered")
         self._entries[name] = Entry(name, target, summary, preset)
 
     def __iter__(self) -> Iterator[Entry]:
@@ -50,20 +52,20 @@ class Registry(Generic[T]):
         return list(self._entries)
 
     def preset(self, name: str) -> Mapping[str, object]:
-        """What a registered name adds to its target; nothing for a user's own."""
+        """Return the preset arguments of a registered name; empty for user-defined objects."""
         return self._entries[name].preset if name in self._entries else {}
 
     def check(self, name: str) -> None:
-        """Refuse an unknown name, without importing what a known one stands for."""
+        """Raise UnknownNameError for an unknown name; does not import the target of a known one."""
         if name in self._entries or ":" in name:
             return
         hint = suggest(name, self._entries, most=3)
         if not hint.endswith("?"):
-            hint += ", or give your own as package.module:name"
+            hint += ", or use your own as package.module:name"
         raise UnknownNameError(f"unknown {self.kind} {shown(name)}: {hint}")
 
     def load(self, name: str) -> T:
-        """The object behind a registered name or behind a user's `package.module:name`."""
+        """Return the object of a registered name or of a user-defined `package.module:name`."""
         self.check(name)
         if name in self._entries:
             target = _import(self._entries[name].target)
@@ -73,22 +75,22 @@ class Registry(Generic[T]):
 
 
 def load_user_object(kind: str, path: str) -> object:
-    """Import a user's own `package.module:name`, looking in the current folder too.
+    """Import a user-defined `package.module:name`; the current folder is on the search path.
 
-    Whatever goes wrong inside the user's module becomes one line that names it and the cause.
+    Any exception raised by the user's module becomes a one-line UserCodeError.
     """
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
-        raise UserCodeError(f"{kind} {shown(path)}: write it as package.module:name")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+        raise UserCodeError(f"{kind} {shown(path)}: expected package.module:name")
+    current_folder = str(Path.cwd())
+    if current_folder not in sys.path:
+        sys.path.insert(0, current_folder)
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
         cause = error_line(error)
         raise UserCodeError(
-            f"{kind} {shown(path)}: {bare(module_name)} does not import: {cause}"
+            f"{kind} {shown(path)}: cannot import {bare(module_name)}: {cause}"
         ) from error
     loaded: object = getattr(module, attribute, None)
     if loaded is None:

@@ -1,4 +1,4 @@
-"""Where the package lies, for processes that are started and would not find it by themselves."""
+"""Location of the package, for child processes that could not import it otherwise."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ FOLDER = Path(__file__).parents[1]
 
 
 def search_path() -> str:
-    """A PYTHONPATH by which a new process finds this very package, and a user's own code."""
+    """Return a PYTHONPATH with which a child process finds this package and user code."""
     return os.pathsep.join(filter(None, (str(FOLDER), os.environ.get("PYTHONPATH", ""))))

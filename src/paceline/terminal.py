@@ -1,4 +1,4 @@
-"""What is printed for people: one kind of console, whose lines have no spaces at their ends."""
+"""Terminal output: a rich console that strips trailing spaces from its lines."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from rich.segment import Segment
 
 
 def open_console(width: int | None = None, most_columns: int | None = None) -> Console:
-    """`width`: whatever the terminal's is; `most_columns`: where the terminal is wider."""
+    """Open a console of `width` columns (default: the terminal's), but at most `most_columns`."""
     console = Console(highlight=False, markup=False, width=width)
     if most_columns is not None:
         console.width = min(console.width, most_columns)
-    console.push_render_hook(_Trimming())
+    console.push_render_hook(_TrimHook())
     return console
 
 
 def paragraph(text: str, console: Console) -> str:
-    """Text in lines of the console's width, with no number parted from its unit."""
+    """Wrap text to the width of the console without separating a number from its unit."""
     glued = re.sub(r"(?<=\d) (?=(?:%|[mu]?s\b|[kMG]?B\b))", "\N{NO-BREAK SPACE}", text)
-    # Unlike rich, it does not take this space for one to break a line at.
+    # Unlike rich, textwrap does not break lines at no-break spaces.
     return textwrap.fill(glued, console.width, break_on_hyphens=False).replace(
         "\N{NO-BREAK SPACE}", " "
     )
 
 
-class _Trimming(RenderHook):
+class _TrimHook(RenderHook):
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         return [_Trimmed(each) for each in renderables]
 
 
 @dataclass(frozen=True, slots=True)
 class _Trimmed:
-    """rich fills the last column of a table with spaces, which copied text and files would keep."""
+    """Drops the spaces that rich pads the last column of a table with."""
 
-    whole: ConsoleRenderable
+    renderable: ConsoleRenderable
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
-        return trimmed(console.render(self.whole, options))
+        return trimmed(console.render(self.renderable, options))
 
 
 def trimmed(segments: Iterable[Segment]) -> Iterator[Segment]:
-    """The same text without the spaces before each end of a line."""
+    """Yield the same text without spaces at the end of each line."""
     held: list[Segment] = []
     for segment in segments:
         if segment.control:
@@ -62,5 +62,5 @@ def trimmed(segments: Iterable[Segment]) -> Iterator[Segment]:
                 yield Segment(text, segment.style)
             if len(text) < len(part):
                 held.append(Segment(part[len(text) :], segment.style))
-    # What has no end of a line after it may have more text on it.
+    # The last line is not terminated, so more text may follow its spaces.
     yield from held
