@@ -1,4 +1,4 @@
-"""The clock of a GPU times the GPU's work, however far the program runs ahead of it."""
+"""The CUDA phase clock measures GPU time even if the program runs ahead of the GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.measure.phase_clock import CudaPhaseClock, Mark, PhaseClock, clock
 
 
 class Machine:
-    """A program and the GPU that it gives work to, on times that the test sets: whole seconds."""
+    """A simulated program and GPU with times, in whole seconds, that the test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -25,10 +25,10 @@ class Machine:
         return self.now
 
     def launch(self, seconds: float) -> None:
-        """Give the GPU work that it does after what it has; the program goes on at once."""
+        """Queue GPU work; the program continues immediately."""
         self.gpu_done = max(self.gpu_done, self.now) + seconds
 
-    def put_mark(self, old: Mark | None) -> Mark:
+    def record_mark(self, old: Mark | None) -> Mark:
         if not isinstance(old, FakeMark):
             self.marks += 1
             old = FakeMark(self)
@@ -57,7 +57,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def iterate(machine: Machine, clock: PhaseClock) -> None:
-    """One second of the program's, eleven of the GPU's."""
+    """Take one second of program time and eleven of GPU time."""
     clock.begin_step("input")
     machine.launch(1)
     clock.enter("forward")
@@ -74,22 +74,22 @@ def spent(clock: PhaseClock) -> dict[str, float]:
     return {phase: seconds for phase, seconds in clock.seconds.items() if seconds}
 
 
-def test_a_phase_lasts_as_long_as_the_gpu_takes_for_its_work(machine: Machine) -> None:
-    clock = CudaPhaseClock(PhaseClock(), machine.put_mark)
+def test_phase_lasts_as_long_as_its_gpu_work(machine: Machine) -> None:
+    clock = CudaPhaseClock(PhaseClock(), machine.record_mark)
     for _ in range(2):
         iterate(machine, clock)
     assert spent(clock) == {"input": 2, "forward": 6, "backward": 12, "update": 2}
 
 
-def test_laps_last_as_long_as_the_gpu_takes_for_them(machine: Machine) -> None:
-    clock = CudaPhaseClock(PhaseClock(), machine.put_mark)
+def test_steps_last_as_long_as_their_gpu_work(machine: Machine) -> None:
+    clock = CudaPhaseClock(PhaseClock(), machine.record_mark)
     for _ in range(3):
         iterate(machine, clock)
     assert list(clock.lap_seconds) == [11, 11, 11]
 
 
-def test_a_lap_may_be_under_way_when_times_are_asked_for(machine: Machine) -> None:
-    clock = CudaPhaseClock(PhaseClock(), machine.put_mark)
+def test_times_can_be_read_during_a_step(machine: Machine) -> None:
+    clock = CudaPhaseClock(PhaseClock(), machine.record_mark)
     clock.begin_step("input")
     machine.launch(2)
     clock.enter("forward")
@@ -99,56 +99,56 @@ def test_a_lap_may_be_under_way_when_times_are_asked_for(machine: Machine) -> No
     assert list(clock.lap_seconds) == [5]
 
 
-def test_the_program_does_not_wait_at_a_change_of_phase(machine: Machine) -> None:
-    clock = CudaPhaseClock(PhaseClock(), machine.put_mark)
+def test_phase_change_does_not_wait_for_the_gpu(machine: Machine) -> None:
+    clock = CudaPhaseClock(PhaseClock(), machine.record_mark)
     machine.launch(50)
     assert clock.enter("update") == 100
 
 
 @pytest.mark.parametrize("enter", ["exchange", "arrive"])
-def test_an_exchange_and_an_arrival_are_entered_with_the_gpu(machine: Machine, enter: str) -> None:
-    clock = CudaPhaseClock(PhaseClock(), machine.put_mark)
+def test_exchange_and_arrive_wait_for_the_gpu(machine: Machine, enter: str) -> None:
+    clock = CudaPhaseClock(PhaseClock(), machine.record_mark)
     clock.enter("backward")
     machine.launch(50)
     moment = clock.enter("exchange") if enter == "exchange" else clock.arrive("other")
     assert (moment, spent(clock)) == (150, {"backward": 50})
 
 
-def test_time_in_which_the_gpu_has_nothing_to_do_belongs_to_the_program_s_phase(
+def test_idle_gpu_time_counts_for_the_phase_of_the_program(
     machine: Machine,
 ) -> None:
-    clock = CudaPhaseClock(PhaseClock(), machine.put_mark)
+    clock = CudaPhaseClock(PhaseClock(), machine.record_mark)
     clock.enter("checkpoint")
     machine.now += 7
     clock.enter("other")
     assert spent(clock) == {"checkpoint": 7}
 
 
-def test_phases_add_up_to_the_wall_time_with_what_came_before(machine: Machine) -> None:
+def test_phases_include_the_previous_clock(machine: Machine) -> None:
     before = PhaseClock()
     machine.now += 5
-    clock = CudaPhaseClock(before, machine.put_mark)
+    clock = CudaPhaseClock(before, machine.record_mark)
     iterate(machine, clock)
     clock.arrive("other")
     assert sum(clock.seconds.values()) == clock.wall_seconds == 16
 
 
-def test_marks_are_used_again(machine: Machine) -> None:
-    clock = CudaPhaseClock(PhaseClock(), machine.put_mark)
+def test_marks_are_reused(machine: Machine) -> None:
+    clock = CudaPhaseClock(PhaseClock(), machine.record_mark)
     for _ in range(100):
         iterate(machine, clock)
         clock.take_laps()
     assert machine.marks <= 6
 
 
-def test_marks_that_nobody_asks_for_do_not_pile_up(machine: Machine) -> None:
-    clock = CudaPhaseClock(PhaseClock(), machine.put_mark)
-    for _ in range(3 * gpu_clock_module.MARKS_AT_MOST):
+def test_pending_marks_are_bounded(machine: Machine) -> None:
+    clock = CudaPhaseClock(PhaseClock(), machine.record_mark)
+    for _ in range(3 * gpu_clock_module.MAX_PENDING_MARKS):
         clock.enter("other")
-    assert machine.marks <= gpu_clock_module.MARKS_AT_MOST + 1
+    assert machine.marks <= gpu_clock_module.MAX_PENDING_MARKS + 1
 
 
-def test_a_cpu_keeps_the_clock_it_has() -> None:
+def test_cpu_keeps_its_clock() -> None:
     clock = PhaseClock()
     assert clock_for(torch.device("cpu"), clock) is clock
 

@@ -1,4 +1,4 @@
-"""Facts about the machine: limits of containers are found, and nothing private is told."""
+"""Machine description: container limits are found, and nothing private is included."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.measure.gpus import Gpus
 
 
 class FakeSystem:
-    """Folders that look like /proc and /sys/fs/cgroup."""
+    """Fake /proc and /sys/fs/cgroup."""
 
     def __init__(self, root: Path) -> None:
         self.proc, self.cgroups = root / "proc", root / "cgroup"
@@ -44,20 +44,20 @@ def system(tmp_path: Path) -> FakeSystem:
     return FakeSystem(tmp_path)
 
 
-def test_quota_of_a_unified_group(system: FakeSystem) -> None:
+def test_quota_of_a_cgroup_v2(system: FakeSystem) -> None:
     system.belongs_to("0::/job")
     system.limit("job/cpu.max", "150000 100000")
     assert system.cpu_quota() == 1.5
 
 
-def test_the_tightest_quota_of_nested_groups_counts(system: FakeSystem) -> None:
+def test_lowest_quota_of_nested_cgroups_applies(system: FakeSystem) -> None:
     system.belongs_to("0::/outer/inner")
     system.limit("outer/inner/cpu.max", "400000 100000")
     system.limit("outer/cpu.max", "200000 100000")
     assert system.cpu_quota() == 2.0
 
 
-def test_quota_of_a_classic_group(system: FakeSystem) -> None:
+def test_quota_of_a_cgroup_v1(system: FakeSystem) -> None:
     system.belongs_to("5:cpu,cpuacct:/job", "2:memory:/")
     system.limit("cpu,cpuacct/job/cpu.cfs_quota_us", "50000")
     system.limit("cpu,cpuacct/job/cpu.cfs_period_us", "100000")
@@ -72,20 +72,20 @@ def test_quota_of_a_classic_group(system: FakeSystem) -> None:
         ("0::/", "cpu.max", ""),
     ],
 )
-def test_no_quota_where_none_is_set(system: FakeSystem, line: str, file: str, text: str) -> None:
+def test_no_quota_if_none_is_set(system: FakeSystem, line: str, file: str, text: str) -> None:
     system.belongs_to(line)
     system.limit(file, text)
     system.limit("cpu/cpu.cfs_period_us", "100000")
     assert system.cpu_quota() is None
 
 
-def test_a_container_that_sees_its_hosts_path_still_finds_its_quota(system: FakeSystem) -> None:
+def test_quota_is_found_inside_a_container_with_a_host_path(system: FakeSystem) -> None:
     system.belongs_to("0::/host/path/not/mounted/here")
     system.limit("cpu.max", "300000 100000")
     assert system.cpu_quota() == 3.0
 
 
-def test_no_quota_without_control_groups(system: FakeSystem) -> None:
+def test_no_quota_without_cgroups(system: FakeSystem) -> None:
     assert system.cpu_quota() is None
 
 
@@ -103,26 +103,26 @@ def test_cores_are_bounded_by_affinity() -> None:
         os.sched_setaffinity(0, allowed)
 
 
-def test_memory_is_bounded_by_the_group(system: FakeSystem) -> None:
+def test_memory_is_bounded_by_the_cgroup(system: FakeSystem) -> None:
     system.belongs_to("0::/job", "4:memory:/other")
     system.limit("job/memory.max", str(64 << 20))
     system.limit("memory/other/memory.limit_in_bytes", str(32 << 20))
     assert system.memory() == 32 << 20
 
 
-def test_memory_is_the_machines_where_the_group_sets_no_limit(system: FakeSystem) -> None:
+def test_memory_is_that_of_the_machine_without_a_cgroup_limit(system: FakeSystem) -> None:
     system.belongs_to("0::/job", "4:memory:/")
     system.limit("job/memory.max", "max")
     system.limit("memory/memory.limit_in_bytes", "9223372036854771712")
     assert system.memory() == psutil.virtual_memory().total
 
 
-def test_hardware_is_plain_json_without_the_machines_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hardware_is_json_without_the_host_name(monkeypatch: pytest.MonkeyPatch) -> None:
     text = json.dumps(machine.hardware())
     assert os.uname().nodename not in json.loads(text).values()
 
 
-def test_facts_are_had_without_importing_torch() -> None:
+def test_machine_module_does_not_import_torch() -> None:
     program = (
         "import sys; from paceline.measure.machine import hardware, software;"
         "hardware(); software(); sys.exit('torch' in sys.modules)"
@@ -130,22 +130,22 @@ def test_facts_are_had_without_importing_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
-def test_versions_are_those_of_the_modules() -> None:
+def test_versions_match_the_modules() -> None:
     import numpy
     import torch
 
     software = machine.software()
     assert software["numpy"] == numpy.__version__
-    # The build's mark, as in +cpu, is not always in the package's own name for its version.
+    # The local version label, such as +cpu, is not always in the package metadata.
     assert str(software["torch"]).partition("+")[0] == torch.__version__.partition("+")[0]
     assert software["python"] == sys.version.split()[0]
 
 
-def test_a_package_that_is_not_installed_has_no_version() -> None:
+def test_missing_package_has_no_version() -> None:
     assert machine.installed_version("no-such-package-anywhere") is None
 
 
-def test_no_gpus_without_the_binding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gpus_without_nvml_binding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert Gpus().sample() == []
 
@@ -155,7 +155,7 @@ class FakeNvmlError(Exception):
 
 
 def fake_nvml() -> types.ModuleType:
-    """A management library with one GPU, which does not know its power."""
+    """A fake NVML with one GPU that does not report power."""
     library = types.ModuleType("pynvml")
 
     def no_power(handle: object) -> int:
@@ -177,7 +177,7 @@ def fake_nvml() -> types.ModuleType:
     return library
 
 
-def test_a_figure_that_a_gpu_does_not_give_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreported_gpu_metric_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
     assert Gpus().sample() == [
         {"gpu": 0, "utilisation_percent": 75, "memory_used_bytes": 2, "power_watts": None}
@@ -191,7 +191,7 @@ def test_power_is_in_watts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Gpus().sample()[0]["power_watts"] == 250
 
 
-def test_no_gpus_where_the_driver_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gpus_if_the_driver_does_not_respond(monkeypatch: pytest.MonkeyPatch) -> None:
     library = fake_nvml()
 
     def no_driver() -> None:
@@ -202,7 +202,7 @@ def test_no_gpus_where_the_driver_does_not_answer(monkeypatch: pytest.MonkeyPatc
     assert Gpus().sample() == []
 
 
-def test_without_the_binding_gpus_are_described_by_the_driver(
+def test_without_nvml_binding_gpus_are_described_by_the_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)

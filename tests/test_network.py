@@ -1,4 +1,4 @@
-"""Bytes over network interfaces are counted, loopback's apart."""
+"""Network byte counters, with loopback separate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from paceline.measure.procfs import NetworkCounter
 
 
-def test_bytes_over_loopback_are_counted_as_such_and_in_the_whole() -> None:
+def test_loopback_bytes_are_counted_separately_and_in_the_total() -> None:
     counter = NetworkCounter(os.getpid())
     before = counter.totals()
     payload = bytes(1 << 20)
@@ -30,7 +30,7 @@ def test_bytes_over_loopback_are_counted_as_such_and_in_the_whole() -> None:
     assert after["network_bytes_sent"] >= after["loopback_bytes_sent"]
 
 
-def test_an_interface_that_is_made_anew_counts_from_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recreated_interface_counts_from_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     counter = NetworkCounter(os.getpid())
     looks = iter([{"lo": (1000, 1000)}, {"eth0": (5, 6)}, {"eth0": (2, 1), "lo": (10, 20)}])
     monkeypatch.setattr(counter, "_last", next(looks))

@@ -1,4 +1,4 @@
-"""What a tree of processes uses, compared with what the kernel and the processes say themselves."""
+"""Usage of a process tree compared with the values of the kernel and the processes."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def say_and_wait(word):
 """
 
 TICKS = 0.06
-"""The kernel rounds the times of each process to 10 ms."""
+"""The kernel rounds CPU times to 10 ms per process."""
 
 
 @contextmanager
 def program(text: str) -> Iterator[subprocess.Popen[str]]:
-    """A Python program that answers over its stdout and ends when its stdin does."""
+    """Run a Python program that replies on stdout and exits when stdin closes."""
     process = subprocess.Popen(
         [sys.executable, "-c", PRELUDE + text],
         stdin=subprocess.PIPE,
@@ -56,7 +56,7 @@ def ask(process: subprocess.Popen[str]) -> str:
 
 
 def cpu_of_this_process_and_its_family() -> float:
-    """By the kernel's word: this process, its dead, and other tests' workers still there."""
+    """Kernel counters of this process, its reaped children, and workers of other tests."""
     living = (child.cpu_times() for child in psutil.Process().children(recursive=True))
     return sum(os.times()[:4]) + sum(sum(times[:4]) for times in living)
 
@@ -65,7 +65,7 @@ def ticks_of_the_family() -> float:
     return TICKS * (1 + len(psutil.Process().children(recursive=True)) / 4)
 
 
-def test_cpu_time_is_what_the_process_says_it_used() -> None:
+def test_cpu_time_matches_the_process_clock() -> None:
     with program("say_and_wait('ready'); burn(0.5); say_and_wait('burnt')") as child:
         answer(child)
         tree = ProcessTree([child.pid])
@@ -74,7 +74,7 @@ def test_cpu_time_is_what_the_process_says_it_used() -> None:
         assert tree.usage().cpu_seconds == pytest.approx(0.5, abs=TICKS)
 
 
-def test_processes_that_come_and_go_between_two_looks_are_counted() -> None:
+def test_short_lived_processes_are_counted() -> None:
     tree = ProcessTree([os.getpid()])
     tree.usage()
     before = cpu_of_this_process_and_its_family()
@@ -85,7 +85,7 @@ def test_processes_that_come_and_go_between_two_looks_are_counted() -> None:
     assert tree.usage().cpu_seconds == pytest.approx(used, abs=ticks_of_the_family())
 
 
-def test_what_a_child_used_is_not_counted_again_when_it_is_waited_for() -> None:
+def test_reaped_child_is_not_counted_twice() -> None:
     tree = ProcessTree([os.getpid()])
     tree.usage()
     before = cpu_of_this_process_and_its_family()
@@ -98,7 +98,7 @@ def test_what_a_child_used_is_not_counted_again_when_it_is_waited_for() -> None:
     assert everything == pytest.approx(used, abs=ticks_of_the_family())
 
 
-def test_a_grandchild_that_dies_together_with_its_parent_is_counted_once() -> None:
+def test_grandchild_that_exits_with_its_parent_is_counted_once() -> None:
     grandchild = PRELUDE + "burn(0.3); say_and_wait('burnt')"
     child = f"subprocess.run([sys.executable, '-c', {grandchild!r}])"
     tree = ProcessTree([os.getpid()])
@@ -113,7 +113,7 @@ def test_a_grandchild_that_dies_together_with_its_parent_is_counted_once() -> No
     assert everything == pytest.approx(used, abs=ticks_of_the_family())
 
 
-def test_cpu_time_from_before_the_first_look_is_not_counted() -> None:
+def test_cpu_time_before_the_first_usage_is_not_counted() -> None:
     with program("burn(0.3); say_and_wait('burnt')") as child:
         answer(child)
         tree = ProcessTree([child.pid])
@@ -121,10 +121,10 @@ def test_cpu_time_from_before_the_first_look_is_not_counted() -> None:
         assert tree.usage().cpu_seconds < 0.2
 
 
-def test_an_orphan_stays_a_member() -> None:
+def test_orphan_remains_a_member() -> None:
     orphan = PRELUDE + "say_and_wait('here')"
     reading, writing = os.pipe()
-    # The orphan waits on a pipe of its own, and so outlives its parent.
+    # The orphan waits on its own pipe, so it outlives its parent.
     text = f"subprocess.Popen([sys.executable, '-c', {orphan!r}], stdin={reading}); os.read(0, 1)"
     process = subprocess.Popen(
         [sys.executable, "-c", PRELUDE + text + "; os._exit(0)"],
@@ -152,7 +152,7 @@ def test_an_orphan_stays_a_member() -> None:
         process.stdout.close()
 
 
-def test_the_excluded_process_is_left_out() -> None:
+def test_excluded_process_is_not_counted() -> None:
     with program("say_and_wait('here')") as child:
         answer(child)
         tree = ProcessTree([os.getpid()], excluded=[child.pid])
@@ -161,7 +161,7 @@ def test_the_excluded_process_is_left_out() -> None:
         assert child.pid not in tree.pids
 
 
-def test_without_searching_members_are_followed_and_new_ones_left_for_later() -> None:
+def test_usage_without_search_ignores_new_processes() -> None:
     tree = ProcessTree([os.getpid()])
     tree.usage()
     with program("say_and_wait('here')") as child:
@@ -174,7 +174,7 @@ def test_without_searching_members_are_followed_and_new_ones_left_for_later() ->
     assert child.pid not in tree.pids
 
 
-def test_shared_pages_are_in_every_rss_and_once_in_pss() -> None:
+def test_shared_pages_count_once_in_pss() -> None:
     megabytes = 200
     text = (
         "import mmap\n"
@@ -196,7 +196,7 @@ def test_shared_pages_are_in_every_rss_and_once_in_pss() -> None:
         assert megabytes << 20 < pss < 1.5 * megabytes * 2**20
 
 
-def test_disk_writes_are_counted_where_they_may_be_read(tmp_path: object) -> None:
+def test_disk_writes_are_counted(tmp_path: object) -> None:
     text = (
         f"file = os.open({str(tmp_path)!r} + '/file', os.O_WRONLY | os.O_CREAT)\n"
         "say_and_wait('ready')\n"
@@ -208,11 +208,11 @@ def test_disk_writes_are_counted_where_they_may_be_read(tmp_path: object) -> Non
         tree.usage()
         ask(child)
         written = tree.usage().written_bytes
-        # A file in memory has no disk below it.
+        # A file on tmpfs causes no disk writes.
         assert written == 0 or 4 << 20 <= written < 8 << 20
 
 
-def test_files_that_may_not_be_read_give_no_figures_and_no_error(
+def test_unreadable_files_give_no_values_and_no_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     read = procfs._read
@@ -224,18 +224,20 @@ def test_files_that_may_not_be_read_give_no_figures_and_no_error(
     assert usage.rss_bytes > 0
 
 
-def test_a_name_with_brackets_and_spaces_does_not_confuse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_with_parentheses_and_spaces_is_parsed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     line = b"7 (a) b (c d) S 3 " + b" ".join(str(number).encode() for number in range(5, 53))
     monkeypatch.setattr(procfs, "_read", lambda path: line)
     process = read_process(7)
     assert process is not None
-    # Fields are numbered from 1 in proc(5): times are 14 to 17, threads 20, birth 22, memory 24.
+    # proc(5) counts fields from 1: times are 14 to 17, threads 20, start time 22, memory 24.
     assert (process.parent, process.own_ticks, process.reaped_ticks) == (3, 14 + 15, 16 + 17)
     assert (process.threads, process.born) == (20, 22)
     assert process.rss_bytes == 24 * procfs.PAGE_BYTES
 
 
-def test_a_process_that_is_gone_is_none() -> None:
+def test_exited_process_is_none() -> None:
     process = subprocess.Popen([sys.executable, "-S", "-c", ""])
     process.wait(timeout=30)
     assert read_process(process.pid) is None

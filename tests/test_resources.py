@@ -1,4 +1,4 @@
-"""A node's entry in the result, from its samples."""
+"""Summary of the resource samples of a node."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.measure.resources import read_resources, summarise
+from paceline.measure.resources import read_resources, summarize
 
 
 @pytest.fixture
@@ -23,18 +23,18 @@ def write(path: Path, samples: list[dict[str, object]]) -> None:
     path.write_text("".join(json.dumps(item) + "\n" for item in samples))
 
 
-def test_segments_of_a_resumed_run_are_put_together(path: Path) -> None:
+def test_segments_of_a_resumed_run_are_combined(path: Path) -> None:
     write(
         path,
         [
             sample(10.0, 0.0, network_bytes_sent=0, cpu_percent=None, rss_bytes=5),
             sample(10.0, 1.0, network_bytes_sent=300, cpu_percent=100.0, rss_bytes=10),
-            # An hour's pause, which counts for nothing.
+            # A pause of one hour, which has no weight.
             sample(3610.0, 0.0, network_bytes_sent=0, cpu_percent=None, rss_bytes=70),
             sample(3610.0, 3.0, network_bytes_sent=50, cpu_percent=20.0, rss_bytes=30),
         ],
     )
-    summary = summarise(path, 1)
+    summary = summarize(path, 1)
     assert summary["node"] == 1
     assert summary["sampled_seconds"] == 4.0
     assert summary["network_bytes_sent"] == 350
@@ -43,7 +43,7 @@ def test_segments_of_a_resumed_run_are_put_together(path: Path) -> None:
     assert summary["rss_bytes_peak"] == 70
 
 
-def test_gpus_are_summarised_one_by_one(path: Path) -> None:
+def test_each_gpu_has_its_own_summary(path: Path) -> None:
     def gpu(utilisation: int, memory: int, power: float | None) -> dict[str, object]:
         return {
             "gpu": 0,
@@ -61,7 +61,7 @@ def test_gpus_are_summarised_one_by_one(path: Path) -> None:
             sample(1.0, 4.0, gpus=[gpu(90, 7, None), gpu(30, 2, 80.0)]),
         ],
     )
-    first, second = summarise(path, 0)["gpus"]
+    first, second = summarize(path, 0)["gpus"]
     assert first == {
         "gpu": 0,
         "utilisation_percent_mean": (0.5 * 50 + 3 * 90) / 3.5,
@@ -71,14 +71,14 @@ def test_gpus_are_summarised_one_by_one(path: Path) -> None:
     assert second["power_watts_mean"] == (0.5 * 60 + 3 * 80) / 3.5
 
 
-def test_lines_that_are_cut_or_no_samples_are_passed_over(path: Path) -> None:
+def test_truncated_and_invalid_lines_are_skipped(path: Path) -> None:
     whole = sample(1.0, 0.0)
     path.write_text(json.dumps(whole) + '\n[1]\n{"other": 1}\n{"node": 1, "star')
     assert read_resources(path) == [whole]
 
 
-def test_no_samples_give_a_summary_of_nothing(path: Path) -> None:
-    summary = summarise(path, 2)
+def test_no_samples_give_an_empty_summary(path: Path) -> None:
+    summary = summarize(path, 2)
     assert summary["node"] == 2
     assert summary["cpu_percent_mean"] is None
     assert summary["rss_bytes_peak"] is None

@@ -1,4 +1,4 @@
-"""The resource sampler: what it writes, when it ends, and that its trouble stays its own."""
+"""Resource sampler: its samples, its lifetime, and isolation of its failures."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from paceline.measure import sampler as sampler_module
-from paceline.measure.resources import read_resources, summarise
-from paceline.measure.sampler import ResourceSampler, Throttled, next_turn
+from paceline.measure.resources import read_resources, summarize
+from paceline.measure.sampler import ResourceSampler, Throttled, next_sample_time
 
 PATIENCE_SECONDS = 30.0
 
@@ -34,7 +34,7 @@ def wait_for_samples(path: Path, count: int = 1) -> None:
 
 
 def ended(pid: int) -> bool:
-    """Whether a process is gone, or dead with nobody to collect it."""
+    """Return whether a process has exited, including zombies."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -48,7 +48,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def sampler(path: Path) -> Iterator[ResourceSampler]:
-    """A sampler of this process that has taken its first sample."""
+    """Return a sampler of this process that has taken its first sample."""
     sampler = ResourceSampler(path, [os.getpid()], interval_seconds=0.05)
     sampler.start()
     try:
@@ -58,7 +58,7 @@ def sampler(path: Path) -> Iterator[ResourceSampler]:
         sampler.stop()
 
 
-def test_cpu_and_memory_of_a_child_are_in_the_samples(path: Path) -> None:
+def test_samples_include_cpu_and_memory_of_children(path: Path) -> None:
     text = (
         "import sys, time\n"
         "print(time.process_time(), flush=True); sys.stdin.read(1)\n"
@@ -82,8 +82,8 @@ def test_cpu_and_memory_of_a_child_are_in_the_samples(path: Path) -> None:
         assert sampler.stop() is None
     finally:
         child.communicate(timeout=PATIENCE_SECONDS)
-    summary = summarise(path, 0)
-    # In CPU seconds and not in percent, which depends on what else the machine is doing.
+    summary = summarize(path, 0)
+    # In CPU seconds, because percentages depend on the load of the machine.
     cpu_seconds = summary["cpu_percent_mean"] / 100 * summary["sampled_seconds"]
     assert cpu_seconds == pytest.approx(end - begin, abs=0.1)
     assert 200 << 20 < summary["rss_bytes_peak"] < 300 << 20
@@ -94,17 +94,17 @@ def test_cpu_and_memory_of_a_child_are_in_the_samples(path: Path) -> None:
     ("now", "expected"),
     [(10.0, 10.5), (10.01, 10.5), (10.49, 10.5), (10.5, 11.0), (12.7, 13.0)],
 )
-def test_a_late_sample_does_not_delay_the_next(now: float, expected: float) -> None:
-    assert next_turn(begin=10.0, interval=0.5, now=now) == expected
+def test_late_sample_does_not_delay_the_next(now: float, expected: float) -> None:
+    assert next_sample_time(begin=10.0, interval=0.5, now=now) == expected
 
 
-def test_the_sampler_is_not_part_of_what_it_samples(path: Path, sampler: ResourceSampler) -> None:
+def test_sampler_excludes_itself(path: Path, sampler: ResourceSampler) -> None:
     processes = psutil.Process().children(recursive=True)
     assert sampler.pid in [process.pid for process in processes]
     assert read_resources(path)[0]["processes"] == len(processes)
 
 
-def test_stopping_takes_a_last_sample(path: Path) -> None:
+def test_stop_takes_a_last_sample(path: Path) -> None:
     sampler = ResourceSampler(path, [os.getpid()], interval_seconds=3600)
     sampler.start()
     wait_for_samples(path)
@@ -112,18 +112,18 @@ def test_stopping_takes_a_last_sample(path: Path) -> None:
     assert len(read_resources(path)) == 2
 
 
-def test_stopping_twice_is_harmless(sampler: ResourceSampler) -> None:
+def test_stop_can_be_called_twice(sampler: ResourceSampler) -> None:
     sampler.stop()
     assert sampler.stop() is None
 
 
-def test_an_interval_of_zero_samples_nothing(path: Path) -> None:
+def test_interval_of_zero_disables_sampling(path: Path) -> None:
     with ResourceSampler(path, [os.getpid()], interval_seconds=0) as sampler:
         assert sampler.pid is None
     assert not path.exists()
 
 
-def test_the_sampler_ends_when_its_parent_is_killed(path: Path) -> None:
+def test_sampler_exits_when_its_parent_is_killed(path: Path) -> None:
     program = (
         "import os, sys, time; from pathlib import Path\n"
         "from paceline.measure.sampler import ResourceSampler\n"
@@ -139,11 +139,11 @@ def test_the_sampler_ends_when_its_parent_is_killed(path: Path) -> None:
     wait_until(lambda: ended(pid), "the sampler's end")
 
 
-def test_the_sampler_ends_when_its_parent_was_killed_before_it_could_ask_to_be_told(
+def test_sampler_exits_when_its_parent_was_killed_during_startup(
     path: Path,
 ) -> None:
     command = [sys.executable, "-m", "paceline.measure.sampler", f"--file={path}", "--roots=1"]
-    # The parent that it is told of is not the one that it has, as if that one had gone meanwhile.
+    # The given parent is not the actual one, as if it had exited in the meantime.
     orphan = subprocess.Popen(
         [*command, "--node=0", "--interval=0.1", f"--parent={os.getppid()}"],
         stdin=subprocess.PIPE,
@@ -155,7 +155,7 @@ def test_the_sampler_ends_when_its_parent_was_killed_before_it_could_ask_to_be_t
     assert not path.exists()
 
 
-def test_the_sampler_outlives_the_thread_that_started_it(path: Path) -> None:
+def test_sampler_outlives_the_thread_that_started_it(path: Path) -> None:
     sampler = ResourceSampler(path, [os.getpid()], interval_seconds=0.05)
 
     def start() -> None:
@@ -170,7 +170,7 @@ def test_the_sampler_outlives_the_thread_that_started_it(path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signals_do_not_end_it_while_its_parent_lives(
+def test_sampler_ignores_signals_while_its_parent_lives(
     path: Path, sampler: ResourceSampler, number: signal.Signals
 ) -> None:
     assert sampler.pid is not None
@@ -179,12 +179,12 @@ def test_signals_do_not_end_it_while_its_parent_lives(
     assert sampler.stop() is None
 
 
-def test_ctrl_c_does_not_reach_it_through_the_group(sampler: ResourceSampler) -> None:
+def test_sampler_is_not_in_the_process_group_of_the_terminal(sampler: ResourceSampler) -> None:
     assert sampler.pid is not None
     assert os.getpgid(sampler.pid) != os.getpgid(0)
 
 
-def test_a_sampler_that_does_not_answer_is_killed(
+def test_unresponsive_sampler_is_killed(
     sampler: ResourceSampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampler_module, "STOP_SECONDS", 0.1)
@@ -197,7 +197,7 @@ def test_a_sampler_that_does_not_answer_is_killed(
     assert ended(pid)
 
 
-def test_a_sampler_that_was_killed_is_a_warning(sampler: ResourceSampler) -> None:
+def test_killed_sampler_gives_a_warning(sampler: ResourceSampler) -> None:
     assert sampler.pid is not None
     os.kill(sampler.pid, signal.SIGKILL)
     warning = sampler.stop()
@@ -209,7 +209,7 @@ def test_a_sampler_that_was_killed_is_a_warning(sampler: ResourceSampler) -> Non
     ("file", "cause"),
     [("/dev/full", "No space left on device"), ("/dev/null/below", "Not a directory")],
 )
-def test_a_file_that_cannot_be_written_is_a_warning(file: str, cause: str) -> None:
+def test_unwritable_file_gives_a_warning(file: str, cause: str) -> None:
     sampler = ResourceSampler(Path(file), [os.getpid()])
     sampler.start()
     warning = sampler.stop()
@@ -218,16 +218,14 @@ def test_a_file_that_cannot_be_written_is_a_warning(file: str, cause: str) -> No
     assert "\n" not in warning
 
 
-def test_a_program_that_cannot_be_started_is_a_warning(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failure_to_start_gives_a_warning(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     with ResourceSampler(path, [os.getpid()]) as sampler:
         pass
     assert "/no/such/python" in (sampler.stop() or "")
 
 
-def test_a_root_that_is_gone_is_sampled_as_nothing(path: Path) -> None:
+def test_exited_root_has_no_usage(path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-S", "-c", ""])
     child.wait(timeout=PATIENCE_SECONDS)
     with ResourceSampler(path, [child.pid]) as sampler:
@@ -236,7 +234,7 @@ def test_a_root_that_is_gone_is_sampled_as_nothing(path: Path) -> None:
     assert [sample["processes"] for sample in read_resources(path)] == [0, 0]
 
 
-def test_the_sampler_does_not_look_for_modules_in_the_current_folder(
+def test_sampler_does_not_import_from_the_current_folder(
     tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "psutil.py").write_text("raise SystemExit('the wrong psutil')")
@@ -246,7 +244,7 @@ def test_the_sampler_does_not_look_for_modules_in_the_current_folder(
     assert sampler.stop() is None
 
 
-def test_the_sampler_imports_neither_torch_nor_numpy() -> None:
+def test_sampler_imports_neither_torch_nor_numpy() -> None:
     program = (
         "import sys; import paceline.measure.sampler;"
         "sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
@@ -254,7 +252,7 @@ def test_the_sampler_imports_neither_torch_nor_numpy() -> None:
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
-def test_a_cut_line_costs_only_itself(path: Path) -> None:
+def test_truncated_line_does_not_affect_other_samples(path: Path) -> None:
     path.write_text('{"node": 0, "started": 1.0, "seconds": 0.0}\n{"node": 0, "star')
     with ResourceSampler(path, [os.getpid()]):
         pass
@@ -263,7 +261,7 @@ def test_a_cut_line_costs_only_itself(path: Path) -> None:
     assert len(samples) == 3
 
 
-def test_a_costly_reading_is_taken_less_often() -> None:
+def test_expensive_reading_is_throttled() -> None:
     paced = Throttled()
 
     def costly() -> str:
@@ -273,11 +271,11 @@ def test_a_costly_reading_is_taken_less_often() -> None:
         return "taken"
 
     assert paced.take(100.0, costly) == "taken"
-    # At half a hundredth of the time, 20 ms are due again after 4 s.
+    # At 0.5% of the time, a reading of 20 ms is due again after 4 s.
     assert paced.take(103.9, costly) is None
     assert paced.take(110.0, costly) == "taken"
 
 
-def test_a_cheap_reading_is_taken_each_time() -> None:
+def test_cheap_reading_is_taken_every_time() -> None:
     paced = Throttled()
     assert [paced.take(moment, lambda: "taken") for moment in (1.0, 2.0)] == ["taken", "taken"]

@@ -1,4 +1,4 @@
-"""Event files that TensorBoard's own reader takes, at no risk to the training."""
+"""TensorBoard event files are readable by TensorBoard, and failures do not affect training."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def read(folder: Path, tag: str) -> list[Any]:
     return list(accumulator.Scalars(tag))
 
 
-def test_tensorboard_reads_back_steps_and_values_of_every_tag(tmp_path: Path) -> None:
+def test_tensorboard_reads_steps_and_values_of_every_tag(tmp_path: Path) -> None:
     writer = TensorBoardWriter(tmp_path / "deep" / "folder")
-    # Steps around the sizes at which a varint grows by a byte; values that float32 holds exactly.
+    # Steps around the varint size boundaries; values that float32 represents exactly.
     steps = [0, 1, 127, 128, 16383, 16384, 2**31, 2**40]
     for step in steps:
         writer.add("train/loss", step / 4 % 1000, step)
@@ -38,7 +38,7 @@ def test_tensorboard_reads_back_steps_and_values_of_every_tag(tmp_path: Path) ->
     assert [(event.step, event.value) for event in others] == [(step, -1.5) for step in steps]
 
 
-def test_seconds_are_relative_to_the_making_of_the_writer(tmp_path: Path) -> None:
+def test_seconds_are_relative_to_the_creation_of_the_writer(tmp_path: Path) -> None:
     writer = TensorBoardWriter(tmp_path)
     writer.add("loss", 1.0, 1, 10.0)
     writer.add("loss", 1.0, 2, 13.5)
@@ -51,7 +51,7 @@ def test_seconds_are_relative_to_the_making_of_the_writer(tmp_path: Path) -> Non
     ("value", "expected"),
     [(math.inf, math.inf), (-1e300, -math.inf), (1e-300, 0.0), (True, 1.0)],
 )
-def test_values_outside_the_range_of_float32_are_kept_as_near_as_can_be(
+def test_values_outside_the_float32_range_become_infinite(
     tmp_path: Path, value: float, expected: float
 ) -> None:
     writer = TensorBoardWriter(tmp_path)
@@ -67,7 +67,7 @@ def test_nan_stays_nan(tmp_path: Path) -> None:
     assert math.isnan(read(tmp_path, "loss")[0].value)
 
 
-def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path: Path) -> None:
+def test_resumed_run_replaces_repeated_steps(tmp_path: Path) -> None:
     before = TensorBoardWriter(tmp_path)
     for step in range(5):
         before.add("loss", 0.0, step)
@@ -86,9 +86,7 @@ def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path: Path) -> Non
     assert [event.step for event in read(tmp_path, "rate")] == [0, 1, 2, 4]
 
 
-def test_values_can_be_watched_before_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_are_visible_before_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensorboard, "FLUSH_SECONDS", 0.0)
     writer = TensorBoardWriter(tmp_path)
     writer.add("loss", 0.5, 7)
@@ -96,12 +94,12 @@ def test_values_can_be_watched_before_the_end(
     writer.close()
 
 
-def test_the_checksum_is_crc_32c() -> None:
-    # The check value that catalogues of checksums give for the digits 1 to 9.
+def test_checksum_is_crc_32c() -> None:
+    # The standard check value of the digits 1 to 9.
     assert tensorboard._crc32c(b"123456789") == 0xE3069283
 
 
-def test_no_thread_is_started(tmp_path: Path) -> None:
+def test_writer_starts_no_thread(tmp_path: Path) -> None:
     before = threading.active_count()
     writer = TensorBoardWriter(tmp_path)
     writer.add("loss", 0.5, 7)
@@ -109,7 +107,7 @@ def test_no_thread_is_started(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_a_folder_that_cannot_be_made_is_a_warning_at_the_end(tmp_path: Path) -> None:
+def test_uncreatable_folder_gives_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     writer = TensorBoardWriter(tmp_path / "file" / "below")
     writer.add("loss", 0.5, 0)
@@ -118,9 +116,7 @@ def test_a_folder_that_cannot_be_made_is_a_warning_at_the_end(tmp_path: Path) ->
     assert "Not a directory" in warning
 
 
-def test_a_full_disk_is_a_warning_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_gives_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = TensorBoardWriter(tmp_path)
     assert writer._file is not None
     writer._file.close()
@@ -132,7 +128,7 @@ def test_a_full_disk_is_a_warning_at_the_end(
     assert "No space left" in warning
 
 
-def test_writing_needs_neither_torch_nor_tensorboard() -> None:
+def test_writer_imports_neither_torch_nor_tensorboard() -> None:
     program = (
         "import sys; import paceline.measure.tensorboard;"
         "sys.exit(bool({'torch', 'tensorboard', 'numpy'} & set(sys.modules)))"

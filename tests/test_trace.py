@@ -1,4 +1,4 @@
-"""The timeline of traced iterations: complete, in step with the account, and only where asked."""
+"""Traces of iterations: complete, consistent with the phase clock, and only on request."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from paceline.strategies.replica import Replica
 Event = dict[str, Any]
 
 
-class Hand:
-    """A clock that the test moves, in whole seconds so that sums are exact.
+class ManualClock:
+    """A clock that the test advances in whole seconds, so that sums are exact.
 
     What is due on the way is done at its moment.
     """
@@ -51,11 +51,11 @@ class Hand:
 
 
 @pytest.fixture
-def hand(monkeypatch: pytest.MonkeyPatch) -> Hand:
-    hand = Hand()
+def manual(monkeypatch: pytest.MonkeyPatch) -> ManualClock:
+    manual = ManualClock()
     for module in (clock_module, traffic_module, timeline_module, replica_module):
-        monkeypatch.setattr(module, "perf_counter", hand)
-    return hand
+        monkeypatch.setattr(module, "perf_counter", manual)
+    return manual
 
 
 def written(tracer: Tracer, folder: Path) -> dict[str, Any]:
@@ -67,17 +67,15 @@ def of_category(trace: dict[str, Any], category: str) -> list[Event]:
     return [event for event in trace["traceEvents"] if event.get("cat") == category]
 
 
-def test_the_warm_up_is_passed_over_and_as_many_iterations_traced_as_asked(
-    hand: Hand, tmp_path: Path
-) -> None:
+def test_tracing_skips_warm_up_iterations(manual: ManualClock, tmp_path: Path) -> None:
     clock = PhaseClock()
     tracer = Tracer(clock, Traffic(), iterations=2, done=0, left=100)
     for number in range(20):
         tracer.before_iteration(number)
         clock.begin_step("input")
-        hand.move(number + 1)
+        manual.move(number + 1)
         clock.end_step("other")
-        hand.move(1)
+        manual.move(1)
     trace = written(tracer, tmp_path)
     first = WARM_UP_ITERATIONS
     assert trace["iterations"] == [
@@ -88,21 +86,21 @@ def test_the_warm_up_is_passed_over_and_as_many_iterations_traced_as_asked(
 
 
 @pytest.mark.parametrize(("left", "first"), [(3, 0), (4, 1), (13, WARM_UP_ITERATIONS)])
-def test_a_short_run_is_traced_from_earlier_on(
-    hand: Hand, tmp_path: Path, left: int, first: int
+def test_short_run_is_traced_from_an_earlier_iteration(
+    manual: ManualClock, tmp_path: Path, left: int, first: int
 ) -> None:
     clock = PhaseClock()
     tracer = Tracer(clock, Traffic(), iterations=3, done=0, left=left)
     for number in range(left):
         tracer.before_iteration(number)
         clock.begin_step("input")
-        hand.move(1)
+        manual.move(1)
         clock.end_step("other")
     numbers = [each["iteration"] for each in written(tracer, tmp_path)["iterations"]]
     assert numbers == [first, first + 1, first + 2]
 
 
-def test_what_turns_out_to_be_waiting_is_cut_out_of_the_exchange() -> None:
+def test_relabel_splits_waiting_from_the_exchange() -> None:
     log = PhaseLog(
         [Span("backward", 0, 4), Span("exchange", 4, 9), Span("update", 9, 10)], [Span("lap", 0, 9)]
     )
@@ -117,25 +115,25 @@ def test_what_turns_out_to_be_waiting_is_cut_out_of_the_exchange() -> None:
 
 
 @pytest.mark.parametrize(("began", "ended"), [(-3, -1), (12, 14), (0, 4), (5, 5)])
-def test_a_stretch_without_the_phase_changes_nothing(began: float, ended: float) -> None:
+def test_relabel_ignores_other_phases(began: float, ended: float) -> None:
     log = PhaseLog([Span("backward", 0, 4), Span("exchange", 4, 9)])
     log.relabel("exchange", "wait", began, ended)
     assert [span.name for span in log.phases if span.name == "wait"] == []
     assert sum(span.ended - span.began for span in log.phases) == 9
 
 
-def test_transfers_that_overlap_are_on_threads_of_their_own(hand: Hand, tmp_path: Path) -> None:
+def test_overlapping_transfers_are_on_separate_threads(manual: ManualClock, tmp_path: Path) -> None:
     clock, traffic = PhaseClock(), Traffic()
     tracer = Tracer(clock, traffic, iterations=1, done=0, left=1)
     tracer.before_iteration(0)
     clock.begin_step("exchange")
     one = traffic.begin("gradients", bytes_sent=5, bytes_received=3, messages=1)
-    hand.move(2)
+    manual.move(2)
     other = traffic.begin("metrics", bytes_sent=1, messages=1)
-    hand.move(2)
+    manual.move(2)
     traffic.end(one)
     third = traffic.begin("control")
-    hand.move(2)
+    manual.move(2)
     traffic.end(other)
     traffic.end(third)
     clock.end_step("other")
@@ -146,15 +144,15 @@ def test_transfers_that_overlap_are_on_threads_of_their_own(hand: Hand, tmp_path
 
 
 class SlowLine(ComposedCommunicator):
-    """The first of two workers; every sum takes three seconds, and many travel at once."""
+    """Rank 0 of two; every all-reduce takes three seconds, and several overlap."""
 
-    def __init__(self, hand: Hand, traffic: Traffic) -> None:
+    def __init__(self, manual: ManualClock, traffic: Traffic) -> None:
         super().__init__(0, 2, 1.0, traffic)
-        self._hand = hand
+        self._hand = manual
 
     def all_reduce(self, tensor: Tensor, kind: str) -> Work:
         transfer = self.traffic.begin(kind, bytes_sent=tensor.nbytes)
-        return self.track_transfer(_Travelling(self._hand, 3.0), transfer)
+        return self.track_transfer(_DelayedWork(self._hand, 3.0), transfer)
 
     def broadcast(self, tensor: Tensor, root: int, kind: str) -> Work:
         return CompletedWork()
@@ -169,10 +167,10 @@ class SlowLine(ComposedCommunicator):
         return type(self)(self._hand, self.traffic)
 
 
-class _Travelling(Work):
-    def __init__(self, hand: Hand, seconds: float) -> None:
+class _DelayedWork(Work):
+    def __init__(self, manual: ManualClock, seconds: float) -> None:
         super().__init__()
-        self._hand, self._arrives = hand, hand.now + seconds
+        self._hand, self._arrives = manual, manual.now + seconds
 
     def add_done_callback(self, action: Callable[[float], None]) -> None:
         self._hand.due.append((self._arrives, lambda: action(self._arrives)))
@@ -185,12 +183,12 @@ class _Travelling(Work):
 
 
 class SlowInTheMiddle(nn.Module):
-    """Its backward pass takes four seconds between the second layer's gradients and the first's."""
+    """Its backward pass takes four seconds between the gradients of the second and first layer."""
 
-    def __init__(self, hand: Hand) -> None:
+    def __init__(self, manual: ManualClock) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
-        self._hand = hand
+        self._hand = manual
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden: Tensor = self.first(inputs)
@@ -210,8 +208,8 @@ def replica_on(communicator: Communicator, model: nn.Module) -> Replica:
     )
 
 
-class _NoticedLate(_Travelling):
-    """One that nobody notices to be complete before `wait()`, which then knows since when."""
+class _LateNoticedWork(_DelayedWork):
+    """Work whose completion is noticed only by `wait()`, which then knows the completion time."""
 
     def add_done_callback(self, action: Callable[[float], None]) -> None:
         Work.add_done_callback(self, action)
@@ -223,12 +221,12 @@ class _NoticedLate(_Travelling):
 
 class UnwatchedLine(SlowLine):
     def all_reduce(self, tensor: Tensor, kind: str) -> Work:
-        return _NoticedLate(self._hand, 3.0)
+        return _LateNoticedWork(self._hand, 3.0)
 
 
-def test_an_exchange_that_is_noticed_late_counts_as_hidden_until_it_ended(hand: Hand) -> None:
-    """It ended a second before the backward pass did."""
-    replica = replica_on(UnwatchedLine(hand, Traffic()), SlowInTheMiddle(hand))
+def test_late_wait_counts_as_overlapped_until_completion(manual: ManualClock) -> None:
+    """The all-reduce completes one second before the backward pass."""
+    replica = replica_on(UnwatchedLine(manual, Traffic()), SlowInTheMiddle(manual))
     strategy = create_strategy("overlap", {"bucket_mib": "0", "first_bucket_mib": "0"})
     strategy.setup(replica)
     strategy.backward(replica.forward(torch.ones(1, 2)).sum())
@@ -237,12 +235,12 @@ def test_an_exchange_that_is_noticed_late_counts_as_hidden_until_it_ended(hand: 
     assert replica.hidden_exchange_seconds == 3
 
 
-def test_hidden_communication_shows_as_transfers_beside_other_phases(
-    hand: Hand, tmp_path: Path
+def test_overlapped_communication_appears_as_transfers_during_other_phases(
+    manual: ManualClock, tmp_path: Path
 ) -> None:
-    """Of two sums of three seconds each, one begins four seconds before the backward pass ends."""
-    line = SlowLine(hand, Traffic())
-    replica = replica_on(line, SlowInTheMiddle(hand))
+    """Of two all-reduces of 3 s each, one starts 4 s before the backward pass ends."""
+    line = SlowLine(manual, Traffic())
+    replica = replica_on(line, SlowInTheMiddle(manual))
     strategy = create_strategy("overlap", {"bucket_mib": "0", "first_bucket_mib": "0"})
     strategy.setup(replica)
     tracer = Tracer(replica.clock, line.traffic, iterations=1, done=1, left=1)
@@ -290,7 +288,7 @@ def short_run(out: Path, **settings: Any) -> Path:
     return out / "run"
 
 
-def test_the_phases_of_a_traced_iteration_fill_it_without_gaps(tmp_path: Path) -> None:
+def test_phases_cover_a_traced_iteration_without_gaps(tmp_path: Path) -> None:
     folder = short_run(tmp_path, trace=3)
     trace = read_json(folder / "trace-0.json")
     recorded = read_iteration_seconds(folder / "events-0.jsonl", 4)
@@ -308,5 +306,5 @@ def test_the_phases_of_a_traced_iteration_fill_it_without_gaps(tmp_path: Path) -
         assert length_seconds == pytest.approx(recorded[each["iteration"]], abs=1e-6)
 
 
-def test_nothing_is_traced_unless_asked(tmp_path: Path) -> None:
+def test_no_trace_by_default(tmp_path: Path) -> None:
     assert list(short_run(tmp_path).glob("trace-*")) == []

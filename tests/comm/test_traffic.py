@@ -16,7 +16,7 @@ def test_it_has_every_kind_of_the_records() -> None:
 
 
 def test_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown kind of traffic 'gossip'"):
+    with pytest.raises(ValueError, match="unknown traffic kind 'gossip'"):
         Traffic().begin("gossip")
 
 

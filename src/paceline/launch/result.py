@@ -14,7 +14,7 @@ from paceline.errors import RunError
 from paceline.launch.messages import MalformedError, clean, is_number
 from paceline.launch.termination import Termination, root_cause
 from paceline.measure.machine import cores_usable, hardware, software
-from paceline.measure.resources import summarise
+from paceline.measure.resources import summarize
 from paceline.records import SCHEMA, Result, RunFolder
 from paceline.training.rank_report import RankReport
 
@@ -57,7 +57,7 @@ def assemble(
 ) -> Result:
     first = reports[0] if reports else None
     ending = ending or first_cause(reports) or _missing_report(reports)
-    nodes = [_summarise_node(folder, node) for node in range(config.nnodes)]
+    nodes = [_summarize_node(folder, node) for node in range(config.nnodes)]
     history = first.history if first else []
     last = history[-1] if history else {}
     cluster = cluster_record()
@@ -97,17 +97,17 @@ def assemble(
     }
 
 
-def _summarise_node(folder: RunFolder, node: int) -> dict[str, Any]:
+def _summarize_node(folder: RunFolder, node: int) -> dict[str, Any]:
     """What was sampled of a node; nothing where its file, which it sent itself, is malformed."""
     file = folder.resources_file(node)
     try:
-        summary: dict[str, Any] = clean(summarise(file, node), file.name)
+        summary: dict[str, Any] = clean(summarize(file, node), file.name)
         figures = (value for name, value in summary.items() if name != "gpus")
         if not all(value is None or is_number(value) for value in figures):
             raise MalformedError(file.name, "not all are numbers")
     except (MalformedError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         logger.warning("ignored %s: it has samples that no node takes", file.name)
-        return summarise(file.with_suffix(".none"), node)
+        return summarize(file.with_suffix(".none"), node)
     return summary
 
 

@@ -1,6 +1,6 @@
-"""NVIDIA GPUs through the driver's management library, which needs no CUDA context.
+"""NVIDIA GPU metrics from the driver's management library (NVML), which needs no CUDA context.
 
-Both the library and its Python binding are optional: without them there are no GPUs to report.
+NVML and its Python binding are optional: without them no GPUs are reported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 
 
 class Gpus:
-    """The GPUs of this machine, all of them: the library does not heed CUDA_VISIBLE_DEVICES."""
+    """All GPUs of this machine; NVML ignores CUDA_VISIBLE_DEVICES."""
 
     def __init__(self) -> None:
         self._library: Any = None
@@ -31,16 +31,16 @@ class Gpus:
             self._handles = []
 
     def sample(self) -> list[dict[str, Any]]:
-        """Use of each GPU now; a figure that a GPU does not give is None."""
+        """Return the current metrics of each GPU; None for those that a GPU does not report."""
         samples = []
         for index, handle in enumerate(self._handles):
-            utilisation = self._ask("nvmlDeviceGetUtilizationRates", handle)
-            memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
-            power_milliwatts = self._ask("nvmlDeviceGetPowerUsage", handle)
+            utilization = self._query("nvmlDeviceGetUtilizationRates", handle)
+            memory = self._query("nvmlDeviceGetMemoryInfo", handle)
+            power_milliwatts = self._query("nvmlDeviceGetPowerUsage", handle)
             samples.append(
                 {
                     "gpu": index,
-                    "utilisation_percent": None if utilisation is None else utilisation.gpu,
+                    "utilisation_percent": None if utilization is None else utilization.gpu,
                     "memory_used_bytes": None if memory is None else memory.used,
                     "power_watts": None if power_milliwatts is None else power_milliwatts / 1000,
                 }
@@ -48,14 +48,14 @@ class Gpus:
         return samples
 
     def describe(self) -> list[dict[str, Any]]:
-        """Name and memory of each GPU."""
+        """Return name and memory of each GPU."""
         descriptions = []
         for handle in self._handles:
-            name = self._ask("nvmlDeviceGetName", handle)
-            memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
+            name = self._query("nvmlDeviceGetName", handle)
+            memory = self._query("nvmlDeviceGetMemoryInfo", handle)
             descriptions.append(
                 {
-                    # Older bindings give bytes.
+                    # Older bindings return bytes.
                     "name": name.decode() if isinstance(name, bytes) else name,
                     "memory_bytes": None if memory is None else memory.total,
                 }
@@ -64,10 +64,10 @@ class Gpus:
 
     def close(self) -> None:
         if self._library is not None:
-            self._ask("nvmlShutdown")
+            self._query("nvmlShutdown")
         self._library, self._handles = None, []
 
-    def _ask(self, function: str, *arguments: Any) -> Any:
+    def _query(self, function: str, *arguments: Any) -> Any:
         try:
             return getattr(self._library, function)(*arguments)
         except self._library.NVMLError:
@@ -75,7 +75,7 @@ class Gpus:
 
 
 def describe_gpus() -> list[dict[str, Any]]:
-    """Name and memory of each GPU; where only the driver can be asked, the name alone."""
+    """Return name and memory of each GPU; without NVML, only the name as given by the driver."""
     gpus = Gpus()
     descriptions = gpus.describe()
     gpus.close()

@@ -1,4 +1,4 @@
-"""Facts about this machine and its software, for the records and for `paceline doctor`."""
+"""Hardware and software of this machine, for the records and for `paceline doctor`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def hardware() -> dict[str, Any]:
-    """What a reader needs to judge a figure; nothing that names the machine or its owner."""
+    """Return what is needed to interpret a measurement; nothing identifies the machine or owner."""
     return {
         "cpu": cpu_model(),
         "cores": cores_usable(),
@@ -32,7 +32,7 @@ def hardware() -> dict[str, Any]:
 
 
 def software() -> dict[str, str | None]:
-    """Versions by name, without importing anything; None for what is not installed."""
+    """Return versions by package without importing them; None if not installed."""
     return {
         "paceline": installed_version("paceline"),
         "python": platform.python_version(),
@@ -48,35 +48,35 @@ def installed_version(distribution: str) -> str | None:
 
 
 def cores_usable() -> int:
-    """Whole cores that this process may keep busy: its affinity and its CPU quota considered."""
+    """Return the number of whole cores that CPU affinity and CPU quota allow this process."""
     try:
         allowed = len(os.sched_getaffinity(0))
-    except AttributeError:  # Not on this system.
+    except AttributeError:  # Not available on this system.
         allowed = os.cpu_count() or 1
     quota = cpu_quota()
-    # A fraction of a core more is no place for another busy thread.
+    # A fraction of a core is not enough for another busy thread.
     return allowed if quota is None else max(1, min(allowed, int(quota)))
 
 
 def cpu_quota(proc: Path = PROC, cgroups: Path = CGROUPS) -> float | None:
-    """Cores' worth of CPU time that the tightest of this process's control groups allows it."""
+    """Return the CPU quota, in cores, of the most restrictive cgroup of this process."""
     quotas = []
     for folder in cgroup_dirs("cpu", proc, cgroups):
-        quota, period = _words(folder / "cpu.max", 2)
+        quota, period = _read_integers(folder / "cpu.max", 2)
         if period is None:
-            (quota,) = _words(folder / "cpu.cfs_quota_us", 1)
-            (period,) = _words(folder / "cpu.cfs_period_us", 1)
+            (quota,) = _read_integers(folder / "cpu.cfs_quota_us", 1)
+            (period,) = _read_integers(folder / "cpu.cfs_period_us", 1)
         if quota is not None and quota > 0 and period:
             quotas.append(quota / period)
     return min(quotas, default=None)
 
 
 def memory_usable_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """Memory of the machine, or what this process's control groups allow of it."""
+    """Return the memory of the machine, or the cgroup limit of this process if it is lower."""
     limits = [psutil.virtual_memory().total]
     for folder in cgroup_dirs("memory", proc, cgroups):
         for name in ("memory.max", "memory.limit_in_bytes"):
-            (limit,) = _words(folder / name, 1)
+            (limit,) = _read_integers(folder / name, 1)
             if limit:
                 limits.append(limit)
     return min(limits)
@@ -94,10 +94,10 @@ def cpu_model() -> str:
 
 
 def cgroup_dirs(controller: str, proc: Path = PROC, cgroups: Path = CGROUPS) -> Iterator[Path]:
-    """The folders of this process's control groups that can limit it, innermost first.
+    """Yield the cgroup directories that can limit this process, innermost first.
 
-    Inside a container the path may be the host's, which does not exist there; those folders of it
-    that do exist, up to the mounted root, hold the container's own limits.
+    Inside a container, the path may be that of the host, which does not exist there. Its ancestors
+    that do exist, up to the mounted root, hold the limits of the container.
     """
     try:
         lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
@@ -120,8 +120,8 @@ def cgroup_dirs(controller: str, proc: Path = PROC, cgroups: Path = CGROUPS) -> 
                 yield root / part
 
 
-def _words(path: Path, count: int) -> tuple[int | None, ...]:
-    """The first words of a file as numbers; None for each that is missing or is no number."""
+def _read_integers(path: Path, count: int) -> tuple[int | None, ...]:
+    """Return the first words of a file as integers; None for each that is missing or not one."""
     try:
         words = path.read_text(encoding="utf-8").split()[:count]
     except OSError:

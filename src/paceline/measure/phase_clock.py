@@ -1,20 +1,14 @@
-"""When each phase began and ended, for as long as somebody watches a phase clock.
+"""Phase clocks: every second of a worker's wall time belongs to exactly one phase.
 
-The phase clock: every second of a worker's wall time belongs to exactly one phase.
+The clock is always in one phase, and entering the next one ends it. The phases therefore add up to
+the wall time by construction; unclaimed time counts as "other".
 
-The clock is always in one phase; entering the next one ends it. The phases therefore add up to the
-wall time by construction, and what nobody claimed shows as "other".
-
-On a GPU, which computes later than it is told to, gpu_clock.py counts the GPU's time instead.
-
-The phase clock of a worker on a GPU: a phase lasts as long as the GPU takes for its work.
-
-A GPU computes after it was told to, while the program is already in a later phase. So each change
-of phase puts a mark between the work before it and the work after it, and the phase ends when the
-GPU gets to the mark. Where the GPU has nothing to do, that is when the program gets there; so the
-times between marks add up to the wall time here too. They are asked for in blocks, later: waiting
-for the GPU at each change of phase would leave it idle until it is told the next thing
-(docs/log.md)."""
+On a GPU, kernels run after they are launched, while the program is already in a later phase.
+`CudaPhaseClock` therefore records a mark (a CUDA event) at each phase change, and a phase ends when
+the GPU reaches the mark. An idle GPU reaches it immediately, so the times between marks add up to
+the wall time, too. Marks are read in batches: waiting for the GPU at each phase change would leave
+it idle until the next launch (docs/log.md).
+"""
 
 from __future__ import annotations
 
@@ -32,10 +26,15 @@ import torch
 from paceline.measure.startup import StartupTimer
 from paceline.records import PHASES
 
+MAX_PENDING_MARKS = 4096
+"""The run logger settles the clock a few times per second, long before this limit."""
+
+StepEvent = Literal["begin", "end"] | None
+
 
 @dataclass(slots=True)
 class Span:
-    """A stretch of time, in seconds of this machine's performance counter."""
+    """A time interval in seconds of `perf_counter`."""
 
     name: str
     began: float
@@ -44,12 +43,14 @@ class Span:
 
 @dataclass(slots=True)
 class PhaseLog:
+    """Start and end of each phase and step while logging is active."""
+
     phases: list[Span] = field(default_factory=list)
-    """In order, each beginning where the one before ended."""
+    """In order and without gaps."""
     laps: list[Span] = field(default_factory=list)
 
     def relabel(self, source: str, target: str, began: float, ended: float) -> None:
-        """What was logged as `source` within this stretch turned out to be `target`."""
+        """Change phase `source` to `target` within the interval from `began` to `ended`."""
         index = max(0, bisect_right(self.phases, began, key=attrgetter("began")) - 1)
         while index < len(self.phases) and self.phases[index].began < ended:
             phase = self.phases[index]
@@ -68,6 +69,8 @@ class PhaseLog:
 
 
 class PhaseClock:
+    """Measures phases and steps in the time of the program."""
+
     def __init__(self) -> None:
         self.switches = 0
         self.started = self._since = perf_counter()
@@ -78,38 +81,38 @@ class PhaseClock:
         self._lap_began = self.started
         self.startup = StartupTimer(self.started)
         self.log: PhaseLog | None = None
-        """What was noted while somebody watched; what is found out later is noted there too."""
-        self._watcher: PhaseLog | None = None
+        """The current or last log; phases may still be relabeled after logging stops."""
+        self._active_log: PhaseLog | None = None
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Spent in each phase, up to the last change of phase."""
+        """Seconds in each phase up to the last phase change."""
         self._settle()
         return self._seconds
 
     @property
     def lap_seconds(self) -> array[float]:
-        """Length of each lap (an iteration) that has ended."""
+        """Duration of each completed step."""
         self._settle()
         return self._laps
 
     def enter(self, phase: str) -> float:
-        """End the current phase, begin `phase`; returns the moment."""
+        """End the current phase and begin `phase`; returns the time of the change."""
         now = perf_counter()
         self._seconds[self._phase] += now - self._since
-        if self._watcher is not None:
-            self._watcher.phases.append(Span(self._phase, self._since, now))
+        if self._active_log is not None:
+            self._active_log.phases.append(Span(self._phase, self._since, now))
         self._phase, self._since = phase, now
         self.switches += 1
         return now
 
     def arrive(self, phase: str) -> float:
-        """Like `enter`, but only once everything that was begun before is done."""
+        """Like `enter`, but wait for all work that was started before."""
         return self.enter(phase)
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Be in `phase` for a block, then back in the one before."""
+        """Enter `phase` for a `with` block, then return to the previous phase."""
         before = self._phase
         self.enter(phase)
         try:
@@ -118,55 +121,55 @@ class PhaseClock:
             self.enter(before)
 
     def begin_step(self, phase: str) -> float:
-        """Enter `phase`, and begin to time a lap there."""
+        """Enter `phase` and begin a step."""
         self._lap_began = self.enter(phase)
         return self._lap_began
 
     def end_step(self, phase: str) -> float:
-        """Enter `phase`, and end the lap there."""
+        """Enter `phase` and end the step."""
         now = self.enter(phase)
         self._laps.append(now - self._lap_began)
-        if self._watcher is not None:
-            self._watcher.laps.append(Span("lap", self._lap_began, now))
+        if self._active_log is not None:
+            self._active_log.laps.append(Span("lap", self._lap_began, now))
         return now
 
     def take_laps(self) -> list[float]:
-        """Length of each lap that has ended since the last time asked."""
+        """Return the duration of each step that ended since the last call."""
         laps = self.lap_seconds[self._laps_taken :]
         self._laps_taken += len(laps)
         return laps.tolist()
 
     def move(self, source: str, target: str, seconds: float) -> None:
-        """Count seconds under another phase, once it is known what they were spent on."""
+        """Reassign seconds from one phase to another."""
         self._seconds[source] -= seconds
         self._seconds[target] += seconds
 
     def start_log(self) -> PhaseLog:
-        """From here on, until `stop_log`, note when phases and laps begin and end."""
+        """Log the start and end of phases and steps until `stop_log`."""
         self.enter(self._phase)
         self._settle()
-        self.log = self._watcher = PhaseLog()
+        self.log = self._active_log = PhaseLog()
         return self.log
 
     def stop_log(self) -> None:
-        if self._watcher is not None:
+        if self._active_log is not None:
             self.enter(self._phase)
             self._settle()
-            self._watcher = None
+            self._active_log = None
 
     def settle_log(self) -> None:
-        """While somebody watches, note every phase up to now in the log."""
-        if self._watcher is not None:
+        """Bring an active log up to date."""
+        if self._active_log is not None:
             self._settle()
 
     @property
     def wall_seconds(self) -> float:
-        """Since the clock was made, up to the last change of phase."""
+        """Seconds from the creation of the clock to the last phase change."""
         return self._since - self.started
 
     def seconds_per_switch(self, repeats: int = 2000) -> float:
-        """What one change of phase costs on this machine, for the account of measuring itself."""
-        clock = self._another()
+        """Measure the cost of one phase change, to report the overhead of measuring."""
+        clock = self._new_clock()
         begin = perf_counter()
         for _ in range(repeats):
             clock.enter("other")
@@ -174,51 +177,45 @@ class PhaseClock:
         return (perf_counter() - begin) / repeats
 
     def _settle(self) -> None:
-        """Take in times that could not be known when the phases changed: here there are none."""
+        """Process phase changes whose times were not known yet; a CPU clock has none."""
 
-    def _another(self) -> PhaseClock:
+    def _new_clock(self) -> PhaseClock:
         return PhaseClock()
 
 
-MARKS_AT_MOST = 4096
-"""That wait to be asked; the journal asks a few times a second, long before."""
-
-Lap = Literal["begin", "end"] | None
-
-
 class Mark(Protocol):
-    """As torch.cuda.Event."""
+    """The part of torch.cuda.Event that the clock uses."""
 
     def synchronize(self) -> None: ...
 
     def elapsed_time(self, end_event: Self, /) -> float:
-        """Milliseconds from here to a later mark."""
+        """Return the milliseconds from this mark to a later one."""
 
 
 class CudaPhaseClock(PhaseClock):
-    """Goes on from a clock that has run until the GPU was there to be used."""
+    """Measures phases in GPU time; continues a CPU clock that ran until the GPU was ready."""
 
-    def __init__(self, before: PhaseClock, put_mark: Callable[[Mark | None], Mark]) -> None:
-        """`put_mark` puts a mark behind the GPU's work so far, an old one again where given."""
+    def __init__(self, before: PhaseClock, record_mark: Callable[[Mark | None], Mark]) -> None:
+        """`record_mark` records a mark after the GPU work so far, reusing a given mark."""
         super().__init__()
         self.started, self.switches = before.started, before.switches
         self.startup = before.startup
-        self._put_mark = put_mark
+        self._record_mark = record_mark
         self._free: list[Mark] = []
-        self._waiting: list[tuple[str, Mark, Lap]] = []
-        """The phase that a mark ends, the mark, and whether a lap begins or ends there."""
-        self._last = put_mark(None)
+        self._pending: list[tuple[str, Mark, StepEvent]] = []
+        """The phase that a mark ends, the mark, and whether a step begins or ends there."""
+        self._last = record_mark(None)
         self._last.synchronize()
         self._since = self._origin = before.enter("other")
         self._seconds = dict(before.seconds)
         self._now = 0.0
-        """When the GPU got to the last mark that was settled, in seconds since the first."""
+        """Time of the last processed mark in seconds since the first."""
 
     def enter(self, phase: str) -> float:
-        """The moment returned is the program's, which may be ahead of the GPU.
+        """Return the time of the program, which may be ahead of the GPU.
 
-        An exchange is entered together: it needs what the GPU has computed, and the workers compare
-        when each of them was ready for it.
+        Entering "exchange" waits for the GPU: the exchange needs its results, and workers compare
+        the times at which they were ready.
         """
         return self._enter(phase, waits=phase == "exchange")
 
@@ -226,58 +223,58 @@ class CudaPhaseClock(PhaseClock):
         return self._enter(phase, waits=True)
 
     def begin_step(self, phase: str) -> float:
-        return self._enter(phase, lap="begin")
+        return self._enter(phase, event="begin")
 
     def end_step(self, phase: str) -> float:
-        return self._enter(phase, lap="end")
+        return self._enter(phase, event="end")
 
-    def _enter(self, phase: str, *, waits: bool = False, lap: Lap = None) -> float:
-        mark = self._put_mark(self._free.pop() if self._free else None)
-        self._waiting.append((self._phase, mark, lap))
+    def _enter(self, phase: str, *, waits: bool = False, event: StepEvent = None) -> float:
+        mark = self._record_mark(self._free.pop() if self._free else None)
+        self._pending.append((self._phase, mark, event))
         if waits:
             mark.synchronize()
         self._phase, self._since = phase, perf_counter()
         self.switches += 1
-        if len(self._waiting) >= MARKS_AT_MOST:
+        if len(self._pending) >= MAX_PENDING_MARKS:
             self._settle()
         return self._since
 
     def _settle(self) -> None:
-        if not self._waiting:
+        if not self._pending:
             return
-        self._waiting[-1][1].synchronize()
-        for phase, mark, lap in self._waiting:
+        self._pending[-1][1].synchronize()
+        for phase, mark, event in self._pending:
             seconds = self._last.elapsed_time(mark) / 1000
             self._seconds[phase] += seconds
-            if self._watcher is not None:
-                self._watcher.phases.append(
+            if self._active_log is not None:
+                self._active_log.phases.append(
                     Span(phase, self._origin + self._now, self._origin + self._now + seconds)
                 )
             self._now += seconds
-            if lap == "begin":
+            if event == "begin":
                 self._lap_began = self._now
-            elif lap == "end":
+            elif event == "end":
                 self._laps.append(self._now - self._lap_began)
-                if self._watcher is not None:
+                if self._active_log is not None:
                     began, ended = self._origin + self._lap_began, self._origin + self._now
-                    self._watcher.laps.append(Span("lap", began, ended))
+                    self._active_log.laps.append(Span("lap", began, ended))
             self._free.append(self._last)
             self._last = mark
-        self._waiting.clear()
+        self._pending.clear()
 
-    def _another(self) -> PhaseClock:
-        return CudaPhaseClock(PhaseClock(), self._put_mark)
+    def _new_clock(self) -> PhaseClock:
+        return CudaPhaseClock(PhaseClock(), self._record_mark)
 
 
 def clock_for(device: torch.device, before: PhaseClock) -> PhaseClock:
-    """The clock for work on a device, going on from one that has run so far."""
+    """Return the clock for a device, which continues the clock `before`."""
     if device.type != "cuda":
         return before
     stream = torch.cuda.current_stream(device)
 
-    def put_mark(old: Mark | None) -> Mark:
+    def record_mark(old: Mark | None) -> Mark:
         event = old if isinstance(old, torch.cuda.Event) else torch.cuda.Event(enable_timing=True)
         stream.record_event(event)
         return event
 
-    return CudaPhaseClock(before, put_mark)
+    return CudaPhaseClock(before, record_mark)

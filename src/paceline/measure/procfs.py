@@ -1,10 +1,9 @@
-"""What a tree of processes uses, from /proc: CPU time, memory, disk, without losing what exits.
+"""Resource counters from /proc: CPU, memory and disk of a process tree, and network traffic.
 
-One read of /proc/<pid>/stat gives a process's parent, CPU times, threads and memory, so the whole
-machine is scanned for members at about 25 microseconds a process (measured on a 2.8 GHz Xeon).
-A process that was once a member stays one when it is orphaned.
-
-Bytes over network interfaces, from /proc."""
+One read of /proc/<pid>/stat gives parent, CPU times, threads and memory of a process, so scanning
+the whole machine for members of the tree takes about 25 microseconds per process (measured on a 2.8
+GHz Xeon). The usage of processes that exit is not lost, and an orphaned member stays a member.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +13,17 @@ from dataclasses import dataclass, replace
 
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+DIRECTIONS = ("sent", "received")
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process as it was seen; counters include those of the children that it has waited for."""
+    """Snapshot of one process; counters include those of reaped children."""
 
     pid: int
     parent: int
     born: int
-    """In ticks since boot: with `pid` it names a process for good, though ids are used again."""
+    """Start time in ticks since boot; together with `pid` it identifies a process uniquely."""
     own_ticks: int
     reaped_ticks: int
     threads: int
@@ -34,7 +34,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What the tree used since the usage before, and what it holds now."""
+    """CPU time and disk traffic since the previous usage, and current memory and threads."""
 
     cpu_seconds: float
     read_bytes: int
@@ -45,10 +45,10 @@ class Usage:
 
 
 class ProcessTree:
-    """The processes descending from some roots, followed from one `usage()` to the next.
+    """The descendants of some root processes, tracked from one `usage()` to the next.
 
-    CPU time spent before the first `usage()` is not counted; that of a process which appears later
-    is counted from its birth, and that of one which came and went in between through its parent.
+    CPU time before the first `usage()` is not counted. A process that appears later is counted from
+    its start; one that starts and exits between two calls is counted through its parent.
     """
 
     def __init__(self, roots: Iterable[int], excluded: Iterable[int] = ()) -> None:
@@ -62,7 +62,7 @@ class ProcessTree:
         return list(self._members)
 
     def usage(self, search: bool = True) -> Usage:
-        """Look at every member; `search` also looks for new ones, which reads the whole machine."""
+        """Read all members; `search` also finds new ones, which scans all processes."""
         before = self._members
         seen = self._search() if search else self._refresh()
         self._members = {pid: _with_disk(process, before.get(pid)) for pid, process in seen.items()}
@@ -94,7 +94,7 @@ class ProcessTree:
             if pid not in found and pid not in self._excluded:
                 found[pid] = everything[pid]
                 waiting += children.get(pid, ())
-        # A root that has ended must not be taken for whatever gets its number next.
+        # A root that exited must not be confused with a new process that reuses its pid.
         self._roots &= everything.keys()
         return found
 
@@ -107,10 +107,10 @@ class ProcessTree:
         return seen
 
     def _growth(self, before: dict[int, Process]) -> tuple[int, int, int]:
-        """CPU ticks, bytes read and bytes written since `before`.
+        """Return CPU ticks, bytes read and bytes written since `before`.
 
-        A parent's counters jump by a child's whole life when it waits for the child, of which the
-        part that was seen has been counted already.
+        When a parent reaps a child, its counters grow by the lifetime total of the child, part of
+        which has already been counted.
         """
         counted: dict[int, tuple[int, int, int]] = {}
         for pid, old in before.items():
@@ -134,7 +134,7 @@ class ProcessTree:
         return ticks, read, written
 
     def _heir(self, gone: Process, before: dict[int, Process]) -> int:
-        """The nearest ancestor that still lives: it has inherited the counters."""
+        """Return the nearest living ancestor, which inherited the counters."""
         pid = gone.parent
         for _ in range(len(before)):
             if pid not in before or _same(before[pid], self._members.get(pid)):
@@ -143,10 +143,54 @@ class ProcessTree:
         return pid
 
 
+class NetworkCounter:
+    """Counts bytes over the interfaces of the network namespace of a process since creation.
+
+    The file stays open, so the namespace remains readable after the process has exited.
+    """
+
+    def __init__(self, pid: int) -> None:
+        try:
+            self._file = os.open(f"/proc/{pid}/net/dev", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self._file = os.open("/proc/self/net/dev", os.O_RDONLY | os.O_CLOEXEC)
+        self._last = self._read()
+        self._totals = dict.fromkeys(
+            (
+                f"{kind}_bytes_{direction}"
+                for kind in ("network", "loopback")
+                for direction in DIRECTIONS
+            ),
+            0,
+        )
+
+    def totals(self) -> dict[str, int]:
+        """Return the totals of all interfaces (`network_`) and of loopback alone (`loopback_`)."""
+        current = self._read()
+        for name, counts in current.items():
+            before = self._last.get(name, (0, 0))
+            for direction, count, old in zip(DIRECTIONS, counts, before, strict=True):
+                # An interface that was removed and recreated counts from zero again.
+                grown = count - old if count >= old else count
+                self._totals[f"network_bytes_{direction}"] += grown
+                if name == "lo":
+                    self._totals[f"loopback_bytes_{direction}"] += grown
+        self._last = current
+        return dict(self._totals)
+
+    def _read(self) -> dict[str, tuple[int, int]]:
+        counts = {}
+        for line in os.pread(self._file, 1 << 20, 0).decode().splitlines()[2:]:
+            name, _, numbers = line.partition(":")
+            fields = numbers.split()
+            counts[name.strip()] = (int(fields[8]), int(fields[0]))
+        return counts
+
+
 def read_process(pid: int) -> Process | None:
-    """A process as it is now; None where it is gone or hidden."""
+    """Return a snapshot of a process; None if it exited or is hidden."""
     text = _read(f"/proc/{pid}/stat")
-    # The name, in brackets, may hold spaces and brackets itself.
+    # The name, in parentheses, may itself contain spaces and parentheses.
     fields = text[text.rfind(b")") + 2 :].split()
     if len(fields) < 22:
         return None
@@ -162,9 +206,9 @@ def read_process(pid: int) -> Process | None:
 
 
 def pss_bytes(pids: Iterable[int]) -> int | None:
-    """Memory of processes with shared pages counted once; None where none of them may be looked at.
+    """Return the memory of processes with shared pages counted once; None if none is readable.
 
-    The kernel walks every page table for it: 8 ms for a process of 1.2 GB on a 2.8 GHz Xeon.
+    The kernel walks all page tables: 8 ms for a process of 1.2 GB on a 2.8 GHz Xeon.
     """
     total, seen = 0, False
     for pid in pids:
@@ -176,7 +220,7 @@ def pss_bytes(pids: Iterable[int]) -> int | None:
 
 
 def _with_disk(process: Process, old: Process | None) -> Process:
-    """The process with its disk counters; with the last known ones where they may not be read."""
+    """Return the process with its disk counters, or the last known ones if not readable."""
     counters = dict(
         line.split(b": ") for line in _read(f"/proc/{process.pid}/io").splitlines() if b": " in line
     )
@@ -198,51 +242,9 @@ def _unborn(process: Process) -> Process:
 
 
 def _read(path: str) -> bytes:
-    """The contents of a /proc file; nothing where the process is gone or not ours to look at."""
+    """Return the contents of a /proc file; empty if the process exited or is not readable."""
     try:
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123 (a Path costs as much as the read)
             return file.read()
     except OSError:
         return b""
-
-
-WAYS = ("sent", "received")
-
-
-class NetworkCounter:
-    """Bytes over the interfaces of the network namespace that a process lives in, since the start.
-
-    The file stays open, so the namespace can still be read when that process has ended.
-    """
-
-    def __init__(self, pid: int) -> None:
-        try:
-            self._file = os.open(f"/proc/{pid}/net/dev", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            self._file = os.open("/proc/self/net/dev", os.O_RDONLY | os.O_CLOEXEC)
-        self._last = self._read()
-        self._totals = dict.fromkeys(
-            (f"{kind}_bytes_{way}" for kind in ("network", "loopback") for way in WAYS), 0
-        )
-
-    def totals(self) -> dict[str, int]:
-        """All interfaces together (`network_`), and the part of it that is loopback's."""
-        current = self._read()
-        for name, counts in current.items():
-            before = self._last.get(name, (0, 0))
-            for way, count, old in zip(WAYS, counts, before, strict=True):
-                # An interface that was taken away and made anew counts from zero again.
-                grown = count - old if count >= old else count
-                self._totals[f"network_bytes_{way}"] += grown
-                if name == "lo":
-                    self._totals[f"loopback_bytes_{way}"] += grown
-        self._last = current
-        return dict(self._totals)
-
-    def _read(self) -> dict[str, tuple[int, int]]:
-        counts = {}
-        for line in os.pread(self._file, 1 << 20, 0).decode().splitlines()[2:]:
-            name, _, numbers = line.partition(":")
-            fields = numbers.split()
-            counts[name.strip()] = (int(fields[8]), int(fields[0]))
-        return counts

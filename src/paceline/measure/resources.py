@@ -1,4 +1,4 @@
-"""The samples of resources-<node>.jsonl, as they are or as a node's entry in the result."""
+"""Read the samples of resources-<node>.jsonl and summarize them for result.json."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from paceline.records import read_lines
 
 Sample = dict[str, Any]
-"""One line of the file; measure/sampler.py names its keys."""
+"""One line of the file; measure/sampler.py defines its keys."""
 
 NETWORK_KEYS = (
     "network_bytes_sent",
@@ -22,15 +22,15 @@ DISK_KEYS = ("disk_bytes_read", "disk_bytes_written")
 
 
 def read_resources(path: Path) -> list[Sample]:
-    """The samples that are whole; a file that does not exist has none."""
+    """Return the complete samples of a file; empty if it does not exist."""
     return [line for line in read_lines(path) if "started" in line and "seconds" in line]
 
 
-def summarise(path: Path, node: int) -> dict[str, Any]:
-    """A node's entry in result.json; None for what no sample tells.
+def summarize(path: Path, node: int) -> dict[str, Any]:
+    """Return the entry of a node in result.json; None for metrics that no sample has.
 
-    A sample stands for the interval that it ends, so means are weighted by the intervals' lengths,
-    and the pause before a run was resumed weighs nothing. Counters begin anew with each segment.
+    A sample represents the interval that it ends: means are weighted by interval length, and the
+    pause before a resume has no weight. Counters restart at zero with each segment.
     """
     samples = read_resources(path)
     segments = _segments(samples)
@@ -47,19 +47,19 @@ def summarise(path: Path, node: int) -> dict[str, Any]:
         "sampled_seconds": seconds,
         "cpu_percent_mean": _mean(timed, "cpu_percent"),
         "machine_cpu_percent_mean": _mean(timed, "machine_cpu_percent"),
-        "rss_bytes_mean": _whole(_mean(timed, "rss_bytes")),
+        "rss_bytes_mean": _rounded(_mean(timed, "rss_bytes")),
         "rss_bytes_peak": _peak(samples, "rss_bytes"),
         "pss_bytes_peak": _peak(samples, "pss_bytes"),
         "threads_peak": _peak(samples, "threads"),
         "processes_peak": _peak(samples, "processes"),
         **{key: _total(segments, key) for key in (*NETWORK_KEYS, *DISK_KEYS)},
         "sampler_cpu_percent": 100 * sampler_seconds / seconds if seconds else None,
-        "gpus": _summarise_gpus(timed, samples),
+        "gpus": _summarize_gpus(timed, samples),
     }
 
 
 def _segments(samples: Iterable[Sample]) -> list[list[Sample]]:
-    """The samples by the sampler that took them, in the file's order."""
+    """Group the samples by the sampler process that took them, in file order."""
     segments: dict[float, list[Sample]] = {}
     for sample in samples:
         segments.setdefault(sample["started"], []).append(sample)
@@ -83,7 +83,7 @@ def _peak(samples: Iterable[Sample], key: str) -> Any:
     )
 
 
-def _whole(value: float | None) -> int | None:
+def _rounded(value: float | None) -> int | None:
     return None if value is None else round(value)
 
 
@@ -91,7 +91,7 @@ def _gpus_of(sample: Sample) -> list[Sample]:
     return sample.get("gpus") or []
 
 
-def _summarise_gpus(
+def _summarize_gpus(
     timed: Sequence[tuple[float, Sample]], samples: Sequence[Sample]
 ) -> list[dict[str, Any]]:
     count = max((len(_gpus_of(sample)) for sample in samples), default=0)

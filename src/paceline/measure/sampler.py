@@ -1,13 +1,13 @@
-"""The resource sampler: a process of its own, one per node, beside the run and never in its way.
+"""Resource sampler: a separate process per node that records resource usage during a run.
 
 Each line of resources-<node>.jsonl is one sample. Counters start at zero with the sampler, and
-`started` tells the samples of a resumed run from those before. Percentages of a process tree take
-one core for 100, those of the machine take all cores for 100.
+`started` distinguishes the samples of a resumed run from earlier ones. For percentages of a process
+tree, 100 is one core; for percentages of the machine, 100 is all cores.
 
-Three readings are costly: looking for new processes, GPUs, and PSS (the memory of the tree with
-shared pages counted once). Each is timed, and taken so seldom that it stays at half a per cent of
-one core. The dearest is PSS, at 8 ms for a process of 1.2 GB on a 2.8 GHz Xeon: with half a second
-between samples such a process has its PSS in every fourth to sixth one, None in the others.
+Three readings are expensive: the search for new processes, GPUs, and PSS (the memory of the tree
+with shared pages counted once). Each is timed and throttled to 0.5% of one core. The most expensive
+is PSS, at 8 ms for a process of 1.2 GB on a 2.8 GHz Xeon: at a sampling interval of 0.5 s, every
+fourth to sixth sample of such a process has PSS, the others None.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from paceline.sources import search_path
 T = TypeVar("T")
 
 STOP_SECONDS = 5.0
-"""How long stop() waits for the last sample; some milliseconds unless the machine is overloaded."""
-COSTLY_SHARE = 0.005
-"""Of one core, for each of the costly readings."""
+"""Timeout of stop() for the last sample, which takes milliseconds on most machines."""
+MAX_CPU_FRACTION = 0.005
+"""Fraction of one core that each expensive reading may use."""
 PARENT_CHECK_SECONDS = 0.5
-SHORTEST_CPU_SECONDS = 0.05
-"""The kernel counts CPU time in steps of 10 ms, too coarse for a share of a shorter interval."""
+MIN_CPU_INTERVAL_SECONDS = 0.05
+"""The kernel counts CPU time in steps of 10 ms, too coarse for shorter intervals."""
 PR_SET_PDEATHSIG = 1
 
 
 class ResourceSampler:
-    """Samples the processes that descend from `roots` into `path` until stopped.
+    """Samples the descendants of `roots` into `path` until stopped.
 
-    Nothing that goes wrong with it harms the run: start() and the context manager never raise for
-    it, and stop() says what happened. With an interval of 0 nothing is sampled.
+    Failures never affect the run: start() and the context manager do not raise, and stop() returns
+    a warning. An interval of 0 disables sampling.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class ResourceSampler:
         self.node = node
         self.interval_seconds = interval_seconds
         self._process: subprocess.Popen[bytes] | None = None
-        self._last_words: IO[bytes] | None = None
+        self._stderr: IO[bytes] | None = None
         self._warning: str | None = None
 
     @property
     def pid(self) -> int | None:
-        """The sampling process, while there is one."""
+        """Process ID of the sampler, or None if it is not running."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
@@ -74,20 +74,20 @@ class ResourceSampler:
             return
         environment = {**os.environ, "PYTHONPATH": search_path()}
         try:
-            # A file and no pipe, whose end a worker forked just now might hold open.
-            self._last_words = tempfile.TemporaryFile()  # noqa: SIM115 (stop() closes it)
+            # A file instead of a pipe, which a concurrently forked worker could hold open.
+            self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (stop() closes it)
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "paceline.measure.sampler", *self._arguments()],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                stderr=self._last_words,
+                stderr=self._stderr,
                 env=environment,
-                # Ctrl-C goes to the terminal's whole group; when to stop is the parent's decision.
+                # Ctrl-C signals the whole process group, but the parent decides when to stop.
                 process_group=0,
             )
         except OSError as error:
-            if self._last_words is not None:
-                self._last_words.close()
+            if self._stderr is not None:
+                self._stderr.close()
             self._warning = f"resources were not sampled: {error}"
 
     def _arguments(self) -> list[str]:
@@ -100,31 +100,31 @@ class ResourceSampler:
         ]
 
     def stop(self) -> str | None:
-        """Take a last sample and end the process; returns a warning where sampling failed."""
+        """Take a last sample and end the process; returns a warning if sampling failed."""
         process, self._process = self._process, None
         if process is None:
             warning, self._warning = self._warning, None
             return warning
         assert process.stdin is not None
         with contextlib.suppress(OSError), process.stdin:
-            # A word and not only the pipe's end: forked workers hold the pipe open too.
+            # Closing the pipe is not enough: forked workers hold it open, too.
             process.stdin.write(b"stop")
         try:
             process.wait(timeout=STOP_SECONDS)
         except subprocess.TimeoutExpired:
-            return f"the resource sampler did not answer in {STOP_SECONDS:g} s and was killed"
+            return f"the resource sampler did not stop within {STOP_SECONDS:g} s and was killed"
         finally:
             process.kill()
             process.wait()
             cause = self._cause(process.returncode)
         if process.returncode == 0:
             return None
-        return f"resources were sampled in part or not at all: {cause}"
+        return f"resource samples are incomplete: {cause}"
 
     def _cause(self, exit_code: int) -> str:
-        """The last line of what the process complained of."""
-        assert self._last_words is not None
-        with self._last_words as file:
+        """Return the last line of stderr of the process."""
+        assert self._stderr is not None
+        with self._stderr as file:
             file.seek(0)
             lines = file.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"exit code {exit_code}"
@@ -134,29 +134,29 @@ class ResourceSampler:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # The warning stays to be fetched: leaving a block has no way to return it.
+        # Keep the warning for a later stop(): __exit__ cannot return it.
         self._warning = self.stop()
 
 
 class Throttled:
-    """A costly reading, taken so seldom that it costs about COSTLY_SHARE of the time."""
+    """Throttles an expensive reading to about MAX_CPU_FRACTION of one core."""
 
     def __init__(self) -> None:
         self._due = -math.inf
 
     def take(self, now: float, reading: Callable[[], T]) -> T | None:
-        """The reading; None while it is not due."""
+        """Take the reading; returns None if it is not due yet."""
         if now < self._due:
             return None
-        # CPU time, since on a busy machine most of the wall time is spent waiting for a turn.
+        # CPU time, because on a busy machine most wall time is spent waiting for a core.
         begin = time.process_time()
         value = reading()
-        self._due = now + (time.process_time() - begin) / COSTLY_SHARE
+        self._due = now + (time.process_time() - begin) / MAX_CPU_FRACTION
         return value
 
 
 class Sampler:
-    """Takes one sample after the other; everything that is counted since the start lives here."""
+    """Takes samples and keeps the counters since the start."""
 
     def __init__(self, node: int, roots: Sequence[int]) -> None:
         self._node = node
@@ -196,13 +196,14 @@ class Sampler:
         }
 
     def _percentages(self, now: float) -> tuple[float | None, float | None]:
-        """CPU of the tree and of the machine since they were last given; None if just now."""
+        """Return CPU usage of tree and machine since the last result; None if that was just now."""
         if self._last is None:
-            psutil.cpu_percent()  # It compares with the call before, so the first one only begins.
+            # It measures since the previous call, so the first call only starts the interval.
+            psutil.cpu_percent()
             self._last = now
             return None, None
         interval = now - self._last
-        if interval < SHORTEST_CPU_SECONDS:
+        if interval < MIN_CPU_INTERVAL_SECONDS:
             return None, None
         cpu_percent = round(100 * self._cpu_seconds / interval, 2)
         self._cpu_seconds, self._last = 0.0, now
@@ -210,9 +211,9 @@ class Sampler:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The sampling process: ends at a word on stdin, at its end, or with the parent.
+    """Run the sampler process until stdin receives data or closes, or the parent exits.
 
-    What goes wrong is left to show as a traceback, whose last line the parent's stop() reports.
+    Exceptions are not caught: stop() in the parent reports the last line of the traceback.
     """
     parser = argparse.ArgumentParser(prog="paceline.measure.sampler")
     for name, kind in (("file", str), ("roots", str), ("node", int), ("parent", int)):
@@ -225,46 +226,46 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """End this process when the parent ends, by whatever means; refuse every other end by signal.
+    """End this process when the parent ends, and ignore termination signals before that.
 
-    The kernel's signal comes when the *thread* that started us ends, which need not be the end of
-    the process; so the handler looks whether the parent is still the same.
+    The kernel sends the signal when the *thread* that started this process ends, which may be
+    before the parent process ends; the handler therefore checks the parent.
     """
 
-    def leave_if_orphaned(*_: object) -> None:
+    def exit_if_orphaned(*_: object) -> None:
         if os.getppid() != parent:
             os._exit(0)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, leave_if_orphaned)
-    # Elsewhere than on Linux there is no such call, and looking at the parent at times must do.
+        signal.signal(number, exit_if_orphaned)
+    # prctl exists only on Linux; elsewhere the parent is polled.
     if hasattr(libc := ctypes.CDLL(None, use_errno=True), "prctl"):
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    # The parent may have ended before the kernel was asked to tell.
-    leave_if_orphaned()
+    # The parent may have ended before prctl was called.
+    exit_if_orphaned()
 
 
 def _sample_until_stopped(path: Path, sampler: Sampler, interval: float, parent: int) -> None:
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     if os.fstat(file).st_size:
-        # A line that a crash cut short must not swallow the first sample of this segment.
+        # A line truncated by a crash must not corrupt the first sample of this segment.
         _write(file, b"\n")
     begin = time.monotonic()
     while True:
         _write(file, json.dumps(sampler.sample()).encode() + b"\n")
-        if _stop_asked(next_turn(begin, interval, time.monotonic()), parent):
+        if _wait_for_stop(next_sample_time(begin, interval, time.monotonic()), parent):
             break
     _write(file, json.dumps(sampler.sample()).encode() + b"\n")
     os.close(file)
 
 
-def next_turn(begin: float, interval: float, now: float) -> float:
-    """When to sample next: on a fixed schedule, so that none drifts; missed turns are skipped."""
+def next_sample_time(begin: float, interval: float, now: float) -> float:
+    """Return the next time of a fixed schedule without drift; missed samples are skipped."""
     return begin + (math.floor((now - begin) / interval) + 1) * interval
 
 
-def _stop_asked(until: float, parent: int) -> bool:
-    """Wait until a moment, or until the parent asks to stop or is gone."""
+def _wait_for_stop(until: float, parent: int) -> bool:
+    """Wait until a time; returns True if the parent requests a stop or has exited."""
     while True:
         left = max(0.0, until - time.monotonic())
         if os.getppid() != parent:
@@ -277,7 +278,7 @@ def _stop_asked(until: float, parent: int) -> bool:
 
 def _write(file: int, line: bytes) -> None:
     if os.write(file, line) != len(line):
-        raise OSError("the disk took only a part of a sample")
+        raise OSError("a sample was written only partially")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a worker does before its first iteration, and how long each part takes.
+"""Startup time of a worker: imports, rendezvous, data and model, before the first step.
 
 The phase clock counts all of it as "other", except for imports, which end before the clock starts.
 """
@@ -12,12 +12,12 @@ from time import perf_counter
 STARTUP_PARTS = ("imports", "rendezvous", "data", "model")
 
 _import_seconds: list[float] = []
-"""Of this process; modules are imported before there is a run whose clock could count it."""
+"""Imports of this process happen before the clock of a run exists."""
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Time imports, for the next run of this process."""
+    """Measure imports for the next run of this process."""
     began = perf_counter()
     try:
         yield
@@ -26,7 +26,7 @@ def importing() -> Iterator[None]:
 
 
 class StartupTimer:
-    """Counts seconds under one part at a time, from `begin` to `end`, without gaps."""
+    """Assigns the time from `begin` to `end` to one part at a time, without gaps."""
 
     def __init__(self, started: float) -> None:
         self.seconds = dict.fromkeys(STARTUP_PARTS, 0.0)
@@ -34,19 +34,19 @@ class StartupTimer:
         self._part: str | None = None
 
     def begin(self, part: str) -> None:
-        """Count from the start of the clock, as `part`; imports are those since the last run."""
+        """Start with `part`, counted from the start of the clock; collects pending import times."""
         self.seconds["imports"] = sum(_import_seconds)
         _import_seconds.clear()
         self._part = part
 
     def enter(self, part: str) -> None:
-        """End the current part, begin `part`; nothing is counted before `begin` or after `end`."""
+        """End the current part and begin `part`; no effect before `begin` or after `end`."""
         if self._part is not None:
             self._count()
             self._part = part
 
     def end(self) -> None:
-        """Stop counting: the first iteration begins, or the worker failed before it."""
+        """Stop when the first step begins, or when the worker fails before it."""
         if self._part is not None:
             self._count()
             self._part = None

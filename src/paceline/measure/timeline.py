@@ -1,7 +1,7 @@
-"""Moments in a device's work, in the time of this process (`perf_counter`).
+"""Timestamps of device work on the clock of this process (`perf_counter`).
 
-A GPU does its work later than the program submits it. So the moment at which it gets somewhere is a
-mark in its work (a CUDA event), which is converted to seconds once the GPU has passed it.
+A GPU executes work after the program submits it. The time at which it reaches a point is therefore
+a mark (a CUDA event), which is converted to seconds after the GPU has passed it.
 """
 
 from __future__ import annotations
@@ -14,33 +14,35 @@ import torch
 from paceline.measure.phase_clock import Mark
 
 Moment = float | Mark
-"""In seconds of `perf_counter`, or a mark in a GPU's work."""
+"""Seconds of `perf_counter`, or a mark in the work of a GPU."""
 
 ANCHOR_SECONDS = 0.1
-"""For how long a moment known in both times is used: their clocks drift apart by under 10 us."""
+"""Lifetime of an anchor, known on both clocks; they drift by less than 10 us in this time."""
 
 
 class Timeline:
-    """Of a CPU, which has done its work when the call returns."""
+    """Timeline of a CPU, whose work is done when a call returns."""
 
     def mark(self) -> Moment:
-        """When the device has done the work that the current stream has so far."""
+        """Return the time at which the device completes the work submitted so far."""
         return perf_counter()
 
     def seconds(self, moment: Moment) -> float:
-        """A moment in the time of `perf_counter`; waits until the device has passed it."""
+        """Convert to `perf_counter` seconds; waits until the device has passed the mark."""
         assert isinstance(moment, float)
         return moment
 
 
 class GpuTimeline(Timeline):
-    def __init__(self, put_mark: Callable[[], Mark], put_anchor: Callable[[], Mark]) -> None:
-        """`put_mark`: behind the current stream's work; `put_anchor`: where nothing delays it."""
-        self._put_mark, self._put_anchor = put_mark, put_anchor
+    """Timeline of a GPU."""
+
+    def __init__(self, record_mark: Callable[[], Mark], record_anchor: Callable[[], Mark]) -> None:
+        """`record_mark` marks the current stream; `record_anchor` marks a stream without work."""
+        self._record_mark, self._record_anchor = record_mark, record_anchor
         self._anchor: tuple[Mark, float] | None = None
 
     def mark(self) -> Moment:
-        return self._put_mark()
+        return self._record_mark()
 
     def seconds(self, moment: Moment) -> float:
         if isinstance(moment, float):
@@ -52,20 +54,21 @@ class GpuTimeline(Timeline):
         return anchored + anchor.elapsed_time(moment) / 1000
 
     def _new_anchor(self) -> tuple[Mark, float]:
-        mark = self._put_anchor()
+        mark = self._record_anchor()
         mark.synchronize()
         self._anchor = (mark, perf_counter())
         return self._anchor
 
 
 def timeline_of(device: torch.device) -> Timeline:
+    """Return the timeline of a device."""
     if device.type != "cuda":
         return Timeline()
     idle = torch.cuda.Stream(device)
 
-    def put(stream: torch.cuda.Stream) -> Mark:
+    def record(stream: torch.cuda.Stream) -> Mark:
         event = torch.cuda.Event(enable_timing=True)
         event.record(stream)
         return event
 
-    return GpuTimeline(lambda: put(torch.cuda.current_stream(device)), lambda: put(idle))
+    return GpuTimeline(lambda: record(torch.cuda.current_stream(device)), lambda: record(idle))

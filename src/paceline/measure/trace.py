@@ -1,14 +1,13 @@
-"""A timeline of some iterations: when each phase and each transfer began and ended.
+"""Trace of selected iterations: start and end of each phase and each transfer.
 
-The file is in the Trace Event Format, which Perfetto and chrome://tracing open: one process for
-the worker; thread 0 holds the phases, thread 1 the transfers, and where several were under way at
-once, threads 2 and up the others, since the events of a thread must not overlap. Times count in
-microseconds from the beginning of the first traced iteration. Beside the events stand, for readers
-that lay several workers beside one another:
+The file uses the Trace Event Format, which Perfetto and chrome://tracing open. Each worker is one
+process: thread 0 holds the phases, thread 1 the transfers, and threads 2 and up hold concurrent
+transfers, because events of one thread must not overlap. Times are in microseconds since the start
+of the first traced iteration. Additional keys allow aligning the traces of several workers:
 
-    began_seconds          that beginning, by the first worker's clock
-    clock_offset_seconds   what was added to this worker's clock for that; an estimate
-    iterations             number, ts and dur of each
+    began_seconds          that start, on the clock of rank 0
+    clock_offset_seconds   estimated offset that was added to the clock of this worker
+    iterations             iteration number, ts and dur of each
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from paceline.measure.traffic import CountedTransfer, Traffic
 from paceline.records import SCHEMA, write_json
 
 WARM_UP_ITERATIONS = 10
-"""Passed over where the run has enough of them: the first ones pay for warming up."""
+"""Skipped if the run has enough iterations, because the first ones include warm-up."""
 
 PHASES_THREAD, FIRST_TRANSFERS_THREAD = 0, 1
 
 
 class Tracer:
-    """Watches a worker's clock and traffic for `iterations` of those that are `left` to do."""
+    """Logs clock and traffic of a worker for `iterations` of the `left` remaining iterations."""
 
     def __init__(
         self, clock: PhaseClock, traffic: Traffic, *, iterations: int, done: int, left: int
@@ -54,12 +53,12 @@ class Tracer:
 
     @property
     def began(self) -> float:
-        """When the first traced iteration began, once tracing is over; 0 where none was traced."""
+        """Start of the first traced iteration, or 0 if none was traced; stops tracing."""
         self._stop()
         return self._log.laps[0].began if self._log is not None and self._log.laps else 0.0
 
     def write(self, path: Path, rank: int, node: int, offset_seconds: float) -> None:
-        """Once waiting has been told from communicating; nothing where no iteration was traced."""
+        """Write the trace after waits are attributed; writes nothing if no iteration was traced."""
         self._stop()
         if self._log is None or not self._log.laps:
             return
@@ -90,7 +89,7 @@ class _Timeline:
 
     def when(self, began: float, ended: float) -> dict[str, float]:
         zero = self._laps[0].began
-        # To the nanosecond, which is what the clock can tell.
+        # Nanoseconds, the resolution of the clock.
         return {
             "ts": round((began - zero) * 1e6, 3),
             "dur": round((ended - began) * 1e6, 3),
@@ -107,7 +106,7 @@ class _Timeline:
         ]
 
     def transfers(self, transfers: Iterable[CountedTransfer]) -> list[dict[str, Any]]:
-        """Each on the first thread that is free."""
+        """Place each transfer on the first free thread."""
         events = []
         busy_until: list[float] = []
         for transfer in sorted(transfers, key=attrgetter("began")):
@@ -141,13 +140,13 @@ class _Timeline:
         }
 
     def _iteration_at(self, moment: float) -> int | None:
-        """None between two of them."""
+        """Return the iteration at a time; None between iterations."""
         index = bisect_right(self._laps, moment, key=attrgetter("began")) - 1
         is_within = index >= 0 and moment < self._laps[index].ended
         return self._first + index if is_within else None
 
     def names(self, events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What a viewer calls the worker and its threads."""
+        """Return metadata events with the names of the worker and its threads."""
         named = [("process_name", PHASES_THREAD, f"rank {self._rank}")]
         for thread in sorted({event["tid"] for event in events}):
             name = "phases" if thread == PHASES_THREAD else "transfers"

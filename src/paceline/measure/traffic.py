@@ -1,9 +1,9 @@
-"""The traffic counter: what a worker sent and received, by kind.
+"""Traffic counters: bytes and messages that a worker sent and received, by kind.
 
-`messages` are those sent, so that the sum over the workers is what went over the wire. `seconds` is
-the time during which at least one transfer of the kind was under way: transfers that overlap are
-not counted twice. A transfer begins when it is started and ends when somebody has waited for it;
-one that is logged also notes when it was complete, where that can be seen.
+`messages` counts sent messages, so the sum over workers is the number of messages on the network.
+`seconds` is the time during which at least one transfer of a kind was in progress; overlapping
+transfers are not counted twice. A transfer lasts from its start until its wait returns; a logged
+transfer also records when it completed, if that is observable.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from paceline.records import TRAFFIC_KINDS
 
 @dataclass(slots=True)
 class Count:
+    """Totals of one kind of traffic; the fields are record keys."""
+
     bytes_sent: int = 0
     bytes_received: int = 0
     messages: int = 0
@@ -26,7 +28,7 @@ class Count:
 
 @dataclass(slots=True)
 class CountedTransfer:
-    """One of those that are counted; without more than its kind where nobody wants them logged."""
+    """A counted transfer; only `kind` is set if transfers are not logged."""
 
     kind: str
     bytes_sent: int = 0
@@ -37,28 +39,28 @@ class CountedTransfer:
     completed: float | None = None
 
     def complete(self, moment: float | None = None) -> None:
-        """Note the moment, now unless given, if none was noted before."""
+        """Record the completion time (default: now) unless it is already recorded."""
         if self.completed is None:
             self.completed = perf_counter() if moment is None else moment
 
 
 @dataclass(slots=True)
-class _Underway:
+class _BusyTimer:
     transfers: int = 0
     since: float = 0.0
 
 
 @dataclass(slots=True)
 class Traffic:
-    """The counts of one worker; safe to use from several threads."""
+    """Counts of one worker; thread-safe."""
 
     counts: dict[str, Count] = field(
         default_factory=lambda: {kind: Count() for kind in TRAFFIC_KINDS}
     )
     log: list[CountedTransfer] | None = None
-    """Where transfers are noted one by one, while somebody wants them."""
-    _underway: dict[str, _Underway] = field(
-        default_factory=lambda: {kind: _Underway() for kind in TRAFFIC_KINDS}
+    """Individual transfers, while logging is enabled."""
+    _busy: dict[str, _BusyTimer] = field(
+        default_factory=lambda: {kind: _BusyTimer() for kind in TRAFFIC_KINDS}
     )
     _unlogged: dict[str, CountedTransfer] = field(
         default_factory=lambda: {
@@ -70,17 +72,17 @@ class Traffic:
     def begin(
         self, kind: str, *, bytes_sent: int = 0, bytes_received: int = 0, messages: int = 0
     ) -> CountedTransfer:
-        """Count a transfer that starts now; `end` must follow, once."""
+        """Count a transfer that starts now; `end` must be called exactly once."""
         if kind not in self.counts:
-            raise ValueError(f"unknown kind of traffic {kind!r}: use {', '.join(TRAFFIC_KINDS)}")
+            raise ValueError(f"unknown traffic kind {kind!r}: use {', '.join(TRAFFIC_KINDS)}")
         with self._lock:
-            count, underway = self.counts[kind], self._underway[kind]
+            count, busy = self.counts[kind], self._busy[kind]
             count.bytes_sent += bytes_sent
             count.bytes_received += bytes_received
             count.messages += messages
-            if underway.transfers == 0:
-                underway.since = perf_counter()
-            underway.transfers += 1
+            if busy.transfers == 0:
+                busy.since = perf_counter()
+            busy.transfers += 1
             if self.log is None:
                 return self._unlogged[kind]
             transfer = CountedTransfer(kind, bytes_sent, bytes_received, messages, perf_counter())
@@ -91,23 +93,23 @@ class Traffic:
         if transfer.is_logged:
             transfer.complete()
         with self._lock:
-            underway = self._underway[transfer.kind]
-            underway.transfers -= 1
-            if underway.transfers == 0:
-                self.counts[transfer.kind].seconds += perf_counter() - underway.since
+            busy = self._busy[transfer.kind]
+            busy.transfers -= 1
+            if busy.transfers == 0:
+                self.counts[transfer.kind].seconds += perf_counter() - busy.since
 
     def add_seconds(self, kind: str, seconds: float) -> None:
-        """Count the time of transfers that was measured elsewhere, as on a GPU."""
+        """Add transfer time that was measured elsewhere, for example on a GPU."""
         with self._lock:
             self.counts[kind].seconds += seconds
 
     def to_dict(self) -> dict[str, dict[str, int | float]]:
-        """The "traffic" of a worker in result.json; `restore` takes it back."""
+        """Return the "traffic" entry of a worker in result.json; `restore` accepts it."""
         with self._lock:
             return {kind: asdict(count) for kind, count in self.counts.items()}
 
     def restore(self, state: Mapping[str, Mapping[str, int | float]]) -> None:
-        """Go on from what an earlier part of the same run had counted."""
+        """Restore the counts of an earlier part of a resumed run."""
         with self._lock:
             for kind, values in state.items():
                 self.counts[kind] = Count(
