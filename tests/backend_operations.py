@@ -1,4 +1,4 @@
-"""Operations of torch.distributed that a worker carries out with two groups, to compare them."""
+"""Operations of torch.distributed that a worker runs with two backends, to compare them."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ BITWISE = ("BAND", "BOR", "BXOR")
 
 
 WAYS = ("memory", "spare cores", "hosts")
-"""Where the members of a group may be: on one host whose cores all compute, on one with more cores
-than that, and on two hosts in turn."""
+"""Host layouts: one host without spare cores, one host with spare cores, and two hosts with
+alternating ranks."""
 
 
 @contextmanager
 def default_group(
     communicator: Communicator, file: Path, way: str = "memory"
 ) -> Iterator[dist.ProcessGroup]:
-    """torch.distributed's default group, on loopback, over the workers of a pool."""
+    """The default group of torch.distributed, on loopback, over the workers of a pool."""
     rank, world_size = communicator.rank, communicator.world_size
     cores = world_size + 1 if way == "spare cores" else world_size
     seat = replace(HostInfo.own(), cores=cores)
@@ -63,7 +63,7 @@ def default_group(
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Tensors to work on: small whole numbers, so that every order of summing is exact."""
+    """Input tensors of small integers, so that sums are exact in any order."""
 
     group: dist.ProcessGroup
     elements: int
@@ -109,7 +109,7 @@ def all_reduce(name: str, case: Case) -> list[Tensor]:
 
 
 def all_reduce_later(case: Case) -> list[Tensor]:
-    """Two under way at once, the later one waited for first."""
+    """Two concurrent all-reduces; the later one is waited for first."""
     first, second = case.tensor(), case.tensor(1)
     works = [dist.all_reduce(each, group=case.group, async_op=True) for each in (first, second)]
     for work in reversed(works):
@@ -190,7 +190,7 @@ def all_gather_coalesced(case: Case) -> list[Tensor]:
     """Gloo cannot gather empty tensors this way."""
     places = [case.places() for _ in range(2)]
     if case.elements:
-        # Unlike all_gather, it takes a list for each rank.
+        # Unlike all_gather, it takes one list per rank.
         case.group.allgather_coalesced(
             [list(each) for each in zip(*places, strict=True)], [case.tensor(), case.tensor(1)]
         ).wait()
@@ -211,7 +211,7 @@ def reduce_scatter_tensor_coalesced(case: Case) -> list[Tensor]:
 
 
 def send_on(case: Case) -> list[Tensor]:
-    """To the next rank, blocking, the even ones first."""
+    """Blocking send to the next rank, even ranks first."""
     received = case.empty()
     if case.ranks == 1:
         return []
@@ -224,10 +224,10 @@ def send_on(case: Case) -> list[Tensor]:
 
 
 def send_with_tags(case: Case) -> list[Tensor]:
-    """Two messages to the last rank, received in the other order; then one from anybody."""
+    """Two messages to the last rank, received in reverse order; then one from any rank."""
     places = [case.empty(), case.empty(), case.empty()]
     last = case.ranks - 1
-    if case.ranks == 1 or case.elements == 0:  # which gloo cannot receive from anybody
+    if case.ranks == 1 or case.elements == 0:  # gloo cannot receive these from any rank
         return []
     if case.rank == 0:
         works = [
@@ -258,7 +258,7 @@ OWN: dict[str, Operation] = {
     "reduce_scatter_tensor SUM": partial(reduce_scatter_tensor, "SUM"),
     "reduce_scatter_tensor AVG": partial(reduce_scatter_tensor, "AVG"),
 }
-"""Those that take tensors with gaps, as gloo itself does not: compared with it in every case."""
+"""Operations that support non-contiguous tensors, which gloo does not."""
 
 OTHERS: dict[str, Operation] = {
     **{f"all_reduce {name}": partial(all_reduce, name) for name in ("MIN", "PRODUCT", *BITWISE)},
@@ -278,7 +278,7 @@ OTHERS: dict[str, Operation] = {
 }
 
 Shape = tuple[torch.dtype, int, bool]
-"""Dtype, number of elements, and whether there are gaps between them."""
+"""Dtype, number of elements, and whether the tensor is non-contiguous."""
 
 FEW_SHAPES: list[Shape] = [(torch.float32, 1009, False), (torch.int64, 0, False)]
 SOME_SHAPES: list[Shape] = [
@@ -291,7 +291,7 @@ ALL_SHAPES: list[Shape] = [*((dtype, 1009, False) for dtype in DTYPES), *SOME_SH
 
 
 def differences(communicator: Communicator, file: Path, way: str) -> dict[str, list[str]]:
-    """By operation, the cases in which paceline's result is not gloo's."""
+    """Return, by operation, the cases in which the result differs from gloo."""
     with default_group(communicator, file, way) as ours:
         theirs = dist.new_group(backend="gloo")
 
@@ -314,7 +314,7 @@ def differences(communicator: Communicator, file: Path, way: str) -> dict[str, l
 
 
 def outcome(name: str, case: Case) -> list[Tensor] | None:
-    """None where there is no such thing for the dtype, and it is refused."""
+    """Return the result, or None if the operation does not support the dtype."""
     operation = {**OWN, **OTHERS}[name]
     reduction = name.split()[-1]
     if reduction not in (BITWISE if case.dtype.is_floating_point else ("AVG",)):

@@ -1,4 +1,4 @@
-"""Training by DistributedDataParallel, as a worker does it with one group or another."""
+"""Training with DistributedDataParallel on a worker, with either backend."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from paceline.comm.communicator import Communicator
 from paceline.errors import PeerError
 
 SMALL_BUCKETS_MB = 0.001
-"""So that there are several, as in large models."""
+"""Small enough that there are several buckets, as in large models."""
 
 STEPS = 6
 
 
 class TwoHeads(nn.Module):
-    """With buffers, and with weights of which a step may use only some."""
+    """Has buffers, and parameters that a step may not use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,12 +47,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "half precision hook": {},
     "uneven inputs": {},
 }
-"""By kind of training, what DistributedDataParallel is told."""
+"""Arguments of DistributedDataParallel by kind of training."""
 
 
 def train(kind: str, group: dist.ProcessGroup) -> list[float]:
-    """The losses, then the sums of weights and buffers."""
-    torch.manual_seed(group.rank())  # the first worker's weights are those of all
+    """Return the losses, then the sums of parameters and buffers."""
+    torch.manual_seed(group.rank())  # DDP broadcasts the weights of rank 0
     model = TwoHeads()
     replica = DistributedDataParallel(
         model, process_group=group, bucket_cap_mb=SMALL_BUCKETS_MB, **OPTIONS[kind]
@@ -82,13 +82,13 @@ def train(kind: str, group: dist.ProcessGroup) -> list[float]:
 
 
 def train_twice(communicator: Communicator, file: Path, way: str, kind: str) -> list[list[float]]:
-    """With paceline and with gloo."""
+    """Train with paceline and with gloo."""
     with default_group(communicator, file, way) as ours:
         return [train(kind, ours), train(kind, dist.new_group(backend="gloo"))]
 
 
 def lose_a_peer_in_training(communicator: Communicator, file: Path, way: str) -> str:
-    """What the first rank is told when the other is killed before its third step."""
+    """Return the error on rank 0 when the other rank is killed before its third step."""
     with default_group(communicator, file, way):
         replica = DistributedDataParallel(nn.Linear(100, 100), bucket_cap_mb=SMALL_BUCKETS_MB)
         try:

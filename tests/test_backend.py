@@ -1,4 +1,4 @@
-"""The backend `paceline` does what gloo does, under the programs that were written for it."""
+"""The backend `paceline` behaves like gloo in programs written for torch.distributed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def pool() -> Iterator[WorkerPool]:
 
 
 Found = dict[tuple[str, int], list[dict[str, list[str]]]]
-"""By way and number of workers, what each rank found."""
+"""Differences found by each rank, by host layout and number of workers."""
 
 SETTINGS = [("memory", 1), ("memory", 2), ("memory", 3), ("memory", 4)]
 MORE_SETTINGS = [("spare cores", 3), ("hosts", 3), ("hosts", 4)]
@@ -53,7 +53,7 @@ MORE_SETTINGS = [("spare cores", 3), ("hosts", 3), ("hosts", 4)]
 
 @pytest.fixture(scope="module")
 def found(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """Differences from gloo."""
+    """Return the differences from gloo."""
     folder = tmp_path_factory.mktemp("stores")
     return {
         (way, workers): pool.run(workers, differences, folder / f"{way}-{workers}", way)
@@ -63,35 +63,31 @@ def found(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 @pytest.mark.parametrize(("way", "workers"), [*SETTINGS, *MORE_SETTINGS])
 @pytest.mark.parametrize("name", OWN)
-def test_an_own_operation_gives_what_gloo_gives(
-    found: Found, way: str, workers: int, name: str
-) -> None:
+def test_own_operation_matches_gloo(found: Found, way: str, workers: int, name: str) -> None:
     assert [of_rank[name] for of_rank in found[way, workers]] == [[]] * workers
 
 
 @pytest.mark.parametrize(("way", "workers"), SETTINGS)
 @pytest.mark.parametrize("name", OTHERS)
-def test_any_other_operation_gives_what_gloo_gives(
-    found: Found, way: str, workers: int, name: str
-) -> None:
+def test_other_operation_matches_gloo(found: Found, way: str, workers: int, name: str) -> None:
     assert [of_rank[name] for of_rank in found[way, workers]] == [[]] * workers
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_two_workers_train_as_under_gloo_bit_for_bit(
+def test_training_with_two_workers_is_bit_identical_to_gloo(
     pool: WorkerPool, tmp_path: Path, way: str, kind: str
 ) -> None:
-    # A sum of two is rounded once, whichever way it is made.
+    # A sum of two numbers is rounded once in any order.
     for ours, theirs in pool.run(2, train_twice, tmp_path / "store", way, kind):
         assert ours == theirs
 
 
 @pytest.mark.parametrize(("way", "workers"), [("memory", 3), ("hosts", 3), ("hosts", 4)])
-def test_more_workers_train_as_under_gloo_up_to_rounding(
+def test_training_with_more_workers_matches_gloo_up_to_rounding(
     pool: WorkerPool, tmp_path: Path, way: str, workers: int
 ) -> None:
-    # More than two numbers are added in another order than gloo's.
+    # More than two numbers are added in a different order than in gloo.
     for ours, theirs in pool.run(workers, train_twice, tmp_path / "store", way, "plain"):
         assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-6)
 
@@ -115,7 +111,7 @@ def use_objects_and_subgroups(communicator: Communicator, file: Path) -> list[ob
 
 def test_objects_subgroups_and_meshes_work(pool: WorkerPool, tmp_path: Path) -> None:
     ranks = [{"rank": 0}, {"rank": 1}, {"rank": 2}]
-    # 1 + 3 on the first and the last, 2 between them, and then the sum of all.
+    # 1 + 3 on the first and last rank, 2 on the others, then the sum of all.
     expected = [ranks, ["from 2"], 4.0 + 2.0 + 4.0, "paceline", "paceline"]
     assert pool.run(3, use_objects_and_subgroups, tmp_path / "store") == [expected] * 3
 
@@ -126,7 +122,7 @@ COALESCED_ROUNDS = 2000
 
 
 def sum_coalesced(communicator: Communicator, file: Path) -> list[str]:
-    """Rounds whose results are wrong. Threads of gloo's free tensors while this one goes on."""
+    """Return rounds with wrong results. Gloo threads free tensors concurrently."""
     ranks = communicator.world_size
     expected = {
         dist.ReduceOp.SUM: ranks * (ranks + 1) // 2,
@@ -136,7 +132,7 @@ def sum_coalesced(communicator: Communicator, file: Path) -> list[str]:
     }
     wrong = []
     with default_group(communicator, file), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # PyTorch may give the function up
+        warnings.simplefilter("ignore", FutureWarning)  # deprecated in PyTorch
         for number in range(COALESCED_ROUNDS // len(expected)):
             for operation, value in expected.items():
                 tensors = [torch.full((size,), communicator.rank + 1.0) for size in (5, 6, 1000)]
@@ -149,25 +145,25 @@ def sum_coalesced(communicator: Communicator, file: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_many_coalesced_sums_come_to_an_end(pool: WorkerPool, tmp_path: Path, workers: int) -> None:
+def test_many_coalesced_sums_complete(pool: WorkerPool, tmp_path: Path, workers: int) -> None:
     assert pool.run(workers, sum_coalesced, tmp_path / "store") == [[]] * workers
 
 
-def test_every_operation_that_pytorch_looks_up_in_python_is_overridden() -> None:
-    """PyTorch runs the others with the interpreter lock held, which threads of gloo's need."""
+def test_all_operations_looked_up_in_python_are_overridden() -> None:
+    """PyTorch runs all others with the GIL held, which gloo threads need."""
     header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/PyProcessGroup.hpp"
     text = header.read_text()
     overridable = r"WORK_OVERRIDE\(\s*(?://[^\n]*\s*)?ProcessGroup, /\* Parent class \*/\s*(\w+)"
     looked_up = set(re.findall(overridable, text))
     looked_up |= set(re.findall(r'<const ProcessGroup\*>\(this\),\s*"(\w+)"', text))
     assert {"allreduce", "allreduce_coalesced", "recv"} <= looked_up
-    # Gloo cannot coalesce, and says so without waiting for anything.
+    # Gloo does not support coalescing and fails immediately.
     looked_up -= {"start_coalescing", "end_coalescing"}
     assert looked_up <= set(vars(PacelineProcessGroup))
 
 
 def receive_before_waiting(communicator: Communicator, file: Path, way: str) -> list[float]:
-    """One rank joins a sum only after the other, which has begun it, has received a message."""
+    """One rank joins an all-reduce only after the other, which started it, received a message."""
     with default_group(communicator, file, way):
         large, message = torch.ones(1_000_000), torch.zeros(1_000_000)
         if communicator.rank == 0:
@@ -181,7 +177,7 @@ def receive_before_waiting(communicator: Communicator, file: Path, way: str) -> 
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_operation_under_way_holds_up_nothing_else(
+def test_pending_operation_does_not_block_others(
     pool: WorkerPool, tmp_path: Path, way: str
 ) -> None:
     results = pool.run(2, receive_before_waiting, tmp_path / "store", way)
@@ -205,13 +201,13 @@ def look_at_works(communicator: Communicator, file: Path, way: str) -> list[obje
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_work_tells_what_became_of_it(pool: WorkerPool, tmp_path: Path, way: str) -> None:
+def test_work_reports_its_outcome(pool: WorkerPool, tmp_path: Path, way: str) -> None:
     expected = [[2.0, 2.0, 2.0], True, True, True, None, True]
     assert pool.run(2, look_at_works, tmp_path / "store", way) == [expected] * 2
 
 
 def left_behind(communicator: Communicator, file: Path, way: str) -> list[str]:
-    """What is there after the default group was made, used, and destroyed."""
+    """Return the leaks after the default group was created, used and destroyed."""
     gc.collect()
     before, counts = leaks.take(), _open_files_and_threads()
     with default_group(communicator, file, way):
@@ -230,32 +226,30 @@ def left_behind(communicator: Communicator, file: Path, way: str) -> list[str]:
 
 
 def _open_files_and_threads() -> tuple[int, int]:
-    """Including those of C++, of which Python knows nothing."""
+    """Including those of C++, which Python does not track."""
     return len([*Path("/proc/self/fd").iterdir()]), len([*Path("/proc/self/task").iterdir()])
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_destroyed_group_leaves_nothing_behind(
-    pool: WorkerPool, tmp_path: Path, way: str
-) -> None:
+def test_destroyed_group_leaks_nothing(pool: WorkerPool, tmp_path: Path, way: str) -> None:
     assert pool.run(2, left_behind, tmp_path / "store", way) == [[], []]
 
 
 def sum_without_shared_memory(communicator: Communicator, file: Path) -> list[object]:
     with (
         mock.patch("paceline.comm.shm.communicator.is_supported", return_value=False),
-        warnings.catch_warnings(record=True) as said,
+        warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
         with default_group(communicator, file):
             tensor = torch.ones(1)
             dist.all_reduce(tensor)
-    return [float(tensor), *(str(each.message) for each in said)]
+    return [float(tensor), *(str(each.message) for each in caught)]
 
 
-def test_gloo_takes_over_where_memory_cannot_be_shared(pool: WorkerPool, tmp_path: Path) -> None:
+def test_gloo_is_used_if_shared_memory_is_unavailable(pool: WorkerPool, tmp_path: Path) -> None:
     cause = "shared memory between workers needs Linux on x86-64"
-    expected = [2.0, f"paceline: gloo instead of shared memory: {cause}"]
+    expected = [2.0, f"paceline: using gloo instead of shared memory: {cause}"]
     assert pool.run(2, sum_without_shared_memory, tmp_path / "store") == [expected] * 2
 
 
@@ -284,7 +278,7 @@ def poll_a_lost_peer(communicator: Communicator, file: Path) -> list[object]:
         return [work.is_completed(), work.is_success(), str(work.exception())]
 
 
-def test_a_work_with_a_killed_peer_completes_with_an_error(tmp_path: Path) -> None:
+def test_work_with_a_killed_peer_completes_with_an_error(tmp_path: Path) -> None:
     with WorkerPool(2) as mortals:
         survivor, victim = mortals.outcomes(2, poll_a_lost_peer, tmp_path / "store", fresh=True)
     assert victim.died
@@ -305,10 +299,10 @@ def test_a_work_with_a_killed_peer_completes_with_an_error(tmp_path: Path) -> No
         (lose_a_peer_of_gloos, "memory", "recv from rank 1: the connection was closed"),
     ],
 )
-def test_a_killed_peer_is_one_clear_line(
+def test_killed_peer_is_a_one_line_error(
     tmp_path: Path, work: Callable[[Communicator, Path, str], str], way: str, message: str
 ) -> None:
-    # The group's time limit is torch's 30 minutes: only the loss itself can end the operations.
+    # The timeout of the group is 30 minutes: only the lost peer can end the operations.
     with WorkerPool(2) as mortals:
         survivor, victim = mortals.outcomes(2, work, tmp_path / "store", way, fresh=True)
     assert victim.died
@@ -323,12 +317,12 @@ def sum_on_gpu(communicator: Communicator, file: Path) -> list[float]:
 
 
 @pytest.mark.gpu
-def test_tensors_on_a_gpu_are_left_to_gloo(pool: WorkerPool, tmp_path: Path) -> None:
+def test_gpu_tensors_use_gloo(pool: WorkerPool, tmp_path: Path) -> None:
     assert pool.run(2, sum_on_gpu, tmp_path / "store") == [[3.0] * 5] * 2
 
 
-def test_pytorch_finds_the_backend_without_an_import_of_its_own(tmp_path: Path) -> None:
-    """As it is declared in pyproject.toml, whatever is installed at the moment."""
+def test_pytorch_loads_the_backend_from_its_entry_point(tmp_path: Path) -> None:
+    """Uses the entry point declared in pyproject.toml, not the installed one."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = project["entry-points"]["torch.backends"]
     installed = tmp_path / "declared-1.dist-info"
@@ -347,17 +341,17 @@ def test_pytorch_finds_the_backend_without_an_import_of_its_own(tmp_path: Path) 
         text=True,
         timeout=100,
     )
-    # Registered, and without what only those need who make a group.
+    # Registered without importing the modules that only a process group needs.
     assert done.stdout.split() == ["True", "False"], done.stderr
 
 
 KEPT: list[object] = []
-"""Programs end with their processes; a gloo group that is freed before, while its threads still
-end, may wait for them for ever."""
+"""Programs must exit with their processes: freeing a gloo group while its threads are still
+ending may wait for them forever."""
 
 
 def run_example(communicator: Communicator, port: int, backend: str) -> str:
-    """What the example prints, started as torchrun starts it."""
+    """Return the output of the example, started as torchrun does."""
     place = {
         "RANK": communicator.rank,
         "WORLD_SIZE": communicator.world_size,
@@ -374,7 +368,7 @@ def run_example(communicator: Communicator, port: int, backend: str) -> str:
     return printed.getvalue()
 
 
-def test_the_example_learns_the_same_under_both_backends(pool: WorkerPool) -> None:
+def test_example_gives_the_same_result_with_both_backends(pool: WorkerPool) -> None:
     ours, theirs = (
         pool.run(2, run_example, free_port(), backend)[0] for backend in ("paceline", "gloo")
     )

@@ -1,12 +1,12 @@
-"""The backend `paceline` of torch.distributed, for programs with training code of their own.
+"""The torch.distributed backend `paceline`, for programs with their own training loop.
 
     import paceline.backend
 
     torch.distributed.init_process_group("paceline")
 
-Importing this registers it; docs/backend.md says what it does. PyTorch itself imports it at the end
-of `import torch` (the entry point in pyproject.toml), so what is heavy is imported only when a
-group is made.
+Importing this module registers the backend; docs/backend.md describes it. PyTorch imports the
+module at the end of `import torch` (entry point in pyproject.toml), so heavy modules are imported
+only when a process group is created.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ __all__ = ["NAME", "register"]
 
 
 def register() -> None:
-    """Make the name known to torch.distributed; may be repeated."""
+    """Register the backend with torch.distributed; may be called repeatedly."""
     from torch.distributed import Backend
 
-    Backend.register_backend(NAME, _make_group, devices=["cpu"])
+    Backend.register_backend(NAME, _create_process_group, devices=["cpu"])
 
 
-def _make_group(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
+def _create_process_group(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
     from paceline.torch_backend.process_group import PacelineProcessGroup
 
     return PacelineProcessGroup(store, rank, world_size, timeout)
 
 
-# Last, since the import of torch inside it may come back to this module for `register`.
+# Last, because the import of torch inside it may call `register` of this module again.
 register()

@@ -1,14 +1,14 @@
-"""The quickest connection between the members of a group, whichever hosts they are on.
+"""The process group behind `init_process_group("paceline")`.
 
-The process group behind `init_process_group("paceline")`.
+Sum and mean all-reduces, broadcasts, all-gathers and reduce-scatters of CPU tensors, and barriers,
+use a paceline communicator: shared memory inside a host, gloo across hosts. All other operations
+use a gloo group of the same ranks.
 
-One rule says what goes which way: sums and means, broadcasts, all-gathers and reduce-scatters of
-tensors in main memory, and barriers, go through a communicator of paceline's, which is shared
-memory inside a host; everything else goes through a gloo group of the same members.
-
-Large sums are exchanged where they cost the caller least. Where there is a core for each member,
-that is inside the call. Where there are more, they would idle meanwhile, so it is left to gloo,
-whose threads hide it; and across hosts it is done by a thread of this group's."""
+Large all-reduces run where they cost the caller least. If a host has no spare cores, that is inside
+the call. If it has more cores than ranks, these would idle during the call, so gloo performs the
+all-reduce on its own threads and overlaps it with computation. Across hosts, a communication thread
+of this group performs it.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # whose functions keep for good the default group that they first see
+import torch.distributed.nn  # its functions bind the first default group that they see
 from torch import Tensor
-from torch.distributed import (  # type: ignore[attr-defined]  # torch lists neither  # type: ignore[attr-defined]  # torch lists none of these
+from torch.distributed import (  # type: ignore[attr-defined]  # torch exports none of these
     AllreduceOptions,
     BroadcastOptions,
     PrefixStore,
@@ -50,118 +50,38 @@ from paceline.torch_backend.work import BackgroundWork, CommunicatorWork, Gloo
 
 LOOPBACK = "127.0.0.1"
 
-
-@dataclass(frozen=True, slots=True)
-class HostInfo:
-    """What the others need to know of where a member is."""
-
-    host: str
-    """What processes have in common that share memory and a network: machine, or container."""
-    cores: int
-
-    @classmethod
-    def own(cls) -> HostInfo:
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        memory = segment.FOLDER.stat().st_dev
-        network = Path("/proc/self/ns/net").stat().st_ino
-        return cls(f"{machine} {memory} {network}", cores_usable())
-
-
-def exchange_seats(store: Store, rank: int, world_size: int) -> list[HostInfo]:
-    """Those of all ranks. Collective."""
-    store.set(f"seat/{rank}", json.dumps(asdict(HostInfo.own())))
-    return [HostInfo(**json.loads(store.get(f"seat/{each}"))) for each in range(world_size)]
-
-
-def connect(
-    store: Store, rank: int, seats: Sequence[HostInfo], address: str, timeout: timedelta
-) -> Communicator:
-    """Shared memory inside a host, gloo across hosts. Collective."""
-    network = TorchCommunicator(
-        PrefixStore("communicator", store),
-        rank,
-        len(seats),
-        address=address,
-        timeout_seconds=timeout.total_seconds(),
-    )
-    if len(seats) == 1:
-        return network
-    hosts = list(dict.fromkeys(seat.host for seat in seats))
-    quicker: Communicator | None = None
-    try:
-        quicker = hierarchical.connect(network, hosts.index(seats[rank].host))
-    except UsageError as error:
-        cause = str(error).removesuffix(segment.OTHERWISE).removesuffix(" or ").rstrip(" ,:")
-        warnings.warn(f"paceline: gloo instead of shared memory: {cause}", stacklevel=2)
-    except BaseException:
-        network.close()
-        raise
-    failures = torch.tensor([int(quicker is None)])
-    network.all_reduce(failures, "control").wait()
-    if quicker is None or failures:
-        if quicker is not None:
-            quicker.close()
-        return network
-    network.close()
-    return quicker
-
-
-def address_for(seats: Sequence[HostInfo]) -> str:
-    """Where the others reach this process: loopback suffices inside a host.
-
-    Across hosts, gloo's own rule: the interface that GLOO_SOCKET_IFNAME names, or what this host's
-    name stands for.
-    """
-    if are_on_one_host(seats):
-        return LOOPBACK
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    for each in psutil.net_if_addrs().get(interface, []):
-        if each.family == socket.AF_INET:
-            return each.address
-    return socket.gethostname()
-
-
-def are_on_one_host(seats: Sequence[HostInfo]) -> bool:
-    return len({seat.host for seat in seats}) == 1
-
-
-def have_spare_cores(seats: Sequence[HostInfo]) -> bool:
-    """Whether cores of the one host would idle while all members exchange something in a call."""
-    return min(seat.cores for seat in seats) > len(seats)
-
-
 KIND = "control"
-"""What traffic is counted as: a backend does not know what its tensors are for."""
+"""Traffic kind of all transfers: a backend does not know the purpose of its tensors."""
 
 LARGE_BYTES = 512 * 1024
-"""Smaller sums take less time than handing them to a thread."""
+"""Smaller all-reduces take less time than passing them to a thread."""
 
-PARTING_SECONDS = 2.0
-"""How long one who leaves waits for the others to be ready as well."""
+SHUTDOWN_TIMEOUT_SECONDS = 2.0
+"""How long a rank that shuts down waits for the other ranks."""
 
-PARTING_POLL_SECONDS = 0.001
+SHUTDOWN_POLL_SECONDS = 0.001
 
 
 class PacelineProcessGroup(dist.ProcessGroup):
-    """Made by torch.distributed's `init_process_group` and `new_group`.
+    """Created by `init_process_group` and `new_group` of torch.distributed.
 
-    Methods have the names that torch.distributed and its C++ parts call, and match the arguments
-    that those give. One thread uses a group at a time.
+    Method names and arguments are those that torch.distributed and its C++ code use. Only one
+    thread may use a group at a time.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
-        # Only this form makes an object whose methods C++ finds; torch's types do not know it.
+        # C++ finds the methods only with this constructor, which torch's type stubs lack.
         super().__init__(rank, world_size)  # type: ignore[call-arg]
-        seats = exchange_seats(store, rank, world_size)
-        address = address_for(seats)
+        host_infos = exchange_host_infos(store, rank, world_size)
+        address = address_for(host_infos)
         self._gloo = Gloo(store, rank, world_size, address, timeout)
         self._gloo.serve(self)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        self._communicator = connect(store, rank, seats, address, timeout)
+        self._communicator = connect(store, rank, host_infos, address, timeout)
         self._background: CommunicationThread | None = None
         self._has_spare_cores = False
-        if are_on_one_host(seats):
-            self._has_spare_cores = have_spare_cores(seats)
+        if are_on_one_host(host_infos):
+            self._has_spare_cores = have_spare_cores(host_infos)
         else:
             self._background = CommunicationThread(self._communicator)
 
@@ -190,9 +110,9 @@ class PacelineProcessGroup(dist.ProcessGroup):
 
     def all_gather_single(self, *call: Any, **named: Any) -> dist.Work:
         match call:
-            case [whole, tensor, *_] if self._is_whole(whole, tensor) and whole.is_contiguous():
-                work = self._gather(tensor, whole.detach().view(-1), [])
-                return CommunicatorWork(work, [whole])
+            case [full, tensor, *_] if self._is_full(full, tensor) and full.is_contiguous():
+                work = self._gather(tensor, full.detach().view(-1), [])
+                return CommunicatorWork(work, [full])
         return self._gloo.start("_allgather_base", *call, **named)
 
     def reduce_scatter(self, *call: Any, **named: Any) -> dist.Work:
@@ -206,23 +126,23 @@ class PacelineProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter_single(self, *call: Any, **named: Any) -> dist.Work:
         match call:
-            case [tensor, whole, ReduceScatterOptions() as options] if _can_reduce(
+            case [tensor, full, ReduceScatterOptions() as options] if _can_reduce(
                 options, tensor
-            ) and self._is_whole(whole, tensor):
-                flat = whole.detach().clone(memory_format=torch.contiguous_format).view(-1)
+            ) and self._is_full(full, tensor):
+                flat = full.detach().clone(memory_format=torch.contiguous_format).view(-1)
                 return CommunicatorWork(self._scatter(flat, tensor, options), [tensor])
         return self._gloo.start("_reduce_scatter_base", *call, **named)
 
-    # Their names before torch 2.13.
+    # Names before torch 2.13.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
 
     def barrier(self, *_: Any, **__: Any) -> dist.Work:
         return CommunicatorWork(self._communicator.barrier(), [])
 
-    # PyTorch holds the interpreter lock while it runs an operation that is not overridden here, and
-    # a thread of gloo's that frees a tensor needs that lock: each would wait for the other. Gloo's
-    # own bindings release it, so every operation that C++ looks up in Python is overridden.
+    # PyTorch holds the GIL while it runs an operation that is not overridden here, and a gloo
+    # thread that frees a tensor needs the GIL, which can deadlock. The bindings of gloo release the
+    # GIL, so every operation that C++ looks up in Python is overridden.
 
     def allreduce_coalesced(self, *call: Any, **named: Any) -> dist.Work:
         return self._gloo.start("allreduce_coalesced", *call, **named)
@@ -236,7 +156,7 @@ class PacelineProcessGroup(dist.ProcessGroup):
     def reduce_scatter_tensor_coalesced(self, *call: Any, **named: Any) -> dist.Work:
         return self._gloo.start("reduce_scatter_tensor_coalesced", *call, **named)
 
-    # Their names since torch 2.13.
+    # Names since torch 2.13.
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
@@ -267,7 +187,7 @@ class PacelineProcessGroup(dist.ProcessGroup):
         return self._gloo.start("recv_anysource", *call, **named)
 
     def shutdown(self) -> None:
-        """What `destroy_process_group` calls; the others may be at work still, or gone."""
+        """Called by `destroy_process_group`; other ranks may still be working or have exited."""
         if not self._gloo.has_lost_peers:
             try:
                 self._wait_for_others()
@@ -282,11 +202,11 @@ class PacelineProcessGroup(dist.ProcessGroup):
         self._close()
 
     def _wait_for_others(self) -> None:
-        """Until all are about to leave, within a limit."""
-        parting = self._communicator.barrier()
-        deadline = monotonic() + PARTING_SECONDS
-        while not parting.is_completed() and monotonic() < deadline:
-            sleep(PARTING_POLL_SECONDS)
+        """Wait, with a timeout, until all ranks shut down."""
+        barrier = self._communicator.barrier()
+        deadline = monotonic() + SHUTDOWN_TIMEOUT_SECONDS
+        while not barrier.is_completed() and monotonic() < deadline:
+            sleep(SHUTDOWN_POLL_SECONDS)
 
     def _close(self) -> None:
         if self._background is not None:
@@ -300,24 +220,26 @@ class PacelineProcessGroup(dist.ProcessGroup):
         if is_large and self._background is not None:
             return BackgroundWork(
                 self._background,
-                lambda fork: self._averaged(fork.all_reduce(tensor, KIND), tensor, options).wait(),
+                lambda duplicate: self._averaged(
+                    duplicate.all_reduce(tensor, KIND), tensor, options
+                ).wait(),
                 [tensor],
             )
         work = self._communicator.all_reduce(tensor, KIND)
         return CommunicatorWork(self._averaged(work, tensor, options), [tensor])
 
     def _gather(self, tensor: Tensor, flat: Tensor, parts: Sequence[Tensor]) -> Work:
-        """Fill a flat tensor with everybody's; then copy it to the parts, one a rank."""
+        """All-gather into a flat tensor, then copy it to `parts`, one per rank."""
         chunk(flat, self.size(), self.rank()).copy_(tensor.detach().reshape(-1))
 
-        def deal_out() -> None:
+        def copy_parts() -> None:
             for rank, part in enumerate(parts):
                 _copy(chunk(flat, self.size(), rank), part)
 
-        return self._communicator.all_gather(flat, KIND).on_success(deal_out)
+        return self._communicator.all_gather(flat, KIND).on_success(copy_parts)
 
     def _scatter(self, flat: Tensor, tensor: Tensor, options: Any) -> Work:
-        """Sum a flat tensor over the ranks, and copy this one's chunk to its tensor."""
+        """Reduce-scatter a flat tensor and copy the chunk of this rank to `tensor`."""
         own = chunk(flat, self.size(), self.rank())
         work = self._communicator.reduce_scatter(flat, KIND)
         work.on_success(lambda: _copy(own, tensor))
@@ -329,20 +251,99 @@ class PacelineProcessGroup(dist.ProcessGroup):
         return work
 
     def _are_even(self, parts: Sequence[Tensor], tensor: Tensor) -> bool:
-        """Whether there is a part for every rank, all of one kind and size."""
+        """Return whether there is one part per rank, all of the same dtype and size."""
         return (
             len(parts) == self.size()
             and _are_plain(tensor, *parts)
             and all(part.numel() == tensor.numel() for part in parts)
         )
 
-    def _is_whole(self, whole: Tensor, tensor: Tensor) -> bool:
-        """Whether one is as large as all ranks' of the other."""
-        return _are_plain(whole, tensor) and whole.numel() == tensor.numel() * self.size()
+    def _is_full(self, full: Tensor, tensor: Tensor) -> bool:
+        """Return whether `full` has the size of `tensor` times the number of ranks."""
+        return _are_plain(full, tensor) and full.numel() == tensor.numel() * self.size()
+
+
+@dataclass(frozen=True, slots=True)
+class HostInfo:
+    """Location of a rank, as far as other ranks need it."""
+
+    host: str
+    """Identifies processes that share memory and a network: the same machine or container."""
+    cores: int
+
+    @classmethod
+    def own(cls) -> HostInfo:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        memory = segment.FOLDER.stat().st_dev
+        network = Path("/proc/self/ns/net").stat().st_ino
+        return cls(f"{machine} {memory} {network}", cores_usable())
+
+
+def exchange_host_infos(store: Store, rank: int, world_size: int) -> list[HostInfo]:
+    """Return the HostInfo of all ranks. Collective."""
+    store.set(f"info/{rank}", json.dumps(asdict(HostInfo.own())))
+    return [HostInfo(**json.loads(store.get(f"info/{each}"))) for each in range(world_size)]
+
+
+def connect(
+    store: Store, rank: int, host_infos: Sequence[HostInfo], address: str, timeout: timedelta
+) -> Communicator:
+    """Create the communicator: shared memory inside a host, gloo across hosts. Collective."""
+    network = TorchCommunicator(
+        PrefixStore("communicator", store),
+        rank,
+        len(host_infos),
+        address=address,
+        timeout_seconds=timeout.total_seconds(),
+    )
+    if len(host_infos) == 1:
+        return network
+    hosts = list(dict.fromkeys(info.host for info in host_infos))
+    hierarchy: Communicator | None = None
+    try:
+        hierarchy = hierarchical.connect(network, hosts.index(host_infos[rank].host))
+    except UsageError as error:
+        cause = str(error).removesuffix(segment.OTHERWISE).removesuffix(" or ").rstrip(" ,:")
+        warnings.warn(f"paceline: using gloo instead of shared memory: {cause}", stacklevel=2)
+    except BaseException:
+        network.close()
+        raise
+    failures = torch.tensor([int(hierarchy is None)])
+    network.all_reduce(failures, "control").wait()
+    if hierarchy is None or failures:
+        if hierarchy is not None:
+            hierarchy.close()
+        return network
+    network.close()
+    return hierarchy
+
+
+def address_for(host_infos: Sequence[HostInfo]) -> str:
+    """Return the address of this process: loopback if all ranks are on one host.
+
+    Across hosts, the same rule as gloo: the interface named by GLOO_SOCKET_IFNAME, or the address
+    of the host name.
+    """
+    if are_on_one_host(host_infos):
+        return LOOPBACK
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    for each in psutil.net_if_addrs().get(interface, []):
+        if each.family == socket.AF_INET:
+            return each.address
+    return socket.gethostname()
+
+
+def are_on_one_host(host_infos: Sequence[HostInfo]) -> bool:
+    return len({info.host for info in host_infos}) == 1
+
+
+def have_spare_cores(host_infos: Sequence[HostInfo]) -> bool:
+    """Return whether the host has more cores than ranks, which would idle during a call."""
+    return min(info.cores for info in host_infos) > len(host_infos)
 
 
 def _are_plain(*tensors: Tensor) -> bool:
-    """Whether they are in main memory, dense, and of one dtype."""
+    """Return whether all tensors are dense CPU tensors of the same dtype."""
     return all(
         tensor.device.type == "cpu"
         and tensor.layout == torch.strided
@@ -352,7 +353,7 @@ def _are_plain(*tensors: Tensor) -> bool:
 
 
 def _can_reduce(options: Any, tensor: Tensor) -> bool:
-    """Whether communicators can do that: sums of anything, and means of what can be divided."""
+    """Return whether a communicator supports the reduction: any sum, or a mean of floats."""
     is_sum = bool(options.reduceOp == ReduceOp.SUM)
     is_mean = options.reduceOp == ReduceOp.AVG and tensor.is_floating_point()
     return (is_sum or is_mean) and _are_plain(tensor)

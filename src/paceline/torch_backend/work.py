@@ -1,6 +1,7 @@
-"""Operations under way, as torch.distributed wants to see them.
+"""Adapters to torch.distributed: Work handles, and the gloo group for all other operations.
 
-Gloo, for what communicators have no operation for; a lost peer is one clear line here too."""
+Errors of lost peers are one-line PeerErrors, for gloo as well as for communicators.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch lists neither
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch exports neither
 
 from paceline.comm.background import CommunicationThread
 from paceline.comm.buffers import StagingBuffer
@@ -22,22 +23,31 @@ from paceline.comm.work import Work
 
 Future = torch.futures.Future[Any]
 
+T = TypeVar("T")
+
+CONNECTIONS = "gloo/transport"
+"""Appears in gloo errors about lost peers; other errors are mistakes of the caller."""
+
+PREPOSITIONS = {"send": "to", "recv": "from"}
+
+_ABANDONED: list[Any] = []
+
 
 def wait_in_backward(work: dist.Work) -> None:
-    """Wait at the end of the backward pass, if this is one.
+    """Wait for `work` at the end of the backward pass, if called during one.
 
-    DistributedDataParallel waits there too, for the future and in C++, where an error would become
-    many lines; this comes before and raises it as it is.
+    DistributedDataParallel also waits there, in C++, where an error becomes a multi-line message.
+    This wait comes first and raises the original error.
     """
     if torch._C._current_graph_task_id() != -1:
         Variable._execution_engine.queue_callback(work.synchronize)
 
 
 class CommunicatorWork(dist.Work):
-    """An operation of a communicator's, completed by `wait` or by asking for its future.
+    """An operation of a communicator, completed by `wait` or `get_future`.
 
-    No thread would complete a future later, and who has one waits for it without calling anything
-    here: so `get_future` waits, and returns one that is complete.
+    No thread could complete a future later, and its owner waits for it without calling this object.
+    `get_future` therefore waits and returns a completed future.
     """
 
     def __init__(self, work: Work, tensors: list[Tensor]) -> None:
@@ -46,7 +56,7 @@ class CommunicatorWork(dist.Work):
         self._tensors = tensors
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """The time limit is the group's; no other is heeded."""
+        """Wait for completion; `timeout` is ignored in favor of the timeout of the group."""
         self._work.wait()
         return True
 
@@ -60,11 +70,11 @@ class CommunicatorWork(dist.Work):
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> Exception | None:
-        """Why a completed operation failed."""
+        """Return the error of a completed operation, if it failed."""
         if self._work.is_completed():
             try:
                 self._work.wait()
-            except Exception as error:  # noqa: BLE001 - it is the answer
+            except Exception as error:  # noqa: BLE001 - returned to the caller
                 return error
         return None
 
@@ -80,7 +90,7 @@ class CommunicatorWork(dist.Work):
 
 
 class BackgroundWork(CommunicatorWork):
-    """An operation that a thread carries out, and whose future it completes."""
+    """An operation on a communication thread, which also completes its future."""
 
     def __init__(
         self,
@@ -88,29 +98,30 @@ class BackgroundWork(CommunicatorWork):
         operation: Callable[[Communicator], None],
         tensors: list[Tensor],
     ) -> None:
-        ending = _Ending()
-        super().__init__(background.submit(lambda fork: ending.follow(operation, fork)), tensors)
-        self._ending = ending
+        outcome = _Outcome()
+        work = background.submit(lambda duplicate: outcome.record(operation, duplicate))
+        super().__init__(work, tensors)
+        self._outcome = outcome
 
     def get_future(self) -> Future:
         ended: Future = torch.futures.Future()
-        result = ended.then(self._outcome)
+        result = ended.then(self._result_or_error)
         self._work.add_done_callback(lambda _: ended.set_result(None))
         wait_in_backward(self)
         return result
 
-    def _outcome(self, _: object) -> list[Tensor]:
-        if self._ending.error is not None:
-            raise RuntimeError(self._ending.error)
+    def _result_or_error(self, _: object) -> list[Tensor]:
+        if self._outcome.error is not None:
+            raise RuntimeError(self._outcome.error)
         return self._tensors
 
 
-class _Ending:
-    """How an operation ended on its thread, for others than the one who waits for it."""
+class _Outcome:
+    """Error of an operation on its thread, for callers other than the one that waits."""
 
-    error: str | None = "not carried out, since one before it failed"
+    error: str | None = "not executed because an earlier operation failed"
 
-    def follow(self, operation: Callable[[Communicator], None], communicator: Communicator) -> None:
+    def record(self, operation: Callable[[Communicator], None], communicator: Communicator) -> None:
         try:
             operation(communicator)
         except Exception as error:
@@ -119,19 +130,8 @@ class _Ending:
         self.error = None
 
 
-T = TypeVar("T")
-
-CONNECTIONS = "gloo/transport"
-"""Where gloo's errors say they come from if a peer is lost; others tell what a caller did wrong."""
-
-PREPOSITIONS = {"send": "to", "recv": "from"}
-
-
-_ABANDONED: list[Any] = []
-
-
 class Gloo:
-    """A gloo group. The operations are those of `backend`, by name."""
+    """A gloo group; `start` runs the operations of `backend` by name."""
 
     def __init__(
         self, store: Store, rank: int, world_size: int, address: str, timeout: timedelta
@@ -143,21 +143,22 @@ class Gloo:
         self.backend: Any = create_gloo(
             PrefixStore("rest", store), rank, world_size, address, self._seconds
         )
-        # Some operations have a binding only here.
+        # Some operations have Python bindings only in ProcessGroup.
         self._group: Any = dist.ProcessGroup(store, rank, world_size)
         self.serve(self._group)
 
     def serve(self, group: dist.ProcessGroup) -> None:
-        """Carry out what C++ asks a group for, whichever device the tensors are on."""
+        """Handle the operations that C++ requests from a group, for tensors on any device."""
         for device in ("cpu", "cuda"):
             group._register_backend(
                 torch.device(device), dist.ProcessGroup.BackendType.GLOO, self.backend
             )
 
     def start(self, name: str, *call: Any, **named: Any) -> GlooWork:
+        """Start an operation by its name in the gloo bindings."""
         peers = (call[1],) if name in PREPOSITIONS else self._peers
-        words = f"{name.strip('_')} {PREPOSITIONS.get(name, 'with')}"
-        operation = OperationContext(self._rank, words, peers)
+        description = f"{name.strip('_')} {PREPOSITIONS.get(name, 'with')}"
+        operation = OperationContext(self._rank, description, peers)
         handle = self.attempt(operation, lambda: self._function(name)(*call, **named))
         return GlooWork(self, operation, handle)
 
@@ -167,7 +168,7 @@ class Gloo:
         return function
 
     def all_reduce(self, tensor: Tensor, options: Any) -> GlooWork:
-        """Of a tensor with any strides, which gloo's own would get wrong."""
+        """All-reduce a tensor with any strides, which gloo alone handles incorrectly."""
         staged = StagingBuffer.of(tensor)
         work = self.start("allreduce", [staged.flat], options)
         if staged.is_copy:
@@ -176,14 +177,15 @@ class Gloo:
         return work
 
     def abandon(self) -> None:
-        """Keep the group until the process ends, where operations may still be failing.
+        """Keep the group alive until the process exits, because operations may still be failing.
 
-        Whoever frees it waits for its threads, and holds Python's lock; and a thread may need the
-        lock to give up a tensor.
+        Freeing it waits for its threads while holding the GIL, and a thread may need the GIL to
+        free a tensor.
         """
         _ABANDONED.append(self.backend)
 
     def attempt(self, operation: OperationContext, action: Callable[[], T]) -> T:
+        """Call `action` and turn an error about a lost connection into a PeerError."""
         try:
             return action()
         except RuntimeError as error:
@@ -194,7 +196,7 @@ class Gloo:
 
 
 class GlooWork(dist.Work):
-    """An operation of gloo's."""
+    """An operation of gloo."""
 
     def __init__(self, gloo: Gloo, operation: OperationContext, handle: Any) -> None:
         super().__init__()
