@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -76,6 +77,24 @@ def test_slow_steps_are_shown_in_seconds_with_the_number_averaged(tmp_path: Path
         wait(page, lambda: page.find_element("id", "status").text == "finished")
         standing = page.find_element("id", "standing").text
     assert standing == "iteration 12 of 12 · 2.38 s per step (mean of the last 12)"
+
+
+@pytest.mark.browser
+def test_phases_of_less_than_a_second_fill_the_bar(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "runs", FakeRun(name="short"))
+    blocks = [
+        {"event": "iterations", "first": first, "seconds": [0.1], "loss": [1.0], "phases": phases}
+        for first, phases in enumerate(({"forward": 0.0}, {"forward": 0.1, "backward": 0.2}))
+    ]
+    (folder / "events-0.jsonl").write_text("\n".join(map(json.dumps, blocks)) + "\n")
+    widths = """const bar = document.querySelector(".bar-of-phases");
+        const last = bar && bar.lastElementChild.getBoundingClientRect();
+        return bar && [bar.getBoundingClientRect().right, last.right];"""
+    with served(tmp_path / "runs") as address, browser(tmp_path / "profile") as page:
+        page.get(f"{address}/run/short")
+        wait(page, lambda: page.execute_script(widths) is not None)
+        end_of_bar, end_of_phases = page.execute_script(widths)
+    assert end_of_phases == pytest.approx(end_of_bar, abs=1)
 
 
 def row(page: Any, name: str) -> str:

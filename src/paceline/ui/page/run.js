@@ -108,10 +108,13 @@ function drawPhases() {
   const bars = [];
   for (const [rank, spent] of workers) {
     const bar = element("div", "bar-of-phases");
+    const seconds = sum(Object.values(spent));
     for (const phase of PHASES) {
       const part = element("span", `k-${phase}`);
-      part.style.flexGrow = spent[phase] || 0;
-      part.title = `${phase} ${percent((spent[phase] || 0) / sum(Object.values(spent)))}`;
+      const share = (spent[phase] || 0) / seconds;
+      // Percentages, because flex items fill the bar only if their factors add up to 1 or more.
+      part.style.flexGrow = 100 * share;
+      part.title = `${phase} ${percent(share)}`;
       if (spent[phase]) bar.append(part);
     }
     bars.push(element("p", "worker", `worker ${rank}`), bar);
