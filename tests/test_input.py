@@ -266,7 +266,7 @@ def test_evaluation_does_not_modify_float_inputs() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("resident", [True, False])
 def test_gpu_batches_equal_cpu_batches(resident: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.data.pipeline._GPU_SHARE", 0.5 if resident else 0.0)
+    monkeypatch.setattr("paceline.data.pipeline._MAX_GPU_MEMORY_FRACTION", 0.5 if resident else 0.0)
     split = image_split()
     on_cpu = make_pipeline(split, augment=ALL_KINDS)
     on_gpu = make_pipeline(split, augment=ALL_KINDS, device="cuda")
