@@ -102,6 +102,17 @@ def test_a_busy_machine_leads_to_no_bottleneck_and_no_advice_about_it(tmp_path: 
     assert len(verdict.next_steps) == 1, "nothing but to rerun"
 
 
+@pytest.mark.parametrize(("machine_percent", "is_explained"), [(100.0, False), (17.0, True)])
+def test_a_difference_on_a_busy_machine_is_not_explained_by_phases(
+    machine_percent: float, is_explained: bool, tmp_path: Path
+) -> None:
+    for name, forward, lr in (("a", 0.010, 0.01), ("b", 0.020, 0.02)):
+        run = FakeRun(name, {"lr": lr}, [{"forward": forward, "backward": 0.008}])
+        run_beside_others(tmp_path, run, machine_percent, [33.0])
+    verdict = make_verdict(collect(tmp_path).cells)
+    assert ("Why" in [point.subject for point in verdict.points]) == is_explained
+
+
 def test_a_quiet_cell_beside_a_disturbed_one_has_its_bottleneck(tmp_path: Path) -> None:
     run_beside_others(tmp_path, FakeRun("a", {"lr": 0.01}), 100.0, [22.0])
     run_beside_others(tmp_path, FakeRun("b", {"lr": 0.02}), 12.0, [22.0])

@@ -60,8 +60,8 @@ def test_the_headline_names_the_fastest_exact_and_the_fastest_approximate(tmp_pa
     assert verdict.headline == (
         "Fastest exact: overlap, 20.00 ms per iteration, 33.3% less time than allreduce (single"
         " run, significance unknown). Fastest approximate: local_sgd, 10.00 ms per iteration."
-        " Approximate configurations compute something else (test accuracy: local_sgd 0.8000,"
-        " overlap 0.9000)."
+        " Approximate configurations compute something else: test accuracy 0.8000 with local_sgd,"
+        " 0.9000 with exact training (overlap)."
     )
     assert ("Approximate", "local_sgd: workers train independently between averages.") in [
         (point.subject, point.text) for point in verdict.points

@@ -44,8 +44,8 @@ def beside_exact(pace: Ranking, lead: Difference | None, exact: RankedGroup) -> 
     first = pace.ranking[0].cell
     own, other = first.mean_of("test_accuracy"), exact.cell.mean_of("test_accuracy")
     if own is not None and other is not None:
-        accuracies = f"{first.label} {own:.4f}, {exact.cell.label} {other:.4f}"
-        text += f" (test accuracy: {accuracies})"
+        text += f": test accuracy {own:.4f} with {first.label}, {other:.4f} with exact training"
+        text += f" ({exact.cell.label})"
     return f"{headline(pace, lead, 'approximate')} {text}."
 
 

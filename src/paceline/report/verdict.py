@@ -6,7 +6,7 @@ and a single repeat is told as one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -92,7 +92,7 @@ def make_verdict(cells: Sequence[RunGroup], comm: Sequence[Path] = ()) -> Verdic
     elif not ranking:
         verdict.headline = _nothing_ranked(cells)
     else:
-        rank(verdict)
+        rank(verdict, disturbed)
         winners = [one.ranking[0].cell for one in _paces(verdict)]
         verdict.headline += superlinear_note(winners, alike)
     if len(kinds) > 1 and ranking:
@@ -153,8 +153,11 @@ def _nothing_ranked(cells: Sequence[RunGroup]) -> str:
     return f"{text}: {reason.rstrip('.')}."
 
 
-def rank(verdict: Verdict) -> None:
-    """Who is fastest, by how much and how surely; the second and the last are told."""
+def rank(verdict: Verdict, disturbed: Collection[str] = ()) -> None:
+    """Name the fastest, by how much and how surely; also the second and the last.
+
+    A difference that involves a `disturbed` configuration is not explained by its phases.
+    """
     paces = _paces(verdict)
     pace, *others = paces
     found = against_first([one.samples for one in paces])
@@ -169,11 +172,14 @@ def rank(verdict: Verdict) -> None:
         if len(pace.ranking) > 1 and not any(is_exact(one.cell) for one in pace.ranking):
             verdict.headline += " All of these are approximate: compare accuracy as well as time."
     if len(pace.ranking) > 1:
-        _compare(verdict, pace, list(zip(pace.ranking[1:], found[0], strict=True)))
+        _compare(verdict, pace, list(zip(pace.ranking[1:], found[0], strict=True)), disturbed)
 
 
 def _compare(
-    verdict: Verdict, pace: Ranking, gaps: Sequence[tuple[RankedGroup, Difference]]
+    verdict: Verdict,
+    pace: Ranking,
+    gaps: Sequence[tuple[RankedGroup, Difference]],
+    disturbed: Collection[str],
 ) -> None:
     first, (second, lead), last = pace.ranking[0], gaps[0], pace.ranking[-1]
     verdict.lead = lead
@@ -195,7 +201,8 @@ def _compare(
         text = f"{last.cell.label}: {units.seconds(last.mean)} {pace.name}{times}."
         verdict.points.append(Point("Slowest", text))
     verdict.points.append(_confidence(pace, lead))
-    if not any(against is tie for tie in verdict.ties):
+    is_disturbed = first.cell.label in disturbed or against.cell.label in disturbed
+    if not is_disturbed and not any(against is tie for tie in verdict.ties):
         _explain(verdict, pace, first.cell, against.cell)
 
 
