@@ -43,6 +43,13 @@ def test_only_what_differs_in_the_settings_is_told(folder: Path) -> None:
     assert "time to target" not in results, "no run has any"
 
 
+def test_seeds_that_differ_are_shown(tmp_path: Path) -> None:
+    paths = [str(write_run(tmp_path, FakeRun(f"s{seed}", {"seed": seed}))) for seed in (0, 1)]
+    rows = {row.name: row.cells for row in setting_rows(read_compared(paths).cells)}
+    assert rows["seed"] == ["0", "1"]
+    assert "seed" not in {row.name for row in setting_rows(read_compared(paths[:1]).cells)}
+
+
 def test_a_difference_beyond_the_repeats_is_significant_and_another_is_not(tmp_path: Path) -> None:
     for name, factors, accuracy in (("a", (1.0, 1.01, 1.02), 0.9), ("b", (1.5, 1.51, 1.52), 0.9)):
         run = FakeRun(name, {"lr": 0.01 if name == "a" else 0.02}, accuracy=accuracy)

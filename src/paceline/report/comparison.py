@@ -102,6 +102,10 @@ def setting_rows(cells: Sequence[RunGroup]) -> list[Row]:
         rows.append(Row(name.replace("_", " "), ["-" if one == "none" else one for one in texts]))
     if len({cell.workers for cell in cells}) > 1 and all(cell.config.nnodes > 1 for cell in cells):
         rows.append(Row("workers", [describe_workers(cell.config) for cell in cells]))
+    # Repeats of one configuration differ in their seeds, so these are compared as sets.
+    seeds = [sorted({run.config.seed for run in cell.runs}) for cell in cells]
+    if any(one != seeds[0] for one in seeds):
+        rows.append(Row("seed", [", ".join(map(str, one)) or "-" for one in seeds]))
     return rows
 
 

@@ -279,11 +279,15 @@ def headline(pair: StudyPair) -> str:
         "not timed in both": len(pair.cells) - len(every),
     }
     told = ", ".join(f"{number} {name}" for name, number in parts.items() if number)
-    mean = math.exp(fmean(math.log(max(1 + one.share, 1e-12)) for one in every))
+    mean = ""
+    # Where nothing is beyond noise, neither is the mean of it.
+    if sure:
+        ratio = math.exp(fmean(math.log(max(1 + one.share, 1e-12)) for one in every))
+        mean = f" Geometric mean of the ratios: {ratio:.3f}."
     contention = [found for one in pair.cells for found in one.contention]
     return (
         f"{pair.other} against {pair.first}, {tables[0].title.lower()} of {count}: {told}."
-        f" Geometric mean of the ratios: {mean:.3f}.{rerun_sentence(contention)}"
+        f"{mean}{rerun_sentence(contention)}"
     )
 
 
