@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from tensorboard.backend.event_processing.event_multiplexer import EventMultiple
 
 from paceline.cli import main
 from paceline.study.folder import StudyFolder
+from paceline.study.runner import Outcome, Runner
 from study.study_files import TINY_BASE, write_study
 
 STUDY = f"""
@@ -52,6 +54,38 @@ def test_a_study_from_file_to_report(
     assert list(curves) == ["way-alone.r1/tensorboard"]
     dry = shown(capsys, "run", path, "--dry-run")
     assert "1 cell to run in studies/mine; estimated time: 0:" in dry
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["demo", "--out", "my studies"],
+        ["study", "run", "mine.yaml", "--only", "way-*", "--repeats", "2"],
+    ],
+    ids=["demo", "study run"],
+)
+def test_a_stopped_study_names_the_command_that_resumes_it(
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def stop(self: Runner, only: str | None) -> Outcome:
+        asked.append((self._folder.path, len(self._plan.study.cells), only))
+        return Outcome(self._plan.study, is_stopped=True)
+
+    monkeypatch.setattr(Runner, "run", stop)
+    monkeypatch.chdir(tmp_path)
+    write_study(tmp_path, STUDY)
+    assert main(words) == 130
+    told = re.fullmatch(r"paceline: stopped; resume with `(.*)`\n", capsys.readouterr().err)
+    assert told
+    # Two demos within a second would share a folder's name.
+    monkeypatch.setattr("time.strftime", lambda *_: "another")
+    assert main(shlex.split(told[1])[1:]) == 130
+    assert asked[0] == asked[1]
 
 
 def test_the_list_names_every_study(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -102,7 +103,10 @@ def run_study(
         if not outcome.is_stopped:
             _report(folder, console)
     if outcome.is_stopped:
-        sys.stderr.write("paceline: stopped; the same command goes on from here\n")
+        words = ["paceline", "study", "run", given, "--out", str(folder.path)]
+        for flag, value in (("--scale", scale), ("--only", only), ("--repeats", repeats)):
+            words += [] if value is None else [flag, str(value)]
+        sys.stderr.write(f"paceline: stopped; resume with `{shlex.join(words)}`\n")
     return outcome.exit_code
 
 
