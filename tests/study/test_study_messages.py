@@ -187,7 +187,42 @@ def test_all_problems_are_told_at_once_in_the_order_of_the_file(tmp_path: Path) 
     assert [problem.split(": ")[0] for problem in problems(tmp_path, text)] == [
         "mine.yaml:2",
         "mine.yaml:4",
+        "mine.yaml:5",
         "mine.yaml:6",
+    ]
+
+
+def test_problems_of_keys_axes_names_and_values_are_told_together(tmp_path: Path) -> None:
+    """None of them hides another, and what they leave unread is not reported as a duplicate."""
+    text = """
+        title: mine
+        base:
+          lr: -1
+          modle: mlp
+        grid:
+          batch_size: [8, many]
+          strateg: [ddp, single]
+          model: [softmx, mlp]
+        exclude:
+          - {strateg: single, model: mlp}
+        repeat: 3
+        scales:
+          big: {}
+        order: random
+        include:
+          - {label: a, lr: 1}
+          - {label: b, lr: 1.0}
+    """
+    told = problems(tmp_path, text)
+    assert [problem.split(":")[1] for problem in told] == [
+        "3",
+        "4",
+        "6",
+        "7",
+        "8",
+        "11",
+        "13",
+        "14",
     ]
 
 

@@ -101,6 +101,7 @@ class _Planner:
         """Of each run's settings, the first cell that has them."""
         self._groups: dict[tuple[str, str], str] = {}
         """Of each part and a run's settings, the first group that has them."""
+        self._duplicates: list[tuple[YamlNode, str]] = []
         self._planned = 0
 
     def plan(self) -> Plan:
@@ -115,7 +116,7 @@ class _Planner:
             parts.append(part)
             cells += its_cells
         self._check_ids(cells)
-        return Plan(
+        plan = Plan(
             study=Study(
                 name=self._name,
                 scale=document.scale,
@@ -131,6 +132,10 @@ class _Planner:
             configs=self._configs,
             _given=self._given,
         )
+        # Settings that could not be read may be what tells two cells apart.
+        for place, text in [] if self._problems else self._duplicates:
+            self._problems.add(place, text)
+        return plan
 
     def _part(self, name: str | None) -> tuple[Part, list[Cell]]:
         document, problems = self._document, self._problems
@@ -149,7 +154,7 @@ class _Planner:
         )
         include, exclude = document.find("include", name), document.find("exclude", name)
         # Before the grid is expanded: a few long axes make more cells than memory holds.
-        points_at_most = math.prod(len(axis.values) for axis in axes)
+        points_at_most = math.prod(len(axis.values) or 1 for axis in axes)
         points_at_most += len(include.listed()) if include else 0
         self._planned += points_at_most * self._repeats
         if self._planned > MOST_CELLS:
@@ -203,7 +208,7 @@ class _Planner:
             if first != point.name:
                 # They would be one run, compared with itself.
                 text = f"{point.name} has the settings of {first}, seeds included"
-                self._problems.add(point.place, f"{text}: leave one of them out")
+                self._duplicates.append((point.place, f"{text}: leave one of them out"))
             yield Cell(
                 id=cell_id,
                 part=part.name,

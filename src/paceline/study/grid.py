@@ -117,13 +117,15 @@ def expand(
     hits = [0] * len(excluded)
     points = []
     has_grid = bool(axes) or include is None
-    for values in itertools.product(*(axis.values for axis in axes)) if has_grid else ():
-        labels = {axis.name: value.label for axis, value in zip(axes, values, strict=True)}
+    # An axis without a valid value was reported; the other settings are still checked.
+    valid = [axis for axis in axes if axis.values]
+    for values in itertools.product(*(axis.values for axis in valid)) if has_grid else ():
+        labels = {axis.name: value.label for axis, value in zip(valid, values, strict=True)}
         matches = [_matches(rule, labels) for rule in excluded]
         hits = [count + match for count, match in zip(hits, matches, strict=True)]
         if any(matches):
             continue
-        names = [slug(f"{axis.short_name}-{labels[axis.name]}") for axis in axes]
+        names = [slug(f"{axis.short_name}-{labels[axis.name]}") for axis in valid]
         points.append(
             Point(
                 name=".".join([*([prefix] if prefix else []), *names]) or "run",
@@ -166,7 +168,7 @@ class _Rule:
 
 
 def _matches(rule: _Rule, labels: dict[str, str]) -> bool:
-    return all(labels[axis] in wanted for axis, wanted in rule.wanted.items())
+    return all(labels.get(axis) in wanted for axis, wanted in rule.wanted.items())
 
 
 def _read_excluded(
@@ -186,8 +188,10 @@ def _read_excluded(
             for name, node in entry.items()
             if name in known
         }
+        # The labels of an axis without a valid value are unknown.
+        unclear += [name for name in wanted if not known[name]]
         for name, labels in wanted.items():
-            for label in sorted(labels - set(known[name])):
+            for label in sorted(labels - set(known[name])) if known[name] else ():
                 hint = suggest(label, known[name])
                 problems.add(entry, f"no value {shown(label)} on axis {bare(name)}: {hint}")
                 unclear.append(label)

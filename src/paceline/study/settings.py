@@ -104,22 +104,22 @@ class Settings:
 
     def check(self, place: YamlNode, cell: str, problems: Diagnostics) -> RunConfig | None:
         """The config; what is wrong with it is told where it was given, else at `place`."""
-        try:
-            config = from_mapping(self.mapping())
-        except ConfigError as error:
-            for text in error.problems:
-                self.tell(text, place, cell, problems)
-            return None
         for name, check in (
             ("model", MODELS.check),
             ("data", DATASETS.check),
             ("strategy", STRATEGIES.check),
         ):
             try:
-                check(getattr(config, name))
+                if name in self._values:
+                    check(str(self._values[name]))
             except UnknownNameError as error:
                 problems.add(self._origins.get(name, place), str(error))
-        return config
+        try:
+            return from_mapping(self.mapping())
+        except ConfigError as error:
+            for text in error.problems:
+                self.tell(text, place, cell, problems)
+            return None
 
     def tell(self, text: str, place: YamlNode, cell: str, problems: Diagnostics) -> None:
         """A problem that names flags, at the line of the first setting it names."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from paceline.errors import UsageError, shown, suggest
+from paceline.errors import shown, suggest
 from paceline.study.yaml_nodes import Diagnostics, YamlNode
 
 SECTION_NAMES = (
@@ -51,15 +51,13 @@ class StudyFile:
     def __init__(self, root: YamlNode, scale: str | None, problems: Diagnostics) -> None:
         self.root, self.problems = root, problems
         self._check_shape(root)
-        problems.raise_if_any()
         scales = root.get("scales")
         given = [name for name in SCALES if scales is not None and scales.get(name)]
-        if scale is not None and not given:
-            raise UsageError(f"{root.where}: the study has no scales: leave --scale out")
         self.scale = scale or ("quick" if "quick" in given else "full")
-        if self.scale not in (*given, "full"):
-            place = scales or root
-            raise UsageError(f"{place.where}: no scale {self.scale!r}: leave --scale out")
+        if scale is not None and not given:
+            problems.add(root, "the study has no scales: leave --scale out")
+        elif self.scale not in (*given, "full"):
+            problems.add(scales or root, f"no scale {self.scale!r}: leave --scale out")
         chosen = scales.get(self.scale) if scales else None
         self._layers = [root] if chosen is None else [root, chosen]
 
