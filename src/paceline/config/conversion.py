@@ -64,6 +64,10 @@ def check_option(name: str, value: float, **limits: float) -> None:
         raise ConfigError([f"-o {name}: must be {accepted}, got {shown(value)}"])
 
 
+class TooLargeError(ValueError):
+    """A whole number that no setting can hold."""
+
+
 _WHOLE = re.compile(r"[+-]?[0-9_]+")
 
 
@@ -125,14 +129,16 @@ def convert_options(
 def _convert_union(arguments: tuple[Any, ...], raw: Any) -> Any:
     if type(None) in arguments and (raw is None or raw == "none"):
         return None
-    wanted = []
+    errors = []
     for kind in arguments:
         if kind is not type(None):
             try:
                 return convert(kind, raw)
             except ValueError as error:
-                wanted.append(str(error))
-    raise ValueError(", ".join(wanted))
+                errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    raise ValueError(", ".join(map(str, errors)))
 
 
 def _convert_bool(raw: Any) -> bool:
@@ -153,7 +159,7 @@ def _convert_int(raw: Any) -> int:
     except (TypeError, ValueError, OverflowError):
         raise ValueError("a whole number") from None
     if value is None or abs(value) >= 10**MOST_DIGITS:
-        raise ValueError(f"a whole number of at most {MOST_DIGITS} digits")
+        raise TooLargeError(f"a whole number of at most {MOST_DIGITS} digits")
     return value
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.config import cluster_spec
-from paceline.config.conversion import convert
+from paceline.config.conversion import TooLargeError, convert
 from paceline.config.run_config import RunConfig, fields, type_of
 from paceline.config.schema import check_alone, check_input, flag_of, nodes_in, option_of
 from paceline.errors import ConfigError, shown, suggest
@@ -36,7 +36,10 @@ def from_mapping(values: Mapping[str, Any], recorded: Mapping[str, Any] | None =
                 converted[name] = _convert(type_of(known[name]), raw)
             except _UnfitError as unfit:
                 flag = option_of(known[name]).short or flag_of(name)
-                problems.append(f"{flag}: must be {unfit.wanted}, got {shown(unfit.raw)}")
+                wanted, limits = unfit.wanted, option_of(known[name]).input_limits
+                if isinstance(unfit.__cause__, TooLargeError) and limits.maximum is not None:
+                    wanted = str(limits)
+                problems.append(f"{flag}: must be {wanted}, got {shown(unfit.raw)}")
             else:
                 # An empty list is how files say none; a flag that is given is meant to say some.
                 if converted[name] == () and isinstance(raw, str):
@@ -79,7 +82,7 @@ def _convert(kind: Any, raw: Any) -> Any:
         try:
             values.append(convert(kind, part))
         except ValueError as error:
-            raise _UnfitError(str(error), part) from None
+            raise _UnfitError(str(error), part) from error
     if given is raw:
         return {key: value for pairs in values for key, value in pairs.items()}
     return values[0]
