@@ -9,6 +9,7 @@ import pytest
 
 from paceline.cli import main
 from paceline.records import RunFolder
+from report.records import FakeRun, write_run
 
 SMALL = ["--train-samples", "64", "--test-samples", "32", "--batch-size", "16", "--threads", "1",
          "--iterations", "6", "--sample-seconds", "0.1", "--quiet"]  # fmt: skip
@@ -21,18 +22,26 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> RunFolder:
     return RunFolder.open(tmp_path / "[bold]run")
 
 
-def test_names_are_shown_as_they_are(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", str(run.path)]) == 0
+@pytest.fixture
+def other(tmp_path: Path) -> str:
+    """The path of a run that `run` can be compared with."""
+    return str(write_run(tmp_path, FakeRun("other")))
+
+
+def test_names_are_shown_as_they_are(
+    run: RunFolder, other: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", str(run.path), other]) == 0
     assert "[bold]run" in capsys.readouterr().out
 
 
 def test_a_run_that_no_worker_reported_can_be_compared(
-    run: RunFolder, capsys: pytest.CaptureFixture[str]
+    run: RunFolder, other: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = run.read_result()
     assert result is not None
     run.write_result({**result, "workers": [], "status": "failed"})
-    assert main(["compare", str(run.path)]) == 0
+    assert main(["compare", str(run.path), other]) == 0
     assert "failed" in capsys.readouterr().out
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,32 @@ def test_the_table_fits_and_no_row_comes_twice(
     assert len(names) == len(set(names))
     assert any(line.startswith("traffic sent") and "200.0 MB" in line for line in lines)
     assert any(line.startswith("lr ") and line.split()[1:] == ["0.01", "0.02"] for line in lines)
+
+
+def test_one_configuration_is_nothing_to_compare(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(min(folder.iterdir()))
+    assert main(["compare", run]) == 2
+    told = "holds one configuration: give two or more runs, folders of runs or studies to compare"
+    assert capsys.readouterr().err == f"paceline: error: {run} {told}\n"
+    assert main(["compare", str(folder)]) == 0
+
+
+def test_a_run_is_not_compared_with_itself(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether it is given twice, as a copy, or as one of a folder's."""
+    first, second = map(str, sorted(folder.iterdir()))
+    copied = str(shutil.copytree(first, folder.parent / "copied"))
+    for paths, what in (
+        ([first, second, first], "run was"),
+        ([first, copied], "run was"),
+        ([str(folder), first], "runs were"),
+    ):
+        assert main(["compare", *paths]) == 2
+        told = f"the same {what} given twice: {paths[0]} and {paths[-1]}"
+        assert capsys.readouterr().err == f"paceline: error: {told}\n"
 
 
 def test_only_what_differs_in_the_settings_is_told(folder: Path) -> None:
@@ -141,6 +168,9 @@ def test_records_that_cannot_be_read_are_named_in_the_terminal_and_on_the_page(
     write_repeats(tmp_path / "runs", FakeRun("a"), (1.0, 1.1))
     (tmp_path / "runs" / "a-1" / "result.json").write_text("{")
     page = tmp_path / "compared.html"
+    assert main(["compare", str(tmp_path / "runs")]) == 2
+    assert "; left out a-1: result.json is damaged" in capsys.readouterr().err
+    write_run(tmp_path / "runs", FakeRun("b", {"lr": 0.5}))
     assert main(["compare", str(tmp_path / "runs"), "--html", str(page)]) == 0
     assert "left out    a-1: result.json is damaged" in capsys.readouterr().out
     assert "<code>a-1</code>" in page.read_text()

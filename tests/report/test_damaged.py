@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,8 @@ DAMAGES: dict[str, Any] = {
 @pytest.fixture
 def damaged(tmp_path: Path) -> Path:
     """Two runs that are whole, beside one for each kind of damage."""
-    for name in ("one", "two"):
-        write_run(tmp_path, FakeRun(name, {"seed": len(name)}))
+    for name, lr in (("one", 0.1), ("two", 0.2)):
+        write_run(tmp_path, FakeRun(name, {"lr": lr}))
     whole = json.loads((tmp_path / "one" / "result.json").read_text())
     for name, damage in DAMAGES.items():
         path = write_run(tmp_path, FakeRun(name, {"lr": 0.5}))
@@ -69,6 +70,34 @@ def test_the_terminal_names_a_few_of_the_records_that_are_left_out(
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out")]
     assert len(lines) == MOST_LEFT_OUT + 1
     assert f"and {len(DAMAGES) - MOST_LEFT_OUT} more: {place}" in lines[-1]
+
+
+@pytest.mark.parametrize("text", ["{", '{"schema": 1, "config": {"nnodes": "many"}}'])
+@pytest.mark.parametrize("command", ["report", "compare"])
+def test_a_damaged_config_is_named_though_the_result_has_a_copy(
+    command: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, lr in (("one", 0.1), ("two", 0.2)):
+        write_run(tmp_path, FakeRun(name, {"lr": lr}))
+    (tmp_path / "two" / "config.json").write_text(text)
+    assert main([command, str(tmp_path)]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "config.json" in line]
+    assert line.startswith("left out    two: config.json")
+    assert [run.config.lr for run in collect(tmp_path).runs] == [0.1, 0.2]
+
+
+def test_a_copied_run_is_named_and_counted_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, FakeRun("one"))
+    write_run(tmp_path, FakeRun("two", {"seed": 2}))
+    for copied in ("another", "two-copy"):
+        shutil.copytree(tmp_path / "two", tmp_path / copied)
+    assert {run.id for run in collect(tmp_path).runs} == {"one", "two"}
+    assert main(["report", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "left out    another: a copy of two\n" in out
+    assert "left out    two-copy: a copy of two\n" in out
 
 
 def places_in(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:

@@ -18,6 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
+    from paceline.errors import UsageError
     from paceline.report.comparison import read_compared
     from paceline.report.comparison_output import (
         print_comparison,
@@ -26,6 +27,12 @@ def run(arguments: argparse.Namespace) -> int:
     )
 
     compared = read_compared(arguments.paths)
+    if len(arguments.paths) == 1 and len(compared.cells) < 2:
+        why = "".join(f"; left out {one.name}: {one.why}" for one in compared.left_out[:1])
+        raise UsageError(
+            f"{arguments.paths[0]} holds one configuration: give two or more runs, folders of"
+            f" runs or studies to compare{why}"
+        )
     print_comparison(compared)
     if arguments.html is not None:
         write_comparison(compared, Path(arguments.html))

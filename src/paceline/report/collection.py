@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.errors import RecordsError
+from paceline.errors import MissingRecordError, RecordsError
 from paceline.report.cells import NOT_RUN, RunGroup, group
 from paceline.report.events import missing_events
 from paceline.report.run import Run, open_run
@@ -98,9 +98,25 @@ def collect(path: Path | str) -> RunCollection:
     """Whatever records `path` holds; RecordsError where it holds none at all."""
     collection = _collect(path)
     for run in collection.runs:
-        collection.left_out += [SkippedRecord(run.id, text) for text in missing_events(run)]
+        texts = [*_config_damage(run), *missing_events(run)]
+        collection.left_out += [SkippedRecord(run.id, text) for text in texts]
     collection.comm = sorted(collection.path.glob("comm*.json"))
     return collection
+
+
+def _config_damage(run: Run) -> list[str]:
+    """What is wrong with a config.json whose copy in the result was read instead."""
+    if run.result is None:
+        return []
+    try:
+        run.folder.read_config()
+    except MissingRecordError:
+        # A result is enough, as where only that was kept.
+        return []
+    except RecordsError as error:
+        why = str(error).replace(f"{run.folder.path}{os.sep}", "")
+        return [f"{why}; the settings in result.json are used"]
+    return []
 
 
 def _collect(path: Path | str) -> RunCollection:
@@ -118,6 +134,7 @@ def _collect(path: Path | str) -> RunCollection:
         raise RecordsError(f"{path} holds no runs: a run's folder has a config.json")
     if not runs:
         raise RecordsError(f"{path} holds no run that can be read: {left_out[0].why}")
+    runs = _without_copies(runs, place, left_out)
     title = "one run" if len(runs) == 1 else f"{len(runs):,} runs"
     chapter = Chapter(f"{place.name}: {title}", group(runs))
     return RunCollection(place.name, "runs", place, [chapter], left_out=left_out)
@@ -157,6 +174,22 @@ def _open_all(folders: Iterator[Path], root: Path, left_out: list[SkippedRecord]
         if run is not None:
             runs.append(run)
     return runs
+
+
+def _without_copies(runs: list[Run], root: Path, left_out: list[SkippedRecord]) -> list[Run]:
+    """Each run once: a copy of its folder is no repeat, and its numbers prove nothing."""
+    originals: dict[str, Run] = {}
+    for run in runs:
+        kept = originals.setdefault(run.fingerprint, run)
+        # Of several the one that still has the name under which it ran.
+        if run.result is not None and run.result["id"] == run.id != kept.id:
+            originals[run.fingerprint] = run
+    for run in runs:
+        kept = originals[run.fingerprint]
+        if run is not kept:
+            names = [str(one.folder.path.relative_to(root)) for one in (run, kept)]
+            left_out.append(SkippedRecord(names[0], f"a copy of {names[1]}"))
+    return [run for run in runs if originals[run.fingerprint] is run]
 
 
 def _open_or_name(folder: Path, root: Path, left_out: list[SkippedRecord]) -> Run | None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from paceline.errors import RecordsError
 from paceline.records import PHASES
 from paceline.report import units
 from paceline.report.cells import RunGroup, describe_workers, differing, value_text
 from paceline.report.chance import accuracy_increase
-from paceline.report.collection import SkippedRecord, collect
+from paceline.report.collection import RunCollection, SkippedRecord, collect
 from paceline.report.phases import run_breakdown
 from paceline.report.run import Run
 from paceline.report.section.outline import known
@@ -76,6 +77,7 @@ def read_compared(paths: Sequence[str]) -> Compared:
     cells: list[RunGroup] = []
     left_out: list[SkippedRecord] = []
     collections = [collect(path) for path in paths]
+    _check_distinct(paths, collections)
     for collection in collections:
         left_out += collection.left_out
         if collection.kind == "run":
@@ -91,6 +93,19 @@ def read_compared(paths: Sequence[str]) -> Compared:
         if seen[cell.label] > 1:
             cells[index] = RunGroup(f"{cell.label} ({seen[cell.label]})", cell.runs)
     return Compared(cells, left_out, pair_up(collections))
+
+
+def _check_distinct(paths: Sequence[str], collections: Sequence[RunCollection]) -> None:
+    """Refuse to compare runs with themselves."""
+    runs = [{run.fingerprint for run in collection.runs} for collection in collections]
+    for second, later in enumerate(runs):
+        for first, earlier in enumerate(runs[:second]):
+            # Studies may share a few runs, of which the others are worth comparing.
+            if later and earlier and (later <= earlier or earlier <= later):
+                what = "run was" if len(later) == len(earlier) == 1 else "runs were"
+                raise RecordsError(
+                    f"the same {what} given twice: {paths[first]} and {paths[second]}"
+                )
 
 
 def setting_rows(cells: Sequence[RunGroup]) -> list[Row]:

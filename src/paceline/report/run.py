@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,6 +42,13 @@ class Run:
         if self.result is None:
             return "no result.json: still running, or killed"
         return str(self.result["cause"] or "")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for a run and copies of its folder: no two runs have every measured time equal."""
+        if self.result is None:
+            return str(self.folder.path)
+        return hashlib.sha256(json.dumps(self.result, sort_keys=True).encode()).hexdigest()
 
     @property
     def workers(self) -> list[dict[str, Any]]:
