@@ -56,7 +56,7 @@ def run(
             return happen()
 
     monkeypatch.setattr(remote, "NodeSupervisor", Seen)
-    monkeypatch.setattr(remote, "deliver", lambda *_: None)
+    monkeypatch.setattr(remote, "upload", lambda *_: None)
     return remote.run_on(LocalFleet(), config, resumed, True, SignalMonitor())
 
 

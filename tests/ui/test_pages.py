@@ -8,6 +8,7 @@ import hashlib
 import http.client
 import json
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -186,7 +187,18 @@ def test_listening_everywhere_is_refused(
     from paceline.cli import main
 
     assert main(["ui", str(tmp_path), "--host", host, "--port", "0"]) == 2
-    assert "that browsers will use" in capsys.readouterr().err
+    told = f"--host {host}: give one address or name of this machine"
+    assert told in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from paceline.cli import main
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["ui", str(tmp_path), "--port", str(port)]) == 2
+    told = f"port {port} of 127.0.0.1 is in use: choose another --port"
+    assert capsys.readouterr().err == f"paceline: error: {told}\n"
 
 
 def test_the_page_can_be_opened_before_there_is_a_run(

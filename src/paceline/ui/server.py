@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import hashlib
 import os
 import re
@@ -266,6 +267,8 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         listening = socket.create_server((host, port))
     except (OSError, OverflowError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            raise UsageError(f"port {port} of {host} is in use: choose another --port") from None
         reason = error.strerror if isinstance(error, OSError) else "no such port"
         raise UsageError(
             f"cannot listen on {host} port {port} ({reason}): choose another --port or --host"
@@ -274,7 +277,7 @@ def _listen(host: str, port: int) -> socket.socket:
     if listening.getsockname()[0] == ALL_INTERFACES:
         listening.close()
         raise UsageError(
-            f"--host {host}: listening on all interfaces would accept any host name: set the host"
-            " name or address that browsers will use"
+            f"--host {host}: give one address or name of this machine: the page does not listen"
+            " on all addresses"
         )
     return listening
