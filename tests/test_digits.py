@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from paceline.data import digits
 from paceline.data.dataset import LoadRequest, Split
 from paceline.data.digit_images import FONTS, WIDTH
 from paceline.data.digits import DIGITS, PLAIN_DIGITS, SyntheticDigits
-from paceline.data.storage import Chunk
+from paceline.data.storage import Chunk, mapped_split
 from paceline.errors import DataError
 
 EACH_SET = pytest.mark.parametrize("drawing", [DIGITS, PLAIN_DIGITS], ids=lambda each: each.name)
@@ -31,6 +32,22 @@ def generate(split: str, samples: int, seed: int = 0, drawing: SyntheticDigits =
 def assert_same(one: Split, other: Split) -> None:
     assert torch.equal(one.inputs, other.inputs)
     assert torch.equal(one.labels, other.labels)
+
+
+@pytest.mark.parametrize(
+    ("samples", "free_bytes", "told"),
+    [
+        (10**12, 78_300_000_000, "has 78.3 GB free and the set needs 1,025.0 TB: use fewer"),
+        (10**6, 300_000_000, "has 300.0 MB free and the set needs 1.0 GB: use fewer"),
+    ],
+)
+def test_a_set_that_the_disk_cannot_hold_is_refused_in_readable_units(
+    samples: int, free_bytes: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=free_bytes)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(DataError, match=told):
+        mapped_split(tmp_path / "kept", [], lambda: iter(()), samples, (1, 32, 32))
 
 
 @pytest.fixture

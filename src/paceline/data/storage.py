@@ -29,6 +29,7 @@ Chunk = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 
 _MAGIC = b"paceline decoded images 1\n"
 _PAGE_BYTES = 4096
+_UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12}
 _LOCK_TIMEOUT_SECONDS = 900.0
 _LOCK_POLL_SECONDS = 0.2
 
@@ -104,9 +105,14 @@ def _check_free_space(folder: Path, needed_bytes: int) -> None:
     free_bytes = shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:
         raise DataError(
-            f"{folder} has {free_bytes / 1e9:.1f} GB free but the dataset needs"
-            f" {needed_bytes / 1e9:.1f} GB: use fewer --train-samples or another --data-dir"
+            f"{folder} has {_size_text(free_bytes)} free but the dataset needs"
+            f" {_size_text(needed_bytes)}: use fewer --train-samples or another --data-dir"
         )
+
+
+def _size_text(size_bytes: float) -> str:
+    unit = next((name for name, size in _UNITS.items() if size_bytes < 1000 * size), "TB")
+    return f"{size_bytes / _UNITS[unit]:,.1f} {unit}"
 
 
 def _write(cache: Path, page: bytes, chunks: Iterator[Chunk]) -> None:
