@@ -37,7 +37,7 @@ def test_a_study_from_file_to_report(
     monkeypatch.chdir(tmp_path)
     path = str(write_study(tmp_path, STUDY))
     assert re.search(
-        r"2 cells to run in studies/mine; estimated time: \d+:\d\d, by a step of each model here",
+        r"2 cells to run in studies/mine\nestimated time: at least \d+:\d\d of computation, .*\n$",
         shown(capsys, "run", path, "--dry-run"),
     )
     assert not (tmp_path / "studies").exists()
@@ -53,7 +53,7 @@ def test_a_study_from_file_to_report(
     curves = EventMultiplexer().AddRunsFromDirectory(str(folder.cells)).Runs()
     assert list(curves) == ["way-alone.r1/tensorboard"]
     dry = shown(capsys, "run", path, "--dry-run")
-    assert "1 cell to run in studies/mine; estimated time: 0:" in dry
+    assert "1 cell to run in studies/mine\nestimated time: 0:" in dry
 
 
 @pytest.mark.parametrize(

@@ -187,9 +187,11 @@ def _print_dry_run(console: Console, plan: Plan, folder: StudyFolder, only: str 
     if len(guessed) == len(to_run):
         total = duration.format_duration(sum(guessed))
         if forecast and to_run:
-            total += ", by a step of each model here; communicating comes on top"
+            total = f"at least {total} of computation, communication not included"
     cells = f"{len(to_run)} cell{'s' * (len(to_run) != 1)}"
-    console.print(f"\n{cells} to run in {folder.path}; estimated time: {total}", soft_wrap=True)
+    # A path is not broken: it is there to be copied.
+    console.print(f"\n{cells} to run in {folder.path}", soft_wrap=True)
+    console.print(f"estimated time: {total}")
 
 
 def _print_cells(console: Console, folder: StudyFolder, study: Study) -> None:
