@@ -377,6 +377,15 @@ def test_python_is_told_what_the_command_line_is_told(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("command", COMMANDS)
+def test_lists_that_the_help_names_exist(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for named in re.findall("`paceline (list[^`]*)`", text):
+        assert main(named.split()) == 0
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])

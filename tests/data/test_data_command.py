@@ -200,6 +200,8 @@ def test_unknown_names_and_datasets_without_files_are_rejected(tmp_path: Path, a
         run(action, "digits", "--data-dir", str(tmp_path))
     with pytest.raises(UnknownNameError, match="cifar10"):
         run(action, "cifar01", "--data-dir", str(tmp_path))
+    with pytest.raises(UnknownNameError, match=r"'nope': choose from mnist, .*, svhn_extra$"):
+        run(action, "nope", "--data-dir", str(tmp_path))
 
 
 def test_failed_download_raises_data_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,14 +92,14 @@ def test_without_the_first_node_the_records_of_the_others_are_fetched(
         folder.write_result(result_of(config, folder, "stopped", "stopped by SIGINT"))
     asked: list[int] = []
 
-    def fetch(_: Any, node: int, *__: Any, **___: Any) -> bool:
+    def download(_: Any, node: int, *__: Any, **___: Any) -> bool:
         asked.append(node)
         if not folder.path.exists():
             RunFolder.create(config)
         folder.events_file(node).write_text("")
         return True
 
-    monkeypatch.setattr(remote, "fetch", fetch)
+    monkeypatch.setattr(remote, "download", download)
     ends = [NodeExit(0, -9, has_begun=True, ended=60.0)]
     ends += [NodeExit(node, 1, "lost contact", has_begun=True, ended=75.0) for node in (1, 2)]
     outcome = run(monkeypatch, config, folder if is_resumed else None, lambda: ends, lost=set())

@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     selection.add_argument(
         "--algorithms",
         metavar="A,B",
-        help="all_reduce algorithms (default: all; see `paceline list`)",
+        help="all_reduce algorithms (default: all of `paceline list algorithms`)",
     )
     selection.add_argument(
         "--communicators",

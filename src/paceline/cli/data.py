@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from paceline.data import DATASETS
 from paceline.data.manifest import OFFICIAL_SETS, DatasetManifest, data_folder
-from paceline.errors import DataError
+from paceline.errors import DataError, UnknownNameError, shown, suggest
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -181,10 +181,11 @@ def _verify_readable(official: DatasetManifest, folder: Path) -> int:
 
 
 def _official(name: str) -> DatasetManifest:
-    DATASETS.check(name)
-    if name not in OFFICIAL_SETS:
+    if name in OFFICIAL_SETS:
+        return OFFICIAL_SETS[name]
+    if name in DATASETS:
         raise DataError(f"{name} has no files; those with files are {', '.join(OFFICIAL_SETS)}")
-    return OFFICIAL_SETS[name]
+    raise UnknownNameError(f"unknown dataset {shown(name)}: {suggest(name, OFFICIAL_SETS)}")
 
 
 def _say(text: str) -> None:
