@@ -104,6 +104,15 @@ def problems(folder: Path, text: str) -> list[str]:
             " got 9223372036854775807",
         ),
         (
+            "base:\n  iterations: " + "9" * 20 + "\n",
+            "mine.yaml:2: base.iterations: must be at least 1 and at most 1000000000000,"
+            " got " + "9" * 20,
+        ),
+        (
+            "base: {seed: 1}\nrepeats: " + "9" * 20 + "\n",
+            "mine.yaml:2: repeats: must be a number of 1 to 1000, got " + "9" * 20,
+        ),
+        (
             "base:\n  seed: " + "9" * 5000 + "\n",
             "mine.yaml:2: base.seed: must be a number of at most 19 digits,"
             " got '" + "9" * 40 + "'... (5,000 characters)",

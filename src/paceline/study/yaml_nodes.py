@@ -154,7 +154,8 @@ class _Reader:
                 text = f"is no {kind}: {shown(str(node.value))} (quote what is text)"
                 self._tell(node, path, text)
             return None
-        if isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
+        # Of shorter ones a setting's own limits say more.
+        if isinstance(value, int) and abs(value) >= 10 ** (2 * MOST_DIGITS):
             self._tell_too_long(node, path)
             return None
         # A date, which no setting is, stays as it is written.
