@@ -143,7 +143,8 @@ def test_settings_are_checked_against_the_workers_that_srun_started(
     for name, value in SRUN.items():
         monkeypatch.setenv(name, value)
     assert cli.main(["train", "--shares", "2,1"]) == 2
-    assert "--shares: must be auto or 6 numbers above 0, one for each worker" in capsys.readouterr().err
+    problem = "--shares: must be auto or 6 numbers above 0, one for each worker"
+    assert problem in capsys.readouterr().err
 
 
 def test_a_node_of_an_emulated_cluster_has_no_gpu_of_its_own(
