@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _complain(str(error))
         return error.exit_code
     except ModuleNotFoundError as error:
-        package = DEPENDENCIES.get(error.name or "")
+        package = DEPENDENCIES.get((error.name or "").partition(".")[0])
         if package is None:
             raise
         install = shlex.join([sys.executable, "-m", "pip", "install", package])
