@@ -21,7 +21,7 @@ from paceline.data.sampling import GlobalBatchSampler
 from paceline.launch import launcher
 from paceline.models.build import build_model
 from paceline.records import PHASES, Result, RunFolder, read_lines
-from paceline.training import trainer
+from paceline.training import run_logger, trainer
 from paceline.training.rank_report import weights_sha256
 
 SMALL: dict[str, Any] = {
@@ -248,6 +248,26 @@ def test_a_diverged_run_says_so_and_keeps_its_records(tmp_path: Path) -> None:
     assert "loss became" in result["cause"]
     assert folder.read_result() == result
     assert list(read_lines(folder.events_file(0)))[-1]["status"] == "diverged"
+
+
+def test_the_iteration_at_which_a_run_diverges_counts_wherever_it_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block is written after every iteration, so the loss is found there and not at the end."""
+    monkeypatch.setattr(run_logger, "BLOCK_SECONDS", 0.0)
+    folder, result = train(tmp_path, epochs=20, lr=1e8)
+    (worker,) = result["workers"]
+    timed = [
+        seconds
+        for event in read_lines(folder.events_file(0))
+        if event["event"] == "iterations"
+        for seconds in event["seconds"]
+    ]
+    assert result["status"] == "diverged"
+    assert result["iterations"] == len(timed) == worker["after_first"]["iterations"] + 1
+    assert worker["iteration_seconds"]["mean"] == pytest.approx(
+        sum(timed[1:]) / (len(timed) - 1), rel=1e-3
+    )
 
 
 def test_a_model_that_raises_fails_the_run_with_its_own_message(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.records import Result, RunFolder
+from paceline.report.run import open_run
 from paceline.report.summary import print_summary
 from report.records import FakeRun, write_asynchronous, write_run
 
@@ -87,6 +88,21 @@ def test_the_step_time_of_an_asynchronous_run_is_the_reports(
     print_summary(folder, result)
     told = " ".join(capsys.readouterr().out.split())
     assert "one per 10.00 ms (mean, all workers together); a worker's own took 15.00 ms" in told
+
+
+@pytest.mark.parametrize("status", ["diverged", "failed", "stopped"])
+def test_a_synchronous_run_that_timed_more_iterations_than_it_counts_is_not_asynchronous(
+    status: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(write_run(tmp_path, FakeRun("run", iterations=4, status=status)))
+    result = folder.read_result()
+    assert result is not None
+    result["iterations"] = 3
+    folder.write_result(result)
+    print_summary(folder, result)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "iterations 3; one took 20.00 ms (median), 20.00 ms (mean)," in told
+    assert open_run(folder.path).iteration_seconds == pytest.approx(0.02)
 
 
 def test_overlapped_communication_that_was_not_measured_is_said_to_be(

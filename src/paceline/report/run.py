@@ -115,10 +115,13 @@ class Run:
         """Whether each iteration of the run was one of every worker."""
         if any("staleness" in worker for worker in self.workers):
             return False
+        if not self.is_finished:
+            # Workers of a run that failed may have ended an iteration that it does not count.
+            return True
         if self._recorded_timing is not None:
             return all(rank.count <= self.iterations for rank in self._recorded_timing.ranks)
         ranks = self.timing.ranks if self.timing else []
-        return self.result is None or all(rank.end <= self.iterations for rank in ranks)
+        return all(rank.end <= self.iterations for rank in ranks)
 
     @cached_property
     def iteration_seconds(self) -> float | None:

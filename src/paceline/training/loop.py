@@ -126,11 +126,12 @@ class TrainingLoop:
             self._part_number = turn.part
             loss, samples = self._iterate(turn.iteration)
             end = clock.end_step("other")
-            self._journal.iteration(progress.steps, loss, samples, self._rate, end)
             self._iteration_before = progress.iteration
             progress.iteration = turn.iteration + 1
             progress.steps += 1
             progress.samples += samples
+            # Last, because it raises when the loss is not finite: this iteration counts even then.
+            self._journal.iteration(progress.steps - 1, loss, samples, self._rate, end)
             if progress.iteration < self._total:
                 self._between_iterations(end - begin, samples)
                 self._steady.first_done(self.strategy.settle_accounts)
