@@ -368,6 +368,29 @@ def test_a_finished_run_keeps_its_result_when_nothing_is_left_to_do(
     assert RunFolder.open(tmp_path / "whole").read_result() == before
 
 
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (
+            {"iterations": "5"},
+            "the run has done 8 iterations: --iterations must be more than that",
+        ),
+        (
+            {"epochs": "1"},
+            "the run has done 8 iterations (1.6 epochs): --epochs must be more than that",
+        ),
+    ],
+)
+def test_a_budget_below_what_a_run_has_done_is_refused(
+    change: dict[str, str], line: str, tmp_path: Path
+) -> None:
+    before = uninterrupted(tmp_path, checkpoint_every=8)
+    with pytest.raises(CheckpointError) as refusal:
+        launcher.resume(str(tmp_path / "whole"), change, quiet=True)
+    assert str(refusal.value) == line
+    assert RunFolder.open(tmp_path / "whole").read_result() == before
+
+
 def test_a_finished_run_has_nothing_to_resume(tmp_path: Path) -> None:
     uninterrupted(tmp_path, checkpoint_every=8)
     with pytest.raises(RecordsError, match="finished"):
@@ -464,6 +487,58 @@ def test_a_batch_size_edited_by_hand_is_named_when_a_run_is_resumed(
     edit_config(folder, batch_size=10)
     (warning,) = result_of(launcher.resume(str(folder.path), {}, quiet=True))["warnings"]
     assert warning.startswith("--batch-size is 10, but the checkpoint was written with 8:")
+
+
+def snapshot(folder: RunFolder) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "before"),
+    [
+        ("model", "mlp", "softmax"),
+        ("data", "plain_digits", "digits"),
+        ("optimizer", "adam", "sgd"),
+        ("precision", "fp16", "fp32"),
+        ("strategy", "local_sgd", "single"),
+    ],
+)
+def test_an_edited_setting_that_the_checkpoint_cannot_be_loaded_with_changes_nothing(
+    name: str, value: str, before: str, tmp_path: Path
+) -> None:
+    uninterrupted(tmp_path, checkpoint_every=8, model="softmax", augment=[])
+    folder = RunFolder.open(tmp_path / "whole")
+    edit_config(folder, **{name: value})
+    files = snapshot(folder)
+    with pytest.raises(ConfigError) as refusal:
+        launcher.resume(str(folder.path), {"iterations": "12"}, quiet=True)
+    assert refusal.value.problems == (
+        f"--{name} is {value!r} in config.json, but the checkpoint was written with {before!r}:"
+        " restore it",
+    )
+    assert snapshot(folder) == files
+
+
+def test_an_own_model_that_was_changed_since_the_checkpoint_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "edited_model.py").write_text(
+        "from torch import nn\n"
+        "WIDTH = 4\n"
+        "def net():\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(3072, WIDTH), nn.Linear(WIDTH, 10))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    uninterrupted(tmp_path, checkpoint_every=8, model="edited_model:net")
+    monkeypatch.setattr("edited_model.WIDTH", 5)
+    folder = RunFolder.open(tmp_path / "whole")
+    files = snapshot(folder)
+    with pytest.raises(CheckpointError) as refusal:
+        launcher.resume(str(folder.path), {"iterations": "12"}, quiet=True)
+    assert str(refusal.value).startswith(
+        "the checkpoint does not fit model 'edited_model:net': size mismatch for "
+    )
+    assert snapshot(folder) == files
 
 
 def test_an_older_checkpoint_without_settings_still_resumes(

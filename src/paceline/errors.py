@@ -175,6 +175,11 @@ def error_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
+def whole_error_line(error: BaseException) -> str:
+    """All that somebody else's exception says, its lines joined."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
 def suggest(name: str, known: Iterable[str], most: int = 1) -> str:
     """A hint for a misspelt name, as the end of a message: what is near it, else all there is."""
     names = list(known)

@@ -5,6 +5,7 @@ Also where others than before go on.
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import signal
 from pathlib import Path
@@ -26,6 +27,7 @@ from launch.commands import (
     workers_of,
 )
 from paceline.config import from_mapping
+from paceline.errors import ConfigError
 from paceline.launch import launcher
 from paceline.records import Result, RunFolder, read_iteration_seconds
 from paceline.report.run import open_run
@@ -132,3 +134,25 @@ def test_workers_killed_before_their_first_checkpoint_are_started_again(tmp_path
     assert result["status"] == "finished"
     assert result["weights_sha256"] == whole["weights_sha256"]
     assert iterations(folder.checkpoints) == [12, 6]
+
+
+def records(folder: RunFolder) -> dict[Path, bytes]:
+    """Without the samples of resources, which are taken while workers start, too."""
+    files = (path for path in folder.path.rglob("*") if path.is_file())
+    return {path: path.read_bytes() for path in files if not path.name.startswith("resources-")}
+
+
+def test_workers_refuse_a_model_that_the_checkpoint_does_not_fit_and_change_nothing(
+    tmp_path: Path,
+) -> None:
+    launch(tmp_path, nproc_per_node=2, checkpoint_every=12, model="softmax")
+    folder = RunFolder.open(tmp_path / "run")
+    folder.change_config(dataclasses.replace(folder.read_config(), model="mlp"))
+    before = records(folder)
+    with pytest.raises(ConfigError) as refusal:
+        launcher.resume(str(folder.path), {"iterations": "24"}, quiet=True)
+    assert refusal.value.problems == (
+        "--model is 'mlp' in config.json, but the checkpoint was written with 'softmax':"
+        " restore it",
+    )
+    assert records(folder) == before

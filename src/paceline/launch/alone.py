@@ -14,6 +14,7 @@ from paceline.measure.sampler import ResourceSampler
 from paceline.records import RunFolder
 from paceline.training.checkpoint import CheckpointStore
 from paceline.training.display import open_display
+from paceline.training.run_state import check_fits
 from paceline.training.trainer import Prepared, RankContext, check_work_is_left, prepare, run_worker
 
 
@@ -43,6 +44,7 @@ def _train(
     store = CheckpointStore(folder.checkpoints, config.checkpoint_keep, config.checkpoint_mode)
     checkpoint = store.newest() if resumed else None
     if checkpoint:
+        check_fits(checkpoint.state, config, prepared.model)
         check_work_is_left(config, prepared, checkpoint, folder.is_finished)
     if resumed:
         folder.change_config(config)

@@ -49,6 +49,7 @@ from paceline.training.checkpoint import Checkpoint, CheckpointStore
 from paceline.training.device import choose_device
 from paceline.training.display import open_display
 from paceline.training.rank_report import RankReport, explain
+from paceline.training.run_state import check_fits
 from paceline.training.trainer import Prepared, RankContext, check_work_is_left, prepare, run_worker
 
 
@@ -285,12 +286,14 @@ def prepare_worker(
         communicator, lambda: _open_store(config, folder) if is_first else None
     )
     checkpoint = broadcast_checkpoint(store, communicator) if resumed else None
-    # Workers of an elastic run may be lost after the last iteration, and the result with them.
-    if checkpoint and not config.elastic:
+    if checkpoint:
         found = checkpoint
 
         def check() -> None:
-            if is_first:
+            # On every worker, so that all of them begin with the same weights.
+            check_fits(found.state, config, prepared.model)
+            # Workers of an elastic run may be lost after the last iteration, and the result too.
+            if is_first and not config.elastic:
                 check_work_is_left(config, prepared, found, folder.is_finished)
 
         run_collectively(communicator, check)

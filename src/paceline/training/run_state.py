@@ -7,11 +7,12 @@ import io
 from typing import Any
 
 import torch
+from torch import nn
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.objects import gather_bytes, gather_json
 from paceline.config import RunConfig, fields, flag_of, option_of
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, ConfigError, error_line, whole_error_line
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import Strategy
 from paceline.training.loop import Progress
@@ -62,8 +63,46 @@ def restore(
         _restore_own_state(state.get("owns", []), replica)
         return _own_part(state["workers"], communicator)
     except (KeyError, ValueError, RuntimeError, TypeError) as error:
-        cause = str(error).splitlines()[0]
-        raise CheckpointError(f"the checkpoint does not fit this model: {cause}") from error
+        cause = whole_error_line(error)
+        raise CheckpointError(f"the checkpoint does not fit this run: {cause}") from error
+
+
+def check_fits(state: dict[str, Any], config: RunConfig, model: nn.Module) -> None:
+    """Refuse a checkpoint that this run cannot be restored from, before any record changes.
+
+    Loads the weights into `model`. Settings that leave the checkpoint usable are not refused here:
+    `changed_settings` warns about them.
+    """
+    saved, settings = state.get("settings", {}), kept_settings(config)
+    changed = [name for name, value in settings.items() if saved.get(name, value) != value]
+    # A loaded optimizer keeps the settings of its groups, so another kind cannot take them over.
+    unusable = {"optimizer", "strategy"}
+    if config.precision == "fp16" and not state.get("scaler"):
+        unusable.add("precision")
+    misfit = _load_weights(state.get("model", {}), model)
+    if misfit:
+        unusable |= {"model", "data"}
+    problems = [
+        f"{flag_of(name)} is {settings[name]!r} in config.json, but the checkpoint was written with"
+        f" {saved[name]!r}: restore it"
+        for name in changed
+        if name in unusable
+    ]
+    if problems:
+        raise ConfigError(problems)
+    if misfit:
+        raise CheckpointError(f"the checkpoint does not fit model {config.model!r}: {misfit}")
+
+
+def _load_weights(weights: dict[str, Any], model: nn.Module) -> str | None:
+    """Why they cannot be loaded; None if they were."""
+    try:
+        model.load_state_dict(weights)
+    except (KeyError, ValueError, RuntimeError, TypeError) as error:
+        # torch's first line only says that there are errors.
+        first, *details = str(error).splitlines() or [error_line(error)]
+        return (details or [first])[0].strip()
+    return None
 
 
 def kept_settings(config: RunConfig) -> dict[str, Any]:

@@ -116,9 +116,16 @@ def check_work_is_left(
     """
     order = GlobalBatchSampler(len(prepared.dataset.train), config.global_batch_size, config.seed)
     total = config.iterations_in_total(order.batches_per_epoch)
-    if checkpoint.iteration > total or (checkpoint.iteration == total and is_finished):
+    if checkpoint.iteration > total:
+        budget = "--epochs" if config.iterations is None else "--iterations"
+        epochs = checkpoint.iteration / order.batches_per_epoch
+        done = f"{checkpoint.iteration:,} iterations"
+        if config.iterations is None:
+            done += f" ({epochs:.4g} epochs)"
+        raise CheckpointError(f"the run has done {done}: {budget} must be more than that")
+    if checkpoint.iteration == total and is_finished:
         raise CheckpointError(
-            f"the run has done all of its {total} iterations:"
+            f"the run has done all of its {total:,} iterations:"
             " give more --epochs or --iterations to go on"
         )
 
