@@ -483,6 +483,33 @@ def test_invalid_custom_model_is_a_one_line_error(
     assert "\n" not in message
 
 
+def test_an_error_in_a_users_model_is_told_whole_and_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\n"
+        "def check(width):\n"
+        "    if width < 8:\n"
+        "        raise ValueError('first\\nsecond line')\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        check(4)\n"
+        "class InTorch(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.layer = nn.Conv2d(3, 4, 3, groups=2)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserCodeError) as failure:
+        build_model("mine:Net", (6,), 8, seed=0)
+    assert str(failure.value) == (
+        "cannot build model 'mine:Net': ValueError: first second line (mine.py:4)"
+    )
+    with pytest.raises(UserCodeError, match=r" \(mine\.py:12\)$"):
+        build_model("mine:InTorch", (6,), 8, seed=0)
+
+
 def test_import_error_of_a_custom_module_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

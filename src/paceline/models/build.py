@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import inspect
 import random
+import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 
-from paceline.errors import ConfigError, PacelineError, UserCodeError, error_line
+from paceline.errors import ConfigError, PacelineError, UserCodeError, whole_error_line
 from paceline.models import MODELS
 
 
@@ -52,13 +55,22 @@ def _build_custom_model(
     except PacelineError:
         raise
     except Exception as error:
-        cause = error_line(error)
+        cause = f"{whole_error_line(error)}{_place(error, factory)}"
         raise UserCodeError(f"cannot build model {name!r}: {cause}") from error
     if not isinstance(model, nn.Module):
         raise UserCodeError(
             f"model {name!r} returned {type(model).__name__}, expected a torch.nn.Module"
         )
     return model
+
+
+def _place(error: Exception, factory: Callable[..., object]) -> str:
+    """The last line of the factory's own file that the error passed; empty where it passed none."""
+    module = sys.modules.get(getattr(factory, "__module__", ""))
+    file = getattr(module, "__file__", None)
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if file and frame.filename == file]
+    return f" ({Path(file).name}:{lines[-1]})" if file and lines else ""
 
 
 def _arguments_for(
