@@ -126,6 +126,29 @@ def test_the_machine_whose_resources_are_shown_is_named_where_there_are_several(
     assert ("peak; the first of 3 machines" in told) == (count == 3)
 
 
+@pytest.mark.parametrize(
+    ("percent", "text"), [(172.0, "CPU 1.72 of 2 cores mean,"), (None, "CPU - mean,")]
+)
+def test_cpu_use_is_shown_in_cores(
+    percent: float | None, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = {"cpu_percent_mean": percent, "rss_bytes_mean": 1e6, "rss_bytes_peak": 2e6}
+    assert f"resources {text}" in account(tmp_path, capsys, nodes=[node])
+
+
+@pytest.mark.parametrize(("machine_percent", "is_told"), [(97.0, True), (15.0, False)])
+def test_cpu_use_of_other_processes_is_a_warning(
+    machine_percent: float, is_told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On two cores, of which the run uses a tenth of one: 5 % of the machine."""
+    node = {"cpu_percent_mean": 10.0, "machine_cpu_percent_mean": machine_percent,
+            "rss_bytes_mean": 1e6, "rss_bytes_peak": 2e6}  # fmt: skip
+    told = account(tmp_path, capsys, nodes=[node])
+    line = "warning other processes used 92% of the CPU; timings are not representative"
+    assert (line in told) == is_told
+    assert ("other processes" in told) == is_told
+
+
 @pytest.mark.parametrize("changes", [{}, {"workers": []}])
 def test_each_warning_has_a_row(
     changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]

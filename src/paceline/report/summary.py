@@ -10,6 +10,7 @@ from rich.table import Table
 from paceline.config import from_record
 from paceline.records import Result, RunFolder
 from paceline.report import units
+from paceline.report.disturbance import WORTH_TELLING, others_share
 from paceline.report.run import Run
 from paceline.terminal import open_console
 
@@ -31,6 +32,7 @@ def print_summary(folder: RunFolder, result: Result) -> None:
     if result["workers"]:
         run = Run(folder, from_record(result["config"]), result)
         rows = summary_rows(result, None if run.is_synchronous else run.iteration_seconds)
+        rows += _contention(run)
     for name, text in [*rows, *_mishaps(result)]:
         facts.add_row(name, text)
     facts.add_row("records", str(folder.path))
@@ -88,7 +90,7 @@ def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, 
     if len(result["workers"]) > 1:
         rows.append(("traffic", _traffic(result)))
     rows += [
-        ("resources", _resources(result["nodes"])),
+        ("resources", _resources(result["nodes"], result["hardware"])),
         ("measuring", f"{units.share(result['measurement_overhead']['fraction'])} of the time"),
     ]
     if checkpoints.get("count"):
@@ -130,14 +132,30 @@ def _iteration_times(result: Result, step_seconds: float | None) -> str:
     )
 
 
-def _resources(nodes: Sequence[Mapping[str, Any]]) -> str:
+def _resources(nodes: Sequence[Mapping[str, Any]], hardware: Mapping[str, Any]) -> str:
     node = nodes[0]
     whose = f"; the first of {len(nodes)} machines" if len(nodes) > 1 else ""
     return (
-        f"CPU {units.percent(node['cpu_percent_mean'])} mean, memory"
+        f"CPU {_cores(node['cpu_percent_mean'], hardware.get('cores'))} mean, memory"
         f" {units.size(node['rss_bytes_mean'])} mean,"
         f" {units.size(node['rss_bytes_peak'])} peak{whose}"
     )
+
+
+def _cores(cpu_percent: float | None, cores: int | None) -> str:
+    """A sampled percentage is of one core: two busy cores are 200 %."""
+    if cpu_percent is None:
+        return "-"
+    used = f"{cpu_percent / 100:.2f}"
+    return f"{used} of {cores} core{'' if cores == 1 else 's'}" if cores else f"{used} cores"
+
+
+def _contention(run: Run) -> list[tuple[str, str]]:
+    share = others_share(run)
+    if share is None or share < WORTH_TELLING:
+        return []
+    told = f"other processes used {share:.0%} of the CPU; timings are not representative"
+    return [("warning", told)]
 
 
 def _mishaps(result: Result) -> list[tuple[str, str]]:
