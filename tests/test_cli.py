@@ -212,6 +212,19 @@ def test_a_diverged_run_exits_with_1_and_keeps_its_records(
     assert (tmp_path / "run" / "result.json").exists()
 
 
+def test_a_resumed_run_is_shown_under_the_path_that_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = ["--iterations", "2", "--checkpoint-every", "2", "--out", "runs", "--name", "run"]
+    assert main(["train", *SMALL, *flags]) == 0
+    capsys.readouterr()
+    assert main(["train", "--resume", "runs/run", "--iterations", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "paceline: resuming after iteration 2"
+    assert lines[-1].split() == ["records", "runs/run"]
+
+
 def test_a_full_disk_while_checkpointing_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     """From the second checkpoint on, the system refuses files over 20 kB."""
     program = (

@@ -169,7 +169,7 @@ sys.exit("torch" in sys.modules)
 @pytest.mark.parametrize(
     ("victim", "number", "code", "told"),
     [
-        ("worker", signal.SIGKILL, 1, "rank 1 was killed by SIGKILL"),
+        ("worker", signal.SIGKILL, 1, "error: rank 1 was killed by SIGKILL"),
         ("command", signal.SIGINT, 130, "stopped by SIGINT"),
     ],
 )
@@ -185,7 +185,7 @@ def test_a_killed_worker_or_a_stopped_command_leaves_nobody_behind(
         os.kill(launcher if victim == "command" else workers[1].pid, number)
         ended = command.end()
         wait_until(lambda: are_gone(list(workers.values())), "no worker is left")
-    assert (ended.code, ended.err) == (code, f"paceline: error: {told}\n")
+    assert (ended.code, ended.err) == (code, f"paceline: {told}\n")
 
 
 def test_under_torchrun_the_first_worker_writes_the_record(tmp_path: Path) -> None:

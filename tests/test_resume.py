@@ -168,7 +168,7 @@ def test_ctrl_c_stops_cleanly_and_leaves_a_checkpoint(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert errors.startswith("paceline: error: stopped by SIGINT after iteration")
+    assert errors.startswith("paceline: stopped by SIGINT after iteration")
     assert "Traceback" not in errors
     advice = f"paceline: go on with `paceline train --resume {tmp_path / 'stopped'}`\n"
     assert errors.endswith(advice)

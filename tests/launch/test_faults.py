@@ -110,7 +110,7 @@ def test_ctrl_c_at_the_start_leaves_nothing(tmp_path: Path) -> None:
         wait_until(lambda: len(workers_of(command.process.pid)) == 2, "both workers run")
         command.process.send_signal(signal.SIGINT)
         ended = command.end()
-    line = "paceline: error: stopped by SIGINT before training began\n"
+    line = "paceline: stopped by SIGINT before training began\n"
     assert (ended.code, ended.err) == (130, line)
     assert not names_in(tmp_path)
 

@@ -145,7 +145,7 @@ def test_ctrl_c_on_any_node_stops_all_with_a_checkpoint(tmp_path: Path) -> None:
         ended = [first.end(), second.end()]
     result = read_json(outs[0] / "run" / "result.json")
     done = result["iterations"]
-    line = f"paceline: error: stopped by SIGINT after iteration {done}"
+    line = f"paceline: stopped by SIGINT after iteration {done}"
     assert [(each.code, each.err.splitlines()[0]) for each in ended] == [(130, line)] * 2
     assert result["status"] == "stopped"
     assert iterations(outs[0] / "run" / "checkpoints") == [done]

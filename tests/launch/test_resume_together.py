@@ -66,7 +66,7 @@ def test_ctrl_c_lets_the_workers_agree_and_leave_a_checkpoint(
     assert result["status"] == "stopped"
     assert ended.code == 130
     assert ended.err.splitlines() == [
-        f"paceline: error: stopped by SIGINT after iteration {done}",
+        f"paceline: stopped by SIGINT after iteration {done}",
         f"paceline: go on with `paceline train --resume {tmp_path / 'run'}`",
     ]
     assert [worker["samples"] for worker in result["workers"]] == [6 * done] * 2

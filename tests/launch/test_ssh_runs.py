@@ -142,7 +142,7 @@ def test_hosts_train_what_one_machine_trains_and_all_records_come_here(
     stopped = read_json(folder / "result.json")
     cause = f"stopped by SIGINT after iteration {stopped['iterations']}"
     assert (ended.code, stopped["status"], stopped["cause"]) == (130, "stopped", cause)
-    assert ended.err.splitlines()[0] == f"paceline: error: {cause}"
+    assert ended.err.splitlines()[0] == f"paceline: {cause}"
     assert 0 < stopped["iterations"] < 12
     assert names_in(folder) == names_in(machines.disks[0] / "run")
     assert {"events-1.jsonl", "resources-1.jsonl", "result.json"} <= names_in(folder)

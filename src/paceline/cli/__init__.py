@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from paceline import __version__
 from paceline.cli.parser import Parser
-from paceline.errors import PacelineError, UsageError, one_line, shown, suggest
+from paceline.errors import PacelineError, StoppedError, UsageError, one_line, shown, suggest
 
 COMMANDS = {
     "demo": "demo",
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except PacelineError as error:
         if not error.already_reported:
-            _complain(str(error))
+            _complain(str(error), is_failure=not isinstance(error, StoppedError))
         return error.exit_code
     except ModuleNotFoundError as error:
         package = DEPENDENCIES.get((error.name or "").partition(".")[0])
@@ -66,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain(f"{package} is not installed: install it with `{install}`")
         return UsageError.exit_code
     except KeyboardInterrupt:
-        _complain("interrupted")
-        return 130
+        _complain("interrupted", is_failure=False)
+        return StoppedError.exit_code
     except BrokenPipeError:
         # The reader of our output has gone (`paceline list | head`): nobody is left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -114,9 +114,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return arguments
 
 
-def _complain(message: str) -> None:
+def _complain(message: str, *, is_failure: bool = True) -> None:
+    """`is_failure`: not where the user has asked for the end."""
+    mark = "paceline: error: " if is_failure else "paceline: "
     for line in message.splitlines() or [""]:
-        sys.stderr.write(f"paceline: error: {one_line(line)}\n")
+        sys.stderr.write(f"{mark}{one_line(line)}\n")
 
 
 class _Notices(logging.Handler):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from pathlib import Path
 
 from paceline.cli.config_flags import add_config_flags, add_control_flags, given_flags
 from paceline.config import from_mapping
 from paceline.errors import StoppedError
 from paceline.launch import environment
 from paceline.measure.startup import importing
+from paceline.records import RunFolder
 
 SUMMARY = "train one model and write down what it took"
 
@@ -38,13 +40,22 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         outcome = launcher.train(config, arguments.quiet)
     if outcome.result is not None:
-        print_summary(outcome.folder, outcome.result)
+        folder = _as_given(outcome.folder, arguments.resume)
+        print_summary(folder, outcome.result)
+        is_stopped = outcome.exit_code == StoppedError.exit_code
         if outcome.exit_code:
-            sys.stderr.write(f"paceline: error: {outcome.result['cause']}\n")
-        if outcome.exit_code == StoppedError.exit_code and iterations(outcome.folder.checkpoints):
-            path = shlex.quote(str(outcome.folder.path))
+            mark = "" if is_stopped else "error: "
+            sys.stderr.write(f"paceline: {mark}{outcome.result['cause']}\n")
+        if is_stopped and iterations(folder.checkpoints):
+            path = shlex.quote(str(folder.path))
             sys.stderr.write(f"paceline: go on with `paceline train --resume {path}`\n")
     return outcome.exit_code
+
+
+def _as_given(folder: RunFolder, path: str | None) -> RunFolder:
+    """The folder under the path that the user gave with --resume, which it was resolved from."""
+    given = Path(path) if path else folder.path
+    return RunFolder(given) if given.resolve() == folder.path.resolve() else folder
 
 
 def _counts() -> dict[str, int]:

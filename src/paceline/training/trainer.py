@@ -221,7 +221,7 @@ class Trainer:
             steps = range(self.progress.steps_before, self.progress.steps)
             self.ledger.restore(account, events, steps, checkpoint.iteration)
             self.journal.recent_losses.extend(account.get("recent_losses", ()))
-            self.journal.display.say(f"resuming after iteration {checkpoint.iteration}")
+            self.journal.display.say(f"paceline: resuming after iteration {checkpoint.iteration}")
         self.journal.events.write(
             "start",
             iteration=self.progress.iteration,
