@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
+from paceline.analysis.run import open_run
 from paceline.config import from_mapping
 from paceline.errors import CheckpointError, ConfigError, RecordsError, RunError
 from paceline.launch import launcher
 from paceline.launch.result import RunOutcome
 from paceline.models import MODELS
 from paceline.records import Result, RunFolder, read_lines
-from paceline.report.run import open_run
 from paceline.training import checkpoint, loop
 from paceline.training.checkpoint import write_checkpoint
 

@@ -107,12 +107,12 @@ def test_a_node_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> 
 def test_ctrl_c_reaches_every_node(capfd: pytest.CaptureFixture[str]) -> None:
     program = """if True:
         import signal, sys, time
-        from paceline.launch.control_channel import end_with_starter, read_given
+        from paceline.launch.control_channel import exit_with_launcher, read_given
         def stop(number, frame):
             sys.exit(sys.stderr.write(f"paceline: error: stopped by {number}\\n") and 130)
         signal.signal(signal.SIGINT, stop)
         print(read_given(), flush=True)
-        end_with_starter()
+        exit_with_launcher()
         time.sleep(90)
     """
 
@@ -138,13 +138,13 @@ def bound_to_starter(silence_seconds: float = 60.0) -> Iterator[subprocess.Popen
     """A program that would run on, with its starter's line at one's disposal."""
     program = f"""if True:
         import signal, time
-        from paceline.launch import starter
+        from paceline.launch import control_channel as starter
         starter.SILENCE_SECONDS = {silence_seconds}
         starter.LAST_ITERATION_SECONDS = starter.CLEARING_SECONDS = 0.1
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         starter.read_given()
-        starter.end_with_starter()
+        starter.exit_with_launcher()
         print("ready", flush=True)
         time.sleep({LIMIT_SECONDS})
     """

@@ -137,15 +137,15 @@ PROGRAM = """
 import atexit, socket, sys, time
 from types import SimpleNamespace
 from paceline import errors
-from paceline.launch.ray import cluster, head
+from paceline.launch.ray import cluster
 
 atexit.register(time.sleep, 100)  # as Ray would hang, which registers its own end
-head.LOOK_SECONDS, head.SILENCE_SECONDS = 0.01, 0.1
+cluster.LOOK_SECONDS, cluster.SILENCE_SECONDS = 0.01, 0.1
 ray = SimpleNamespace(shutdown=lambda: time.sleep(100))
 server = socket.create_server(("127.0.0.1", 0))
 address = f"127.0.0.1:{server.getsockname()[1]}"
 try:
-    with cluster._left(ray, head.Head(address)) as connection:
+    with cluster._left(ray, cluster.HeadMonitor(address)) as connection:
         server.close()
         exec(sys.argv[1])
 except errors.PacelineError:

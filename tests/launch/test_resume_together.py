@@ -26,12 +26,12 @@ from launch.commands import (
     warm_commands,
     workers_of,
 )
+from paceline.analysis.run import open_run
+from paceline.analysis.world_sizes import WorldSize
 from paceline.config import from_mapping
 from paceline.errors import ConfigError
 from paceline.launch import launcher
 from paceline.records import Result, RunFolder, read_iteration_seconds
-from paceline.report.run import open_run
-from paceline.report.worlds import WorldSize
 from paceline.training.checkpoint import iterations, newest_checkpoint
 from warm import PrewarmedStarter
 

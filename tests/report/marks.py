@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from paceline.report.cells import RunGroup
+from paceline.analysis.run_group import RunGroup
 from paceline.report.document import Figure, Section, Tabs
-from paceline.report.section.outline import outline
 from paceline.report.sections import build_sections
+from paceline.report.sections.outline import outline
 
 SVG = "{http://www.w3.org/2000/svg}"
 

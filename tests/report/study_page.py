@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from paceline import formatting
+from paceline.analysis.collection import collect
 from paceline.config import RunConfig
-from paceline.report import units
 from paceline.report.build import to_document
-from paceline.report.collection import collect
 from paceline.report.document import (
     Block,
     ChapterPage,
@@ -123,7 +123,7 @@ def in_seconds(text: str) -> float:
 
 
 def wall(result: dict[str, Any]) -> str:
-    return units.seconds(result["wall_seconds"])
+    return formatting.seconds(result["wall_seconds"])
 
 
 def mean_iteration(result: dict[str, Any]) -> float:

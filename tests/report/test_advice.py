@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.report.collection import collect
+from paceline.analysis.collection import collect
 from paceline.report.verdict import make_verdict
 from report.records import FakeRun, write_repeats, write_run
 

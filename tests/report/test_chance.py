@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from paceline.analysis.accuracy import AccuracyDifference, compare_accuracy
+from paceline.analysis.collection import collect
+from paceline.analysis.run import open_run
+from paceline.analysis.run_group import RunGroup
 from paceline.report.build import to_document
-from paceline.report.cells import RunGroup
-from paceline.report.chance import AccuracyDifference, compare_accuracy
-from paceline.report.collection import collect
 from paceline.report.comparison import read_compared, significance
 from paceline.report.document import Table, Text
-from paceline.report.run import open_run
 from report.records import FakeRun, write_repeats, write_run
 
 

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from paceline.report.chart.line import LineChart, Series, draw_lines
-from paceline.report.chart.svg import PALETTE, chart_style
-from paceline.report.shape import is_number
+from paceline.analysis.validation import is_number
+from paceline.report.charts.lines import LineChart, Series, draw_lines
+from paceline.report.charts.svg import PALETTE, chart_style
 
 
 def dashes(svg: str) -> list[str | None]:

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from paceline.analysis.collection import MOST_LEFT_OUT, collect
 from paceline.cli import main
 from paceline.report.build import to_document, write_report
-from paceline.report.collection import MOST_LEFT_OUT, collect
 from paceline.report.html import to_html
 from report.records import FakeRun, write_run
 from time_limits import time_limit

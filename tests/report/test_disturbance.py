@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.report.collection import collect
-from paceline.report.disturbance import others_share
-from paceline.report.run import open_run
+from paceline.analysis.collection import collect
+from paceline.analysis.contention import others_share
+from paceline.analysis.run import open_run
 from paceline.report.verdict import make_verdict
 from report.records import FakeRun, write_run
 

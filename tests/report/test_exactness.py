@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from paceline.analysis.collection import collect
+from paceline.analysis.ranking import deviation
 from paceline.cli import main
 from paceline.config import from_mapping
-from paceline.report.collection import collect
 from paceline.report.document import BulletList, Text
-from paceline.report.exactness import deviation
 from paceline.report.verdict import make_verdict
 from report.marks import section
 from report.records import FakeRun, write_run

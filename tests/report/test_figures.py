@@ -11,27 +11,27 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline.analysis.collection import collect
+from paceline.analysis.curves import MAX_POINTS, downsample
+from paceline.analysis.events import IN_ITERATION
+from paceline.analysis.phases import of_worker
+from paceline.analysis.run import open_run
+from paceline.analysis.run_group import RunGroup
 from paceline.records import PHASES
-from paceline.report.buckets import MAX_POINTS, downsample
-from paceline.report.cells import RunGroup
-from paceline.report.chart.timeline import MOST_SPANS, Span, merged
-from paceline.report.collection import collect
+from paceline.report.charts.timeline import MOST_SPANS, Span, merged
 from paceline.report.document import BulletList, Table
-from paceline.report.iterations import IN_ITERATION
-from paceline.report.phases import of_worker
-from paceline.report.run import open_run
-from paceline.report.section.bandwidth import exchange_rate, read_comm
-from paceline.report.section.batch_size import answer as batch_answer
-from paceline.report.section.batch_size import batch_rows
-from paceline.report.section.checkpoint import checkpoint_costs
-from paceline.report.section.evaluations import read_evaluations
-from paceline.report.section.outline import outline
-from paceline.report.section.ranks import rank_times
-from paceline.report.section.resources import node_use
-from paceline.report.section.timeline import read_step
-from paceline.report.section.traffic import run_traffic
-from paceline.report.section.winners import contests
 from paceline.report.sections import build_sections
+from paceline.report.sections.bandwidth import exchange_rate, read_comm
+from paceline.report.sections.batch_size import answer as batch_answer
+from paceline.report.sections.batch_size import batch_rows
+from paceline.report.sections.checkpoint import checkpoint_costs
+from paceline.report.sections.evaluations import read_evaluations
+from paceline.report.sections.outline import outline
+from paceline.report.sections.ranks import rank_times
+from paceline.report.sections.resources import node_use
+from paceline.report.sections.timeline import read_step
+from paceline.report.sections.traffic import run_traffic
+from paceline.report.sections.winners import contests
 from report.marks import SVG, figure, numbers, result_of, section, series
 from report.records import FakeRun, write_repeats, write_run, write_trace
 

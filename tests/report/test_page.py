@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from paceline.analysis.phases import explain
+from paceline.analysis.run import open_run
 from paceline.cli import main
 from paceline.cli.config_flags import add_config_flags, given_flags
 from paceline.config import from_mapping
 from paceline.report.build import write_report
-from paceline.report.phases import explain
-from paceline.report.run import open_run
-from paceline.report.section.configuration import command, where_to_type
+from paceline.report.sections.configuration import command, where_to_type
 from report.records import FakeRun, write_repeats, write_run
 
 VOID = ("meta", "input", "br", "link")

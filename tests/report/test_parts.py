@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline.analysis.collection import collect
 from paceline.cli import main
 from paceline.report.build import TOGETHER, to_document, write_report
-from paceline.report.collection import collect
 from paceline.report.sections import SECTIONS
 from paceline.report.verdict import make_verdict
 from paceline.study.folder import Cell, CellFailure, Part, Study, StudyFolder

@@ -9,19 +9,18 @@ from typing import Any
 
 import pytest
 
+from paceline.analysis.collection import collect
+from paceline.analysis.events import IN_ITERATION
+from paceline.analysis.phases import by_rank, exchange_seconds_in_epoch, hidden_of_run
+from paceline.analysis.run import Run, open_run
+from paceline.analysis.world_sizes import WorldSize, worlds_of
 from paceline.report.build import to_document
-from paceline.report.collection import collect
 from paceline.report.comparison import result_rows
 from paceline.report.document import BulletList
-from paceline.report.epochs import exchange_seconds_in_epoch
-from paceline.report.iterations import IN_ITERATION
 from paceline.report.markdown import to_markdown
-from paceline.report.phases import by_rank, hidden_of_run
-from paceline.report.run import Run, open_run
-from paceline.report.section.bandwidth import exchange_rate
-from paceline.report.section.ranks import workers
-from paceline.report.section.traffic import run_traffic
-from paceline.report.worlds import WorldSize, worlds_of
+from paceline.report.sections.bandwidth import exchange_rate
+from paceline.report.sections.ranks import workers
+from paceline.report.sections.traffic import run_traffic
 from report.records import FakeRun, write_run
 
 GRADIENT_BYTES = 1000

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from paceline.report.collection import collect
-from paceline.report.section.accuracy import answer, convergence_epoch, learned
+from paceline.analysis.collection import collect
+from paceline.report.sections.accuracy import answer, convergence_epoch, learned
 from report.records import FakeRun, write_run
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.report.cells import RunGroup
-from paceline.report.pace import RankedGroup, Ranking
-from paceline.report.run import Run, open_run
-from paceline.report.statistics import (
+from paceline.analysis.ranking import RankedGroup, Ranking
+from paceline.analysis.run import Run, open_run
+from paceline.analysis.run_group import RunGroup
+from paceline.analysis.statistics import (
     ALPHA,
     Difference,
     Sample,

@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 
+from paceline import formatting
+from paceline.analysis.collection import collect
+from paceline.analysis.phases import explain
 from paceline.config import RunConfig
 from paceline.data.sampling import GlobalBatchSampler
-from paceline.report import units
 from paceline.report.build import to_document
-from paceline.report.collection import collect
 from paceline.report.document import (
     BulletList,
     Figure,
     Table,
 )
 from paceline.report.markdown import to_markdown
-from paceline.report.phases import explain
 from paceline.study.folder import Cell
 from report.marks import numbers
 from report.records import FakeRun, write_trace
@@ -149,7 +149,7 @@ def test_street_numbers_tells_what_the_records_hold(tmp_path: Path) -> None:
     assert [row["batch"] for row in rows] == ["32", "64", "256"]
     for row, result in zip(rows, page.results("batch-size").values(), strict=True):
         assert row["time"] == wall(result)
-        assert row["peak memory"] == units.size(result["nodes"][0]["rss_bytes_peak"])
+        assert row["peak memory"] == formatting.size(result["nodes"][0]["rss_bytes_peak"])
 
     for row, (label, result) in zip(
         page.table("nodes", "wall time"), page.results("nodes").items(), strict=True
@@ -173,7 +173,7 @@ def test_street_race_tells_what_the_records_hold(tmp_path: Path) -> None:
     page = page_of("street-race", tmp_path, plant)
     results = page.results("street-race")
     for row in page.table("street-race", "time to target"):
-        assert row["time to target"] == units.seconds(results[row[""]]["seconds_to_target"])
+        assert row["time to target"] == formatting.seconds(results[row[""]]["seconds_to_target"])
     assert "elastic averaging" in page.document.headline
     assert page.document.context in to_markdown(page.document).replace("\\", "")
     assert page.document.context.startswith("The winners by hand")
@@ -184,7 +184,7 @@ def test_street_race_tells_what_the_records_hold(tmp_path: Path) -> None:
     assert (row["epoch"], row["rank"]) == ("2.00", "0")
     assert float(row["validation loss"]) == entry["test_loss"]
     assert float(row["validation accuracy"]) == entry["test_accuracy"]
-    assert row["wall time"] == units.seconds(2.0 + entry["seconds"])
+    assert row["wall time"] == formatting.seconds(2.0 + entry["seconds"])
 
 
 def plant_four_ways(run: FakeRun, cell: Cell, config: RunConfig) -> None:
@@ -199,16 +199,16 @@ def test_four_ways_tells_what_the_records_hold(tmp_path: Path) -> None:
     results = page.results("ways")
     for row in page.table("ways", "rank 0"):
         first, *others = (one["iteration_seconds"]["mean"] for one in results[row[""]]["workers"])
-        assert row["rank 0"] == units.seconds(first)
+        assert row["rank 0"] == formatting.seconds(first)
         if others:
-            assert row["other ranks"].split(" (")[0] == units.seconds(statistics.fmean(others))
+            assert row["other ranks"].split(" (")[0] == formatting.seconds(statistics.fmean(others))
     for row in page.table("ways", "overlapped communication"):
         shares = {key: statistics.fmean(one["phases"][key] for one in results[row[""]]["workers"])
                   for key in BUSY}  # fmt: skip
         whole = sum(shares.values())
         compute = shares["input"] + shares["forward"] + shares["backward"] + shares["update"]
-        assert row["compute"] == units.share(compute / whole)
-        assert row["communication"] == units.share(shares["exchange"] / whole)
+        assert row["compute"] == formatting.share(compute / whole)
+        assert row["communication"] == formatting.share(shares["exchange"] / whole)
     marks = page.marks("ways", "Time per iteration against iteration", "series")
     assert len(marks) == len(results)
     for mark, result in zip(marks, results.values(), strict=True):
@@ -300,7 +300,7 @@ def test_parameter_server_tells_what_the_records_hold(tmp_path: Path) -> None:
         for row, result in zip(rows, page.results(part).values(), strict=True):
             assert row["time"] == wall(result)
             assert float(row["test accuracy"]) == result["final"]["test_accuracy"]
-            assert row["CPU, mean"] == units.percent(result["nodes"][0]["cpu_percent_mean"])
+            assert row["CPU, mean"] == formatting.percent(result["nodes"][0]["cpu_percent_mean"])
     (mark,) = page.marks("regression", "Test loss against epoch", "series")
     history = page.results("regression").popitem()[1]["history"]
     assert numbers(mark, "data-x") == [one["epoch"] for one in history]
@@ -324,8 +324,8 @@ def test_gpu_scaling_tells_what_the_records_hold(tmp_path: Path) -> None:
         page.table("batch", "first epoch"), page.results("batch").values(), strict=True
     ):
         # 50 iterations make an epoch, and the first ends with the first evaluation.
-        assert row["time per epoch"] == units.seconds(50 * mean_iteration(result))
-        assert row["first epoch"] == units.seconds(result["history"][0]["seconds"])
+        assert row["time per epoch"] == formatting.seconds(50 * mean_iteration(result))
+        assert row["first epoch"] == formatting.seconds(result["history"][0]["seconds"])
 
     # Two workers of batch 2 make the batch of one worker with 4, which is beside the point here.
     assert "batch 4 a worker" in page.answers("weak")[0]
@@ -333,17 +333,17 @@ def test_gpu_scaling_tells_what_the_records_hold(tmp_path: Path) -> None:
     _, row = page.table("strong", "speedup")
     rate = [one["samples"] / 100 / mean_iteration(one), two["samples"] / 100 / mean_iteration(two)]
     assert row["speedup"] == f"{rate[1] / rate[0]:.2f}"
-    assert row["efficiency"] == units.share(rate[1] / rate[0] / 2)
+    assert row["efficiency"] == formatting.share(rate[1] / rate[0] / 2)
     later = [worker["after_first"]["phases"]["exchange"] for worker in two["workers"]]
-    assert row["communication per epoch"] == units.seconds(statistics.fmean(later) / 99 * 50)
+    assert row["communication per epoch"] == formatting.seconds(statistics.fmean(later) / 99 * 50)
 
     # Four workers that send 1.5 MB each summed 1 MB.
     four = page.table("link", "bus, of the link")[-1]
     seconds = page.results("link")[four[""]]["workers"][0]["phases"]["exchange"] / 100
-    assert four["algorithm bandwidth"] == units.rate(1e6 / seconds)
-    assert four["bus bandwidth"] == units.rate(1e6 / seconds * 2 * 3 / 4)
-    assert four["reference bandwidth"] == units.rate(1e6 / seconds * 2)
-    assert four["bus, of the link"] == units.share(1e6 / seconds * 1.5 / 1e8)
+    assert four["algorithm bandwidth"] == formatting.rate(1e6 / seconds)
+    assert four["bus bandwidth"] == formatting.rate(1e6 / seconds * 2 * 3 / 4)
+    assert four["reference bandwidth"] == formatting.rate(1e6 / seconds * 2)
+    assert four["bus, of the link"] == formatting.share(1e6 / seconds * 1.5 / 1e8)
 
     assert page.answers("large-batch")[0].startswith(
         "small batch is most accurate: test accuracy 0.90"
@@ -361,8 +361,8 @@ def test_gpu_scaling_tells_what_the_records_hold(tmp_path: Path) -> None:
     weak = page.results("weak")
     for row in page.table("weak", "messages"):
         count = [one["traffic"][row["kind"]] for one in weak[row[""]]["workers"]]
-        assert row["messages"] == units.count(sum(one["messages"] for one in count))
-        assert row["total bytes"] == units.size(sum(one["bytes_sent"] for one in count))
+        assert row["messages"] == formatting.count(sum(one["messages"] for one in count))
+        assert row["total bytes"] == formatting.size(sum(one["bytes_sent"] for one in count))
 
     balance = {row[""]: row for row in page.table("balance", "compute balance")}
     assert balance["one slow"]["compute balance"] == "75.0%"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from paceline.analysis.run import open_run
 from paceline.records import Result, RunFolder
-from paceline.report.run import open_run
 from paceline.report.summary import print_summary
 from report.records import FakeRun, write_asynchronous, write_run
 

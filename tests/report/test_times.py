@@ -12,19 +12,20 @@ from typing import Any
 
 import pytest
 
-from paceline.report import units
-from paceline.report.build import to_document
-from paceline.report.collection import collect
-from paceline.report.document import Table
-from paceline.report.epochs import (
+from paceline import formatting
+from paceline.analysis.collection import collect
+from paceline.analysis.events import IN_ITERATION, read_iterations
+from paceline.analysis.phases import (
     epoch_seconds,
     exchange_seconds_in_epoch,
+    explain,
     first_epoch_seconds,
+    iteration_breakdown,
 )
-from paceline.report.iterations import IN_ITERATION, read_iterations
-from paceline.report.phases import explain, iteration_breakdown
-from paceline.report.run import open_run
-from paceline.report.section.phases import first_note
+from paceline.analysis.run import open_run
+from paceline.report.build import to_document
+from paceline.report.document import Table
+from paceline.report.sections.phases import first_note
 from report.marks import result_of
 from report.records import FakeRun, write_asynchronous, write_run
 from report.study_page import flat
@@ -198,7 +199,7 @@ def test_the_same_work_is_meant_in_all_of_a_table_of_differences(tmp_path: Path)
     rows = {row[0]: row[1] for row in table.rows}
     (near,) = [rows[label] for label in rows if "0.011" in label]
     # 1 ms for 32 samples.
-    assert near == units.seconds(1 / 32)
+    assert near == formatting.seconds(1 / 32)
 
 
 def test_no_cell_lies_above_the_picture_of_the_times(tmp_path: Path) -> None:

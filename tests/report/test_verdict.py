@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.report.cells import NOT_RUN, RunGroup
-from paceline.report.collection import collect
-from paceline.report.phases import explain
-from paceline.report.run import open_run
+from paceline.analysis.collection import collect
+from paceline.analysis.phases import explain
+from paceline.analysis.run import open_run
+from paceline.analysis.run_group import NOT_RUN, RunGroup
 from paceline.report.verdict import Verdict, make_verdict
 from report.records import FakeRun, write_repeats, write_run
 

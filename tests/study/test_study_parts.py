@@ -17,10 +17,10 @@ import psutil
 import pytest
 from rich.console import Console
 
+from paceline.analysis.run import open_run
 from paceline.cli.config_flags import add_config_flags, given_flags
 from paceline.config import from_mapping
 from paceline.errors import RecordsError, UsageError
-from paceline.report.run import open_run
 from paceline.study import catalogue, duration
 from paceline.study import folder as lock
 from paceline.study.cells import load

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from paceline.analysis.collection import collect
 from paceline.config import from_mapping
 from paceline.errors import RecordsError
 from paceline.records import EventWriter, RunFolder
-from paceline.report.collection import collect
 from paceline.study.folder import Cell, Part, Study, StudyFolder
 from paceline.ui.live import MAX_POINTS, Follower, downsample
 from paceline.ui.run_index import SILENT_SECONDS, RunIndex

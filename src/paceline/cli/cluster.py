@@ -234,7 +234,7 @@ def _row(item: Measured) -> tuple[str, ...]:
 
 def _amount(value: float, unit: str) -> str:
     from paceline.emulation.state import amount
-    from paceline.report.units import seconds
+    from paceline.formatting import seconds
 
     return seconds(value) if unit == "s" else amount(value, unit)
 

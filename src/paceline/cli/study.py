@@ -195,8 +195,8 @@ def _print_dry_run(console: Console, plan: Plan, folder: StudyFolder, only: str 
 
 
 def _print_cells(console: Console, folder: StudyFolder, study: Study) -> None:
-    from paceline.report import units
-    from paceline.report.run import open_run
+    from paceline import formatting
+    from paceline.analysis.run import open_run
     from paceline.study.folder import rows
 
     figures = ("accuracy (mean)", "per iteration (mean)")
@@ -209,8 +209,8 @@ def _print_cells(console: Console, folder: StudyFolder, study: Study) -> None:
         table.add_row(
             row.label,
             row.status,
-            units.spread(row.accuracies, units.number),
-            units.spread(row.iteration_seconds, units.seconds),
+            formatting.spread(row.accuracies, formatting.number),
+            formatting.spread(row.iteration_seconds, formatting.seconds),
         )
     console.print()
     console.print(table)

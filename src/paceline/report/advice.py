@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from paceline.report import units
+from paceline import formatting
+from paceline.analysis.contention import CpuContention
+from paceline.analysis.phases import PhaseBreakdown, iteration_breakdown, run_breakdown
+from paceline.analysis.ranking import RankedGroup, Ranking
+from paceline.analysis.run_group import RunGroup
+from paceline.analysis.statistics import MOST_PLANNED, Difference, repeats_needed
+from paceline.analysis.straggler import Straggler
+from paceline.analysis.validation import is_number
 from paceline.report.bound import MOST, Bottleneck
-from paceline.report.cells import RunGroup
-from paceline.report.disturbance import CpuContention
-from paceline.report.pace import RankedGroup, Ranking
-from paceline.report.phases import PhaseBreakdown, iteration_breakdown, run_breakdown
-from paceline.report.section.bandwidth import ALL_REDUCE_STRATEGIES
-from paceline.report.shape import is_number
-from paceline.report.statistics import MOST_PLANNED, Difference, repeats_needed
-from paceline.report.straggler import Straggler
+from paceline.report.sections.bandwidth import ALL_REDUCE_STRATEGIES
 
 MOST_STEPS = 5
 MOST_REPEATS = 100
@@ -57,7 +57,7 @@ def _of_busy_machine(busy: Sequence[CpuContention]) -> Iterator[str]:
     if busy:
         yield (
             f"Rerun on a quiet machine: other processes used up to"
-            f" {units.share(busy[0].share)} of the CPU, which can explain differences,"
+            f" {formatting.share(busy[0].share)} of the CPU, which can explain differences,"
             " stragglers and bottlenecks."
         )
 
@@ -89,13 +89,13 @@ def _of_tie(first: RankedGroup, tie: RankedGroup, gap: Difference) -> str:
         more = max(count, 1 + max(len(first.values), len(tie.values)))
         return (
             f"Run {more} repeats of {pair}: enough to detect a difference of"
-            f" {units.share(size)} with a probability of 80%."
+            f" {formatting.share(size)} with a probability of 80%."
         )
     largest = max(abs(gap.low), abs(gap.high))
     if largest <= WORTH_DETECTING:
         return (
             f"Treat {pair} as equally fast; more repeats are unlikely to separate them: they differ"
-            f" by at most {units.share(largest)} ({gap.interval_name})."
+            f" by at most {formatting.share(largest)} ({gap.interval_name})."
         )
     worth = f"{WORTH_DETECTING:.0%}"
     coarse = needed(WORTH_DETECTING)
@@ -108,7 +108,7 @@ def _of_tie(first: RankedGroup, tie: RankedGroup, gap: Difference) -> str:
     more = max(coarse, 1 + max(len(first.values), len(tie.values)))
     return (
         f"Run {more} repeats of {pair} to detect a difference of {worth}; the measured"
-        f" {units.share(size)} would take {_many(count)}."
+        f" {formatting.share(size)} would take {_many(count)}."
     )
 
 
@@ -122,7 +122,7 @@ def _of_stragglers(stragglers: Sequence[Straggler]) -> Iterator[str]:
         yield (
             f"Try --shares auto with {one.label}: worker {one.rank} needs"
             f" {one.computing_seconds / one.others_seconds:.1f} times as long for its share, and"
-            f" the others wait {units.share(one.wait_share)} of their time."
+            f" the others wait {formatting.share(one.wait_share)} of their time."
         )
 
 
@@ -132,7 +132,7 @@ def _of_communication(
     split = iteration_breakdown(fastest)
     if split is None or bound.shares["communication"] < 0.25:
         return
-    exposed = units.share(bound.shares["communication"])
+    exposed = formatting.share(bound.shares["communication"])
     tried = {cell.config.strategy for cell in cells}
     if not tried & {"overlap", "ddp"}:
         yield (
@@ -165,13 +165,13 @@ def _can_gain_by_codec(cell: RunGroup, bound: Bottleneck) -> bool:
 
 
 def _hideable(split: PhaseBreakdown) -> str:
-    return units.share(min(1.0, split.seconds["backward"] / split.seconds["exchange"]))
+    return formatting.share(min(1.0, split.seconds["backward"] / split.seconds["exchange"]))
 
 
 def _of_computing(fastest: RunGroup, cells: Sequence[RunGroup], bound: Bottleneck) -> Iterator[str]:
     if bound.kind != "compute-bound":
         return
-    more, compute = 2 * fastest.workers, units.share(bound.shares["compute"])
+    more, compute = 2 * fastest.workers, formatting.share(bound.shares["compute"])
     if more <= max(cell.workers for cell in cells):
         return
     if fastest.workers == 1:
@@ -205,7 +205,7 @@ def _of_input(fastest: RunGroup, cells: Sequence[RunGroup], bound: Bottleneck) -
     if split is not None and split.share("input") > 0.2:
         yield (
             f"Make the input cheaper (less --augment, more --threads): it takes"
-            f" {units.share(split.share('input'))} of an iteration of {fastest.label}."
+            f" {formatting.share(split.share('input'))} of an iteration of {fastest.label}."
         )
 
 
@@ -232,7 +232,7 @@ def _beside_training(fastest: RunGroup) -> Iterator[str]:
 
 
 def _of_wall(whole: PhaseBreakdown, phase: str) -> str:
-    return f"{units.share(whole.share(phase))} of the wall time"
+    return f"{formatting.share(whole.share(phase))} of the wall time"
 
 
 def _of_failures(cells: Sequence[RunGroup]) -> Iterator[str]:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.report import units
-from paceline.report.cells import RunGroup
-from paceline.report.phases import COMPUTE_PHASES, iteration_breakdown
-from paceline.report.run import Run
-from paceline.report.section.bandwidth import Measured, link_bytes_per_second, measured_limit
-from paceline.report.shape import is_number
+from paceline import formatting
+from paceline.analysis.phases import COMPUTE_PHASES, iteration_breakdown
+from paceline.analysis.run import Run
+from paceline.analysis.run_group import RunGroup
+from paceline.analysis.validation import is_number
+from paceline.report.sections.bandwidth import Measured, link_bytes_per_second, measured_limit
 
 MOST = 0.5
 """A share of an iteration from which on something is what limits it."""
@@ -59,7 +59,7 @@ class Bottleneck:
 
     def reason(self) -> str:
         parts = [
-            f"{units.share(value)} {NAMES[name]}"
+            f"{formatting.share(value)} {NAMES[name]}"
             for name, value in self.shares.items()
             if name != "input" and value >= 0.0005
         ]
@@ -68,9 +68,9 @@ class Bottleneck:
             return text
         wire = self.wire
         return (
-            f"{text}; {units.size(wire.bytes)} take {units.seconds(wire.seconds)} of the"
-            f" {units.seconds(self.exchange_seconds)} at the measured"
-            f" {units.rate(wire.bytes_per_second)}, so the likely cause is {self.cause}"
+            f"{text}; {formatting.size(wire.bytes)} take {formatting.seconds(wire.seconds)} of the"
+            f" {formatting.seconds(self.exchange_seconds)} at the measured"
+            f" {formatting.rate(wire.bytes_per_second)}, so the likely cause is {self.cause}"
         )
 
 

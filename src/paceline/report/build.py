@@ -6,15 +6,15 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from paceline.analysis.collection import Chapter, RunCollection, collect
+from paceline.analysis.run_group import RunGroup
 from paceline.errors import RecordsError
-from paceline.report.cells import RunGroup
-from paceline.report.chart.svg import standalone
-from paceline.report.collection import Chapter, RunCollection, collect
+from paceline.report.charts.svg import standalone
 from paceline.report.document import BulletList, ChapterPage, Document, Section, Text, slug
 from paceline.report.html import FIGURES, to_html
 from paceline.report.markdown import to_markdown
-from paceline.report.section.outline import outline
 from paceline.report.sections import SECTIONS, VERDICT, build_sections, unknown, wanted
+from paceline.report.sections.outline import outline
 from paceline.report.verdict import Verdict, make_verdict
 
 TOGETHER = "all-parts"

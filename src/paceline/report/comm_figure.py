@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.commbench.render import rate_text, seconds_text
-from paceline.report.chart import svg
-from paceline.report.chart.frame import LEGEND_ROW, WIDTH, clip, colour, tone
-from paceline.report.chart.line import (
+from paceline.report.charts import svg
+from paceline.report.charts.axes import LEGEND_ROW, WIDTH, clip, colour, tone
+from paceline.report.charts.lines import (
     HEIGHT_WITHOUT_LEGEND,
     LEFT,
     RIGHT,

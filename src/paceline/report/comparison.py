@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from paceline import formatting
+from paceline.analysis.accuracy import accuracy_increase
+from paceline.analysis.collection import RunCollection, SkippedRecord, collect
+from paceline.analysis.phases import run_breakdown
+from paceline.analysis.run import Run
+from paceline.analysis.run_group import RunGroup, describe_workers, differing, value_text
+from paceline.analysis.statistics import Difference, correct, relative_increase
+from paceline.analysis.world_sizes import described
 from paceline.errors import RecordsError
 from paceline.records import PHASES
-from paceline.report import units
-from paceline.report.cells import RunGroup, describe_workers, differing, value_text
-from paceline.report.chance import accuracy_increase
-from paceline.report.collection import RunCollection, SkippedRecord, collect
-from paceline.report.phases import run_breakdown
-from paceline.report.run import Run
-from paceline.report.section.outline import known
-from paceline.report.section.traffic import run_traffic
-from paceline.report.statistics import Difference, correct, relative_increase
+from paceline.report.sections.outline import known
+from paceline.report.sections.traffic import run_traffic
 from paceline.report.study_comparison import StudyPair, pair_up
-from paceline.report.worlds import described
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def result_rows(cells: Sequence[RunGroup]) -> list[Row]:
     for phase in PHASES:
         shares = [split.share(phase) if split else None for split in splits]
         if any(share and share >= 0.0005 for share in shares):
-            rows.append(Row(f"phase {phase}", [units.share(share) for share in shares]))
+            rows.append(Row(f"phase {phase}", [formatting.share(share) for share in shares]))
     return [row for row in rows if any(text != "-" for text in row.cells)]
 
 
@@ -216,7 +216,7 @@ def _ranks(cell: RunGroup, figure: str) -> str:
     """Over workers and runs."""
     timings = [run.timing for run in cell.shown if run.timing is not None]
     values = [getattr(rank, figure) for timing in timings for rank in timing.ranks]
-    return _mean(values, units.seconds)
+    return _mean(values, formatting.seconds)
 
 
 def _sent(cell: RunGroup) -> str:
@@ -226,12 +226,12 @@ def _sent(cell: RunGroup) -> str:
         for run in cell.shown
         if len(run.workers) > 1
     ]
-    return _mean(values, units.size)
+    return _mean(values, formatting.size)
 
 
 def _checkpoints(cell: RunGroup) -> str:
     values = _each(cell, lambda run: run.result["checkpoints"].get("count") if run.result else None)
-    return _mean(values, units.count) if any(values) else "-"
+    return _mean(values, formatting.count) if any(values) else "-"
 
 
 def _worlds(cell: RunGroup) -> str:
@@ -247,25 +247,25 @@ def _weights(cell: RunGroup) -> str:
 
 FIGURES: dict[str, Callable[[RunGroup], str]] = {
     "status": lambda cell: cell.status,
-    "repeats": lambda cell: "-" if len(cell.runs) < 2 else units.count(len(cell.runs)),
-    "test accuracy": lambda cell: _mean(_final("test_accuracy")(cell), units.number),
-    "test loss": lambda cell: _mean(_final("test_loss")(cell), units.number),
-    "training loss": lambda cell: _mean(_final("train_loss")(cell), units.number),
-    "wall time": lambda cell: _mean(_wall(cell), units.seconds),
+    "repeats": lambda cell: "-" if len(cell.runs) < 2 else formatting.count(len(cell.runs)),
+    "test accuracy": lambda cell: _mean(_final("test_accuracy")(cell), formatting.number),
+    "test loss": lambda cell: _mean(_final("test_loss")(cell), formatting.number),
+    "training loss": lambda cell: _mean(_final("train_loss")(cell), formatting.number),
+    "wall time": lambda cell: _mean(_wall(cell), formatting.seconds),
     "time to target": lambda cell: _mean(
-        _each(cell, lambda run: run.seconds_to_target), units.seconds
+        _each(cell, lambda run: run.seconds_to_target), formatting.seconds
     ),
-    "updates done": lambda cell: _mean(_each(cell, lambda run: run.iterations), units.count),
+    "updates done": lambda cell: _mean(_each(cell, lambda run: run.iterations), formatting.count),
     "workers changed": _worlds,
     "iteration, mean": lambda cell: _mean(
-        _each(cell, lambda run: run.iteration_seconds), units.seconds
+        _each(cell, lambda run: run.iteration_seconds), formatting.seconds
     ),
     "iteration, median": lambda cell: _ranks(cell, "median"),
     "iteration, p95": lambda cell: _ranks(cell, "p95"),
     "traffic sent": _sent,
-    "CPU, mean": _nodes("cpu_percent_mean", units.percent),
-    "memory, mean": _nodes("rss_bytes_mean", units.size),
-    "memory, peak": _nodes("rss_bytes_peak", units.size),
+    "CPU, mean": _nodes("cpu_percent_mean", formatting.percent),
+    "memory, mean": _nodes("rss_bytes_mean", formatting.size),
+    "memory, peak": _nodes("rss_bytes_peak", formatting.size),
     "checkpoints": _checkpoints,
     "weights": _weights,
 }

@@ -10,10 +10,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table as TerminalTable
 
+from paceline.analysis.collection import left_out_lines
+from paceline.analysis.run_group import RunGroup
 from paceline.errors import RecordsError
-from paceline.report.cells import RunGroup
-from paceline.report.chart.svg import standalone
-from paceline.report.collection import left_out_lines
+from paceline.report.charts.svg import standalone
 from paceline.report.comparison import Compared, Row, result_rows, setting_rows, significance
 from paceline.report.document import (
     Block,
@@ -28,9 +28,9 @@ from paceline.report.document import (
 from paceline.report.headline import interval_note
 from paceline.report.html import to_html
 from paceline.report.markdown import to_markdown
-from paceline.report.section.outline import outline
-from paceline.report.section.phases import first_note
 from paceline.report.sections import SECTIONS
+from paceline.report.sections.outline import outline
+from paceline.report.sections.phases import first_note
 from paceline.report.study_comparison import (
     FigureTable,
     StudyPair,

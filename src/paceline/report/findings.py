@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.report import units
+from paceline import formatting
+from paceline.analysis.accuracy import compare_accuracy
+from paceline.analysis.contention import CpuContention
+from paceline.analysis.ranking import RankedGroup, deviations
+from paceline.analysis.run_group import NOT_RUN, RunGroup
+from paceline.analysis.straggler import Straggler
+from paceline.analysis.world_sizes import described
 from paceline.report.bound import NAMES, Bottleneck
-from paceline.report.cells import NOT_RUN, RunGroup
-from paceline.report.chance import compare_accuracy
-from paceline.report.disturbance import CpuContention
-from paceline.report.exactness import deviations
-from paceline.report.pace import RankedGroup
-from paceline.report.straggler import Straggler
-from paceline.report.worlds import described
 
 WORSE_BY = 0.01
 """Accuracy that a faster cell may lose before it is said."""
@@ -44,14 +43,14 @@ def _bound_text(found: Sequence[Bottleneck]) -> str:
         return f"{one.label}: {one.reason()}."
     names = listed([bound.label for bound in found], NAMED)
     shares = [bound.shares[one.telling] for bound in found]
-    low, high = units.share(min(shares)), units.share(max(shares))
+    low, high = formatting.share(min(shares)), formatting.share(max(shares))
     span = low if low == high else f"{low} to {high}"
     cause = ""
     if one.cause:
         wires = [bound.wire.seconds for bound in found if bound.wire is not None]
         cause = (
-            f"; the bytes take at most {units.seconds(max(wires))} on the measured link, so the"
-            f" likely cause is {one.cause}"
+            f"; the bytes take at most {formatting.seconds(max(wires))} on the measured link,"
+            f" so the likely cause is {one.cause}"
         )
     return f"{names}: {NAMES[one.telling]} is {span} of each iteration{cause}."
 
@@ -62,10 +61,10 @@ def straggler_points(found: Sequence[Straggler]) -> list[Point]:
             "Straggler",
             f"{one.label}: worker {one.rank} on node {one.node}"
             f"{' (slowed down on purpose)' if one.is_injected else ''} computes for"
-            f" {units.seconds(one.computing_seconds)} per iteration (others:"
-            f" {units.seconds(one.others_seconds)}); the others wait"
-            f" {units.seconds(one.wait_seconds)} for it, {units.share(one.wait_share)} of their"
-            " time.",
+            f" {formatting.seconds(one.computing_seconds)} per iteration (others:"
+            f" {formatting.seconds(one.others_seconds)}); the others wait"
+            f" {formatting.seconds(one.wait_seconds)} for it,"
+            f" {formatting.share(one.wait_share)} of their time.",
         )
         for one in found[:NAMED]
     ]
@@ -74,7 +73,7 @@ def straggler_points(found: Sequence[Straggler]) -> list[Point]:
 def disturbance_points(found: Sequence[CpuContention]) -> list[Point]:
     if not found:
         return []
-    names = [f"{one.label} ({units.share(one.share)})" for one in found]
+    names = [f"{one.label} ({formatting.share(one.share)})" for one in found]
     return [
         Point(
             "CPU contention",

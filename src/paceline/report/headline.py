@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.report import units
-from paceline.report.cells import RunGroup
-from paceline.report.pace import RankedGroup, Ranking
-from paceline.report.phases import Explanation
-from paceline.report.statistics import FEWEST_ITERATIONS, Difference
+from paceline import formatting
+from paceline.analysis.phases import Explanation
+from paceline.analysis.ranking import RankedGroup, Ranking
+from paceline.analysis.run_group import RunGroup
+from paceline.analysis.statistics import FEWEST_ITERATIONS, Difference
 
 
 def headline(pace: Ranking, lead: Difference | None, scope: str = "") -> str:
@@ -17,7 +17,7 @@ def headline(pace: Ranking, lead: Difference | None, scope: str = "") -> str:
     `lead` is how much longer the second takes; None where there is no second.
     """
     first = pace.ranking[0]
-    time = f"{units.seconds(first.mean)} {pace.name}"
+    time = f"{formatting.seconds(first.mean)} {pace.name}"
     label = first.cell.label
     if lead is None:
         return f"Fastest {scope}: {label}, {time}." if scope else alone(pace, first)
@@ -25,13 +25,13 @@ def headline(pace: Ranking, lead: Difference | None, scope: str = "") -> str:
     if lead.is_tie:
         among = f" among {scope} configurations" if scope else ""
         return (
-            f"No clear winner{among}: {label} took {time}, {units.share(lead.share)} less time than"
-            f" {second}, which is within noise ({_span(lead)})."
+            f"No clear winner{among}: {label} took {time}, {formatting.share(lead.share)} less time"
+            f" than {second}, which is within noise ({_span(lead)})."
         )
     if lead.is_significant:
         lead_text = f"{time}, {less(lead)} than {second}"
     else:
-        gap = units.share(lead.share)
+        gap = formatting.share(lead.share)
         lead_text = f"{time}, {gap} less time than {second} ({_single(pace.ranking[:2])})"
     if scope:
         return f"Fastest {scope}: {label}, {lead_text}."
@@ -51,7 +51,7 @@ def beside_exact(pace: Ranking, lead: Difference | None, exact: RankedGroup) -> 
 
 def alone(pace: Ranking, only: RankedGroup) -> str:
     """Of a cell that there is none to compare with."""
-    text = f"{only.cell.label}: {units.seconds(only.mean)} {pace.name}"
+    text = f"{only.cell.label}: {formatting.seconds(only.mean)} {pace.name}"
     accuracy = only.cell.mean_of("test_accuracy")
     if accuracy is not None:
         text += f", test accuracy {accuracy:.4f}"
@@ -59,26 +59,26 @@ def alone(pace: Ranking, only: RankedGroup) -> str:
 
 
 def less(gap: Difference) -> str:
-    return f"{units.share(gap.share)} less time ({_span(gap)})"
+    return f"{formatting.share(gap.share)} less time ({_span(gap)})"
 
 
 def why(reason: Explanation) -> str:
     """A sentence on the phase in which the two differ most."""
     part, phase = reason.by_phase[reason.largest], reason.largest
     text = (
-        f"{reason.slower} takes {units.seconds(reason.seconds)} more {reason.work} than"
+        f"{reason.slower} takes {formatting.seconds(reason.seconds)} more {reason.work} than"
         f" {reason.faster}"
     )
     if part <= 0:
         return f"{text}; the phase breakdown does not explain it."
     most = "mostly in" if part >= reason.seconds / 2 else "most of all in"
     against = [
-        f"{name} {units.seconds(value)}"
+        f"{name} {formatting.seconds(value)}"
         for name, value in sorted(reason.by_phase.items(), key=lambda item: item[1])
         if value < -0.1 * reason.seconds
     ]
     tail = f"; {', '.join(against[:2])}" if against else ""
-    return f"{text}, {most} {phase} (+{units.seconds(part)}){tail}."
+    return f"{text}, {most} {phase} (+{formatting.seconds(part)}){tail}."
 
 
 def why_to_target(first: RunGroup, second: RunGroup) -> str:
@@ -88,9 +88,11 @@ def why_to_target(first: RunGroup, second: RunGroup) -> str:
 
 def _to_target(cell: RunGroup) -> str:
     counts = [count for run in cell.finished if (count := run.iterations_to_target) is not None]
-    text = f"{cell.label} took {units.spread(counts, units.count)} iterations to the target"
+    text = (
+        f"{cell.label} took {formatting.spread(counts, formatting.count)} iterations to the target"
+    )
     if cell.iteration_means:
-        text += f" of {units.spread(cell.iteration_means, units.seconds)} each"
+        text += f" of {formatting.spread(cell.iteration_means, formatting.seconds)} each"
     return text
 
 
@@ -103,7 +105,7 @@ def _single(pair: Sequence[RankedGroup]) -> str:
 
 def _span(gap: Difference) -> str:
     # Nothing takes less than no time, whatever the interval's arithmetic gives.
-    span = f"{units.share(gap.low)} to {units.share(min(gap.high, 1.0))}"
+    span = f"{formatting.share(gap.low)} to {formatting.share(min(gap.high, 1.0))}"
     return f"{gap.interval_name} {span}"
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
+from paceline import formatting
+from paceline.analysis.run_group import RunGroup
+from paceline.analysis.validation import is_number
 from paceline.measure.startup import STARTUP_PARTS
-from paceline.report import units
-from paceline.report.cells import RunGroup
 from paceline.report.document import Block, Table, Text
-from paceline.report.shape import is_number
 
 
 def startup_seconds(cell: RunGroup) -> dict[str, float] | None:
@@ -31,7 +31,7 @@ def startup_table(cells: Sequence[RunGroup]) -> list[Block]:
     if not known:
         return []
     rows = [
-        (cell.label, *(units.seconds(spent[part]) if spent[part] else "-" for part in spent))
+        (cell.label, *(formatting.seconds(spent[part]) if spent[part] else "-" for part in spent))
         for cell, spent in known
     ]
     return [

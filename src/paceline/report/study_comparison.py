@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from paceline.report import units
-from paceline.report.cells import RunGroup, differing, settings_key, value_text
-from paceline.report.chance import accuracy_increase
-from paceline.report.collection import RunCollection
-from paceline.report.disturbance import CpuContention, disturbances, rerun_sentence
+from paceline import formatting
+from paceline.analysis.accuracy import accuracy_increase
+from paceline.analysis.collection import RunCollection
+from paceline.analysis.contention import CpuContention, disturbances, rerun_sentence
+from paceline.analysis.run_group import RunGroup, differing, settings_key, value_text
+from paceline.analysis.statistics import Difference, correct, relative_increase
 from paceline.report.headline import interval_note
-from paceline.report.section.configuration import machine
-from paceline.report.statistics import Difference, correct, relative_increase
+from paceline.report.sections.configuration import machine
 
 SINGLE = "single run"
 """In place of a significance: the spread between runs is unknown."""
@@ -182,16 +182,16 @@ def figure_tables(pair: StudyPair) -> list[FigureTable]:
     ):
         title, step = "Time per 1,000 samples", _per_samples
     tables = [
-        _table(pair, title, step, units.seconds, is_time=True),
-        _table(pair, "Time to target", _to_target, units.seconds, is_time=True),
+        _table(pair, title, step, formatting.seconds, is_time=True),
+        _table(pair, "Time to target", _to_target, formatting.seconds, is_time=True),
         _table(
             pair,
             "Test accuracy",
             lambda cell: cell.finals("test_accuracy"),
-            units.number,
+            formatting.number,
             lambda one: accuracy_increase(one.other, one.first),
         ),
-        _table(pair, "Test loss", lambda cell: cell.finals("test_loss"), units.number),
+        _table(pair, "Test loss", lambda cell: cell.finals("test_loss"), formatting.number),
     ]
     # All rows are read together, so those that are tested are one family of comparisons.
     tested = [row for table in tables for row in table.rows if row.change and not row.is_disturbed]

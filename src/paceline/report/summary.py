@@ -7,11 +7,11 @@ from typing import Any
 
 from rich.table import Table
 
+from paceline import formatting
+from paceline.analysis.contention import WORTH_TELLING, others_share
+from paceline.analysis.run import Run
 from paceline.config import from_record
 from paceline.records import Result, RunFolder
-from paceline.report import units
-from paceline.report.disturbance import WORTH_TELLING, others_share
-from paceline.report.run import Run
 from paceline.terminal import open_console
 
 BAR_WIDTH = 24
@@ -55,9 +55,9 @@ def phase_table(result: Result) -> Table:
         shares = [worker["phases"][phase] / worker["wall_seconds"] for worker in (first, *others)]
         if any(share >= 0.0005 for share in shares):
             bar = "█" * round(BAR_WIDTH * shares[0])
-            table.add_row(phase, f"{spent:.2f}", *map(units.share, shares), bar)
+            table.add_row(phase, f"{spent:.2f}", *map(formatting.share, shares), bar)
     total = sum(first["phases"].values())
-    table.add_row("all", f"{total:.2f}", *[units.share(total / wall)], *([""] * len(others)))
+    table.add_row("all", f"{total:.2f}", *[formatting.share(total / wall)], *([""] * len(others)))
     return table
 
 
@@ -71,16 +71,16 @@ def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, 
         rows.append(
             (
                 "test set",
-                f"accuracy {units.number(final['test_accuracy'])},"
-                f" loss {units.number(final['test_loss'])};"
-                f" training loss {units.number(final['train_loss'])}",
+                f"accuracy {formatting.number(final['test_accuracy'])},"
+                f" loss {formatting.number(final['test_loss'])};"
+                f" training loss {formatting.number(final['train_loss'])}",
             )
         )
     elif final["train_loss"] is not None:
-        rows.append(("training", f"loss {units.number(final['train_loss'])}"))
+        rows.append(("training", f"loss {formatting.number(final['train_loss'])}"))
     if result["seconds_to_target"] is not None:
         target = result["config"]["target_accuracy"]
-        spent = units.seconds(result["seconds_to_target"])
+        spent = formatting.seconds(result["seconds_to_target"])
         rows.append(("target", f"accuracy {target} after {spent}, evaluation not counted"))
     rows.append(
         ("iterations", f"{result['iterations']:,}; {_iteration_times(result, step_seconds)}")
@@ -91,14 +91,17 @@ def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, 
         rows.append(("traffic", _traffic(result)))
     rows += [
         ("resources", _resources(result["nodes"], result["hardware"])),
-        ("measuring", f"{units.share(result['measurement_overhead']['fraction'])} of the time"),
+        (
+            "measuring",
+            f"{formatting.share(result['measurement_overhead']['fraction'])} of the time",
+        ),
     ]
     if checkpoints.get("count"):
-        blocked = units.seconds(checkpoints["blocked_seconds"])
+        blocked = formatting.seconds(checkpoints["blocked_seconds"])
         rows.append(
             (
                 "checkpoints",
-                f"{checkpoints['count']}, {units.size(checkpoints['bytes'])} in all;"
+                f"{checkpoints['count']}, {formatting.size(checkpoints['bytes'])} in all;"
                 f" training waited {blocked}",
             )
         )
@@ -107,7 +110,7 @@ def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, 
 
 def startup_text(startup: Mapping[str, float]) -> str:
     """The parts of a worker's start-up; imports are not in its wall time."""
-    parts = [f"{part} {units.seconds(spent)}" for part, spent in startup.items() if spent]
+    parts = [f"{part} {formatting.seconds(spent)}" for part, spent in startup.items() if spent]
     return f"rank 0 before its first iteration: {', '.join(parts)}"
 
 
@@ -117,13 +120,13 @@ def _iteration_times(result: Result, step_seconds: float | None) -> str:
 
     def told(key: str) -> str:
         known = [timing[key] for timing in timings if timing[key] is not None]
-        return units.seconds(sum(known) / len(known) if known else None)
+        return formatting.seconds(sum(known) / len(known) if known else None)
 
     whose = f", averaged over {len(timings)} workers" if len(timings) > 1 else ""
     if step_seconds is not None:
         return (
-            f"one per {units.seconds(step_seconds)} (mean, all workers together); a worker's own"
-            f" took {told('median')} (median), {told('p95')} (p95),"
+            f"one per {formatting.seconds(step_seconds)} (mean, all workers together);"
+            f" a worker's own took {told('median')} (median), {told('p95')} (p95),"
             f" the first {told('first')}{whose}"
         )
     return (
@@ -137,8 +140,8 @@ def _resources(nodes: Sequence[Mapping[str, Any]], hardware: Mapping[str, Any]) 
     whose = f"; the first of {len(nodes)} machines" if len(nodes) > 1 else ""
     return (
         f"CPU {_cores(node['cpu_percent_mean'], hardware.get('cores'))} mean, memory"
-        f" {units.size(node['rss_bytes_mean'])} mean,"
-        f" {units.size(node['rss_bytes_peak'])} peak{whose}"
+        f" {formatting.size(node['rss_bytes_mean'])} mean,"
+        f" {formatting.size(node['rss_bytes_peak'])} peak{whose}"
     )
 
 
@@ -176,12 +179,12 @@ def _traffic(result: Result) -> str:
     """What the first worker sent, by kind, and how much communication overlapped computing."""
     worker = result["workers"][0]
     sent = ", ".join(
-        f"{kind} {units.size(count['bytes_sent'])}"
+        f"{kind} {formatting.size(count['bytes_sent'])}"
         for kind, count in worker["traffic"].items()
         if count["bytes_sent"]
     )
     hidden = worker.get("hidden_exchange_seconds")
-    tail = f"; {units.seconds(hidden)} overlapped communication" if hidden else ""
+    tail = f"; {formatting.seconds(hidden)} overlapped communication" if hidden else ""
     if hidden is None:
         tail = "; overlapped communication was not measured"
     return f"rank 0 sent {sent or 'nothing'}{tail}"

@@ -10,12 +10,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.report import units
+from paceline import formatting
+from paceline.analysis.contention import disturbances, rerun_sentence
+from paceline.analysis.phases import Explanation, explain
+from paceline.analysis.ranking import TO_TARGET, RankedGroup, Ranking, is_exact, rank_groups
+from paceline.analysis.run_group import RunGroup
+from paceline.analysis.statistics import Difference, against_first
+from paceline.analysis.straggler import Straggler, find_straggler
 from paceline.report.advice import recommend
 from paceline.report.bound import Bottleneck, find_bottleneck
-from paceline.report.cells import RunGroup
-from paceline.report.disturbance import disturbances, rerun_sentence
-from paceline.report.exactness import is_exact
 from paceline.report.findings import (
     MOST_LISTED,
     NAMED,
@@ -34,12 +37,8 @@ from paceline.report.findings import (
     trouble_points,
 )
 from paceline.report.headline import beside_exact, headline, less, why, why_to_target
-from paceline.report.pace import TO_TARGET, RankedGroup, Ranking, rank_groups
-from paceline.report.phases import Explanation, explain
-from paceline.report.section.bandwidth import read_comm
-from paceline.report.section.scaling import superlinear_note
-from paceline.report.statistics import Difference, against_first
-from paceline.report.straggler import Straggler, find_straggler
+from paceline.report.sections.bandwidth import read_comm
+from paceline.report.sections.scaling import superlinear_note
 
 
 @dataclass(slots=True)
@@ -198,7 +197,7 @@ def _compare(
             verdict.points.append(_beyond_noise(pace, against, gap))
     if not any(last is one for one in told):
         times = f", {last.mean / first.mean:.2f} times the fastest" if first.mean else ""
-        text = f"{last.cell.label}: {units.seconds(last.mean)} {pace.name}{times}."
+        text = f"{last.cell.label}: {formatting.seconds(last.mean)} {pace.name}{times}."
         verdict.points.append(Point("Slowest", text))
     verdict.points.append(_confidence(pace, lead))
     is_disturbed = first.cell.label in disturbed or against.cell.label in disturbed
@@ -209,7 +208,7 @@ def _compare(
 def _beyond_noise(pace: Ranking, other: RankedGroup, gap: Difference) -> Point:
     return Point(
         "First clear difference",
-        f"{other.cell.label} takes {units.seconds(other.mean)} {pace.name};"
+        f"{other.cell.label} takes {formatting.seconds(other.mean)} {pace.name};"
         f" {pace.ranking[0].cell.label} takes {less(gap)}.",
     )
 

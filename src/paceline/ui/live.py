@@ -16,9 +16,9 @@ from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 
+from paceline.analysis.validation import is_number
 from paceline.errors import RecordsError
 from paceline.records import RunFolder, open_record
-from paceline.report.shape import is_number
 from paceline.ui.run_index import SILENT_SECONDS, RunIndex, newest_seconds
 
 MAX_POINTS = 600

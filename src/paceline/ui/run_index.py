@@ -16,10 +16,10 @@ from threading import Lock
 from time import time
 from typing import Any
 
+from paceline.analysis.run import Run
+from paceline.analysis.validation import check_result, is_number
 from paceline.errors import PacelineError, RecordsError
 from paceline.records import Result, RunFolder, open_record
-from paceline.report.run import Run
-from paceline.report.shape import check_result, is_number
 from paceline.study.folder import DONE, STUDY_FILE, Cell, StudyFolder
 
 DEPTH = 4

@@ -44,12 +44,12 @@ from starlette.responses import (
 )
 from starlette.routing import Route
 
+from paceline.analysis.collection import collect
+from paceline.analysis.run_group import describe_workers
 from paceline.config import RunConfig
 from paceline.errors import PacelineError, RecordsError, UsageError
 from paceline.records import RunFolder
 from paceline.report.build import to_document
-from paceline.report.cells import describe_workers
-from paceline.report.collection import collect
 from paceline.report.comparison import read_compared
 from paceline.report.comparison_output import to_document as comparison_document
 from paceline.report.document import Document

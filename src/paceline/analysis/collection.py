@@ -1,0 +1,299 @@
+"""Whether the events of a finished run are whole: its curves and times are made of them.
+
+What a report is about: a run, a folder of runs or a study, read from its folder.
+
+What cannot be read is named and left out: one damaged file must not cost the report of the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.analysis.run import Run, open_run
+from paceline.analysis.run_group import NOT_RUN, RunGroup, group
+from paceline.analysis.validation import is_number
+from paceline.errors import MissingRecordError, RecordsError
+from paceline.records import open_record
+from paceline.study.folder import Part, Study, StudyFolder
+
+TAIL_BYTES = 4096
+"""What is read of a file; its last line, which tells how the worker ended, is shorter."""
+
+
+def missing_events(run: Run) -> list[str]:
+    """What the workers of a finished run must have written and is not there, in words.
+
+    Elastic runs are passed over: their workers come and go.
+    """
+    if run.result is None or not run.is_finished or run.config.elastic:
+        return []
+    told = []
+    for worker in run.workers:
+        path = run.folder.events_file(worker["rank"])
+        if not is_number(worker["iteration_seconds"].get("mean")):
+            continue
+        if not path.is_file():
+            told.append(f"events of rank {worker['rank']} are missing")
+        else:
+            end = _end(run, worker["rank"])
+            # Out of step, a worker's iterations are not those of the run.
+            if not _has_end(path) or (run.is_synchronous and end < run.iterations):
+                told.append(
+                    f"events of rank {worker['rank']} end at iteration {end:,}"
+                    f" of {run.iterations:,}"
+                )
+    return told
+
+
+def _has_end(path: Path) -> bool:
+    try:
+        with open_record(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            last = file.read().splitlines()[-1:]
+        event = json.loads(last[0]) if last else None
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(event, dict) and event.get("event") == "end"
+
+
+def _end(run: Run, rank: int) -> int:
+    ranks = run.timing.ranks if run.timing is not None else []
+    return next((one.end for one in ranks if one.rank == rank), 0)
+
+
+DEPTH = 3
+"""Runs are looked for so many folders deep."""
+MOST_LEFT_OUT = 5
+"""Records that are named in the terminal, of those that cannot be read; a page names all."""
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedRecord:
+    name: str
+    why: str
+
+
+def left_out_lines(
+    left_out: Sequence[SkippedRecord], names_all: str = "the end of the page"
+) -> list[str]:
+    """For the terminal: a few of them, how many more there are, and where these are named."""
+    lines = [f"left out    {one.name}: {one.why}" for one in left_out[:MOST_LEFT_OUT]]
+    if len(left_out) > MOST_LEFT_OUT:
+        more = len(left_out) - MOST_LEFT_OUT
+        lines.append(f"left out    and {more:,} more: {names_all} names all")
+    return lines
+
+
+@dataclass(frozen=True, slots=True)
+class Chapter:
+    """Cells that belong together, and what is asked about them."""
+
+    title: str
+    cells: list[RunGroup]
+    about: str = ""
+    context: str = ""
+    sections: tuple[str, ...] = ()
+    """Names, in order; empty: all that there is data for."""
+
+
+@dataclass(slots=True)
+class RunCollection:
+    title: str
+    kind: str
+    """run, runs or study."""
+    path: Path
+    chapters: list[Chapter]
+    about: str = ""
+    left_out: list[SkippedRecord] = field(default_factory=list)
+    sections: tuple[str, ...] = ()
+    """About all cells together, where there are several chapters."""
+    comm: list[Path] = field(default_factory=list)
+    """Measurements of the network that lie beside the runs, as `paceline comm --json` writes."""
+
+    headlines: list[str] = field(default_factory=list)
+    """The verdict of each chapter, once a report was made."""
+
+    @property
+    def answers(self) -> list[str]:
+        """The headlines; of several chapters each with its title."""
+        if len(self.chapters) == 1:
+            return self.headlines
+        leads = [f"{chapter.title}: " for chapter in self.chapters]
+        # A part of one cell may have its name.
+        return [
+            lead + told.removeprefix(lead) for lead, told in zip(leads, self.headlines, strict=True)
+        ]
+
+    @property
+    def cells(self) -> list[RunGroup]:
+        """Each once, also where two chapters show it."""
+        seen: dict[int, RunGroup] = {}
+        for chapter in self.chapters:
+            for cell in chapter.cells:
+                seen.setdefault(id(cell.runs[0]) if cell.runs else id(cell), cell)
+        return list(seen.values())
+
+    @property
+    def runs(self) -> list[Run]:
+        return [run for cell in self.cells for run in cell.runs]
+
+
+def collect(path: Path | str) -> RunCollection:
+    """Whatever records `path` holds; RecordsError where it holds none at all."""
+    collection = _collect(path)
+    for run in collection.runs:
+        texts = [*_config_damage(run), *missing_events(run)]
+        collection.left_out += [SkippedRecord(run.id, text) for text in texts]
+    collection.comm = sorted(collection.path.glob("comm*.json"))
+    return collection
+
+
+def _config_damage(run: Run) -> list[str]:
+    """What is wrong with a config.json whose copy in the result was read instead."""
+    if run.result is None:
+        return []
+    try:
+        run.folder.read_config()
+    except MissingRecordError:
+        # A result is enough, as where only that was kept.
+        return []
+    except RecordsError as error:
+        why = str(error).replace(f"{run.folder.path}{os.sep}", "")
+        return [f"{why}; the settings in result.json are used"]
+    return []
+
+
+def _collect(path: Path | str) -> RunCollection:
+    place = Path(path).resolve()
+    if not place.is_dir():
+        raise RecordsError(f"{path} is no folder: give a run, a folder of runs or a study")
+    if StudyFolder.is_study(place):
+        return _study(StudyFolder(place))
+    if _is_run(place):
+        run = open_run(place)
+        return RunCollection(run.id, "run", place, [Chapter(run.id, group([run]))])
+    left_out: list[SkippedRecord] = []
+    runs = _open_all(_runs_below(place, DEPTH), place, left_out)
+    if not runs and not left_out:
+        raise RecordsError(f"{path} holds no runs: a run's folder has a config.json")
+    if not runs:
+        raise RecordsError(f"{path} holds no run that can be read: {left_out[0].why}")
+    runs = _without_copies(runs, place, left_out)
+    title = "one run" if len(runs) == 1 else f"{len(runs):,} runs"
+    chapter = Chapter(f"{place.name}: {title}", group(runs))
+    return RunCollection(place.name, "runs", place, [chapter], left_out=left_out)
+
+
+def _is_run(place: Path) -> bool:
+    try:
+        return (place / "config.json").is_file() or (place / "result.json").is_file()
+    except OSError:
+        return False
+
+
+def _runs_below(place: Path, depth: int) -> Iterator[Path]:
+    try:
+        with os.scandir(place) as entries:
+            folders = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        # Not ours to read, or gone since it was listed.
+        return
+    for folder in sorted(folders, key=_by_number):
+        if _is_run(folder):
+            yield folder
+        elif depth > 1 and not folder.name.startswith("."):
+            yield from _runs_below(folder, depth - 1)
+
+
+def _by_number(folder: Path) -> list[tuple[int, str]]:
+    """Sorts batch-32 before batch-256."""
+    parts = re.split(r"(\d+)", folder.name)
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in parts]
+
+
+def _open_all(folders: Iterator[Path], root: Path, left_out: list[SkippedRecord]) -> list[Run]:
+    runs = []
+    for folder in folders:
+        run = _open_or_name(folder, root, left_out)
+        if run is not None:
+            runs.append(run)
+    return runs
+
+
+def _without_copies(runs: list[Run], root: Path, left_out: list[SkippedRecord]) -> list[Run]:
+    """Each run once: a copy of its folder is no repeat, and its numbers prove nothing."""
+    originals: dict[str, Run] = {}
+    for run in runs:
+        kept = originals.setdefault(run.fingerprint, run)
+        # Of several the one that still has the name under which it ran.
+        if run.result is not None and run.result["id"] == run.id != kept.id:
+            originals[run.fingerprint] = run
+    for run in runs:
+        kept = originals[run.fingerprint]
+        if run is not kept:
+            names = [str(one.folder.path.relative_to(root)) for one in (run, kept)]
+            left_out.append(SkippedRecord(names[0], f"a copy of {names[1]}"))
+    return [run for run in runs if originals[run.fingerprint] is run]
+
+
+def _open_or_name(folder: Path, root: Path, left_out: list[SkippedRecord]) -> Run | None:
+    try:
+        return open_run(folder)
+    except RecordsError as error:
+        # The path is named once, relative to what the report is about.
+        why = str(error).replace(f"{folder}{os.sep}", "")
+        left_out.append(SkippedRecord(str(folder.relative_to(root)), why))
+        return None
+
+
+def _study(folder: StudyFolder) -> RunCollection:
+    study = folder.read()
+    left_out: list[SkippedRecord] = []
+    opened: dict[str, Run | None] = {}
+    chapters = [_chapter(folder, study, part, opened, left_out) for part in study.parts]
+    return RunCollection(
+        title=study.title or study.name,
+        kind="study",
+        path=folder.path,
+        chapters=chapters,
+        about=study.about,
+        left_out=left_out,
+        sections=study.report,
+    )
+
+
+def _chapter(
+    folder: StudyFolder,
+    study: Study,
+    part: Part,
+    opened: dict[str, Run | None],
+    left_out: list[SkippedRecord],
+) -> Chapter:
+    runs: dict[str, list[Run]] = {}
+    labels: dict[str, str] = {}
+    troubles: dict[str, str] = {}
+    axes: dict[str, dict[str, str]] = {}
+    for cell in study.cells_of(part.name):
+        runs.setdefault(cell.group, [])
+        labels[cell.group], axes[cell.group] = cell.label, cell.axes
+        place = folder.run_folder(cell).path
+        if cell.run not in opened:
+            opened[cell.run] = (
+                _open_or_name(place, folder.path, left_out) if _is_run(place) else None
+            )
+        run = opened[cell.run]
+        if run is not None:
+            runs[cell.group].append(run)
+        elif cell.trouble is not None:
+            troubles.setdefault(cell.group, f"{cell.trouble.status}: {cell.trouble.cause}")
+        else:
+            troubles.setdefault(cell.group, NOT_RUN)
+    cells = [
+        RunGroup(labels[name], runs[name], troubles.get(name, ""), axes[name]) for name in runs
+    ]
+    return Chapter(part.title or part.name, cells, part.about, part.context, part.report)

@@ -1,0 +1,169 @@
+"""The iterations of one worker, as its events tell them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.analysis.curves import Floats
+from paceline.analysis.validation import TOO_LARGE, is_number
+from paceline.records import read_lines
+
+IN_ITERATION = ("input", "forward", "backward", "update", "exchange", "wait")
+"""Phases of an iteration: computing first, then what comes of being several."""
+
+MOST = 2**53
+"""Whole numbers below this are exact as floats too; no run has as many iterations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Iterations that follow one another, `first` and on."""
+
+    first: int
+    seconds: Floats
+    losses: Floats
+    """NaN where a loss was no number."""
+    phases: dict[str, float] | None
+    """Seconds that the process had spent in iterations when it wrote this."""
+    process: int
+    """Which of the processes that have had this rank."""
+    began: int
+    """The iteration of the run that the process began with."""
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """Iterations after the first block, which holds the first iteration."""
+
+    count: int
+    seconds: float
+    phases: dict[str, float]
+
+
+@dataclass(frozen=True)
+class WorkerEvents:
+    """Iterations in their order, each as it was done the last time.
+
+    A worker that was not always there leaves gaps between its blocks.
+    """
+
+    blocks: list[Block]
+    starts: list[tuple[int, int]] = field(default_factory=list)
+    """Of each process: the iteration that it began with, and how many workers there were."""
+
+    @cached_property
+    def index(self) -> NDArray[np.int64]:
+        return np.concatenate([np.arange(block.first, block.end) for block in self.blocks])
+
+    @cached_property
+    def seconds(self) -> Floats:
+        return np.concatenate([block.seconds for block in self.blocks])
+
+    @cached_property
+    def losses(self) -> Floats:
+        return np.concatenate([block.losses for block in self.blocks])
+
+    @property
+    def end(self) -> int:
+        return self.blocks[-1].end if self.blocks else 0
+
+    @property
+    def processes(self) -> int:
+        """How many it took, one after the other."""
+        return len({block.process for block in self.blocks})
+
+    def since(self, iteration: int) -> WorkerEvents:
+        """What was done by processes that began there or later."""
+        return WorkerEvents([block for block in self.blocks if block.began >= iteration])
+
+    def phases(self) -> dict[str, float] | None:
+        """Seconds of these iterations by phase; None where they were not written."""
+        ends = {block.process: block.phases for block in self.blocks}
+        known = [phases for phases in ends.values() if phases is not None]
+        if not known or len(known) < len(ends):
+            return None
+        return {phase: math.fsum(one[phase] for one in known) for phase in IN_ITERATION}
+
+    def later(self) -> Later | None:
+        """What came after the first block; None where phases were not written, or nothing came."""
+        first, everything = self.blocks[0], self.phases()
+        if everything is None or first.phases is None or len(self.blocks) < 2:
+            return None
+        return Later(
+            len(self.seconds) - len(first.seconds),
+            float(self.seconds.sum() - first.seconds.sum()),
+            {phase: everything[phase] - first.phases[phase] for phase in IN_ITERATION},
+        )
+
+
+def read_iterations(path: Path) -> WorkerEvents:
+    """Lines of another shape are passed over, and so is what follows iterations that are missing.
+
+    Only a process that has just begun may go on further than the one before it has come.
+    """
+    blocks: list[Block] = []
+    starts: list[tuple[int, int]] = []
+    process, began, is_new = 0, 0, False
+    for event in read_lines(path):
+        if event.get("event") == "start" and _is_count(event.get("iteration")):
+            process, began, is_new = process + 1, event["iteration"], True
+            if _is_count(event.get("workers")):
+                starts.append((began, event["workers"]))
+        if event.get("event") != "iterations":
+            continue
+        block = _block(event, process, began)
+        if block is None or (block.first > (blocks[-1].end if blocks else 0) and not is_new):
+            continue
+        _cut(blocks, block.first)
+        blocks.append(block)
+        is_new = False
+    return WorkerEvents(blocks, starts)
+
+
+def _cut(blocks: list[Block], first: int) -> None:
+    """Remove what is done again."""
+    while blocks and blocks[-1].end > first:
+        last = blocks.pop()
+        kept = first - last.first
+        if kept > 0:
+            blocks.append(
+                Block(
+                    last.first,
+                    last.seconds[:kept],
+                    last.losses[:kept],
+                    last.phases,
+                    last.process,
+                    last.began,
+                )
+            )
+
+
+def _block(event: dict[str, Any], process: int, began: int) -> Block | None:
+    first, phases = event.get("first"), event.get("phases")
+    try:
+        seconds = np.array(event["seconds"], dtype=np.float64)
+        losses = np.array(event["loss"], dtype=np.float64)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+    fits = seconds.ndim == 1 and seconds.shape == losses.shape and len(seconds) > 0
+    is_time = ((seconds >= 0) & (seconds < TOO_LARGE)).all()
+    if not fits or not is_time or not _is_count(first):
+        return None
+    is_whole = isinstance(phases, dict) and all(is_number(phases.get(one)) for one in IN_ITERATION)
+    spent = {one: float(phases[one]) for one in IN_ITERATION} if phases and is_whole else None
+    return Block(first, seconds, losses, spent, process, began)
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < MOST

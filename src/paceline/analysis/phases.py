@@ -1,0 +1,297 @@
+"""Where the time of an iteration goes, and which phase makes one cell slower than another.
+
+The phases of an iteration leave the first one out, as the step time does. Results of older versions
+have no such figures. Their phases are those of the iterations after the first block of events;
+where that block holds more than half of a run, the first iteration is included.
+
+Time for an epoch, with the first one apart: it pays for starting up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.analysis.events import IN_ITERATION, Later
+from paceline.analysis.run import Run
+from paceline.analysis.run_group import RunGroup
+from paceline.analysis.step_times import RankStepTimes
+from paceline.records import BETWEEN_ITERATIONS, PHASES
+
+COMPUTE_PHASES = ("input", "forward", "backward", "update")
+BESIDE = 0.002
+"""More than this of the iterations' time beside them is worth leaving out."""
+OUTSIDE = BETWEEN_ITERATIONS
+TOLERANCE = 0.05
+"""Phases in events must add up to the time of their iterations within this share of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseBreakdown:
+    """Seconds by phase, of a worker or on average over several."""
+
+    seconds: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return math.fsum(self.seconds.values())
+
+    def share(self, phase: str) -> float:
+        return self.seconds[phase] / self.total if self.total else 0.0
+
+    def of(self, phases: Sequence[str]) -> float:
+        return math.fsum(self.seconds[phase] for phase in phases)
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """How much longer the same work takes in `slower` than in `faster`, by phase."""
+
+    faster: str
+    slower: str
+    work: str
+    """An iteration; 1,000 samples where the batches differ."""
+    seconds: float
+    """The difference as the iterations were timed."""
+    by_phase: dict[str, float]
+
+    @property
+    def explained(self) -> float:
+        return math.fsum(self.by_phase.values())
+
+    @property
+    def largest(self) -> str:
+        """The phase that differs most in the direction of the difference."""
+        sign = 1 if self.seconds >= 0 else -1
+        return max(self.by_phase, key=lambda phase: sign * self.by_phase[phase])
+
+
+def of_worker(worker: dict[str, Any]) -> PhaseBreakdown:
+    """A worker's whole wall time."""
+    return PhaseBreakdown({phase: float(worker["phases"][phase]) for phase in PHASES})
+
+
+def of_iteration(run: Run) -> PhaseBreakdown | None:
+    """One iteration, on average over the run's workers; None where that is not known."""
+    splits = by_rank(run)
+    return mean_split(list(splits.values())) if splits else None
+
+
+@dataclass(frozen=True, slots=True)
+class RankSplit:
+    """One iteration of a worker."""
+
+    split: PhaseBreakdown
+    seconds: float | None
+    """Mean time of the same iterations; None where they were not timed."""
+    has_first: bool
+    """Whether the first iteration is included, for want of better records."""
+
+
+def by_rank(run: Run) -> dict[int, PhaseBreakdown]:
+    """One iteration of each worker."""
+    return {rank: one.split for rank, one in rank_splits(run).items()}
+
+
+def rank_splits(run: Run) -> dict[int, RankSplit]:
+    """The same, with the time that the phases are parts of."""
+    timings = {rank.rank: rank for rank in run.timing.ranks} if run.timing else {}
+    found = ((int(worker["rank"]), worker) for worker in run.workers)
+    splits = ((rank, _rank_split(run, worker, timings.get(rank))) for rank, worker in found)
+    return {rank: split for rank, split in splits if split is not None}
+
+
+def has_first(cell: RunGroup) -> bool:
+    """Whether phases of a finished run include its first iteration."""
+    return any(one.has_first for run in cell.finished for one in rank_splits(run).values())
+
+
+def _rank_split(run: Run, worker: dict[str, Any], timing: RankStepTimes | None) -> RankSplit | None:
+    """None where the phases are not known."""
+    recorded = worker.get("after_first")
+    if recorded is not None and recorded["iterations"]:
+        seconds = timing.mean if timing else worker["iteration_seconds"].get("mean")
+        phases = {phase: float(recorded["phases"][phase]) for phase in IN_ITERATION}
+        return _over(phases, recorded["iterations"], seconds, has_first=False)
+    whole = {phase: float(worker["phases"][phase]) for phase in IN_ITERATION}
+    later = timing.later if timing else None
+    if timing and later and 2 * later.count >= timing.count and _agree(later):
+        phases = _with_waits(later.phases, whole)
+        return _over(phases, later.count, later.seconds / later.count, has_first=False)
+    phases, count = _with_first(run, whole, timing)
+    seconds = timing.total / timing.count if timing and timing.count else None
+    return _over(phases, count, seconds, has_first=True) if count else None
+
+
+def _over(
+    phases: dict[str, float], count: int, seconds: float | None, *, has_first: bool
+) -> RankSplit:
+    split = PhaseBreakdown({phase: spent / count for phase, spent in phases.items()})
+    return RankSplit(split, seconds, has_first)
+
+
+def _agree(later: Later) -> bool:
+    written = math.fsum(later.phases.values())
+    return abs(written - later.seconds) <= TOLERANCE * later.seconds
+
+
+def _with_waits(phases: dict[str, float], whole: dict[str, float]) -> dict[str, float]:
+    """Events do not yet tell which part of an exchange was waiting: the whole run's share is."""
+    both = whole["exchange"] + whole["wait"]
+    exchange = phases["exchange"] + phases["wait"]
+    waiting = exchange * whole["wait"] / both if both else 0.0
+    return {**phases, "exchange": exchange - waiting, "wait": waiting}
+
+
+def _with_first(
+    run: Run, whole: dict[str, float], timing: RankStepTimes | None
+) -> tuple[dict[str, float], int]:
+    """A worker's phases in all its iterations, and their number; 0 where they are not known."""
+    if timing is None or not timing.count or timing.phases is None:
+        count = (timing.count if timing else 0) or run.iterations
+        return whole, 0 if run.is_resized else count
+    spent, written = math.fsum(whole.values()), math.fsum(timing.phases.values())
+    beside = spent - timing.total
+    is_near = beside <= BESIDE * timing.total or abs(written - timing.total) > beside
+    if is_near and not run.is_resized:
+        return whole, timing.count
+    return _with_waits(timing.phases, whole), timing.count
+
+
+def hidden_of_run(run: Run) -> float | None:
+    """Overlapped communication of an iteration, on average over the workers.
+
+    None where it was not measured. A single worker has none, whatever its strategy went through.
+    """
+    if len(run.workers) < 2:
+        return 0.0
+    timings = {rank.rank: rank for rank in run.timing.ranks} if run.timing else {}
+    values = [_hidden(run, worker, timings.get(int(worker["rank"]))) for worker in run.workers]
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if len(known) == len(values) else None
+
+
+def hidden_of_cell(cell: RunGroup) -> float | None:
+    """On average over the finished runs; None where it was not measured in one of them."""
+    values = [hidden_of_run(run) for run in cell.finished]
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known and len(known) == len(values) else None
+
+
+def _hidden(run: Run, worker: dict[str, Any], timing: RankStepTimes | None) -> float | None:
+    recorded = worker.get("after_first")
+    if recorded is not None and recorded["iterations"]:
+        later = recorded.get("hidden_exchange_seconds")
+        return None if later is None else float(later) / int(recorded["iterations"])
+    hidden = worker.get("hidden_exchange_seconds")
+    count = (timing.count if timing else 0) or run.iterations
+    if hidden is None or not count or run.is_resized:
+        return None
+    return float(hidden) / count
+
+
+def iteration_breakdown(cell: RunGroup) -> PhaseBreakdown | None:
+    """One iteration, on average over the finished runs."""
+    splits = [split for run in cell.finished if (split := of_iteration(run)) is not None]
+    return mean_split(splits) if splits else None
+
+
+def run_breakdown(cell: RunGroup) -> PhaseBreakdown | None:
+    """All the wall time of the workers, on average over them and the finished runs."""
+    splits = [of_worker(worker) for run in cell.finished for worker in run.workers]
+    return mean_split(splits) if splits else None
+
+
+def explain(faster: RunGroup, slower: RunGroup, *, by_samples: bool = False) -> Explanation | None:
+    """The difference of two cells by phase, for as many samples where asked or batches differ.
+
+    None where one has no phases.
+
+    Nor where workers did unequal numbers of iterations: a mean over them explains no pace.
+    """
+    if not all(run.is_synchronous for cell in (faster, slower) for run in cell.timed):
+        return None
+    splits = iteration_breakdown(faster), iteration_breakdown(slower)
+    seconds = _iteration_seconds(faster), _iteration_seconds(slower)
+    if splits[0] is None or splits[1] is None or seconds[0] is None or seconds[1] is None:
+        return None
+    cells = faster, slower
+    scales, work = [1.0, 1.0], "per iteration"
+    if by_samples or faster.config.global_batch_size != slower.config.global_batch_size:
+        scales, work = [1000 / cell.samples_in_iteration for cell in cells], "per 1,000 samples"
+    first, second = splits[0].seconds, splits[1].seconds
+    return Explanation(
+        faster.label,
+        slower.label,
+        work,
+        seconds[1] * scales[1] - seconds[0] * scales[0],
+        {phase: second[phase] * scales[1] - first[phase] * scales[0] for phase in IN_ITERATION},
+    )
+
+
+def _iteration_seconds(cell: RunGroup) -> float | None:
+    """Mean over runs and workers of the iterations that the phases are of."""
+    means = []
+    for run in cell.timed:
+        seconds = [one.seconds for one in rank_splits(run).values()]
+        known = [value for value in seconds if value is not None]
+        if known and len(known) == len(seconds):
+            means.append(math.fsum(known) / len(known))
+    return math.fsum(means) / len(means) if means else None
+
+
+def mean_split(splits: Sequence[PhaseBreakdown]) -> PhaseBreakdown:
+    """The mean of each phase."""
+    return PhaseBreakdown(
+        {
+            phase: math.fsum(split.seconds[phase] for split in splits) / len(splits)
+            for phase in splits[0].seconds
+        }
+    )
+
+
+def iterations_in_epoch(run: Run) -> float | None:
+    """As the evaluations tell; None where there are none."""
+    entries = [entry for entry in run.history if entry["epoch"] > 0 and entry["iteration"] > 0]
+    if not entries:
+        return None
+    return float(entries[-1]["iteration"] / entries[-1]["epoch"])
+
+
+def epoch_seconds(run: Run) -> float | None:
+    """Of an epoch of usual iterations, the first of the run left out."""
+    count, seconds = iterations_in_epoch(run), run.iteration_seconds
+    return None if count is None or seconds is None else seconds * count
+
+
+def first_epoch_seconds(run: Run) -> float | None:
+    """Training time up to the end of the first epoch; None where that was not evaluated."""
+    return next((float(one["seconds"]) for one in run.history if one["epoch"] == 1), None)
+
+
+def exchange_seconds_in_epoch(run: Run) -> float | None:
+    """Exposed communication, on average over the workers."""
+    if not run.is_synchronous:
+        # Workers did unequal numbers of iterations: only their sums are those of the run.
+        return _in_epoch(run, [worker["phases"]["exchange"] for worker in run.workers])
+    count, split = iterations_in_epoch(run), of_iteration(run)
+    return None if count is None or split is None else split.seconds["exchange"] * count
+
+
+def hidden_seconds_in_epoch(run: Run) -> float | None:
+    """Overlapped communication, on average over the workers; None where it was not measured."""
+    if not run.is_synchronous:
+        hidden = [worker.get("hidden_exchange_seconds") for worker in run.workers]
+        measured = [seconds for seconds in hidden if seconds is not None]
+        return _in_epoch(run, measured) if len(measured) == len(hidden) else None
+    count, seconds = iterations_in_epoch(run), hidden_of_run(run)
+    return None if count is None or seconds is None else seconds * count
+
+
+def _in_epoch(run: Run, spent: Sequence[float]) -> float | None:
+    """The mean of what each worker spent in the whole run, as a part for one epoch."""
+    count = iterations_in_epoch(run)
+    if count is None or not spent or not run.iterations or run.is_resized:
+        return None
+    return float(sum(spent) / len(spent) / run.iterations * count)

@@ -1,0 +1,130 @@
+"""Whether a run computes what one worker computes, up to rounding, or something else.
+
+What "faster" means for a set of cells: the measure that is fair to all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.analysis.run_group import RunGroup
+from paceline.analysis.statistics import Sample
+from paceline.config import RunConfig
+
+LOSSLESS_CODECS = frozenset(("none",))
+
+
+def deviation(config: RunConfig) -> str | None:
+    """How a run differs from synchronous training on the same batches; None where it is exact."""
+    codec = str(config.options.get("codec", "none"))
+    if codec not in LOSSLESS_CODECS:
+        return f"codec {codec} sends lossy gradients"
+    if ":" in config.strategy:
+        return "a user-defined strategy is not known to be exact"
+    if config.strategy == "easgd":
+        return "workers train independently around a common center"
+    if config.workers == 1:
+        return None
+    if config.strategy == "local_sgd" and not _averages_every_step(config):
+        return "workers train independently between averages"
+    if config.strategy == "parameter_server":
+        mode = config.options.get("mode", "sync")
+        return None if mode == "sync" else f"mode={mode} applies stale gradients"
+    return None
+
+
+def _averages_every_step(config: RunConfig) -> bool:
+    """Then the mean of the weights is a step with the mean gradient, if a step is linear in it."""
+    is_linear = config.optimizer == "sgd" and config.clip_norm is None and not config.shares
+    return is_linear and str(config.options.get("every", "")) == "1"
+
+
+def is_exact(cell: RunGroup) -> bool:
+    return deviation(cell.config) is None
+
+
+def deviations(cells: Sequence[RunGroup]) -> list[tuple[RunGroup, str]]:
+    """The approximate ones, each with how it deviates."""
+    found = ((cell, deviation(cell.config)) for cell in cells if cell.runs)
+    return [(cell, text) for cell, text in found if text is not None]
+
+
+TO_TARGET = "to the target"
+
+
+@dataclass(frozen=True, slots=True)
+class RankedGroup:
+    """A cell's values of the measure, in seconds: less is faster."""
+
+    cell: RunGroup
+    values: list[float]
+    """One for each finished run."""
+    blocks: list[float]
+    """Of stretches of the first run, where the measure is made of iterations."""
+
+    @property
+    def mean(self) -> float:
+        return sum(self.values) / len(self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    name: str
+    """As in `12 ms per iteration`."""
+    ranking: list[RankedGroup]
+    """The fastest first; cells without a finished run are not in it."""
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [Sample(paced.values, paced.blocks) for paced in self.ranking]
+
+    def apart(self) -> tuple[Ranking, Ranking]:
+        """Exact and approximate cells: a step of the latter computes something else.
+
+        Time to a target is fair to both, so there all stay together.
+        """
+        if self.name == TO_TARGET:
+            return self, Ranking(self.name, [])
+        exact = [paced for paced in self.ranking if is_exact(paced.cell)]
+        others = [paced for paced in self.ranking if not is_exact(paced.cell)]
+        return Ranking(self.name, exact), Ranking(self.name, others)
+
+
+def rank_groups(cells: Sequence[RunGroup]) -> Ranking:
+    """Time to the target where all have the same and some reached it, else time per iteration."""
+    targets = {cell.config.target_accuracy for cell in cells if cell.finished}
+    to_target = [paced for cell in cells if (paced := _to_target(cell)) is not None]
+    if to_target and len(targets) == 1:
+        return Ranking(TO_TARGET, _ranked(to_target))
+    return iteration_pace(cells)
+
+
+def iteration_pace(cells: Sequence[RunGroup]) -> Ranking:
+    """Iterations of different batches are not the same work: then it is by 1,000 samples."""
+    timed = [cell for cell in cells if cell.timed]
+    if len({cell.config.global_batch_size for cell in timed}) <= 1:
+        return Ranking("per iteration", _ranked([_scaled(cell, 1.0) for cell in timed]))
+    scaled = [_scaled(cell, 1000 / cell.samples_in_iteration) for cell in timed]
+    return Ranking("per 1,000 samples", _ranked(scaled))
+
+
+def _ranked(paced: Sequence[RankedGroup]) -> list[RankedGroup]:
+    return sorted(paced, key=lambda one: one.mean)
+
+
+def _scaled(cell: RunGroup, factor: float) -> RankedGroup:
+    timing = cell.timed[0].timing
+    blocks = timing.blocks if timing is not None else []
+    return RankedGroup(
+        cell,
+        [seconds * factor for seconds in cell.iteration_means],
+        [seconds * factor for seconds in blocks],
+    )
+
+
+def _to_target(cell: RunGroup) -> RankedGroup | None:
+    """None unless every run of the cell was to reach a target, and did."""
+    seconds = [spent for run in cell.finished if (spent := run.seconds_to_target) is not None]
+    if not seconds or len(seconds) < len(cell.runs):
+        return None
+    return RankedGroup(cell, seconds, [])

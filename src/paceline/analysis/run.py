@@ -1,0 +1,176 @@
+"""One run as a report sees it: its settings, its result, and its iterations as they were timed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from paceline.analysis.step_times import StepTimes, read_timing, timing_of_result
+from paceline.analysis.validation import check_result, is_number
+from paceline.analysis.world_sizes import WorldSize, starts_of_result, worlds_of
+from paceline.config import RunConfig, from_record
+from paceline.errors import ConfigError, RecordsError
+from paceline.records import Result, RunFolder
+
+
+@dataclass(frozen=True)
+class Run:
+    folder: RunFolder
+    config: RunConfig
+    result: Result | None
+    """None while there is no result: the run goes on, or was killed."""
+
+    @property
+    def id(self) -> str:
+        return self.folder.id
+
+    @property
+    def status(self) -> str:
+        return "unfinished" if self.result is None else str(self.result["status"])
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status == "finished"
+
+    @property
+    def cause(self) -> str:
+        if self.result is None:
+            return "no result.json: still running, or killed"
+        return str(self.result["cause"] or "")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for a run and copies of its folder: no two runs have every measured time equal."""
+        if self.result is None:
+            return str(self.folder.path)
+        return hashlib.sha256(json.dumps(self.result, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def workers(self) -> list[dict[str, Any]]:
+        """What each worker reported; empty where none could."""
+        return list(self.result["workers"]) if self.result else []
+
+    @property
+    def nodes(self) -> list[dict[str, Any]]:
+        return list(self.result["nodes"]) if self.result else []
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        return list(self.result["history"]) if self.result else []
+
+    @property
+    def iterations(self) -> int:
+        if self.result is not None:
+            return int(self.result["iterations"])
+        return max((rank.end for rank in self.timing.ranks), default=0) if self.timing else 0
+
+    def final(self, key: str) -> float | None:
+        value = self.result["final"].get(key) if self.result else None
+        return float(value) if is_number(value) else None
+
+    @property
+    def seconds_to_target(self) -> float | None:
+        """Of training; None where no target was set, or none reached."""
+        return self.result["seconds_to_target"] if self.result else None
+
+    @property
+    def iterations_to_target(self) -> int | None:
+        """Up to the first evaluation that reached the target accuracy; None where none did."""
+        target = self.config.target_accuracy
+        reached = (
+            int(entry["iteration"])
+            for entry in self.history
+            if target is not None
+            and is_number(accuracy := entry.get("test_accuracy"))
+            and accuracy >= target
+        )
+        return next(reached, None)
+
+    def node_sum(self, key: str) -> float | None:
+        """Over all nodes; None where one of them has no such figure."""
+        values = [value for node in self.nodes if is_number(value := node.get(key))]
+        return sum(values) if values and len(values) == len(self.nodes) else None
+
+    @property
+    def worlds(self) -> list[WorldSize]:
+        """More than one where the number of workers has changed while the run went on."""
+        return self.timing.worlds if self.timing else worlds_of(starts_of_result(self.result))
+
+    @property
+    def is_resized(self) -> bool:
+        """Then times of iterations are those since the last change.
+
+        A worker's account of phases and traffic goes further back, to when it joined: what it comes
+        to per iteration is not known of any number of workers.
+        """
+        return len(self.worlds) > 1
+
+    @cached_property
+    def is_synchronous(self) -> bool:
+        """Whether each iteration of the run was one of every worker."""
+        if any("staleness" in worker for worker in self.workers):
+            return False
+        if not self.is_finished:
+            # Workers of a run that failed may have ended an iteration that it does not count.
+            return True
+        if self._recorded_timing is not None:
+            return all(rank.count <= self.iterations for rank in self._recorded_timing.ranks)
+        ranks = self.timing.ranks if self.timing else []
+        return all(rank.end <= self.iterations for rank in ranks)
+
+    @cached_property
+    def iteration_seconds(self) -> float | None:
+        """Mean time of an iteration, the first one left out; None where none was timed.
+
+        In an asynchronous run, some workers do more iterations than others: there it is the time in
+        which all of them together process as many samples as an iteration of the run has.
+
+        This is the only definition of a run's step time. It reads events only where the result
+        does not hold all that it takes.
+        """
+        timing = self._recorded_timing or self.timing
+        if timing is None or self.is_synchronous:
+            return None if timing is None else timing.mean
+        # Both counts of a worker, samples and iterations, are since the number of workers changed.
+        samples = {worker["rank"]: worker.get("samples") or 0 for worker in self.workers}
+        per_second = math.fsum(
+            samples.get(rank.rank, 0) / rank.count / rank.mean
+            for rank in timing.ranks
+            if rank.mean and rank.count
+        )
+        total = (self.result or {}).get("samples")
+        if not total or not per_second or not self.iterations:
+            return timing.mean
+        return float(total) / self.iterations / per_second
+
+    @cached_property
+    def _recorded_timing(self) -> StepTimes | None:
+        """By the result alone; None where it does not say how many iterations each worker did."""
+        if self.result is None or not all(worker.get("after_first") for worker in self.workers):
+            return None
+        return timing_of_result(self.result)
+
+    @cached_property
+    def timing(self) -> StepTimes | None:
+        """None where no iteration was timed."""
+        timing = read_timing(self.folder, self.result)
+        return timing or (None if self.result is None else timing_of_result(self.result))
+
+
+def open_run(path: Path) -> Run:
+    """A run from its folder; RecordsError says why it cannot be had."""
+    folder = RunFolder(path)
+    result = folder.read_result()
+    if result is None:
+        return Run(folder, folder.read_config(), None)
+    check_result(result, str(folder.result_file))
+    try:
+        config = from_record(result["config"])
+    except ConfigError as error:
+        raise RecordsError(f"{folder.result_file}: {error.problems[0]}") from None
+    return Run(folder, config, result)

@@ -1,0 +1,213 @@
+"""Runs that repeat one another as one cell, and names that tell cells apart."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import fmean
+from typing import Any
+
+from paceline.analysis.run import Run
+from paceline.config import RunConfig
+
+IGNORED_FIELDS = frozenset(
+    (
+        "seed", "name", "out", "data_dir", "node_rank", "master_addr", "master_port", "trace",
+        "tensorboard", "sample_seconds", "rendezvous_seconds", "timeout_seconds", "max_restarts",
+        "resident_limit_mib", "checkpoint_keep",
+    )
+)  # fmt: skip
+"""Settings in which repeats of a run may differ."""
+
+
+NOT_RUN = "not run yet"
+"""The trouble of a study's cell whose turn has not come."""
+
+
+@dataclass(frozen=True)
+class RunGroup:
+    """Runs with the same settings; `label` is for tables and legends."""
+
+    label: str
+    runs: list[Run]
+    trouble: str = ""
+    """Why there is no run, or one less than a study asks for."""
+    axes: dict[str, str] = field(default_factory=dict)
+    """A study's cell's place in its grid: axis -> label of the value."""
+
+    @cached_property
+    def finished(self) -> list[Run]:
+        return [run for run in self.runs if run.is_finished]
+
+    @property
+    def shown(self) -> list[Run]:
+        """The finished runs; where there are none, those that did not finish."""
+        return self.finished or self.runs
+
+    @cached_property
+    def timed(self) -> list[Run]:
+        """Finished runs of which iterations were timed: what a ranking is made of."""
+        return [run for run in self.finished if run.timing is not None]
+
+    @property
+    def config(self) -> RunConfig:
+        return self.runs[0].config
+
+    @property
+    def workers(self) -> int:
+        return self.config.workers
+
+    @property
+    def status(self) -> str:
+        """One word, or each with its count where the repeats ended differently."""
+        counts: dict[str, int] = {}
+        for run in self.runs:
+            counts[run.status] = counts.get(run.status, 0) + 1
+        if not counts:
+            return "not run"
+        if len(counts) == 1:
+            return next(iter(counts))
+        return ", ".join(f"{count} {status}" for status, count in counts.items())
+
+    @property
+    def cause(self) -> str:
+        """The first thing that went wrong, a failure before others; empty where nothing did."""
+        runs = sorted(self.runs, key=lambda run: run.status != "failed")
+        causes = (run.cause for run in runs if not run.is_finished)
+        return next(filter(None, causes), self.trouble)
+
+    @property
+    def is_troubled(self) -> bool:
+        """Whether something went wrong, or was not brought to its end."""
+        return len(self.finished) < len(self.runs) or self.trouble not in ("", NOT_RUN)
+
+    @cached_property
+    def iteration_means(self) -> list[float]:
+        """Seconds per iteration of each finished run, the first iteration left out."""
+        return [mean for run in self.timed if (mean := run.iteration_seconds) is not None]
+
+    @cached_property
+    def samples_in_iteration(self) -> float:
+        """On average over the run: a last, smaller batch of an epoch counts as it is."""
+        for run in self.timed:
+            if run.iterations and run.result is not None and run.result["samples"]:
+                return float(run.result["samples"]) / run.iterations
+        return float(self.config.global_batch_size)
+
+    def finals(self, key: str) -> list[float]:
+        """A final figure such as test_accuracy, of each finished run that has it."""
+        return [value for run in self.finished if (value := run.final(key)) is not None]
+
+    def mean_of(self, key: str) -> float | None:
+        """Of such a figure, over the finished runs."""
+        values = self.finals(key)
+        return fmean(values) if values else None
+
+
+def group(runs: Iterable[Run]) -> list[RunGroup]:
+    """Runs by their settings, in the order in which these first come."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(settings_key(run.config), []).append(run)
+    together = list(groups.values())
+    names = label_all([runs[0].config for runs in together])
+    return [RunGroup(label, runs) for label, runs in zip(names, together, strict=True)]
+
+
+def differing(configs: Sequence[RunConfig]) -> list[str]:
+    """The settings that are not the same in all of them, apart from those beside the point."""
+    if not configs:
+        return []
+    first = configs[0]
+    return [
+        item.name
+        for item in dataclasses.fields(RunConfig)
+        if item.name not in IGNORED_FIELDS
+        and any(getattr(config, item.name) != getattr(first, item.name) for config in configs)
+    ]
+
+
+def label_all(configs: Sequence[RunConfig]) -> list[str]:
+    """A name for each, made of what tells them apart; the same name only for the same settings.
+
+    Where several settings differ, what most cells have in common is left unsaid.
+    """
+    names = differing(configs)
+    if not names:
+        return [f"{config.model} on {config.data}, {config.strategy}" for config in configs]
+    usual = {name: _usual([getattr(config, name) for config in configs]) for name in names}
+    several = len(names) > 1
+    return [
+        label(
+            config,
+            [
+                name
+                for name in names
+                if name == "strategy" or not several or getattr(config, name) != usual[name]
+            ],
+        )
+        for config in configs
+    ]
+
+
+def _usual(values: Sequence[Any]) -> Any:
+    """What more than half have; of settings None is a value like others, so `...` is nobody's."""
+    most = max(values, key=values.count)
+    return most if values.count(most) * 2 > len(values) else ...
+
+
+def label(config: RunConfig, names: Sequence[str]) -> str:
+    """What a legend calls a cell, by these settings of it."""
+    order = ("strategy", "options", *(one for one in names if one not in _SPOKEN))
+    words = [setting_text(name, getattr(config, name)) for name in order if name in names]
+    if "nnodes" in names or "nproc_per_node" in names:
+        words.insert(min(1, len(words)), describe_workers(config))
+    if "batch_size" in names or "batch_per_worker" in names:
+        words.append(f"batch {config.global_batch_size}")
+    return ", ".join(filter(None, words)) or config.strategy
+
+
+_SPOKEN = ("strategy", "options", "nnodes", "nproc_per_node", "batch_size", "batch_per_worker")
+
+
+def describe_workers(config: RunConfig) -> str:
+    """How many workers, and over how many nodes where these are several."""
+    workers = f"{config.workers} worker{'s' * (config.workers > 1)}"
+    return workers if config.nnodes == 1 else f"{workers} on {config.nnodes} nodes"
+
+
+def setting_text(name: str, value: Any) -> str:
+    """A setting in as few words as are clear in a legend."""
+    if name in ("strategy", "model", "data", "optimizer", "precision", "schedule"):
+        return str(value)
+    if name == "options":
+        return " ".join(f"{key}={item}" for key, item in value.items())
+    if name == "checkpoint_every":
+        return "no checkpoints" if value == "never" else f"checkpoint every {value}"
+    plain = name.replace("_", "-")
+    if isinstance(value, bool):
+        return plain if value else f"no {plain}"
+    return f"{plain} {value_text(value)}"
+
+
+def value_text(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{key}={item}" for key, item in value.items()) or "none"
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value)) or "none"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "none" if value is None else str(value)
+
+
+def settings_key(config: RunConfig) -> str:
+    """The same for runs that repeat one another, and for no others."""
+    return repr(
+        [
+            getattr(config, item.name)
+            for item in dataclasses.fields(RunConfig)
+            if item.name not in IGNORED_FIELDS
+        ]
+    )

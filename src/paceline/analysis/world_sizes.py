@@ -1,0 +1,49 @@
+"""How many workers a run had, and from when on: some are lost, others join."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from paceline.analysis.validation import is_number
+from paceline.records import Result
+
+
+@dataclass(frozen=True, slots=True)
+class WorldSize:
+    begin: int
+    """The iteration from which on there were so many."""
+    workers: int
+
+
+def worlds_of(starts: Iterable[tuple[int, int]]) -> list[WorldSize]:
+    """From the starts of a run, each with its first iteration and its number of workers.
+
+    What a start does again is no longer part of the world before it.
+    """
+    kept: list[WorldSize] = []
+    for begin, workers in starts:
+        while kept and kept[-1].begin >= begin:
+            kept.pop()
+        if not kept or kept[-1].workers != workers:
+            kept.append(WorldSize(begin, workers))
+    return kept
+
+
+def starts_of_result(result: Result | None) -> list[tuple[int, int]]:
+    """As an elastic run tells them."""
+    worlds = (result or {}).get("worlds")
+    found = [one for one in worlds if isinstance(one, dict)] if isinstance(worlds, list) else []
+    keys = ("iteration", "workers")
+    known = [world for world in found if all(is_number(world.get(key)) for key in keys)]
+    return [(int(world["iteration"]), int(world["workers"])) for world in known]
+
+
+def described(worlds: Sequence[WorldSize]) -> str:
+    first, *others = worlds
+    changes = [f"{_workers(world.workers)} from iteration {world.begin:,} on" for world in others]
+    return f"{_workers(first.workers)} at first, {', '.join(changes)}"
+
+
+def _workers(count: int) -> str:
+    return f"{count} worker{'s' * (count != 1)}"

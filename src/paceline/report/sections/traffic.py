@@ -1,0 +1,122 @@
+"""What was sent, by kind, in bytes and messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from paceline import formatting
+from paceline.analysis.run import Run
+from paceline.analysis.run_group import RunGroup
+from paceline.records import TRAFFIC_KINDS
+from paceline.report.charts.bars import Bar, BarChart, Part, draw_bars
+from paceline.report.document import Block, Figure, Table, Text
+from paceline.report.sections.outline import SectionContext
+
+TITLE = "Traffic by kind"
+RESIZED = (
+    " Where the number of workers changed, it is what those at the end sent, each since it joined."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KindTraffic:
+    """Of all workers of a run together, or on average over runs."""
+
+    bytes_sent: float
+    bytes_per_iteration: float | None
+    """None where there were no iterations, or not always as many workers."""
+    messages: float
+    seconds: float
+    """Of the worker that had transfers of the kind under way for longest."""
+
+
+def run_traffic(run: Run) -> dict[str, KindTraffic]:
+    """By kind; kinds of which nothing was sent are left out."""
+    found = {}
+    for kind in TRAFFIC_KINDS:
+        counts = [worker.get("traffic", {}).get(kind, {}) for worker in run.workers]
+        sent = sum(int(count.get("bytes_sent") or 0) for count in counts)
+        messages = sum(int(count.get("messages") or 0) for count in counts)
+        if sent or messages:
+            seconds = max(float(count.get("seconds") or 0.0) for count in counts)
+            is_known = run.iterations and not run.is_resized
+            per_iteration = sent / run.iterations if is_known else None
+            found[kind] = KindTraffic(sent, per_iteration, messages, seconds)
+    return found
+
+
+def cell_traffic(cell: RunGroup) -> dict[str, KindTraffic]:
+    """On average over the finished runs."""
+    runs = [run_traffic(run) for run in cell.finished]
+    found = {}
+    for kind in TRAFFIC_KINDS:
+        own = [traffic.get(kind, KindTraffic(0, 0.0, 0, 0.0)) for traffic in runs]
+        if any(kind in traffic for traffic in runs):
+            rates = [one.bytes_per_iteration for one in own]
+            known = [rate for rate in rates if rate is not None]
+            found[kind] = KindTraffic(
+                fmean(one.bytes_sent for one in own),
+                fmean(known) if len(known) == len(rates) else None,
+                fmean(one.messages for one in own),
+                fmean(one.seconds for one in own),
+            )
+    return found
+
+
+def build(outline: SectionContext) -> list[Block]:
+    found = [(cell, traffic) for cell in outline.finished if (traffic := cell_traffic(cell))]
+    if not found:
+        return []
+    is_resized = any(run.is_resized for cell, _ in found for run in cell.finished)
+    return [
+        *_figure(outline, found),
+        Table(
+            (
+                "configuration",
+                "kind",
+                "bytes per iteration",
+                "total bytes",
+                "messages",
+                "in flight",
+            ),
+            [
+                (
+                    cell.label,
+                    kind,
+                    formatting.size(one.bytes_per_iteration),
+                    formatting.size(one.bytes_sent),
+                    formatting.count(one.messages),
+                    formatting.seconds(one.seconds),
+                )
+                for cell, traffic in found
+                for kind, one in traffic.items()
+            ],
+            words=2,
+        ),
+        Text(
+            "Sent by all workers together, payload only, on average over the finished repeats."
+            " In flight: time with a transfer open, maximum over ranks."
+            + (RESIZED if is_resized else ""),
+            "note",
+        ),
+    ]
+
+
+def _figure(
+    outline: SectionContext, found: Sequence[tuple[RunGroup, dict[str, KindTraffic]]]
+) -> list[Block]:
+    bars = []
+    for cell, traffic in found:
+        rates = {kind: one.bytes_per_iteration for kind, one in traffic.items()}
+        known = {kind: rate for kind, rate in rates.items() if rate is not None}
+        if known and id(cell) in outline.places:
+            parts = [Part(kind, rate, formatting.size(rate)) for kind, rate in known.items()]
+            bars.append(Bar(cell.label, parts, formatting.size(sum(known.values()))))
+    if not bars:
+        return []
+    title = "Bytes sent per iteration by all workers"
+    kinds = [kind for kind in TRAFFIC_KINDS if any(kind in traffic for _, traffic in found)]
+    chart = BarChart(title, "sent per iteration", bars, "bytes", kinds)
+    return [Figure(outline.figure("traffic"), title, draw_bars(chart))]
