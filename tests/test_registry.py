@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
+import paceline
+from paceline.compression.codec import Codec
 from paceline.errors import UnknownNameError, UserCodeError
 from paceline.registry import Registry
+from paceline.strategies.options import create_strategy
+from paceline.strategies.replica import Replica
+from paceline.strategies.strategy import Strategy
 
 
 @pytest.fixture
@@ -70,3 +75,18 @@ def test_failing_user_module_is_a_one_line_error(
     with pytest.raises(UserCodeError, match=message) as caught:
         animals.load(f"{name}:Okapi")
     assert "\n" not in str(caught.value)
+
+
+class WrittenForAnEarlierVersion(Strategy):
+    def attach(self, replica: Replica) -> None:
+        """What `setup` was called."""
+
+
+def test_a_strategy_with_former_names_is_told_the_new_ones() -> None:
+    with pytest.raises(UserCodeError, match=r": rename attach to setup$"):
+        create_strategy("test_registry:WrittenForAnEarlierVersion", {})
+
+
+def test_the_extension_points_are_exported() -> None:
+    assert paceline.Strategy is Strategy
+    assert paceline.Codec is Codec

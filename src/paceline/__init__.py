@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.compression.codec import Codec as Codec
     from paceline.launch.join import join as join
+    from paceline.strategies.strategy import Strategy as Strategy
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "join", "train"]
+__all__ = ["Codec", "Strategy", "__version__", "join", "train"]
 
 
 def train(**settings: Any) -> dict[str, Any]:
@@ -33,9 +35,17 @@ def train(**settings: Any) -> dict[str, Any]:
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded when first asked for, since it needs torch, and this module must not.
+    # Loaded on first use, because they need torch and this module must not import it.
     if name == "join":
         from paceline.launch.join import join
 
         return join
+    if name == "Strategy":
+        from paceline.strategies.strategy import Strategy
+
+        return Strategy
+    if name == "Codec":
+        from paceline.compression.codec import Codec
+
+        return Codec
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
