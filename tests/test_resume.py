@@ -500,7 +500,6 @@ def snapshot(folder: RunFolder) -> dict[Path, bytes]:
         ("data", "plain_digits", "digits"),
         ("optimizer", "adam", "sgd"),
         ("precision", "fp16", "fp32"),
-        ("strategy", "local_sgd", "single"),
     ],
 )
 def test_an_edited_setting_that_the_checkpoint_cannot_be_loaded_with_changes_nothing(

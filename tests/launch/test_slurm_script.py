@@ -154,5 +154,5 @@ def test_whoever_stops_waiting_leaves_the_job_alone(
     stand_in(programs, "scancel", f"echo >{tmp_path}/cancelled")
     monkeypatch.setattr("paceline.launch.slurm.time.sleep", interrupt)
     assert cli.main(["slurm", "--wait", *OWN, "--out", str(tmp_path), "--name", "run"]) == 130
-    assert capsys.readouterr().err == "paceline: error: job 7 goes on; `scancel 7` would stop it\n"
+    assert capsys.readouterr().err == "paceline: job 7 goes on; `scancel 7` would stop it\n"
     assert not (tmp_path / "cancelled").exists()

@@ -76,7 +76,8 @@ def check_fits(state: dict[str, Any], config: RunConfig, model: nn.Module) -> No
     saved, settings = state.get("settings", {}), kept_settings(config)
     changed = [name for name, value in settings.items() if saved.get(name, value) != value]
     # A loaded optimizer keeps the settings of its groups, so another kind cannot take them over.
-    unusable = {"optimizer", "strategy"}
+    # Another strategy often can: weights and optimizer state have a single worker's layout.
+    unusable = {"optimizer"}
     if config.precision == "fp16" and not state.get("scaler"):
         unusable.add("precision")
     misfit = _load_weights(state.get("model", {}), model)
