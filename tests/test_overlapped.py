@@ -318,4 +318,5 @@ def test_a_collective_of_real_nccl_completes_before_what_the_gpu_does_after_it()
     work.wait()
     nccl.abort()
     (completed,) = moments
-    assert timeline.seconds(ready) <= completed < timeline.seconds(after)
+    # Events are converted to the program's clock one by one, with an error of microseconds.
+    assert timeline.seconds(ready) - 1e-4 <= completed < timeline.seconds(after)
