@@ -15,10 +15,10 @@ from collections.abc import Sequence
 
 import warm
 from launch.commands import HERE
+from paceline.child_process import pythonpath
 from paceline.emulation.cluster import EmulatedCluster
 from paceline.emulation.state import VARIABLE
 from paceline.launch.machines import EmulatedMachines
-from paceline.sources import search_path
 
 NETWORK, INPUT = "WARM_NETWORK", "WARM_INPUT"
 """Variables that name the files of a machine's network and of a node's input."""
@@ -41,7 +41,7 @@ class WarmFleet(EmulatedMachines):
             NETWORK: f"/proc/{holder.pid}/ns/net",
             INPUT: f"/proc/{os.getpid()}/fd/{theirs}",
             VARIABLE: str(self._cluster.state.path),
-            "PYTHONPATH": os.pathsep.join([search_path(), str(HERE.parent)]),
+            "PYTHONPATH": os.pathsep.join([pythonpath(), str(HERE.parent)]),
         }
         pipe = subprocess.PIPE
         process = self._nursery.start(

@@ -148,9 +148,10 @@ def test_a_cell_is_asked_to_stop_when_its_runner_is_killed(tmp_path: Path) -> No
         "signal.signal(signal.SIGTERM, stop); print(flush=True); time.sleep(60)"
     )
     runner = (
-        "import os, subprocess, sys\n"
-        "tied = [sys.executable, '-m', 'paceline.study.tied', str(os.getpid())]\n"
-        "child = subprocess.Popen([*tied, '-c', *sys.argv[1:]], stdout=subprocess.PIPE)\n"
+        "import signal, subprocess, sys\n"
+        "from paceline.child_process import tied_command\n"
+        "command = tied_command(signal.SIGTERM, [sys.executable, '-c', *sys.argv[1:]])\n"
+        "child = subprocess.Popen(command, stdout=subprocess.PIPE)\n"
         "child.stdout.readline(); print(child.pid, flush=True); child.wait()"
     )
     process = subprocess.Popen(

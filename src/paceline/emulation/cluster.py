@@ -14,11 +14,8 @@ from typing import Self
 
 from paceline.config.cluster_spec import ClusterSpec
 from paceline.emulation import calibration, cpu_limits, latency, namespaces, network
-from paceline.emulation.guardian import Guardian
-from paceline.emulation.latency import compiler, has_netem
-from paceline.emulation.namespaces import can_be_root
 from paceline.emulation.processes import ProcessId
-from paceline.emulation.removal import pids_of, remove, remove_orphans
+from paceline.emulation.removal import Guardian, pids_of, remove, remove_orphans
 from paceline.emulation.state import (
     VARIABLE,
     Calibration,
@@ -141,11 +138,6 @@ def _log_creation(spec: ClusterSpec, calibrate: bool) -> None:
     nodes = f"{spec.nodes} node{'s' if spec.nodes > 1 else ''}"
     calibrating = " and calibrating it" if calibrate else ""
     _log.info("creating an emulated cluster of %s%s ...", nodes, calibrating)
-
-
-def check_possible() -> None:
-    """ClusterError if this machine cannot have an emulated cluster."""
-    namespaces.can_be_root()
 
 
 def all_clusters() -> list[EmulatedCluster]:
@@ -278,9 +270,10 @@ class Abilities:
 
 def examine() -> Abilities:
     """Probe this machine for `paceline doctor`; ClusterError if it cannot have any cluster."""
-    as_root = can_be_root()
-    latency = "netem" if has_netem(as_root=as_root) else "forwarder" if compiler() else None
-    return Abilities(as_root, _has_quotas(), latency)
+    as_root = namespaces.can_be_root()
+    fallback = "forwarder" if latency.compiler() else None
+    mechanism = "netem" if latency.has_netem(as_root=as_root) else fallback
+    return Abilities(as_root, _has_quotas(), mechanism)
 
 
 def _has_quotas() -> bool:

@@ -1,12 +1,31 @@
-"""Remove a cluster, and clusters whose owner has died."""
+"""Remove a cluster: at its end, as an orphan, or by its guardian process.
+
+`python -m paceline.emulation.removal STATE_FILE` is the guardian, which removes a run's cluster if
+the command that created it is killed. Its stdin is a pipe whose other end the command holds. The
+kernel closes that end when the command ends.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Self
 
+from paceline.child_process import pythonpath
 from paceline.emulation import cpu_limits, processes
 from paceline.emulation.state import VARIABLE, ClusterState, all_paths, load
 from paceline.errors import ClusterError
+
+NODE_EXIT_SECONDS = 10.0
+"""Time for nodes to notice that their command ended, and to write a checkpoint (launch/)."""
+POLL_SECONDS = 0.1
+GUARDIAN_EXIT_SECONDS = 10.0
+"""Time for the guardian to exit once the cluster is gone."""
 
 
 def remove(state: ClusterState) -> None:
@@ -61,3 +80,62 @@ def remove_orphans() -> list[str]:
                 remove(state)
                 removed.append(state.name)
     return removed
+
+
+class Guardian:
+    """Handle of the guardian process: while open, the end of this process ends the cluster."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    @classmethod
+    def start(cls, path: Path) -> Self:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "paceline.emulation.removal", str(path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": pythonpath()},
+                # A signal to the command's process group must not end the guardian.
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ClusterError(f"cannot start the cluster's guardian: {error.strerror}") from None
+        return cls(process)
+
+    def close(self) -> None:
+        """End the guardian, after the cluster has been removed."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(GUARDIAN_EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def guard(path: Path) -> None:
+    """Remove a cluster when stdin ends; the body of the guardian process."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    while os.read(0, 4096):
+        pass
+    with contextlib.suppress(ClusterError):
+        state = load(path)
+        _wait_for_nodes(state)
+        remove(state)
+
+
+def _wait_for_nodes(state: ClusterState) -> None:
+    """Give processes in the nodes time to exit by themselves."""
+    own = {namespace.holder.pid for namespace in state.namespaces()}
+    if state.forwarder is not None:
+        own.add(state.forwarder.pid)
+    deadline = time.monotonic() + NODE_EXIT_SECONDS
+    while set(pids_of(state)) - own and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+
+
+if __name__ == "__main__":
+    guard(Path(sys.argv[1]))

@@ -14,7 +14,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from paceline.launch.lifeline import die_with_parent
+from paceline.child_process import die_with_parent
 from paceline.measure.startup import importing
 from paceline.training.process import keep_freed_memory
 

@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Protocol, Self
 
+from paceline.child_process import pythonpath
 from paceline.emulation.cluster import EmulatedCluster
 from paceline.errors import ConfigError, PacelineError, RunError, StoppedError, UsageError
 from paceline.launch.control_channel import BEAT_SECONDS, NodeExit, NodeProcess, popen_piped
 from paceline.launch.signals import SignalMonitor, signal_name
-from paceline.sources import search_path
 
 POLL_SECONDS = 0.1
 PATIENCE_SECONDS = 10.0
@@ -217,7 +217,7 @@ class EmulatedMachines:
         self.python = sys.executable
 
     def start(self, node: int, words: Sequence[str], given: bytes) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "PYTHONPATH": search_path()}
+        environment = {**os.environ, "PYTHONPATH": pythonpath()}
         return popen_piped(self._cluster.command(node, words), given, environment)
 
     def explain(self, end: NodeExit) -> PacelineError:

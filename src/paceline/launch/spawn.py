@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from paceline.child_process import pythonpath
 from paceline.comm.rank_info import RankInfo
 from paceline.errors import RunError
-from paceline.sources import search_path
 
 
 def spawn(
@@ -30,7 +30,7 @@ def spawn(
                 env={
                     **os.environ,
                     **place.to_environment(),
-                    "PYTHONPATH": search_path(),
+                    "PYTHONPATH": pythonpath(),
                 },
                 stdout=None if shown else file,
                 stderr=file,

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import json
 import math
 import os
@@ -30,9 +29,9 @@ from typing import IO, Any, TypeVar
 
 import psutil
 
+from paceline.child_process import pythonpath, set_parent_death_signal
 from paceline.measure.gpus import Gpus
 from paceline.measure.procfs import NetworkCounter, ProcessTree, pss_bytes
-from paceline.sources import search_path
 
 T = TypeVar("T")
 
@@ -43,7 +42,6 @@ MAX_CPU_FRACTION = 0.005
 PARENT_CHECK_SECONDS = 0.5
 MIN_CPU_INTERVAL_SECONDS = 0.05
 """The kernel counts CPU time in steps of 10 ms, too coarse for shorter intervals."""
-PR_SET_PDEATHSIG = 1
 
 
 class ResourceSampler:
@@ -72,7 +70,7 @@ class ResourceSampler:
     def start(self) -> None:
         if self.interval_seconds <= 0 or self._process is not None:
             return
-        environment = {**os.environ, "PYTHONPATH": search_path()}
+        environment = {**os.environ, "PYTHONPATH": pythonpath()}
         try:
             # A file instead of a pipe, which a concurrently forked worker could hold open.
             self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (stop() closes it)
@@ -238,9 +236,8 @@ def die_with_parent(parent: int) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, exit_if_orphaned)
-    # prctl exists only on Linux; elsewhere the parent is polled.
-    if hasattr(libc := ctypes.CDLL(None, use_errno=True), "prctl"):
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    # Elsewhere than on Linux, the parent is polled.
+    set_parent_death_signal(signal.SIGTERM)
     # The parent may have ended before prctl was called.
     exit_if_orphaned()
 

@@ -27,6 +27,7 @@ from functools import cache
 from itertools import count
 from pathlib import Path
 
+from paceline.child_process import tied_command
 from paceline.config import RunConfig, non_default_values, to_argv
 from paceline.data.manifest import OFFICIAL_SETS, data_folder
 from paceline.errors import (
@@ -66,10 +67,10 @@ def _missing_data(config: RunConfig) -> str | None:
 
 @cache
 def _without_clusters() -> str | None:
-    from paceline.emulation import cluster
+    from paceline.emulation.namespaces import can_be_root
 
     try:
-        cluster.check_possible()
+        can_be_root()
     except ClusterError as error:
         return str(error)
     return None
@@ -104,10 +105,10 @@ class CellProcess:
 
     def __init__(self, words: list[str], log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
-        tied = [sys.executable, "-m", "paceline.study.tied", str(os.getpid())]
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [*tied, *words],
+                # Not killed: the run stops its workers and machines, and writes its records.
+                tied_command(signal.SIGTERM, [sys.executable, *words]),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -15,12 +15,12 @@ from time import monotonic
 from types import ModuleType
 from typing import Any, cast
 
+from paceline.child_process import pythonpath
 from paceline.errors import PacelineError, RunError, UsageError
 from paceline.launch.control_channel import NodeExit
 from paceline.launch.machines import describe_end
 from paceline.launch.ray.cluster import HeadLostError, HeadMonitor, Say, ask_all, load
 from paceline.launch.ray.process import LOST, PYTHON, NodeActor, RayProcess
-from paceline.sources import search_path
 
 PREFERRED_SECONDS = 2.0
 """How long to hope for the machine that suits best; after that any will do."""
@@ -248,7 +248,7 @@ class RayMachines:
 def _variables() -> dict[str, str]:
     """What the processes' surroundings share with this one, whatever Ray was started with."""
     passed = {name: text for name, text in os.environ.items() if name.startswith(PASSED_ON)}
-    return {**passed, "PYTHONPATH": search_path()}
+    return {**passed, "PYTHONPATH": pythonpath()}
 
 
 @contextlib.contextmanager

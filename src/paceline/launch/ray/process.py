@@ -17,6 +17,7 @@ import importlib
 import os
 import select
 import selectors
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ from threading import Event, Thread
 from time import monotonic
 from typing import IO, Any, NamedTuple
 
+from paceline.child_process import tied_command
 from paceline.launch.environment import free_port
 from paceline.launch.ray.cluster import HeadMonitor, cause_of, load
 
@@ -79,7 +81,7 @@ class NodeActor:
         own = [sys.executable if word == PYTHON else word for word in words]
         self._words = b""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "paceline.launch.ray.tied", str(os.getpid()), *own],
+            tied_command(signal.SIGKILL, own),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
