@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from paceline.analysis.collection import collect
+from paceline.analysis.communication import exchange_rate, read_comm, run_traffic
 from paceline.analysis.curves import MAX_POINTS, downsample
 from paceline.analysis.events import IN_ITERATION
 from paceline.analysis.phases import of_worker
@@ -21,7 +22,6 @@ from paceline.records import PHASES
 from paceline.report.charts.timeline import MOST_SPANS, Span, merged
 from paceline.report.document import BulletList, Table
 from paceline.report.sections import build_sections
-from paceline.report.sections.bandwidth import exchange_rate, read_comm
 from paceline.report.sections.batch_size import answer as batch_answer
 from paceline.report.sections.batch_size import batch_rows
 from paceline.report.sections.checkpoint import checkpoint_costs
@@ -30,7 +30,6 @@ from paceline.report.sections.outline import outline
 from paceline.report.sections.ranks import rank_times
 from paceline.report.sections.resources import node_use
 from paceline.report.sections.timeline import read_step
-from paceline.report.sections.traffic import run_traffic
 from paceline.report.sections.winners import contests
 from report.marks import SVG, figure, numbers, result_of, section, series
 from report.records import FakeRun, write_repeats, write_run, write_trace

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from paceline.analysis.collection import collect
+from paceline.analysis.communication import exchange_rate
 from paceline.analysis.run_group import RunGroup
 from paceline.report.build import to_document, write_report
 from paceline.report.document import Details, Table
 from paceline.report.markdown import to_markdown
 from paceline.report.sections.accuracy import common_accuracy, learned
-from paceline.report.sections.bandwidth import exchange_rate
 from report.marks import SVG, figure, result_of, section
 from report.records import FakeRun, write_repeats, write_run
 from report.study_page import flat

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.analysis.collection import collect
+from paceline.analysis.communication import exchange_rate, run_traffic
 from paceline.analysis.events import IN_ITERATION
 from paceline.analysis.phases import by_rank, exchange_seconds_in_epoch, hidden_of_run
 from paceline.analysis.run import Run, open_run
@@ -18,9 +19,7 @@ from paceline.report.build import to_document
 from paceline.report.comparison import result_rows
 from paceline.report.document import BulletList
 from paceline.report.markdown import to_markdown
-from paceline.report.sections.bandwidth import exchange_rate
 from paceline.report.sections.ranks import workers
-from paceline.report.sections.traffic import run_traffic
 from report.records import FakeRun, write_run
 
 GRADIENT_BYTES = 1000

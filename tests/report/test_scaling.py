@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from paceline.analysis.collection import collect
+from paceline.analysis.scaling import families
 from paceline.report.document import BulletList, Table
-from paceline.report.sections.scaling import answer, families
+from paceline.report.sections.scaling import answer
 from paceline.report.verdict import make_verdict
 from report.marks import figure, numbers, section, series
 from report.records import FakeRun, write_repeats, write_run

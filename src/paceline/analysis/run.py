@@ -69,6 +69,11 @@ class Run:
             return int(self.result["iterations"])
         return max((rank.end for rank in self.timing.ranks), default=0) if self.timing else 0
 
+    @property
+    def wall_seconds(self) -> float | None:
+        """None while there is no result."""
+        return self.result["wall_seconds"] if self.result else None
+
     def final(self, key: str) -> float | None:
         value = self.result["final"].get(key) if self.result else None
         return float(value) if is_number(value) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
@@ -96,9 +96,16 @@ class RunGroup:
                 return float(run.result["samples"]) / run.iterations
         return float(self.config.global_batch_size)
 
+    def values(
+        self, get: Callable[[Run], float | None], runs: Sequence[Run] | None = None
+    ) -> list[float]:
+        """A figure of each finished run, or of each of `runs`, that has it."""
+        found = (get(run) for run in (self.finished if runs is None else runs))
+        return [value for value in found if value is not None]
+
     def finals(self, key: str) -> list[float]:
         """A final figure such as test_accuracy, of each finished run that has it."""
-        return [value for run in self.finished if (value := run.final(key)) is not None]
+        return self.values(lambda run: run.final(key))
 
     def mean_of(self, key: str) -> float | None:
         """Of such a figure, over the finished runs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from paceline import formatting
+from paceline.analysis.communication import ALL_REDUCE_STRATEGIES
 from paceline.analysis.contention import CpuContention
 from paceline.analysis.phases import PhaseBreakdown, iteration_breakdown, run_breakdown
 from paceline.analysis.ranking import RankedGroup, Ranking
@@ -13,7 +14,6 @@ from paceline.analysis.statistics import MOST_PLANNED, Difference, repeats_neede
 from paceline.analysis.straggler import Straggler
 from paceline.analysis.validation import is_number
 from paceline.report.bound import MOST, Bottleneck
-from paceline.report.sections.bandwidth import ALL_REDUCE_STRATEGIES
 
 MOST_STEPS = 5
 MOST_REPEATS = 100

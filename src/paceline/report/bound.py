@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline import formatting
+from paceline.analysis.communication import Measured, link_bytes_per_second, measured_limit
 from paceline.analysis.phases import COMPUTE_PHASES, iteration_breakdown
 from paceline.analysis.run import Run
 from paceline.analysis.run_group import RunGroup
 from paceline.analysis.validation import is_number
-from paceline.report.sections.bandwidth import Measured, link_bytes_per_second, measured_limit
 
 MOST = 0.5
 """A share of an iteration from which on something is what limits it."""

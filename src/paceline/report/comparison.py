@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from paceline import formatting
 from paceline.analysis.accuracy import accuracy_increase
 from paceline.analysis.collection import RunCollection, SkippedRecord, collect
+from paceline.analysis.communication import run_traffic
 from paceline.analysis.phases import run_breakdown
 from paceline.analysis.run import Run
 from paceline.analysis.run_group import RunGroup, describe_workers, differing, value_text
@@ -19,7 +20,6 @@ from paceline.analysis.world_sizes import described
 from paceline.errors import RecordsError
 from paceline.records import PHASES
 from paceline.report.sections.outline import known
-from paceline.report.sections.traffic import run_traffic
 from paceline.report.study_comparison import StudyPair, pair_up
 
 

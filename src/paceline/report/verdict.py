@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline import formatting
+from paceline.analysis.communication import read_comm
 from paceline.analysis.contention import disturbances, rerun_sentence
 from paceline.analysis.phases import Explanation, explain
 from paceline.analysis.ranking import TO_TARGET, RankedGroup, Ranking, is_exact, rank_groups
@@ -37,8 +38,7 @@ from paceline.report.findings import (
     trouble_points,
 )
 from paceline.report.headline import beside_exact, headline, less, why, why_to_target
-from paceline.report.sections.bandwidth import read_comm
-from paceline.report.sections.scaling import superlinear_note
+from paceline.report.wording import superlinear_note
 
 
 @dataclass(slots=True)

@@ -1,172 +1,17 @@
-"""How fast gradients were summed: from the traffic of the runs, by three formulas.
-
-    reference bandwidth    bytes log2(P) / T, from T = (bytes / bandwidth) log2(P)
-    reference utilisation  2 (P - 1) bytes / T / bandwidth
-    algorithm bandwidth    bytes / T
-    bus bandwidth          algorithm bandwidth x 2 (P - 1) / P
-
-P is the number of workers, T the time of one exchange, bytes the size of what is summed. Whatever
-the algorithm, P workers that sum as much send 2 (P - 1) times that together: so the traffic tells.
-"""
+"""Bandwidth of the exchanges of the runs, and as `paceline comm` measured it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from statistics import fmean
-from typing import Any
 
 from paceline import formatting
-from paceline.analysis.run import Run
-from paceline.analysis.run_group import RunGroup
-from paceline.analysis.validation import is_number
-from paceline.config import RunConfig
-from paceline.errors import RecordsError
-from paceline.records import read_json
+from paceline.analysis.communication import AllReduceBandwidth, exchange_rate, read_comm
 from paceline.report.document import Block, Table, Text
 from paceline.report.sections.outline import SectionContext
 
 TITLE = "Bandwidth"
 
 MOST_MEASURED = 200
-
-ALL_REDUCE_STRATEGIES = frozenset(
-    ("gather_scatter", "allreduce", "ring", "tree", "halving_doubling", "overlap", "ddp")
-)
-"""Strategies in which all workers have the sum of all gradients after each iteration."""
-
-
-@dataclass(frozen=True, slots=True)
-class AllReduceBandwidth:
-    label: str
-    workers: int
-    bytes: float
-    """Summed in one iteration."""
-    seconds: float
-    """With transfers of gradients under way, in one iteration, of the worker that waited least."""
-    link_bytes_per_second: float | None
-    """As measured: in an emulated cluster, or by `paceline comm` with as many workers."""
-
-    @property
-    def algorithm_bandwidth(self) -> float:
-        return self.bytes / self.seconds
-
-    @property
-    def bus_bandwidth(self) -> float:
-        return self.algorithm_bandwidth * 2 * (self.workers - 1) / self.workers
-
-    @property
-    def reference_bandwidth(self) -> float:
-        return self.algorithm_bandwidth * math.log2(self.workers)
-
-    @property
-    def reference_utilisation(self) -> float:
-        return 2 * (self.workers - 1) * self.bytes / self.seconds / self.reference_bandwidth
-
-    @property
-    def link_share(self) -> float | None:
-        link = self.link_bytes_per_second
-        return self.bus_bandwidth / link if link else None
-
-
-def exchange_rate(cell: RunGroup, measured: Sequence[Measured] = ()) -> AllReduceBandwidth | None:
-    """On average over the finished runs; None where no gradients were summed, nothing was timed, or
-    the number of workers has changed: what was sent is then not of the same sums."""
-    if not cell.finished or cell.workers < 2 or not _sums_over_the_wire(cell.config):
-        return None
-    workers = cell.workers
-    sums = [_gradient_sums(run, workers) for run in cell.finished]
-    known = [one for one in sums if one is not None]
-    if len(known) < len(sums):
-        return None
-    return AllReduceBandwidth(
-        cell.label,
-        workers,
-        fmean(size for size, _ in known),
-        fmean(seconds for _, seconds in known),
-        link_bytes_per_second(cell.finished[0]) or measured_limit(measured, workers),
-    )
-
-
-def _gradient_sums(run: Run, workers: int) -> tuple[float, float] | None:
-    """Bytes that an iteration sums, and seconds that it takes, by the worker that waits least."""
-    counts = [worker.get("traffic", {}).get("gradients", {}) for worker in run.workers]
-    sent = sum(count.get("bytes_sent") or 0 for count in counts)
-    seconds = [count.get("seconds") or 0.0 for count in counts]
-    is_timed = run.iterations and min(seconds, default=0.0) > 0
-    if not sent or not is_timed or run.is_resized:
-        return None
-    return sent / (2 * (workers - 1)) / run.iterations, min(seconds) / run.iterations
-
-
-def measured_limit(measured: Sequence[Measured], workers: int) -> float | None:
-    """What the measurement with as many workers took for the most that there is."""
-    limits = [
-        one.bus_bandwidth / one.limit_share
-        for one in measured
-        if one.workers == workers and one.limit_share
-    ]
-    return max(limits, default=None)
-
-
-def _sums_over_the_wire(config: RunConfig) -> bool:
-    """With a codec something else is sent, and shared memory sends nothing at all."""
-    plain = config.options.get("codec", "none") == "none"
-    return config.strategy in ALL_REDUCE_STRATEGIES and config.communicator == "torch" and plain
-
-
-def link_bytes_per_second(run: Run) -> float | None:
-    """The slowest measured link of the emulated cluster that the run was in."""
-    cluster = (run.result or {}).get("cluster")
-    found = cluster.get("got") if isinstance(cluster, dict) else None
-    rates = [rate for item in found or () if (rate := _link_rate(item)) is not None]
-    return min(rates, default=None)
-
-
-def _link_rate(item: Any) -> float | None:
-    if not isinstance(item, dict) or not str(item.get("what", "")).startswith("bandwidth"):
-        return None
-    got = item.get("got")
-    return got / 8 if is_number(got) and item.get("unit") == "bit/s" else None
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One line of a measurement of the network; docs/metrics.md defines the figures."""
-
-    workers: int
-    way: str
-    bytes: int
-    seconds: float
-    """The median."""
-    algorithm_bandwidth: float
-    bus_bandwidth: float
-    limit_share: float | None
-
-
-def read_comm(path: Path) -> list[Measured]:
-    """The measurements of a file; none where it is something else or damaged."""
-    try:
-        record = read_json(path)
-        return [_measured(record["workers"], one) for one in record["measurements"]]
-    except (RecordsError, KeyError, TypeError, ValueError, AttributeError, OverflowError):
-        return []
-
-
-def _measured(workers: int, one: dict[str, Any]) -> Measured:
-    names = (one.get(key) for key in ("operation", "communicator", "algorithm"))
-    share = one.get("share_of_limit")
-    return Measured(
-        int(workers),
-        ", ".join(str(name) for name in names if name),
-        int(one["bytes"]),
-        float(one["seconds"]["median"]),
-        float(one["algorithm_bytes_per_second"]),
-        float(one["bus_bytes_per_second"]),
-        share if is_number(share) else None,
-    )
 
 
 def build(outline: SectionContext) -> list[Block]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from statistics import fmean
 
 from paceline import formatting
-from paceline.analysis.run import Run
+from paceline.analysis.communication import KindTraffic, cell_traffic
 from paceline.analysis.run_group import RunGroup
 from paceline.records import TRAFFIC_KINDS
 from paceline.report.charts.bars import Bar, BarChart, Part, draw_bars
@@ -18,51 +16,6 @@ TITLE = "Traffic by kind"
 RESIZED = (
     " Where the number of workers changed, it is what those at the end sent, each since it joined."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class KindTraffic:
-    """Of all workers of a run together, or on average over runs."""
-
-    bytes_sent: float
-    bytes_per_iteration: float | None
-    """None where there were no iterations, or not always as many workers."""
-    messages: float
-    seconds: float
-    """Of the worker that had transfers of the kind under way for longest."""
-
-
-def run_traffic(run: Run) -> dict[str, KindTraffic]:
-    """By kind; kinds of which nothing was sent are left out."""
-    found = {}
-    for kind in TRAFFIC_KINDS:
-        counts = [worker.get("traffic", {}).get(kind, {}) for worker in run.workers]
-        sent = sum(int(count.get("bytes_sent") or 0) for count in counts)
-        messages = sum(int(count.get("messages") or 0) for count in counts)
-        if sent or messages:
-            seconds = max(float(count.get("seconds") or 0.0) for count in counts)
-            is_known = run.iterations and not run.is_resized
-            per_iteration = sent / run.iterations if is_known else None
-            found[kind] = KindTraffic(sent, per_iteration, messages, seconds)
-    return found
-
-
-def cell_traffic(cell: RunGroup) -> dict[str, KindTraffic]:
-    """On average over the finished runs."""
-    runs = [run_traffic(run) for run in cell.finished]
-    found = {}
-    for kind in TRAFFIC_KINDS:
-        own = [traffic.get(kind, KindTraffic(0, 0.0, 0, 0.0)) for traffic in runs]
-        if any(kind in traffic for traffic in runs):
-            rates = [one.bytes_per_iteration for one in own]
-            known = [rate for rate in rates if rate is not None]
-            found[kind] = KindTraffic(
-                fmean(one.bytes_sent for one in own),
-                fmean(known) if len(known) == len(rates) else None,
-                fmean(one.messages for one in own),
-                fmean(one.seconds for one in own),
-            )
-    return found
 
 
 def build(outline: SectionContext) -> list[Block]:
