@@ -110,6 +110,17 @@ class AgreedStopError(StoppedError):
     """All workers stopped after the same iteration, as they agreed to."""
 
 
+ERROR_PREFIX = "paceline: error: "
+"""Starts each line of an error message on the terminal."""
+
+
+def from_exit_code(exit_code: int, text: str) -> PacelineError:
+    """The error that another process reported as `text` before it exited with `exit_code`."""
+    if exit_code == UsageError.exit_code:
+        return ConfigError.from_text(text)
+    return StoppedError(text) if exit_code == StoppedError.exit_code else RunError(text)
+
+
 LONGEST_VALUE = 80
 LONGEST_LINE = 2000
 MOST_LINES = 20

@@ -140,22 +140,27 @@ class RunFolder:
     @classmethod
     def create(cls, config: RunConfig) -> RunFolder:
         """Make a new folder for a run; one that exists is never written over."""
-        folder = cls(Path(config.out) / (config.name or default_name(config)))
+        folder = cls(_new_path(config))
         try:
             make_folder(folder.path.parent)
             try:
                 folder.path.mkdir()
             except FileExistsError:
-                raise RecordsError(
-                    f"{folder.path} exists already: choose another --name,"
-                    " or continue it with --resume"
-                ) from None
+                raise _taken(folder.path) from None
             sync_folder(folder.path.parent)
             write_json(folder.config_file, {"schema": SCHEMA, "config": config.to_dict()})
         except (FileExistsError, NotADirectoryError):
             raise RecordsError(f"--out: {folder.path.parent} is not a folder") from None
         except OSError as error:
             raise RecordsError(f"cannot write to {folder.path}: {error.strerror}") from None
+        return folder
+
+    @classmethod
+    def unused(cls, config: RunConfig) -> RunFolder:
+        """The folder of a new run, before it is made; RecordsError if the path exists."""
+        folder = cls(_new_path(config))
+        if folder.path.exists():
+            raise _taken(folder.path)
         return folder
 
     def locked(self) -> AbstractContextManager[None]:
@@ -252,6 +257,16 @@ class RunFolder:
             write_json(self.result_file, result)
         except OSError as error:
             raise RunError(explain_write_error(self.result_file, error)) from None
+
+
+def _new_path(config: RunConfig) -> Path:
+    return Path(config.out) / (config.name or default_name(config))
+
+
+def _taken(path: Path) -> RecordsError:
+    return RecordsError(
+        f"{path} exists already: choose another --name, or continue it with --resume"
+    )
 
 
 def default_name(config: RunConfig) -> str:

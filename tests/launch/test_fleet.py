@@ -100,7 +100,7 @@ def test_the_last_words_of_a_node_that_failed_are_told_once(
 def test_a_node_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_module, "ENDING_SECONDS", 0.2)
     stubborn = f"import time; time.sleep({LIMIT_SECONDS})"
-    with pytest.raises(RunError, match=r"^node 0 \(a\) ended with exit code 3, and said nothing$"):
+    with pytest.raises(RunError, match=r"^node 0 \(a\) ended with exit code 3: no output$"):
         run("import sys; sys.exit(3)", stubborn, stubborn)
 
 

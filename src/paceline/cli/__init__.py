@@ -18,7 +18,15 @@ from collections.abc import Sequence
 
 from paceline import __version__
 from paceline.cli.parser import Parser
-from paceline.errors import PacelineError, StoppedError, UsageError, one_line, shown, suggest
+from paceline.errors import (
+    ERROR_PREFIX,
+    PacelineError,
+    StoppedError,
+    UsageError,
+    one_line,
+    shown,
+    suggest,
+)
 
 COMMANDS = {
     "demo": "demo",
@@ -116,7 +124,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def _complain(message: str, *, is_failure: bool = True) -> None:
     """`is_failure`: not where the user has asked for the end."""
-    mark = "paceline: error: " if is_failure else "paceline: "
+    mark = ERROR_PREFIX if is_failure else "paceline: "
     for line in message.splitlines() or [""]:
         sys.stderr.write(f"{mark}{one_line(line)}\n")
 

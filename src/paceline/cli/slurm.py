@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.config_flags import add_config_flags, add_control_flags, given_flags
 from paceline.config import RunConfig, flag_of, from_mapping, to_argv
-from paceline.errors import ConfigError, RecordsError, RunError, StoppedError, bare, shown
+from paceline.errors import ConfigError, RunError, StoppedError, bare, shown
 
 if TYPE_CHECKING:
     from paceline.launch.slurm import Job, Request
@@ -73,16 +72,14 @@ def run(arguments: argparse.Namespace) -> int:
     # Refused before torch is loaded, which takes two seconds.
     config = from_mapping(values) if arguments.resume is None else None
     from paceline.launch import launcher, slurm
-    from paceline.records import RunFolder, default_name
+    from paceline.records import RunFolder
 
     if config is None:
         folder, config = launcher.resumable(arguments.resume, values)
         launcher.validate(config)
     else:
         launcher.validate(config)
-        folder = RunFolder(Path(config.out) / (config.name or default_name(config)))
-        if folder.path.exists():
-            raise RecordsError(f"--name: {folder.path} is there already; go on with it by --resume")
+        folder = RunFolder.unused(config)
     script = slurm.batch_script(_request(arguments, config), folder, _words(arguments, folder))
     if arguments.dry_run:
         sys.stdout.write(script)

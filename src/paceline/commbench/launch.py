@@ -23,7 +23,7 @@ from paceline.commbench.spec import BenchmarkSpec, check_workers
 from paceline.errors import PacelineError, RunError, StoppedError
 from paceline.launch import environment, node_main
 from paceline.launch.control_channel import report_errors, send_status
-from paceline.launch.signals import SignalMonitor, signal_name
+from paceline.launch.signals import SignalMonitor, describe_exit
 from paceline.launch.spawn import spawn
 from paceline.records import SCHEMA, RunFolder, read_json, write_json
 
@@ -138,8 +138,7 @@ def _start_store(spec: BenchmarkSpec) -> tuple[Any, int]:
     # Imports torch, which launchers on the other machines do not need.
     from paceline.comm.rendezvous import Rendezvous, port_of
 
-    # On a single machine any free port works.
-    port = 0 if machines.nnodes == 1 else machines.master_port
+    port = environment.store_port(machines, machines.nnodes)
     store = Rendezvous(
         0, 1, machines.master_addr, port, machines.rendezvous_seconds, name="comm/launcher"
     ).join()
@@ -208,13 +207,13 @@ def _failure(folder: RunFolder, failed: dict[int, int | None]) -> PacelineError:
         return reported.error()
     for rank, code in failed.items():
         if code is not None and code < 0:
-            return RunError(f"rank {rank} was killed by {signal_name(code)}")
+            return RunError(describe_exit(f"rank {rank}", code, ""))
     if reported:
         return reported.error()
     rank, code = next(iter(failed.items()))
     output = _output_file(folder, rank).read_text(errors="replace").strip()
-    last_line = output.splitlines()[-1] if output else "no output"
-    return RunError(f"rank {rank} ended with exit code {code}: {last_line}")
+    last_line = output.splitlines()[-1] if output else ""
+    return RunError(describe_exit(f"rank {rank}", code or 0, last_line))
 
 
 def _output_file(folder: RunFolder, rank: int) -> Path:

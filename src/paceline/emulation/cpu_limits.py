@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from paceline.emulation.namespaces import program
-from paceline.errors import ClusterError
+from paceline.errors import ERROR_PREFIX, ClusterError
 from paceline.measure.machine import cgroup_dirs
 
 FULL = 1.0 + 1e-9
@@ -71,7 +71,7 @@ def core_prefix(cores: Sequence[int] | None, label: str) -> list[str]:
         return []
     listed = ",".join(map(str, cores))
     refusal = (
-        f"paceline: error: {label} runs on core {' or '.join(map(str, cores))}, which this process"
+        f"{ERROR_PREFIX}{label} runs on core {' or '.join(map(str, cores))}, which this process"
         " may not use: remove the cluster and create it from here"
     )
     return ["sh", "-c", PIN_SCRIPT, "sh", program("taskset"), listed, refusal]

@@ -23,10 +23,9 @@ from threading import Thread
 from time import monotonic, sleep
 from typing import IO, Any
 
-from paceline.errors import PacelineError
+from paceline.errors import ERROR_PREFIX, PacelineError
+from paceline.launch.signals import SIGNALS
 
-ERROR_PREFIX = "paceline: error: "
-"""Begins the lines that tell what went wrong."""
 NEWS_MARK = "\x1e"
 """Begins the lines of standard error that are for the starter and not for the user."""
 BEAT_SECONDS = 2.0
@@ -37,7 +36,6 @@ LAST_ITERATION_SECONDS = 5.0
 """What workers get to agree on a last iteration when the starter is gone."""
 CLEARING_SECONDS = 3.0
 """What a launcher gets to end its workers after that."""
-PASSED_ON = (signal.SIGINT, signal.SIGTERM)
 
 _INPUT = 0
 
@@ -83,7 +81,7 @@ def _watch() -> None:
         if not received:
             break
         for word in received.decode(errors="replace").split():
-            for number in PASSED_ON:
+            for number in SIGNALS:
                 if word == number.name:
                     os.kill(os.getpid(), number)
     # A first signal lets workers finish their iteration, a second one ends them at once.

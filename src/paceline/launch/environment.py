@@ -1,9 +1,7 @@
-"""Ports that nobody listens on.
+"""Where a worker belongs: its rank, from the variables that its launcher set, and ports.
 
-Finding out who one is: the variables that torchrun, srun or our own launcher has set.
-
-Creating processes is another matter (launch/node.py); a worker that was created by anything at all
-asks here."""
+Launchers are torchrun, srun and paceline's own (launch/processes.py).
+"""
 
 from __future__ import annotations
 
@@ -13,22 +11,28 @@ import socket
 from collections.abc import Mapping
 
 from paceline.comm.rank_info import RankInfo
+from paceline.config import RunConfig
 from paceline.errors import UsageError, shown
 
 
 def free_port(address: str) -> int:
-    """On this machine, for an address of this kind."""
+    """A TCP port of this machine that is not in use, for an address of this family."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
+def store_port(config: RunConfig, nnodes: int) -> int:
+    """The port to serve the rendezvous store on; 0, any free one, if no other node joins."""
+    return config.master_port if nnodes > 1 else 0
+
+
 def detect(variables: Mapping[str, str] = os.environ) -> RankInfo | None:
-    """The place that the environment gives this process; None where nobody has given it one."""
+    """The rank that the environment variables assign to this process; None without any."""
     if "LOCAL_RANK" in variables and "RANK" in variables:
         return _from_torchrun(variables)
-    # The script of a batch job has a rank as well, though nobody else will come: no step, no place.
+    # The script of a batch job has a rank as well, but it is not a worker: it has no step.
     if "SLURM_STEP_ID" in variables and _slurm_number(variables, "NUM_TASKS", "NTASKS", 1) > 1:
         return _from_slurm(variables)
     return None
@@ -72,14 +76,14 @@ def _from_slurm(variables: Mapping[str, str]) -> RankInfo:
 
 
 def _slurm_number(variables: Mapping[str, str], of_step: str, of_job: str, default: int) -> int:
-    """Of this step where it is known, since a step may use a part of the job's tasks only."""
+    """The step's value if it is set, because a step may use fewer tasks than the job has."""
     return _number(
         variables, f"SLURM_STEP_{of_step}", _number(variables, f"SLURM_{of_job}", default)
     )
 
 
 def _slurm_first_host(variables: Mapping[str, str]) -> str:
-    """The first name of a list such as `node[03-05,9],other` or `rack[1-2]node[3-4]`."""
+    """The first host of a list such as `node[03-05,9],other` or `rack[1-2]node[3-4]`."""
     names = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "")
     entry = re.match(r"(?:[^,\[]|\[[^\]]*\])+", names)
     if entry is None:
@@ -88,7 +92,7 @@ def _slurm_first_host(variables: Mapping[str, str]) -> str:
 
 
 def _slurm_port(variables: Mapping[str, str]) -> int:
-    """A port that one job's steps agree on and other jobs of the machine are unlikely to use."""
+    """A port that all steps of a job derive alike and other jobs are unlikely to use."""
     return 20_000 + _number(variables, "SLURM_JOB_ID", 0) % 10_000
 
 

@@ -25,8 +25,8 @@ from time import monotonic
 from typing import IO, Any
 
 from paceline.config import RunConfig, fields, from_record, option_of
-from paceline.errors import RecordsError, RunError, UsageError
-from paceline.launch.control_channel import ERROR_PREFIX, read_given, report_errors
+from paceline.errors import ERROR_PREFIX, RecordsError, RunError, UsageError
+from paceline.launch.control_channel import read_given, report_errors
 from paceline.launch.machines import Machines
 from paceline.records import RunFolder
 

@@ -19,9 +19,9 @@ from typing import Protocol, Self
 
 from paceline.child_process import pythonpath
 from paceline.emulation.cluster import EmulatedCluster
-from paceline.errors import ConfigError, PacelineError, RunError, StoppedError, UsageError
+from paceline.errors import PacelineError, RunError, UsageError, from_exit_code
 from paceline.launch.control_channel import BEAT_SECONDS, NodeExit, NodeProcess, popen_piped
-from paceline.launch.signals import SignalMonitor, signal_name
+from paceline.launch.signals import SignalMonitor, describe_exit
 
 POLL_SECONDS = 0.1
 PATIENCE_SECONDS = 10.0
@@ -79,24 +79,16 @@ def error_of(fleet: Machines, failure: NodeExit, ends: Sequence[NodeExit]) -> Pa
     """A failure by the words of its node where it had any."""
     if not failure.complaint:
         return fleet.explain(failure)
-    kinds: dict[int, Callable[[str], PacelineError]] = {
-        2: ConfigError.from_text,
-        130: StoppedError,
-    }
     # What several tell is about the whole run, and not about one of them.
     others = (end for end in ends if end is not failure)
     is_shared = any(end.complaint == failure.complaint for end in others)
     where = "" if is_shared else f"{fleet.addresses[failure.node]}: "
-    return kinds.get(failure.code or 1, RunError)(where + failure.complaint)
+    return from_exit_code(failure.code or 1, where + failure.complaint)
 
 
 def describe_end(end: NodeExit, address: str) -> str:
-    """A failure without words."""
-    who = f"node {end.node} ({address})"
-    if end.code is not None and end.code < 0:
-        return f"{who} was killed by {signal_name(end.code)}"
-    last = f": {end.last_line}" if end.last_line else ", and said nothing"
-    return f"{who} ended with exit code {end.code}{last}"
+    """A failure for which the node reported no error."""
+    return describe_exit(f"node {end.node} ({address})", end.code or 0, end.last_line)
 
 
 class NodeSupervisor:

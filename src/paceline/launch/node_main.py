@@ -19,9 +19,8 @@ from typing import Any, NoReturn
 
 from paceline import __version__
 from paceline.config import RunConfig, from_record
-from paceline.errors import StoppedError, UsageError
+from paceline.errors import ERROR_PREFIX, StoppedError, UsageError
 from paceline.launch.control_channel import (
-    ERROR_PREFIX,
     exit_with_launcher,
     read_given,
     report_errors,

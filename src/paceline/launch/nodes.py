@@ -20,6 +20,7 @@ from paceline.comm.rendezvous import Rendezvous, port_of
 from paceline.config import RunConfig
 from paceline.errors import ConfigError, RunError
 from paceline.launch.consistency import config_mismatches
+from paceline.launch.environment import store_port
 from paceline.launch.failure_board import FailureBoard
 from paceline.launch.messages import MalformedError, check_fields, check_run_name, decode
 from paceline.launch.record_collection import put_record, receive_files, record_names, send_files
@@ -47,13 +48,12 @@ class NodeCoordinator:
             self._node,
             config.nnodes,
             config.master_addr,
-            # No other machine has to know the port of a run on one machine.
-            config.master_port if self._others else 0,
+            store_port(config, config.nnodes),
             timeout_seconds=config.rendezvous_seconds,
             name="nodes",
             noun="node",
         ).join()
-        self.port = config.master_port if self._others else port_of(self._store)
+        self.port = port_of(self._store)
         self._looked = monotonic()
         self._lost = False
         self.board = FailureBoard(self._ask)

@@ -29,6 +29,7 @@ from paceline.comm.rendezvous import Rendezvous
 from paceline.config import RunConfig, from_record
 from paceline.errors import PeerError, error_line
 from paceline.launch import environment
+from paceline.launch.signals import SIGNALS
 from paceline.launch.spawn import spawn
 from paceline.launch.termination import Termination, write_failure
 from paceline.measure.traffic import Traffic
@@ -54,8 +55,8 @@ def server_ranks(config: RunConfig, node: int) -> list[int]:
 def main(arguments: list[str]) -> int:
     """The process of one server: `CONFIG FOLDER`, its place in the environment."""
     # Workers decide when a run ends, and then leave; the launcher has other means in an emergency.
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     config = from_record(read_json(Path(arguments[0]))["config"])
     folder = RunFolder(Path(arguments[1]))
     place = environment.detect()

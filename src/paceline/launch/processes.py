@@ -19,7 +19,7 @@ from paceline.launch.failure_board import FailureBoard
 from paceline.launch.nodes import POLL_SECONDS, NodeCoordinator
 from paceline.launch.parameter_servers import server_ranks
 from paceline.launch.record_collection import clear_reports, read_reports
-from paceline.launch.signals import SignalMonitor, signal_name
+from paceline.launch.signals import SignalMonitor, describe_exit
 from paceline.launch.spawn import spawn
 from paceline.launch.termination import Termination, failure_file, read_failure, root_cause
 from paceline.measure.sampler import ResourceSampler
@@ -211,12 +211,11 @@ class NodeWorkers:
         ]
         for rank, code, order in failed:
             if code < 0:
-                cause = f"{self._name(rank)} was killed by {signal_name(code)}"
+                cause = describe_exit(self._name(rank), code, "")
                 return Termination(cause, is_loss=True, order=order)
         for rank, code, order in failed:
             if known is None:
-                name, last = self._name(rank), self._last_line(rank)
-                cause = f"{name} ended with exit code {code}: {last}"
+                cause = describe_exit(self._name(rank), code, self._last_line(rank))
                 return Termination(cause, order=order)
         busy = [rank for rank in self._ranks if codes[rank] is None]
         if known and busy:
@@ -251,7 +250,7 @@ class NodeWorkers:
             text = self._output_file(rank).read_text(errors="replace").strip()
         except OSError as error:
             return f"its output cannot be read ({error.strerror})"
-        return text.splitlines()[-1] if text else "it said nothing"
+        return text.splitlines()[-1] if text else ""
 
     def _end(self) -> None:
         self._kill_all()

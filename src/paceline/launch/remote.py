@@ -26,7 +26,7 @@ from paceline.launch.result import RunOutcome, write_result
 from paceline.launch.signals import SignalMonitor
 from paceline.launch.ssh import SshMachines
 from paceline.launch.termination import Termination
-from paceline.records import Result, RunFolder, default_name
+from paceline.records import Result, RunFolder
 
 LOOPBACK = "127.0.0.1"
 
@@ -62,7 +62,8 @@ def run_on(
     quiet: bool,
     interruptions: SignalMonitor,
 ) -> RunOutcome:
-    folder = resumed or _reserve(config)
+    # Node 0 makes the folder if it shares it.
+    folder = resumed or RunFolder.unused(config)
     config = _settle(config, fleet, folder)
     with contextlib.ExitStack() as held:
         if resumed:
@@ -120,16 +121,6 @@ def _run_on_locked(
     if not has_trained:
         raise error
     return RunOutcome(folder, result, error.exit_code)
-
-
-def _reserve(config: RunConfig) -> RunFolder:
-    """The folder that the records will be in, which the first node makes where it shares it."""
-    folder = RunFolder(Path(config.out) / (config.name or default_name(config)))
-    if folder.path.exists():
-        raise RecordsError(
-            f"{folder.path} exists already: choose another --name, or continue it with --resume"
-        )
-    return folder
 
 
 def _settle(config: RunConfig, fleet: Machines, folder: RunFolder) -> RunConfig:

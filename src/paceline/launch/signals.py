@@ -10,6 +10,7 @@ from typing import Self
 from paceline.errors import StoppedError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""The signals that stop a run."""
 
 
 def signal_name(exit_code: int) -> str:
@@ -18,6 +19,13 @@ def signal_name(exit_code: int) -> str:
         return signal.Signals(-exit_code).name
     except ValueError:
         return f"signal {-exit_code}"
+
+
+def describe_exit(process: str, exit_code: int, last_line: str) -> str:
+    """Why a process failed that reported no error; `last_line` is the last line of its output."""
+    if exit_code < 0:
+        return f"{process} was killed by {signal_name(exit_code)}"
+    return f"{process} ended with exit code {exit_code}: {last_line or 'no output'}"
 
 
 class SignalMonitor:

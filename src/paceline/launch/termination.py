@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.errors import ConfigError, PacelineError, RunError, StoppedError
+from paceline.errors import PacelineError, from_exit_code
 from paceline.launch.messages import Kinds, MalformedError, check_fields, clean_cause
 from paceline.records import SCHEMA, RunFolder, read_json, write_json
 from paceline.training.rank_report import RankReport
@@ -42,11 +42,7 @@ class Termination:
         return cls(**{**values, "cause": clean_cause(values["cause"], values["exit_code"])})
 
     def error(self) -> PacelineError:
-        kinds: dict[int, Callable[[str], PacelineError]] = {
-            2: ConfigError.from_text,
-            130: StoppedError,
-        }
-        return kinds.get(self.exit_code, RunError)(self.cause)
+        return from_exit_code(self.exit_code, self.cause)
 
 
 STATUSES = ("failed", "diverged", "stopped")

@@ -31,6 +31,7 @@ from paceline.child_process import tied_command
 from paceline.config import RunConfig, non_default_values, to_argv
 from paceline.data.manifest import OFFICIAL_SETS, data_folder
 from paceline.errors import (
+    ERROR_PREFIX,
     CheckpointError,
     ClusterError,
     DamagedCheckpointError,
@@ -38,6 +39,7 @@ from paceline.errors import (
     RecordsError,
     UsageError,
 )
+from paceline.launch.signals import SIGNALS
 from paceline.records import RunFolder
 from paceline.study import duration
 from paceline.study.cells import Plan
@@ -149,8 +151,7 @@ def last_error_line(log: Path) -> str:
         lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError:
         return ""
-    mark = "paceline: error: "
-    told = [line.removeprefix(mark) for line in lines if line.startswith(mark)]
+    told = [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]
     said = told or [line.strip() for line in lines if line.strip()][-1:]
     return said[0][:300] if said else ""
 
@@ -396,10 +397,9 @@ def _set_aside(path: Path, aside: Path) -> None:
 @contextlib.contextmanager
 def _signals_as_interrupts() -> Iterator[None]:
     """Have both signals stop the study, also where a shell had it started with Ctrl-C ignored."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, signal.default_int_handler) for number in numbers]
+    before = [signal.signal(number, signal.default_int_handler) for number in SIGNALS]
     try:
         yield
     finally:
-        for number, handler in zip(numbers, before, strict=True):
+        for number, handler in zip(SIGNALS, before, strict=True):
             signal.signal(number, handler)

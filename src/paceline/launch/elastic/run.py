@@ -24,6 +24,7 @@ from paceline.launch.elastic.rendezvous import (
     RoundLeader,
     RunEndedError,
 )
+from paceline.launch.environment import store_port
 from paceline.launch.failure_board import FailureBoard
 from paceline.launch.messages import (
     MalformedError,
@@ -51,13 +52,11 @@ def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> RunOutcome
     """Take part until the run has ended; on the first node, write the result."""
     limits = config.elastic_limits
     assert limits is not None
-    # No other machine has to know the port of a run on one machine.
-    port = config.master_port if limits[1] > 1 else 0
     meeting = Rendezvous(
         config.node_rank,
         limits[1],
         config.master_addr,
-        port,
+        store_port(config, limits[1]),
         timeout_seconds=config.rendezvous_seconds,
         noun="node",
     )
