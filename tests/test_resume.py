@@ -22,8 +22,9 @@ from paceline.launch import launcher
 from paceline.launch.result import RunOutcome
 from paceline.models import MODELS
 from paceline.records import Result, RunFolder, read_lines
-from paceline.training import checkpoint, loop
+from paceline.training import checkpoint
 from paceline.training.checkpoint import write_checkpoint
+from paceline.training.step import TrainStep
 
 SMALL: dict[str, Any] = {
     "train_samples": 40,
@@ -65,15 +66,15 @@ def cut_after(
 
 @contextmanager
 def pulling_the_plug(monkeypatch: pytest.MonkeyPatch, iteration: int) -> Iterator[None]:
-    original = loop.TrainingLoop._iterate
+    original = TrainStep.__call__
 
-    def iterate(self: loop.TrainingLoop, number: int) -> Any:
+    def iterate(self: TrainStep, number: int, shard: int) -> Any:
         if number == iteration:
             raise PlugPulled
-        return original(self, number)
+        return original(self, number, shard)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop.TrainingLoop, "_iterate", iterate)
+        patch.setattr(TrainStep, "__call__", iterate)
         yield
 
 
@@ -186,15 +187,15 @@ def test_only_a_second_ctrl_c_forgoes_the_last_checkpoint(
     number: signal.Signals, checkpoints: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SLURM sends SIGTERM twice at a job's time limit, and gives time to write one."""
-    original = loop.TrainingLoop._iterate
+    original = TrainStep.__call__
 
-    def iterate(self: loop.TrainingLoop, iteration: int) -> Any:
+    def iterate(self: TrainStep, iteration: int, shard: int) -> Any:
         if iteration == 3:
             os.kill(os.getpid(), number)
             os.kill(os.getpid(), number)
-        return original(self, iteration)
+        return original(self, iteration, shard)
 
-    monkeypatch.setattr(loop.TrainingLoop, "_iterate", iterate)
+    monkeypatch.setattr(TrainStep, "__call__", iterate)
     stopped = uninterrupted(tmp_path, checkpoint_every=100)
     assert stopped["status"] == "stopped"
     assert len(list((tmp_path / "whole" / "checkpoints").glob("*.pt"))) == checkpoints
@@ -216,14 +217,14 @@ class FailingWrites:
 
 
 def stop_during(iteration: int, number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
-    iterate = loop.TrainingLoop._iterate
+    iterate = TrainStep.__call__
 
-    def iterate_and_stop(self: loop.TrainingLoop, current: int) -> Any:
+    def iterate_and_stop(self: TrainStep, current: int, shard: int) -> Any:
         if current == iteration:
             os.kill(os.getpid(), number)
-        return iterate(self, current)
+        return iterate(self, current, shard)
 
-    monkeypatch.setattr(loop.TrainingLoop, "_iterate", iterate_and_stop)
+    monkeypatch.setattr(TrainStep, "__call__", iterate_and_stop)
 
 
 def newest_iteration(out: Path) -> int | None:
@@ -323,13 +324,13 @@ def test_a_resumed_run_may_go_on_for_longer(tmp_path: Path) -> None:
 def test_a_resumed_runs_figures_are_of_the_whole_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = loop.TrainingLoop._iterate
+    original = TrainStep.__call__
 
-    def iterate(self: loop.TrainingLoop, number: int) -> Any:
+    def iterate(self: TrainStep, number: int, shard: int) -> Any:
         self.replica.hidden_exchange_seconds += 1.0
-        return original(self, number)
+        return original(self, number, shard)
 
-    monkeypatch.setattr(loop.TrainingLoop, "_iterate", iterate)
+    monkeypatch.setattr(TrainStep, "__call__", iterate)
     settings = {"checkpoint_every": 2, "eval_every": 2}
     whole = uninterrupted(tmp_path, **settings)
     folder = cut_after(tmp_path, 5, monkeypatch, **settings)

@@ -138,8 +138,7 @@ def train_step(strategy: Strategy, step: int, samples: int, task: Task) -> None:
     # As in the training loop: a worker without a sample computes one that weighs nothing.
     inputs = exact_batch(step, samples)[part if has_samples else slice(0, 1)]
     weight = 1.0 / samples if has_samples else 0.0
-    replica.batch_fraction = (part.stop - part.start) / samples
-    replica.set_sample_counts(has_samples)
+    replica.begin_batch(part.stop - part.start, samples)
     chunks = inputs.tensor_split(min(task.accumulate, len(inputs)))
     for number, chunk in enumerate(chunks, 1):
         replica.is_last_microbatch = number == len(chunks)

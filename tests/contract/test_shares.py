@@ -84,7 +84,7 @@ def test_a_slowed_worker_takes_as_much_longer_as_asked(
 ) -> None:
     """By the seconds it means to sleep, which are not slept here."""
     naps: list[float] = []
-    monkeypatch.setattr("paceline.training.loop.time.sleep", naps.append)
+    monkeypatch.setattr("paceline.training.step.time.sleep", naps.append)
     settings = {"train_samples": 64, "batch_size": 16, "iterations": 8, "model": "lenet"}
     [alone] = run(pool, 1, tmp_path, slow="0=3", **settings)
     phases = alone.report.worker["phases"]

@@ -124,6 +124,11 @@ class Replica:
         for layer in self._shared_norms:
             layer.exchanging = self.exposed_communication
 
+    def begin_batch(self, samples: int, global_samples: int) -> None:
+        """Tell the strategy and the layers how much of the global batch this rank computes."""
+        self.batch_fraction = samples / global_samples
+        self.set_sample_counts(samples > 0)
+
     def set_sample_counts(self, counts: bool) -> None:
         """Say whether the samples of the coming passes count.
 

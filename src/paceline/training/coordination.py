@@ -192,9 +192,6 @@ class StepCoordinator:
     def __init__(self, config: RunConfig, strategy: Strategy, replica: Replica) -> None:
         self.shares = config.share_weights
         """How the next batches are dealt, by rank."""
-        self._accumulate = config.accumulate
-        self.layers_meet = config.sync_bn and replica.communicator.world_size > 1
-        """Whether layers communicate, so that all workers must compute the same parts together."""
         self._follows_speed = config.shares == ("auto",)
         self._replica = replica
         self._clock = replica.clock
@@ -225,10 +222,6 @@ class StepCoordinator:
 
     def _computing_seconds(self) -> float:
         return sum(self._clock.seconds[phase] for phase in COMPUTING)
-
-    def parts(self, samples: int) -> int:
-        """In how many parts to compute so many samples."""
-        return min(self._accumulate, samples)
 
     def after_step(self, seconds: float, samples: int, stop: bool) -> bool:
         """After an iteration of so many seconds and samples: whether to stop now, all of them."""

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from paceline.config import Every, RunConfig
 from paceline.data.pipeline import InputPipeline
-from paceline.data.sampling import rank_shard
 from paceline.errors import AgreedStopError, DivergedError
 from paceline.measure.trace import Tracer
 from paceline.strategies.replica import Replica, agree_on_buffers
 from paceline.strategies.strategy import Assignment, AssignmentRequest, Strategy
 from paceline.training.coordination import StepCoordinator
 from paceline.training.evaluation import evaluate
-from paceline.training.optimizer import learning_rate, set_learning_rate
 from paceline.training.run_logger import RunLogger
 from paceline.training.steady import SteadyPhases
+from paceline.training.step import TrainStep
 
 Batch = tuple[Tensor, Tensor]
 
@@ -73,7 +70,6 @@ class TrainingLoop:
         self.progress = progress
         self.stop_requested: str | None = None
         """Set from a signal handler: why the loop should end soon."""
-        self._inputs = inputs
         self._test_batches = test_batches
         self._journal = journal
         self._autocast = autocast
@@ -85,27 +81,22 @@ class TrainingLoop:
         self._trained_before = progress.trained_seconds
         self._clock = replica.clock
         self._per_epoch = inputs.order.batches_per_epoch
-        self._rate_at = learning_rate(config, self._per_epoch)
         self._total = config.iterations_in_total(self._per_epoch)
-        self._rate = 0.0
         self._rank = replica.communicator.rank
-        self._is_alone = replica.communicator.world_size == 1
-        self._slowness = config.slowness(self._rank) - 1.0
-        self._backward_seconds = 0.0
         self._first = self._iteration_before = progress.iteration
-        self._part_number = self._rank
         journal.notes = strategy.notes
         journal.take_iteration_seconds = replica.clock.take_laps
         journal.phase_seconds = lambda: replica.clock.seconds
-        self._team = StepCoordinator(config, strategy, replica)
-        journal.settled_phase_seconds = lambda: self._team.settled_phase_seconds
+        self._coordinator = StepCoordinator(config, strategy, replica)
+        self._step = TrainStep(config, replica, strategy, inputs, self._coordinator, autocast)
+        journal.settled_phase_seconds = lambda: self._coordinator.settled_phase_seconds
 
     def run(self) -> None:
         """Train to the end of the budget, to the target accuracy, or until asked to stop."""
         progress, clock = self.progress, self._clock
         self._begun = clock.enter("other") - progress.trained_seconds
         self._evaluated_before = clock.seconds["evaluate"]
-        self._team.begin()
+        self._coordinator.begin()
         self._journal.begin()
         self.replica.model.train()
         while True:
@@ -123,15 +114,16 @@ class TrainingLoop:
                 self._steady.leave_out()
                 self.checkpoint()
                 begin = clock.begin_step("input")
-            self._part_number = turn.part
-            loss, samples = self._iterate(turn.iteration)
+            loss, samples = self._step(turn.iteration, turn.part)
             end = clock.end_step("other")
             self._iteration_before = progress.iteration
             progress.iteration = turn.iteration + 1
             progress.steps += 1
             progress.samples += samples
             # Last, because it raises when the loss is not finite: this iteration counts even then.
-            self._journal.iteration(progress.steps - 1, loss, samples, self._rate, end)
+            self._journal.iteration(
+                progress.steps - 1, loss, samples, self._step.learning_rate, end
+            )
             if progress.iteration < self._total:
                 self._between_iterations(end - begin, samples)
                 self._steady.first_done(self.strategy.settle_accounts)
@@ -139,7 +131,7 @@ class TrainingLoop:
 
     def clock_offset_seconds(self, moment: float) -> float:
         """What to add to a moment of this worker's clock to get the first worker's."""
-        return self._team.clock_offset.at(moment)
+        return self._coordinator.clock_offset.at(moment)
 
     def _next_turn(self) -> Assignment | None:
         """None: there is nothing left to do."""
@@ -162,7 +154,7 @@ class TrainingLoop:
     def _finish(self) -> None:
         self._journal.flush()
         self.strategy.settle_accounts()
-        self._team.settle()
+        self._coordinator.settle()
         if self.strategy.synchronous:
             self._steady.end()
         with self._clock.during("exchange"):
@@ -175,91 +167,6 @@ class TrainingLoop:
         if self._checkpoint and self._is_due(self.config.checkpoint_every):
             self.checkpoint()
 
-    def _iterate(self, iteration: int) -> tuple[Tensor, int]:
-        """One update; returns the mean loss of this worker's samples, and their number."""
-        epoch, index = divmod(iteration, self._per_epoch)
-        whole = self._inputs.order.batch_samples(index)
-        self._rate = self._rate_at(iteration)
-        set_learning_rate(self.replica.optimizer, self._rate)
-        if self._team.layers_meet and self._team.parts(whole) > 1:
-            loss, samples = self._in_common_parts(epoch, index, whole)
-        else:
-            loss, samples = self._in_own_parts(epoch, index, whole)
-        self.strategy.step()
-        return loss, samples
-
-    def _in_own_parts(self, epoch: int, index: int, whole: int) -> tuple[Tensor, int]:
-        """The batch is dealt to the workers, and each computes its share in parts."""
-        part, samples = None, whole
-        if not self._is_alone:
-            part, samples = rank_shard(whole, self._team.shares, self._part_number)
-            self.replica.set_sample_counts(samples > 0)
-        self.replica.batch_fraction = samples / whole
-        inputs, labels = self._inputs.batch(epoch, index, part)
-        parts = self._team.parts(len(labels))
-        if parts == 1:
-            return self._part(inputs, labels, samples / whole), samples
-        loss = self._in_parts(inputs.tensor_split(parts), labels.tensor_split(parts), whole)
-        return loss, samples
-
-    def _in_common_parts(self, epoch: int, index: int, whole: int) -> tuple[Tensor, int]:
-        """The batch is cut into the parts that one worker would compute, and each is dealt to all.
-
-        So layers that communicate see the statistics of the very parts that one worker sees.
-        """
-        parts = self._team.parts(whole)
-        begin = own_samples = 0
-        total: Tensor | float = 0.0
-        for number in range(parts):
-            # Sizes as `tensor_split` has them.
-            size = whole // parts + (number < whole % parts)
-            part, samples = rank_shard(size, self._team.shares, self._part_number)
-            self._clock.enter("input")
-            chosen = slice(begin + part.start, begin + part.stop)
-            inputs, labels = self._inputs.batch(epoch, index, chosen)
-            self.replica.set_sample_counts(samples > 0)
-            self.replica.is_last_microbatch = number == parts - 1
-            loss = self._part(inputs, labels, samples / whole)
-            total = total + loss * samples
-            own_samples += samples
-            begin += size
-        self.replica.batch_fraction = own_samples / whole
-        assert isinstance(total, Tensor)
-        return total / own_samples if own_samples else loss, own_samples
-
-    def _in_parts(
-        self, inputs: tuple[Tensor, ...], labels: tuple[Tensor, ...], whole: int
-    ) -> Tensor:
-        """The batch part by part; each weighs as many samples as it has, so the sum is exact."""
-        samples = sum(map(len, labels))
-        total: Tensor | float = 0.0
-        for number, (part, targets) in enumerate(zip(inputs, labels, strict=True), 1):
-            self.replica.is_last_microbatch = number == len(inputs)
-            loss = self._part(part, targets, len(targets) / whole)
-            total = total + loss * (len(targets) / samples)
-        assert isinstance(total, Tensor)
-        return total
-
-    def _part(self, inputs: Tensor, labels: Tensor, weight: float) -> Tensor:
-        """Forward and backward; `weight` is these samples' share of the global batch."""
-        begun = self._clock.enter("forward")
-        with self._autocast:
-            loss = F.cross_entropy(
-                self.replica.forward(inputs), labels, label_smoothing=self.config.label_smoothing
-            )
-        if self._slowness:
-            self._emulate_slow_rank(begun)
-        turned = self._clock.enter("backward")
-        self.strategy.backward(loss if weight == 1.0 else loss * weight)
-        if self._slowness:
-            self._backward_seconds = self._clock.arrive("other") - turned
-        return loss.detach()
-
-    def _emulate_slow_rank(self, begun: float) -> None:
-        """Take as much longer as --slow says, before the backward pass may begin to communicate."""
-        computed = self._clock.arrive("forward") - begun + self._backward_seconds
-        time.sleep(self._slowness * computed)
-
     def _between_iterations(self, seconds: float, samples: int) -> None:
         if self._is_due(self.config.eval_every):
             self._evaluate(alone=not self.strategy.synchronous)
@@ -269,7 +176,7 @@ class TrainingLoop:
             and self._is_due(self.config.checkpoint_every)
         ):
             self.checkpoint()
-        if self._team.after_step(seconds, samples, self.stop_requested is not None):
+        if self._coordinator.after_step(seconds, samples, self.stop_requested is not None):
             self._stop()
 
     def _stop(self) -> None:
@@ -331,7 +238,7 @@ class TrainingLoop:
             "test_loss": loss,
             "test_accuracy": accuracy,
             "train_loss": self._journal.train_loss,
-            "learning_rate": self._rate,
+            "learning_rate": self._step.learning_rate,
         }
         self.progress.history.append(entry)
         shown = {

@@ -183,8 +183,7 @@ class Batches:
         samples = self._order.batch(epoch, index)
         equal = [1.0] * communicator.world_size
         part, self.own_samples = rank_shard(len(samples), equal, communicator.rank)
-        self._replica.batch_fraction = self.own_samples / len(samples)
-        self._replica.set_sample_counts(self.own_samples > 0)
+        self._replica.begin_batch(self.own_samples, len(samples))
         return samples[part]
 
 
