@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from paceline.analysis.collection import collect
-from paceline.analysis.communication import exchange_rate, read_comm, run_traffic
+from paceline.analysis.communication import all_reduce_bandwidth, read_comm, run_traffic
 from paceline.analysis.curves import MAX_POINTS, downsample
 from paceline.analysis.events import IN_ITERATION
 from paceline.analysis.phases import of_worker
@@ -142,14 +142,14 @@ def test_bandwidths_follow_their_formulas(tmp_path: Path) -> None:
     run = FakeRun("a", {"strategy": "ring"}, phases, iterations=1000, gradient_bytes=1_500_000)
     run.more = {"cluster": {"got": [{"what": "bandwidth out", "node": 0, "asked": 1e9,
                                      "got": 0.96e9, "unit": "bit/s"}]}}  # fmt: skip
-    rate = exchange_rate(collect(write_run(tmp_path, run)).cells[0])
+    rate = all_reduce_bandwidth(collect(write_run(tmp_path, run)).cells[0])
     assert rate is not None
     assert rate.bytes == pytest.approx(1_000_000)
     # The first iteration takes double, which a thousand others dilute.
     assert rate.algorithm_bandwidth == pytest.approx(50e6, rel=0.002)
     assert rate.bus_bandwidth == pytest.approx(75e6, rel=0.002)
     assert rate.reference_bandwidth == pytest.approx(100e6, rel=0.002)
-    assert rate.reference_utilisation == pytest.approx(3.0)
+    assert rate.reference_utilization == pytest.approx(3.0)
     assert rate.link_share == pytest.approx(75 / 120, rel=0.002)
 
 
@@ -161,7 +161,7 @@ def test_no_bandwidth_is_told_where_the_formulas_do_not_hold(
 ) -> None:
     phases = [{"forward": 0.01, "exchange": 0.02}] * 4
     run = FakeRun("a", {"strategy": "ring", **settings}, phases, gradient_bytes=1_500_000)
-    assert exchange_rate(collect(write_run(tmp_path, run)).cells[0]) is None
+    assert all_reduce_bandwidth(collect(write_run(tmp_path, run)).cells[0]) is None
 
 
 def test_measurements_of_the_network_beside_the_runs_are_shown(tmp_path: Path) -> None:

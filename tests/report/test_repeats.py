@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.analysis.collection import collect
-from paceline.analysis.communication import exchange_rate
+from paceline.analysis.communication import all_reduce_bandwidth
 from paceline.analysis.run_group import RunGroup
 from paceline.report.build import to_document, write_report
 from paceline.report.document import Details, Table
@@ -137,7 +137,7 @@ def test_traffic_and_bandwidth_are_means_over_the_repeats(tmp_path: Path) -> Non
     assert row["bytes per iteration"] == "2.0 MB"
     # 2 ms and 4 ms for each of 100 iterations, of which the first takes double.
     assert row["in flight"] == "303.00 ms"
-    rate = exchange_rate(cells[0])
+    rate = all_reduce_bandwidth(cells[0])
     assert rate is not None
     assert rate.bytes == pytest.approx(1_000_000)
     assert rate.seconds == pytest.approx(0.00303)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.analysis.collection import collect
-from paceline.analysis.communication import exchange_rate, run_traffic
+from paceline.analysis.communication import all_reduce_bandwidth, run_traffic
 from paceline.analysis.events import IN_ITERATION
 from paceline.analysis.phases import by_rank, exchange_seconds_in_epoch, hidden_of_run
 from paceline.analysis.run import Run, open_run
@@ -117,7 +117,7 @@ def test_traffic_of_unlike_iterations_is_not_told_by_iteration(run: Run) -> None
     assert run_traffic(run)["gradients"].bytes_sent == 200 * GRADIENT_BYTES
     assert run_traffic(run)["gradients"].bytes_per_iteration is None
     assert {worker.moved_bytes for worker in workers(run)} == {None}
-    assert exchange_rate(collect(run.folder.path).cells[0]) is None
+    assert all_reduce_bandwidth(collect(run.folder.path).cells[0]) is None
 
 
 def test_samples_of_a_worker_are_of_the_iterations_that_its_time_is_of(run: Run) -> None:

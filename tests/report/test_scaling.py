@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.analysis.collection import collect
-from paceline.analysis.scaling import families
+from paceline.analysis.scaling import scaling_series
 from paceline.report.document import BulletList, Table
 from paceline.report.sections.scaling import answer
 from paceline.report.verdict import make_verdict
@@ -28,7 +28,7 @@ def write_scaling(root: Path, *, is_weak: bool) -> None:
 
 def test_strong_scaling_is_time_against_time(tmp_path: Path) -> None:
     write_scaling(tmp_path, is_weak=False)
-    (family,) = families(collect(tmp_path).cells)
+    (family,) = scaling_series(collect(tmp_path).cells)
     assert family.kind == "strong"
     speedups = [point.speedup for point in family.points]
     assert speedups == pytest.approx([1, 10 / 6, 10 / 4])
@@ -42,7 +42,7 @@ def test_strong_scaling_is_time_against_time(tmp_path: Path) -> None:
 
 def test_weak_scaling_is_samples_a_second(tmp_path: Path) -> None:
     write_scaling(tmp_path, is_weak=True)
-    (family,) = families(collect(tmp_path).cells)
+    (family,) = scaling_series(collect(tmp_path).cells)
     assert family.kind == "weak"
     speedups = [point.speedup for point in family.points]
     assert speedups == pytest.approx([1, 2 * 10 / 6, 4 * 10 / 4])
@@ -54,7 +54,7 @@ def test_each_model_scales_by_itself(tmp_path: Path) -> None:
             settings = {"model": model, "batch_size": 64}
             phases = [{"forward": seconds / workers}] * workers
             write_run(tmp_path, FakeRun(f"{model}-{workers}", settings, phases))
-    found = families(collect(tmp_path).cells)
+    found = scaling_series(collect(tmp_path).cells)
     assert [family.name for family in found] == ["allreduce, lenet", "allreduce, vgg11"]
     assert [family.points[-1].speedup for family in found] == pytest.approx([4, 4])
 
@@ -63,7 +63,7 @@ def test_workers_that_were_slowed_down_are_another_way(tmp_path: Path) -> None:
     write_scaling(tmp_path, is_weak=False)
     slowed = FakeRun("slow", {"batch_size": 128, "slow": "0=2"}, [{"forward": 0.5}] * 2)
     write_run(tmp_path, slowed)
-    names = {family.name: len(family.points) for family in families(collect(tmp_path).cells)}
+    names = {family.name: len(family.points) for family in scaling_series(collect(tmp_path).cells)}
     assert names == {"allreduce": 3, "allreduce, slow 0=2": 2}
 
 
@@ -74,7 +74,7 @@ def test_ways_that_a_study_calls_the_same_are_told_apart(tmp_path: Path) -> None
     cells = [
         dataclasses.replace(cell, axes={"strategy": "all"}) for cell in collect(tmp_path).cells
     ]
-    names = sorted(family.name for family in families(cells))
+    names = sorted(family.name for family in scaling_series(cells))
     assert names == ["allreduce", "allreduce, slow 0=2"]
 
 
@@ -90,7 +90,7 @@ def test_each_is_held_against_the_ideal_from_where_it_begins(tmp_path: Path) -> 
     svg = figure(section(cells, "scaling"), "scaling-strong-speedup")
     found = {(tuple(numbers(one, "data-x")), tuple(numbers(one, "data-y"))) for one in series(svg)}
     assert found == {((2, 4, 8), (1, 2, 4)), ((4, 8), (1, 2)), ((2, 4), (1, 2))}
-    assert answer(families(cells)).startswith("With 8 workers instead of 4: tree 2.00 times")
+    assert answer(scaling_series(cells)).startswith("With 8 workers instead of 4: tree 2.00 times")
 
 
 def test_one_worker_communicates_with_nobody(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_efficiency_above_100_percent_is_flagged_with_its_likely_reason(
     write_superlinear(tmp_path, threads, cores)
     cells = collect(tmp_path).cells
     flag = f"efficiency 368.5%, above 100%; likely reason: {reason}"
-    assert flag in answer(families(cells))
+    assert flag in answer(scaling_series(cells))
     items = [block for block in section(cells, "scaling").blocks if isinstance(block, BulletList)]
     assert any(flag in text for block in items for _, text in block.items)
     assert flag in make_verdict(cells).headline, "it wins the verdict, but not silently"
@@ -170,15 +170,15 @@ def test_efficiency_above_100_percent_is_flagged_only_beyond_noise(
         run.more = {"samples": 64 * run.iterations}
         write_repeats(tmp_path, run, factors)
     cells = collect(tmp_path).cells
-    assert f"efficiency {50 * ratio:.0f}" in answer(families(cells))
-    assert ("above 100%" in answer(families(cells))) == is_flagged
+    assert f"efficiency {50 * ratio:.0f}" in answer(scaling_series(cells))
+    assert ("above 100%" in answer(scaling_series(cells))) == is_flagged
     assert ("above 100%" in make_verdict(cells).headline) == is_flagged
 
 
 def test_efficiency_up_to_100_percent_is_not_flagged(tmp_path: Path) -> None:
     write_scaling(tmp_path, is_weak=False)
     cells = collect(tmp_path).cells
-    assert "above 100%" not in answer(families(cells))
+    assert "above 100%" not in answer(scaling_series(cells))
     assert "above 100%" not in make_verdict(cells).headline
 
 
@@ -187,6 +187,6 @@ def test_an_approximate_strategy_is_marked_where_speedups_are_told(tmp_path: Pat
         settings = {"strategy": strategy, "batch_size": 64}
         write_run(tmp_path, FakeRun(strategy, settings, [{"forward": seconds}] * workers,
                                     more={"samples": 6400}))  # fmt: skip
-    told = answer(families(collect(tmp_path).cells))
+    told = answer(scaling_series(collect(tmp_path).cells))
     assert "easgd (approximate) 2.00 times as fast" in told
     assert "ring 1.33 times as fast" in told

@@ -1,11 +1,13 @@
-"""Whether chance could have made one cell more accurate than another."""
+"""Accuracy, convergence and time to the target, and whether a difference is noise."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.analysis.run_group import RunGroup
+from paceline.analysis.run import Run
+from paceline.analysis.run_group import RunGroup, known
 from paceline.analysis.statistics import (
     ALPHA,
     Difference,
@@ -14,6 +16,7 @@ from paceline.analysis.statistics import (
     relative_increase,
     t_quantile,
 )
+from paceline.analysis.validation import is_number
 from paceline.config import RunConfig
 from paceline.data.manifest import OFFICIAL_SETS
 
@@ -87,3 +90,131 @@ def _binomial_variance(cell: RunGroup) -> float:
     # One success and one failure more, since not even a perfect score has no uncertainty.
     share = (math.fsum(values) / len(values) * samples + 1) / (samples + 2)
     return max(0.0, share * (1 - share)) / samples
+
+
+CONVERGENCE_TOLERANCE = 0.02
+"""A test loss has converged when it stays this close to its final value, as a share of it ..."""
+CONVERGENCE_SHARE = 0.2
+"""... for at least this share of the epochs, since the last values are always close."""
+MIN_EVALUATIONS = 6
+"""With fewer, convergence is unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class AccuracySummary:
+    """Values of each finished run of a group."""
+
+    group: RunGroup
+    accuracies: list[float]
+    """At the end."""
+    losses: list[float]
+    bests: list[float]
+    """The best accuracy of any evaluation."""
+    convergence_epochs: list[float]
+    """Of the runs that converged."""
+
+    @property
+    def best(self) -> float:
+        return max(self.bests)
+
+    @property
+    def accuracy(self) -> float:
+        return math.fsum(self.accuracies) / len(self.accuracies)
+
+    @property
+    def can_converge(self) -> bool:
+        """Whether every run has enough evaluations to tell."""
+        return all(
+            len(_evaluations(run, "test_loss")) >= MIN_EVALUATIONS for run in self.group.finished
+        )
+
+
+def summarize_accuracy(groups: Sequence[RunGroup]) -> list[AccuracySummary]:
+    """Groups with a final accuracy, the best first."""
+    found = [
+        AccuracySummary(
+            group,
+            accuracies,
+            group.finals("test_loss"),
+            group.values(_best_accuracy),
+            group.values(convergence_epoch),
+        )
+        for group in groups
+        if (accuracies := group.finals("test_accuracy"))
+    ]
+    return sorted(found, key=lambda one: -one.accuracy)
+
+
+def _evaluations(run: Run, key: str) -> list[tuple[float, float]]:
+    """Epoch and value of each evaluation."""
+    return [(entry["epoch"], entry[key]) for entry in run.history if is_number(entry.get(key))]
+
+
+def _best_accuracy(run: Run) -> float | None:
+    final = run.final("test_accuracy")
+    values = [value for _, value in _evaluations(run, "test_accuracy")]
+    return max([*values, *known([final])], default=None)
+
+
+def convergence_epoch(run: Run) -> float | None:
+    """The epoch from which the test loss stays near its final value.
+
+    None if it has not converged, or with too few evaluations.
+    """
+    losses = _evaluations(run, "test_loss")
+    if len(losses) < MIN_EVALUATIONS:
+        return None
+    last_epoch, final = losses[-1]
+    converged = last_epoch
+    for epoch, loss in reversed(losses):
+        if abs(loss - final) > CONVERGENCE_TOLERANCE * final:
+            break
+        converged = epoch
+    return converged if last_epoch - converged >= CONVERGENCE_SHARE * last_epoch else None
+
+
+def common_accuracy(summaries: Sequence[AccuracySummary]) -> float:
+    """The accuracy that every finished run reached at some time, rounded down."""
+    return math.floor(100 * min(best for one in summaries for best in one.bests)) / 100
+
+
+def epochs_to_accuracy(group: RunGroup, accuracy: float) -> list[float]:
+    """Epochs to the first evaluation with this accuracy, of each finished run that has one."""
+    return group.values(
+        lambda run: next(
+            (epoch for epoch, value in _evaluations(run, "test_accuracy") if value >= accuracy),
+            None,
+        )
+    )
+
+
+def have_same_dataset(summaries: Sequence[AccuracySummary]) -> bool:
+    return len({one.group.config.data for one in summaries}) == 1
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSummary:
+    label: str
+    target: float
+    seconds: list[float]
+    """Training time of the runs that reached it."""
+    runs: int
+    best_accuracy: float | None
+
+
+def summarize_target(groups: Sequence[RunGroup]) -> list[TargetSummary]:
+    """Groups that had a target accuracy."""
+    return [
+        TargetSummary(
+            group.label,
+            group.config.target_accuracy,
+            known(run.seconds_to_target for run in group.runs),
+            len(group.runs),
+            max(
+                known(entry.get("test_accuracy") for run in group.runs for entry in run.history),
+                default=None,
+            ),
+        )
+        for group in groups
+        if group.runs and group.config.target_accuracy is not None
+    ]

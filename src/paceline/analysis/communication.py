@@ -1,12 +1,13 @@
-"""Traffic by kind, and the bandwidth at which gradients were summed, by three formulas.
+"""Traffic by kind, and the bandwidth of all-reduce that it implies.
 
-    reference bandwidth    bytes log2(P) / T, from T = (bytes / bandwidth) log2(P)
-    reference utilisation  2 (P - 1) bytes / T / bandwidth
     algorithm bandwidth    bytes / T
     bus bandwidth          algorithm bandwidth x 2 (P - 1) / P
+    reference bandwidth    bytes log2(P) / T, from T = (bytes / bandwidth) log2(P)
+    reference utilization  2 (P - 1) bytes / T / reference bandwidth
 
-P is the number of workers, T the time of one exchange, bytes the size of the sum. Whatever the
-algorithm, P workers together send 2 (P - 1) times the bytes that they sum, so traffic shows them.
+P is the number of workers, T the time of one all-reduce, and bytes the size of the reduced tensors.
+With any bandwidth-optimal algorithm, P workers send 2 (P - 1) times that size in total, so the size
+follows from the traffic.
 """
 
 from __future__ import annotations
@@ -28,7 +29,52 @@ from paceline.records import TRAFFIC_KINDS, read_json
 ALL_REDUCE_STRATEGIES = frozenset(
     ("gather_scatter", "allreduce", "ring", "tree", "halving_doubling", "overlap", "ddp")
 )
-"""Strategies in which all workers have the sum of all gradients after each iteration."""
+"""Strategies that all-reduce the gradients in every iteration."""
+
+
+@dataclass(frozen=True, slots=True)
+class KindTraffic:
+    """Traffic of one kind, summed over the workers of a run, or the mean over runs."""
+
+    bytes_sent: float
+    bytes_per_iteration: float | None
+    """None without iterations, or if the world size changed."""
+    messages: float
+    seconds: float
+    """Time with a transfer of this kind in flight, maximum over ranks."""
+
+
+def run_traffic(run: Run) -> dict[str, KindTraffic]:
+    """Traffic by kind; kinds without traffic are omitted."""
+    found = {}
+    for kind in TRAFFIC_KINDS:
+        counts = [worker.get("traffic", {}).get(kind, {}) for worker in run.workers]
+        sent = sum(int(count.get("bytes_sent") or 0) for count in counts)
+        messages = sum(int(count.get("messages") or 0) for count in counts)
+        if sent or messages:
+            seconds = max(float(count.get("seconds") or 0.0) for count in counts)
+            is_known = run.iterations and not run.is_resized
+            per_iteration = sent / run.iterations if is_known else None
+            found[kind] = KindTraffic(sent, per_iteration, messages, seconds)
+    return found
+
+
+def group_traffic(group: RunGroup) -> dict[str, KindTraffic]:
+    """Traffic by kind, mean over the finished runs."""
+    runs = [run_traffic(run) for run in group.finished]
+    found = {}
+    for kind in TRAFFIC_KINDS:
+        own = [traffic.get(kind, KindTraffic(0, 0.0, 0, 0.0)) for traffic in runs]
+        if any(kind in traffic for traffic in runs):
+            rates = [one.bytes_per_iteration for one in own]
+            known = [rate for rate in rates if rate is not None]
+            found[kind] = KindTraffic(
+                fmean(one.bytes_sent for one in own),
+                fmean(known) if len(known) == len(rates) else None,
+                fmean(one.messages for one in own),
+                fmean(one.seconds for one in own),
+            )
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +82,11 @@ class AllReduceBandwidth:
     label: str
     workers: int
     bytes: float
-    """Summed in one iteration."""
+    """Reduced in one iteration."""
     seconds: float
-    """With transfers of gradients under way, in one iteration, of the worker that waited least."""
+    """Time with transfers of gradients in flight in one iteration, minimum over ranks."""
     link_bytes_per_second: float | None
-    """As measured: in an emulated cluster, or by `paceline comm` with as many workers."""
+    """Measured in the emulated cluster, or by `paceline comm` with the same number of workers."""
 
     @property
     def algorithm_bandwidth(self) -> float:
@@ -55,7 +101,7 @@ class AllReduceBandwidth:
         return self.algorithm_bandwidth * math.log2(self.workers)
 
     @property
-    def reference_utilisation(self) -> float:
+    def reference_utilization(self) -> float:
         return 2 * (self.workers - 1) * self.bytes / self.seconds / self.reference_bandwidth
 
     @property
@@ -64,27 +110,32 @@ class AllReduceBandwidth:
         return self.bus_bandwidth / link if link else None
 
 
-def exchange_rate(cell: RunGroup, measured: Sequence[Measured] = ()) -> AllReduceBandwidth | None:
-    """On average over the finished runs; None where no gradients were summed, nothing was timed, or
-    the number of workers has changed: what was sent is then not of the same sums."""
-    if not cell.finished or cell.workers < 2 or not _sums_over_the_wire(cell.config):
+def all_reduce_bandwidth(
+    group: RunGroup, measured: Sequence[Measured] = ()
+) -> AllReduceBandwidth | None:
+    """Mean over the finished runs.
+
+    None if the strategy does not all-reduce plain gradients, if transfers were not timed, or if the
+    world size changed, because then the traffic mixes all-reduces of different sizes.
+    """
+    if not group.finished or group.workers < 2 or not _sends_plain_gradients(group.config):
         return None
-    workers = cell.workers
-    sums = [_gradient_sums(run, workers) for run in cell.finished]
+    workers = group.workers
+    sums = [_gradient_bytes_and_seconds(run, workers) for run in group.finished]
     known = [one for one in sums if one is not None]
     if len(known) < len(sums):
         return None
     return AllReduceBandwidth(
-        cell.label,
+        group.label,
         workers,
         fmean(size for size, _ in known),
         fmean(seconds for _, seconds in known),
-        link_bytes_per_second(cell.finished[0]) or measured_limit(measured, workers),
+        link_bytes_per_second(group.finished[0]) or measured_limit(measured, workers),
     )
 
 
-def _gradient_sums(run: Run, workers: int) -> tuple[float, float] | None:
-    """Bytes that an iteration sums, and seconds that it takes, by the worker that waits least."""
+def _gradient_bytes_and_seconds(run: Run, workers: int) -> tuple[float, float] | None:
+    """Bytes reduced per iteration, and the seconds of the rank that waits least."""
     counts = [worker.get("traffic", {}).get("gradients", {}) for worker in run.workers]
     sent = sum(count.get("bytes_sent") or 0 for count in counts)
     seconds = [count.get("seconds") or 0.0 for count in counts]
@@ -94,24 +145,14 @@ def _gradient_sums(run: Run, workers: int) -> tuple[float, float] | None:
     return sent / (2 * (workers - 1)) / run.iterations, min(seconds) / run.iterations
 
 
-def measured_limit(measured: Sequence[Measured], workers: int) -> float | None:
-    """What the measurement with as many workers took for the most that there is."""
-    limits = [
-        one.bus_bandwidth / one.limit_share
-        for one in measured
-        if one.workers == workers and one.limit_share
-    ]
-    return max(limits, default=None)
-
-
-def _sums_over_the_wire(config: RunConfig) -> bool:
-    """With a codec something else is sent, and shared memory sends nothing at all."""
+def _sends_plain_gradients(config: RunConfig) -> bool:
+    """A codec sends something else, and shared memory sends nothing."""
     plain = config.options.get("codec", "none") == "none"
     return config.strategy in ALL_REDUCE_STRATEGIES and config.communicator == "torch" and plain
 
 
 def link_bytes_per_second(run: Run) -> float | None:
-    """The slowest measured link of the emulated cluster that the run was in."""
+    """The slowest measured link of the emulated cluster; None outside of one."""
     cluster = (run.result or {}).get("cluster")
     found = cluster.get("got") if isinstance(cluster, dict) else None
     rates = [rate for item in found or () if (rate := _link_rate(item)) is not None]
@@ -127,10 +168,11 @@ def _link_rate(item: Any) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One line of a measurement of the network; docs/metrics.md defines the figures."""
+    """One measurement of `paceline comm`; docs/metrics.md defines the figures."""
 
     workers: int
-    way: str
+    operation: str
+    """With its communicator and algorithm."""
     bytes: int
     seconds: float
     """The median."""
@@ -140,7 +182,7 @@ class Measured:
 
 
 def read_comm(path: Path) -> list[Measured]:
-    """The measurements of a file; none where it is something else or damaged."""
+    """The measurements of a `paceline comm` record; empty if it is damaged or something else."""
     try:
         record = read_json(path)
         return [_measured(record["workers"], one) for one in record["measurements"]]
@@ -162,46 +204,11 @@ def _measured(workers: int, one: dict[str, Any]) -> Measured:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class KindTraffic:
-    """Of all workers of a run together, or on average over runs."""
-
-    bytes_sent: float
-    bytes_per_iteration: float | None
-    """None where there were no iterations, or not always as many workers."""
-    messages: float
-    seconds: float
-    """Of the worker that had transfers of the kind under way for longest."""
-
-
-def run_traffic(run: Run) -> dict[str, KindTraffic]:
-    """By kind; kinds of which nothing was sent are left out."""
-    found = {}
-    for kind in TRAFFIC_KINDS:
-        counts = [worker.get("traffic", {}).get(kind, {}) for worker in run.workers]
-        sent = sum(int(count.get("bytes_sent") or 0) for count in counts)
-        messages = sum(int(count.get("messages") or 0) for count in counts)
-        if sent or messages:
-            seconds = max(float(count.get("seconds") or 0.0) for count in counts)
-            is_known = run.iterations and not run.is_resized
-            per_iteration = sent / run.iterations if is_known else None
-            found[kind] = KindTraffic(sent, per_iteration, messages, seconds)
-    return found
-
-
-def cell_traffic(cell: RunGroup) -> dict[str, KindTraffic]:
-    """On average over the finished runs."""
-    runs = [run_traffic(run) for run in cell.finished]
-    found = {}
-    for kind in TRAFFIC_KINDS:
-        own = [traffic.get(kind, KindTraffic(0, 0.0, 0, 0.0)) for traffic in runs]
-        if any(kind in traffic for traffic in runs):
-            rates = [one.bytes_per_iteration for one in own]
-            known = [rate for rate in rates if rate is not None]
-            found[kind] = KindTraffic(
-                fmean(one.bytes_sent for one in own),
-                fmean(known) if len(known) == len(rates) else None,
-                fmean(one.messages for one in own),
-                fmean(one.seconds for one in own),
-            )
-    return found
+def measured_limit(measured: Sequence[Measured], workers: int) -> float | None:
+    """The bandwidth limit that `paceline comm` found with this number of workers."""
+    limits = [
+        one.bus_bandwidth / one.limit_share
+        for one in measured
+        if one.workers == workers and one.limit_share
+    ]
+    return max(limits, default=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from paceline.analysis.curves import Floats
 from paceline.analysis.validation import TOO_LARGE, is_number
-from paceline.records import read_lines
+from paceline.records import open_record, read_lines
 
 IN_ITERATION = ("input", "forward", "backward", "update", "exchange", "wait")
 """Phases of an iteration: computing first, then what comes of being several."""
@@ -167,3 +168,38 @@ def _block(event: dict[str, Any], process: int, began: int) -> Block | None:
 
 def _is_count(value: Any) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < MOST
+
+
+EVALUATION_KEYS = (
+    "iteration", "epoch", "rank", "test_loss", "test_accuracy", "learning_rate", "wall_seconds",
+)  # fmt: skip
+
+
+def read_evaluations(path: Path) -> list[dict[str, Any]]:
+    """The evaluations in a worker's events; what a resumed run repeated appears once.
+
+    Parses only lines that may be an evaluation, since most events are something else.
+    """
+    found: list[dict[str, Any]] = []
+    try:
+        with open_record(path) as file:
+            for line in file:
+                if b'"evaluation"' in line or b'"start"' in line:
+                    _add_evaluation(line, found)
+    except OSError:
+        return []
+    return found
+
+
+def _add_evaluation(line: bytes, found: list[dict[str, Any]]) -> None:
+    """Ignores lines that are cut short or something else."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return
+    kind = event.get("event") if isinstance(event, dict) else None
+    if kind == "start" and is_number(event.get("iteration")):
+        while found and found[-1]["iteration"] > event["iteration"]:
+            found.pop()
+    if kind == "evaluation" and all(is_number(event.get(key)) for key in EVALUATION_KEYS):
+        found.append(event)

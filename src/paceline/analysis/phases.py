@@ -11,12 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from paceline.analysis.events import IN_ITERATION, Later
 from paceline.analysis.run import Run
 from paceline.analysis.run_group import RunGroup
 from paceline.analysis.step_times import RankStepTimes
+from paceline.analysis.validation import is_number
+from paceline.measure.startup import STARTUP_PARTS
 from paceline.records import BETWEEN_ITERATIONS, PHASES
 
 COMPUTE_PHASES = ("input", "forward", "backward", "update")
@@ -295,3 +298,26 @@ def _in_epoch(run: Run, spent: Sequence[float]) -> float | None:
     if count is None or not spent or not run.iterations or run.is_resized:
         return None
     return float(sum(spent) / len(spent) / run.iterations * count)
+
+
+def rank_breakdowns(cell: RunGroup) -> dict[int, PhaseBreakdown]:
+    """One iteration of each rank, mean over the finished runs."""
+    each: dict[int, list[PhaseBreakdown]] = {}
+    for run in cell.finished:
+        for rank, split in by_rank(run).items():
+            each.setdefault(rank, []).append(split)
+    return {rank: mean_split(splits) for rank, splits in sorted(each.items())}
+
+
+def startup_seconds(cell: RunGroup) -> dict[str, float] | None:
+    """By part, the mean over the workers of all finished runs; None if older records lack it."""
+    found = [
+        parts
+        for run in cell.finished
+        for worker in run.workers
+        if isinstance(parts := worker.get("startup_seconds"), dict)
+        and all(is_number(parts.get(part)) for part in STARTUP_PARTS)
+    ]
+    if not found:
+        return None
+    return {part: fmean(parts[part] for parts in found) for part in STARTUP_PARTS}

@@ -4,11 +4,12 @@ What "faster" means for a set of cells: the measure that is fair to all of them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.analysis.run_group import RunGroup
-from paceline.analysis.statistics import Sample
+from paceline.analysis.statistics import Difference, Sample, against_first
 from paceline.config import RunConfig
 
 LOSSLESS_CODECS = frozenset(("none",))
@@ -128,3 +129,65 @@ def _to_target(cell: RunGroup) -> RankedGroup | None:
     if not seconds or len(seconds) < len(cell.runs):
         return None
     return RankedGroup(cell, seconds, [])
+
+
+@dataclass(frozen=True, slots=True)
+class ConditionRanking:
+    """Choices ranked under one condition. The last axis of a study is what can be chosen, the
+    others are the condition."""
+
+    condition: str
+    ranking: Ranking
+    """Of the exact choices where there are any, else of all; labeled by choice."""
+    lead: Difference | None
+    """How much longer the second takes; None without one."""
+    approximate: Ranking | None = None
+    """Of approximate choices, where there are exact ones too."""
+    approximate_lead: Difference | None = None
+
+    @property
+    def fastest(self) -> str:
+        return self.ranking.ranking[0].cell.label
+
+    @property
+    def is_clear(self) -> bool:
+        return self.lead is not None and self.lead.is_significant
+
+
+def rank_by_condition(groups: Sequence[RunGroup]) -> list[ConditionRanking]:
+    """Empty if groups have fewer than two axes, or a condition has only one choice."""
+    # Keyed by the chosen axis too: groups that a study includes may lack its last axis.
+    by_condition: dict[tuple[str, str], list[RunGroup]] = {}
+    for group in groups:
+        if len(group.axes) > 1 and group.timed:
+            *given, (chosen, choice) = group.axes.items()
+            condition = ", ".join(_axis_label(axis, value) for axis, value in given)
+            labeled = dataclasses.replace(group, label=_axis_label(chosen, choice))
+            by_condition.setdefault((condition, chosen), []).append(labeled)
+    # One metric for all, because they share a table.
+    overall = iteration_pace([group for members in by_condition.values() for group in members])
+    found: list[tuple[str, Ranking, Ranking]] = []
+    for (condition, _), members in by_condition.items():
+        own = {id(group) for group in members}
+        ranked = [one for one in overall.ranking if id(one.cell) in own]
+        exact, others = Ranking(overall.name, ranked).apart()
+        if len(members) > 1:
+            found.append((condition, exact, others))
+    # Shown together, so all their pairs are one family of comparisons.
+    gaps = iter(against_first([ranking.samples for _, *both in found for ranking in both]))
+    leads = [[own[0] if own else None for own in (next(gaps), next(gaps))] for _ in found]
+    return [
+        ConditionRanking(condition, exact, exact_lead, others, others_lead)
+        if exact.ranking and others.ranking
+        else ConditionRanking(
+            condition, *((exact, exact_lead) if exact.ranking else (others, others_lead))
+        )
+        for (condition, exact, others), (exact_lead, others_lead) in zip(found, leads, strict=True)
+    ]
+
+
+def _axis_label(axis: str, value: str) -> str:
+    """The value, with the name of its axis if it is only a number."""
+    if any(letter.isalpha() for letter in value):
+        return value
+    return f"{axis.rpartition('.')[2].replace('_', ' ')} {value}"

@@ -100,8 +100,7 @@ class RunGroup:
         self, get: Callable[[Run], float | None], runs: Sequence[Run] | None = None
     ) -> list[float]:
         """A figure of each finished run, or of each of `runs`, that has it."""
-        found = (get(run) for run in (self.finished if runs is None else runs))
-        return [value for value in found if value is not None]
+        return known(map(get, self.finished if runs is None else runs))
 
     def finals(self, key: str) -> list[float]:
         """A final figure such as test_accuracy, of each finished run that has it."""
@@ -111,6 +110,10 @@ class RunGroup:
         """Of such a figure, over the finished runs."""
         values = self.finals(key)
         return fmean(values) if values else None
+
+
+def known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
 
 
 def group(runs: Iterable[Run]) -> list[RunGroup]:

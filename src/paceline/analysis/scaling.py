@@ -1,4 +1,4 @@
-"""Speedup and efficiency against the number of workers, strong and weak scaling apart."""
+"""Speedup and efficiency against the number of workers, for strong and weak scaling."""
 
 from __future__ import annotations
 
@@ -23,36 +23,37 @@ from paceline.config import RunConfig
 
 KINDS = ("strong", "weak")
 NOISE = 0.05
-"""Efficiencies of single runs exceed 100% by up to this much without a reason."""
-NOTHING = 0.0005
-"""A smaller share is shown as 0.0%."""
+"""Efficiencies of single runs exceed 100% by this much without any cause."""
+NEGLIGIBLE = 0.0005
+"""A share that is below the resolution of the clock."""
 
-_OF_WAY = ("slow", "shares", "communicator")
-"""Settings of how workers are kept in step, besides the strategy and its options."""
-_USUAL = {name: getattr(RunConfig(), name) for name in _OF_WAY}
+_STRATEGY_FIELDS = ("slow", "shares", "communicator")
+"""Settings that belong to the strategy, besides its name and options."""
+_DEFAULTS = {name: getattr(RunConfig(), name) for name in _STRATEGY_FIELDS}
 
-_OF_SCALE = IGNORED_FIELDS | {
+_SERIES_FIELDS = IGNORED_FIELDS | {
     "nnodes", "nproc_per_node", "hosts", "cluster", "batch_size", "batch_per_worker", "strategy",
-    "options", "threads", "epochs", "iterations", "launcher", "elastic", *_OF_WAY,
+    "options", "threads", "epochs", "iterations", "launcher", "elastic", *_STRATEGY_FIELDS,
 }  # fmt: skip
-"""Settings that may differ within a family, or are looked at one by one."""
+"""Settings that may differ within a series, or are compared one by one."""
 
 
 @dataclass(frozen=True, slots=True)
-class ScalePoint:
-    cell: RunGroup
+class ScalingPoint:
+    group: RunGroup
     workers: int
     label: str
     throughputs: list[float]
-    """Samples a second of each finished run."""
+    """Samples per second of each finished run."""
     speedups: list[float]
     """Of each run, over the mean of the base."""
     epoch_seconds: list[float]
     exchange_seconds_in_epoch: list[float]
     """Exposed communication."""
     hidden_seconds_in_epoch: list[float]
+    """Overlapped communication."""
     split: PhaseBreakdown | None
-    """Of an iteration."""
+    """Of one iteration."""
 
     @property
     def speedup(self) -> float:
@@ -61,24 +62,24 @@ class ScalePoint:
 
 @dataclass(frozen=True, slots=True)
 class ScalingSeries:
-    """Cells that differ only in the number of workers, and the one they are held against."""
+    """Groups that differ only in the number of workers."""
 
     name: str
-    """The way, with the batch where several families go the same way."""
+    """The strategy, with the batch where several series share one."""
     batch: str
     kind: str
     """One of KINDS."""
     base_workers: int
-    points: list[ScalePoint]
+    points: list[ScalingPoint]
     """The base first, then by workers."""
 
-    def efficiency(self, point: ScalePoint) -> float:
+    def efficiency(self, point: ScalingPoint) -> float:
         return point.speedup * self.base_workers / point.workers
 
-    def is_superlinear(self, point: ScalePoint) -> bool:
+    def is_superlinear(self, point: ScalingPoint) -> bool:
         """Whether its efficiency is above 100% beyond the noise between runs."""
         base = self.points[0]
-        if point is base or self.efficiency(point) <= 1 + NOTHING:
+        if point is base or self.efficiency(point) <= 1 + NEGLIGIBLE:
             return False
         ideal = [self.base_workers / point.workers * one for one in point.throughputs]
         # Any point of the series may stand out, so all of them are one family of comparisons.
@@ -86,36 +87,48 @@ class ScalingSeries:
         return gap.is_significant if gap.across_runs else self.efficiency(point) > 1 + NOISE
 
 
-def throughputs(cell: RunGroup) -> list[float]:
-    return [cell.samples_in_iteration / seconds for seconds in cell.iteration_means if seconds]
-
-
-def families(cells: Sequence[RunGroup]) -> list[ScalingSeries]:
-    """Every set of cells that tells how something scales; one cell can be in several."""
-    timed = [cell for cell in cells if cell.timed and throughputs(cell)]
-    groups: dict[str, list[RunGroup]] = {}
-    for cell in timed:
-        groups.setdefault(_surroundings(cell.config), []).append(cell)
-    names = _names_of([group[0].config for group in groups.values()])
+def scaling_series(groups: Sequence[RunGroup]) -> list[ScalingSeries]:
+    """Every set of groups that shows how a strategy scales; a group can be in several."""
+    timed = [group for group in groups if group.timed and _throughputs(group)]
+    by_environment: dict[str, list[RunGroup]] = {}
+    for group in timed:
+        by_environment.setdefault(_environment(group.config), []).append(group)
+    names = _environment_names([members[0].config for members in by_environment.values()])
     found = [
-        dataclasses.replace(family, name=", ".join(filter(None, (family.name, name))))
-        for group, name in zip(groups.values(), names, strict=True)
-        for way in dict.fromkeys(_way(cell.config) for cell in group if cell.workers > 1)
+        dataclasses.replace(series, name=", ".join(filter(None, (series.name, name))))
+        for members, name in zip(by_environment.values(), names, strict=True)
+        for strategy in dict.fromkeys(
+            _strategy_name(group.config) for group in members if group.workers > 1
+        )
         for kind in KINDS
-        for family in _of_kind(group, way, kind)
+        for series in _series_of_kind(members, strategy, kind)
     ]
-    ways = [(family.name, family.kind) for family in found]
+    taken = [(series.name, series.kind) for series in found]
     return [
-        dataclasses.replace(family, name=f"{family.name}, {family.batch}")
-        if ways.count((family.name, family.kind)) > 1
-        else family
-        for family in found
+        dataclasses.replace(series, name=f"{series.name}, {series.batch}")
+        if taken.count((series.name, series.kind)) > 1
+        else series
+        for series in found
     ]
 
 
-def _names_of(configs: Sequence[RunConfig]) -> list[str]:
-    """What sets the surroundings of families apart; empty where there is only one kind."""
-    names = [name for name in differing(configs) if name not in _OF_SCALE]
+def _throughputs(group: RunGroup) -> list[float]:
+    return [group.samples_in_iteration / seconds for seconds in group.iteration_means if seconds]
+
+
+def _environment(config: RunConfig) -> str:
+    """Equal for groups that can be in one series."""
+    values = [
+        getattr(config, item.name)
+        for item in dataclasses.fields(RunConfig)
+        if item.name not in _SERIES_FIELDS
+    ]
+    return repr([*values, _cluster(config)])
+
+
+def _environment_names(configs: Sequence[RunConfig]) -> list[str]:
+    """The settings that tell environments apart; empty names if there is only one."""
+    names = [name for name in differing(configs) if name not in _SERIES_FIELDS]
     clusters = [_cluster(config) for config in configs]
     return [
         ", ".join(
@@ -128,111 +141,108 @@ def _names_of(configs: Sequence[RunConfig]) -> list[str]:
     ]
 
 
-def _of_kind(cells: Sequence[RunGroup], way: str, kind: str) -> list[ScalingSeries]:
-    """One worker has nothing to keep in step: whatever it is called, it is the base of all."""
-    own = [cell for cell in cells if _way(cell.config) == way or cell.workers == 1]
-    groups: dict[int, list[RunGroup]] = {}
-    for cell in own:
-        batch = cell.config.global_batch_size
-        size = batch if kind == "strong" else round(batch / cell.workers)
-        groups.setdefault(size, []).append(cell)
-    return [
-        dataclasses.replace(family, name=way) if _is_of_several(family.name, cells) else family
-        for size, group in groups.items()
-        if (family := _family(group, way, kind, f"batch {size}")) is not None
-    ]
-
-
-def _is_of_several(name: str, cells: Sequence[RunGroup]) -> bool:
-    """Whether a study calls more than one way so, because another of its axes sets them apart."""
-    named = [cell for cell in cells if cell.workers > 1 and cell.axes.get("strategy") == name]
-    return len({_way(cell.config) for cell in named}) > 1
-
-
-def _family(cells: Sequence[RunGroup], way: str, kind: str, batch: str) -> ScalingSeries | None:
-    by_workers: dict[int, RunGroup] = {}
-    for cell in cells:
-        # Of two with one worker, the one that is named alike comes first.
-        if cell.workers not in by_workers or _way(cell.config) == way:
-            by_workers[cell.workers] = cell
-    if len(by_workers) < 2:
-        return None
-    ordered = [by_workers[count] for count in sorted(by_workers)]
-    base = throughputs(ordered[0])
-    mean = sum(base) / len(base)
-    unit = "a worker" if kind == "weak" else "in all"
-    points = [
-        ScalePoint(
-            cell,
-            cell.workers,
-            cell.label,
-            throughputs(cell),
-            [throughput / mean for throughput in throughputs(cell)],
-            cell.values(epoch_seconds, cell.timed),
-            cell.values(exchange_seconds_in_epoch, cell.timed),
-            cell.values(hidden_seconds_in_epoch, cell.timed),
-            iteration_breakdown(cell),
-        )
-        for cell in ordered
-    ]
-    # A study has its own names for what it compares.
-    name = ordered[-1].axes.get("strategy", way)
-    return ScalingSeries(name, f"{batch} {unit}", kind, ordered[0].workers, points)
-
-
-def _way(config: RunConfig) -> str:
-    words = [f"{config.strategy} {setting_text('options', config.options)}".strip()]
-    words += [
-        setting_text(name, getattr(config, name))
-        for name in _OF_WAY
-        if getattr(config, name) != _USUAL[name]
-    ]
-    return ", ".join(words)
-
-
 def _cluster(config: RunConfig) -> str:
-    """Whatever its number of nodes."""
+    """The cluster without its number of nodes."""
     return re.sub(r"nodes=\d+,?", "", config.cluster or "")
 
 
-def _surroundings(config: RunConfig) -> str:
-    values = [
-        getattr(config, item.name)
-        for item in dataclasses.fields(RunConfig)
-        if item.name not in _OF_SCALE
+def _strategy_name(config: RunConfig) -> str:
+    parts = [f"{config.strategy} {setting_text('options', config.options)}".strip()]
+    parts += [
+        setting_text(name, getattr(config, name))
+        for name in _STRATEGY_FIELDS
+        if getattr(config, name) != _DEFAULTS[name]
     ]
-    return repr([*values, _cluster(config)])
+    return ", ".join(parts)
+
+
+def _series_of_kind(groups: Sequence[RunGroup], strategy: str, kind: str) -> list[ScalingSeries]:
+    """Series by batch. A single worker does not synchronize, so it is the base of any strategy."""
+    members = [
+        group for group in groups if _strategy_name(group.config) == strategy or group.workers == 1
+    ]
+    by_size: dict[int, list[RunGroup]] = {}
+    for group in members:
+        batch = group.config.global_batch_size
+        size = batch if kind == "strong" else round(batch / group.workers)
+        by_size.setdefault(size, []).append(group)
+    return [
+        dataclasses.replace(series, name=strategy) if _is_ambiguous(series.name, groups) else series
+        for size, same_size in by_size.items()
+        if (series := _series(same_size, strategy, kind, f"batch {size}")) is not None
+    ]
+
+
+def _is_ambiguous(name: str, groups: Sequence[RunGroup]) -> bool:
+    """Whether a study's label stands for several strategies, told apart by another axis."""
+    named = [group for group in groups if group.workers > 1 and group.axes.get("strategy") == name]
+    return len({_strategy_name(group.config) for group in named}) > 1
+
+
+def _series(
+    groups: Sequence[RunGroup], strategy: str, kind: str, batch: str
+) -> ScalingSeries | None:
+    by_workers: dict[int, RunGroup] = {}
+    for group in groups:
+        # Of several groups with one worker, prefer that of the same strategy.
+        if group.workers not in by_workers or _strategy_name(group.config) == strategy:
+            by_workers[group.workers] = group
+    if len(by_workers) < 2:
+        return None
+    ordered = [by_workers[count] for count in sorted(by_workers)]
+    base = _throughputs(ordered[0])
+    mean = sum(base) / len(base)
+    unit = "a worker" if kind == "weak" else "in all"
+    points = [
+        ScalingPoint(
+            group,
+            group.workers,
+            group.label,
+            _throughputs(group),
+            [throughput / mean for throughput in _throughputs(group)],
+            group.values(epoch_seconds, group.timed),
+            group.values(exchange_seconds_in_epoch, group.timed),
+            group.values(hidden_seconds_in_epoch, group.timed),
+            iteration_breakdown(group),
+        )
+        for group in ordered
+    ]
+    # A study has its own labels for strategies.
+    name = ordered[-1].axes.get("strategy", strategy)
+    return ScalingSeries(name, f"{batch} {unit}", kind, ordered[0].workers, points)
 
 
 @dataclass(frozen=True, slots=True)
 class SuperlinearCauses:
-    """Why the base was slow or the point fast, as far as the records show."""
+    """What the records show about an efficiency above 100%; None where it does not apply."""
 
     contention: float | None
-    """The share of the CPU that other processes used."""
+    """CPU share of other processes during the runs."""
     threads: tuple[int, int] | None
-    """Per worker in the base and in the point, where the point has more."""
+    """Threads per worker of the base and of the point, where the point has more."""
     cores: float | None
-    """Of the machine, where the speedup exceeds them: then the base was slow."""
+    """Cores of the machine, where the speedup exceeds them: the base was slow."""
 
 
-def superlinear_causes(series: ScalingSeries, point: ScalePoint) -> SuperlinearCauses:
+def superlinear_causes(series: ScalingSeries, point: ScalingPoint) -> SuperlinearCauses:
     base = series.points[0]
-    shares = [one.share for one in disturbances([base.cell, point.cell])]
-    cores = _cores(base.cell)
-    # Without a setting, workers share the cores: the total is the same and explains nothing.
-    before, after = base.cell.config.threads, point.cell.config.threads
-    has_more = before and after and before < after and after * point.workers <= (cores or math.inf)
+    shares = [one.share for one in disturbances([base.group, point.group])]
+    cores = _cores(base.group)
+    # Without the setting, workers share the cores: the total is the same and explains nothing.
+    before, after = base.group.config.threads, point.group.config.threads
+    has_more_threads = (
+        before and after and before < after and after * point.workers <= (cores or math.inf)
+    )
     return SuperlinearCauses(
         max(shares, default=None),
-        (before, after) if before and after and has_more else None,
+        (before, after) if before and after and has_more_threads else None,
         cores if cores is not None and point.speedup > cores else None,
     )
 
 
-def _cores(cell: RunGroup) -> float | None:
-    """Of the machine; None where several machines or GPUs compute, or it is not known."""
-    hardware = (cell.finished[0].result or {}).get("hardware", {})
+def _cores(group: RunGroup) -> float | None:
+    """Cores of the machine; None with several machines or GPUs, or if unknown."""
+    hardware = (group.finished[0].result or {}).get("hardware", {})
     cores = hardware.get("cores")
-    is_other = cell.config.nnodes > 1 or hardware.get("gpus")
+    is_other = group.config.nnodes > 1 or hardware.get("gpus")
     return float(cores) if is_number(cores) and not is_other else None

@@ -6,10 +6,15 @@ from collections.abc import Sequence
 
 from paceline import formatting
 from paceline.analysis.run_group import RunGroup
-from paceline.analysis.scaling import ScalePoint, ScalingSeries, families, superlinear_causes
+from paceline.analysis.scaling import (
+    ScalingPoint,
+    ScalingSeries,
+    scaling_series,
+    superlinear_causes,
+)
 
 
-def efficiency_text(series: ScalingSeries, point: ScalePoint) -> str:
+def efficiency_text(series: ScalingSeries, point: ScalingPoint) -> str:
     """Above 100% beyond noise with its likely reason, since linear speedup is the limit."""
     text = f"efficiency {formatting.share(series.efficiency(point))}"
     if not series.is_superlinear(point):
@@ -17,7 +22,7 @@ def efficiency_text(series: ScalingSeries, point: ScalePoint) -> str:
     return f"{text}, above 100%; likely reason: {superlinear_reason(series, point)}"
 
 
-def superlinear_reason(series: ScalingSeries, point: ScalePoint) -> str:
+def superlinear_reason(series: ScalingSeries, point: ScalingPoint) -> str:
     causes = superlinear_causes(series, point)
     reasons = []
     if causes.contention is not None:
@@ -40,9 +45,9 @@ def superlinear_reason(series: ScalingSeries, point: ScalePoint) -> str:
 def superlinear_note(winners: Sequence[RunGroup], cells: Sequence[RunGroup]) -> str:
     """A sentence for each winner whose efficiency is above 100%; empty where there is none."""
     flagged = {
-        id(point.cell): f" {point.cell.label}: scaling {efficiency_text(family, point)}."
-        for family in families(cells)
-        for point in family.points
-        if family.is_superlinear(point)
+        id(point.group): f" {point.group.label}: scaling {efficiency_text(series, point)}."
+        for series in scaling_series(cells)
+        for point in series.points
+        if series.is_superlinear(point)
     }
     return "".join(flagged.get(id(cell), "") for cell in winners)

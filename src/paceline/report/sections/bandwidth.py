@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline import formatting
-from paceline.analysis.communication import AllReduceBandwidth, exchange_rate, read_comm
+from paceline.analysis.communication import AllReduceBandwidth, all_reduce_bandwidth, read_comm
 from paceline.report.document import Block, Table, Text
 from paceline.report.sections.outline import SectionContext
 
@@ -16,7 +16,7 @@ MOST_MEASURED = 200
 
 def build(outline: SectionContext) -> list[Block]:
     measured = [one for path in outline.comm for one in read_comm(path)]
-    found = (exchange_rate(cell, measured) for cell in outline.cells)
+    found = (all_reduce_bandwidth(cell, measured) for cell in outline.cells)
     rates = [rate for rate in found if rate is not None]
     blocks: list[Block] = _of_runs(rates) if rates else []
     if measured:
@@ -24,7 +24,7 @@ def build(outline: SectionContext) -> list[Block]:
                    "bus bandwidth", "of the limit")  # fmt: skip
         rows = [
             (
-                one.way,
+                one.operation,
                 formatting.count(one.workers),
                 formatting.size(one.bytes),
                 formatting.seconds(one.seconds),
@@ -52,7 +52,7 @@ def _of_runs(rates: Sequence[AllReduceBandwidth]) -> list[Block]:
             formatting.rate(rate.algorithm_bandwidth),
             formatting.rate(rate.bus_bandwidth),
             formatting.rate(rate.reference_bandwidth),
-            f"{rate.reference_utilisation:.2f}",
+            f"{rate.reference_utilization:.2f}",
             formatting.share(rate.link_share),
         )
         for rate in rates

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from paceline import formatting
 from paceline.analysis.phases import COMPUTE_PHASES
 from paceline.analysis.ranking import is_exact
-from paceline.analysis.scaling import NOTHING, ScalePoint, ScalingSeries, families
+from paceline.analysis.scaling import NEGLIGIBLE, ScalingPoint, ScalingSeries, scaling_series
 from paceline.report.charts.lines import LineChart, Series, draw_lines
 from paceline.report.document import Block, BulletList, Figure, Table, Text
 from paceline.report.sections.outline import SectionContext
@@ -25,7 +25,7 @@ KINDS = {
 
 def build(outline: SectionContext) -> list[Block]:
     blocks: list[Block] = []
-    found = families(outline.cells)
+    found = scaling_series(outline.cells)
     by_kind = {kind: [family for family in found if family.kind == kind] for kind in KINDS}
     # What was meant has more families; a few of the other kind come about where batches meet.
     for kind, own in sorted(by_kind.items(), key=lambda item: -len(item[1])):
@@ -64,7 +64,7 @@ def answer(found: Sequence[ScalingSeries]) -> str:
     reach.sort(key=lambda one: -one[1].speedup)
     bases = {family.base_workers for family, _ in reach}
     texts = [
-        f"{family.name}{'' if is_exact(last.cell) else ' (approximate)'}"
+        f"{family.name}{'' if is_exact(last.group) else ' (approximate)'}"
         f" {last.speedup:.2f} times as fast"
         + (f" as with {family.base_workers}" if len(bases) > 1 else "")
         + f" ({efficiency_text(family, last)})"
@@ -134,7 +134,7 @@ def _figures(outline: SectionContext, kind: str, found: Sequence[ScalingSeries])
     ]
 
 
-def _overlapped(point: ScalePoint) -> str:
+def _overlapped(point: ScalingPoint) -> str:
     if point.workers == 1:
         return "none"
     if len(point.hidden_seconds_in_epoch) < len(point.epoch_seconds):
@@ -153,7 +153,7 @@ def _table(found: Sequence[ScalingSeries]) -> Table:
             formatting.share(family.efficiency(point)),
             formatting.spread(point.epoch_seconds, formatting.seconds),
             formatting.spread(point.exchange_seconds_in_epoch, formatting.seconds)
-            if sum(point.exchange_seconds_in_epoch) > NOTHING * sum(point.epoch_seconds)
+            if sum(point.exchange_seconds_in_epoch) > NEGLIGIBLE * sum(point.epoch_seconds)
             else "-",
             _overlapped(point),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline import formatting
-from paceline.analysis.communication import KindTraffic, cell_traffic
+from paceline.analysis.communication import KindTraffic, group_traffic
 from paceline.analysis.run_group import RunGroup
 from paceline.records import TRAFFIC_KINDS
 from paceline.report.charts.bars import Bar, BarChart, Part, draw_bars
@@ -19,7 +19,7 @@ RESIZED = (
 
 
 def build(outline: SectionContext) -> list[Block]:
-    found = [(cell, traffic) for cell in outline.finished if (traffic := cell_traffic(cell))]
+    found = [(cell, traffic) for cell in outline.finished if (traffic := group_traffic(cell))]
     if not found:
         return []
     is_resized = any(run.is_resized for cell, _ in found for run in cell.finished)
