@@ -30,7 +30,7 @@ docs: $(READY)  ## the pages that are written from the code
 	$(BIN)/python -m paceline.cli.config_flags > docs/config.md.new && mv docs/config.md.new docs/config.md
 
 pictures: $(READY)  ## those of docs/, of the newest demo and the live page; needs chromium and its driver
-	PYTHONPATH=tests $(BIN)/python -m ui.pictures
+	$(BIN)/python -m tests.ui.pictures
 
 bench: $(READY)  ## every benchmark, one after the other, each printing its table
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done

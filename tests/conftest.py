@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from leaks import no_leaks, no_leaks_of_session, pytest_fixture_setup
 from paceline.emulation.cluster import examine
 from paceline.emulation.namespaces import can_be_root
 from paceline.errors import ClusterError
-from warm import PrewarmedStarter, warm_spawning
+from tests.support.leaks import no_leaks, no_leaks_of_session, pytest_fixture_setup
+from tests.support.warm import PrewarmedStarter, warm_spawning
 
 __all__ = ["no_leaks", "no_leaks_of_session", "pytest_fixture_setup"]
 

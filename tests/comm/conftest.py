@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from comm.teams import TEAMS, Team, make_team
-from worker_pool import WorkerPool
+from tests.support.teams import TEAMS, Team, make_team
+from tests.support.worker_pool import WorkerPool
 
 
 @pytest.fixture(scope="session")

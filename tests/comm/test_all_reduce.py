@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from comm.teams import Team
 from paceline.comm import ALGORITHMS
 from paceline.comm.background import CommunicationThread
 from paceline.comm.communicator import Communicator
 from paceline.measure.traffic import Traffic
+from tests.support.teams import Team
 
 SIZES = (0, 1, 1009, 100003)
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.bfloat16)

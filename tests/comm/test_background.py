@@ -15,7 +15,7 @@ from paceline.comm.background import CommunicationThread
 from paceline.comm.communicator import Communicator
 from paceline.comm.in_process import InProcessGroup, run
 from paceline.errors import PeerError
-from worker_pool import WorkerPool
+from tests.support.worker_pool import WorkerPool
 
 
 def note(done: list[int], number: int, _: Communicator) -> None:

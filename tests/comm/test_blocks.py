@@ -8,7 +8,7 @@ import torch
 from paceline.comm.communicator import Communicator
 from paceline.comm.shm import communicator as shared_memory
 from paceline.errors import RunError
-from worker_pool import WorkerPool
+from tests.support.worker_pool import WorkerPool
 
 CPU = torch.device("cpu")
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from comm.teams import Team
 from paceline.comm.communicator import Communicator
 from paceline.comm.work import Work
 from paceline.errors import PeerError
 from paceline.measure.traffic import Traffic
+from tests.support.teams import Team
 
 DTYPES = (torch.bool, torch.bfloat16, torch.int16, torch.int64, torch.float32, torch.complex64)
 

@@ -15,7 +15,7 @@ from paceline.comm.shm.communicator import SharedMemoryCommunicator
 from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.comm.work import Work
 from paceline.errors import PeerError
-from worker_pool import WorkerPool
+from tests.support.worker_pool import WorkerPool
 
 LAYOUTS = ([0, 0, 1, 1], [1, 0, 1, 0])
 """By rank, its node: neighbours, and every second one."""

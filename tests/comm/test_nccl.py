@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch does not list it
 
-from comm.fake_nccl import GPU, FakeHandle, FakeNccl, FakeNetwork
 from paceline.comm import torch_distributed
 from paceline.comm.algorithms import ring
 from paceline.comm.communicator import Communicator
 from paceline.comm.process_groups import create_nccl, start_nccl_messages
 from paceline.comm.torch_distributed import TorchCommunicator
+from tests.comm.fake_nccl import GPU, FakeHandle, FakeNccl, FakeNetwork
 
 WORLD_SIZE = 4
 TIMEOUT_SECONDS = 10.0

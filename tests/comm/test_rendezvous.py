@@ -11,7 +11,7 @@ import pytest
 
 from paceline.comm.rendezvous import Rendezvous, port_of
 from paceline.errors import PacelineError, RunError, UsageError
-from worker_pool import free_port
+from tests.support.worker_pool import free_port
 
 
 @pytest.fixture

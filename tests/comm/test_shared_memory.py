@@ -21,7 +21,7 @@ from paceline.comm.shm import communicator as shared_memory
 from paceline.comm.shm import segment
 from paceline.comm.work import Work
 from paceline.errors import PeerError, UsageError
-from worker_pool import WorkerPool
+from tests.support.worker_pool import WorkerPool
 
 
 @contextmanager

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch does not list it
 
-import toy_replicas as toy
 from paceline.comm import torch_distributed
 from paceline.comm.communicator import Communicator
 from paceline.comm.process_groups import high_priority_threads
@@ -25,7 +24,8 @@ from paceline.errors import PeerError
 from paceline.measure.traffic import Traffic
 from paceline.strategies.ddp import Ddp
 from paceline.strategies.parameter_server.connection import Pair
-from worker_pool import WorkerPool
+from tests.support import toy_replicas as toy
+from tests.support.worker_pool import WorkerPool
 
 
 def lose_rank_one(communicator: Communicator) -> str:

@@ -18,7 +18,7 @@ def test_what_is_counted_is_what_goes_over_the_wire() -> None:
     probe = f"ip link set lo up && exec {sys.executable} {FOLDER / 'wire_probe.py'}"
     done = subprocess.run(
         ["unshare", "--net", "sh", "-c", probe],
-        env={**os.environ, "PYTHONPATH": str(FOLDER.parent)},
+        env={**os.environ, "PYTHONPATH": str(FOLDER.parents[1])},
         stdout=subprocess.PIPE,
         text=True,
         check=True,

@@ -17,7 +17,7 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.hierarchical import HierarchicalCommunicator
 from paceline.comm.work import Work
 from paceline.measure.traffic import Traffic
-from worker_pool import WorkerPool
+from tests.support.worker_pool import WorkerPool
 
 ELEMENTS = 2_400_000
 

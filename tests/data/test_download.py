@@ -11,11 +11,11 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from synthetic_sets import random_bytes
 
 from paceline.data.download import RetryPolicy, download
 from paceline.data.manifest import ManifestFile
 from paceline.errors import DataError
+from tests.support.synthetic_sets import random_bytes
 
 CONTENT = random_bytes(1 << 20).tobytes()
 HALF = len(CONTENT) // 2

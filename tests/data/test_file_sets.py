@@ -12,7 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from synthetic_sets import (
+
+from paceline.data.checksums import VERDICTS_FILE
+from paceline.data.dataset import Dataset, LoadRequest
+from paceline.data.files import FileDataset
+from paceline.errors import DataError
+from tests.support.synthetic_sets import (
     SMALL_CIFAR10,
     SMALL_MNIST,
     SMALL_SVHN,
@@ -28,11 +33,6 @@ from synthetic_sets import (
     write_mnist,
     write_svhn,
 )
-
-from paceline.data.checksums import VERDICTS_FILE
-from paceline.data.dataset import Dataset, LoadRequest
-from paceline.data.files import FileDataset
-from paceline.errors import DataError
 
 SETS: dict[str, tuple[FileDataset, Callable[[Path], object]]] = {
     "mnist": (SMALL_MNIST, write_mnist),

@@ -7,10 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from synthetic_sets import BOMB_BYTES, Bytes, cut_positions, idx_bytes, peak_below, random_bytes
 
 from paceline.data.manifest import CorruptFileError
 from paceline.data.mnist import read_idx
+from tests.support.synthetic_sets import (
+    BOMB_BYTES,
+    Bytes,
+    cut_positions,
+    idx_bytes,
+    peak_below,
+    random_bytes,
+)
 
 IMAGES = random_bytes(5, 28, 28)
 PACKED = gzip.compress(idx_bytes(IMAGES), mtime=0)

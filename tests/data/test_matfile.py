@@ -9,7 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from synthetic_sets import (
+
+from paceline.data.files import Source
+from paceline.data.manifest import CorruptFileError
+from paceline.data.matfile import read_variables
+from paceline.data.svhn import read_files
+from tests.support.synthetic_sets import (
     BOMB_BYTES,
     MAT_HEADER,
     Bytes,
@@ -19,11 +24,6 @@ from synthetic_sets import (
     peak_below,
     random_bytes,
 )
-
-from paceline.data.files import Source
-from paceline.data.manifest import CorruptFileError
-from paceline.data.matfile import read_variables
-from paceline.data.svhn import read_files
 
 # What scipy.io.savemat (SciPy 1.17.1, do_compression=True) writes after the header for
 # X[row, column, channel, sample] = row // 4 + 8 * (column // 8) + 40 * channel + 120 * sample and

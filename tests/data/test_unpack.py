@@ -9,10 +9,10 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from synthetic_sets import BOMB_BYTES, cut_positions, peak_below, random_bytes
 
 from paceline.data.download import unpack
 from paceline.data.manifest import CorruptFileError, ManifestFile
+from tests.support.synthetic_sets import BOMB_BYTES, cut_positions, peak_below, random_bytes
 
 CONTENT = random_bytes(5000).tobytes()
 FILES = [ManifestFile("batches/one", len(CONTENT), hashlib.sha256(CONTENT).hexdigest())]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.commands import Ended, train, warm_commands
-from warm import PrewarmedStarter
+from tests.support.commands import Ended, train, warm_commands
+from tests.support.warm import PrewarmedStarter
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """Runs in an emulated cluster: the same training, honest records, and a bounded end by any fault.
 
-That no process is left is checked after every test (tests/leaks.py); that the cluster itself leaves
-none, by its own tests.
+tests/support/leaks.py checks after every test that no process is left; the cluster's own tests
+check that the cluster leaves none.
 """
 
 from __future__ import annotations
@@ -17,8 +17,15 @@ from typing import Any
 import psutil
 import pytest
 
-from cluster.inside import CUT_SECONDS, cut_for_a_while, set_link
-from launch.commands import (
+from paceline.config import from_mapping
+from paceline.config.cluster_spec import ClusterSpec
+from paceline.emulation.cluster import EmulatedCluster
+from paceline.emulation.state import all_paths
+from paceline.launch import launcher, remote
+from paceline.launch.result import RunOutcome
+from paceline.launch.signals import SignalMonitor
+from paceline.records import Result, RunFolder, read_json
+from tests.support.commands import (
     ENDLESS,
     LIMIT_SECONDS,
     TINY,
@@ -29,15 +36,8 @@ from launch.commands import (
     train,
     wait_until,
 )
-from launch.warm_nodes import WarmFleet
-from paceline.config import from_mapping
-from paceline.config.cluster_spec import ClusterSpec
-from paceline.emulation.cluster import EmulatedCluster
-from paceline.emulation.state import all_paths
-from paceline.launch import launcher, remote
-from paceline.launch.result import RunOutcome
-from paceline.launch.signals import SignalMonitor
-from paceline.records import Result, RunFolder, read_json
+from tests.support.inside import CUT_SECONDS, cut_for_a_while, set_link
+from tests.support.warm_nodes import WarmFleet
 
 pytestmark = [pytest.mark.root, pytest.mark.iproute, pytest.mark.timeout(300)]
 

@@ -1,7 +1,7 @@
 """Elastic runs outlive killed workers and nodes, and compute what undisturbed ones compute.
 
 Several commands on this machine stand for nodes. That no process, shared memory or socket is left
-is checked after every test (tests/leaks.py).
+is checked after every test (tests/support/leaks.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from launch.commands import (
+from paceline import cli
+from paceline.launch import launcher
+from paceline.records import Result, RunFolder, read_json, read_lines
+from paceline.training.checkpoint import iterations
+from tests.support.commands import (
     Command,
     Ended,
     are_gone,
@@ -33,11 +37,7 @@ from launch.commands import (
     warm_commands,
     workers_of,
 )
-from paceline import cli
-from paceline.launch import launcher
-from paceline.records import Result, RunFolder, read_json, read_lines
-from paceline.training.checkpoint import iterations
-from warm import PrewarmedStarter
+from tests.support.warm import PrewarmedStarter
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from launch.test_fleet import LocalFleet
 from paceline.config import RunConfig, from_mapping
 from paceline.launch import remote
 from paceline.launch.control_channel import NodeExit
 from paceline.launch.result import RunOutcome, assemble
 from paceline.launch.signals import SignalMonitor
 from paceline.records import Result, RunFolder
+from tests.launch.test_fleet import LocalFleet
 
 KILLED_EARLY = NodeExit(2, -9, has_begun=True, ended=60.0)
 DIVERGED = "the loss is nan at iteration 70"

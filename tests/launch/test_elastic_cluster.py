@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from cluster.inside import set_link
-from launch.commands import Ended
-from launch.test_cluster_runs import (
+from paceline.emulation.cluster import EmulatedCluster
+from tests.launch.test_cluster_runs import (
     check_undisturbed,
     cluster,
     disturbed,
     run_in,
     run_through_a_cut,
 )
-from paceline.emulation.cluster import EmulatedCluster
+from tests.support.commands import Ended
+from tests.support.inside import set_link
 
 __all__ = ["cluster"]
 

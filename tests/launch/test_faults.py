@@ -1,6 +1,6 @@
 """Whatever befalls the workers of one machine: a quick end, one cause, no traces but the records.
 
-That no process, shared memory or socket is left is checked after every test (tests/leaks.py).
+tests/support/leaks.py checks after every test that no process, shared memory or socket is left.
 """
 
 from __future__ import annotations
@@ -15,19 +15,6 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch does not list it
 
-from launch.commands import (
-    ENDLESS,
-    SLOW,
-    TINY,
-    are_gone,
-    launch,
-    names_in,
-    sabotage,
-    train,
-    wait_until,
-    workers_of,
-)
-from launch.test_reports import report_of
 from paceline import cli
 from paceline.config import from_mapping
 from paceline.errors import RunError, StoppedError
@@ -39,6 +26,19 @@ from paceline.launch.result import RunOutcome
 from paceline.launch.signals import SignalMonitor
 from paceline.launch.termination import Termination, write_failure
 from paceline.records import RunFolder, read_json
+from tests.launch.test_reports import report_of
+from tests.support.commands import (
+    ENDLESS,
+    SLOW,
+    TINY,
+    are_gone,
+    launch,
+    names_in,
+    sabotage,
+    train,
+    wait_until,
+    workers_of,
+)
 
 TWO: dict[str, Any] = {**ENDLESS, "nproc_per_node": 2}
 PASSING = ("launch-", "report-", "failure-")

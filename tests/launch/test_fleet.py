@@ -16,7 +16,6 @@ from threading import Thread
 
 import pytest
 
-from launch.commands import LIMIT_SECONDS
 from paceline.config import from_mapping
 from paceline.errors import PacelineError, RecordsError, RunError, StoppedError, UsageError
 from paceline.launch import folder_transfer
@@ -26,6 +25,7 @@ from paceline.launch.folder_transfer import is_plain, unpack
 from paceline.launch.machines import NodeSupervisor, describe_end, run_on_all
 from paceline.launch.signals import SignalMonitor, signal_name
 from paceline.records import RunFolder
+from tests.support.commands import LIMIT_SECONDS
 
 UNTIL_LET_GO = "import sys; sys.stdin.read()"
 

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from launch.commands import (
+from paceline.errors import RunError
+from paceline.launch import processes
+from tests.support.commands import (
     ENDLESS,
     SLOW,
     TINY,
@@ -23,8 +25,6 @@ from launch.commands import (
     train,
     wait_until,
 )
-from paceline.errors import RunError
-from paceline.launch import processes
 
 DISK_BYTES = 36 << 10
 

@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from launch.commands import ENDLESS, is_training, launch, sabotage, wait_until
 from paceline.comm.communicator import no_answer
+from tests.support.commands import ENDLESS, is_training, launch, sabotage, wait_until
 
 TIMEOUT_SECONDS = 4
 SLEEP_SECONDS = 9

@@ -10,7 +10,12 @@ from typing import Any
 
 import pytest
 
-from launch.commands import (
+from paceline.config import from_mapping
+from paceline.errors import RunError, UsageError
+from paceline.launch.nodes import NodeCoordinator
+from paceline.records import read_json
+from paceline.training.checkpoint import iterations
+from tests.support.commands import (
     ENDLESS,
     SLOW,
     Ended,
@@ -24,11 +29,6 @@ from launch.commands import (
     wait_until,
     workers_of,
 )
-from paceline.config import from_mapping
-from paceline.errors import RunError, UsageError
-from paceline.launch.nodes import NodeCoordinator
-from paceline.records import read_json
-from paceline.training.checkpoint import iterations
 
 
 def records_of(nodes: int) -> set[str]:

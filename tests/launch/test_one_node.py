@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch.commands import TINY, Command, Ended, launch, names_in
 from paceline.measure.machine import cores_usable
 from paceline.records import read_json, read_lines
 from paceline.training.checkpoint import newest_checkpoint
+from tests.support.commands import TINY, Command, Ended, launch, names_in
 
 Run = tuple[Path, Ended]
 

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
-from cluster.inside import cut_for_a_while
-from launch.commands import Ended, flags, is_training, names_in
-from launch.ray_machines import RayMachines, end_of, ray_machines, wait_until
 from paceline.records import read_json
 from paceline.training.checkpoint import iterations
+from tests.support.commands import Ended, flags, is_training, names_in
+from tests.support.inside import cut_for_a_while
+from tests.support.ray_machines import RayMachines, end_of, ray_machines, wait_until
 
 pytestmark = [
     pytest.mark.ray,

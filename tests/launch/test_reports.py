@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch does not list it
 
-from launch.commands import names_in
 from paceline.comm.communicator import Communicator
 from paceline.comm.rank_info import SINGLE_PROCESS
 from paceline.config import from_mapping
@@ -33,6 +32,7 @@ from paceline.launch.result import write_result
 from paceline.measure.startup import STARTUP_PARTS
 from paceline.records import BETWEEN_ITERATIONS, PHASES, TRAFFIC_KINDS, RunFolder
 from paceline.report.summary import print_summary
+from tests.support.commands import names_in
 
 COUNT = {"bytes_sent": 1, "bytes_received": 1, "messages": 1, "seconds": 0.1}
 EVALUATION = {

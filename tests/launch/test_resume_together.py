@@ -15,7 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from launch.commands import (
+from paceline.analysis.run import open_run
+from paceline.analysis.world_sizes import WorldSize
+from paceline.config import from_mapping
+from paceline.errors import ConfigError
+from paceline.launch import launcher
+from paceline.records import Result, RunFolder, read_iteration_seconds
+from paceline.training.checkpoint import iterations, newest_checkpoint
+from tests.support.commands import (
     SLOW,
     TINY,
     Ended,
@@ -26,14 +33,7 @@ from launch.commands import (
     warm_commands,
     workers_of,
 )
-from paceline.analysis.run import open_run
-from paceline.analysis.world_sizes import WorldSize
-from paceline.config import from_mapping
-from paceline.errors import ConfigError
-from paceline.launch import launcher
-from paceline.records import Result, RunFolder, read_iteration_seconds
-from paceline.training.checkpoint import iterations, newest_checkpoint
-from warm import PrewarmedStarter
+from tests.support.warm import PrewarmedStarter
 
 SETTINGS = {"model": "own_code:Slow", "iterations": 160, "nproc_per_node": 2}
 

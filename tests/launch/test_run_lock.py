@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from launch.commands import ENDLESS, SLOW, free_port, launch, train, wait_until
 from paceline.errors import UsageError
 from paceline.launch import launcher as start
 from paceline.launch.folder_transfer import pack
 from paceline.records import RunFolder, read_lines
 from paceline.training.checkpoint import iterations
+from tests.support.commands import ENDLESS, SLOW, free_port, launch, train, wait_until
 
 
 def starts_of(folder: Path) -> list[int]:

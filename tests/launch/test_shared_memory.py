@@ -1,6 +1,6 @@
 """Runs whose workers share memory: by `--strategy shared`, and by `--communicator hierarchical`.
 
-That no process and no shared memory is left is checked after every test (tests/leaks.py).
+That no process and no shared memory is left is checked after every test (tests/support/leaks.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from launch.commands import (
+from paceline.launch import launcher
+from paceline.records import Result, read_json
+from paceline.training.checkpoint import iterations, newest_checkpoint
+from tests.support.commands import (
     ENDLESS,
     HERE,
     LIMIT_SECONDS,
@@ -33,10 +36,7 @@ from launch.commands import (
     warm_commands,
     workers_of,
 )
-from paceline.launch import launcher
-from paceline.records import Result, read_json
-from paceline.training.checkpoint import iterations, newest_checkpoint
-from warm import PrewarmedStarter
+from tests.support.warm import PrewarmedStarter
 
 
 def finished(result: Result | None) -> Result:

@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
-from launch.commands import (
+from paceline import cli
+from paceline.launch import slurm
+from paceline.records import RunFolder, read_json
+from tests.support.commands import (
     ENDLESS,
     TINY,
     flags,
@@ -19,10 +22,7 @@ from launch.commands import (
     names_in,
     wait_until,
 )
-from launch.slurm_cluster import slurm_cluster
-from paceline import cli
-from paceline.launch import slurm
-from paceline.records import RunFolder, read_json
+from tests.support.slurm_cluster import slurm_cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.root]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.commands import Ended, names_in
 from paceline import cli
+from tests.support.commands import Ended, names_in
 
 OWN = ["--model", "own_code:Plain", "--data", "own_code:data", "--strategy", "allreduce"]
 

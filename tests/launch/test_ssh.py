@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.commands import TINY, names_in
 from paceline.config import from_mapping
 from paceline.errors import ConfigError, UsageError
 from paceline.launch import launcher
 from paceline.launch.ssh import SSH, Host, SshMachines
+from tests.support.commands import TINY, names_in
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
-from launch.commands import (
+from paceline.config.cluster_spec import ClusterSpec
+from paceline.emulation.cluster import EmulatedCluster
+from paceline.launch import launcher
+from paceline.launch.ssh import SSH
+from paceline.records import read_json
+from tests.support.commands import (
     ENDLESS,
     LIMIT_SECONDS,
     Command,
@@ -25,11 +30,6 @@ from launch.commands import (
     train,
     wait_until,
 )
-from paceline.config.cluster_spec import ClusterSpec
-from paceline.emulation.cluster import EmulatedCluster
-from paceline.launch import launcher
-from paceline.launch.ssh import SSH
-from paceline.records import read_json
 
 pytestmark = [pytest.mark.root, pytest.mark.iproute, pytest.mark.ssh, pytest.mark.timeout(300)]
 

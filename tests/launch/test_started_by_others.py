@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from launch.commands import TINY, Command, Ended, flags, free_port, names_in
-from launch.test_reports import report_of
 from paceline.comm.rank_info import RankInfo
 from paceline.config import from_mapping
 from paceline.errors import UsageError
@@ -17,6 +15,8 @@ from paceline.launch import worker
 from paceline.launch.record_collection import parse_report, write_report
 from paceline.measure.sampler import ResourceSampler
 from paceline.records import RunFolder
+from tests.launch.test_reports import report_of
+from tests.support.commands import TINY, Command, Ended, flags, free_port, names_in
 
 ONLY = RankInfo(
     rank=0,

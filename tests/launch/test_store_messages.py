@@ -19,7 +19,6 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch lists onl
     TCPStore,
 )
 
-from launch.commands import ENDLESS, SLOW, free_port, is_training, names_in, node, wait_until
 from paceline.comm.communicator import Communicator
 from paceline.comm.rank_info import SINGLE_PROCESS
 from paceline.config import from_mapping
@@ -35,6 +34,7 @@ from paceline.launch.result import assemble
 from paceline.launch.signals import SignalMonitor
 from paceline.launch.store_client import StoreClient
 from paceline.records import RunFolder, read_json
+from tests.support.commands import ENDLESS, SLOW, free_port, is_training, names_in, node, wait_until
 
 ENDED = {
     "cause": "the model broke",

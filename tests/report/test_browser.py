@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.report.build import write_report
-from report.records import FakeRun, write_run
+from tests.support.records import FakeRun, write_run
 
 pytestmark = pytest.mark.browser
 

@@ -31,8 +31,8 @@ from paceline.report.sections.ranks import rank_times
 from paceline.report.sections.resources import node_use
 from paceline.report.sections.timeline import read_step
 from paceline.report.sections.winners import contests
-from report.marks import SVG, figure, numbers, result_of, section, series
-from report.records import FakeRun, write_repeats, write_run, write_trace
+from tests.support.marks import SVG, figure, numbers, result_of, section, series
+from tests.support.records import FakeRun, write_repeats, write_run, write_trace
 
 
 def test_marks_of_the_curves_carry_the_recorded_numbers(tmp_path: Path) -> None:

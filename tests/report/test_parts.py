@@ -14,7 +14,7 @@ from paceline.report.build import TOGETHER, to_document, write_report
 from paceline.report.sections import SECTIONS
 from paceline.report.verdict import make_verdict
 from paceline.study.folder import Cell, CellFailure, Part, Study, StudyFolder
-from report.records import FakeRun, write_run
+from tests.support.records import FakeRun, write_run
 
 
 def write_study(root: Path) -> StudyFolder:

@@ -15,9 +15,9 @@ from paceline.report.build import to_document, write_report
 from paceline.report.document import Details, Table
 from paceline.report.markdown import to_markdown
 from paceline.report.sections.accuracy import common_accuracy, learned
-from report.marks import SVG, figure, result_of, section
-from report.records import FakeRun, write_repeats, write_run
-from report.study_page import flat
+from tests.support.marks import SVG, figure, result_of, section
+from tests.support.records import FakeRun, write_repeats, write_run
+from tests.support.study_page import flat
 
 
 def write_accuracies(root: Path, *accuracies: float) -> None:

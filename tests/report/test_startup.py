@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from paceline.report.build import write_report
-from report.records import FakeRun, write_run
+from tests.support.records import FakeRun, write_run
 
 
 def with_startup(path: Path, *parts: dict[str, object]) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from report.records import FakeRun, write_run
+from tests.support.records import FakeRun, write_run
 
 
 def test_a_name_that_is_no_text_costs_no_report(tmp_path: Path) -> None:

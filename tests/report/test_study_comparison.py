@@ -21,7 +21,7 @@ from paceline.report.study_comparison import (
     unmatched,
 )
 from paceline.study.folder import Cell, Part, Study, StudyFolder
-from report.records import FakeRun, write_run
+from tests.support.records import FakeRun, write_run
 
 STEADY = (0.99, 1.0, 1.01)
 """Three repeats, 1% apart."""

@@ -26,9 +26,9 @@ from paceline.report.document import (
 )
 from paceline.report.markdown import to_markdown
 from paceline.study.folder import Cell
-from report.marks import numbers
-from report.records import FakeRun, write_trace
-from report.study_page import in_seconds, mean_iteration, numeral, page_of, wall
+from tests.support.marks import numbers
+from tests.support.records import FakeRun, write_trace
+from tests.support.study_page import in_seconds, mean_iteration, numeral, page_of, wall
 
 RECORDED = Path(__file__).parent / "recorded" / "four-ways"
 TOLERANCE = 0.006

@@ -10,7 +10,7 @@ import pytest
 from paceline.analysis.run import open_run
 from paceline.records import Result, RunFolder
 from paceline.report.summary import print_summary
-from report.records import FakeRun, write_asynchronous, write_run
+from tests.support.records import FakeRun, write_asynchronous, write_run
 
 
 def account(tmp_path: Path, capsys: pytest.CaptureFixture[str], **changes: Any) -> str:

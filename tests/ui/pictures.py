@@ -1,6 +1,6 @@
 """The pictures of docs/, made again: `make pictures`.
 
-    PYTHONPATH=tests python -m ui.pictures [--study FOLDER] [--out docs]
+    python -m tests.ui.pictures [--study FOLDER] [--out docs]
 
 The study is the newest of `make demo`; one is run where there is none. Beside it the live page
 shows a run with two workers that goes on while it is looked at, and one that diverged.
@@ -25,7 +25,7 @@ from PIL import Image
 from selenium.webdriver.support.ui import WebDriverWait
 
 from paceline.report.build import write_report
-from ui.serving import browser, served
+from tests.support.serving import browser, served
 
 LIMIT_SECONDS = 120
 MOST_BYTES = 280_000

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from report.records import FakeRun, write_run
-from ui.serving import browser, served
+from tests.support.records import FakeRun, write_run
+from tests.support.serving import browser, served
 
 LIMIT_SECONDS = 90
 

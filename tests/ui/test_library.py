@@ -16,8 +16,8 @@ from paceline.records import EventWriter, RunFolder
 from paceline.study.folder import Cell, Part, Study, StudyFolder
 from paceline.ui.live import MAX_POINTS, Follower, downsample
 from paceline.ui.run_index import SILENT_SECONDS, RunIndex
-from report.records import FakeRun, write_asynchronous, write_run
-from time_limits import time_limit
+from tests.support.records import FakeRun, write_asynchronous, write_run
+from tests.support.time_limits import time_limit
 
 
 def begun(root: Path, name: str) -> RunFolder:

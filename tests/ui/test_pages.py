@@ -20,9 +20,9 @@ import pytest
 
 from paceline.ui.run_index import RunIndex
 from paceline.ui.server import accepted_hosts
-from report.records import FakeRun, write_run
-from report.test_study_comparison import write_study
-from ui.serving import served
+from tests.report.test_study_comparison import write_study
+from tests.support.records import FakeRun, write_run
+from tests.support.serving import served
 
 
 @pytest.fixture(scope="module")

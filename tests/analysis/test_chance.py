@@ -1,0 +1,96 @@
+"""Differences of accuracy that a test set of its size or the spread of repeats could make."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from paceline.analysis.accuracy import AccuracyDifference, compare_accuracy
+from paceline.analysis.collection import collect
+from paceline.analysis.run import open_run
+from paceline.analysis.run_group import RunGroup
+from paceline.report.build import to_document
+from paceline.report.comparison import read_compared, significance
+from paceline.report.document import Table, Text
+from tests.support.records import FakeRun, write_repeats, write_run
+
+
+def cell_of(folder: Path, name: str, accuracies: list[float], test_samples: int) -> RunGroup:
+    settings = {"test_samples": test_samples}
+    runs = [
+        open_run(write_run(folder, FakeRun(f"{name}{number}", settings, accuracy=accuracy)))
+        for number, accuracy in enumerate(accuracies)
+    ]
+    return RunGroup(name, runs)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "samples", "expected"),
+    [
+        # One deviation of the difference is sqrt(2 x 0.9 x 0.1 / 100) = 0.042.
+        ([0.90], [0.83], 100, AccuracyDifference(True, "within the noise of 100 test samples")),
+        ([0.90], [0.80], 100, AccuracyDifference(False, "in a single run")),
+        ([0.90], [0.90], 10_000, AccuracyDifference(True, "the same")),
+        ([0.90], [0.83], 10_000, AccuracyDifference(False, "in a single run")),
+        ([0.90, 0.91, 0.89], [0.80, 0.81, 0.79], 10_000, AccuracyDifference(False, "")),
+        # Equal repeats: the test set they share still has a deviation of 0.042.
+        ([0.90, 0.90], [0.9028, 0.9028], 100, AccuracyDifference(True, "within noise")),
+        ([0.90] * 3, [0.80] * 3, 100, AccuracyDifference(True, "within noise")),
+        ([0.90] * 3, [0.80] * 3, 10_000, AccuracyDifference(False, "")),
+        ([1.00] * 3, [0.99] * 3, 100, AccuracyDifference(True, "within noise")),
+        ([0.90, 0.80, 0.70], [0.80, 0.82, 0.78], 100, AccuracyDifference(True, "within noise")),
+    ],
+)
+def test_chance_is_told_from_a_difference(
+    tmp_path: Path, one: list[float], other: list[float], samples: int, expected: AccuracyDifference
+) -> None:
+    cells = [cell_of(tmp_path, "a", one, samples), cell_of(tmp_path, "b", other, samples)]
+    assert compare_accuracy(*cells) == compare_accuracy(*reversed(cells)) == expected
+
+
+@pytest.mark.parametrize(("samples", "is_significant"), [(None, True), (100, False)])
+def test_repeats_of_equal_accuracy_are_as_uncertain_as_their_test_set(
+    tmp_path: Path, samples: int | None, is_significant: bool
+) -> None:
+    """The drawn digits have 10,000 test samples unless told otherwise."""
+    for name, accuracy in (("a", 0.9), ("b", 0.8)):
+        settings = {} if samples is None else {"test_samples": samples}
+        run = FakeRun(name, {"lr": accuracy, **settings}, accuracy=accuracy)
+        write_repeats(tmp_path / name, run, (1.0, 1.0, 1.0))
+    found = significance(read_compared([str(tmp_path / "a"), str(tmp_path / "b")]).cells)
+    (gap,) = [one.difference for one in found if one.name == "test accuracy"]
+    assert gap.is_significant == is_significant
+
+
+def test_accuracies_of_identical_models_are_rarely_called_different(tmp_path: Path) -> None:
+    """Each repeat counts the successes of equally good models over the same 200 samples."""
+    rng = random.Random(1)
+    run = open_run(write_run(tmp_path, FakeRun("a", {"test_samples": 200})))
+    trials, false = 1000, 0
+    for _ in range(trials):
+        cells = []
+        for label in ("a", "b"):
+            # All repeats agree on most samples: their spread is far below that of the test set.
+            count = sum(rng.random() < 0.9 for _ in range(200))
+            cells.append(RunGroup(label, [run]))
+            drawn = [(count + rng.choice((-1, 0, 0, 1))) / 200 for _ in range(3)]
+            vars(cells[-1])["finals"] = {"test_accuracy": drawn}.__getitem__
+        false += not compare_accuracy(*cells).is_chance
+    assert false / trials <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / trials)
+
+
+def test_accuracies_of_different_data_are_not_held_against_each_other(tmp_path: Path) -> None:
+    for name, data in (("a", "digits"), ("b", "cifar10")):
+        write_run(tmp_path, FakeRun(name, {"data": data}, accuracy=0.9 if name == "a" else 0.5))
+    (section,) = [
+        section
+        for section in to_document(collect(tmp_path)).chapters[0].sections
+        if section.name == "accuracy"
+    ]
+    text, table = section.blocks[0], section.blocks[-2]
+    assert text == Text("Not compared: accuracies are of different data.", "answer")
+    assert isinstance(table, Table)
+    assert "below the best" not in table.columns

@@ -1,0 +1,72 @@
+"""The examples do what they say, run as their first lines tell."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.records import read_json
+from tests.support.warm import PrewarmedStarter
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def run(*words: str) -> str:
+    """What a Python program says that is started in the folder of the examples."""
+    done = subprocess.run(
+        [sys.executable, *words], cwd=EXAMPLES, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def outcome(said: str) -> tuple[float, float, int]:
+    """Accuracy, sum of the weights and number of workers."""
+    found = re.search(r"accuracy (\S+), sum of weights (\S+), workers (\d+)", said)
+    assert found is not None, said
+    return float(found[1]), float(found[2]), int(found[3])
+
+
+def test_own_loop_learns_the_same_with_one_worker_and_with_two() -> None:
+    alone = outcome(run("own_loop.py"))
+    together = outcome(run(*TORCHRUN, "own_loop.py"))
+    assert (alone[2], together[2]) == (1, 2)
+    assert alone[0] > 0.9
+    assert together[1] == pytest.approx(alone[1], rel=1e-3)
+
+
+def train(nursery: PrewarmedStarter, out: Path, *words: str) -> dict[str, object]:
+    common = ["--no-tensorboard", "--quiet", "--threads", "1", "--nproc-per-node", "2"]
+    command = ["-m", "paceline", "train", *common, "--out", str(out), "--name", "run", *words]
+    process = nursery.start(command, cwd=EXAMPLES, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    _, complaints = process.communicate(timeout=100)
+    assert process.returncode == 0, complaints
+    return read_json(out / "run" / "result.json")
+
+
+def test_own_model_learns_own_data(nursery: PrewarmedStarter, tmp_path: Path) -> None:
+    words = ["--model", "own_model:Wide", "--data", "own_model:rings", "--strategy", "ring"]
+    result = train(nursery, tmp_path, *words, "--epochs", "4", "--lr", "0.1")
+    final = result["final"]
+    assert isinstance(final, dict)
+    assert final["test_accuracy"] > 0.9
+
+
+def test_own_strategy_averages_as_often_as_its_option_says(
+    nursery: PrewarmedStarter, tmp_path: Path
+) -> None:
+    words = ["--model", "own_model:Wide", "--data", "own_model:rings", "--iterations", "8"]
+    result = train(
+        nursery, tmp_path, *words, "--strategy", "own_strategy:LateAveraging", "-o", "every=4"
+    )
+    workers = result["workers"]
+    assert isinstance(workers, list)
+    weights = 2 * 256 + 256 + 256 * 3 + 3
+    # The first weights, two averages in the middle and one at the end; of two workers' all-reduce
+    # and of a broadcast from the first, the first one sends all that there is.
+    assert workers[0]["traffic"]["parameters"]["bytes_sent"] == 4 * weights * 4

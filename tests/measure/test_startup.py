@@ -1,0 +1,87 @@
+"""The time before a worker's first iteration, by part."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.measure import startup
+from paceline.measure.phase_clock import CudaPhaseClock
+from paceline.measure.startup import STARTUP_PARTS, StartupTimer, importing
+
+METRICS = Path(__file__).parents[2] / "docs" / "metrics.md"
+ROW = "| `startup_seconds` |"
+
+
+class FakeTime:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(startup, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(startup, "_import_seconds", [])
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    return FakeTime(monkeypatch)
+
+
+def test_the_parts_are_contiguous_from_the_start_of_the_clock(time: FakeTime) -> None:
+    timer = StartupTimer(started=90.0)
+    timer.begin("rendezvous")
+    timer.enter("data")
+    time.now = 103.0
+    timer.enter("model")
+    time.now = 104.0
+    timer.enter("rendezvous")
+    time.now = 106.0
+    timer.end()
+    assert timer.seconds == {"imports": 0.0, "rendezvous": 12.0, "data": 3.0, "model": 1.0}
+
+
+def test_nothing_is_counted_before_begin_and_after_end(time: FakeTime) -> None:
+    timer = StartupTimer(started=90.0)
+    timer.enter("data")
+    timer.end()
+    assert set(timer.seconds.values()) == {0.0}
+    timer.begin("model")
+    timer.end()
+    time.now = 200.0
+    timer.enter("data")
+    timer.end()
+    assert timer.seconds == {"imports": 0.0, "rendezvous": 0.0, "data": 0.0, "model": 10.0}
+
+
+def test_imports_count_for_the_next_run_only(time: FakeTime) -> None:
+    with importing():
+        time.now += 2.5
+    first, second = StartupTimer(time.now), StartupTimer(time.now)
+    first.begin("model")
+    second.begin("model")
+    assert (first.seconds["imports"], second.seconds["imports"]) == (2.5, 0.0)
+
+
+def test_a_gpu_clock_keeps_the_timer_of_the_clock_before_it() -> None:
+    from paceline.measure.phase_clock import PhaseClock
+
+    class NoMark:
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, end_event: NoMark, /) -> float:
+            return 0.0
+
+    before = PhaseClock()
+    assert CudaPhaseClock(before, lambda _: NoMark()).startup is before.startup
+
+
+def test_the_timer_does_not_import_torch() -> None:
+    program = "import sys; import paceline.measure.startup; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_the_documented_parts_are_the_ones_recorded() -> None:
+    (row,) = (line for line in METRICS.read_text().splitlines() if line.startswith(ROW))
+    assert tuple(re.findall(r"`(\w+)`: ", row)) == STARTUP_PARTS

@@ -1,0 +1,115 @@
+"""Whole workers, from config to report, on the processes of the pool."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm import in_process
+from paceline.comm.communicator import Communicator
+from paceline.comm.rank_info import RankInfo
+from paceline.comm.rendezvous import Rendezvous
+from paceline.config import RunConfig, from_mapping
+from paceline.launch.parameter_servers import connect_servers, serve, server_ranks
+from paceline.measure.phase_clock import PhaseClock
+from paceline.records import RunFolder
+from paceline.training.display import open_display
+from paceline.training.rank_report import RankReport
+from paceline.training.trainer import RankContext, prepare, run_worker
+from tests.support.worker_pool import WorkerPool, free_port
+
+
+@dataclass(frozen=True)
+class Run:
+    report: RankReport
+    weights: dict[str, Tensor]
+    """And buffers."""
+
+
+def run(pool: WorkerPool, workers: int, folder: Path, **settings: Any) -> list[Run]:
+    """What each worker of a run ended with, by rank."""
+    values = {
+        "threads": 1,
+        "test_samples": 8,
+        "sample_seconds": 0,
+        "tensorboard": False,
+        "eval_every": "never",
+        **settings,
+        "nproc_per_node": workers,
+        "out": str(folder),
+        "name": f"{settings.get('strategy', 'single')}-{workers}",
+    }
+    config = from_mapping(values)
+    RunFolder.create(config)
+    if workers == 1:
+        return in_process.run(1, lambda communicator: work(communicator, values, 0))
+    with servers_of(config) as port:
+        return pool.run(workers, work, values, port, fresh=True)
+
+
+@contextmanager
+def servers_of(config: RunConfig) -> Iterator[int]:
+    """The servers that the strategy needs, in threads of this process; where to meet them."""
+    ranks, port = server_ranks(config, 0), free_port()
+    if not ranks:
+        yield port
+        return
+    store = Rendezvous(0, 1, "127.0.0.1", port, name="host").join()
+    place = place_of(config.workers, config.workers, port)
+    threads = [Thread(target=serve, args=(config, replace(place, rank=rank))) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    try:
+        yield port
+    finally:
+        for thread in threads:
+            thread.join(30.0)
+        del store
+
+
+def place_of(rank: int, workers: int, port: int) -> RankInfo:
+    return RankInfo(rank, workers, rank, workers, 0, 1, "127.0.0.1", port, has_external_store=True)
+
+
+def work(communicator: Communicator, values: dict[str, Any], port: int) -> Run:
+    """One worker, as the launcher runs it."""
+    config = from_mapping(values)
+    folder = RunFolder.open(Path(config.out) / str(config.name))
+    rank = communicator.rank
+    place = place_of(rank, communicator.world_size, port)
+    with (
+        warnings.catch_warnings(),
+        connect_servers(config, place, communicator.traffic) as servers,
+    ):
+        warnings.simplefilter("error")
+        prepared = prepare(config)
+        report = run_worker(
+            config,
+            folder,
+            prepared,
+            RankContext(place, communicator, None, servers),
+            None,
+            open_display(quiet=True),
+            PhaseClock(),
+        )
+    if report.status != "finished":
+        raise RuntimeError(f"rank {rank}: {report.cause}")
+    state = prepared.model.state_dict()
+    return Run(report, {name: value.detach().clone() for name, value in state.items()})
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """How far two states are from one another, relative to their size."""
+
+    def flat(state: dict[str, Tensor]) -> Tensor:
+        return torch.cat([value.double().flatten() for value in state.values()])
+
+    return float((flat(one) - flat(other)).norm() / flat(other).norm())

@@ -1,0 +1,208 @@
+"""Linear layers whose gradients travel as factors train as they do in one worker."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+from functools import cache
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.comm import in_process
+from paceline.comm.communicator import Communicator
+from paceline.comm.shm.segment import SharedSegment
+from paceline.data.sampling import shard_bounds
+from paceline.errors import RunError
+from paceline.strategies.options import create_strategy
+from paceline.strategies.shared import gradients, linear_factors
+from paceline.strategies.shared import strategy as shared
+from paceline.strategies.shared.linear_factors import (
+    LinearGradientFactors,
+    layers_to_factor,
+    memory_bytes,
+)
+from tests.strategies.contract.harness import Seat, Task, build_replica, run_team
+from tests.support.worker_pool import WorkerPool
+
+
+class Layers(nn.Module):
+    """Over sequences; the first has room for 8 rows of factors, the second for 5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(20, 80, bias=False)
+        self.second = nn.Linear(80, 12)
+        self.seldom = nn.Linear(12, 12)
+        self.skips = False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden: Tensor = self.second(self.first(inputs).relu())
+        return hidden if self.skips else hidden + self.seldom(hidden)
+
+
+PLAIN = Task(batches=(4, 4, 4, 1), lr=0.1, weight_decay=0.0)
+"""Batches are of sequences of two."""
+LESSONS = {
+    "all fit": PLAIN,
+    "too many": replace(PLAIN, batches=(40, 40, 3)),
+    "some fit": replace(PLAIN, batches=(24, 24, 6), accumulate=3),
+    "unequal": replace(PLAIN, batches=(9, 9, 9), shares=(3.0, 1.0, 2.0, 1.0)),
+}
+
+
+def train(seat: Seat, name: str, lesson: Task, least_weight_bytes: int = 0) -> dict[str, Tensor]:
+    """With every layer factored, every other gradient given early, and a chunk for each worker."""
+    with (
+        patch.object(linear_factors, "LEAST_WEIGHT_BYTES", least_weight_bytes),
+        patch.object(gradients, "EARLY_BYTES", 0),
+        patch.object(shared, "LEAST_CHUNK_BYTES", 64),
+    ):
+        return _train(seat, name, lesson)
+
+
+def _train(seat: Seat, name: str, lesson: Task) -> dict[str, Tensor]:
+    torch.manual_seed(seat.communicator.rank)
+    model = Layers().double()
+    strategy = create_strategy(name, {})
+    strategy.setup(build_replica(model, seat, lesson))
+    generator = torch.Generator().manual_seed(7)
+    world_size, rank = seat.communicator.world_size, seat.communicator.rank
+    for step, samples in enumerate(lesson.batches):
+        inputs = torch.randn(samples, 2, 20, generator=generator, dtype=torch.float64)
+        part = shard_bounds(samples, (lesson.shares or (1.0,) * 4)[:world_size], rank)
+        model.skips = step == 1
+        own = inputs[part]
+        chunks = own.tensor_split(lesson.accumulate) if len(own) else [inputs[:1]]
+        for number, chunk in enumerate(chunks, 1):
+            strategy.replica.is_last_microbatch = number == len(chunks)
+            weight = 1.0 / samples if len(own) else 0.0
+            strategy.backward(strategy.replica.forward(chunk).square().sum() * weight)
+        strategy.step()
+    strategy.finish()
+    assert "forward" not in vars(model.first), "the layer's own forward pass is not back"
+    return {key: value.detach().clone() for key, value in model.state_dict().items()}
+
+
+@cache
+def alone(lesson: Task) -> dict[str, Tensor]:
+    def work(communicator: Communicator) -> dict[str, Tensor]:
+        return train(Seat(communicator), "single", lesson)
+
+    return in_process.run(1, work)[0]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("label", LESSONS)
+def test_shared_layers_learn_what_one_worker_learns(
+    pool: WorkerPool, label: str, world_size: int
+) -> None:
+    expected = alone(replace(LESSONS[label], shares=()))
+    for rank, own in enumerate(run_team(pool, world_size, train, "shared", LESSONS[label])):
+        for key, value in expected.items():
+            torch.testing.assert_close(
+                own[key], value, rtol=1e-11, atol=1e-13, msg=f"{key} on rank {rank}"
+            )
+
+
+def train_without_factors(seat: Seat, name: str, lesson: Task) -> dict[str, Tensor]:
+    return train(seat, name, lesson, least_weight_bytes=2**30)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_that_are_deposited_whole_teach_the_same(
+    pool: WorkerPool, world_size: int
+) -> None:
+    lesson = LESSONS["some fit"]
+    expected = alone(lesson)
+    for own in run_team(pool, world_size, train_without_factors, "shared", lesson):
+        for key, value in expected.items():
+            torch.testing.assert_close(own[key], value, rtol=1e-11, atol=1e-13)
+
+
+def test_only_plain_layers_of_their_own_weight_are_factored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(linear_factors, "LEAST_WEIGHT_BYTES", 64)
+    plain, small, tied = nn.Linear(8, 8), nn.Linear(2, 2), nn.Linear(8, 8)
+    also_tied, frozen = nn.Linear(8, 8), nn.Linear(8, 8)
+    also_tied.weight = tied.weight
+    frozen.weight.requires_grad_(False)
+
+    class Special(nn.Linear):
+        pass
+
+    model = nn.Sequential(plain, small, tied, also_tied, frozen, Special(8, 8))
+    assert layers_to_factor(model, list(model.parameters())) == [plain]
+    assert layers_to_factor(model, list(tied.parameters())) == []
+
+
+def test_only_passes_that_train_leave_factors() -> None:
+    layer, factored = factored_layer()
+    inputs = torch.randn(2, 20, requires_grad=True)
+    plain = copy.deepcopy(layer)
+    expected = torch.autograd.grad(plain(inputs).sum(), [inputs, plain.weight])
+    torch.autograd.grad(layer(inputs).sum(), inputs)
+    asked_for = torch.autograd.grad(layer(inputs).sum(), [inputs, layer.weight])
+    torch.testing.assert_close(asked_for, expected)
+    assert factored.bytes_deposited == 0
+    layer(inputs).sum().backward()
+    factored.publish()
+    product = factored.multiply(slice(0, layer.weight.numel()))
+    torch.testing.assert_close(product.view_as(layer.weight), expected[1])
+
+
+def factored_layer() -> tuple[nn.Linear, LinearGradientFactors]:
+    layer = nn.Linear(20, 80)
+    arena = SharedSegment(in_process.InProcessGroup(1).communicators[0], memory_bytes(layer))
+    return layer, LinearGradientFactors(layer, arena, 0, 0, 1)
+
+
+def test_gradients_of_gradients_are_those_of_a_plain_layer() -> None:
+    layer, factored = factored_layer()
+    inputs = torch.randn(2, 20, requires_grad=True)
+    [slope] = torch.autograd.grad(layer(inputs).square().sum(), inputs, create_graph=True)
+    slope.square().sum().backward()
+    factored.publish()
+    product = factored.multiply(slice(0, layer.weight.numel())).view_as(layer.weight)
+    assert layer.weight.grad is not None
+    total = product + layer.weight.grad
+    layer.weight.grad = None
+    factored.release()
+    [slope] = torch.autograd.grad(layer(inputs).square().sum(), inputs, create_graph=True)
+    slope.square().sum().backward()
+    torch.testing.assert_close(total, layer.weight.grad)
+
+
+def test_a_copy_of_a_model_is_plain() -> None:
+    layer, factored = factored_layer()
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        copied(torch.ones(1, 20)).sum().backward()
+        assert copied.weight.grad is not None
+    assert factored.bytes_deposited == 0
+
+
+def second_gradient(seat: Seat, name: str, lesson: Task) -> str:
+    """What one is told who calls backward twice for one batch."""
+    model = Layers().double()
+    with patch.object(gradients, "EARLY_BYTES", 0), patch.object(shared, "LEAST_CHUNK_BYTES", 64):
+        strategy = create_strategy(name, {})
+        strategy.setup(build_replica(model, seat, lesson))
+        loss = strategy.replica.forward(torch.ones(1, 2, 20, dtype=torch.float64)).sum()
+        try:
+            for _ in range(2):
+                strategy.replica.model.zero_grad()
+                loss.backward(retain_graph=True)
+        except RunError as error:
+            return str(error)
+        finally:
+            strategy.finish()
+    return "nothing"
+
+
+def test_a_gradient_that_comes_too_late_is_refused(pool: WorkerPool) -> None:
+    for said in run_team(pool, 2, second_gradient, "shared", PLAIN):
+        assert said.startswith("--strategy shared: a weight got a second gradient")

@@ -1,0 +1,143 @@
+"""Real models in whole runs: several workers end where one does, up to rounding."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline.comm import in_process
+from paceline.comm.communicator import Communicator
+from paceline.data.sampling import shard_bounds
+from paceline.models.build import build_model
+from paceline.strategies import STRATEGIES
+from paceline.strategies.options import create_strategy
+from paceline.strategies.sync_batch_norm import convert_sync_batch_norm
+from tests.strategies.contract.harness import Seat, Task, build_replica, run_team, teams
+from tests.strategies.contract.real_runs import Run, distance, run
+from tests.strategies.contract.test_strategies import keeps_equal
+from tests.support.worker_pool import WorkerPool
+
+ROUNDING = 1e-5
+ROUNDING_OF_DOUBLES = 1e-10
+"""A hundred times what `vgg11` shows after its twenty steps (docs/log.md)."""
+
+LENET: dict[str, Any] = {
+    "model": "lenet",
+    "train_samples": 50,
+    "batch_size": 16,
+    "iterations": 20,
+    "lr": 0.02,
+}
+"""The last of the four batches of an epoch has two samples: not one for each worker."""
+
+VGG = Task(batches=(3, 1, *(2,) * 18), lr=0.01, momentum=0.9, weight_decay=5e-4)
+"""The second batch has a sample for one of two workers only."""
+
+SEEDING = Lock()
+"""Workers may be threads, and torch's own generator of random numbers is one for all of them."""
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "shares": {"shares": "2,1,1"},
+    "parts": {"accumulate": 3, "clip_norm": 0.5},
+    "channels_last": {"channels_last": True, "optimizer": "adam", "lr": 0.001},
+}
+
+
+SYNCHRONOUS = [name for name in STRATEGIES.names() if keeps_equal(name)]
+
+ONE_OF_A_KIND = list({STRATEGIES.load(name): name for name in reversed(SYNCHRONOUS)}.values())
+"""Each class once: presets differ in their algorithms alone."""
+
+_alone: dict[str, Run] = {}
+
+
+def alone(pool: WorkerPool, folder: Path, settings: dict[str, Any]) -> Run:
+    """The same run with one worker; done once."""
+    key = repr({name: value for name, value in settings.items() if name != "shares"})
+    if key not in _alone:
+        own = {**settings, "shares": ()}
+        _alone[key] = run(pool, 1, folder, strategy="single", **own)[0]
+    return _alone[key]
+
+
+@pytest.mark.parametrize(("name", "workers"), teams(SYNCHRONOUS, (2, 4)))
+def test_lenet_ends_where_one_worker_does(
+    pool: WorkerPool, tmp_path: Path, name: str, workers: int
+) -> None:
+    expected = alone(pool, tmp_path, LENET)
+    for own in run(pool, workers, tmp_path, strategy=name, **LENET):
+        assert distance(own.weights, expected.weights) < ROUNDING
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("name", "workers"), teams(ONE_OF_A_KIND, (3,)))
+def test_lenet_in_other_ways_ends_where_one_worker_does(
+    pool: WorkerPool, tmp_path: Path, name: str, workers: int, variant: str
+) -> None:
+    settings = {**LENET, **VARIANTS[variant]}
+    expected = alone(pool, tmp_path, settings)
+    for own in run(pool, workers, tmp_path, strategy=name, **settings):
+        assert distance(own.weights, expected.weights) < ROUNDING
+
+
+@pytest.mark.parametrize("shares", [(), ("2", "1", "1")], ids=["equal", "unequal"])
+@pytest.mark.parametrize("name", ["overlap", "parameter_server"])
+def test_batch_norm_over_all_workers_has_the_statistics_of_one_workers_parts(
+    pool: WorkerPool, tmp_path: Path, name: str, shares: tuple[str, ...]
+) -> None:
+    """Those of a part are not those of the whole batch; the same parts must be normalised."""
+    settings = {**LENET, "model": "contract.normed:Normed", "sync_bn": True, "accumulate": 3}
+    expected = alone(pool, tmp_path, settings)
+    in_one_part = alone(pool, tmp_path / "whole", {**settings, "accumulate": 1})
+    assert distance(in_one_part.weights, expected.weights) > 100 * ROUNDING
+    for own in run(pool, 3, tmp_path, strategy=name, shares=shares, **settings):
+        assert distance(own.weights, expected.weights) < ROUNDING
+
+
+@pytest.mark.parametrize(("name", "workers"), teams(ONE_OF_A_KIND, (2,)))
+def test_vgg_with_batch_norm_over_all_workers_ends_where_one_worker_does(
+    pool: WorkerPool, name: str, workers: int
+) -> None:
+    """Running statistics included; a worker without a share must not count in them."""
+    for own in run_team(pool, workers, train_vgg, name, VGG):
+        for key, expected in vgg_alone().items():
+            apart = (own[key] - expected).abs().max() / expected.abs().max()
+            assert apart < ROUNDING_OF_DOUBLES, key
+
+
+@cache
+def vgg_alone() -> dict[str, Tensor]:
+    def work(communicator: Communicator) -> dict[str, Tensor]:
+        return train_vgg(Seat(communicator), "single", VGG)
+
+    return in_process.run(1, work)[0]
+
+
+def train_vgg(seat: Seat, name: str, task: Task) -> dict[str, Tensor]:
+    """In double precision: rectifiers and small batches blow rounding errors up."""
+    with SEEDING:
+        model: nn.Module = build_model("vgg11", (3, 32, 32), 10, seed=1).double()
+    model = convert_sync_batch_norm(model, seat.communicator)
+    strategy = create_strategy(name, {})
+    strategy.setup(build_replica(model, seat, task))
+    generator = torch.Generator().manual_seed(2)
+    for samples in task.batches:
+        inputs = torch.randn(samples, 3, 32, 32, generator=generator, dtype=torch.float64)
+        labels = torch.randint(10, (samples,), generator=generator)
+        replica = strategy.replica
+        part = shard_bounds(samples, [1.0] * seat.communicator.world_size, seat.communicator.rank)
+        weight = (part.stop - part.start) / samples
+        replica.set_sample_counts(weight > 0)
+        part = part if weight else slice(0, 1)
+        loss = F.cross_entropy(replica.forward(inputs[part]), labels[part])
+        strategy.backward(loss * weight)
+        strategy.step()
+    strategy.finish()
+    return {key: value.detach().clone() for key, value in model.state_dict().items()}

@@ -1,0 +1,102 @@
+"""What holds for every registered strategy; a new one is tested by being registered."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from paceline.comm import ALGORITHMS, in_process
+from paceline.comm.communicator import Communicator
+from paceline.strategies import STRATEGIES
+from paceline.strategies.options import create_strategy
+from tests.strategies.contract.harness import (
+    Seat,
+    Task,
+    Trained,
+    options_of,
+    run_team,
+    teams,
+    train_exactly,
+)
+from tests.support.worker_pool import WorkerPool
+
+TASKS = {
+    "plain": Task(),
+    "shares": Task(),
+    "accumulated": Task(accumulate=3),
+    "scaled": Task(loss_scale=16.0),
+    "unused": Task(unused=True),
+}
+"""What every synchronous strategy must do exactly as one worker does."""
+
+UNEQUAL = (2.0, 1.0, 1.0, 4.0)
+"""Shares of the batch, by rank."""
+
+
+def keeps_equal(name: str) -> bool:
+    """Whether all its workers hold the same weights after every step."""
+    strategy = create_strategy(name, options_of(name, Task()))
+    return strategy.synchronous and strategy.replicas_equal
+
+
+SYNCHRONOUS = teams([name for name in STRATEGIES.names() if keeps_equal(name)], (1, 2, 3, 4))
+ALL = teams(STRATEGIES.names(), (1, 2, 3, 4))
+
+
+@cache
+def trained_alone(task: Task) -> Trained:
+    def work(communicator: Communicator) -> Trained:
+        return train_exactly(Seat(communicator), "single", task)
+
+    return in_process.run(1, work)[0]
+
+
+def for_team(label: str, world_size: int) -> Task:
+    task = TASKS[label]
+    if label == "shares":
+        return Task(shares=UNEQUAL[:world_size])
+    return task
+
+
+@pytest.mark.parametrize("label", TASKS)
+@pytest.mark.parametrize(("name", "world_size"), SYNCHRONOUS)
+def test_synchronous_strategies_compute_what_one_worker_computes(
+    pool: WorkerPool, name: str, world_size: int, label: str
+) -> None:
+    alone = trained_alone(TASKS[label])
+    trained = run_team(pool, world_size, train_exactly, name, for_team(label, world_size))
+    for rank, worker in enumerate(trained):
+        for step, (own, expected) in enumerate(
+            zip(worker.after_each_step, alone.after_each_step, strict=True)
+        ):
+            assert torch.equal(own, expected), f"rank {rank} differs after step {step}"
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS.names())
+def test_buckets_may_travel_by_any_algorithm(pool: WorkerPool, algorithm: str) -> None:
+    task = Task(options=(("algorithm", algorithm),))
+    for rank, worker in enumerate(run_team(pool, 3, train_exactly, "overlap", task)):
+        assert torch.equal(worker.final, trained_alone(Task()).final), f"rank {rank} differs"
+
+
+@pytest.mark.parametrize(("name", "world_size"), SYNCHRONOUS)
+def test_clipping_is_by_the_norm_of_the_whole_gradient(
+    pool: WorkerPool, name: str, world_size: int
+) -> None:
+    task = Task(clip_norm=1.0)
+    alone = trained_alone(task)
+    assert not torch.equal(alone.final, trained_alone(Task()).final), "the task never clips"
+    for worker in run_team(pool, world_size, train_exactly, name, task):
+        torch.testing.assert_close(worker.final, alone.final, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "world_size"), ALL)
+def test_after_the_end_all_workers_hold_the_same_weights(
+    pool: WorkerPool, name: str, world_size: int
+) -> None:
+    trained = run_team(pool, world_size, train_exactly, name, Task())
+    for rank, worker in enumerate(trained):
+        assert torch.equal(worker.final, trained[0].final), f"rank {rank} differs from rank 0"
+        assert bool(worker.final.isfinite().all())

@@ -1,0 +1,50 @@
+"""Weights and gradients in one piece, for weights that do not lie as one would expect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.comm import in_process
+from paceline.comm.communicator import Communicator
+from paceline.errors import UsageError
+from paceline.strategies.flat_buffer import FlatGradients, FlatWeights
+from paceline.strategies.options import create_strategy
+from tests.support import odd_weights as odd
+
+
+class Gappy(nn.Module):
+    """Its first weight is every second column of a larger tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.gappy_weight = nn.Parameter(torch.randn(4, 6, generator=generator)[:, ::2])
+        self.other_weight = nn.Parameter(torch.randn(20, generator=generator))
+
+    def forward(self, samples: Tensor) -> Tensor:
+        return (samples[:, None] * self.gappy_weight.sum() + 100 * self.other_weight.sum()).sum(1)
+
+
+@pytest.mark.parametrize("name", ["allreduce", "overlap", "sharded", "local_sgd"])
+def test_a_weight_with_gaps_in_its_memory_trains_as_it_does_alone(name: str) -> None:
+    def trained(communicator: Communicator, name: str) -> Tensor:
+        replica = odd.build(communicator, "momentum", Gappy())
+        strategy = odd.attached(create_strategy(name, {}), replica)
+        odd.train(strategy, range(2))
+        strategy.finish()
+        return odd.weights_of(strategy)
+
+    alone = in_process.run(1, lambda communicator: trained(communicator, "single"))[0]
+    own = in_process.run(1, lambda communicator: trained(communicator, name))[0]
+    torch.testing.assert_close(own, alone)
+
+
+@pytest.mark.parametrize("kind", [FlatGradients, FlatWeights])
+def test_weights_of_two_types_are_refused(kind: Any) -> None:
+    weights = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, dtype=torch.float64))]
+    with pytest.raises(UsageError, match=r"float32 on cpu and .*float64 on cpu"):
+        kind(weights)

@@ -1,0 +1,257 @@
+"""FSDP: split weights that train like whole ones, and whole ones wherever others look at them.
+
+That it computes what one worker computes, for any number of workers and parts, is in contract/.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from paceline.comm import in_process
+from paceline.comm.communicator import Communicator
+from paceline.comm.cost import Network
+from paceline.errors import ConfigError
+from paceline.strategies.fsdp import Fsdp
+from paceline.strategies.sharded import Sharded
+from paceline.strategies.strategy import ModelShape, Single, Strategy
+from tests.support import odd_weights as odd
+from tests.support.worker_pool import WorkerPool
+
+WORKERS = 3
+
+
+@dataclass
+class Seen:
+    """What one of the workers saw."""
+
+    elements_held: int
+    state_elements: int
+    optimizer_state: dict[str, Any]
+    half: Tensor
+    """The weights after two steps."""
+    final: Tensor
+    """The weights after four steps and the end, as the model has them."""
+    is_ordinary: bool
+    held_all: tuple[bool, bool]
+    """Whether the strategy said that it holds all weights, in training and after it."""
+    step_bytes: dict[str, int]
+    exchanges: int
+    evaluated: list[float]
+    resumed: Tensor
+
+
+def train_and_look(communicator: Communicator, packed: bytes) -> Seen:
+    saved = torch.load(io.BytesIO(packed), weights_only=True)
+    model = odd.OddModel()
+    strategy = odd.attached(Fsdp(), odd.build(communicator, "adam", model))
+    odd.train(strategy, range(1))
+    strategy.replica.exposed.clear()
+    counts = communicator.traffic.counts
+    before = {kind: counts[kind].bytes_sent for kind in ("gradients", "parameters")}
+    odd.train(strategy, range(1, 2))
+    step_bytes = {kind: counts[kind].bytes_sent - earlier for kind, earlier in before.items()}
+    exchanges = len(strategy.replica.exposed.began)
+    split = [weight for weight in model.parameters() if isinstance(weight, DTensor)]
+    with strategy.eval_weights(), torch.inference_mode():
+        # Every worker another number of batches.
+        batches = range(communicator.rank + 1)
+        evaluated = [float(strategy.replica.forward(torch.tensor([one]))) for one in batches]
+    half, optimizer_state = odd.weights_of(strategy), strategy.optimizer_state()
+    held_all = strategy.holds_all_weights
+    odd.train(strategy, range(2, 4))
+    strategy.finish()
+    resumed = odd.attached(Fsdp(), odd.build(communicator, "adam"))
+    resumed.load_model_state(saved["model"])
+    resumed.load_optimizer_state(saved["optimizer"])
+    odd.train(resumed, range(2, 4))
+    return Seen(
+        elements_held=sum(weight.to_local().numel() for weight in split),
+        state_elements=sum(
+            state["exp_avg"].numel() for state in strategy.own.optimizer.state.values()
+        ),
+        optimizer_state=optimizer_state,
+        half=half,
+        final=torch.cat([weight.detach().flatten() for weight in model.parameters()]),
+        is_ordinary=type(model) is odd.OddModel
+        and all(type(weight) is nn.Parameter for weight in model.parameters()),
+        held_all=(held_all, strategy.holds_all_weights),
+        step_bytes=step_bytes,
+        exchanges=exchanges,
+        evaluated=evaluated,
+        resumed=odd.weights_of(resumed),
+    )
+
+
+@dataclass
+class Alone:
+    """What one worker computes with all samples, and what it would save after two steps."""
+
+    half: Tensor
+    final: Tensor
+    saved: dict[str, Any]
+    evaluated: list[float]
+
+
+def train_alone(communicator: Communicator) -> Alone:
+    strategy = odd.attached(Single(), odd.build(communicator, "adam"))
+    odd.train(strategy, range(2))
+    model = {name: value.clone() for name, value in strategy.model_state().items()}
+    state = strategy.optimizer_state()
+    states = {
+        number: {name: value.clone() for name, value in values.items()}
+        for number, values in state["state"].items()
+    }
+    saved = {"model": model, "optimizer": {**state, "state": states}}
+    half = odd.weights_of(strategy)
+    with torch.inference_mode():
+        seeds = range(WORKERS)
+        evaluated = [float(strategy.replica.forward(torch.tensor([seed]))) for seed in seeds]
+    odd.train(strategy, range(2, 4))
+    return Alone(half, odd.weights_of(strategy), saved, evaluated)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(WORKERS) as workers:
+        yield workers
+
+
+@pytest.fixture(scope="module")
+def alone() -> Alone:
+    return in_process.run(1, train_alone)[0]
+
+
+@pytest.fixture(scope="module")
+def seen(pool: WorkerPool, alone: Alone) -> list[Seen]:
+    # As bytes, since a process that sends tensors keeps a thread for it.
+    packed = io.BytesIO()
+    torch.save(alone.saved, packed)
+    # PyTorch has one default group at a time, so this one is not kept.
+    return pool.run(WORKERS, train_and_look, packed.getvalue(), fresh=True)
+
+
+def rows_held(rank: int) -> int:
+    """Elements of a worker that has as many rows of each weight as the others, while they last."""
+    elements = 0
+    for rows, *rest in odd.SHAPES:
+        most = math.ceil(rows / WORKERS)
+        elements += max(0, min(most, rows - rank * most)) * math.prod(rest)
+    return elements
+
+
+def test_each_worker_holds_its_rows_and_the_optimisers_state_of_them(seen: list[Seen]) -> None:
+    held = [(worker.elements_held, worker.state_elements) for worker in seen]
+    assert held == [(rows_held(rank), rows_held(rank)) for rank in range(WORKERS)]
+
+
+def test_the_weights_are_those_of_one_worker(seen: list[Seen], alone: Alone) -> None:
+    # Rows end anywhere in the vectors of a fused optimiser, which rounds a tensor's end otherwise.
+    for worker in seen:
+        torch.testing.assert_close(worker.half, alone.half, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(worker.final, alone.final, rtol=1e-6, atol=1e-6)
+        assert torch.equal(worker.final, seen[0].final)
+
+
+def test_the_end_leaves_an_ordinary_model_with_all_weights(seen: list[Seen]) -> None:
+    for worker in seen:
+        assert worker.is_ordinary
+        assert worker.held_all == (False, True)
+
+
+def test_the_gathered_optimiser_state_is_that_of_one_worker(seen: list[Seen], alone: Alone) -> None:
+    gathered, expected = seen[0].optimizer_state, alone.saved["optimizer"]
+    assert gathered["param_groups"] == expected["param_groups"]
+    torch.testing.assert_close(gathered["state"], expected["state"], rtol=1e-5, atol=1e-6)
+
+
+def test_a_checkpoint_of_one_worker_is_continued(seen: list[Seen], alone: Alone) -> None:
+    for worker in seen:
+        torch.testing.assert_close(worker.resumed, alone.final, rtol=1e-6, atol=1e-6)
+
+
+def test_its_checkpoint_is_continued_by_another_strategy(seen: list[Seen], alone: Alone) -> None:
+    names = [name for name in alone.saved["model"] if name.endswith("weight")]
+    shapes = [alone.saved["model"][name].shape for name in names]
+    parts = seen[0].half.split([shape.numel() for shape in shapes])
+    weights = {
+        name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)
+    }
+
+    def work(communicator: Communicator) -> Tensor:
+        strategy: Strategy = odd.attached(Sharded(), odd.build(communicator, "adam"))
+        strategy.load_model_state({**alone.saved["model"], **weights})
+        strategy.load_optimizer_state(seen[0].optimizer_state)
+        odd.train(strategy, range(2, 4))
+        return odd.weights_of(strategy)
+
+    for final in in_process.run(2, work):
+        torch.testing.assert_close(final, alone.final, rtol=1e-6, atol=1e-6)
+
+
+def test_workers_evaluate_different_numbers_of_batches(seen: list[Seen], alone: Alone) -> None:
+    for rank, worker in enumerate(seen):
+        assert worker.evaluated == pytest.approx(alone.evaluated[: rank + 1], rel=1e-4)
+
+
+def test_a_step_gathers_twice_and_scatters_once(seen: list[Seen]) -> None:
+    # All parts are as large as the first one's; each goes to every other worker.
+    moved = (WORKERS - 1) * rows_held(0) * 4
+    for worker in seen:
+        assert worker.step_bytes == {"gradients": moved, "parameters": 2 * moved}
+
+
+def test_all_workers_note_three_exchanges_a_block(seen: list[Seen]) -> None:
+    assert [worker.exchanges for worker in seen] == [3 * len(odd.SHAPES)] * WORKERS
+
+
+def test_the_cost_is_half_as_much_again_as_that_of_averaging() -> None:
+    cost = Fsdp().cost(ModelShape(4, (4000, 8000)), Network(0.001, 1e6))
+    assert cost.bytes_sent == 3 * 3 / 4 * 12000
+    assert cost.messages == 3 * 3 * 2
+    assert cost.seconds == pytest.approx(18 * 0.001 + 27000 / 1e6)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.other.weight = self.one.weight
+
+
+def refusals(communicator: Communicator) -> list[str]:
+    cases = [
+        odd.build(communicator, "sgd", Tied()),
+        odd.build(communicator, "sgd", nn.ParameterList([nn.Parameter(torch.tensor(1.0))])),
+        odd.build(communicator, lambda weights: torch.optim.LBFGS(weights), nn.Linear(2, 2)),
+    ]
+    lines = []
+    for case in cases:
+        with pytest.raises(ConfigError) as refusal:
+            Fsdp().setup(case)
+        lines.append(str(refusal.value))
+    return lines
+
+
+def test_what_cannot_be_split_is_refused_in_a_line(pool: WorkerPool) -> None:
+    tied, scalar, whole = pool.run(2, refusals)[0]
+    assert "other.weight" in tied
+    assert "single number" in scalar
+    assert "LBFGS" in whole
+
+
+def test_workers_that_torch_does_not_connect_are_refused_in_a_line() -> None:
+    def work(communicator: Communicator) -> str:
+        with pytest.raises(ConfigError) as refusal:
+            Fsdp().setup(odd.build(communicator))
+        return str(refusal.value)
+
+    assert "torch.distributed" in in_process.run(2, work)[0]

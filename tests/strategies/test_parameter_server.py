@@ -1,0 +1,381 @@
+"""The parameter server: in step like one worker, out of step within its bound; servers that die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.comm import in_process
+from paceline.comm.communicator import Communicator
+from paceline.config import from_mapping
+from paceline.errors import ConfigError, PeerError
+from paceline.launch import launcher
+from paceline.records import Result, RunFolder, read_lines
+from paceline.strategies.parameter_server.server import WorkerBarrier
+from paceline.strategies.parameter_server.strategy import ParameterServer
+from paceline.strategies.strategy import AssignmentRequest, Single
+from tests.support import toy_replicas as toy
+from tests.support.server_team import with_servers
+from tests.support.warm import PrewarmedStarter
+from tests.support.worker_pool import free_port
+
+pytestmark = pytest.mark.usefixtures("warm_workers")
+
+SMALL: dict[str, Any] = {
+    "train_samples": 64, "test_samples": 32, "batch_size": 16, "threads": 1, "sample_seconds": 0,
+    "tensorboard": False, "strategy": "parameter_server", "nproc_per_node": 2,
+}  # fmt: skip
+
+
+def alone(steps: int, optimizer: toy.MakeOptimizer, clip_norm: float | None = None) -> Tensor:
+    """The weights of one worker that computes whole batches."""
+
+    def work(communicator: Communicator) -> Tensor:
+        single = Single()
+        single.setup(toy.replica(communicator, optimizer, clip_norm=clip_norm))
+        toy.train(single, range(steps))
+        return toy.weights_of(single.replica)
+
+    return in_process.run(1, work)[0]
+
+
+def in_step(
+    workers: int, servers: int, steps: int, optimizer: toy.MakeOptimizer, **settings: Any
+) -> list[Tensor]:
+    def work(strategy: ParameterServer) -> Tensor:
+        toy.train(strategy, range(steps))
+        strategy.finish()
+        return toy.weights_of(strategy.replica)
+
+    make = lambda: ParameterServer(mode="sync", servers=servers)  # noqa: E731
+    return with_servers(workers, make, optimizer, work, **settings)
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 1), (3, 2), (4, 2)])
+def test_whole_numbers_give_the_very_weights_of_one_worker(workers: int, servers: int) -> None:
+    """Gradients, rate and momentum are such that no sum is ever rounded, in whatever order."""
+
+    def gradients(rank: int, step: int, like: nn.Parameter) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * rank + step)
+        return torch.randint(-8, 9, like.shape, generator=generator).float()
+
+    def work(strategy: ParameterServer) -> Tensor:
+        for weight in strategy.replica.trainable:
+            weight.data.zero_()
+        strategy._give_to_servers({})
+        for step in range(3):
+            for weight in strategy.replica.trainable:
+                assert weight.grad is not None
+                weight.grad += gradients(strategy.replica.communicator.rank, step, weight)
+            strategy.step()
+        return toy.weights_of(strategy.replica)
+
+    optimizer = toy.sgd(rate=0.5, momentum=0.5)
+    make = lambda: ParameterServer(servers=servers)  # noqa: E731
+    got = with_servers(workers, make, optimizer, work)
+
+    weights = [nn.Parameter(torch.zeros(shape)) for shape in ((4, 5), (4,), (3, 4), (3,))]
+    reference = optimizer(weights)
+    for step in range(3):
+        for weight in weights:
+            weight.grad = sum(
+                (gradients(rank, step, weight) for rank in range(workers)), torch.zeros(())
+            )
+        reference.step()
+    expected = torch.cat([weight.detach().flatten() for weight in weights])
+    assert all(torch.equal(each, expected) for each in got)
+
+
+@pytest.mark.parametrize("optimizer", [toy.sgd(), toy.adam()], ids=["sgd", "adam"])
+@pytest.mark.parametrize(("workers", "servers"), [(1, 2), (2, 1), (4, 2)])
+def test_in_step_it_trains_like_one_worker(
+    workers: int, servers: int, optimizer: toy.MakeOptimizer
+) -> None:
+    expected = alone(5, optimizer)
+    got = in_step(workers, servers, 5, optimizer)
+    assert all(torch.equal(each, got[0]) for each in got)
+    torch.testing.assert_close(got[0], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_in_step_it_clips_by_the_norm_over_all_shards() -> None:
+    clipped = alone(5, toy.sgd(), clip_norm=0.05)
+    got = in_step(2, 2, 5, toy.sgd(), clip_norm=0.05)
+    torch.testing.assert_close(got[0], clipped, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(alone(5, toy.sgd()), clipped, rtol=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", [toy.sgd(), toy.adam()], ids=["sgd", "adam"])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_the_optimisers_state_is_that_of_one_worker_and_can_be_taken_back(
+    optimizer: toy.MakeOptimizer, servers: int
+) -> None:
+    """Three steps, the state into fresh servers, three more: the same bits as six in one go."""
+
+    def first_half(strategy: ParameterServer) -> tuple[dict[str, Any], dict[str, Any]]:
+        toy.train(strategy, range(3))
+        return strategy.model_state(), strategy.optimizer_state()
+
+    make = lambda: ParameterServer(servers=servers)  # noqa: E731
+    model, state = with_servers(2, make, optimizer, first_half)[0]
+
+    def second_half(strategy: ParameterServer) -> Tensor:
+        strategy.load_model_state(model)
+        strategy.load_optimizer_state(state)
+        toy.train(strategy, range(3, 6))
+        return toy.weights_of(strategy.replica)
+
+    assert torch.equal(
+        with_servers(2, make, optimizer, second_half)[0], in_step(2, servers, 6, optimizer)[0]
+    )
+
+    def reference(communicator: Communicator) -> dict[str, Any]:
+        single = Single()
+        single.setup(toy.replica(communicator, optimizer))
+        toy.train(single, range(3))
+        return single.optimizer_state()
+
+    expected = in_process.run(1, reference)[0]
+    assert state["state"].keys() == expected["state"].keys()
+    for number, values in expected["state"].items():
+        for name, value in values.items():
+            torch.testing.assert_close(state["state"][number][name], value, rtol=1e-4, atol=1e-6)
+
+
+def out_of_step(
+    workers: int, iterations: int, optimizer: toy.MakeOptimizer, **options: Any
+) -> list[tuple[Tensor, dict[str, list[int]], dict[str, Any]]]:
+    """Each worker claims, computes and pushes until the end."""
+
+    def work(strategy: ParameterServer) -> tuple[Tensor, dict[str, list[int]], dict[str, Any]]:
+        own = strategy.replica
+        terms = AssignmentRequest(first=0, total=iterations, checkpoint_every=0, stop=False)
+        while (turn := strategy.next_assignment(terms)).call == "train":
+            toy.compute(strategy, turn.iteration, turn.part, [1.0] * workers)
+            time.sleep(0.002 * own.communicator.rank)
+            strategy.step()
+        strategy.finish()
+        return toy.weights_of(own), strategy.notes(), strategy.account()
+
+    return with_servers(workers, lambda: ParameterServer(**options), optimizer, work)
+
+
+@pytest.mark.parametrize("optimizer", [toy.sgd(), toy.adam()], ids=["sgd", "adam"])
+def test_out_of_step_one_worker_trains_as_if_alone(optimizer: toy.MakeOptimizer) -> None:
+    ((weights, _, account),) = out_of_step(1, 5, optimizer, mode="async", servers=2)
+    torch.testing.assert_close(weights, alone(5, optimizer), rtol=1e-5, atol=1e-6)
+    assert account["staleness"]["behind"]["max"] == 0
+
+
+@pytest.mark.parametrize("options", [{"mode": "async"}, {"mode": "bounded", "staleness": 1}])
+def test_out_of_step_every_part_is_computed_once_and_all_end_equal(options: dict[str, Any]) -> None:
+    results = out_of_step(3, 12, toy.sgd(), servers=2, **options)
+    dealt = [
+        pair for _, notes, _ in results for pair in zip(notes["batch"], notes["part"], strict=True)
+    ]
+    assert sorted(dealt) == [(batch, part) for batch in range(12) for part in range(3)]
+    assert all(torch.equal(weights, results[0][0]) for weights, _, _ in results)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_recorded_staleness_is_never_above_the_bound(staleness: int) -> None:
+    results = out_of_step(3, 12, toy.sgd(), mode="bounded", staleness=staleness)
+    for _, notes, account in results:
+        assert max(notes["ahead"]) <= staleness
+        assert account["staleness"]["ahead"]["max"] == max(notes["ahead"])
+        histogram = account["staleness"]["behind"]["histogram"]
+        assert sum(histogram.values()) == len(notes["behind"])
+
+
+def test_an_update_out_of_step_goes_as_far_as_its_samples() -> None:
+    """With plain SGD, two parts of a batch are the whole batch at the rate it had."""
+    (first, _, _), _ = out_of_step(2, 1, toy.sgd(rate=1e-3, momentum=0.0), mode="async")
+    torch.testing.assert_close(first, alone(1, toy.sgd(rate=1e-3, momentum=0.0)), atol=1e-6, rtol=0)
+
+
+def test_a_worker_that_leaves_after_finishing_fails_the_barrier_of_the_others() -> None:
+    """As when a worker is lost between the last step and the final checkpoint."""
+
+    def work(strategy: ParameterServer) -> str:
+        strategy.finish()
+        if strategy.replica.communicator.rank == 1:
+            strategy.replica.servers[0].close()
+            return ""
+        with pytest.raises(PeerError) as failure:
+            strategy.optimizer_state()
+        return str(failure.value)
+
+    cause, _ = with_servers(2, ParameterServer, toy.sgd(), work)
+    assert cause == "rank 0: server 0: the connection was closed"
+
+
+def test_an_aborted_barrier_fails_only_those_who_still_wait() -> None:
+    barrier = WorkerBarrier(2)
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(barrier.wait)
+        barrier.wait()
+        barrier.abort()
+        other.result()
+    with pytest.raises(PeerError, match="a worker is gone"):
+        barrier.wait()
+
+
+@pytest.mark.parametrize(("option", "value"), [("servers", 0), ("staleness", -1)])
+def test_impossible_options_are_refused(option: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=f"-o {option}: must be at least"):
+        ParameterServer(**{option: value})  # type: ignore[arg-type]  # as from the command line
+
+
+def test_servers_are_placed_on_the_first_node_or_spread() -> None:
+    assert ParameterServer(servers=3).server_nodes(2) == [0, 0, 0]
+    assert ParameterServer(servers=3, place="spread").server_nodes(2) == [0, 1, 0]
+
+
+def train(out: Path, name: str, **settings: Any) -> tuple[RunFolder, Result]:
+    config = from_mapping({**SMALL, "out": str(out), "name": name, **settings})
+    folder, result, code = launcher.train(config, quiet=True)
+    assert result is not None
+    assert code == 0, result["cause"]
+    return folder, result
+
+
+def test_processes_in_step_train_lenet_like_one_worker_and_resume_bit_for_bit(
+    tmp_path: Path,
+) -> None:
+    """Seven iterations in one go, and again from the checkpoint that was left after the fourth."""
+    folder, whole = train(tmp_path, "whole", iterations=7, checkpoint_every=4)
+    settings = {"strategy": "single", "nproc_per_node": 1}
+    _, single = train(tmp_path, "single", iterations=7, **settings)
+    assert whole["final"]["test_loss"] == pytest.approx(single["final"]["test_loss"], rel=1e-5)
+    assert len(whole["workers"]) == 2
+    _, again, _ = launcher.resume(str(folder.path), {"iterations": 7}, quiet=True)
+    assert again is not None
+    assert again["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_processes_out_of_step_use_every_sample_once_and_record_staleness(tmp_path: Path) -> None:
+    """With a checkpoint on the way, at which all meet."""
+    folder, result = train(
+        tmp_path, "bounded", epochs=3, options={"mode": "bounded", "staleness": "2"},
+        eval_every=5, checkpoint_every=6, slow="1=2",
+    )  # fmt: skip
+    assert result["samples"] == 3 * 64
+    assert result["iterations"] == 12
+    assert result["checkpoints"]["count"] == 2
+    assert result["history"][-1]["iteration"] == 12
+    dealt = []
+    for rank, worker in enumerate(result["workers"]):
+        blocks = [e for e in read_lines(folder.events_file(rank)) if e["event"] == "iterations"]
+        dealt += [p for e in blocks for p in zip(e["batch"], e["part"], strict=True)]
+        ahead = [value for e in blocks for value in e["ahead"]]
+        assert max(ahead) <= 2
+        assert worker["staleness"]["ahead"]["max"] == max(ahead)
+    assert sorted(dealt) == [(batch, part) for batch in range(12) for part in range(2)]
+    _, more, _ = launcher.resume(str(folder.path), {"epochs": 4}, quiet=True)
+    assert more is not None
+    assert more["samples"] == 4 * 64
+
+
+@pytest.mark.parametrize("mode", ["async", "bounded"])
+def test_reaching_the_target_where_a_checkpoint_is_due_ends_the_run(
+    mode: str, tmp_path: Path
+) -> None:
+    """Rank 0 evaluates alone, while rank 1 is free to ask for the batch after the checkpoint."""
+    _, result = train(
+        tmp_path, "target", epochs=1000, options={"mode": mode}, eval_every=4, checkpoint_every=4,
+        target_accuracy=0.001, test_samples=2000, timeout_seconds=15,
+    )  # fmt: skip
+    assert result["status"] == "finished"
+    assert result["seconds_to_target"] is not None
+    assert result["iterations"] < 1000
+
+
+@pytest.mark.parametrize("mode", ["async", "bounded"])
+def test_a_model_that_diverges_where_a_checkpoint_is_due_ends_the_run_with_that_cause(
+    mode: str, tmp_path: Path
+) -> None:
+    settings = {
+        **SMALL, "out": str(tmp_path), "name": "diverged", "iterations": 1000, "lr": 1e9,
+        "options": {"mode": mode}, "eval_every": 2, "checkpoint_every": 2, "timeout_seconds": 15,
+    }  # fmt: skip
+    _, result, code = launcher.train(from_mapping(settings), quiet=True)
+    assert result is not None
+    assert (result["status"], code) == ("diverged", 1)
+
+
+def flags() -> list[str]:
+    """The small settings for the command line."""
+    named = {key: value for key, value in SMALL.items() if key != "tensorboard"}
+    return ["--no-tensorboard", *(f"--{k.replace('_', '-')}={v}" for k, v in named.items())]
+
+
+def running(nursery: PrewarmedStarter, out: Path, name: str, *more: str) -> subprocess.Popen[str]:
+    command = ["-m", "paceline", "train", "--quiet", *flags(), *more]
+    return nursery.start([*command, "--out", str(out), "--name", name])
+
+
+def children(process: subprocess.Popen[str], role: str) -> Iterator[psutil.Process]:
+    for child in psutil.Process(process.pid).children():
+        if child.name().startswith(role):
+            yield child
+
+
+def wait_until_training(folder: Path) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if any(e["event"] == "iterations" for e in read_lines(folder / "events-0.jsonl")):
+            return
+        time.sleep(0.05)
+    raise TimeoutError("the run did not begin to train within a minute")
+
+
+def test_a_killed_server_ends_the_run_with_its_name(
+    nursery: PrewarmedStarter, tmp_path: Path
+) -> None:
+    process = running(nursery, tmp_path, "killed", "--iterations=1000000", "-o", "mode=async")
+    wait_until_training(tmp_path / "killed")
+    (server,) = children(process, "server")
+    server.send_signal(signal.SIGKILL)
+    assert process.wait(60) == 1
+    result = RunFolder.open(tmp_path / "killed").read_result()
+    assert result is not None
+    assert (result["status"], result["cause"]) == ("failed", "server 0 was killed by SIGKILL")
+
+
+@pytest.mark.parametrize("more", [[], ["--checkpoint-every=1", "--eval-every=1"]])
+def test_a_run_out_of_step_stops_when_asked_and_its_servers_end(
+    more: list[str], nursery: PrewarmedStarter, tmp_path: Path
+) -> None:
+    options = ["--iterations=1000000", "-o", "mode=bounded", "--timeout-seconds=15", *more]
+    process = running(nursery, tmp_path, "stopped", *options)
+    wait_until_training(tmp_path / "stopped")
+    servers = list(children(process, "server"))
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(60) == 130
+    result = RunFolder.open(tmp_path / "stopped").read_result()
+    assert result is not None
+    assert result["status"] == "stopped"
+    assert result["samples"] == 16 * result["iterations"]
+    assert not [server for server in servers if server.is_running()]
+
+
+def test_under_torchrun_the_first_worker_of_a_node_starts_its_servers(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"]
+    command = [*torchrun, f"--master-port={free_port()}", "-m", "paceline", "train", "--quiet"]
+    command += [*flags(), "--iterations=3", "--out", str(tmp_path), "--name", "hosted"]
+    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    result = RunFolder.open(tmp_path / "hosted").read_result()
+    assert result is not None
+    assert (result["status"], result["samples"]) == ("finished", 3 * 16)
+    assert not list((tmp_path / "hosted").glob("launch-*.json"))

@@ -1,0 +1,204 @@
+"""Starting `paceline train` as users do, watching it, and disturbing it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import Any, Self
+
+import psutil
+import pytest
+
+from paceline.config import flag_of, from_mapping
+from paceline.launch import launcher as start
+from paceline.launch.result import RunOutcome
+from tests.support.warm import PrewarmedStarter, warm_spawning
+
+HERE = Path(__file__).parent
+"""Where own_code.py lies; programs are started here, since the current folder is searched."""
+
+LIMIT_SECONDS = 90.0
+"""Far more than anything here takes on a machine that has other work as well."""
+
+TINY: dict[str, Any] = {
+    "data": "own_code:data",
+    "model": "own_code:Plain",
+    "strategy": "allreduce",
+    "batch_size": 12,
+    "iterations": 12,
+    "tensorboard": False,
+    "sample_seconds": 0.2,
+    "rendezvous_seconds": 40,
+    "timeout_seconds": 40,
+}
+ENDLESS = {"model": "own_code:Slow", "iterations": 100_000}
+SLOW = {"OWN_SLEEP_SECONDS": "0.05"}
+
+
+def flags(settings: Mapping[str, Any]) -> list[str]:
+    words = []
+    for name, value in settings.items():
+        if isinstance(value, bool):
+            words.append(flag_of(name) if value else flag_of(f"no_{name}"))
+        else:
+            words += [flag_of(name), str(value)]
+    return words
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+
+
+class Command:
+    """A program under way; on leaving its block it is killed if it still runs."""
+
+    nursery: PrewarmedStarter | None = None
+    """Where there is one, commands of paceline start warm."""
+
+    def __init__(self, words: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
+        environment = {**os.environ, **(variables or {})}
+        self.process: subprocess.Popen[str]
+        if self.nursery and list(words[:2]) == ["-m", "paceline"]:
+            pipe = subprocess.PIPE
+            self.process = self.nursery.start(
+                words, stdout=pipe, stderr=pipe, cwd=HERE, env=environment
+            )
+            return
+        self.process = subprocess.Popen(
+            [sys.executable, *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=HERE,
+            env=environment,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.end()
+
+    def end(self) -> Ended:
+        """Wait for the end, for a limited time."""
+        out, err = self.process.communicate(timeout=LIMIT_SECONDS)
+        return Ended(self.process.returncode, out, err)
+
+
+@contextmanager
+def warm_commands(nursery: PrewarmedStarter) -> Iterator[pytest.MonkeyPatch]:
+    """Commands start warm, where own_code.py is found, and so do workers of this process."""
+    with pytest.MonkeyPatch.context() as patch, warm_spawning(nursery):
+        patch.chdir(HERE)
+        patch.setattr(Command, "nursery", nursery)
+        yield patch
+
+
+def train(out: Path, variables: Mapping[str, str] | None = None, **settings: Any) -> Command:
+    words = flags({**TINY, "out": out, "name": "run", **settings})
+    return Command(["-m", "paceline", "train", *words], variables)
+
+
+def node(out: Path, rank: int, port: int, variables: Any = None, **settings: Any) -> Command:
+    return train(out, variables, node_rank=rank, master_port=port, **settings)
+
+
+def run_nodes(outs: list[Path], late_seconds: float = 0.0, **settings: Any) -> list[Ended]:
+    """One command for each folder; the last one comes late."""
+    port = free_port()
+    with contextlib.ExitStack() as stack:
+        commands = []
+        for rank, out in enumerate(outs):
+            time.sleep(late_seconds if rank == len(outs) - 1 else 0)
+            one = node(out, rank, port, nnodes=len(outs), **settings)
+            commands.append(stack.enter_context(one))
+        return [command.end() for command in commands]
+
+
+def launch(out: Path, **settings: Any) -> RunOutcome:
+    """A run whose launcher is this very process, which saves loading torch once more."""
+    values = {**TINY, "out": str(out), "name": "run", **settings}
+    return start.train(from_mapping(values), quiet=True)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def workers_of(launcher: int) -> dict[int, psutil.Process]:
+    """The worker processes of a launcher, by rank."""
+    found = {}
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(launcher).children():
+            with contextlib.suppress(psutil.Error):
+                if warm := re.fullmatch(r"worker (\d+)", child.name()):
+                    found[int(warm[1])] = child
+                elif "paceline.launch.child_main" in child.cmdline():
+                    found[int(child.environ()["RANK"])] = child
+    return found
+
+
+def wait_until(condition: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain until {what}"
+        time.sleep(0.02)
+
+
+def is_training(folder: Path, ranks: Sequence[int] = (0, 1)) -> bool:
+    """Whether all these workers have written down iterations."""
+    files = [folder / f"events-{rank}.jsonl" for rank in ranks]
+    return all(file.exists() and '"iterations"' in file.read_text() for file in files)
+
+
+def are_gone(processes: Sequence[psutil.Process]) -> bool:
+    return not any(map(_is_alive, processes))
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    # It may end between any two questions.
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+@contextmanager
+def sabotage(
+    folder: Path, rank: int, number: signal.Signals, while_training: bool
+) -> Iterator[None]:
+    """Send a signal to a worker of a run that this process launches inside the block."""
+
+    def strike() -> None:
+        wait_until(lambda: len(workers_of(os.getpid())) == 2, "both workers run")
+        if while_training:
+            wait_until(lambda: is_training(folder), "both workers train")
+        workers_of(os.getpid())[rank].send_signal(number)
+
+    thread = Thread(target=strike, name="saboteur")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def names_in(folder: Path) -> set[str]:
+    return {entry.name for entry in folder.iterdir()}

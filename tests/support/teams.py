@@ -1,0 +1,90 @@
+"""Teams of workers of every kind, for tests that hold for any communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from paceline.comm import hierarchical, in_process
+from paceline.comm.communicator import Communicator
+from paceline.comm.shm import communicator as shared_memory
+from tests.support.worker_pool import WorkerPool
+
+T = TypeVar("T")
+Connect = Callable[[Communicator], Communicator]
+
+TEAMS = [
+    *(("in_process", world_size) for world_size in range(1, 9)),
+    *(("torch_distributed", world_size) for world_size in range(1, 5)),
+    *(("shared_memory", world_size) for world_size in range(1, 5)),
+    *(("hierarchical", world_size) for world_size in range(1, 5)),
+    ("uneven_hosts", 4),
+]
+
+
+@dataclass(frozen=True)
+class Team:
+    """So many workers, connected by one kind of communicator."""
+
+    world_size: int
+    pool: WorkerPool | None
+    connect: Connect | None = None
+    """How worker processes get from their connection over gloo to the one under test."""
+
+    def run(self, function: Callable[..., T], *arguments: object) -> list[T]:
+        """Call `function(communicator, *arguments)` on every rank; the results, by rank."""
+        if self.pool is not None and self.connect is not None:
+            return self.pool.run(self.world_size, _over, self.connect, function, *arguments)
+        if self.pool is not None:
+            return self.pool.run(self.world_size, function, *arguments)
+        return in_process.run(
+            self.world_size, lambda communicator: function(communicator, *arguments)
+        )
+
+    def run_fresh(
+        self, function: Callable[..., T], *arguments: object, timeout_seconds: float
+    ) -> list[T]:
+        """The same with a group of its own, which may break."""
+        if self.pool is not None:
+            if self.connect is not None:
+                function, arguments = _over, (self.connect, function, *arguments)
+            return self.pool.run(
+                self.world_size, function, *arguments, fresh=True, timeout_seconds=timeout_seconds
+            )
+        return in_process.run(
+            self.world_size,
+            lambda communicator: function(communicator, *arguments),
+            timeout_seconds=timeout_seconds,
+        )
+
+
+def _over(
+    communicator: Communicator, connect: Connect, function: Callable[..., T], *arguments: object
+) -> T:
+    with connect(communicator) as other:
+        return function(other, *arguments)
+
+
+def over_pairs(communicator: Communicator) -> Communicator:
+    """Two workers on each host; one on the last, if they are odd."""
+    return hierarchical.connect(communicator, communicator.rank // 2)
+
+
+def over_three_and_one(communicator: Communicator) -> Communicator:
+    return hierarchical.connect(communicator, communicator.rank // 3)
+
+
+CONNECT: dict[str, Connect | None] = {
+    "torch_distributed": None,
+    "shared_memory": shared_memory.connect,
+    "hierarchical": over_pairs,
+    "uneven_hosts": over_three_and_one,
+}
+"""Of the teams whose workers are processes."""
+
+
+def make_team(pool: WorkerPool, kind: str, world_size: int) -> Team:
+    if kind == "in_process":
+        return Team(world_size, None)
+    return Team(world_size, pool, CONNECT[kind])
