@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-import statistics
 from time import perf_counter
 
 import torch
@@ -25,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import paceline.backend
+from common.stats import quartiles
 from paceline.comm.process_groups import sockets_on
 from paceline.measure.machine import hardware, software
 from paceline.models.build import build_model
@@ -69,14 +69,11 @@ def compare(model: str, batch: int, blocks: int) -> None:
     if dist.get_rank() == 0:
         gloo, ours = (contender.seconds for contender in contenders)
         times = [a / b for a, b in zip(gloo, ours, strict=True)]
-        cells = [*(spread([1e3 * each for each in part]) for part in (gloo, ours)), spread(times)]
+        cells = [
+            *(quartiles([1e3 * each for each in part]) for part in (gloo, ours)),
+            quartiles(times),
+        ]
         print(f"{model:9}" + "".join(f"{cell:>26}" for cell in cells), flush=True)
-
-
-def spread(values: list[float]) -> str:
-    """Median and quartiles."""
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def work(rank: int, port: int, options: argparse.Namespace) -> None:

@@ -21,6 +21,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from common.stats import min_max
 from paceline.config.cluster_spec import bits_per_second, parse, seconds
 from paceline.emulation import calibration
 from paceline.emulation.cluster import EmulatedCluster
@@ -187,7 +188,7 @@ def verdict(name: str, got: Sequence[float], asked: float, aim: float) -> None:
 
 
 def spread(values: Sequence[float]) -> str:
-    middle = f"{statistics.median(values):.4g} ({min(values):.4g} to {max(values):.4g})"
+    middle = min_max(values, ".4g")
     if len(values) < 2:
         return middle
     return f"{middle} sd {statistics.stdev(values) / statistics.mean(values):.1%}"

@@ -16,6 +16,7 @@ from time import thread_time
 import torch
 from torch import Tensor
 
+from common.stats import quartiles
 from paceline.compression import CODECS, create
 from paceline.compression.codec import Codec, WireBytes, drive
 from paceline.measure.machine import hardware, software
@@ -44,7 +45,8 @@ def main() -> None:
         medians = {world: statistics.median(times[name, world]) for world in WORLDS}
         limits = [pays_below(wire, world, medians[world]) for world in (4, 8)]
         print(
-            f"{name:10}{handed_over:>9.3f}{spread(times[name, 1]):>20}{spread(times[name, 4]):>20}"
+            f"{name:10}{handed_over:>9.3f}"
+            f"{quartiles(times[name, 1]):>20}{quartiles(times[name, 4]):>20}"
             f"{limits[0]:>12}{limits[1]:>8}"
         )
 
@@ -88,11 +90,6 @@ def pays_below(wire: WireBytes, world: int, nanoseconds: float) -> str:
     if saved == 0:
         return "-"
     return f"{saved / ELEMENTS / nanoseconds * 8e3:.0f}" if saved > 0 else "never"
-
-
-def spread(samples: list[float]) -> str:
-    low, middle, high = statistics.quantiles(samples, n=4)
-    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
 
 
 if __name__ == "__main__":

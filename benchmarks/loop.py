@@ -9,7 +9,6 @@ in one process. The figure is how much longer an iteration takes, over paired bl
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,6 +18,7 @@ from time import perf_counter
 import torch
 from torch.nn import functional as F
 
+from common.stats import quartiles
 from paceline.comm.in_process import InProcessGroup
 from paceline.config import RunConfig, from_mapping
 from paceline.data.loading import load_dataset
@@ -75,11 +75,6 @@ def alternate(bare: Block, ours: Block, repeats: int) -> list[tuple[float, float
             mine, plain = ours(), bare()
         pairs.append((plain, mine))
     return pairs
-
-
-def quartiles(values: list[float]) -> str:
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
 
 
 def build(config: RunConfig) -> tuple[torch.nn.Module, torch.optim.Optimizer, InputPipeline]:

@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import SGD
 
+from common.stats import min_max
 from paceline.comm.communicator import Communicator
 from paceline.comm.rendezvous import Rendezvous
 from paceline.comm.torch_distributed import connect
@@ -155,14 +156,14 @@ def show(job: Job, link: float, rates: list[float], seen: dict[str, list[list[Up
         on_wire = [bits / time / link for bits, time in zip(counted, busy, strict=True)]
         cpu = [each.cpu_seconds for one in updates for each in one]
         print(f"{name}, {len(updates)} updates of {len(updates[0][0].buckets)} buckets")
-        print(f"  seconds an update            {spread([lasted(one) for one in updates])}")
-        print(f"  CPU seconds of a worker      {spread(cpu)}")
-        print(f"  seconds communicating        {spread(busy)}")
-        print(f"  share of the link            {spread(shares)}")
-        print(f"  share by the interface       {spread(on_wire)}")
+        print(f"  seconds an update            {min_max([lasted(one) for one in updates], '.3f')}")
+        print(f"  CPU seconds of a worker      {min_max(cpu, '.3f')}")
+        print(f"  seconds communicating        {min_max(busy, '.3f')}")
+        print(f"  share of the link            {min_max(shares, '.3f')}")
+        print(f"  share by the interface       {min_max(on_wire, '.3f')}")
     own, other = (blocks(seen[name], job.updates) for name in STRATEGIES)
     ratios = [second / first for first, second in zip(own, other, strict=True)]
-    print(f"ddp / overlap, {len(ratios)} pairs of blocks: {spread(ratios)}")
+    print(f"ddp / overlap, {len(ratios)} pairs of blocks: {min_max(ratios, '.3f')}")
 
 
 def blocks(updates: list[list[Update]], size: int) -> list[float]:
@@ -185,10 +186,6 @@ def communicating_seconds(update: Sequence[Update]) -> float:
         total += max(0.0, end - max(begin, until))
         until = max(until, end)
     return total
-
-
-def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
 def work(rank: int, job: Job) -> None:

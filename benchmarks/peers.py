@@ -22,19 +22,17 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from comparison.collective import SIZES_BYTES, compare_collectives
-from comparison.environment import set_up, versions
-from comparison.fleet import Fleet
-from comparison.group import CONTENDERS
-from comparison.iteration import TASKS, Task, compare_iterations
-from comparison.left_out import LeftOut
-from comparison.memory import compare_memory
-from comparison.rounds import Length
-from comparison.threads import MODELS as THREADS_MODELS
-from comparison.threads import WORKERS as THREADS_WORKERS
-from comparison.threads import compare_threads
-from comparison.unchanged import compare_scripts
 from paceline.measure.machine import hardware
+from peer_comparison.collective import SIZES_BYTES, compare_collectives
+from peer_comparison.environment import set_up, versions
+from peer_comparison.group import CONTENDERS, Fleet
+from peer_comparison.iteration import TASKS, Task, compare_iterations
+from peer_comparison.memory import compare_memory
+from peer_comparison.rounds import LeftOut, Length
+from peer_comparison.threads import MODELS as THREADS_MODELS
+from peer_comparison.threads import WORKERS as THREADS_WORKERS
+from peer_comparison.threads import compare_threads
+from peer_comparison.unchanged_scripts import compare_scripts
 
 PARTS = ("iteration", "collective", "threads", "memory", "scripts")
 QUICK_VGG_BATCH = 8

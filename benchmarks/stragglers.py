@@ -18,9 +18,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
+from common.stats import min_max
 from paceline.config import from_mapping
 from paceline.launch import launcher
 from paceline.measure.machine import hardware, software
@@ -65,8 +66,8 @@ def servers(repeats: int, divisor: int) -> None:
             each["workers"][1]["samples"] / each["samples"] for each in results
         )
         print(
-            f"{mode:<10}{spread(map(seconds, results)):>24}{spread(sooner):>24}"
-            f"{spread(map(accuracy, results)):>24}{part:>11.0%}"
+            f"{mode:<10}{min_max(map(seconds, results)):>24}{min_max(sooner):>24}"
+            f"{min_max(map(accuracy, results)):>24}{part:>11.0%}"
         )
 
 
@@ -86,8 +87,8 @@ def shares(repeats: int, divisor: int) -> None:
             for equal, own in zip(runs["equal"], results, strict=True)
         )
         print(
-            f"{name:<10}{spread(map(rate, results)):>24}{spread(more):>24}"
-            f"{spread(map(loss, results), 4):>24}{differs:>11.2%}"
+            f"{name:<10}{min_max(map(rate, results)):>24}{min_max(more):>24}"
+            f"{min_max(map(loss, results), '.4f'):>24}{differs:>11.2%}"
         )
 
 
@@ -112,7 +113,10 @@ def learning(repeats: int, divisor: int) -> None:
             if "staleness" in worker
         ]
         behind = f"{statistics.median(stale):.2f}" if stale else "-"
-        print(f"{name:<10}{spread(map(accuracy, results), 4):>24}{spread(more, 4):>24}{behind:>16}")
+        print(
+            f"{name:<10}{min_max(map(accuracy, results), '.4f'):>24}"
+            f"{min_max(more, '.4f'):>24}{behind:>16}"
+        )
 
 
 QUESTIONS: dict[str, Callable[[int, int], None]] = {
@@ -157,12 +161,6 @@ def accuracy(result: Result) -> float:
 
 def loss(result: Result) -> float:
     return float(result["final"]["test_loss"])
-
-
-def spread(values: Any, digits: int = 2) -> str:
-    ordered: Sequence[float] = sorted(values)
-    middle = statistics.median(ordered)
-    return f"{middle:.{digits}f} ({ordered[0]:.{digits}f}-{ordered[-1]:.{digits}f})"
 
 
 if __name__ == "__main__":

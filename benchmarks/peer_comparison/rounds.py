@@ -7,9 +7,11 @@ rotates from round to round, and a ratio is one of blocks that ran next to each 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from time import perf_counter
+from time import monotonic, perf_counter
 
 
 @dataclass(frozen=True)
@@ -107,3 +109,28 @@ def quartiles(spread: Spread, text: Callable[[float], str] = milliseconds) -> st
 def verdict(value: float, goal: float | None) -> str:
     """The goal, and whether it is met."""
     return "" if goal is None else f"{goal:g} {'met' if value >= goal else 'missed'}"
+
+
+class LeftOut:
+    def __init__(self) -> None:
+        self._places: dict[tuple[str, str], list[str]] = {}
+
+    def add(self, title: str, place: str, reason: str) -> None:
+        self._places.setdefault((title, reason), []).append(place)
+
+    def lines(self) -> list[str]:
+        return [
+            f"{title} ({', '.join(places)}): {reason}"
+            for (title, reason), places in self._places.items()
+        ]
+
+
+@contextmanager
+def progress(what: str) -> Iterator[None]:
+    began = monotonic()
+    sys.stdout.flush()  # What was found before stands before.
+    print(f"  ... {what}", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print(f" ({monotonic() - began:.0f} s)", file=sys.stderr, flush=True)

@@ -6,15 +6,14 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from comparison.fleet import Fleet
-from comparison.group import TITLES, ContenderError, Group
-from comparison.iteration import Task
-from comparison.progress import progress
-from comparison.requests import Train
-from comparison.rounds import (
+from peer_comparison.group import TITLES, ContenderError, Fleet, Group
+from peer_comparison.iteration import Task
+from peer_comparison.messages import Train
+from peer_comparison.rounds import (
     Length,
     Spread,
     milliseconds,
+    progress,
     quartiles,
     ratio_text,
     speed_ups,

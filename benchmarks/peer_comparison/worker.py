@@ -1,6 +1,6 @@
 """One worker process of a group: it joins its contender's workers, then does what it is asked.
 
-python -m comparison.worker CONTENDER SOCKET
+python -m peer_comparison.worker CONTENDER SOCKET
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from time import perf_counter
 import torch
 from torch.optim import SGD
 
-from comparison.contenders import (
+from paceline.models.build import build_model
+from peer_comparison.contenders import (
     Accelerate,
     Contender,
     DeepSpeed,
     Fabric,
     Mpi,
+    Paceline,
     Single,
     TorchDdp,
     Update,
 )
-from comparison.paceline_contender import Paceline
-from comparison.requests import (
+from peer_comparison.messages import (
     AllReduce,
     Answer,
     Copy,
@@ -38,7 +39,6 @@ from comparison.requests import (
     Request,
     Train,
 )
-from paceline.models.build import build_model
 
 SHAPE, CLASSES = (3, 32, 32), 10
 TIMED_LEARNING_RATE = 1e-5

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from comparison.group import extensions_folder
-from comparison.progress import progress
 from paceline.measure.machine import installed_version, software
+from peer_comparison.group import extensions_folder
+from peer_comparison.rounds import progress
 
 BENCHMARKS = Path(__file__).parent.parent
 ROOT = BENCHMARKS.parent

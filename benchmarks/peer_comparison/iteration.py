@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from comparison.fleet import Fleet
-from comparison.group import CONTENDERS, TITLES
-from comparison.progress import progress
-from comparison.requests import Prepare, Prepared, Train
-from comparison.rounds import (
+from peer_comparison.group import CONTENDERS, TITLES, Fleet
+from peer_comparison.messages import Prepare, Prepared, Train
+from peer_comparison.rounds import (
     Blocks,
     Length,
     Spread,
     milliseconds,
+    progress,
     quartiles,
     ratio_text,
     speed_ups,

@@ -6,12 +6,11 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from comparison.group import TITLES, ContenderError, Group, reason_for_absence
-from comparison.iteration import Task
-from comparison.left_out import LeftOut
-from comparison.progress import progress
-from comparison.requests import Train
 from paceline.measure.procfs import ProcessTree, pss_bytes
+from peer_comparison.group import TITLES, ContenderError, Group, reason_for_absence
+from peer_comparison.iteration import Task
+from peer_comparison.messages import Train
+from peer_comparison.rounds import LeftOut, progress
 
 WORKERS = 4
 TIMED_UPDATES = 2

@@ -10,13 +10,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import monotonic
+from typing import TypeVar
 
-from comparison.progress import progress
-from comparison.requests import Answer, Hello, Prepared, Refusal, Request
 from paceline.strategies import STRATEGIES
+from peer_comparison.messages import Answer, Hello, Prepared, Refusal, Request
+from peer_comparison.rounds import LeftOut, progress
 
 BENCHMARKS = Path(__file__).parent.parent
 START_LIMIT_SECONDS = 240.0
@@ -85,7 +87,7 @@ class Group:
 
     def _start(self, threads: int) -> None:
         address = f"{self._folder.name}/line"
-        command = [sys.executable, "-m", "comparison.worker", self.name, address]
+        command = [sys.executable, "-m", "peer_comparison.worker", self.name, address]
         environment = worker_environment(self.world_size, threads)
         with socket.socket(socket.AF_UNIX) as listener, self._log.open("wb") as log:
             listener.bind(address)
@@ -249,3 +251,49 @@ def last_words(log: str) -> str:
     spoken = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in spoken if "Error" in line]
     return (errors or spoken or ["no word of why"])[-1]
+
+
+Result = TypeVar("Result")
+
+
+class Fleet:
+    """Groups of the same size, started when first needed; those that fail are left out."""
+
+    def __init__(self, world_size: int, left_out: LeftOut) -> None:
+        self.world_size = world_size
+        self.left_out = left_out
+        self._groups: dict[str, Group] = {}
+        self._out: set[str] = set()
+
+    def starting(self, names: Sequence[str]) -> list[str]:
+        """Those of them that can run; they do, from now on."""
+        for name in names:
+            if name not in self._groups and name not in self._out:
+                reason = reason_for_absence(name)
+                try:
+                    if reason is not None:
+                        raise ContenderError(reason)
+                    self._groups[name] = Group(name, self.world_size)
+                except ContenderError as error:
+                    self._leave_out(name, error)
+        return [name for name in names if name in self._groups]
+
+    def attempt(self, name: str, action: Callable[[Group], Result]) -> Result | None:
+        """What a group does; None where it fails, which leaves it out from now on."""
+        try:
+            return action(self._groups[name])
+        except ContenderError as error:
+            self._leave_out(name, error)
+            self._groups.pop(name).close()
+            return None
+
+    def _leave_out(self, name: str, error: ContenderError) -> None:
+        self._out.add(name)
+        self.left_out.add(TITLES[name], f"{self.world_size} workers", str(error))
+
+    def close(self) -> None:
+        for group in self._groups.values():
+            group.hang_up()
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()

@@ -12,13 +12,13 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from comparison.group import PACKAGES, TITLES, ContenderError, last_words, worker_environment
-from comparison.iteration import loss_text
-from comparison.left_out import LeftOut
-from comparison.progress import progress
-from comparison.rounds import (
+from peer_comparison.group import PACKAGES, TITLES, ContenderError, last_words, worker_environment
+from peer_comparison.iteration import loss_text
+from peer_comparison.rounds import (
+    LeftOut,
     Spread,
     milliseconds,
+    progress,
     quartiles,
     ratio_text,
     speed_ups,

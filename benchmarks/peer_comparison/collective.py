@@ -12,15 +12,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from comparison.fleet import Fleet
-from comparison.group import Group
-from comparison.progress import progress
-from comparison.requests import AllReduce, Copy
-from comparison.rounds import (
+from peer_comparison.group import Fleet, Group
+from peer_comparison.messages import AllReduce, Copy
+from peer_comparison.rounds import (
     Blocks,
     Length,
     Spread,
     milliseconds,
+    progress,
     quartiles,
     ratio_text,
     speed_ups,
