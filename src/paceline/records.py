@@ -36,7 +36,7 @@ import shutil
 import stat
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +94,12 @@ RESULT_KEYS = (
 )
 """What every result has at least, besides its schema."""
 
+LAUNCHER_FILES = ("launch-", "failure-")
+"""Prefixes of files that pass between a launcher and its own processes."""
+
+TRANSIENT = (*LAUNCHER_FILES, "report-")
+"""Prefixes of files that matter only while a run lasts."""
+
 Result = dict[str, Any]
 """The contents of result.json; docs/metrics.md names its keys."""
 
@@ -137,6 +143,36 @@ class RunFolder:
     def resources_file(self, node: int) -> Path:
         return self.path / f"resources-{node}.jsonl"
 
+    def launch_file(self, name: int | str) -> Path:
+        """The configuration that a node's launcher passes to its processes."""
+        return self.path / f"launch-{name}.json"
+
+    def failure_file(self, rank: int) -> Path:
+        """Why a process ended before it could train, for its launcher."""
+        return self.path / f"failure-{rank}.json"
+
+    def output_file(self, process: int | str) -> Path:
+        """Standard output and error of a rank or of another process; kept unless it is empty."""
+        return self.path / f"output-{process}.txt"
+
+    def record_files(self, ranks: Iterable[int], nodes: Iterable[int]) -> list[Path]:
+        """The files that workers of these ranks, on these nodes, leave for node 0."""
+        files = [self.resources_file(node) for node in nodes]
+        for rank in ranks:
+            files += [self.events_file(rank), self.report_file(rank), self.trace_file(rank)]
+        return files
+
+    def remove_transient(self, files: Iterable[Path] | None = None) -> None:
+        """Remove files that matter only while the run lasts, and output files that are empty.
+
+        `files` limits it to these, because other nodes may share the folder.
+        """
+        for file in self.path.glob("*") if files is None else files:
+            if file.name.startswith(TRANSIENT):
+                file.unlink(missing_ok=True)
+            elif file.name.startswith("output-") and file.exists() and not file.stat().st_size:
+                file.unlink()
+
     @classmethod
     def create(cls, config: RunConfig) -> RunFolder:
         """Make a new folder for a run; one that exists is never written over."""
@@ -170,8 +206,10 @@ class RunFolder:
         """
         return locked(self.path, "wait until it ends, or stop it")
 
-    def discard(self) -> None:
-        """Remove a folder in which nobody trained; what others have put there stays."""
+    def discard(self, records: Iterable[Path] = ()) -> None:
+        """Remove a folder in which nobody trained, with these files; other files stay."""
+        for file in records:
+            file.unlink(missing_ok=True)
         (self.path / LOCK_FILE).unlink(missing_ok=True)
         shutil.rmtree(self.tensorboard, ignore_errors=True)
         self.config_file.unlink(missing_ok=True)

@@ -168,7 +168,7 @@ def _start_workers(
             "paceline.commbench.runner",
             rank_info,
             [str(spec_file), str(folder.path), "quiet" if quiet else "shown"],
-            _output_file(folder, rank),
+            folder.output_file(rank),
             shown=rank == 0,
         )
 
@@ -211,13 +211,9 @@ def _failure(folder: RunFolder, failed: dict[int, int | None]) -> PacelineError:
     if reported:
         return reported.error()
     rank, code = next(iter(failed.items()))
-    output = _output_file(folder, rank).read_text(errors="replace").strip()
+    output = folder.output_file(rank).read_text(errors="replace").strip()
     last_line = output.splitlines()[-1] if output else ""
     return RunError(describe_exit(f"rank {rank}", code or 0, last_line))
-
-
-def _output_file(folder: RunFolder, rank: int) -> Path:
-    return folder.path / f"output-{rank}.txt"
 
 
 def _kill_workers(processes: Processes) -> None:

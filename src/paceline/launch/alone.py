@@ -62,9 +62,7 @@ def _train(
         hub.close()
     if report.exit_code == UsageError.exit_code and not resumed and not report.iterations:
         # The strategy refused what it saw of the model.
-        for file in (folder.events_file(0), folder.resources_file(0)):
-            file.unlink(missing_ok=True)
-        folder.discard()
+        folder.discard(folder.record_files([0], [0]))
         raise ConfigError.from_text(report.cause or "")
     if trouble:
         report.warnings.append(trouble)

@@ -28,12 +28,11 @@ from paceline.config import RunConfig, fields, from_record, option_of
 from paceline.errors import ERROR_PREFIX, RecordsError, RunError, UsageError
 from paceline.launch.control_channel import read_given, report_errors
 from paceline.launch.machines import Machines
-from paceline.records import RunFolder
+from paceline.records import LAUNCHER_FILES, RunFolder
 
 MOST_LEVELS = 6
 """How deep a run's folders are nested; far less is used."""
-PASSING = ("launch-", "failure-")
-"""Names of files that are only of use while a run goes on."""
+
 
 Progress = Callable[[int], None]
 """Told the bytes that have come so far."""
@@ -45,7 +44,7 @@ def files_of(folder: Path) -> Iterator[Path]:
         name = path.relative_to(folder)
         is_hidden = any(part.startswith(".") for part in name.parts)
         is_regular = path.is_file() and not path.is_symlink()
-        if is_regular and not is_hidden and not path.name.startswith(PASSING):
+        if is_regular and not is_hidden and not path.name.startswith(LAUNCHER_FILES):
             yield name
 
 

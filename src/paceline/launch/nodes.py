@@ -23,7 +23,7 @@ from paceline.launch.consistency import config_mismatches
 from paceline.launch.environment import store_port
 from paceline.launch.failure_board import FailureBoard
 from paceline.launch.messages import MalformedError, check_fields, check_run_name, decode
-from paceline.launch.record_collection import put_record, receive_files, record_names, send_files
+from paceline.launch.record_collection import put_record, receive_files, send_files
 from paceline.launch.termination import Termination, root_cause
 from paceline.records import RunFolder
 
@@ -189,7 +189,7 @@ class NodeCoordinator:
                 self._store,
                 node,
                 lambda name, contents: put_record(folder, name, contents),
-                expected=record_names(folder, ranks, [node]),
+                expected={file.name for file in folder.record_files(ranks, [node])},
             )
 
     def _part(self, others: list[int]) -> None:

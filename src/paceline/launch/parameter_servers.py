@@ -196,22 +196,19 @@ def local_parameter_servers(
     if not ranks:
         yield
         return
-    launch_file = folder.path / f"launch-{place.node}.json"
+    launch_file = folder.launch_file(place.node)
+    outputs = [folder.output_file(f"server-{rank - place.world_size}") for rank in ranks]
     write_json(launch_file, {"schema": SCHEMA, "config": config.to_dict()})
     processes: list[Popen[bytes]] = []
     try:
-        for rank in ranks:
+        for rank, output in zip(ranks, outputs, strict=True):
             own = replace(place, rank=rank, local_rank=0)
-            output = folder.path / f"output-server-{rank - place.world_size}.txt"
             processes.append(spawn("server", own, [str(launch_file), str(folder.path)], output))
         yield
     finally:
         for process in processes:
             _await_end(process)
-        launch_file.unlink(missing_ok=True)
-        for output in folder.path.glob("output-server-*.txt"):
-            if not output.stat().st_size:
-                output.unlink()
+        folder.remove_transient([launch_file, *outputs])
 
 
 def _await_end(process: Popen[bytes]) -> None:

@@ -18,10 +18,10 @@ from paceline.errors import RunError, StoppedError
 from paceline.launch.failure_board import FailureBoard
 from paceline.launch.nodes import POLL_SECONDS, NodeCoordinator
 from paceline.launch.parameter_servers import server_ranks
-from paceline.launch.record_collection import clear_reports, read_reports
+from paceline.launch.record_collection import read_reports
 from paceline.launch.signals import SignalMonitor, describe_exit
 from paceline.launch.spawn import spawn
-from paceline.launch.termination import Termination, failure_file, read_failure, root_cause
+from paceline.launch.termination import Termination, read_failure, root_cause
 from paceline.measure.sampler import ResourceSampler
 from paceline.records import SCHEMA, RunFolder, explain_write_error, write_json
 from paceline.training.rank_report import RankReport
@@ -52,7 +52,7 @@ class NodeWorkers:
         self._port = port
         self._attempt = attempt
         self._arguments = ["resumed" if resumed else "new", "quiet" if quiet else "shown"]
-        self._launch_file = folder.path / f"launch-{config.node_rank}.json"
+        self._launch_file = folder.launch_file(config.node_rank)
         first_rank = config.node_rank * config.nproc_per_node
         self._ranks = range(first_rank, first_rank + config.nproc_per_node)
         self._members = [*self._ranks, *server_ranks(config, config.node_rank)]
@@ -166,7 +166,7 @@ class NodeWorkers:
         """
         return any(
             code not in (None, 0, StoppedError.exit_code)
-            or (code == StoppedError.exit_code and failure_file(self.folder, rank).exists())
+            or (code == StoppedError.exit_code and self.folder.failure_file(rank).exists())
             for rank, code in codes.items()
         )
 
@@ -270,36 +270,26 @@ class NodeWorkers:
 
     def records(self) -> list[str]:
         """The names of the files that belong on the first node."""
-        files = [
-            *(self.folder.events_file(rank) for rank in self._ranks),
-            *(self.folder.report_file(rank) for rank in self._ranks),
-            *(self.folder.trace_file(rank) for rank in self._ranks),
-            self.folder.resources_file(self.config.node_rank),
-        ]
+        files = self.folder.record_files(self._ranks, [self.config.node_rank])
         return [file.name for file in files if file.exists()]
 
     def clear_traces(self, reports: bool) -> None:
         """Remove what is only of use between workers and launcher; `reports`: those, too."""
-        for rank in self._members:
-            failure_file(self.folder, rank).unlink(missing_ok=True)
-            output = self._output_file(rank)
-            if output.exists() and not output.stat().st_size:
-                output.unlink()
+        files = [*map(self.folder.failure_file, self._members)]
+        files += map(self._output_file, self._members)
         if reports:
-            clear_reports(self.folder, range(self.config.workers))
+            files += map(self.folder.report_file, range(self.config.workers))
+        self.folder.remove_transient(files)
 
     def discard_records(self) -> None:
         """Remove all that this node has written."""
-        for rank in self._members:
-            self._output_file(rank).unlink(missing_ok=True)
-            self.folder.events_file(rank).unlink(missing_ok=True)
-        self.folder.resources_file(self.config.node_rank).unlink(missing_ok=True)
-        self.folder.discard()
+        files = self.folder.record_files(self._ranks, [self.config.node_rank])
+        self.folder.discard([*files, *map(self._output_file, self._members)])
 
     def _output_file(self, rank: int) -> Path:
         """What a process says besides its records; there only where it said something."""
         name = self._name(rank).removeprefix("rank ").replace(" ", "-")
-        return self.folder.path / f"output-{name}.txt"
+        return self.folder.output_file(name)
 
     def _name(self, rank: int) -> str:
         workers = self.config.workers

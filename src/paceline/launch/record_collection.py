@@ -125,14 +125,6 @@ def _contents(store: Store, node: int, name: str, parts: int) -> bytes | None:
     return bytes(contents)
 
 
-def record_names(folder: RunFolder, ranks: Iterable[int], nodes: Iterable[int]) -> set[str]:
-    """The names of the files that workers of these ranks, on these nodes, hand in."""
-    files = [folder.resources_file(node) for node in nodes]
-    for rank in ranks:
-        files += [folder.events_file(rank), folder.report_file(rank), folder.trace_file(rank)]
-    return {file.name for file in files}
-
-
 NUMBER = (int, float)
 REPORT: Kinds = {
     "status": str,
@@ -276,11 +268,6 @@ def put_record(folder: RunFolder, name: str, contents: bytes) -> None:
         raise RunError(explain_write_error(file, error)) from None
 
 
-def clear_reports(folder: RunFolder, ranks: Iterable[int]) -> None:
-    for rank in ranks:
-        folder.report_file(rank).unlink(missing_ok=True)
-
-
 def final_barrier(communicator: Communicator, report: RankReport) -> bool:
     """Where the workers ended together, leave only when all have come so far. Collective then."""
     if report.is_together:
@@ -314,7 +301,7 @@ def collect_records(
         return None
     reports = None if gathered is None else parse_gathered(gathered)
     if cleans_folder(place, shares_folder):
-        clear_reports(folder, range(place.world_size))
+        folder.remove_transient(map(folder.report_file, range(place.world_size)))
     return reports
 
 
@@ -369,5 +356,5 @@ def collect_reports(folder: RunFolder, workers: int, expected: int) -> list[Rank
     while monotonic() < deadline and sum(file.exists() for file in files) < expected:
         sleep(0.05)
     reports = read_reports(folder, range(workers))
-    clear_reports(folder, range(workers))
+    folder.remove_transient(files)
     return reports

@@ -18,10 +18,10 @@ from paceline.config import RunConfig, cluster_spec
 from paceline.emulation.state import cluster_record
 from paceline.errors import PacelineError, RecordsError, RunError, StoppedError, UsageError
 from paceline.launch.control_channel import NodeExit
-from paceline.launch.folder_transfer import PASSING, download, upload
+from paceline.launch.folder_transfer import download, upload
 from paceline.launch.machines import Machines, NodeSupervisor, error_of, first_failure
 from paceline.launch.node_main import NodeTask
-from paceline.launch.record_collection import clear_reports, read_reports
+from paceline.launch.record_collection import read_reports
 from paceline.launch.result import RunOutcome, write_result
 from paceline.launch.signals import SignalMonitor
 from paceline.launch.ssh import SshMachines
@@ -222,12 +222,7 @@ def _result_of_failure(
 
 def _clear(config: RunConfig, folder: RunFolder, is_void: bool) -> None:
     """What nodes could not remove when they were killed; `is_void`: all, as nobody has trained."""
-    clear_reports(folder, range(config.workers))
-    for file in folder.path.glob("*"):
-        is_empty = file.name.startswith("output-") and (is_void or not file.stat().st_size)
-        if is_empty or file.name.startswith(PASSING):
-            file.unlink(missing_ok=True)
+    folder.remove_transient()
     if is_void:
-        for node in range(config.nnodes):
-            folder.resources_file(node).unlink(missing_ok=True)
-        folder.discard()
+        resources = map(folder.resources_file, range(config.nnodes))
+        folder.discard([*resources, *folder.path.glob("output-*.txt")])

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from paceline.errors import PacelineError, from_exit_code
 from paceline.launch.messages import Kinds, MalformedError, check_fields, clean_cause
@@ -71,17 +70,12 @@ def root_cause(endings: Iterable[Termination]) -> Termination | None:
     )
 
 
-def failure_file(folder: RunFolder, rank: int) -> Path:
-    """Where a worker that ends before it could train says why, for its launcher."""
-    return folder.path / f"failure-{rank}.json"
-
-
 def write_failure(folder: RunFolder, rank: int, ending: Termination) -> None:
-    write_json(failure_file(folder, rank), {"schema": SCHEMA, **dataclasses.asdict(ending)})
+    write_json(folder.failure_file(rank), {"schema": SCHEMA, **dataclasses.asdict(ending)})
 
 
 def read_failure(folder: RunFolder, rank: int) -> Termination | None:
-    file = failure_file(folder, rank)
+    file = folder.failure_file(rank)
     if not file.exists():
         return None
     values = read_json(file)

@@ -32,7 +32,6 @@ from paceline.launch.messages import check_run_name
 from paceline.launch.parameter_servers import connect_servers, local_parameter_servers
 from paceline.launch.record_collection import (
     cleans_folder,
-    clear_reports,
     collect_records,
     collect_reports,
     final_barrier,
@@ -157,12 +156,7 @@ def _is_refusal(reports: list[RankReport]) -> bool:
 
 def _discard_records(folder: RunFolder, place: RankInfo) -> None:
     """Remove what the workers have written to this folder: the name of the run stays free."""
-    for rank in range(place.world_size):
-        folder.events_file(rank).unlink(missing_ok=True)
-    clear_reports(folder, range(place.world_size))
-    for node in range(place.nnodes):
-        folder.resources_file(node).unlink(missing_ok=True)
-    folder.discard()
+    folder.discard(folder.record_files(range(place.world_size), range(place.nnodes)))
 
 
 def _make_ready_or_discard(

@@ -34,7 +34,7 @@ from paceline.launch.messages import (
 )
 from paceline.launch.node import is_refusal
 from paceline.launch.processes import NodeWorkers
-from paceline.launch.record_collection import parts_of, put_record, receive_files, record_names
+from paceline.launch.record_collection import parts_of, put_record, receive_files
 from paceline.launch.result import RunOutcome, write_result
 from paceline.launch.signals import SignalMonitor
 from paceline.launch.store_client import LostContactError, StoreClient
@@ -174,7 +174,7 @@ class _FirstNode(_Node):
                 " another --name"
             )
         # Whoever sees this file has the very same folder.
-        mark = self.folder.path / f"launch-{secrets.token_hex(8)}.json"
+        mark = self.folder.launch_file(secrets.token_hex(8))
         write_json(mark, {"schema": SCHEMA})
         self._leader = RoundLeader(
             self._config, self._contact, self._newest_checkpoint, self._quiet
@@ -195,7 +195,8 @@ class _FirstNode(_Node):
         self._gather_records()
         crew = self._agent.crew
         reports = crew.reports() if crew else []
-        self._clear_traces()
+        # Of lost nodes as well.
+        self.folder.remove_transient()
         is_new = self._resumed is None and self._newest_checkpoint() is None
         if ending and (crew is None or is_refusal(ending, reports, is_new)):
             # Nobody trained: a refused run leaves no trace, and its name stays free.
@@ -214,15 +215,6 @@ class _FirstNode(_Node):
         )
         return RunOutcome(self.folder, result, ending.exit_code if ending else 0)
 
-    def _clear_traces(self) -> None:
-        """Remove what is only of use while a run goes on, of nodes that were lost as well."""
-        for kind in ("launch", "failure", "report"):
-            for file in self.folder.path.glob(f"{kind}-*.json"):
-                file.unlink(missing_ok=True)
-        for file in self.folder.path.glob("output-*.txt"):
-            if not file.stat().st_size:
-                file.unlink()
-
     def _gather_records(self) -> None:
         """Of the others, as they leave; this node, which serves the store, goes last."""
         others = self._leader.living() - {self._number}
@@ -230,9 +222,8 @@ class _FirstNode(_Node):
         assert limits is not None
         # A node may have had several ranks, but never those of the first one.
         ranks, nodes = range(local, limits[1] * local), range(1, limits[1])
-        receive = partial(
-            receive_files, put=self._put, expected=record_names(self.folder, ranks, nodes)
-        )
+        names = {file.name for file in self.folder.record_files(ranks, nodes)}
+        receive = partial(receive_files, put=self._put, expected=names)
         parts, since = 0, monotonic()
         while others and monotonic() - since < FAREWELL_SECONDS:
             if (come := self._contact.parts_handed_in(others)) != parts:
