@@ -30,7 +30,7 @@ from paceline.measure.tensorboard import TensorBoardWriter
 from paceline.models.build import build_model
 from paceline.records import EventWriter
 from paceline.strategies.replica import Replica
-from paceline.strategies.strategy import Single
+from paceline.strategies.strategy import SingleProcess
 from paceline.training.display import SilentDisplay
 from paceline.training.loop import Progress, TrainingLoop
 from paceline.training.optimizer import build_optimizer
@@ -119,7 +119,7 @@ def paceline_block(config: RunConfig, folder: Path) -> Block:
         scaler = torch.amp.GradScaler("cpu", enabled=False)
         communicator = InProcessGroup(1).communicators[0]
         replica = Replica(model, optimizer, clock, model, scaler, communicator)
-        strategy = Single()
+        strategy = SingleProcess()
         strategy.setup(replica)
         loop = TrainingLoop(
             config,

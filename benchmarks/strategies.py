@@ -44,7 +44,7 @@ from paceline.strategies import STRATEGIES
 from paceline.strategies.options import create_strategy
 from paceline.strategies.parameter_server.protocol import SERVER, WORKER
 from paceline.strategies.replica import Replica
-from paceline.strategies.strategy import AssignmentRequest, Strategy
+from paceline.strategies.strategy import AssignmentRequest, ServerStrategy, Strategy
 from paceline.training.coordination import ClockOffset, attribute_waits, measure_clock_offset
 
 SHAPE, CLASSES = (3, 32, 32), 10
@@ -220,7 +220,9 @@ def host_servers(store: Store, world: int, cell: Cell) -> None:
     for name in filter(MODES.__contains__, cell.strategies):
         ends = [pair(store, cell, name, rank, SERVER, Traffic()) for rank in range(world)]
         arguments = (0, ends, lambda weight: optimizer_of([weight]))
-        threads.append(Thread(target=create(name).serve, args=arguments))
+        strategy = create(name)
+        assert isinstance(strategy, ServerStrategy)
+        threads.append(Thread(target=strategy.serve, args=arguments))
         threads[-1].start()
     for thread in threads:
         thread.join()
@@ -319,7 +321,7 @@ def update(strategy: Strategy, inputs: Tensor, labels: Tensor) -> float:
     replica = strategy.replica
     replica.clock.enter("other")
     began = perf_counter()
-    if not strategy.synchronous:
+    if isinstance(strategy, ServerStrategy) and not strategy.synchronous:
         strategy.next_assignment(WITHOUT_END)
     replica.clock.enter("forward")
     loss = F.cross_entropy(replica.forward(inputs), labels)

@@ -9,7 +9,6 @@ between. (paceline has this as `local_sgd`, with more care; here is the idea alo
 
 import torch
 
-from paceline.strategies.replica import Replica, broadcast_model
 from paceline.strategies.strategy import Strategy
 
 
@@ -20,11 +19,6 @@ class LateAveraging(Strategy):
         """Keyword arguments are the `-o` options, converted by their types."""
         self.every = every
         self.steps = 0
-
-    def setup(self, replica: Replica) -> None:
-        """Once, before training: all workers begin with the weights of the first."""
-        super().setup(replica)
-        broadcast_model(replica.model, replica.communicator)
 
     def step(self) -> None:
         """After the backward pass of this worker's part of a batch: update, and keep in step."""

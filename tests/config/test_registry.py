@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,14 +78,33 @@ def test_failing_user_module_is_a_one_line_error(
     assert "\n" not in str(caught.value)
 
 
-class WrittenForAnEarlierVersion(Strategy):
+class FormerNames(Strategy):
     def attach(self, replica: Replica) -> None:
-        """What `setup` was called."""
+        """The former name of `setup`."""
+
+    def model_state(self) -> dict[str, Any]:
+        return {}
 
 
-def test_a_strategy_with_former_names_is_told_the_new_ones() -> None:
-    with pytest.raises(UserCodeError, match=r": rename attach to setup$"):
-        create_strategy("test_registry:WrittenForAnEarlierVersion", {})
+def test_former_method_names_of_a_strategy_are_rejected_with_the_new_names() -> None:
+    renames = "rename attach to setup, model_state to checkpoint.model_state_dict$"
+    with pytest.raises(UserCodeError, match=f": {renames}"):
+        create_strategy(f"{__name__}:FormerNames", {})
+
+
+class ServesWithoutBase(Strategy):
+    def serve(self) -> None:
+        """Not part of this contract."""
+
+
+class AsynchronousWithoutBase(Strategy):
+    synchronous = False
+
+
+@pytest.mark.parametrize("strategy", [ServesWithoutBase, AsynchronousWithoutBase])
+def test_servers_and_asynchronous_training_need_a_server_strategy(strategy: type) -> None:
+    with pytest.raises(UserCodeError, match=r"need a subclass of .*ServerStrategy$"):
+        create_strategy(f"{__name__}:{strategy.__name__}", {})
 
 
 def test_the_extension_points_are_exported() -> None:

@@ -25,7 +25,7 @@ from paceline.models import MODELS
 from paceline.report import sections
 from paceline.report.build import write_report
 from paceline.strategies import STRATEGIES
-from paceline.strategies.strategy import Single
+from paceline.strategies.strategy import SingleProcess
 from tests.support import toy_replicas as toy
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +75,7 @@ def test_every_kind_of_part_has_an_example() -> None:
 
 def test_the_example_strategy_computes_what_one_worker_computes(add: Add) -> None:
     add("A strategy")
-    alone = toy.trained(1, Single, 3, toy.sgd())[0]
+    alone = toy.trained(1, SingleProcess, 3, toy.sgd())[0]
     for weights in toy.trained(3, STRATEGIES.load("sum_gradients"), 3, toy.sgd()):
         assert torch.allclose(weights, alone, atol=1e-6)
 

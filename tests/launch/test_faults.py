@@ -208,8 +208,8 @@ def test_what_the_user_can_mend_is_one_line(
         ("--strategy parameter_server -o mode=bounded --sync-bn", "--sync-bn: workers of mode=bou"),
         ("--strategy local_sgd --precision fp16", "--precision fp16: strategy local_sgd cannot"),
         ("--strategy fsdp --compile", "--compile: not with --strategy fsdp"),
-        ("--strategy ddp --communicator hierarchical", "strategy ddp can only use torch"),
-        ("--strategy fsdp --communicator hierarchical", "strategy fsdp can only use torch"),
+        ("--strategy ddp --communicator hierarchical", "strategy ddp requires torch"),
+        ("--strategy fsdp --communicator hierarchical", "strategy fsdp requires torch"),
     ],
 )
 def test_what_a_strategy_cannot_do_is_refused_before_any_process_starts(

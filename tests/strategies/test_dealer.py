@@ -14,9 +14,13 @@ from paceline.strategies.strategy import AssignmentRequest
 
 
 def terms(
-    total: int = 10, first: int = 0, meet_every: int = 0, stop: bool = False, finish: bool = False
+    total: int = 10,
+    first: int = 0,
+    checkpoint_every: int = 0,
+    stop: bool = False,
+    finish: bool = False,
 ) -> AssignmentRequest:
-    return AssignmentRequest(first, total, meet_every, stop, finish)
+    return AssignmentRequest(first, total, checkpoint_every, stop, finish)
 
 
 def parts(deals: list[QueuedAssignment]) -> list[tuple[int, int]]:
@@ -36,7 +40,7 @@ def test_all_parts_are_dealt_exactly_once_and_then_it_is_the_end() -> None:
 
     def work(worker: int) -> list[QueuedAssignment]:
         deals = []
-        while (deal := dealer.next_assignment(worker, terms(total=20))).turn.call == "train":
+        while (deal := dealer.next_assignment(worker, terms(total=20))).turn.action == "train":
             deals.append(deal)
             sleep(0.001 * worker)
         return deals
@@ -75,18 +79,21 @@ def test_all_meet_before_a_batch_when_one_is_due() -> None:
 
     def work(worker: int) -> None:
         for _ in range(100):
-            deal = dealer.next_assignment(worker, terms(total=6, meet_every=2))
-            calls[worker].append((deal.turn.call, deal.turn.iteration))
-            if deal.turn.call == "end":
+            deal = dealer.next_assignment(worker, terms(total=6, checkpoint_every=2))
+            calls[worker].append((deal.turn.action, deal.turn.iteration))
+            if deal.turn.action == "end":
                 return
-            if deal.turn.call == "meet":
+            if deal.turn.action == "checkpoint":
                 everyone_is_here.wait(10)
             sleep(0.002 * worker)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(work, range(2)))
     for mine in calls:
-        assert [call for call in mine if call[0] == "meet"] == [("meet", 2), ("meet", 4)]
+        assert [call for call in mine if call[0] == "checkpoint"] == [
+            ("checkpoint", 2),
+            ("checkpoint", 4),
+        ]
 
 
 def test_a_stop_comes_to_all_after_a_whole_batch() -> None:
@@ -98,8 +105,8 @@ def test_a_stop_comes_to_all_after_a_whole_batch() -> None:
         stopping = pool.submit(dealer.next_assignment, 1, terms())
         sleep(0.05)
         assert not stopping.done()
-        assert dealer.next_assignment(0, terms()).turn.call == "stop"
-        assert stopping.result(10).turn.call == "stop"
+        assert dealer.next_assignment(0, terms()).turn.action == "stop"
+        assert stopping.result(10).turn.action == "stop"
         assert stopping.result().turn.iteration == 1
 
 
@@ -115,7 +122,7 @@ def check_all_get(
         sleep(0.05)
         assert not waiting.done()
         turns = [dealer.next_assignment(0, last).turn, waiting.result(10).turn]
-    assert [(turn.call, turn.iteration) for turn in turns] == [expected] * 2
+    assert [(turn.action, turn.iteration) for turn in turns] == [expected] * 2
 
 
 def started(parts: int) -> AssignmentQueue:
@@ -137,12 +144,14 @@ def test_a_worker_that_finishes_ends_the_run_once_the_others_are_done() -> None:
         finishing = pool.submit(dealer.next_assignment, 0, terms(finish=True))
         sleep(0.05)
         assert not finishing.done()
-        assert dealer.next_assignment(1, terms()).turn.call == "end"
-        assert finishing.result(10).turn.call == "end"
+        assert dealer.next_assignment(1, terms()).turn.action == "end"
+        assert finishing.result(10).turn.action == "end"
 
 
 def test_reaching_the_target_precedes_a_checkpoint_that_others_wait_for() -> None:
-    check_all_get(started(4), terms(meet_every=2), terms(meet_every=2, finish=True), ("end", 2))
+    check_all_get(
+        started(4), terms(checkpoint_every=2), terms(checkpoint_every=2, finish=True), ("end", 2)
+    )
 
 
 def test_reaching_the_target_precedes_a_stop_that_others_wait_for() -> None:
@@ -150,7 +159,9 @@ def test_reaching_the_target_precedes_a_stop_that_others_wait_for() -> None:
 
 
 def test_a_stop_precedes_a_checkpoint_that_others_wait_for() -> None:
-    check_all_get(started(4), terms(meet_every=2), terms(meet_every=2, stop=True), ("stop", 2))
+    check_all_get(
+        started(4), terms(checkpoint_every=2), terms(checkpoint_every=2, stop=True), ("stop", 2)
+    )
 
 
 def test_the_end_of_the_iterations_precedes_a_stop() -> None:
@@ -164,7 +175,7 @@ def test_a_batch_that_was_begun_is_not_completed_when_a_worker_finishes() -> Non
         sleep(0.05)
         assert not finishing.done()
         turns = [dealer.next_assignment(1, terms()).turn, finishing.result(10).turn]
-    assert [(turn.call, turn.iteration, turn.part) for turn in turns] == [("end", 2, 1)] * 2
+    assert [(turn.action, turn.iteration, turn.part) for turn in turns] == [("end", 2, 1)] * 2
 
 
 def test_nobody_waits_for_one_who_is_gone() -> None:

@@ -22,7 +22,7 @@ from paceline.comm.cost import Network
 from paceline.errors import ConfigError
 from paceline.strategies.fsdp import Fsdp
 from paceline.strategies.sharded import Sharded
-from paceline.strategies.strategy import ModelShape, Single, Strategy
+from paceline.strategies.strategy import ModelShape, SingleProcess, Strategy
 from tests.support import odd_weights as odd
 from tests.support.worker_pool import WorkerPool
 
@@ -65,25 +65,25 @@ def train_and_look(communicator: Communicator, packed: bytes) -> Seen:
         # Every worker another number of batches.
         batches = range(communicator.rank + 1)
         evaluated = [float(strategy.replica.forward(torch.tensor([one]))) for one in batches]
-    half, optimizer_state = odd.weights_of(strategy), strategy.optimizer_state()
-    held_all = strategy.holds_all_weights
+    half, optimizer_state = odd.weights_of(strategy), strategy.checkpoint.optimizer_state_dict()
+    held_all = strategy.checkpoint.has_full_weights
     odd.train(strategy, range(2, 4))
     strategy.finish()
     resumed = odd.attached(Fsdp(), odd.build(communicator, "adam"))
-    resumed.load_model_state(saved["model"])
-    resumed.load_optimizer_state(saved["optimizer"])
+    resumed.checkpoint.load_model_state_dict(saved["model"])
+    resumed.checkpoint.load_optimizer_state_dict(saved["optimizer"])
     odd.train(resumed, range(2, 4))
     return Seen(
         elements_held=sum(weight.to_local().numel() for weight in split),
         state_elements=sum(
-            state["exp_avg"].numel() for state in strategy.own.optimizer.state.values()
+            state["exp_avg"].numel() for state in strategy.optimizer.optimizer.state.values()
         ),
         optimizer_state=optimizer_state,
         half=half,
         final=torch.cat([weight.detach().flatten() for weight in model.parameters()]),
         is_ordinary=type(model) is odd.OddModel
         and all(type(weight) is nn.Parameter for weight in model.parameters()),
-        held_all=(held_all, strategy.holds_all_weights),
+        held_all=(held_all, strategy.checkpoint.has_full_weights),
         step_bytes=step_bytes,
         exchanges=exchanges,
         evaluated=evaluated,
@@ -102,10 +102,10 @@ class Alone:
 
 
 def train_alone(communicator: Communicator) -> Alone:
-    strategy = odd.attached(Single(), odd.build(communicator, "adam"))
+    strategy = odd.attached(SingleProcess(), odd.build(communicator, "adam"))
     odd.train(strategy, range(2))
-    model = {name: value.clone() for name, value in strategy.model_state().items()}
-    state = strategy.optimizer_state()
+    model = {name: value.clone() for name, value in strategy.checkpoint.model_state_dict().items()}
+    state = strategy.checkpoint.optimizer_state_dict()
     states = {
         number: {name: value.clone() for name, value in values.items()}
         for number, values in state["state"].items()
@@ -188,8 +188,8 @@ def test_its_checkpoint_is_continued_by_another_strategy(seen: list[Seen], alone
 
     def work(communicator: Communicator) -> Tensor:
         strategy: Strategy = odd.attached(Sharded(), odd.build(communicator, "adam"))
-        strategy.load_model_state({**alone.saved["model"], **weights})
-        strategy.load_optimizer_state(seen[0].optimizer_state)
+        strategy.checkpoint.load_model_state_dict({**alone.saved["model"], **weights})
+        strategy.checkpoint.load_optimizer_state_dict(seen[0].optimizer_state)
         odd.train(strategy, range(2, 4))
         return odd.weights_of(strategy)
 

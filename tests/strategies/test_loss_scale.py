@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.strategies.options import create_strategy
-from paceline.strategies.strategy import Single
+from paceline.strategies.strategy import SingleProcess
 from tests.support import odd_weights as odd
 from tests.support.worker_pool import WorkerPool
 
@@ -36,12 +36,12 @@ def test_an_overflow_in_the_first_step_does_not_spoil_the_second(
     def work(communicator: Communicator) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         scaled = odd.build(communicator, optimizer, scaler=scaler, clip_norm=clip_norm)
-        strategy = odd.attached(Single(), scaled)
+        strategy = odd.attached(SingleProcess(), scaled)
         hook = scaled.trainable[0].register_hook(lambda gradient: gradient * float("inf"))
         odd.train(strategy, range(1))
         hook.remove()
         odd.train(strategy, range(2))
-        plain = odd.attached(Single(), odd.build(communicator, optimizer))
+        plain = odd.attached(SingleProcess(), odd.build(communicator, optimizer))
         odd.train(plain, range(2))
         # Scales are powers of two, so that scaling and unscaling round nothing.
         assert torch.equal(odd.weights_of(strategy), odd.weights_of(plain))

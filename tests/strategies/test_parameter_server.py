@@ -24,8 +24,8 @@ from paceline.errors import ConfigError, PeerError
 from paceline.launch import launcher
 from paceline.records import Result, RunFolder, read_lines
 from paceline.strategies.parameter_server.server import WorkerBarrier
-from paceline.strategies.parameter_server.strategy import ParameterServer
-from paceline.strategies.strategy import AssignmentRequest, Single
+from paceline.strategies.parameter_server.strategy import ParameterServer, ServerCheckpointState
+from paceline.strategies.strategy import AssignmentRequest, SingleProcess
 from tests.support import toy_replicas as toy
 from tests.support.server_team import with_servers
 from tests.support.warm import PrewarmedStarter
@@ -43,7 +43,7 @@ def alone(steps: int, optimizer: toy.MakeOptimizer, clip_norm: float | None = No
     """The weights of one worker that computes whole batches."""
 
     def work(communicator: Communicator) -> Tensor:
-        single = Single()
+        single = SingleProcess()
         single.setup(toy.replica(communicator, optimizer, clip_norm=clip_norm))
         toy.train(single, range(steps))
         return toy.weights_of(single.replica)
@@ -74,7 +74,8 @@ def test_whole_numbers_give_the_very_weights_of_one_worker(workers: int, servers
     def work(strategy: ParameterServer) -> Tensor:
         for weight in strategy.replica.trainable:
             weight.data.zero_()
-        strategy._give_to_servers({})
+        assert isinstance(strategy.checkpoint, ServerCheckpointState)
+        strategy.checkpoint.initialize_servers({})
         for step in range(3):
             for weight in strategy.replica.trainable:
                 assert weight.grad is not None
@@ -125,14 +126,14 @@ def test_the_optimisers_state_is_that_of_one_worker_and_can_be_taken_back(
 
     def first_half(strategy: ParameterServer) -> tuple[dict[str, Any], dict[str, Any]]:
         toy.train(strategy, range(3))
-        return strategy.model_state(), strategy.optimizer_state()
+        return strategy.checkpoint.model_state_dict(), strategy.checkpoint.optimizer_state_dict()
 
     make = lambda: ParameterServer(servers=servers)  # noqa: E731
     model, state = with_servers(2, make, optimizer, first_half)[0]
 
     def second_half(strategy: ParameterServer) -> Tensor:
-        strategy.load_model_state(model)
-        strategy.load_optimizer_state(state)
+        strategy.checkpoint.load_model_state_dict(model)
+        strategy.checkpoint.load_optimizer_state_dict(state)
         toy.train(strategy, range(3, 6))
         return toy.weights_of(strategy.replica)
 
@@ -141,10 +142,10 @@ def test_the_optimisers_state_is_that_of_one_worker_and_can_be_taken_back(
     )
 
     def reference(communicator: Communicator) -> dict[str, Any]:
-        single = Single()
+        single = SingleProcess()
         single.setup(toy.replica(communicator, optimizer))
         toy.train(single, range(3))
-        return single.optimizer_state()
+        return single.checkpoint.optimizer_state_dict()
 
     expected = in_process.run(1, reference)[0]
     assert state["state"].keys() == expected["state"].keys()
@@ -161,12 +162,12 @@ def out_of_step(
     def work(strategy: ParameterServer) -> tuple[Tensor, dict[str, list[int]], dict[str, Any]]:
         own = strategy.replica
         terms = AssignmentRequest(first=0, total=iterations, checkpoint_every=0, stop=False)
-        while (turn := strategy.next_assignment(terms)).call == "train":
+        while (turn := strategy.next_assignment(terms)).action == "train":
             toy.compute(strategy, turn.iteration, turn.part, [1.0] * workers)
             time.sleep(0.002 * own.communicator.rank)
             strategy.step()
         strategy.finish()
-        return toy.weights_of(own), strategy.notes(), strategy.account()
+        return toy.weights_of(own), strategy.staleness.take(), strategy.staleness.summary()
 
     return with_servers(workers, lambda: ParameterServer(**options), optimizer, work)
 
@@ -213,7 +214,7 @@ def test_a_worker_that_leaves_after_finishing_fails_the_barrier_of_the_others() 
             strategy.replica.servers[0].close()
             return ""
         with pytest.raises(PeerError) as failure:
-            strategy.optimizer_state()
+            strategy.checkpoint.optimizer_state_dict()
         return str(failure.value)
 
     cause, _ = with_servers(2, ParameterServer, toy.sgd(), work)

@@ -17,12 +17,12 @@ from paceline.comm.cost import Network
 from paceline.errors import ConfigError
 from paceline.strategies.gradient_averaging import GradientAveraging
 from paceline.strategies.sharded import Sharded
-from paceline.strategies.strategy import ModelShape, Single, Strategy
+from paceline.strategies.strategy import ModelShape, SingleProcess, Strategy
 from tests.support import odd_weights as odd
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "sharded": Sharded,
-    "single": Single,
+    "single": SingleProcess,
     "allreduce": GradientAveraging,
 }
 
@@ -32,7 +32,7 @@ def alone(optimizer: str, steps: int) -> Tensor:
     """The weights of one worker that computes all samples."""
 
     def work(communicator: Communicator) -> Tensor:
-        strategy = odd.attached(Single(), odd.build(communicator, optimizer))
+        strategy = odd.attached(SingleProcess(), odd.build(communicator, optimizer))
         odd.train(strategy, range(steps))
         return odd.weights_of(strategy)
 
@@ -74,7 +74,7 @@ def test_each_worker_has_an_equal_part_of_the_optimisers_state(workers: int) -> 
         strategy = odd.attached(Sharded(), odd.build(communicator, "adam"))
         odd.train(strategy, range(1))
         assert not strategy.replica.optimizer.state
-        states = strategy.own.optimizer.state.values()
+        states = strategy.optimizer.optimizer.state.values()
         return sum(state["exp_avg"].numel() for state in states)
 
     elements = sum(weight.numel() for weight in odd.OddModel().parameters())
@@ -87,7 +87,7 @@ def test_each_worker_has_an_equal_part_of_the_optimisers_state(workers: int) -> 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_clipping_is_by_the_norm_of_the_whole_gradient(workers: int) -> None:
     def work(communicator: Communicator) -> Tensor:
-        make = Sharded if workers > 1 or communicator.world_size > 1 else Single
+        make = Sharded if workers > 1 or communicator.world_size > 1 else SingleProcess
         strategy = odd.attached(make(), odd.build(communicator, "sgd", clip_norm=0.5))
         odd.train(strategy, range(3))
         return odd.weights_of(strategy)
@@ -102,7 +102,7 @@ def test_clipping_is_by_the_norm_of_the_whole_gradient(workers: int) -> None:
 
 def alone_with_clipping(norm: float) -> Tensor:
     def work(communicator: Communicator) -> Tensor:
-        strategy = odd.attached(Single(), odd.build(communicator, "sgd", clip_norm=norm))
+        strategy = odd.attached(SingleProcess(), odd.build(communicator, "sgd", clip_norm=norm))
         odd.train(strategy, range(3))
         return odd.weights_of(strategy)
 
@@ -144,8 +144,8 @@ def test_workers_that_get_no_weights_at_all_still_keep_in_step() -> None:
         strategy = odd.attached(Sharded(), replica)
         strategy.backward(replica.forward(torch.ones(1, 3)).sum())
         strategy.step()
-        state = strategy.optimizer_state()
-        strategy.load_optimizer_state(state)
+        state = strategy.checkpoint.optimizer_state_dict()
+        strategy.checkpoint.load_optimizer_state_dict(state)
         return model.weight.detach().flatten()
 
     for weights in in_process.run(4, work):
@@ -158,10 +158,10 @@ def test_groups_keep_their_own_settings() -> None:
         return SGD([{"params": weights[:2]}, late], lr=0.01, momentum=0.9)
 
     def work(communicator: Communicator) -> tuple[Tensor, dict[str, Any]]:
-        kind = Sharded if communicator.world_size > 1 else Single
+        kind = Sharded if communicator.world_size > 1 else SingleProcess
         strategy = odd.attached(kind(), odd.build(communicator, make))
         odd.train(strategy, range(3))
-        return odd.weights_of(strategy), strategy.optimizer_state()
+        return odd.weights_of(strategy), strategy.checkpoint.optimizer_state_dict()
 
     weights, state = in_process.run(1, work)[0]
     split_weights, split_state = in_process.run(3, work)[0]
@@ -172,10 +172,10 @@ def test_groups_keep_their_own_settings() -> None:
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 def test_the_gathered_state_is_that_of_an_optimiser_that_trained_alone(optimizer: str) -> None:
     def work(communicator: Communicator) -> dict[str, Any]:
-        kind = Sharded if communicator.world_size > 1 else Single
+        kind = Sharded if communicator.world_size > 1 else SingleProcess
         strategy = odd.attached(kind(), odd.build(communicator, optimizer))
         odd.train(strategy, range(3))
-        return strategy.optimizer_state()
+        return strategy.checkpoint.optimizer_state_dict()
 
     assert odd.same_state(in_process.run(1, work)[0], in_process.run(3, work)[0])
 
@@ -197,16 +197,18 @@ def test_a_checkpoint_fits_other_strategies_and_numbers_of_workers(
     def save(communicator: Communicator) -> tuple[dict[str, Any], dict[str, Any]]:
         strategy = odd.attached(STRATEGIES[saver](), odd.build(communicator, optimizer))
         odd.train(strategy, range(2))
-        model = {name: value.clone() for name, value in strategy.model_state().items()}
-        return model, strategy.optimizer_state()
+        model = {
+            name: value.clone() for name, value in strategy.checkpoint.model_state_dict().items()
+        }
+        return model, strategy.checkpoint.optimizer_state_dict()
 
     model_state, optimizer_state = in_process.run(savers, save)[0]
 
     def load(communicator: Communicator) -> Tensor:
         strategy = odd.attached(STRATEGIES[loader](), odd.build(communicator, optimizer))
-        strategy.load_model_state(model_state)
+        strategy.checkpoint.load_model_state_dict(model_state)
         # A reader of a file has tensors of its own; these are every thread's.
-        strategy.load_optimizer_state(copied(optimizer_state))
+        strategy.checkpoint.load_optimizer_state_dict(copied(optimizer_state))
         odd.train(strategy, range(2, 4))
         return odd.weights_of(strategy)
 

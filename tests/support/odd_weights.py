@@ -109,7 +109,7 @@ def attached(strategy: S, replica: Replica) -> S:
 
 def weights_of(strategy: Strategy) -> Tensor:
     """All of them. Collective."""
-    state = strategy.model_state()
+    state = strategy.checkpoint.model_state_dict()
     names = [name for name in state if name.endswith("weight")]
     return torch.cat([state[name].detach().flatten() for name in names])
 

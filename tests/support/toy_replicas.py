@@ -108,7 +108,7 @@ def resumes_exactly(make: Callable[[], Strategy], cut: int, steps: int) -> bool:
         train(before, range(cut))
         # As the checkpoint does it: the first worker's for all, then each one's own.
         after.replica.model.load_state_dict(before.replica.model.state_dict())
-        after.load_optimizer_state(before.optimizer_state())
+        after.checkpoint.load_optimizer_state_dict(before.checkpoint.optimizer_state_dict())
         after.load_state_dict(before.state_dict())
         train(after, range(cut, steps))
         for strategy in (whole, after):

@@ -15,6 +15,7 @@ from paceline.errors import UsageError
 from paceline.launch import environment
 from paceline.launch.launcher import check_strategy
 from paceline.launch.worker import connection
+from paceline.strategies.strategy import ServerStrategy
 from paceline.training.device import choose_device
 from paceline.training.session import Session
 
@@ -48,7 +49,7 @@ def join(
         }
     )
     chosen = check_strategy(config)
-    if not chosen.synchronous or chosen.server_nodes(place.nnodes):
+    if isinstance(chosen, ServerStrategy):
         raise UsageError(
             f"strategy {strategy}: is not for loops of one's own, whose workers go in step:"
             " choose another, or train with `paceline train`"

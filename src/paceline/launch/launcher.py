@@ -23,7 +23,7 @@ from paceline.models import MODELS
 from paceline.records import RunFolder
 from paceline.strategies import STRATEGIES
 from paceline.strategies.options import create_strategy
-from paceline.strategies.strategy import Strategy
+from paceline.strategies.strategy import ServerStrategy, Strategy
 from paceline.training.checkpoint import iterations
 
 
@@ -160,7 +160,7 @@ def launch_local(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> R
         from paceline.launch.elastic import run as elastic
 
         return elastic.run(config, resumed, quiet)
-    if config.workers == 1 and not strategy.server_nodes(config.nnodes):
+    if config.workers == 1 and not isinstance(strategy, ServerStrategy):
         return alone.run(config, resumed, quiet)
     return node.run(config, resumed, quiet)
 

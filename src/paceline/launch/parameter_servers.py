@@ -38,6 +38,7 @@ from paceline.strategies.options import create_strategy
 from paceline.strategies.parameter_server.connection import Pair
 from paceline.strategies.parameter_server.heartbeat import Address, Heartbeats
 from paceline.strategies.parameter_server.protocol import SERVER, WORKER
+from paceline.strategies.strategy import ServerStrategy
 from paceline.training.device import computing
 from paceline.training.optimizer import build_optimizer
 from paceline.training.rank_report import explain
@@ -48,7 +49,7 @@ LEAVING_SECONDS = 3.0
 
 def server_ranks(config: RunConfig, node: int) -> list[int]:
     """The ranks of the servers that run on a node; none unless the strategy has servers."""
-    nodes = create_strategy(config.strategy, config.options).server_nodes(config.nnodes)
+    nodes = _server_nodes(config, config.nnodes)
     return [config.workers + number for number, where in enumerate(nodes) if where == node]
 
 
@@ -88,6 +89,7 @@ def serve(config: RunConfig, place: RankInfo) -> None:
     """Meet the workers, and serve them until all have left."""
     with computing(config), _pairs_with_workers(config, place) as workers:
         strategy = create_strategy(config.strategy, config.options)
+        assert isinstance(strategy, ServerStrategy)
         number = place.rank - place.world_size
         strategy.serve(number, workers, lambda weights: build_optimizer(config, [weights]))
         for rank, pair in enumerate(workers):
@@ -129,7 +131,12 @@ def _pairs_with_workers(config: RunConfig, place: RankInfo) -> Iterator[Sequence
 
 
 def _server_count(config: RunConfig, place: RankInfo) -> int:
-    return len(create_strategy(config.strategy, config.options).server_nodes(place.nnodes))
+    return len(_server_nodes(config, place.nnodes))
+
+
+def _server_nodes(config: RunConfig, nnodes: int) -> list[int]:
+    strategy = create_strategy(config.strategy, config.options)
+    return strategy.server_nodes(nnodes) if isinstance(strategy, ServerStrategy) else []
 
 
 def _meeting(config: RunConfig, place: RankInfo) -> Rendezvous:

@@ -6,7 +6,7 @@ import dataclasses
 
 from paceline.config import RunConfig
 from paceline.errors import ConfigError
-from paceline.strategies.strategy import Strategy
+from paceline.strategies.strategy import ServerStrategy, Strategy
 
 
 def check_elastic(config: RunConfig, strategy: Strategy) -> None:
@@ -50,7 +50,7 @@ def _of_strategy(
             f"--strategy {config.strategy}: trains {strategy.max_world_size} worker, and --elastic"
             f" {config.elastic} may have {largest}: choose another with `paceline list strategies`"
         ]
-    if strategy.server_nodes(1):
+    if isinstance(strategy, ServerStrategy):
         return [
             f"--strategy {config.strategy}: its servers cannot be dealt to nodes that come and go:"
             " choose another with --elastic"

@@ -18,7 +18,7 @@ STRATEGIES: Registry[type[Strategy]] = Registry("strategy")
 _AVERAGING = "paceline.strategies.gradient_averaging:GradientAveraging"
 
 STRATEGIES.register(
-    "single", "paceline.strategies.strategy:Single", "one worker, nothing to keep in step"
+    "single", "paceline.strategies.strategy:SingleProcess", "one worker, nothing to keep in step"
 )
 STRATEGIES.register(
     "gather_scatter",
@@ -53,7 +53,7 @@ STRATEGIES.register(
 STRATEGIES.register("ddp", "paceline.strategies.ddp:Ddp", "PyTorch's own DistributedDataParallel")
 STRATEGIES.register(
     "shared",
-    "paceline.strategies.shared.strategy:Shared",
+    "paceline.strategies.shared.strategy:SharedWeights",
     "one copy of the weights per host, in memory that its workers share",
 )
 STRATEGIES.register(

@@ -1,6 +1,7 @@
-"""Optimizer state in parts and as a whole: how checkpoints come to fit any number of workers.
+"""Model and optimizer state in checkpoints, in the layout of a single process.
 
-A state holds tensors as large as the weight, and scalars such as the number of steps.
+A checkpoint can therefore be resumed with another strategy or number of workers. `gather_shards`
+and `cut_shard` convert between the state of a whole optimizer and the state of its shards.
 """
 
 from __future__ import annotations
@@ -14,53 +15,81 @@ from torch import Tensor, nn
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.objects import gather_bytes, gather_json
+from paceline.strategies.replica import Replica
 
 KIND = "parameters"
 
+
+class CheckpointState:
+    """State of replicas that are equal on all ranks; strategies with other layouts subclass it."""
+
+    has_full_weights: bool = True
+    """Whether `replica.model` holds all of its weights at the moment."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica = replica
+
+    def model_state_dict(self) -> dict[str, Any]:
+        """Return the weights and buffers of the whole model. Collective."""
+        return self.replica.model.state_dict()
+
+    def load_model_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `model_state_dict` returned, under any strategy; same state on every rank."""
+        self.replica.model.load_state_dict(state)
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state; only rank 0's is complete. Collective."""
+        return self.replica.optimizer.state_dict()
+
+    def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state as rank 0's `optimizer_state_dict` returned it; same on every rank."""
+        self.replica.optimizer.load_state_dict(state)
+
+
 SCALARS = ("step", "eta", "mu", "mu_product")
-"""What torch's optimizers keep once for a whole weight."""
+"""Optimizer state that exists once per weight rather than per element."""
 
 
 @dataclass(frozen=True, slots=True)
-class PieceState:
-    """Of some neighbouring elements of a weight."""
+class ShardState:
+    """Optimizer state of contiguous elements of one weight."""
 
     weight: int
     begin: int
-    """The first element, in the order of the weight's memory."""
+    """Index of the first element, in memory order."""
     values: dict[str, Any]
-    """What the optimizer keeps; tensors of elements are flat."""
+    """By the optimizer's names; per-element tensors are flat."""
 
 
-def gather(
-    communicator: Communicator, weights: Sequence[nn.Parameter], pieces: Sequence[PieceState]
+def gather_shards(
+    communicator: Communicator, weights: Sequence[nn.Parameter], shards: Sequence[ShardState]
 ) -> dict[int, dict[str, Any]]:
-    """The state of each weight, by its number, on rank 0; elsewhere nothing. Collective."""
-    tables = gather_json(communicator, [_describe(piece) for piece in pieces])
-    payloads = gather_bytes(communicator, _pack(pieces), KIND)
+    """Return the state of each weight by index on rank 0, an empty dict elsewhere. Collective."""
+    tables = gather_json(communicator, [_describe(shard) for shard in shards])
+    payloads = gather_bytes(communicator, _pack(shards), KIND)
     whole: dict[int, dict[str, Any]] = {}
     for table, payload in zip(tables or [], payloads or [], strict=True):
         position = 0
-        for piece in table:
-            state = whole.setdefault(piece["weight"], {}) if piece["order"] else {}
-            weight = weights[piece["weight"]]
-            for name in piece["order"]:
-                if name in piece["scalars"]:
-                    state[name] = _scalar(piece["scalars"][name])
+        for shard in table:
+            state = whole.setdefault(shard["weight"], {}) if shard["order"] else {}
+            weight = weights[shard["weight"]]
+            for name in shard["order"]:
+                if name in shard["scalars"]:
+                    state[name] = _scalar(shard["scalars"][name])
                     continue
-                dtype_name, elements = piece["tensors"][name]
+                dtype_name, count = shard["tensors"][name]
                 dtype = getattr(torch, dtype_name)
-                size = elements * dtype.itemsize
-                part = payload[position : position + size].clone().view(dtype)
-                position += size
+                size_bytes = count * dtype.itemsize
+                values = payload[position : position + size_bytes].clone().view(dtype)
+                position += size_bytes
                 if name not in state:
-                    state[name] = _memory_of(weight, dtype)
-                _flat(state[name])[piece["begin"] : piece["begin"] + elements] = part
+                    state[name] = _empty_like(weight, dtype)
+                _flat(state[name])[shard["begin"] : shard["begin"] + count] = values
     return whole
 
 
-def cut(state: dict[str, Any], weight: nn.Parameter, part: slice) -> dict[str, Any]:
-    """What belongs to some elements of a weight, those of `part` in the order of its memory."""
+def cut_shard(state: dict[str, Any], weight: nn.Parameter, elements: slice) -> dict[str, Any]:
+    """Return the state of some elements of a weight, given in memory order."""
     values: dict[str, Any] = {}
     for name, value in state.items():
         if not isinstance(value, Tensor):
@@ -70,15 +99,15 @@ def cut(state: dict[str, Any], weight: nn.Parameter, part: slice) -> dict[str, A
         elif value.shape != weight.shape:
             raise ValueError(f"{name} has shape {value.shape}, its weight {weight.shape}")
         else:
-            ordered = _memory_of(weight, value.dtype).copy_(value)
-            values[name] = _flat(ordered)[part].clone()
+            ordered = _empty_like(weight, value.dtype).copy_(value)
+            values[name] = _flat(ordered)[elements].clone()
     return values
 
 
-def _describe(piece: PieceState) -> dict[str, Any]:
+def _describe(shard: ShardState) -> dict[str, Any]:
     scalars: dict[str, Any] = {}
     tensors: dict[str, Any] = {}
-    for name, value in piece.values.items():
+    for name, value in shard.values.items():
         if not isinstance(value, Tensor):
             scalars[name] = [None, value]
         elif value.dim() == 0:
@@ -86,19 +115,19 @@ def _describe(piece: PieceState) -> dict[str, Any]:
         else:
             tensors[name] = [_dtype_name(value), value.numel()]
     return {
-        "weight": piece.weight,
-        "begin": piece.begin,
-        "order": list(piece.values),
+        "weight": shard.weight,
+        "begin": shard.begin,
+        "order": list(shard.values),
         "scalars": scalars,
         "tensors": tensors,
     }
 
 
-def _pack(pieces: Sequence[PieceState]) -> Tensor:
+def _pack(shards: Sequence[ShardState]) -> Tensor:
     tensors = [
         value.detach().cpu().view(torch.uint8)
-        for piece in pieces
-        for value in piece.values.values()
+        for shard in shards
+        for value in shard.values.values()
         if isinstance(value, Tensor) and value.dim()
     ]
     return torch.cat([torch.empty(0, dtype=torch.uint8), *tensors])
@@ -113,11 +142,11 @@ def _scalar(described: list[Any]) -> Any:
     return value if dtype_name is None else torch.tensor(value, dtype=getattr(torch, dtype_name))
 
 
-def _memory_of(weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    """In main memory, with the shape and strides of a weight."""
+def _empty_like(weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    """Return an uninitialized CPU tensor with the shape and strides of a weight."""
     return torch.empty_strided(weight.shape, weight.stride(), dtype=dtype)
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor, in the order of its memory."""
+    """View a dense tensor as one dimension, in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,))

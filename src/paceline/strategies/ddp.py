@@ -32,8 +32,8 @@ from paceline.strategies.gradient_averaging import (
     Underway,
     seconds_under_way,
 )
-from paceline.strategies.replica import Replica, broadcast_model
-from paceline.strategies.strategy import needs_torch
+from paceline.strategies.replica import Replica
+from paceline.strategies.strategy import StepMeter, Strategy, check_uses_torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class _Step:
     transfers: list[CountedTransfer]
 
 
-class ExchangeMeter:
+class ExchangeMeter(StepMeter):
     """Accounts for the exchanges of each step.
 
     DDP waits for its sums inside the backward pass: what came after the last gradient was ready is
@@ -113,17 +113,19 @@ class Ddp(GradientAveraging):
         self._find_unused = find_unused
 
     def check(self, config: RunConfig) -> list[str]:
-        return needs_torch(config)
+        return check_uses_torch(config)
 
     def setup(self, replica: Replica) -> None:
-        self.replica = replica
         self._communicator = replica.communicator
         self._background: CommunicationThread | None = None
-        if self._communicator.world_size == 1:
-            return
-        if not isinstance(self._communicator, TorchCommunicator):
+        is_single = self._communicator.world_size == 1
+        if not is_single and not isinstance(self._communicator, TorchCommunicator):
             raise ConfigError(["--strategy ddp: needs workers that torch.distributed connects"])
-        broadcast_model(replica.model, self._communicator)
+        # Not GradientAveraging.setup: DDP allocates the gradients itself.
+        Strategy.setup(self, replica)
+        if is_single:
+            return
+        assert isinstance(self._communicator, TorchCommunicator)
         self._group: Any = self._communicator.default_process_group()
         if self.exchange.codec:
             self._background = CommunicationThread(self._communicator)
@@ -132,6 +134,7 @@ class Ddp(GradientAveraging):
         # The background thread's transfers are timed by its communicator.
         self._uses_nccl = on_own_gpu and self._background is None
         self._meter = ExchangeMeter(replica, self._timeline, is_nccl=self._uses_nccl)
+        self.meter = self._meter
         self._failed = self._is_rehearsal = False
         # What a codec remembers of the buckets must fit them from the first step to the last.
         self._to_rehearse = self.exchange.codec is not None
@@ -264,12 +267,9 @@ class Ddp(GradientAveraging):
         self.replica.fill_missing_gradients()
         self.replica.update()
 
-    def settle_accounts(self) -> None:
+    def finish(self) -> None:
         if self._communicator.world_size > 1:
             self._meter.settle()
-
-    def finish(self) -> None:
-        self.settle_accounts()
         if self._background is not None:
             # A thread that ends cuts off those who still receive from it.
             self._communicator.barrier().wait()

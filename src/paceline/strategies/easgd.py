@@ -42,9 +42,7 @@ class Easgd(PeriodicSync):
         self._alpha = self._given_alpha or MOVING_RATE / replica.communicator.world_size
         self._centre = self._weights.tensor.clone()
 
-    def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        super().load_optimizer_state(state)
-        # Where nobody's own state can be taken back, all begin at the weights of the checkpoint.
+    def reset_global_weights(self) -> None:
         self._centre.copy_(self._weights.tensor)
 
     def step(self) -> None:

@@ -33,14 +33,15 @@ from paceline.comm.cost import Cost, Network
 from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.config import RunConfig
 from paceline.errors import ConfigError
-from paceline.strategies.replica import Replica, broadcast_model
+from paceline.strategies.replica import Replica
 from paceline.strategies.sharded import (
     ParameterShard,
+    ShardedCheckpointState,
     ShardedOptimizer,
     check_shardable,
     optimizer_weights,
 )
-from paceline.strategies.strategy import ModelShape, Strategy, needs_torch
+from paceline.strategies.strategy import ModelShape, Strategy, check_uses_torch
 
 
 class _Collective:
@@ -118,22 +119,23 @@ class Fsdp(Strategy):
         problems = (
             ["--compile: not with --strategy fsdp; leave one of them out"] if is_split else []
         )
-        return problems + needs_torch(config)
+        return problems + check_uses_torch(config)
 
     def setup(self, replica: Replica) -> None:
-        super().setup(replica)
         if replica.communicator.world_size == 1:
+            super().setup(replica)
             return
         communicator = _check(replica)
-        broadcast_model(replica.model, communicator)
+        super().setup(replica)
         names = {id(weight): name for name, weight in replica.model.named_parameters()}
         trained = [[names[id(weight)] for weight in group] for group in _groups(replica)]
-        self._ordinary = _without_weights(replica)
+        self.unsharded = _without_weights(replica)
         """The model as it was, but for its weights; buffers are the same."""
         self._shard(replica.model, communicator)
-        self.holds_all_weights = False
+        self.checkpoint.has_full_weights = False
         self._is_last_part = True
         self._follow(replica, trained)
+        self.checkpoint = FsdpCheckpointState(self)
         replica.forward = self._forward
 
     def _shard(self, model: nn.Module, communicator: TorchCommunicator) -> None:
@@ -183,7 +185,7 @@ class Fsdp(Strategy):
                 rows = _own_rows(len(weight), workers, rank)
                 begin = rows.start * (weight.numel() // len(weight))
                 self._pieces.append(ParameterShard(number, begin, values))
-        self.own = ShardedOptimizer(replica, weights, self._pieces, replica.communicator)
+        self.optimizer = ShardedOptimizer(replica, weights, self._pieces, replica.communicator)
         self._weights = weights
 
     def _forward(self, inputs: Tensor) -> Tensor:
@@ -214,20 +216,20 @@ class Fsdp(Strategy):
             piece.values.grad = (
                 torch.zeros_like(piece.values) if gradient is None else _local(gradient).view(-1)
             )
-        self.own.update()
+        self.optimizer.update()
         self.replica.clear_gradients()
 
     @contextmanager
     def eval_weights(self) -> Iterator[None]:
         """Workers evaluate different numbers of batches, so the weights are gathered only once."""
-        if self.holds_all_weights:
+        if self.checkpoint.has_full_weights:
             yield
             return
-        with self._gathered():
+        with self.gathered():
             yield
 
     @contextmanager
-    def _gathered(self) -> Iterator[None]:
+    def gathered(self) -> Iterator[None]:
         """Inside, the model has all its weights on every worker. Collective."""
         self._keep_after_forward(True)
         for module in self._modules:
@@ -240,52 +242,15 @@ class Fsdp(Strategy):
             self._keep_after_forward(not self._is_last_part)
 
     def finish(self) -> None:
-        if self.holds_all_weights:
+        if self.checkpoint.has_full_weights:
             return
-        self._ordinary.load_state_dict(self.model_state(), assign=True)
+        self.unsharded.load_state_dict(self.checkpoint.model_state_dict(), assign=True)
         # The model that others hold becomes the ordinary one.
-        self._model.__class__ = type(self._ordinary)
+        self._model.__class__ = type(self.unsharded)
         self._model.__dict__.clear()
-        self._model.__dict__.update(self._ordinary.__dict__)
+        self._model.__dict__.update(self.unsharded.__dict__)
         self.replica.forward = self._model
-        self.holds_all_weights = True
-
-    def model_state(self) -> dict[str, Any]:
-        if self.holds_all_weights:
-            return super().model_state()
-        state = dict(self._ordinary.state_dict())
-        with self._gathered():
-            weights = self._model.named_parameters()
-            state.update((name, weight.detach().clone()) for name, weight in weights)
-        return state
-
-    def load_model_state(self, state: dict[str, Any]) -> None:
-        if self.holds_all_weights:
-            super().load_model_state(state)
-            return
-        places: dict[str, Tensor] = self._ordinary.state_dict()
-        if state.keys() != places.keys():
-            raise ValueError(f"other weights: {', '.join(state.keys() ^ places.keys())}")
-        rank, workers = self.replica.communicator.rank, self.replica.communicator.world_size
-        split = dict(self._model.named_parameters())
-        for name, value in state.items():
-            if value.shape != places[name].shape:
-                raise ValueError(f"{name} has shape {tuple(value.shape)}")
-            if isinstance(split.get(name), DTensor):
-                _local(split[name]).copy_(value[_own_rows(len(value), workers, rank)])
-            else:
-                places[name].copy_(value)
-
-    def optimizer_state(self) -> dict[str, Any]:
-        if self.replica.communicator.world_size == 1:
-            return super().optimizer_state()
-        return self.own.state()
-
-    def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        if self.replica.communicator.world_size == 1:
-            super().load_optimizer_state(state)
-        else:
-            self.own.load_state(state)
+        self.checkpoint.has_full_weights = True
 
     def cost(self, shape: ModelShape, network: Network) -> Cost:
         """Two all-gathers and a reduce-scatter of every tensor, each as a ring's half.
@@ -297,6 +262,41 @@ class Fsdp(Strategy):
         moved = steps * shape.gradient_bytes / shape.workers
         messages = steps * len(shape.tensor_bytes)
         return Cost(network.seconds(messages, moved, moved / 3), moved, messages)
+
+
+class FsdpCheckpointState(ShardedCheckpointState):
+    """Gathers the model's weights; rank 0 gathers the optimizer's state."""
+
+    def __init__(self, strategy: Fsdp) -> None:
+        super().__init__(strategy.replica, strategy.optimizer)
+        self._strategy = strategy
+        self.has_full_weights = False
+
+    def model_state_dict(self) -> dict[str, Any]:
+        if self.has_full_weights:
+            return super().model_state_dict()
+        state = dict(self._strategy.unsharded.state_dict())
+        with self._strategy.gathered():
+            weights = self.replica.model.named_parameters()
+            state.update((name, weight.detach().clone()) for name, weight in weights)
+        return state
+
+    def load_model_state_dict(self, state: dict[str, Any]) -> None:
+        if self.has_full_weights:
+            super().load_model_state_dict(state)
+            return
+        expected: dict[str, Tensor] = self._strategy.unsharded.state_dict()
+        if state.keys() != expected.keys():
+            raise ValueError(f"other weights: {', '.join(state.keys() ^ expected.keys())}")
+        rank, workers = self.replica.communicator.rank, self.replica.communicator.world_size
+        weights = dict(self.replica.model.named_parameters())
+        for name, value in state.items():
+            if value.shape != expected[name].shape:
+                raise ValueError(f"{name} has shape {tuple(value.shape)}")
+            if isinstance(weights.get(name), DTensor):
+                _local(weights[name]).copy_(value[_own_rows(len(value), workers, rank)])
+            else:
+                expected[name].copy_(value)
 
 
 def _check(replica: Replica) -> TorchCommunicator:

@@ -28,7 +28,7 @@ from paceline.compression.codec import Shapes, State, drive
 from paceline.errors import ConfigError
 from paceline.measure.timeline import Moment, Timeline
 from paceline.strategies.flat_buffer import FlatGradients
-from paceline.strategies.replica import Replica, broadcast_model
+from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import ModelShape, Strategy
 
 KIND = "gradients"
@@ -158,7 +158,6 @@ class GradientAveraging(Strategy):
 
     def setup(self, replica: Replica) -> None:
         super().setup(replica)
-        broadcast_model(replica.model, replica.communicator)
         summed_by = replica.communicator if self.exchange.returns_at_once else None
         self._gradients = FlatGradients(replica.trainable, summed_by)
         replica.flat_gradients = self._gradients.tensor

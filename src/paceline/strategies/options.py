@@ -1,4 +1,4 @@
-"""A strategy by name, with its `-o key=value` options."""
+"""Creates strategies by name, with their `-o key=value` options."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from paceline.config.conversion import convert_options
 from paceline.errors import PacelineError, UserCodeError, error_line
 from paceline.strategies import STRATEGIES
-from paceline.strategies.strategy import Strategy
+from paceline.strategies.strategy import ServerStrategy, Strategy
 
 RENAMED = {
     "refusals": "check",
@@ -17,24 +17,39 @@ RENAMED = {
     "lockstep": "synchronous",
     "equal": "replicas_equal",
     "most_workers": "max_world_size",
+    "holds_all_weights": "checkpoint.has_full_weights",
+    "model_state": "checkpoint.model_state_dict",
+    "load_model_state": "checkpoint.load_model_state_dict",
+    "optimizer_state": "checkpoint.optimizer_state_dict",
+    "load_optimizer_state": "checkpoint.load_optimizer_state_dict",
+    "notes": "meter.take",
+    "account": "meter.summary",
+    "settle_accounts": "meter.settle",
 }
-"""Methods and attributes of strategies by the names that they had before."""
+"""Former names of methods and attributes of strategies."""
 
 
 def create_strategy(name: str, options: Mapping[str, str]) -> Strategy:
-    """Build a registered or a user's own strategy, refusing options that it does not have."""
+    """Create a registered or user-defined strategy; unknown options are errors."""
     chosen = STRATEGIES.load(name)
     if not (isinstance(chosen, type) and issubclass(chosen, Strategy)):
         raise UserCodeError(f"strategy {name!r}: must be a subclass of paceline.Strategy")
-    # Under its former name a method would never be called, and training would be wrong silently.
+    # A method under its former name would never be called: training would be silently wrong.
     former = [each for each in RENAMED if hasattr(chosen, each)]
     if former:
         changes = ", ".join(f"{each} to {RENAMED[each]}" for each in former)
         raise UserCodeError(f"strategy {name!r} uses names of an earlier version: rename {changes}")
     try:
         given = convert_options(f"strategy {name}", chosen, options)
-        return chosen(**{**STRATEGIES.preset(name), **given})
+        strategy = chosen(**{**STRATEGIES.preset(name), **given})
     except PacelineError:
         raise
     except Exception as error:
         raise UserCodeError(f"strategy {name!r} could not be built: {error_line(error)}") from error
+    has_servers = hasattr(strategy, "serve") or not strategy.synchronous
+    if has_servers and not isinstance(strategy, ServerStrategy):
+        raise UserCodeError(
+            f"strategy {name!r}: servers and asynchronous training need a subclass of"
+            " paceline.strategies.strategy.ServerStrategy"
+        )
+    return strategy

@@ -26,7 +26,8 @@ from paceline.errors import RunError
 from paceline.measure.timeline import timeline_of
 from paceline.strategies.flat_buffer import FlatGradients
 from paceline.strategies.gradient_averaging import GradientAveraging, Underway, seconds_under_way
-from paceline.strategies.replica import Replica, broadcast_model
+from paceline.strategies.replica import Replica
+from paceline.strategies.strategy import Strategy
 
 MIB = 2**20
 BETWEEN_MACHINES_MIB, WITHIN_MACHINE_MIB = 4.0, 25.0
@@ -65,8 +66,8 @@ class Overlap(GradientAveraging):
         self._is_given = bucket_mib is not None
 
     def setup(self, replica: Replica) -> None:
-        self.replica = replica
-        broadcast_model(replica.model, replica.communicator)
+        # Not GradientAveraging.setup: buckets need another layout of the gradients.
+        Strategy.setup(self, replica)
         if self._bucket_mib is None:
             self._bucket_mib = BETWEEN_MACHINES_MIB if is_spread(replica) else WITHIN_MACHINE_MIB
         self._line = replica.communicator.dup() if self.exchange.returns_at_once else None

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from paceline.comm import ALGORITHMS
 from paceline.comm.cost import Cost
+from paceline.strategies.checkpoint_state import CheckpointState
 from paceline.strategies.flat_buffer import FlatWeights
-from paceline.strategies.replica import Replica, broadcast_model
+from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import Strategy
 
 
@@ -34,8 +35,8 @@ class PeriodicSync(Strategy):
 
     def setup(self, replica: Replica) -> None:
         super().setup(replica)
-        broadcast_model(replica.model, replica.communicator)
         self._weights = FlatWeights(replica.trainable)
+        self.checkpoint = PeriodicCheckpointState(self)
 
     def backward(self, loss: Tensor) -> None:
         self.replica.backward(loss * self.replica.communicator.world_size)
@@ -43,6 +44,9 @@ class PeriodicSync(Strategy):
     @abstractmethod
     def global_weights(self) -> Tensor:
         """What the replicas agree on, in the layout of the flat weights. Collective."""
+
+    def reset_global_weights(self) -> None:
+        """Restart from this rank's weights, which are equal on all ranks."""
 
     @contextmanager
     def eval_weights(self) -> Iterator[None]:
@@ -62,10 +66,6 @@ class PeriodicSync(Strategy):
             self.algorithm.all_reduce(self.replica.communicator, tensor, kind)
         return tensor
 
-    def model_state(self) -> dict[str, Any]:
-        with self.eval_weights():
-            return {name: value.clone() for name, value in super().model_state().items()}
-
     def state_dict(self) -> dict[str, Any]:
         """While replicas differ, all that is this worker's own: a checkpoint has rank 0's."""
         state: dict[str, Any] = {"steps": self._steps}
@@ -82,6 +82,22 @@ class PeriodicSync(Strategy):
             self.replica.model.load_state_dict(state["model"])
             self.replica.optimizer.load_state_dict(state["optimizer"])
             self.replica.scaler.load_state_dict(state["scaler"])
+
+
+class PeriodicCheckpointState(CheckpointState):
+    """Saves the global weights, which differ from each rank's own between outer steps."""
+
+    def __init__(self, strategy: PeriodicSync) -> None:
+        super().__init__(strategy.replica)
+        self._strategy = strategy
+
+    def model_state_dict(self) -> dict[str, Any]:
+        with self._strategy.eval_weights():
+            return {name: value.clone() for name, value in super().model_state_dict().items()}
+
+    def load_model_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_model_state_dict(state)
+        self._strategy.reset_global_weights()
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -41,10 +41,15 @@ from paceline.comm.buffers import chunk, chunk_begin
 from paceline.comm.communicator import Communicator
 from paceline.comm.cost import Cost, Network
 from paceline.errors import ConfigError
-from paceline.strategies import checkpoint_state
+from paceline.strategies.checkpoint_state import (
+    CheckpointState,
+    ShardState,
+    cut_shard,
+    gather_shards,
+)
 from paceline.strategies.flat_buffer import AlignedMemory, padded_bytes
 from paceline.strategies.optimizer_step import FusedSgdStep, overflow, step_unless_overflown
-from paceline.strategies.replica import Replica, broadcast_model
+from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import ModelShape, Strategy
 
 ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop)
@@ -128,31 +133,29 @@ class ShardedOptimizer:
             factor = (self._replica.clip_norm / (agreed[0].sqrt() + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
 
-    def state(self) -> dict[str, Any]:
-        """As an optimizer of all weights has it, on rank 0; elsewhere no tensors. Collective."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all weights on rank 0, without tensors elsewhere. Collective."""
         settings = self._replica.optimizer.state_dict()["param_groups"]
         tensors = [
-            checkpoint_state.PieceState(
-                piece.weight, piece.begin, self.optimizer.state.get(piece.values, {})
-            )
+            ShardState(piece.weight, piece.begin, self.optimizer.state.get(piece.values, {}))
             for piece in self._pieces
             if piece.values.numel()
         ]
-        whole = checkpoint_state.gather(self._communicator, self._weights, tensors)
+        whole = gather_shards(self._communicator, self._weights, tensors)
         return {"state": whole, "param_groups": settings}
 
     def gather_over(self, communicator: Communicator) -> None:
-        """Let `state` use another one; pieces that several of its workers have are equal."""
+        """Gather `state_dict` over another communicator; its ranks may hold copies of shards."""
         self._communicator = communicator
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take this worker's part of the state of an optimizer of all weights."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load this rank's shards of the state of all weights."""
         self._replica.optimizer.load_state_dict({**state, "state": {}})
         own = self.optimizer.state_dict()
         order = [values for group in self.optimizer.param_groups for values in group["params"]]
         place = {id(values): number for number, values in enumerate(order)}
         own["state"] = {
-            place[id(piece.values)]: checkpoint_state.cut(
+            place[id(piece.values)]: cut_shard(
                 state["state"][piece.weight],
                 self._weights[piece.weight],
                 slice(piece.begin, piece.begin + piece.values.numel()),
@@ -212,12 +215,25 @@ def same_kind(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     return type(optimizer)(groups, **defaults)
 
 
+class ShardedCheckpointState(CheckpointState):
+    """State of ranks that each update a shard of the weights."""
+
+    def __init__(self, replica: Replica, optimizer: ShardedOptimizer) -> None:
+        super().__init__(replica)
+        self._optimizer = optimizer
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        return self._optimizer.state_dict()
+
+    def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state)
+
+
 class Sharded(Strategy):
     def setup(self, replica: Replica) -> None:
-        super().setup(replica)
         check_shardable(replica.optimizer, "sharded")
+        super().setup(replica)
         weights = optimizer_weights(replica.optimizer)
-        broadcast_model(replica.model, replica.communicator)
         rank, workers = replica.communicator.rank, replica.communicator.world_size
         self._weights = AlignedMemory(weights, workers)
         self._gradients = AlignedMemory(weights, workers)
@@ -226,13 +242,14 @@ class Sharded(Strategy):
             weight.grad = self._gradients.views[number] if weight.requires_grad else None
         replica.flat_gradients = self._gradients.tensor
         pieces = pieces_of_chunk(weights, self._weights, self._gradients, rank, workers)
-        self.own = ShardedOptimizer(replica, weights, pieces, replica.communicator)
+        self.optimizer = ShardedOptimizer(replica, weights, pieces, replica.communicator)
+        self.checkpoint = ShardedCheckpointState(replica, self.optimizer)
 
     def step(self) -> None:
         replica, communicator = self.replica, self.replica.communicator
         with replica.exposed_communication():
             communicator.reduce_scatter(self._gradients.tensor, "gradients").wait()
-        self.own.update()
+        self.optimizer.update()
         with replica.exposed_communication():
             communicator.all_gather(self._weights.tensor, "parameters").wait()
         replica.clock.enter("update")
@@ -242,9 +259,3 @@ class Sharded(Strategy):
         """Of a ring's two halves; clipping and fp16 add an all-reduce of two numbers."""
         size_bytes = padded_bytes(shape.tensor_bytes, shape.workers)
         return Ring().cost(shape.workers, size_bytes, network)
-
-    def optimizer_state(self) -> dict[str, Any]:
-        return self.own.state()
-
-    def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        self.own.load_state(state)

@@ -1,17 +1,18 @@
-"""The contract of a strategy, small enough to write your own in a page.
+"""The strategy contract: how ranks keep their replicas of a model synchronized.
 
-For each update the loop calls `backward` once for every part of the worker's batch, then `step`.
-Losses are weighted so that the *sum* of all workers' gradients is the gradient of the mean loss
-over the whole global batch, however unequal the workers' shares are.
-
-One worker: the yardstick that every other strategy is compared with."""
+For each step the training loop calls `backward` once per microbatch, then `step`. Losses are
+weighted so that the *sum* of all ranks' gradients is the gradient of the mean loss over the global
+batch, even if ranks compute unequal fractions of it.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from functools import cached_property
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,181 +20,196 @@ from torch.optim import Optimizer
 from paceline.comm.communicator import Communicator
 from paceline.comm.cost import Cost, Network
 from paceline.config import RunConfig
-from paceline.strategies.replica import Replica
+from paceline.strategies.checkpoint_state import CheckpointState
+from paceline.strategies.replica import Replica, broadcast_model
 
 
-def needs_torch(config: RunConfig) -> list[str]:
-    """The refusal of strategies that use torch.distributed's own process group."""
-    if config.communicator == "torch":
+class StepMeter:
+    """Measurements that a strategy adds to the records of a run; all methods are optional."""
+
+    def take(self) -> dict[str, list[int]]:
+        """Return values for the events file since the last call: one per step and key."""
+        return {}
+
+    def summary(self) -> dict[str, Any]:
+        """Return entries for this rank's part of result.json."""
+        return {}
+
+    def settle(self) -> None:
+        """Account for every completed step, before phase times are read. Not collective.
+
+        For strategies that learn the duration of a transfer only after its step.
+        """
+
+
+class Strategy:
+    """Base class of synchronous strategies; on its own it trains a single process.
+
+    The keyword arguments of a subclass's constructor are its `-o key=value` options, converted to
+    the annotated types.
+    """
+
+    synchronous: bool = True
+    """Whether all ranks compute the same iteration at the same time."""
+    replicas_equal: bool = True
+    """Whether all ranks hold the same weights after every step."""
+    max_world_size: ClassVar[int | None] = None
+    """The largest supported number of workers; None means no limit."""
+    capturable: bool = False
+    """Whether a training step can be captured in a CUDA graph."""
+
+    replica: Replica
+    """This rank's model and optimizer; set by `setup`."""
+    meter: StepMeter | None = None
+    """Additional measurements of each step, if any."""
+
+    @cached_property
+    def checkpoint(self) -> CheckpointState:
+        """Saves and loads model and optimizer; subclasses may assign another one in `setup`."""
+        return CheckpointState(self.replica)
+
+    def check(self, config: RunConfig) -> list[str]:
+        """Return one line per unsupported setting, saying what to change.
+
+        Called before any process starts.
+        """
         return []
-    return [
-        f"--communicator {config.communicator}: strategy {config.strategy} can only use torch:"
-        " take that, or another --strategy"
-    ]
+
+    def setup(self, replica: Replica) -> None:
+        """Prepare training: start all ranks from rank 0's model. Called once; collective."""
+        self.replica = replica
+        broadcast_model(replica.model, replica.communicator)
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass.
+
+        It may start communicating if `replica.is_last_microbatch` is set.
+        """
+        self.replica.backward(loss)
+
+    def step(self) -> None:
+        """Synchronize gradients and update the weights."""
+        self.replica.fill_missing_gradients()
+        self.replica.update()
+
+    def finish(self) -> None:
+        """End training: leave the final weights on every rank. Called once; collective."""
+
+    @contextmanager
+    def eval_weights(self) -> Iterator[None]:
+        """Hold the weights to evaluate in the model inside the block. Collective.
+
+        If replicas differ between synchronizations, these are their mean or the center weights.
+        """
+        yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank that `checkpoint` does not cover.
+
+        Values are tensors, numbers, strings, and lists and dicts of them.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` returned on this rank."""
+
+
+class SingleProcess(Strategy):
+    """Trains one process; the baseline for all other strategies."""
+
+    max_world_size: ClassVar[int | None] = 1
+
+    def cost(self, shape: ModelShape, network: Network) -> Cost:
+        return Cost(seconds=0.0, bytes_sent=0, messages=0)
+
+
+Action = Literal["train", "checkpoint", "stop", "end"]
+ACTIONS: tuple[Action, ...] = get_args(Action)
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The next work of a rank: compute its part of a global batch.
+
+    The actions `checkpoint`, `stop` and `end` are collective: all ranks get the same one. Action
+    `checkpoint` writes a checkpoint before computing; `stop` and `end` compute nothing.
+    """
+
+    iteration: int
+    part: int
+    """Index of the part of the batch; a batch has as many parts as there are workers."""
+    action: Action = "train"
+
+
+@dataclass(frozen=True, slots=True)
+class AssignmentRequest:
+    """A rank's request for its next assignment."""
+
+    first: int
+    """The iteration that this run started or resumed from."""
+    total: int
+    """Number of iterations of the whole run."""
+    checkpoint_every: int
+    """Iterations between checkpoints; 0 means never."""
+    stop: bool
+    """Whether this rank was asked to stop."""
+    finish: bool = False
+    """Whether this rank has reached the target accuracy, which completes the run."""
+
+
+MakeOptimizer = Callable[[nn.Parameter], Optimizer]
+"""Builds the configured optimizer for one tensor."""
+
+
+class ServerStrategy(Strategy, ABC):
+    """Base class of strategies with server processes; may set `synchronous = False`."""
+
+    @abstractmethod
+    def server_nodes(self, nnodes: int) -> list[int]:
+        """Return the node rank of each server process."""
+
+    @abstractmethod
+    def serve(
+        self, index: int, workers: Sequence[Communicator], make_optimizer: MakeOptimizer
+    ) -> None:
+        """Run server `index` until all workers have disconnected.
+
+        `workers` holds one two-rank communicator per worker, by rank; the server is rank 0 in each.
+        """
+
+    @abstractmethod
+    def next_assignment(self, request: AssignmentRequest) -> Assignment:
+        """Return this rank's next assignment; the model then holds the weights to start from.
+
+        Called only if `synchronous` is false.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What the cost of a strategy depends on besides the network."""
+    """The properties of a job that the cost of a strategy depends on."""
 
     workers: int
     tensor_bytes: tuple[int, ...]
-    """Of each trainable tensor, in the model's order."""
+    """Size of each trainable tensor, in the model's order."""
 
     @property
     def gradient_bytes(self) -> int:
         return sum(self.tensor_bytes)
 
 
-MakeOptimizer = Callable[[nn.Parameter], Optimizer]
-"""The optimizer of a run's config, for a tensor."""
-
-Call = Literal["train", "meet", "stop", "end"]
-CALLS: tuple[Call, ...] = get_args(Call)
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """What a worker does next: compute its part of a global batch.
-
-    First it may have to meet all others (`meet`), which is the time for a checkpoint. Or nothing is
-    left to compute, because a worker was asked to `stop` or since it is the `end`. All workers get
-    one of these three calls together, so that they enter the same collectives.
-    """
-
-    iteration: int
-    part: int
-    """Which of the parts of the batch, of which there are as many as workers."""
-    call: Call = "train"
-
-
-@dataclass(frozen=True, slots=True)
-class AssignmentRequest:
-    """What a worker out of lockstep says when it claims its next turn."""
-
-    first: int
-    """The iteration that this run began or was resumed with."""
-    total: int
-    """Iterations of the whole run."""
-    checkpoint_every: int
-    """Iterations from one meeting of all workers to the next; 0: never."""
-    stop: bool
-    """Whether this worker was asked to stop."""
-    finish: bool = False
-    """Whether this worker has reached the target accuracy, so that the run is complete."""
-
-
-class Strategy:
-    """How replicas are kept in step; this base trains alone.
-
-    `options` are the user's `-o key=value`, already converted to the types of the constructor's
-    keyword arguments.
-    """
-
-    synchronous: bool = True
-    """Whether all workers do the same iteration at a time, so that they can meet between two."""
-    replicas_equal: bool = True
-    """Whether all workers hold the same weights after every step."""
-    max_world_size: ClassVar[int | None] = None
-    """The largest number of workers it can keep in step, where there is a limit."""
-
-    holds_all_weights: bool = True
-    """Whether `replica.model` has all of its weights here, now; some only have a part of them."""
-
-    replica: Replica
-
-    def check(self, config: RunConfig) -> list[str]:
-        """Which of a run's settings it cannot serve: a line for each that says what to change.
-
-        Asked before any process starts.
-        """
-        return []
-
-    def setup(self, replica: Replica) -> None:
-        """Called once, before training: bring all replicas to the same state, install hooks."""
-        self.replica = replica
-
-    def backward(self, loss: Tensor) -> None:
-        """The backward pass; it may already communicate when `replica.last_part` is set."""
-        self.replica.backward(loss)
-
-    def step(self) -> None:
-        """Synchronize, and update the weights."""
-        self.replica.fill_missing_gradients()
-        self.replica.update()
-
-    def settle_accounts(self) -> None:
-        """Called before times are read: account for every step that has ended.
-
-        For strategies that learn only later how long an exchange took. Not collective.
-        """
-
-    def finish(self) -> None:
-        """Called once, after training: afterwards every replica holds all of the final weights."""
-
-    @contextmanager
-    def eval_weights(self) -> Iterator[None]:
-        """Inside, the model holds what the workers agree on, to be evaluated. Collective.
-
-        Where replicas differ between their exchanges that is their mean, or the centre's weights.
-        """
-        yield
-
-    def next_assignment(self, terms: AssignmentRequest) -> Assignment:
-        """Out of lockstep: what this worker does next; the model then has the weights for it."""
-        raise NotImplementedError
-
-    def server_nodes(self, nnodes: int) -> list[int]:
-        """On which node each of the server processes is to run that this strategy needs."""
-        return []
-
-    def serve(
-        self, number: int, workers: Sequence[Communicator], make_optimizer: MakeOptimizer
-    ) -> None:
-        """What server `number` does until its workers have left.
-
-        `workers` are its connections to them, by rank: pairs in which the server is rank 0.
-        """
-        raise NotImplementedError
-
-    def notes(self) -> dict[str, list[int]]:
-        """What to write beside the iterations since the last time: one number for each of them."""
-        return {}
-
-    def account(self) -> dict[str, Any]:
-        """What it has to tell in the worker's part of the result."""
-        return {}
+class CostModel(Protocol):
+    """Implemented by strategies whose communication cost can be predicted."""
 
     def cost(self, shape: ModelShape, network: Network) -> Cost:
-        """What keeping in step should cost an update, beyond computing; planning uses it."""
-        raise NotImplementedError
-
-    def model_state(self) -> dict[str, Any]:
-        """Weights and buffers of the whole model, as it has them alone. Collective."""
-        return self.replica.model.state_dict()
-
-    def load_model_state(self, state: dict[str, Any]) -> None:
-        """Take what `model_state` gave, under whatever strategy. Every worker is given the same."""
-        self.replica.model.load_state_dict(state)
-
-    def optimizer_state(self) -> dict[str, Any]:
-        """The optimizer's state as one that trains alone has it. Collective; rank 0's counts."""
-        return self.replica.optimizer.state_dict()
-
-    def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Take the state of an optimizer that trained alone. Every worker is given the same."""
-        self.replica.optimizer.load_state_dict(state)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What else this worker must remember: tensors, numbers, strings; each has its own."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave on this rank."""
+        """Return the predicted communication cost of one step."""
 
 
-class Single(Strategy):
-    max_world_size: ClassVar[int | None] = 1
-
-    def cost(self, shape: ModelShape, network: Network) -> Cost:
-        return Cost(seconds=0.0, bytes_sent=0, messages=0)
+def check_uses_torch(config: RunConfig) -> list[str]:
+    """Return an error line unless the run uses torch.distributed's process group."""
+    if config.communicator == "torch":
+        return []
+    return [
+        f"--communicator {config.communicator}: strategy {config.strategy} requires torch;"
+        " use --communicator torch or another --strategy"
+    ]

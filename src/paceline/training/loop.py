@@ -15,7 +15,12 @@ from paceline.data.pipeline import InputPipeline
 from paceline.errors import AgreedStopError, DivergedError
 from paceline.measure.trace import Tracer
 from paceline.strategies.replica import Replica, agree_on_buffers
-from paceline.strategies.strategy import Assignment, AssignmentRequest, Strategy
+from paceline.strategies.strategy import (
+    Assignment,
+    AssignmentRequest,
+    ServerStrategy,
+    Strategy,
+)
 from paceline.training.coordination import StepCoordinator
 from paceline.training.evaluation import evaluate
 from paceline.training.run_logger import RunLogger
@@ -84,7 +89,8 @@ class TrainingLoop:
         self._total = config.iterations_in_total(self._per_epoch)
         self._rank = replica.communicator.rank
         self._first = self._iteration_before = progress.iteration
-        journal.notes = strategy.notes
+        if strategy.meter is not None:
+            journal.notes = strategy.meter.take
         journal.take_iteration_seconds = replica.clock.take_laps
         journal.phase_seconds = lambda: replica.clock.seconds
         self._coordinator = StepCoordinator(config, strategy, replica)
@@ -109,7 +115,7 @@ class TrainingLoop:
             turn = self._next_turn()
             if turn is None:
                 break
-            if turn.call == "meet":
+            if turn.action == "checkpoint":
                 clock.enter("other")
                 self._steady.leave_out()
                 self.checkpoint()
@@ -126,12 +132,16 @@ class TrainingLoop:
             )
             if progress.iteration < self._total:
                 self._between_iterations(end - begin, samples)
-                self._steady.first_done(self.strategy.settle_accounts)
+                self._steady.first_done(self._settle_meter)
         self._finish()
 
     def clock_offset_seconds(self, moment: float) -> float:
         """What to add to a moment of this worker's clock to get the first worker's."""
         return self._coordinator.clock_offset.at(moment)
+
+    def _settle_meter(self) -> None:
+        if self.strategy.meter is not None:
+            self.strategy.meter.settle()
 
     def _next_turn(self) -> Assignment | None:
         """None: there is nothing left to do."""
@@ -142,18 +152,21 @@ class TrainingLoop:
             return None if is_over else Assignment(progress.iteration, self._rank)
         # Rank 0 alone may know that the target is reached: all workers are told in their claims.
         stop = self.stop_requested is not None
-        meet_every = self._cadence(self.config.checkpoint_every) if self._checkpoint else 0
-        terms = AssignmentRequest(self._first, self._total, meet_every, stop, finish=is_at_target)
+        checkpoint_every = self._cadence(self.config.checkpoint_every) if self._checkpoint else 0
+        terms = AssignmentRequest(
+            self._first, self._total, checkpoint_every, stop, finish=is_at_target
+        )
+        assert isinstance(self.strategy, ServerStrategy)
         turn = self.strategy.next_assignment(terms)
-        if turn.call != "train":
+        if turn.action != "train":
             progress.iteration = turn.iteration
-        if turn.call == "stop":
+        if turn.action == "stop":
             self._stop()
-        return turn if turn.call in ("train", "meet") else None
+        return turn if turn.action in ("train", "checkpoint") else None
 
     def _finish(self) -> None:
         self._journal.flush()
-        self.strategy.settle_accounts()
+        self._settle_meter()
         self._coordinator.settle()
         if self.strategy.synchronous:
             self._steady.end()
@@ -209,7 +222,7 @@ class TrainingLoop:
         self._journal.flush()
         if alone and self._rank:
             return
-        self.strategy.settle_accounts()
+        self._settle_meter()
         trained_seconds = self._trained_seconds()
         together = None if alone else self.replica.communicator
         with (
@@ -264,7 +277,7 @@ class TrainingLoop:
         """Write a checkpoint now; never one of a model that has diverged already."""
         assert self._checkpoint is not None
         self._journal.flush()
-        self.strategy.settle_accounts()
+        self._settle_meter()
         self.progress.trained_seconds = self._trained_seconds()
         with self._steady.outside(), self._clock.during("checkpoint"):
             self._checkpoint()

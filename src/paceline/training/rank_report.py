@@ -173,7 +173,7 @@ def account_of(
         "after_first": after_first
         and {"iterations": max(0, len(iteration_seconds) - 1), **after_first},
         "traffic": replica.communicator.traffic.to_dict(),
-        **strategy.account(),
+        **(strategy.meter.summary() if strategy.meter is not None else {}),
     }
 
 

@@ -29,8 +29,8 @@ def gather(
     Rank 0 gets it, as plain values; the others get None.
     """
     communicator = replica.communicator
-    model = strategy.model_state()
-    optimizer = strategy.optimizer_state()
+    model = strategy.checkpoint.model_state_dict()
+    optimizer = strategy.checkpoint.optimizer_state_dict()
     strategies = gather_bytes(communicator, _pack(strategy.state_dict()), "control")
     owns = gather_bytes(communicator, _pack(_own_state(replica)), "control")
     workers = gather_json(
@@ -55,8 +55,8 @@ def restore(
     """Put a gathered state back, so that the next iteration is the one that would have followed."""
     communicator = replica.communicator
     try:
-        strategy.load_model_state(state["model"])
-        strategy.load_optimizer_state(state["optimizer"])
+        strategy.checkpoint.load_model_state_dict(state["model"])
+        strategy.checkpoint.load_optimizer_state_dict(state["optimizer"])
         replica.scaler.load_state_dict(state["scaler"])
         _restore_strategy(state["strategies"], strategy, communicator)
         restore_random_state(state["random"], _device(replica), communicator.rank)

@@ -115,18 +115,22 @@ class Session:
         seconds = self._clock.end_step("other") - batches.dealt
         self._samples += batches.own_samples
         self._teamwork.after_step(seconds, batches.own_samples, stop=False)
-        self._steady.first_done(self._strategy.settle_accounts)
+        self._steady.first_done(self._settle_meter)
 
     def finish(self) -> None:
         """Leave the final weights on every worker; `join` calls it at its end. Collective."""
         if self._replica is None:
             return
-        self._strategy.settle_accounts()
+        self._settle_meter()
         self._teamwork.settle()
         self._steady.end()
         with self._clock.during("exchange"):
             self._strategy.finish()
             agree_on_buffers(self._replica.model, self.communicator, self._config.buffers)
+
+    def _settle_meter(self) -> None:
+        if self._strategy.meter is not None:
+            self._strategy.meter.settle()
 
     def account(self) -> dict[str, Any]:
         """Where this worker's time went and what it sent, as in the `workers` of a result.json.

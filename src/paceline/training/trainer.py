@@ -354,7 +354,9 @@ class Trainer:
 
     def report(self, status: str, cause: str | None, exit_code: int) -> RankReport:
         store = self.team.store
-        is_whole = self.prepared.strategy.holds_all_weights
+        # A strategy whose setup failed may have none.
+        layout = getattr(self.prepared.strategy, "checkpoint", None)
+        is_whole = layout is None or layout.has_full_weights
         sha = weights_sha256(self.replica.model.state_dict()) if is_whole else None
         per_switch = self.clock.seconds_per_switch()
         if store:

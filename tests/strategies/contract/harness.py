@@ -24,7 +24,7 @@ from paceline.strategies.ddp import Ddp
 from paceline.strategies.gradient_averaging import GradientAveraging
 from paceline.strategies.options import create_strategy
 from paceline.strategies.replica import Replica
-from paceline.strategies.strategy import Strategy
+from paceline.strategies.strategy import ServerStrategy, Strategy
 from tests.strategies.contract.exact import ExactModel, exact_batch
 from tests.support.worker_pool import WorkerPool
 
@@ -152,7 +152,7 @@ def train_step(strategy: Strategy, step: int, samples: int, task: Task) -> None:
 def weights_of(strategy: Strategy) -> Tensor:
     """All weights, one after the other. Collective."""
     names = [name for name, _ in strategy.replica.model.named_parameters()]
-    state = strategy.model_state()
+    state = strategy.checkpoint.model_state_dict()
     return torch.cat([state[name].flatten() for name in names])
 
 
@@ -176,7 +176,7 @@ def run_team(pool: WorkerPool, world_size: int, function: Any, name: str, task: 
     strategy = create_strategy(name, {})
     for refusal in strategy.check(RunConfig(precision="fp16" if task.loss_scale else "fp32")):
         pytest.skip(refusal)
-    if strategy.server_nodes(1):
+    if isinstance(strategy, ServerStrategy):
         return _run_with_servers(world_size, function, name, task)
     if world_size == 1:
         return in_process.run(1, lambda communicator: function(Seat(communicator), name, task))
@@ -188,14 +188,15 @@ def _sit_down(communicator: Communicator, function: Any, name: str, task: Any) -
 
 
 def _run_with_servers(world_size: int, function: Any, name: str, task: Any) -> list[Any]:
-    pairs = [
-        [InProcessGroup(2) for _ in range(world_size)]
-        for _ in create_strategy(name, {}).server_nodes(1)
-    ]
+    strategy = create_strategy(name, {})
+    assert isinstance(strategy, ServerStrategy)
+    nodes = strategy.server_nodes(1)
+    pairs = [[InProcessGroup(2) for _ in range(world_size)] for _ in nodes]
 
     def serve(number: int) -> None:
         ends = [hub.communicators[0] for hub in pairs[number]]
         strategy = create_strategy(name, {})
+        assert isinstance(strategy, ServerStrategy)
         strategy.serve(number, ends, lambda weight: make_optimizer([weight], task))
 
     def work(communicator: Communicator) -> Any:

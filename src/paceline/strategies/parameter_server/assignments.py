@@ -25,10 +25,10 @@ from time import perf_counter
 from typing import Any
 
 from paceline.errors import PeerError
-from paceline.strategies.strategy import Assignment, AssignmentRequest, Call
+from paceline.strategies.strategy import Action, Assignment, AssignmentRequest, StepMeter
 
 
-class Staleness:
+class StalenessMeter(StepMeter):
     """`ahead`: iterations between an update's batch and the one that the slowest worker was at when
     it was begun. `behind`: updates by others between reading the weights and applying it."""
 
@@ -43,14 +43,13 @@ class Staleness:
             if name in self._counts:
                 self._counts[name][value] += 1
 
-    def take_news(self) -> dict[str, list[int]]:
-        """What was noted since the last time: lists with one number for each update."""
-        news, self._news = self._news, {}
-        return news
+    def take(self) -> dict[str, list[int]]:
+        values, self._news = self._news, {}
+        return values
 
     def summary(self) -> dict[str, Any]:
-        """Mean, largest, and how many updates had which value."""
-        return {
+        """Return mean, maximum and histogram of each measure."""
+        measures = {
             name: {
                 "mean": sum(value * count for value, count in counts.items()) / counts.total(),
                 "max": max(counts),
@@ -59,6 +58,7 @@ class Staleness:
             for name, counts in self._counts.items()
             if counts
         }
+        return {"staleness": measures}
 
     def state_dict(self) -> dict[str, dict[int, int]]:
         return {name: dict(counts) for name, counts in self._counts.items()}
@@ -90,7 +90,7 @@ class AssignmentQueue:
         self._asking: set[int] = set()
         """Workers that wait for the answer to a claim."""
         self._stopping = self._finishing = self._gave_up = False
-        self._last_call: Call | None = None
+        self._last_action: Action | None = None
         """How the run ends, once that is decided; every worker gets this call."""
 
     def next_assignment(self, worker: int, terms: AssignmentRequest) -> QueuedAssignment:
@@ -107,7 +107,7 @@ class AssignmentQueue:
                 self._changed.wait()
             self._asking.discard(worker)
             ahead = turn.iteration - self._slowest()
-            if turn.call in ("train", "meet"):
+            if turn.action in ("train", "checkpoint"):
                 self._busy[worker] = self._next
                 self._next += 1
         return QueuedAssignment(turn, max(0, ahead), perf_counter() - began)
@@ -133,21 +133,21 @@ class AssignmentQueue:
             raise PeerError("a worker is gone")
         batch, part = divmod(self._next, self._workers)
         is_everyone_here = len(self._asking) == self._workers
-        if self._last_call is None and is_everyone_here:
-            self._last_call = self._ending(batch, part, terms)
-        if self._last_call is not None:
-            return Assignment(batch, part, self._last_call)
+        if self._last_action is None and is_everyone_here:
+            self._last_action = self._ending(batch, part, terms)
+        if self._last_action is not None:
+            return Assignment(batch, part, self._last_action)
         if self._ending(batch, part, terms) is not None:
             return None
         if terms.checkpoint_every and batch > terms.first and batch % terms.checkpoint_every == 0:
             # Each worker gets one part of the batch that follows a checkpoint: those who were given
             # theirs first stay in the collective until all others have come to it.
-            return Assignment(batch, part, "meet") if part > 0 or is_everyone_here else None
+            return Assignment(batch, part, "checkpoint") if part > 0 or is_everyone_here else None
         if self._staleness is not None and batch - self._slowest() > self._staleness:
             return None
         return Assignment(batch, part)
 
-    def _ending(self, batch: int, part: int, terms: AssignmentRequest) -> Call | None:
+    def _ending(self, batch: int, part: int, terms: AssignmentRequest) -> Action | None:
         """How the run is to end once all workers are here; None where it goes on."""
         if self._finishing or batch >= terms.total:
             return "end"

@@ -13,7 +13,7 @@ from paceline.comm.work import Work
 from paceline.strategies.parameter_server.assignments import QueuedAssignment
 from paceline.strategies.parameter_server.protocol import DTYPES, NUMBERS, Request, ServerConnection
 from paceline.strategies.parameter_server.server import TENSOR, State, described
-from paceline.strategies.strategy import CALLS, Assignment, AssignmentRequest
+from paceline.strategies.strategy import ACTIONS, Assignment, AssignmentRequest
 
 CLIP_EPSILON = 1e-6
 """As in torch's clip_grad_norm_."""
@@ -82,7 +82,7 @@ class ServerClient:
         call, iteration, part, ahead, waited_seconds, *_ = dealer.receive_numbers()
         dealer.receive(self._weights[0], "parameters")
         self._pull_from(1)
-        turn = Assignment(int(iteration), int(part), CALLS[int(call)])
+        turn = Assignment(int(iteration), int(part), ACTIONS[int(call)])
         return QueuedAssignment(turn, int(ahead), waited_seconds)
 
     def barrier(self) -> None:

@@ -43,8 +43,8 @@ class Request(IntEnum):
     PULL = 3
     """-> the weights."""
     CLAIM = 4
-    """(first, total, meet_every, stop, finish) -> (call, iteration, part, ahead, seconds waited),
-    the weights."""
+    """(first, total, checkpoint_every, stop, finish) -> (action, iteration, part, ahead, seconds
+    waited), the weights."""
     DONE = 5
     """What was claimed is part of the weights at all servers now. No answer."""
     SAVE = 6

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from paceline.errors import PeerError
 from paceline.strategies.parameter_server.assignments import AssignmentQueue
 from paceline.strategies.parameter_server.protocol import DTYPES, Request, ServerConnection
-from paceline.strategies.strategy import CALLS, AssignmentRequest, MakeOptimizer
+from paceline.strategies.strategy import ACTIONS, AssignmentRequest, MakeOptimizer
 
 State = dict[str, Tensor | float | None]
 """Of an optimizer, for one flat tensor: one like the weights, a count, or nothing yet."""
@@ -273,12 +273,12 @@ class Server:
         link.send(copy, "parameters")
 
     def _claim(self, worker: int, link: ServerConnection, numbers: list[float]) -> None:
-        first, total, meet_every, stop, finish = map(int, numbers[:5])
-        terms = AssignmentRequest(first, total, meet_every, bool(stop), bool(finish))
+        first, total, checkpoint_every, stop, finish = map(int, numbers[:5])
+        terms = AssignmentRequest(first, total, checkpoint_every, bool(stop), bool(finish))
         deal = self._dealer.next_assignment(worker, terms)
         turn = deal.turn
-        call = CALLS.index(turn.call)
-        link.send_numbers(call, turn.iteration, turn.part, deal.ahead, deal.waited_seconds)
+        action = ACTIONS.index(turn.action)
+        link.send_numbers(action, turn.iteration, turn.part, deal.ahead, deal.waited_seconds)
         self._pull(worker, link, numbers)
 
     def _save(self, worker: int, link: ServerConnection, numbers: list[float]) -> None:

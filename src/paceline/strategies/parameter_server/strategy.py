@@ -35,22 +35,23 @@ from paceline.comm.cost import Cost, Network
 from paceline.config import RunConfig
 from paceline.config.conversion import check_option
 from paceline.errors import ConfigError
+from paceline.strategies.checkpoint_state import CheckpointState
 from paceline.strategies.flat_buffer import FlatGradients, FlatWeights
-from paceline.strategies.parameter_server.assignments import Staleness
+from paceline.strategies.parameter_server.assignments import StalenessMeter
 from paceline.strategies.parameter_server.client import ServerClient
 from paceline.strategies.parameter_server.protocol import DTYPES, ServerConnection
-from paceline.strategies.parameter_server.server import Server
-from paceline.strategies.replica import Replica, broadcast_model
+from paceline.strategies.parameter_server.server import Server, State
+from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import (
     Assignment,
     AssignmentRequest,
     MakeOptimizer,
     ModelShape,
-    Strategy,
+    ServerStrategy,
 )
 
 
-class ParameterServer(Strategy):
+class ParameterServer(ServerStrategy):
     def __init__(
         self,
         *,
@@ -65,17 +66,18 @@ class ParameterServer(Strategy):
         self.synchronous = self.replicas_equal = mode == "sync"
         self._mode, self._staleness = mode, staleness
         self._server_count, self._place = servers, place
-        self.staleness = Staleness()
+        self.staleness = StalenessMeter()
+        self.meter = None if self.synchronous else self.staleness
 
     def server_nodes(self, nnodes: int) -> list[int]:
         spread = self._place == "spread"
         return [number % nnodes if spread else 0 for number in range(self._server_count)]
 
     def serve(
-        self, number: int, workers: Sequence[Communicator], make_optimizer: MakeOptimizer
+        self, index: int, workers: Sequence[Communicator], make_optimizer: MakeOptimizer
     ) -> None:
         links = [
-            ServerConnection(communicator, f"server {number}", f"rank {rank}")
+            ServerConnection(communicator, f"server {index}", f"rank {rank}")
             for rank, communicator in enumerate(workers)
         ]
         staleness = self._staleness if self._mode == "bounded" else None
@@ -93,7 +95,6 @@ class ParameterServer(Strategy):
         _check(replica)
         super().setup(replica)
         rank = replica.communicator.rank
-        broadcast_model(replica.model, replica.communicator)
         self._weights = FlatWeights(replica.trainable)
         self._gradients = FlatGradients(replica.trainable)
         replica.flat_gradients = self._gradients.tensor
@@ -102,7 +103,9 @@ class ParameterServer(Strategy):
             for number, communicator in enumerate(replica.servers)
         ]
         self._servers = ServerClient(links, self._weights.tensor, self._gradients.tensor)
-        self._give_to_servers({})
+        checkpoint = ServerCheckpointState(replica, self._weights, self._servers)
+        self.checkpoint = checkpoint
+        checkpoint.initialize_servers({})
 
     def step(self) -> None:
         rate = self.replica.optimizer.param_groups[0]["lr"]
@@ -127,9 +130,9 @@ class ParameterServer(Strategy):
         turn, ahead = self._turn
         self.staleness.note(iteration=turn.iteration, part=turn.part, ahead=ahead, behind=behind)
 
-    def next_assignment(self, terms: AssignmentRequest) -> Assignment:
+    def next_assignment(self, request: AssignmentRequest) -> Assignment:
         with self.replica.clock.during("exchange"):
-            deal = self._servers.next_assignment(terms)
+            deal = self._servers.next_assignment(request)
         self.replica.clock.move("exchange", "wait", deal.waited_seconds)
         self._turn = (deal.turn, deal.ahead)
         return deal.turn
@@ -145,55 +148,6 @@ class ParameterServer(Strategy):
             # All updates are applied: nobody is told to end before everyone has pushed the last.
             self._servers.pull()
         self._servers.finished()
-
-    def notes(self) -> dict[str, list[int]]:
-        return self.staleness.take_news()
-
-    def account(self) -> dict[str, Any]:
-        return {} if self.synchronous else {"staleness": self.staleness.summary()}
-
-    def optimizer_state(self) -> dict[str, Any]:
-        state = self.replica.optimizer.state_dict()
-        saved = {} if self.replica.communicator.rank else self._servers.save()
-        self._servers.barrier()
-        if self.replica.communicator.rank:
-            return state
-        own: dict[int, dict[str, Any]] = {number: {} for number in range(len(self._views()))}
-        for name, value in saved.items():
-            if isinstance(value, Tensor):
-                values: list[Any] = self._weights.views(value)
-            elif value is None:
-                values = [None] * len(own)
-            else:
-                values = [torch.tensor(value) for _ in own]
-            for number, each in enumerate(values):
-                own[number][name] = each
-        return {**state, "state": {number: each for number, each in own.items() if each}}
-
-    def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        super().load_optimizer_state({**state, "state": {}})
-        names = state["state"].get(0, {})
-        self._give_to_servers({name: self._flat(name, state["state"]) for name in names})
-
-    def _flat(self, name: str, state: dict[int, dict[str, Any]]) -> Tensor | float | None:
-        """One value of an optimizer's state, of all weights together."""
-        values = [state[number][name] for number in sorted(state)]
-        if values[0] is None:
-            return None
-        if values[0].dim() == 0 and name == "step":
-            return float(values[0])
-        flat = torch.empty_like(self._weights.tensor, device="cpu")
-        for view, value in zip(self._weights.views(flat), values, strict=True):
-            view.copy_(value)
-        return flat
-
-    def _give_to_servers(self, optimizer_state: dict[str, Tensor | float | None]) -> None:
-        """The weights as they are here, and a state of the optimizer. Collective."""
-        if self.replica.communicator.rank == 0:
-            self._servers.begin()
-            self._servers.load(optimizer_state)
-        # Through the server, since the first worker waits for it: that is slow at worst.
-        self._servers.barrier()
 
     def state_dict(self) -> dict[str, Any]:
         return {"staleness": self.staleness.state_dict()}
@@ -213,8 +167,58 @@ class ParameterServer(Strategy):
             messages=2 * self._server_count,
         )
 
-    def _views(self) -> list[Tensor]:
-        return self._weights.views(self._weights.tensor)
+
+class ServerCheckpointState(CheckpointState):
+    """State of workers whose optimizer runs on the servers."""
+
+    def __init__(self, replica: Replica, weights: FlatWeights, servers: ServerClient) -> None:
+        super().__init__(replica)
+        self._weights = weights
+        self._servers = servers
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        state = super().optimizer_state_dict()
+        saved = {} if self.replica.communicator.rank else self._servers.save()
+        self._servers.barrier()
+        if self.replica.communicator.rank:
+            return state
+        count = len(self.replica.trainable)
+        own: dict[int, dict[str, Any]] = {index: {} for index in range(count)}
+        for name, value in saved.items():
+            if isinstance(value, Tensor):
+                values: list[Any] = self._weights.views(value)
+            elif value is None:
+                values = [None] * count
+            else:
+                values = [torch.tensor(value) for _ in own]
+            for index, each in enumerate(values):
+                own[index][name] = each
+        return {**state, "state": {index: each for index, each in own.items() if each}}
+
+    def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_optimizer_state_dict({**state, "state": {}})
+        names = state["state"].get(0, {})
+        self.initialize_servers({name: self._flatten(name, state["state"]) for name in names})
+
+    def initialize_servers(self, optimizer_state: State) -> None:
+        """Send the servers rank 0's weights and an optimizer state. Collective."""
+        if self.replica.communicator.rank == 0:
+            self._servers.begin()
+            self._servers.load(optimizer_state)
+        # A barrier at the server has no timeout while rank 0 waits for a slow server.
+        self._servers.barrier()
+
+    def _flatten(self, name: str, state: dict[int, dict[str, Any]]) -> Tensor | float | None:
+        """Join one value of the optimizer's state of all weights."""
+        values = [state[index][name] for index in sorted(state)]
+        if values[0] is None:
+            return None
+        if values[0].dim() == 0 and name == "step":
+            return float(values[0])
+        flat = torch.empty_like(self._weights.tensor, device="cpu")
+        for view, value in zip(self._weights.views(flat), values, strict=True):
+            view.copy_(value)
+        return flat
 
 
 def _check(replica: Replica) -> None:

@@ -24,14 +24,16 @@ import torch
 from torch import nn
 
 from paceline.comm.buffers import chunk
+from paceline.comm.communicator import Communicator
 from paceline.comm.cost import Cost, Network
 from paceline.comm.hierarchical import NodeGroups, split_by_node
 from paceline.comm.shm.segment import SharedSegment, aligned_offsets
 from paceline.errors import ConfigError
 from paceline.strategies.flat_buffer import AlignedMemory, padded_bytes
-from paceline.strategies.replica import Replica, broadcast_model
+from paceline.strategies.replica import Replica
 from paceline.strategies.sharded import (
     ParameterShard,
+    ShardedCheckpointState,
     ShardedOptimizer,
     check_shardable,
     optimizer_weights,
@@ -48,18 +50,32 @@ from paceline.strategies.strategy import ModelShape, Strategy
 LEAST_CHUNK_BYTES = 512 * 1024
 
 
-class Shared(Strategy):
+class SharedCheckpointState(ShardedCheckpointState):
+    """State of ranks that share one copy of the weights per host."""
+
+    def __init__(self, replica: Replica, optimizer: ShardedOptimizer, host: Communicator) -> None:
+        super().__init__(replica, optimizer)
+        self._host = host
+
+    def load_model_state_dict(self, state: dict[str, Any]) -> None:
+        # All ranks write the same values, but none while another still reads the previous ones.
+        self._host.barrier().wait()
+        super().load_model_state_dict(state)
+        self._host.barrier().wait()
+
+
+class SharedWeights(Strategy):
     def setup(self, replica: Replica) -> None:
-        super().setup(replica)
         check_shardable(replica.optimizer, "shared")
         self._trained = optimizer_weights(replica.optimizer)
         if self._trained[0].device.type != "cpu":
             raise ConfigError(
                 ["--strategy shared: weights are shared in main memory: use --device cpu"]
             )
-        broadcast_model(replica.model, replica.communicator)
+        super().setup(replica)
         self._levels = split_by_node(replica.communicator, replica.node)
         self._share_memory(self._levels)
+        self.checkpoint = SharedCheckpointState(replica, self._own, self._levels.host)
         self._levels.host.barrier().wait()
 
     def _share_memory(self, levels: NodeGroups) -> None:
@@ -161,15 +177,3 @@ class Shared(Strategy):
         moved = peers * size_bytes / shape.workers
         messages = 2 if peers else 0
         return Cost(network.seconds(messages, moved, moved), bytes_sent=moved, messages=peers)
-
-    def load_model_state(self, state: dict[str, Any]) -> None:
-        """All write the same; not while one still reads what was there before."""
-        self._levels.host.barrier().wait()
-        super().load_model_state(state)
-        self._levels.host.barrier().wait()
-
-    def optimizer_state(self) -> dict[str, Any]:
-        return self._own.state()
-
-    def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        self._own.load_state(state)
