@@ -93,7 +93,12 @@ def test_batch_norm_over_all_workers_has_the_statistics_of_one_workers_parts(
     pool: WorkerPool, tmp_path: Path, name: str, shares: tuple[str, ...]
 ) -> None:
     """Those of a part are not those of the whole batch; the same parts must be normalised."""
-    settings = {**LENET, "model": "contract.normed:Normed", "sync_bn": True, "accumulate": 3}
+    settings = {
+        **LENET,
+        "model": "tests.strategies.contract.normed:Normed",
+        "sync_bn": True,
+        "accumulate": 3,
+    }
     expected = alone(pool, tmp_path, settings)
     in_one_part = alone(pool, tmp_path / "whole", {**settings, "accumulate": 1})
     assert distance(in_one_part.weights, expected.weights) > 100 * ROUNDING
