@@ -384,5 +384,5 @@ def test_misuse_is_refused_before_anything_is_sent(team_of_three: Team) -> None:
     assert team_of_three.run(misuse)[1] == [
         "rank 1 of 3 has no peer 1",
         "rank 1 of 3 has no peer 3",
-        "the root needs 3 parts, one for each rank",
+        "the root needs 3 parts, one per rank",
     ]

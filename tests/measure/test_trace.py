@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.communicator import Communicator, ComposedCommunicator
+from paceline.comm.communicator import Communicator
 from paceline.comm.work import CompletedWork, Work
 from paceline.config import RunConfig
 from paceline.launch.launcher import train
@@ -143,7 +143,7 @@ def test_overlapping_transfers_are_on_separate_threads(manual: ManualClock, tmp_
     assert transfers[0]["args"]["bytes"] == 8
 
 
-class SlowLine(ComposedCommunicator):
+class SlowLine(Communicator):
     """Rank 0 of two; every all-reduce takes three seconds, and several overlap."""
 
     def __init__(self, manual: ManualClock, traffic: Traffic) -> None:
@@ -165,6 +165,9 @@ class SlowLine(ComposedCommunicator):
 
     def dup(self) -> Self:
         return type(self)(self._hand, self.traffic)
+
+    def _disconnect(self) -> None:
+        return
 
 
 class _DelayedWork(Work):

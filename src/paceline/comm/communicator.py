@@ -1,40 +1,29 @@
-"""How collectives are counted that cannot be looked into, or that are to be counted alike.
+"""The Communicator contract, with default collectives built on send and recv.
 
-all_reduce, reduce_scatter and all_gather count as a ring (algorithms/ring.py), broadcast as a
-binomial tree (algorithms/tree.py), whatever carries them out. Each function gives the arguments of
-`Traffic.begin`.
+Every operation returns a `Work` immediately and completes in its `wait()`. A blocking call is
+`communicator.all_reduce(gradient, "gradients").wait()`.
 
-The contract of a communicator: how one worker talks to the others.
+Rules for all operations:
 
-Every operation returns a `Work` at once and is finished by its `wait()`; so each of them is there
-in a blocking form, `communicator.all_reduce(gradient, "gradients").wait()`, and in a non-blocking
-one.
+- Tensors have any dtype, any strides and any number of elements, including zero. Results are
+  written in place.
+- Messages between two ranks arrive in the order in which they were sent. All ranks start the same
+  collectives in the same order. A communicator is used by one thread at a time; other threads use a
+  duplicate (`dup`).
+- Every transfer is counted in `traffic` under its `kind`, one of `records.TRAFFIC_KINDS`.
+  Collectives built on sends and receives are counted message by message. Collectives of a library
+  cannot be observed, and collectives in shared memory have no messages. Both are counted by
+  formula: all_reduce, reduce_scatter and all_gather as a ring (algorithms/ring.py), broadcast as a
+  binomial tree (algorithms/tree.py). Empty tensors are not sent.
+- If a peer exits, or does not respond within `timeout_seconds`, the operation raises a one-line
+  `PeerError` that names the operation and its peers, either when it starts or in `wait()`. After an
+  error, a communicator can only be closed.
+- The sum of bools is a logical or. All other dtypes are summed in their own precision.
 
-What holds for all operations:
-
-- A tensor has any dtype, any number of elements, zero included, and any strides. Results are
-  written into the tensors given.
-- Between two workers, messages arrive in the order in which they were sent. All workers start the
-  same collectives in the same order. A thread of its own needs a communicator of its own: `dup`.
-- Every transfer is counted in `traffic` under the `kind` given, one of `records.TRAFFIC_KINDS`.
-  What is composed of sends and receives is counted message by message; a library's own collective
-  cannot be looked into, and one through shared memory has no messages: these are counted by
-  formula, so that all count alike: all_reduce, reduce_scatter and all_gather as a ring (see
-  algorithms/ring.py), broadcast as a binomial tree (algorithms/tree.py). Empty tensors are not
-  sent.
-- A peer that is silent for `timeout_seconds`, or gone, ends an operation, at its start or in its
-  `wait()`, with a `PeerError` of one line that names the operation and the peers it may be. After
-  an error a communicator can only be closed.
-- Sums of bool are "or"; those of all other dtypes are what adding gives in that dtype.
-
-reduce_scatter and all_gather see the flat tensor as `world_size` chunks that differ by at most one
-element (algorithms/chunks.py), one for each rank; so all_reduce is the one followed by the other.
-
-Collectives made of sends and receives, for communicators whose library has none of its own.
-
-gather and scatter are sends and receives that all start at once. The others go in steps, one
-waiting for the one before, so they run on a background thread: they make progress while the caller
-computes, and their messages cannot be mistaken for the caller's own."""
+reduce_scatter and all_gather split the flattened tensor into `world_size` chunks, one per rank,
+whose sizes differ by at most one element (buffers.py). all_reduce is equivalent to reduce_scatter
+followed by all_gather.
+"""
 
 from __future__ import annotations
 
@@ -47,56 +36,21 @@ import torch
 from torch import Tensor
 
 from paceline.comm.algorithms import ring, tree
-from paceline.comm.algorithms.tree import children
 from paceline.comm.background import CommunicationThread
 from paceline.comm.buffers import StagingBuffer
 from paceline.comm.work import CombinedWork, CompletedWork, Work
 from paceline.errors import PeerError
 from paceline.measure.traffic import CountedTransfer, Traffic
 
-Formula = Callable[[int, int, int, int], int]
-"""Bytes sent, from rank, world size, elements and bytes of an element."""
-
-
-def broadcast(tensor: Tensor, rank: int, world_size: int, root: int) -> dict[str, int]:
-    place = (rank - root) % world_size
-    copies = len(children(place, world_size))
-    return {
-        "bytes_sent": copies * tensor.nbytes,
-        "bytes_received": tensor.nbytes if place else 0,
-        "messages": copies,
-    }
-
-
-def reduce_scatter(tensor: Tensor, rank: int, world_size: int) -> dict[str, int]:
-    return _laps(1, ring.reduce_scatter_bytes_sent, tensor, rank, world_size)
-
-
-def all_gather(tensor: Tensor, rank: int, world_size: int) -> dict[str, int]:
-    return _laps(1, ring.all_gather_bytes_sent, tensor, rank, world_size)
-
-
-def all_reduce(tensor: Tensor, rank: int, world_size: int) -> dict[str, int]:
-    return _laps(2, ring.Ring().bytes_sent, tensor, rank, world_size)
-
-
-def _laps(
-    laps: int, formula: Formula, tensor: Tensor, rank: int, world_size: int
-) -> dict[str, int]:
-    left = (rank - 1) % world_size
-    size = (world_size, tensor.numel(), tensor.element_size())
-    return {
-        "bytes_sent": formula(rank, *size),
-        "bytes_received": formula(left, *size),
-        "messages": laps * (world_size - 1),
-    }
-
-
 DEFAULT_TIMEOUT_SECONDS = 300.0
 
 
 class Communicator(ABC):
-    """One worker's end of the connections between `world_size` workers."""
+    """One rank's connections to the other ranks.
+
+    Transports implement `send`, `recv`, `dup` and `_disconnect`, and override the collectives that
+    they can perform faster.
+    """
 
     def __init__(
         self,
@@ -107,79 +61,103 @@ class Communicator(ABC):
         global_ranks: Sequence[int] | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} is not one of 0 to {world_size - 1}")
+            raise ValueError(f"rank {rank} is out of range for world size {world_size}")
         self.rank = rank
         self.world_size = world_size
         self.timeout_seconds = timeout_seconds
         self.traffic = traffic or Traffic()
         self.global_ranks = global_ranks or range(world_size)
-        """The ranks' numbers among all workers, by which messages name them."""
+        """The rank of each member among all workers of the run, for error messages."""
+        self._background: CommunicationThread | None = None
 
     @abstractmethod
     def send(self, tensor: Tensor, to: int, kind: str) -> Work:
-        """Send a tensor to one rank, which receives one of the same dtype and size.
+        """Send a tensor to one rank, which receives a tensor of the same dtype and size.
 
-        On GPUs, messages may run one after the other in the order in which a rank starts them. So
-        two ranks that send to each other start in opposite orders, or use `sendrecv`.
+        On GPUs, the messages of a rank may run one at a time in the order in which it starts them.
+        Two ranks that send to each other must therefore start in opposite orders or use `sendrecv`.
         """
 
     @abstractmethod
     def recv(self, tensor: Tensor, source: int, kind: str) -> Work:
-        """Receive into a tensor what `source` sends to this rank; for the order, see `send`."""
+        """Receive a tensor from `source`; see `send` about the order on GPUs."""
 
     def sendrecv(self, outgoing: Tensor, to: int, incoming: Tensor, source: int, kind: str) -> Work:
-        """Send to one rank and receive from one at the same time: what rings are made of."""
+        """Send to one rank and receive from another at the same time."""
         return CombinedWork([self.recv(incoming, source, kind), self.send(outgoing, to, kind)])
 
-    @abstractmethod
     def broadcast(self, tensor: Tensor, root: int, kind: str) -> Work:
-        """Give every rank the root's tensor."""
+        """Copy the root's tensor to all ranks."""
+        return self._in_background(
+            tensor, lambda duplicate, flat: tree.broadcast(duplicate, flat, root, kind)
+        )
 
-    @abstractmethod
     def gather(self, tensor: Tensor, parts: Sequence[Tensor] | None, root: int, kind: str) -> Work:
-        """Collect the tensors of all ranks in the root's `parts`, one a rank; elsewhere None."""
+        """Collect the tensors of all ranks in `parts` of the root; `parts` is None elsewhere."""
+        if self.rank != root:
+            return self.send(tensor, root, kind)
+        targets = self._check_parts(parts)
+        targets[root].copy_(tensor.detach())
+        return CombinedWork([self.recv(targets[peer], peer, kind) for peer in self.peers])
 
-    @abstractmethod
     def scatter(self, tensor: Tensor, parts: Sequence[Tensor] | None, root: int, kind: str) -> Work:
-        """Deal out the root's `parts`, one to each rank's tensor; elsewhere parts is None."""
+        """Send each rank its entry of the root's `parts`; `parts` is None elsewhere."""
+        if self.rank != root:
+            return self.recv(tensor, root, kind)
+        sources = self._check_parts(parts)
+        tensor.detach().copy_(sources[root])
+        return CombinedWork([self.send(sources[peer], peer, kind) for peer in self.peers])
 
-    @abstractmethod
     def reduce_scatter(self, tensor: Tensor, kind: str) -> Work:
-        """Sum over the ranks, in place: chunk `rank` gets its sum, the others are undefined."""
+        """Sum over all ranks in place: chunk `rank` holds the sum, other chunks are undefined."""
+        return self._in_background(
+            tensor, lambda duplicate, flat: ring.reduce_scatter(duplicate, flat, kind)
+        )
 
-    @abstractmethod
     def all_gather(self, tensor: Tensor, kind: str) -> Work:
-        """Fill in, in place, the chunks of all ranks; each rank brings chunk `rank`."""
+        """Collect the chunks of all ranks in place; each rank contributes chunk `rank`."""
+        return self._in_background(
+            tensor, lambda duplicate, flat: ring.all_gather(duplicate, flat, kind)
+        )
 
-    @abstractmethod
     def all_reduce(self, tensor: Tensor, kind: str) -> Work:
-        """Sum over the ranks, in place; the same bits on every rank."""
+        """Sum over all ranks in place; all ranks get the same bits."""
+        return self._in_background(
+            tensor, lambda duplicate, flat: ring.Ring().all_reduce(duplicate, flat, kind)
+        )
 
     def zeros(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor to be exchanged many times, which lies where that takes fewest copies.
+        """Allocate a tensor for repeated collectives, in memory that needs the fewest copies.
 
-        Collective. All ranks exchange the same part of theirs together.
+        Collective. All ranks must pass the same slice of their tensors to a collective.
         """
         return torch.zeros(elements, dtype=dtype, device=device)
 
     def barrier(self) -> Work:
-        """Completes once every rank has started it."""
+        """Complete once every rank has started it."""
         return self.all_reduce(torch.zeros(1, dtype=torch.uint8), "control")
 
     @abstractmethod
     def dup(self) -> Self:
-        """Another communicator over the same workers, whose messages never mix with this one's.
+        """Create a communicator over the same ranks whose messages never mix with this one's.
 
-        Collective. It counts into the same traffic. Whoever makes one closes it.
+        Collective. It counts into the same traffic. The caller closes it.
         """
+
+    def close(self) -> None:
+        """Release threads and connections; may be called repeatedly.
+
+        Operations in progress fail, here and on peers that wait for this rank. To shut down
+        cleanly, wait for a `barrier` first.
+        """
+        if self._background is not None:
+            self._background.close()
+            self._background = None
+        self._disconnect()
 
     @abstractmethod
-    def close(self) -> None:
-        """Give back threads and connections; may be repeated.
-
-        What is under way fails, here and at the peers that still wait for this rank. Who wants to
-        part in peace waits for a `barrier` first.
-        """
+    def _disconnect(self) -> None:
+        """Release the connections of this communicator; may be called repeatedly."""
 
     def __enter__(self) -> Self:
         return self
@@ -191,13 +169,8 @@ class Communicator(ABC):
     def peers(self) -> tuple[int, ...]:
         return tuple(rank for rank in range(self.world_size) if rank != self.rank)
 
-    def track_transfer(self, work: Work, transfer: CountedTransfer) -> Work:
-        """Let a transfer end with the work that carries it out."""
-        if transfer.is_logged:
-            work.add_done_callback(transfer.complete)
-        return work.on_end(lambda: self.traffic.end(transfer))
-
-    def operation(self, name: str, peers: Sequence[int]) -> OperationContext:
+    def context(self, name: str, peers: Sequence[int]) -> OperationContext:
+        """Describe an operation for its error messages."""
         return OperationContext(
             self.global_ranks[self.rank], name, tuple(self.global_ranks[peer] for peer in peers)
         )
@@ -206,19 +179,39 @@ class Communicator(ABC):
         if peer == self.rank or not 0 <= peer < self.world_size:
             raise ValueError(f"rank {self.rank} of {self.world_size} has no peer {peer}")
 
+    def track_transfer(self, work: Work, transfer: CountedTransfer) -> Work:
+        """End a transfer when the work that performs it ends."""
+        if transfer.is_logged:
+            work.add_done_callback(transfer.complete)
+        return work.on_end(lambda: self.traffic.end(transfer))
 
-def no_answer(seconds: float) -> str:
-    """The cause of a failure, where a peer was silent for its timeout."""
-    return f"no answer within the timeout of {seconds:g} s"
+    def _in_background(
+        self, tensor: Tensor, operation: Callable[[Communicator, Tensor], None]
+    ) -> Work:
+        """Run a collective of several steps on a thread, where it overlaps with computation."""
+        if self.world_size == 1 or tensor.numel() == 0:
+            return CompletedWork()
+        if self._background is None:
+            self._background = CommunicationThread(self)
+        staged = StagingBuffer.of(tensor)
+        work = self._background.submit(
+            lambda duplicate: operation(duplicate, staged.flat), staged.flat.device
+        )
+        return work.on_success(staged.copy_back)
+
+    def _check_parts(self, parts: Sequence[Tensor] | None) -> Sequence[Tensor]:
+        if parts is None or len(parts) != self.world_size:
+            raise ValueError(f"the root needs {self.world_size} parts, one per rank")
+        return [part.detach() for part in parts]
 
 
 @dataclass(frozen=True, slots=True)
 class OperationContext:
-    """Who does what with whom, for the one line that an error has."""
+    """The rank, name and peers of an operation, for one-line error messages."""
 
     rank: int
     name: str
-    """With its preposition, as in "recv from"."""
+    """Ends with a preposition, for example "recv from"."""
     peers: tuple[int, ...]
 
     def timed_out(self, seconds: float) -> PeerError:
@@ -228,8 +221,13 @@ class OperationContext:
         return PeerError(f"rank {self.rank}: {self.name} {format_ranks(self.peers)}: {cause}")
 
 
+def no_answer(seconds: float) -> str:
+    """Return the cause of a failure for a peer that did not respond in time."""
+    return f"no answer within the timeout of {seconds:g} s"
+
+
 def format_ranks(ranks: Sequence[int], noun: str = "rank") -> str:
-    """`rank 2`, `ranks 0, 2`, `ranks 0-6, 8-15`; the ranks in ascending order."""
+    """Format ascending ranks: `rank 2`, `ranks 0, 2`, `ranks 0-6, 8-15`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -242,65 +240,43 @@ def format_ranks(ranks: Sequence[int], noun: str = "rank") -> str:
     return f"{noun}{'' if len(ranks) == 1 else 's'} {text}"
 
 
-class ComposedCommunicator(Communicator):
-    """What is left to write is `send`, `recv`, `dup` and `_disconnect`."""
+def broadcast_counts(tensor: Tensor, rank: int, world_size: int, root: int) -> dict[str, int]:
+    """Return the arguments of `Traffic.begin` for a broadcast along a binomial tree."""
+    tree_rank = (rank - root) % world_size
+    copies = len(tree.children(tree_rank, world_size))
+    return {
+        "bytes_sent": copies * tensor.nbytes,
+        "bytes_received": tensor.nbytes if tree_rank else 0,
+        "messages": copies,
+    }
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        timeout_seconds: float,
-        traffic: Traffic | None,
-        global_ranks: Sequence[int] | None = None,
-    ) -> None:
-        super().__init__(rank, world_size, timeout_seconds, traffic, global_ranks)
-        self._background: CommunicationThread | None = None
 
-    def broadcast(self, tensor: Tensor, root: int, kind: str) -> Work:
-        return self._in_steps(tensor, lambda fork, flat: tree.broadcast(fork, flat, root, kind))
+def reduce_scatter_counts(tensor: Tensor, rank: int, world_size: int) -> dict[str, int]:
+    """Return the arguments of `Traffic.begin` for a reduce-scatter around a ring."""
+    return _ring_counts(tensor, rank, world_size, ring.reduce_scatter_bytes_sent, rounds=1)
 
-    def gather(self, tensor: Tensor, parts: Sequence[Tensor] | None, root: int, kind: str) -> Work:
-        if self.rank != root:
-            return self.send(tensor, root, kind)
-        places = self._check_parts(parts)
-        places[root].copy_(tensor.detach())
-        return CombinedWork([self.recv(places[peer], peer, kind) for peer in self.peers])
 
-    def scatter(self, tensor: Tensor, parts: Sequence[Tensor] | None, root: int, kind: str) -> Work:
-        if self.rank != root:
-            return self.recv(tensor, root, kind)
-        places = self._check_parts(parts)
-        tensor.detach().copy_(places[root])
-        return CombinedWork([self.send(places[peer], peer, kind) for peer in self.peers])
+def all_gather_counts(tensor: Tensor, rank: int, world_size: int) -> dict[str, int]:
+    """Return the arguments of `Traffic.begin` for an all-gather around a ring."""
+    return _ring_counts(tensor, rank, world_size, ring.all_gather_bytes_sent, rounds=1)
 
-    def reduce_scatter(self, tensor: Tensor, kind: str) -> Work:
-        return self._in_steps(tensor, lambda fork, flat: ring.reduce_scatter(fork, flat, kind))
 
-    def all_gather(self, tensor: Tensor, kind: str) -> Work:
-        return self._in_steps(tensor, lambda fork, flat: ring.all_gather(fork, flat, kind))
+def all_reduce_counts(tensor: Tensor, rank: int, world_size: int) -> dict[str, int]:
+    """Return the arguments of `Traffic.begin` for an all-reduce around a ring."""
+    return _ring_counts(tensor, rank, world_size, ring.Ring().bytes_sent, rounds=2)
 
-    def all_reduce(self, tensor: Tensor, kind: str) -> Work:
-        return self._in_steps(tensor, lambda fork, flat: ring.Ring().all_reduce(fork, flat, kind))
 
-    def close(self) -> None:
-        if self._background is not None:
-            self._background.close()
-            self._background = None
-        self._disconnect()
-
-    def _disconnect(self) -> None:
-        """Give back the connections of this communicator itself."""
-
-    def _in_steps(self, tensor: Tensor, steps: Callable[[Communicator, Tensor], None]) -> Work:
-        if self.world_size == 1 or tensor.numel() == 0:
-            return CompletedWork()
-        if self._background is None:
-            self._background = CommunicationThread(self)
-        staged = StagingBuffer.of(tensor)
-        work = self._background.submit(lambda fork: steps(fork, staged.flat), staged.flat.device)
-        return work.on_success(staged.copy_back)
-
-    def _check_parts(self, parts: Sequence[Tensor] | None) -> Sequence[Tensor]:
-        if parts is None or len(parts) != self.world_size:
-            raise ValueError(f"the root needs {self.world_size} parts, one for each rank")
-        return [part.detach() for part in parts]
+def _ring_counts(
+    tensor: Tensor,
+    rank: int,
+    world_size: int,
+    bytes_sent: Callable[[int, int, int, int], int],
+    rounds: int,
+) -> dict[str, int]:
+    left = (rank - 1) % world_size
+    size = (world_size, tensor.numel(), tensor.element_size())
+    return {
+        "bytes_sent": bytes_sent(rank, *size),
+        "bytes_received": bytes_sent(left, *size),
+        "messages": rounds * (world_size - 1),
+    }

@@ -25,11 +25,16 @@ from typing import Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
-from paceline.comm import communicator as formulas
 from paceline.comm import in_process
 from paceline.comm.algorithms import ring
 from paceline.comm.buffers import chunk, chunk_elements
-from paceline.comm.communicator import Communicator, ComposedCommunicator
+from paceline.comm.communicator import (
+    Communicator,
+    all_gather_counts,
+    all_reduce_counts,
+    broadcast_counts,
+    reduce_scatter_counts,
+)
 from paceline.comm.shm import communicator as shared_memory
 from paceline.comm.shm.communicator import SharedMemoryCommunicator
 from paceline.comm.work import CompletedWork, Work
@@ -202,7 +207,7 @@ def connect(communicator: Communicator, node: int) -> Communicator:
     return HierarchicalCommunicator(network, host, hosts, communicator.traffic)
 
 
-class HierarchicalCommunicator(ComposedCommunicator):
+class HierarchicalCommunicator(Communicator):
     """Made by `connect`.
 
     `traffic` counts collectives as the contract has them counted, whoever carries them out.
@@ -257,7 +262,7 @@ class HierarchicalCommunicator(ComposedCommunicator):
         return self._collect(
             tensor,
             kind,
-            formulas.broadcast(tensor, self.rank, self.world_size, root),
+            broadcast_counts(tensor, self.rank, self.world_size, root),
             lambda fork, flat: fork.two_levels.broadcast(flat, root, kind),
             lambda: self.network.broadcast(tensor, root, kind),
         )
@@ -266,7 +271,7 @@ class HierarchicalCommunicator(ComposedCommunicator):
         return self._collect(
             tensor,
             kind,
-            formulas.reduce_scatter(tensor, self.rank, self.world_size),
+            reduce_scatter_counts(tensor, self.rank, self.world_size),
             lambda fork, flat: fork.two_levels.reduce_scatter(flat, kind),
             lambda: self.network.reduce_scatter(tensor, kind),
         )
@@ -275,7 +280,7 @@ class HierarchicalCommunicator(ComposedCommunicator):
         return self._collect(
             tensor,
             kind,
-            formulas.all_gather(tensor, self.rank, self.world_size),
+            all_gather_counts(tensor, self.rank, self.world_size),
             lambda fork, flat: fork.two_levels.all_gather(flat, kind),
             lambda: self.network.all_gather(tensor, kind),
         )
@@ -284,7 +289,7 @@ class HierarchicalCommunicator(ComposedCommunicator):
         return self._collect(
             tensor,
             kind,
-            formulas.all_reduce(tensor, self.rank, self.world_size),
+            all_reduce_counts(tensor, self.rank, self.world_size),
             lambda fork, flat: fork.two_levels.all_reduce(flat, kind),
             lambda: self.network.all_reduce(tensor, kind),
         )
@@ -317,7 +322,9 @@ class HierarchicalCommunicator(ComposedCommunicator):
             steps(fork, flat)
 
         def start() -> Work:
-            return self._beside_host(self._in_steps(tensor, run) if self._is_even else flatly())
+            return self._beside_host(
+                self._in_background(tensor, run) if self._is_even else flatly()
+            )
 
         return self._counted(tensor, kind, counts, start)
 

@@ -18,7 +18,7 @@ from typing import Self, TypeVar
 from torch import Tensor
 
 from paceline.comm.buffers import StagingBuffer
-from paceline.comm.communicator import Communicator, ComposedCommunicator, OperationContext
+from paceline.comm.communicator import Communicator, OperationContext
 from paceline.comm.work import CompletedWork, Work
 from paceline.measure.traffic import Traffic
 
@@ -96,7 +96,7 @@ class InProcessGroup:
         )
 
 
-class InProcessCommunicator(ComposedCommunicator):
+class InProcessCommunicator(Communicator):
     def __init__(
         self,
         hub: InProcessGroup,
@@ -159,7 +159,7 @@ class _Receive(Work):
         number: int,
     ) -> None:
         super().__init__()
-        self._operation = communicator.operation("recv from", (source,))
+        self._operation = communicator.context("recv from", (source,))
         self._seconds = communicator.timeout_seconds
         self._hub, self._tensor, self._number = hub, tensor.detach(), number
         self._route = (channel, source, communicator.rank)

@@ -23,7 +23,7 @@ from paceline.comm import communicator
 from paceline.comm.buffers import StagingBuffer, chunk
 from paceline.comm.communicator import (
     DEFAULT_TIMEOUT_SECONDS,
-    ComposedCommunicator,
+    Communicator,
     OperationContext,
 )
 from paceline.comm.process_groups import (
@@ -69,7 +69,7 @@ class _ClosedError(Exception):
     """The communicator was closed, here or by another thread, before the operation started."""
 
 
-class TorchCommunicator(ComposedCommunicator):
+class TorchCommunicator(Communicator):
     """Made by `connect`.
 
     Each one has its own gloo and NCCL connections, and so have those made by `dup` and `subgroup`.
@@ -95,7 +95,7 @@ class TorchCommunicator(ComposedCommunicator):
         self._forks = 0
         self._made_default_group = False
         self._closing = Lock()
-        connecting = self.operation("connect to", self.peers)
+        connecting = self.context("connect to", self.peers)
         self._gloo: Any = attempt(
             connecting,
             timeout_seconds,
@@ -128,7 +128,7 @@ class TorchCommunicator(ComposedCommunicator):
                 return start_nccl_messages(self._backend(flat.device), send=(flat, to))
             return self._backend(CPU).send([flat], to, 0)
 
-        operation = self.operation("send to", (to,))
+        operation = self.context("send to", (to,))
         return self._start(operation, transfer, flat.device, start, GlooPointToPointWork)
 
     def recv(self, tensor: Tensor, source: int, kind: str) -> Work:
@@ -145,7 +145,7 @@ class TorchCommunicator(ComposedCommunicator):
                 )
             return self._backend(CPU).recv([staged.flat], source, 0)
 
-        operation = self.operation("recv from", (source,))
+        operation = self.context("recv from", (source,))
         work = self._start(operation, transfer, staged.flat.device, start, GlooPointToPointWork)
         return work.on_success(staged.copy_back)
 
@@ -166,7 +166,7 @@ class TorchCommunicator(ComposedCommunicator):
                 recv=(receiving.flat, source),
             )
 
-        operation = self.operation("exchange with", sorted({to, source}))
+        operation = self.context("exchange with", sorted({to, source}))
         work = self._start(operation, transfer, sending.flat.device, start, GlooPointToPointWork)
         return work.on_success(receiving.copy_back)
 
@@ -179,7 +179,7 @@ class TorchCommunicator(ComposedCommunicator):
             kind,
             # As bytes, since gloo's broadcast does not know every dtype.
             lambda flat: self._backend(flat.device).broadcast([flat.view(torch.uint8)], options),
-            communicator.broadcast(tensor, self.rank, self.world_size, root),
+            communicator.broadcast_counts(tensor, self.rank, self.world_size, root),
         )
 
     def reduce_scatter(self, tensor: Tensor, kind: str) -> Work:
@@ -195,7 +195,7 @@ class TorchCommunicator(ComposedCommunicator):
             own = chunk(flat, self.world_size, self.rank)
             return self._backend(flat.device)._reduce_scatter_base(own, flat)
 
-        counts = communicator.reduce_scatter(tensor, self.rank, self.world_size)
+        counts = communicator.reduce_scatter_counts(tensor, self.rank, self.world_size)
         return self._collective("reduce_scatter with", tensor, kind, start, counts)
 
     def all_gather(self, tensor: Tensor, kind: str) -> Work:
@@ -207,7 +207,7 @@ class TorchCommunicator(ComposedCommunicator):
             into, part = flat.view(torch.uint8), own.view(torch.uint8)
             return self._backend(flat.device)._allgather_base(into, part)
 
-        counts = communicator.all_gather(tensor, self.rank, self.world_size)
+        counts = communicator.all_gather_counts(tensor, self.rank, self.world_size)
         return self._collective("all_gather with", tensor, kind, start, counts)
 
     def all_reduce(self, tensor: Tensor, kind: str) -> Work:
@@ -217,7 +217,7 @@ class TorchCommunicator(ComposedCommunicator):
         def start(flat: Tensor) -> Any:
             return self._backend(flat.device).allreduce([flat])
 
-        counts = communicator.all_reduce(tensor, self.rank, self.world_size)
+        counts = communicator.all_reduce_counts(tensor, self.rank, self.world_size)
         return self._collective("all_reduce with", tensor, kind, start, counts)
 
     def dup(self) -> Self:
@@ -295,7 +295,7 @@ class TorchCommunicator(ComposedCommunicator):
             return CompletedWork()
         staged = StagingBuffer.of(tensor, self._device(tensor))
         transfer = self.traffic.begin(kind, **counts)
-        operation = self.operation(name, self.peers)
+        operation = self.context(name, self.peers)
         work = self._start(
             operation, transfer, staged.flat.device, lambda: start(staged.flat), GlooWork
         )

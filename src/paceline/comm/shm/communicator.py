@@ -22,9 +22,15 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from paceline.comm import communicator as formulas
 from paceline.comm.buffers import StagingBuffer
-from paceline.comm.communicator import Communicator, ComposedCommunicator, OperationContext
+from paceline.comm.communicator import (
+    Communicator,
+    OperationContext,
+    all_gather_counts,
+    all_reduce_counts,
+    broadcast_counts,
+    reduce_scatter_counts,
+)
 from paceline.comm.shm.channels import SLOTS, ChannelTable, Transfer
 from paceline.comm.shm.collectives import (
     PIECES,
@@ -74,7 +80,7 @@ def connect(communicator: Communicator) -> SharedMemoryCommunicator:
     return connected
 
 
-class SharedMemoryCommunicator(ComposedCommunicator):
+class SharedMemoryCommunicator(Communicator):
     """Made by `connect`."""
 
     def __init__(self, others: Communicator, timeout_seconds: float, traffic: Traffic) -> None:
@@ -114,7 +120,7 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         counted = self.traffic.begin(kind, bytes_sent=tensor.nbytes, messages=1)
         payload = StagingBuffer.of(tensor, CPU).flat.view(torch.uint8)
         transfer = Transfer(self._pairs.channel(self.rank, to), payload, sends=True)
-        return self._begin(transfer, self.operation("send to", (to,)), counted)
+        return self._begin(transfer, self.context("send to", (to,)), counted)
 
     def recv(self, tensor: Tensor, source: int, kind: str) -> Work:
         self.check_peer(source)
@@ -124,29 +130,29 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         staged = StagingBuffer.to_fill(tensor, CPU)
         payload = staged.flat.view(torch.uint8)
         transfer = Transfer(self._pairs.channel(source, self.rank), payload, sends=False)
-        work = self._begin(transfer, self.operation("recv from", (source,)), counted)
+        work = self._begin(transfer, self.context("recv from", (source,)), counted)
         return work.on_success(staged.copy_back)
 
     def broadcast(self, tensor: Tensor, root: int, kind: str) -> Work:
-        counts = formulas.broadcast(tensor, self.rank, self.world_size, root)
+        counts = broadcast_counts(tensor, self.rank, self.world_size, root)
         return self._collect(
             "broadcast with", tensor, kind, lambda flat: Broadcast(self._boxes, flat, root), counts
         )
 
     def reduce_scatter(self, tensor: Tensor, kind: str) -> Work:
-        counts = formulas.reduce_scatter(tensor, self.rank, self.world_size)
+        counts = reduce_scatter_counts(tensor, self.rank, self.world_size)
         return self._collect(
             "reduce_scatter with", tensor, kind, partial(ReduceScatter, self._boxes), counts
         )
 
     def all_gather(self, tensor: Tensor, kind: str) -> Work:
-        counts = formulas.all_gather(tensor, self.rank, self.world_size)
+        counts = all_gather_counts(tensor, self.rank, self.world_size)
         return self._collect(
             "all_gather with", tensor, kind, partial(AllGather, self._boxes), counts
         )
 
     def all_reduce(self, tensor: Tensor, kind: str) -> Work:
-        counts = formulas.all_reduce(tensor, self.rank, self.world_size)
+        counts = all_reduce_counts(tensor, self.rank, self.world_size)
         return self._collect("all_reduce with", tensor, kind, self._sum_of, counts)
 
     def _sum_of(self, flat: Tensor) -> Collective:
@@ -174,7 +180,7 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         return self._blocks[-1].own
 
     def barrier(self) -> Work:
-        operation = self.operation("barrier with", self.peers)
+        operation = self.context("barrier with", self.peers)
         return (
             CompletedWork()
             if self.world_size == 1
@@ -202,7 +208,7 @@ class SharedMemoryCommunicator(ComposedCommunicator):
             return CompletedWork()
         staged = StagingBuffer.of(tensor, CPU)
         counted = self.traffic.begin(kind, **counts)
-        work = self._begin(make(staged.flat), self.operation(name, self.peers), counted)
+        work = self._begin(make(staged.flat), self.context(name, self.peers), counted)
         return work.on_success(staged.copy_back)
 
     def _begin(

@@ -34,8 +34,8 @@ class Pair(TorchCommunicator):
         self.silent_seconds, self.lost_at = silent_seconds, time.time()
         self.close()
 
-    def operation(self, name: str, peers: Sequence[int]) -> OperationContext:
-        plain = super().operation(name, peers)
+    def context(self, name: str, peers: Sequence[int]) -> OperationContext:
+        plain = super().context(name, peers)
         return _Operation(plain.rank, plain.name, plain.peers, self)
 
     def _start(
