@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
@@ -152,6 +153,32 @@ def test_a_programming_error_is_not_taken_for_a_closed_communicator(
     monkeypatch.setattr(pair[0], "_gloo", SimpleNamespace())
     with pytest.raises(AttributeError):
         pair[0].send(torch.ones(3), 1, "control")
+
+
+class CallerRecorder:
+    """A process group and its handle that record the functions on the call stack."""
+
+    def __init__(self) -> None:
+        self.starting: list[str] = []
+        self.waiting: list[str] = []
+
+    def allreduce(self, _tensors: object) -> CallerRecorder:
+        self.starting = [frame.name for frame in traceback.extract_stack()[:-1]]
+        return self
+
+    def wait(self) -> None:
+        self.waiting = [frame.name for frame in traceback.extract_stack()[:-1]]
+
+
+def test_all_reduce_calls_the_process_group_directly(
+    pair: list[Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, test = CallerRecorder(), "test_all_reduce_calls_the_process_group_directly"
+    with monkeypatch.context() as patch:
+        patch.setattr(pair[0], "_gloo", group)
+        pair[0].all_reduce(torch.ones(3), "gradients").wait()
+    assert group.starting[-2:] == [test, "all_reduce"]
+    assert group.waiting[-3:] == [test, "wait", "_block"]
 
 
 def traffic_seconds_added(communicator: Communicator, codec: str) -> int:

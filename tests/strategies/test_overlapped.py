@@ -15,8 +15,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch d
 
 from paceline.comm import process_groups
 from paceline.comm.communicator import Communicator, OperationContext
-from paceline.comm.process_groups import NcclWork
-from paceline.comm.torch_distributed import TorchCommunicator
+from paceline.comm.torch_distributed import NcclWork, TorchCommunicator
 from paceline.measure import timeline as timeline_module
 from paceline.measure.phase_clock import clock_for
 from paceline.measure.timeline import GpuTimeline, Moment, Timeline, timeline_of

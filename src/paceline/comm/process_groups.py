@@ -6,13 +6,10 @@ Both are made straight from a store and an address; an operation's handle become
 from __future__ import annotations
 
 import os
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
-from threading import Thread
-from time import monotonic, sleep
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import torch
@@ -20,11 +17,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch lists neither
 
 from paceline.comm.communicator import OperationContext
-from paceline.comm.work import Work
 from paceline.errors import PeerError
-from paceline.measure.timeline import Moment, Timeline
-
-T = TypeVar("T")
 
 SUMMABLE_DTYPES = frozenset(
     {
@@ -46,7 +39,6 @@ URGENCY = 10
 BREAKING_TAG = 1
 """Of messages that nobody sends; all others have tag 0."""
 
-NCCL_POLL_SECONDS = 0.0001
 NCCL_WATCHDOG_SECONDS = 60.0
 """NCCL's own watchdog ends the whole process; it must come after the time limit that says why."""
 
@@ -142,123 +134,28 @@ def start_nccl_messages(
     return nccl._end_coalescing()
 
 
-def attempt(operation: OperationContext, seconds: float, action: Callable[[], T]) -> T:
-    """Do it; what the backend raises becomes one line about the operation and its peers."""
-    try:
-        return action()
-    except RuntimeError as error:
-        raise to_peer_error(operation, seconds, error) from None
+class PeerErrors:
+    """Context manager that turns an error of a process group into a one-line `PeerError`."""
 
+    __slots__ = ("_context", "_timeout_seconds")
 
-def to_peer_error(operation: OperationContext, seconds: float, error: RuntimeError) -> PeerError:
-    """That line, for what a backend raised."""
-    text = str(error).lower()
-    if "timed out" in text or "timeout" in text:
-        return operation.timed_out(seconds)
-    if "closed" in text or "reset" in text or "broken pipe" in text:
-        return operation.failed("the connection was closed")
-    return operation.failed(str(error).splitlines()[0])
+    def __init__(self, context: OperationContext, timeout_seconds: float) -> None:
+        self._context, self._timeout_seconds = context, timeout_seconds
 
+    def __enter__(self) -> None:
+        return
 
-class BackendWork(Work):
-    """A backend's handle of an operation under way."""
+    def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, RuntimeError):
+            raise self._translate(error) from None
 
-    def __init__(self, handle: Any, operation: OperationContext, seconds: float) -> None:
-        super().__init__()
-        self._handle, self._operation, self._seconds = handle, operation, seconds
-
-    def _block(self) -> None:
-        attempt(self._operation, self._seconds, self._finish)
-
-    @abstractmethod
-    def _finish(self) -> None: ...
-
-
-class GlooWork(BackendWork):
-    """A collective of gloo's."""
-
-    def add_done_callback(self, action: Callable[[float], None]) -> None:
-        is_first = not self._on_completion
-        super().add_done_callback(action)
-        if is_first:
-            self._handle.get_future().then(lambda _: self._complete())
-
-    def _finish(self) -> None:
-        self._handle.wait()
-
-    def _poll(self) -> bool:
-        return bool(self._handle.is_completed())
-
-
-class GlooPointToPointWork(BackendWork):
-    """A send or receive of gloo's, which says whether it is complete only to those who wait for it.
-
-    So the first who asks whether it is done starts a thread that waits.
-    """
-
-    _waiter: Thread | None = None
-    _failure: RuntimeError | None = None
-
-    def _finish(self) -> None:
-        if self._waiter is None:
-            self._handle.wait()
-            return
-        self._waiter.join()
-        if self._failure is not None:
-            raise self._failure
-
-    def _poll(self) -> bool:
-        if self._waiter is None:
-            self._waiter = Thread(target=self._wait, name="paceline-poll", daemon=True)
-            self._waiter.start()
-        return not self._waiter.is_alive()
-
-    def _wait(self) -> None:
-        try:
-            self._handle.wait()
-        except RuntimeError as error:
-            self._failure = error
-
-
-class NcclWork(BackendWork):
-    """An operation of NCCL's, whose own `wait` only puts later work on the GPU behind it."""
-
-    _end: Moment | None = None
-
-    def __init__(
-        self,
-        handle: Any,
-        operation: OperationContext,
-        seconds: float,
-        timeline: Timeline | None = None,
-    ) -> None:
-        """`timeline`: of the GPU, for a collective; torch has no future for messages."""
-        super().__init__(handle, operation, seconds)
-        self._timeline = timeline
-
-    def add_done_callback(self, action: Callable[[float], None]) -> None:
-        is_first = not self._on_completion
-        super().add_done_callback(action)
-        if is_first and self._timeline is not None:
-            # Called at once, with a current stream that continues when the collective has ended.
-            self._handle.get_future().then(self._mark_end)
-
-    def _mark_end(self, _: object) -> None:
-        assert self._timeline is not None
-        self._end = self._timeline.mark()
-
-    def _finish(self) -> None:
-        deadline = monotonic() + self._seconds
-        while not self._handle.is_completed():
-            if monotonic() > deadline:
-                raise self._operation.timed_out(self._seconds)
-            sleep(NCCL_POLL_SECONDS)
-        self._handle.wait()
-        if self._end is not None and self._timeline is not None:
-            self._complete(self._timeline.seconds(self._end))
-
-    def _poll(self) -> bool:
-        return bool(self._handle.is_completed())
+    def _translate(self, error: RuntimeError) -> PeerError:
+        text = str(error).lower()
+        if "timed out" in text or "timeout" in text:
+            return self._context.timed_out(self._timeout_seconds)
+        if "closed" in text or "reset" in text or "broken pipe" in text:
+            return self._context.failed("the connection was closed")
+        return self._context.failed(str(error).splitlines()[0])
 
 
 INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}

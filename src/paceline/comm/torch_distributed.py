@@ -1,38 +1,39 @@
-"""Workers connected by torch.distributed: gloo for tensors in main memory, NCCL for those on a GPU.
+"""Communicator over torch.distributed: gloo for CPU tensors, NCCL for tensors on a GPU.
 
-Every group has gloo. Where each worker has a GPU of its own (`gpu`), tensors on it go through NCCL;
-otherwise, as when workers share a GPU, they are copied to main memory and back. The groups are made
-directly from a store, so nothing here depends on torch.distributed's process-wide default group;
-`default_process_group` makes that one for those who cannot do without, such as
-DistributedDataParallel.
+Every communicator has a gloo process group. If each rank has its own GPU (`gpu`), tensors on that
+GPU use NCCL. Otherwise, for example if ranks share a GPU, GPU tensors are copied to CPU memory and
+back. Process groups are created directly from a store and are independent of the default process
+group of torch.distributed. `default_process_group` creates the default group for PyTorch wrappers
+that require it, such as DistributedDataParallel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from threading import Lock
-from typing import Any, Self
+from threading import Lock, Thread
+from time import monotonic, sleep
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch lists neither
 
-from paceline.comm import communicator
 from paceline.comm.buffers import StagingBuffer, chunk
 from paceline.comm.communicator import (
     DEFAULT_TIMEOUT_SECONDS,
     Communicator,
     OperationContext,
+    all_gather_counts,
+    all_reduce_counts,
+    broadcast_counts,
+    reduce_scatter_counts,
 )
 from paceline.comm.process_groups import (
     SUMMABLE_DTYPES,
-    GlooPointToPointWork,
-    GlooWork,
-    NcclWork,
+    PeerErrors,
     abort_gloo,
-    attempt,
     create_gloo,
     create_nccl,
     sockets_on,
@@ -40,43 +41,171 @@ from paceline.comm.process_groups import (
 )
 from paceline.comm.rendezvous import Rendezvous
 from paceline.comm.work import CompletedWork, Work
-from paceline.measure.timeline import Timeline, timeline_of
+from paceline.measure.timeline import Moment, Timeline, timeline_of
 from paceline.measure.traffic import CountedTransfer, Traffic
 
 CPU = torch.device("cpu")
 
+NCCL_POLL_SECONDS = 0.0001
+
 
 def connect(
-    meeting: Rendezvous,
+    rendezvous: Rendezvous,
     *,
     gpu: torch.device | None = None,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     traffic: Traffic | None = None,
 ) -> TorchCommunicator:
-    """Meet the other workers and connect to each of them. `gpu`: this worker's own, for NCCL."""
+    """Join a rendezvous and connect to the other ranks. Collective.
+
+    `gpu` is the GPU that only this rank uses; its tensors use NCCL.
+    """
     return TorchCommunicator(
-        meeting.join(),
-        meeting.rank,
-        meeting.world_size,
-        address=meeting.local_address(),
+        rendezvous.join(),
+        rendezvous.rank,
+        rendezvous.world_size,
+        address=rendezvous.local_address(),
         gpu=gpu,
         timeout_seconds=timeout_seconds,
         traffic=traffic,
     )
 
 
+class ProcessGroupWork(Work):
+    """An operation of a process group, by the handle that the group returned."""
+
+    def __init__(self, handle: Any, context: OperationContext, timeout_seconds: float) -> None:
+        super().__init__()
+        self._handle, self._context, self._timeout_seconds = handle, context, timeout_seconds
+
+
+class GlooWork(ProcessGroupWork):
+    """A collective of gloo."""
+
+    def add_done_callback(self, action: Callable[[float], None]) -> None:
+        is_first = not self._on_completion
+        super().add_done_callback(action)
+        if is_first:
+            self._handle.get_future().then(lambda _: self._complete())
+
+    def _block(self) -> None:
+        with PeerErrors(self._context, self._timeout_seconds):
+            self._handle.wait()
+
+    def _poll(self) -> bool:
+        return bool(self._handle.is_completed())
+
+
+class GlooPointToPointWork(ProcessGroupWork):
+    """A send or receive of gloo, whose handle reports completion only to a thread that waits.
+
+    The first `is_completed` call therefore starts a thread that waits.
+    """
+
+    _waiter: Thread | None = None
+    _wait_error: RuntimeError | None = None
+
+    def _block(self) -> None:
+        with PeerErrors(self._context, self._timeout_seconds):
+            if self._waiter is None:
+                self._handle.wait()
+                return
+            self._waiter.join()
+            if self._wait_error is not None:
+                raise self._wait_error
+
+    def _poll(self) -> bool:
+        if self._waiter is None:
+            self._waiter = Thread(target=self._wait, name="paceline-poll", daemon=True)
+            self._waiter.start()
+        return not self._waiter.is_alive()
+
+    def _wait(self) -> None:
+        try:
+            self._handle.wait()
+        except RuntimeError as error:
+            self._wait_error = error
+
+
+class NcclWork(ProcessGroupWork):
+    """An operation of NCCL. `wait` of its handle orders GPU work but does not block the host."""
+
+    _end: Moment | None = None
+
+    def __init__(
+        self,
+        handle: Any,
+        context: OperationContext,
+        timeout_seconds: float,
+        timeline: Timeline | None = None,
+    ) -> None:
+        """`timeline`: of the GPU, for a collective; None for messages, which have no future."""
+        super().__init__(handle, context, timeout_seconds)
+        self._timeline = timeline
+
+    def add_done_callback(self, action: Callable[[float], None]) -> None:
+        is_first = not self._on_completion
+        super().add_done_callback(action)
+        if is_first and self._timeline is not None:
+            # Runs immediately, on a stream that waits for the collective.
+            self._handle.get_future().then(self._mark_end)
+
+    def _mark_end(self, _: object) -> None:
+        assert self._timeline is not None
+        self._end = self._timeline.mark()
+
+    def _block(self) -> None:
+        with PeerErrors(self._context, self._timeout_seconds):
+            deadline = monotonic() + self._timeout_seconds
+            while not self._handle.is_completed():
+                if monotonic() > deadline:
+                    raise self._context.timed_out(self._timeout_seconds)
+                sleep(NCCL_POLL_SECONDS)
+            self._handle.wait()
+            if self._end is not None and self._timeline is not None:
+                self._complete(self._timeline.seconds(self._end))
+
+    def _poll(self) -> bool:
+        return bool(self._handle.is_completed())
+
+
 class _ClosedError(Exception):
-    """The communicator was closed, here or by another thread, before the operation started."""
+    """The communicator was closed, possibly by another thread, before the operation started."""
+
+
+class _Issuing(PeerErrors):
+    """Context in which an operation starts: a failure ends its transfer and is translated."""
+
+    __slots__ = ("_traffic", "_transfer")
+
+    def __init__(
+        self, communicator: Communicator, context: OperationContext, transfer: CountedTransfer
+    ) -> None:
+        super().__init__(context, communicator.timeout_seconds)
+        self._traffic, self._transfer = communicator.traffic, transfer
+
+    def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
+        if error is None:
+            return
+        self._traffic.end(self._transfer)
+        if isinstance(error, _ClosedError):
+            raise self._context.failed("this communicator is closed") from None
+        super().__exit__(_type, error, _traceback)
 
 
 class TorchCommunicator(Communicator):
-    """Made by `connect`.
+    """Created by `connect`.
 
-    Each one has its own gloo and NCCL connections, and so have those made by `dup` and `subgroup`.
-    NCCL connects when the communicator is made, not on first use: then only the ranks with
-    something to send would take part (process_groups.py). That costs GPU memory and some time for
-    each communicator, even one that only carries tensors in main memory.
+    Each communicator has its own gloo and NCCL connections, including those created by `dup` and
+    `subgroup`. NCCL connects here and not on first use, in which only the ranks that have something
+    to send would take part (process_groups.py). This costs GPU memory and startup time for every
+    communicator, even if it only transfers CPU tensors.
+
+    Methods never assign a process group to a local variable: the traceback of an error would keep
+    its connections open.
     """
+
+    point_to_point_work: ClassVar[type[GlooPointToPointWork]] = GlooPointToPointWork
 
     def __init__(
         self,
@@ -92,28 +221,22 @@ class TorchCommunicator(Communicator):
     ) -> None:
         super().__init__(rank, world_size, timeout_seconds, traffic, global_ranks)
         self._store, self._address, self._gpu = store, address, gpu
-        self._forks = 0
-        self._made_default_group = False
+        self._children = 0
+        self._created_default_group = False
         self._closing = Lock()
-        connecting = self.context("connect to", self.peers)
-        self._gloo: Any = attempt(
-            connecting,
-            timeout_seconds,
-            lambda: create_gloo(store, rank, world_size, address, timeout_seconds),
-        )
+        self._gloo: Any = None
         self._nccl: Any = None
         self._timeline: Timeline | None = None
+        with PeerErrors(self.context("connect to", self.peers), timeout_seconds):
+            self._gloo = create_gloo(store, rank, world_size, address, timeout_seconds)
+            if gpu is not None:
+                self._nccl = create_nccl(store, rank, world_size, address, gpu, timeout_seconds)
         if gpu is not None:
-            self._nccl = attempt(
-                connecting,
-                timeout_seconds,
-                lambda: create_nccl(store, rank, world_size, address, gpu, timeout_seconds),
-            )
             self._timeline = timeline_of(gpu)
 
     @property
     def gpu(self) -> torch.device | None:
-        """This rank's own, whose tensors go through NCCL."""
+        """The GPU that only this rank uses; its tensors use NCCL."""
         return self._gpu
 
     def send(self, tensor: Tensor, to: int, kind: str) -> Work:
@@ -121,33 +244,29 @@ class TorchCommunicator(Communicator):
         if tensor.numel() == 0:
             return CompletedWork()
         flat = StagingBuffer.of(tensor, self._device(tensor)).flat
+        context = self.context("send to", (to,))
         transfer = self.traffic.begin(kind, bytes_sent=tensor.nbytes, messages=1)
-
-        def start() -> Any:
-            if flat.device != CPU:
-                return start_nccl_messages(self._backend(flat.device), send=(flat, to))
-            return self._backend(CPU).send([flat], to, 0)
-
-        operation = self.context("send to", (to,))
-        return self._start(operation, transfer, flat.device, start, GlooPointToPointWork)
+        with _Issuing(self, context, transfer):
+            if flat.device == CPU:
+                handle = self._group(CPU).send([flat], to, 0)
+            else:
+                handle = start_nccl_messages(self._group(flat.device), send=(flat, to))
+        return self._message(handle, context, transfer, flat.device)
 
     def recv(self, tensor: Tensor, source: int, kind: str) -> Work:
         self.check_peer(source)
         if tensor.numel() == 0:
             return CompletedWork()
         staged = StagingBuffer.to_fill(tensor, self._device(tensor))
+        flat = staged.flat
+        context = self.context("recv from", (source,))
         transfer = self.traffic.begin(kind, bytes_received=tensor.nbytes)
-
-        def start() -> Any:
-            if staged.flat.device != CPU:
-                return start_nccl_messages(
-                    self._backend(staged.flat.device), recv=(staged.flat, source)
-                )
-            return self._backend(CPU).recv([staged.flat], source, 0)
-
-        operation = self.context("recv from", (source,))
-        work = self._start(operation, transfer, staged.flat.device, start, GlooPointToPointWork)
-        return work.on_success(staged.copy_back)
+        with _Issuing(self, context, transfer):
+            if flat.device == CPU:
+                handle = self._group(CPU).recv([flat], source, 0)
+            else:
+                handle = start_nccl_messages(self._group(flat.device), recv=(flat, source))
+        return self._message(handle, context, transfer, flat.device).on_success(staged.copy_back)
 
     def sendrecv(self, outgoing: Tensor, to: int, incoming: Tensor, source: int, kind: str) -> Work:
         if self._device(outgoing) == CPU or 0 in (outgoing.numel(), incoming.numel()):
@@ -155,75 +274,85 @@ class TorchCommunicator(Communicator):
         self.check_peer(to)
         self.check_peer(source)
         sending, receiving = StagingBuffer.of(outgoing), StagingBuffer.to_fill(incoming)
+        device = sending.flat.device
+        context = self.context("sendrecv with", sorted({to, source}))
         transfer = self.traffic.begin(
             kind, bytes_sent=outgoing.nbytes, bytes_received=incoming.nbytes, messages=1
         )
-
-        def start() -> Any:
-            return start_nccl_messages(
-                self._backend(sending.flat.device),
-                send=(sending.flat, to),
-                recv=(receiving.flat, source),
+        with _Issuing(self, context, transfer):
+            handle = start_nccl_messages(
+                self._group(device), send=(sending.flat, to), recv=(receiving.flat, source)
             )
-
-        operation = self.context("exchange with", sorted({to, source}))
-        work = self._start(operation, transfer, sending.flat.device, start, GlooPointToPointWork)
-        return work.on_success(receiving.copy_back)
+        return self._message(handle, context, transfer, device).on_success(receiving.copy_back)
 
     def broadcast(self, tensor: Tensor, root: int, kind: str) -> Work:
+        if self.world_size == 1 or tensor.numel() == 0:
+            return CompletedWork()
+        staged = StagingBuffer.of(tensor, self._device(tensor))
         options = dist.BroadcastOptions()
         options.rootRank = root
-        return self._collective(
-            "broadcast with",
-            tensor,
-            kind,
-            # As bytes, since gloo's broadcast does not know every dtype.
-            lambda flat: self._backend(flat.device).broadcast([flat.view(torch.uint8)], options),
-            communicator.broadcast_counts(tensor, self.rank, self.world_size, root),
+        context = self.context("broadcast with", self.peers)
+        transfer = self.traffic.begin(
+            kind, **broadcast_counts(tensor, self.rank, self.world_size, root)
         )
+        with _Issuing(self, context, transfer):
+            # As bytes, because gloo does not broadcast every dtype.
+            handle = self._group(staged.flat.device).broadcast(
+                [staged.flat.view(torch.uint8)], options
+            )
+        return self._collective(handle, context, transfer, staged)
 
     def reduce_scatter(self, tensor: Tensor, kind: str) -> Work:
-        # Gloo's own is a whole all-reduce of which all but a chunk is thrown away.
+        # Gloo performs a full all-reduce and discards all chunks but one.
         if (
             self._device(tensor) == CPU
             or tensor.dtype not in SUMMABLE_DTYPES
             or not self._is_even(tensor)
         ):
             return super().reduce_scatter(tensor, kind)
-
-        def start(flat: Tensor) -> Any:
-            own = chunk(flat, self.world_size, self.rank)
-            return self._backend(flat.device)._reduce_scatter_base(own, flat)
-
-        counts = communicator.reduce_scatter_counts(tensor, self.rank, self.world_size)
-        return self._collective("reduce_scatter with", tensor, kind, start, counts)
+        if self.world_size == 1 or tensor.numel() == 0:
+            return CompletedWork()
+        staged = StagingBuffer.of(tensor, self._device(tensor))
+        own = chunk(staged.flat, self.world_size, self.rank)
+        context = self.context("reduce_scatter with", self.peers)
+        transfer = self.traffic.begin(
+            kind, **reduce_scatter_counts(tensor, self.rank, self.world_size)
+        )
+        with _Issuing(self, context, transfer):
+            handle = self._group(staged.flat.device)._reduce_scatter_base(own, staged.flat)
+        return self._collective(handle, context, transfer, staged)
 
     def all_gather(self, tensor: Tensor, kind: str) -> Work:
         if not self._is_even(tensor):
             return super().all_gather(tensor, kind)
-
-        def start(flat: Tensor) -> Any:
-            own = chunk(flat, self.world_size, self.rank).clone()
-            into, part = flat.view(torch.uint8), own.view(torch.uint8)
-            return self._backend(flat.device)._allgather_base(into, part)
-
-        counts = communicator.all_gather_counts(tensor, self.rank, self.world_size)
-        return self._collective("all_gather with", tensor, kind, start, counts)
+        if self.world_size == 1 or tensor.numel() == 0:
+            return CompletedWork()
+        staged = StagingBuffer.of(tensor, self._device(tensor))
+        own = chunk(staged.flat, self.world_size, self.rank).clone()
+        context = self.context("all_gather with", self.peers)
+        transfer = self.traffic.begin(kind, **all_gather_counts(tensor, self.rank, self.world_size))
+        with _Issuing(self, context, transfer):
+            handle = self._group(staged.flat.device)._allgather_base(
+                staged.flat.view(torch.uint8), own.view(torch.uint8)
+            )
+        return self._collective(handle, context, transfer, staged)
 
     def all_reduce(self, tensor: Tensor, kind: str) -> Work:
         if tensor.dtype not in SUMMABLE_DTYPES:
             return super().all_reduce(tensor, kind)
-
-        def start(flat: Tensor) -> Any:
-            return self._backend(flat.device).allreduce([flat])
-
-        counts = communicator.all_reduce_counts(tensor, self.rank, self.world_size)
-        return self._collective("all_reduce with", tensor, kind, start, counts)
+        if self.world_size == 1 or tensor.numel() == 0:
+            return CompletedWork()
+        staged = StagingBuffer.of(tensor, self._device(tensor))
+        context = self.context("all_reduce with", self.peers)
+        transfer = self.traffic.begin(kind, **all_reduce_counts(tensor, self.rank, self.world_size))
+        with _Issuing(self, context, transfer):
+            handle = self._group(staged.flat.device).allreduce([staged.flat])
+        return self._collective(handle, context, transfer, staged)
 
     def dup(self) -> Self:
-        self._forks += 1
+        self._children += 1
         return type(self)(
-            PrefixStore(f"fork/{self._forks}", self._store),
+            PrefixStore(f"dup/{self._children}", self._store),
             self.rank,
             self.world_size,
             address=self._address,
@@ -234,14 +363,14 @@ class TorchCommunicator(Communicator):
         )
 
     def subgroup(self, ranks: Sequence[int]) -> Self:
-        """A communicator over some of the workers, who all call this with the same ranks.
+        """Create a communicator over some ranks, which all call this with the same ranks.
 
-        They are numbered anew, in the order given. It counts into the same traffic. Whoever makes
-        one closes it.
+        They are renumbered in the order given. It counts into the same traffic. The caller closes
+        it.
         """
-        self._forks += 1
+        self._children += 1
         return type(self)(
-            PrefixStore(f"among/{self._forks}/{'-'.join(map(str, ranks))}", self._store),
+            PrefixStore(f"subgroup/{self._children}/{'-'.join(map(str, ranks))}", self._store),
             ranks.index(self.rank),
             len(ranks),
             address=self._address,
@@ -252,11 +381,11 @@ class TorchCommunicator(Communicator):
         )
 
     def default_process_group(self) -> dist.ProcessGroup:
-        """torch.distributed's default group over the same workers, made when first asked for.
+        """Return torch.distributed's default group over the same ranks; create it on first use.
 
-        Collective at first. For PyTorch's own wrappers; what goes through it is not counted here.
+        The first call is collective. For PyTorch wrappers; their traffic is not counted.
         """
-        if not self._made_default_group:
+        if not self._created_default_group:
             with sockets_on(self._address):
                 dist.init_process_group(
                     "gloo" if self._gpu is None else "cpu:gloo,cuda:nccl",
@@ -265,16 +394,16 @@ class TorchCommunicator(Communicator):
                     world_size=self.world_size,
                     timeout=timedelta(seconds=self.timeout_seconds),
                 )
-            self._made_default_group = True
+            self._created_default_group = True
         group = dist.group.WORLD
         if group is None:
-            raise RuntimeError("somebody else has destroyed the default process group")
+            raise RuntimeError("the default process group was destroyed by other code")
         return group
 
     def _disconnect(self) -> None:
-        if self._made_default_group and dist.is_initialized():
+        if self._created_default_group and dist.is_initialized():
             dist.destroy_process_group()
-        # Taken once, since another thread may close the communicator at the same time.
+        # Another thread may close the communicator at the same time; only one of them aborts.
         with self._closing:
             nccl, gloo = self._nccl, self._gloo
             self._nccl = self._gloo = None
@@ -285,60 +414,37 @@ class TorchCommunicator(Communicator):
 
     def _collective(
         self,
-        name: str,
-        tensor: Tensor,
-        kind: str,
-        start: Callable[[Tensor], Any],
-        counts: dict[str, int],
+        handle: Any,
+        context: OperationContext,
+        transfer: CountedTransfer,
+        staged: StagingBuffer,
     ) -> Work:
-        if self.world_size == 1 or tensor.numel() == 0:
-            return CompletedWork()
-        staged = StagingBuffer.of(tensor, self._device(tensor))
-        transfer = self.traffic.begin(kind, **counts)
-        operation = self.context(name, self.peers)
-        work = self._start(
-            operation, transfer, staged.flat.device, lambda: start(staged.flat), GlooWork
-        )
-        return work.on_success(staged.copy_back)
+        if staged.flat.device == CPU:
+            work: Work = GlooWork(handle, context, self.timeout_seconds)
+        else:
+            work = NcclWork(handle, context, self.timeout_seconds, self._timeline)
+        return self.track_transfer(work, transfer).on_success(staged.copy_back)
 
-    def _start(
+    def _message(
         self,
-        operation: OperationContext,
+        handle: Any,
+        context: OperationContext,
         transfer: CountedTransfer,
         device: torch.device,
-        action: Callable[[], Any],
-        gloo_work: type[GlooPointToPointWork] | type[GlooWork],
     ) -> Work:
-        """Start what was counted before, on the backend of the device.
+        work_class = self.point_to_point_work if device == CPU else NcclWork
+        return self.track_transfer(work_class(handle, context, self.timeout_seconds), transfer)
 
-        The action looks the backend up itself: a variable here would be kept by the traceback of a
-        failure, and the connections with it.
-        """
-        try:
-            handle = attempt(operation, self.timeout_seconds, action)
-        except _ClosedError:
-            self.traffic.end(transfer)
-            raise operation.failed("this communicator is closed") from None
-        except BaseException:
-            self.traffic.end(transfer)
-            raise
-        if device == CPU:
-            work: Work = gloo_work(handle, operation, self.timeout_seconds)
-        else:
-            timeline = self._timeline if gloo_work is GlooWork else None
-            work = NcclWork(handle, operation, self.timeout_seconds, timeline)
-        return self.track_transfer(work, transfer)
-
-    def _backend(self, device: torch.device) -> Any:
-        backend = self._gloo if device == CPU else self._nccl
-        if backend is None:
+    def _group(self, device: torch.device) -> Any:
+        group = self._gloo if device == CPU else self._nccl
+        if group is None:
             raise _ClosedError
-        return backend
+        return group
 
     def _device(self, tensor: Tensor) -> torch.device:
-        """Where a tensor must be to be sent."""
-        on_own_gpu = self._nccl is not None and tensor.device == self._gpu
-        return tensor.device if on_own_gpu else CPU
+        """Return the device from which a tensor is sent."""
+        uses_nccl = self._nccl is not None and tensor.device == self._gpu
+        return tensor.device if uses_nccl else CPU
 
     def _is_even(self, tensor: Tensor) -> bool:
         return tensor.numel() % self.world_size == 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,10 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 from paceline.comm.background import CommunicationThread
 from paceline.comm.buffers import StagingBuffer
 from paceline.comm.communicator import Communicator, OperationContext
-from paceline.comm.process_groups import create_gloo, to_peer_error
+from paceline.comm.process_groups import PeerErrors, create_gloo
 from paceline.comm.work import Work
 
 Future = torch.futures.Future[Any]
-
-T = TypeVar("T")
 
 CONNECTIONS = "gloo/transport"
 """Appears in gloo errors about lost peers; other errors are mistakes of the caller."""
@@ -138,10 +136,10 @@ class Gloo:
     ) -> None:
         self._rank = rank
         self._peers = tuple(each for each in range(world_size) if each != rank)
-        self._seconds = timeout.total_seconds()
+        self._timeout_seconds = timeout.total_seconds()
         self.has_lost_peers = False
         self.backend: Any = create_gloo(
-            PrefixStore("rest", store), rank, world_size, address, self._seconds
+            PrefixStore("rest", store), rank, world_size, address, self._timeout_seconds
         )
         # Some operations have Python bindings only in ProcessGroup.
         self._group: Any = dist.ProcessGroup(store, rank, world_size)
@@ -158,9 +156,10 @@ class Gloo:
         """Start an operation by its name in the gloo bindings."""
         peers = (call[1],) if name in PREPOSITIONS else self._peers
         description = f"{name.strip('_')} {PREPOSITIONS.get(name, 'with')}"
-        operation = OperationContext(self._rank, description, peers)
-        handle = self.attempt(operation, lambda: self._function(name)(*call, **named))
-        return GlooWork(self, operation, handle)
+        context = OperationContext(self._rank, description, peers)
+        with self.errors(context):
+            handle = self._function(name)(*call, **named)
+        return GlooWork(self, context, handle)
 
     def _function(self, name: str) -> Callable[..., Any]:
         owner = self.backend if hasattr(self.backend, name) else self._group
@@ -184,26 +183,34 @@ class Gloo:
         """
         _ABANDONED.append(self.backend)
 
-    def attempt(self, operation: OperationContext, action: Callable[[], T]) -> T:
-        """Call `action` and turn an error about a lost connection into a PeerError."""
-        try:
-            return action()
-        except RuntimeError as error:
-            if CONNECTIONS not in str(error):
-                raise
-            self.has_lost_peers = True
-            raise to_peer_error(operation, self._seconds, error) from None
+    def errors(self, context: OperationContext) -> PeerErrors:
+        """Return a context manager that turns an error about a lost peer into a PeerError."""
+        return _LostPeerErrors(self, context, self._timeout_seconds)
+
+
+class _LostPeerErrors(PeerErrors):
+    __slots__ = ("_gloo",)
+
+    def __init__(self, gloo: Gloo, context: OperationContext, timeout_seconds: float) -> None:
+        super().__init__(context, timeout_seconds)
+        self._gloo = gloo
+
+    def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
+        if error is not None and CONNECTIONS in str(error):
+            self._gloo.has_lost_peers = True
+            super().__exit__(_type, error, _traceback)
 
 
 class GlooWork(dist.Work):
     """An operation of gloo."""
 
-    def __init__(self, gloo: Gloo, operation: OperationContext, handle: Any) -> None:
+    def __init__(self, gloo: Gloo, context: OperationContext, handle: Any) -> None:
         super().__init__()
-        self._gloo, self._operation, self._handle = gloo, operation, handle
+        self._gloo, self._context, self._handle = gloo, context, handle
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        return bool(self._gloo.attempt(self._operation, lambda: self._handle.wait(timeout)))
+        with self._gloo.errors(self._context):
+            return bool(self._handle.wait(timeout))
 
     def synchronize(self) -> None:
         self.wait()

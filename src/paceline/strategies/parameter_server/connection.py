@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
-
-import torch
 
 from paceline.comm.communicator import OperationContext, no_answer
-from paceline.comm.process_groups import GlooPointToPointWork, GlooWork
-from paceline.comm.torch_distributed import TorchCommunicator
-from paceline.comm.work import Work
+from paceline.comm.process_groups import PeerErrors
+from paceline.comm.torch_distributed import GlooPointToPointWork, TorchCommunicator
 from paceline.errors import PeerError
-from paceline.measure.traffic import CountedTransfer
 
 PATIENCE = timedelta(days=7)
 """How long to wait for an answer while heartbeats arrive."""
 
 
+class _PatientTransfer(GlooPointToPointWork):
+    def _block(self) -> None:
+        with PeerErrors(self._context, self._timeout_seconds):
+            self._handle.wait(PATIENCE)
+
+
 class Pair(TorchCommunicator):
     """Its timeout is that for connecting; afterwards heartbeats decide (heartbeat.py)."""
+
+    point_to_point_work = _PatientTransfer
 
     silent_seconds: float | None = None
     """How long the peer had been silent when it was lost; None while it is not."""
@@ -38,16 +41,6 @@ class Pair(TorchCommunicator):
         plain = super().context(name, peers)
         return _Operation(plain.rank, plain.name, plain.peers, self)
 
-    def _start(
-        self,
-        operation: OperationContext,
-        transfer: CountedTransfer,
-        device: torch.device,
-        action: Callable[[], Any],
-        gloo_work: type[GlooPointToPointWork] | type[GlooWork] = GlooWork,
-    ) -> Work:
-        return super()._start(operation, transfer, device, action, _PatientTransfer)
-
 
 @dataclass(frozen=True, slots=True)
 class _Operation(OperationContext):
@@ -58,8 +51,3 @@ class _Operation(OperationContext):
         if silent_seconds is not None:
             cause = no_answer(silent_seconds)
         return OperationContext.failed(self, cause)
-
-
-class _PatientTransfer(GlooPointToPointWork):
-    def _finish(self) -> None:
-        self._handle.wait(PATIENCE)
