@@ -1,12 +1,12 @@
-"""What a step of DistributedDataParallel takes with the backend `paceline` and with gloo.
+"""Step time of DistributedDataParallel with the backend `paceline` and with gloo.
 
     python benchmarks/backend.py [--models lenet,mlp] [--workers 2] [--threads 1] [--blocks 20]
                                  [--batch-per-worker 16]
 
-For each model both backends train in the same processes and take turns in short blocks of steps, so
-that what else the machine does falls on both alike; the ratios are of blocks that ran one after the
-other. Whether workers compute on all cores makes the difference: `taskset -c 0,1 python ...` gives
-two workers no core to spare. Times are rank 0's: medians over the blocks, and quartiles.
+For each model, both backends train in the same processes and alternate in short blocks of steps, so
+that background load affects both equally; ratios compare adjacent blocks. The result depends on
+whether cores are idle: `taskset -c 0,1 python ...` leaves two workers no spare core. Times are rank
+0's, as the median and quartiles over the blocks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SECONDS_PER_BLOCK = 0.3
 
 
 class Contender:
-    """A model under one of the backends."""
+    """A model trained with one of the backends."""
 
     def __init__(self, model: str, backend: str, batch: int) -> None:
         self._replica = DistributedDataParallel(
@@ -48,7 +48,7 @@ class Contender:
         self.seconds: list[float] = []
 
     def run(self, steps: int) -> float:
-        """Seconds that a step took."""
+        """Return the seconds per step."""
         dist.barrier()
         began = perf_counter()
         for _ in range(steps):
@@ -98,7 +98,7 @@ def main() -> None:
     machine = hardware()
     print(f"{machine['cpu']}, {machine['cores']} cores, torch {software()['torch']}")
     print(f"{options.workers} workers of {options.threads} threads, n = {options.blocks} blocks")
-    titles = ("gloo, ms a step", "paceline, ms a step", "times as fast")
+    titles = ("gloo, ms per step", "paceline, ms per step", "speedup")
     print(" " * 9 + "".join(f"{title:>26}" for title in titles))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -1,13 +1,13 @@
-"""How near `paceline comm` in an emulated cluster comes to the rate of its links; needs root.
+"""Bandwidth that `paceline comm` reaches on the links of an emulated cluster; needs root.
 
     python benchmarks/cluster_comm.py [--nodes 2] [--rates 100mbit,1gbit,5gbit] [--repeats 10]
 
-On a machine with nothing else to do. For each rate a cluster is made, calibrated and measured by
-`paceline comm`: a message from one node to another, which has the link to itself as the asked rate
-means it, and all-reduces, gloo's and the ring, which use it both ways at once; of a tensor that
-takes the link one to two seconds. Figures are bus bandwidths: medians with their least and greatest
-values, over the asked rate and over the calibrated one. Within 5 % of the asked rate is the aim.
-With all nodes on the cores of one machine, sums and copies take time from the links.
+Run it on an idle machine. For each rate it creates and calibrates a cluster and runs `paceline
+comm`: a message from one node to another, and all-reduces (gloo's and the ring), which use both
+directions of the link at once. The tensor takes one to two seconds on the link. Figures are bus
+bandwidths relative to the requested and to the calibrated rate: median (min-max). The goal is
+within 5% of the requested rate. All nodes share the cores of one machine, so sums and copies slow
+down the links.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ AIM = 0.05
 
 
 def size_for(rate: str, nodes: int) -> int:
-    """Of a tensor that takes one to two seconds if that is not too large, as a power of two."""
+    """Size of a tensor that takes one to two seconds, as a power of two, up to a limit."""
     wanted = bits_per_second(rate) / 8 / BUS_FACTORS["all_reduce"](nodes)
     return min(1 << int(wanted).bit_length(), LAST_BYTES)
 
@@ -51,7 +51,7 @@ def measure_rate(rate: str, nodes: int, repeats: int) -> None:
         verdict = "within the aim" if abs(share - 1) <= AIM else "misses the aim"
         print(
             f"{rate:>8} {size_text(size):>8}  {entry['operation']:11}{entry['algorithm']:8}"
-            f"{share:8.1%} of asked ({shares[0]:.1%} to {shares[-1]:.1%})"
+            f"{share:8.1%} of requested ({shares[0]:.1%} to {shares[-1]:.1%})"
             f"{entry['bus_bytes_per_second'] / calibrated:8.1%} of calibrated  {verdict}",
             flush=True,
         )
@@ -64,14 +64,14 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--rates", default="100mbit,1gbit,5gbit")
     parser.add_argument("--repeats", type=int, default=10)
-    given = parser.parse_args()
+    options = parser.parse_args()
     machine = hardware()
     print(
         f"{machine['cpu']}, {machine['cores']} cores, {machine['kernel']}, torch"
-        f" {software()['torch']}, load before {os.getloadavg()[0]:.1f}, n = {given.repeats}"
+        f" {software()['torch']}, load before {os.getloadavg()[0]:.1f}, n = {options.repeats}"
     )
-    for rate in given.rates.split(","):
-        measure_rate(rate, given.nodes, given.repeats)
+    for rate in options.rates.split(","):
+        measure_rate(rate, options.nodes, options.repeats)
 
 
 if __name__ == "__main__":

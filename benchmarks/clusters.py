@@ -1,14 +1,14 @@
-"""How near an emulated cluster is to what was asked for; needs root, ip, tc and iperf3.
+"""Accuracy of emulated links and CPU limits; needs root, ip, tc and iperf3.
 
     python benchmarks/clusters.py [--repeats N] [--only NAME]
 
-On a machine with nothing else to do. Figures are medians with their least and greatest values.
+Run it on an idle machine. Figures are medians (min-max).
 
-- `rates`: what iperf3 receives over a link, each way; 5 % from the asked rate is the aim.
-- `round_trips`: a byte there and back by TCP; 20 % from the asked latency is the aim.
-- `quota`: a training step with half a core against the same without a quota, taking turns; 1.9
-  to 2.1 times as long is the aim, with a spread like the machine's own.
-- `bytes`: what interfaces count for a transfer, against its payload.
+- `rates`: what iperf3 receives over a link, each direction; goal: within 5% of the requested rate.
+- `round_trips`: one byte over TCP and back; goal: within 20% of the requested latency.
+- `quota`: a training step with half a core and without a quota, interleaved; goal: 1.9 to 2.1 times
+  as long, with a spread like that of the machine itself.
+- `bytes`: interface counters compared with the payload of a transfer.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", choices=tuple(QUESTIONS))
-    given = parser.parse_args()
+    options = parser.parse_args()
     machine = hardware()
     load = os.getloadavg()[0]
     print(f"{machine['cpu']}, {machine['cores']} cores, {machine['kernel']}; load {load:.1f}")
     for name, question in QUESTIONS.items():
-        if given.only in (None, name):
-            question(given.repeats)
+        if options.only in (None, name):
+            question(options.repeats)
 
 
 def rates(repeats: int) -> None:
@@ -118,14 +118,14 @@ def quota(repeats: int) -> None:
         medians, means, shares = zip(*measured, strict=True)
         print(f"{name:15} median {spread(medians)} s, mean {spread(means)} s")
         print(f"{'':15} share of a core {spread(shares)}")
-    # The machine's own pace changes from second to second; turns that follow each other share it.
+    # The machine's speed drifts within seconds; adjacent measurements share it.
     ratios = [half[1] / whole[1] for whole, half in zip(free, limited, strict=True)]
     ratio = statistics.median(ratios)
     print(f"times as long   {spread(ratios)} {'(aim met)' if 1.9 <= ratio <= 2.1 else '(off)'}")
 
 
 def steps(words: Sequence[str]) -> tuple[float, float, float]:
-    """Median and mean seconds of a step, and the share of a core that it got."""
+    """Return the median and mean seconds per step and the fraction of a core it got."""
     median, mean, share = map(float, subprocess.check_output(words).split())
     return median, mean, share
 
@@ -144,7 +144,7 @@ def count_bytes(repeats: int) -> None:
 
 
 def transfer(made: EmulatedCluster) -> None:
-    """Send so many bytes from node 0 to node 1, all of which arrive."""
+    """Send `count` bytes from node 0 to node 1 and wait for all of them."""
     python = [sys.executable, "-I", "-S", "-c"]
     words = made.command(1, [*python, SINK, made.addresses[1]])
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as sink:
@@ -160,7 +160,7 @@ def cluster(text: str) -> EmulatedCluster:
 
 
 def iperf(made: EmulatedCluster, backwards: bool) -> float:
-    """Bits per second received by node 1 from node 0, or the other way."""
+    """Bits per second that node 1 receives from node 0, or the reverse."""
     server = subprocess.Popen(
         made.command(1, ["iperf3", "-s", "-1", "--forceflush"]), stdout=subprocess.PIPE
     )

@@ -1,10 +1,10 @@
-"""What each codec costs to encode and decode, and below which bandwidth it pays.
+"""Encoding and decoding cost of each codec, and the bandwidth below which it pays off.
 
     python benchmarks/compression.py [--quick]
 
-One worker's CPU time on one thread for a gradient of 10 MB (a float32 matrix), with everybody
-else's payload at hand: no communication is in it. The codecs take turns, so that what else the
-machine does falls on all of them alike.
+CPU time of one worker on one thread for a 10 MB gradient (a float32 matrix). The payloads of the
+other ranks are in memory, so no communication is included. The codecs are interleaved, so that
+background load affects all of them equally.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def measure(repeats: int) -> dict[tuple[str, int], list[float]]:
-    """CPU nanoseconds per element, by codec and number of workers."""
+    """CPU nanoseconds per element, by codec and world size."""
     generator = torch.Generator().manual_seed(0)
     gradient = torch.randn(ELEMENTS, generator=generator)
     cases = {(name, world): create(name, {}) for name in CODECS.names() for world in WORLDS}
@@ -60,7 +60,7 @@ def measure(repeats: int) -> dict[tuple[str, int], list[float]]:
     scratch = torch.empty_like(gradient)
     for _ in range(repeats):
         for case, codec in cases.items():
-            # In training a codec follows itself and finds memory as it left it: the last counts.
+            # In training a codec runs repeatedly with warm memory, so only the last call counts.
             for _ in range(3):
                 nanoseconds = time_of_one(codec, scratch.copy_(gradient), case[1])
             times[case].append(nanoseconds / ELEMENTS)
@@ -68,7 +68,7 @@ def measure(repeats: int) -> dict[tuple[str, int], list[float]]:
 
 
 def time_of_one(codec: Codec, gradient: Tensor, world: int) -> float:
-    """Nanoseconds of an exchange, less the copying that stands in for the other workers."""
+    """Nanoseconds of an exchange without the copies that replace the other workers."""
     copying = 0.0
 
     def copies(payload: Tensor) -> list[Tensor]:
@@ -84,7 +84,7 @@ def time_of_one(codec: Codec, gradient: Tensor, world: int) -> float:
 
 
 def pays_below(wire: WireBytes, world: int, nanoseconds: float) -> str:
-    """By the bytes that a worker sends: 2 (w - 1) / w of a ring's sum, w - 1 copies in a gather."""
+    """From the bytes a worker sends: 2 (w - 1) / w in a ring, w - 1 copies in a gather."""
     ring = 2 * (world - 1) / world
     saved = ring * (ELEMENTS * ELEMENT_BYTES - sum(wire.sums)) - (world - 1) * sum(wire.gathers)
     if saved == 0:

@@ -1,8 +1,8 @@
-"""Images per second of paceline's input path and of a DataLoader that does the same to each sample.
+"""Images per second of paceline's input pipeline and of an equivalent DataLoader.
 
-Both pad by 4 and crop at random, flip at random, and normalise images of 32 x 32 x 3. The
-DataLoader's transforms are written for one sample in plain torch, as common libraries write them.
-The contenders take turns, so that what else the machine does falls on all of them alike.
+Both apply a random crop with a padding of 4, a random flip and normalization to images of
+32 x 32 x 3. The DataLoader's transforms process one sample in plain torch, as common libraries do.
+The contenders are interleaved, so that background load affects all of them equally.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 PAD = 4
 
 READY_BATCHES = 4
-"""What a DataLoader of two workers prepares ahead."""
+"""Batches that a DataLoader with two workers prefetches."""
 PAUSE_SECONDS = 0.5
 
 
@@ -36,13 +36,13 @@ PAUSE_SECONDS = 0.5
 class Contender:
     name: str
     batches: Iterator[int]
-    """Makes a batch at each step, and says how many images it held."""
+    """Yields the number of images of each batch it makes."""
     images: int
-    """How many to time in one turn."""
+    """Batches to time per repeat."""
 
 
 class OneByOne(Dataset[tuple[Tensor, int]]):
-    """A map-style dataset that applies general-purpose transforms to each sample by itself."""
+    """A map-style dataset that applies general-purpose transforms to each sample."""
 
     def __init__(self, split: Split) -> None:
         self.images, self.labels = split.inputs, split.labels.tolist()
@@ -65,7 +65,7 @@ def random_crop(image: Tensor, height: int, width: int) -> Tensor:
 
 
 def normalise(image: Tensor) -> Tensor:
-    """As a reusable transform does it: its settings are numbers, and its input stays as it was."""
+    """Like a reusable transform: its parameters are numbers, and it does not modify its input."""
     mean = torch.as_tensor(MEAN, dtype=image.dtype, device=image.device)
     std = torch.as_tensor(STD, dtype=image.dtype, device=image.device)
     if (std == 0).any():
@@ -95,12 +95,12 @@ def by_data_loader(split: Split, batch_size: int, workers: int) -> Iterator[int]
 
 
 def measure(contenders: Sequence[Contender], repeats: int) -> list[list[float]]:
-    """Images per second of each contender in each repeat, the contenders taking turns."""
+    """Images per second of each contender in each repeat, interleaved."""
     rates: list[list[float]] = [[] for _ in contenders]
     for _ in range(repeats):
         for contender, found in zip(contenders, rates, strict=True):
-            # Batches that workers had ready from before are no part of the rate; and once a turn
-            # is over, workers that go on until their queues are full must not disturb the next.
+            # Skip batches that were prefetched before the timing; and wait after it, since
+            # workers that fill their queues would disturb the next contender.
             for _ in range(READY_BATCHES):
                 next(contender.batches)
             images = 0
@@ -130,7 +130,7 @@ def main() -> None:
     print(f"{'':34}{'images/s':>12}{'lowest':>12}{'highest':>12}")
     for batch_size in (64, 256):
         contenders = [
-            # So much faster that it needs more images for a timing as good.
+            # Much faster, so it needs more images for an equally precise timing.
             Contender("paceline", by_input_path(split, batch_size), 10 * images),
             Contender("DataLoader, num_workers=0", by_data_loader(split, batch_size, 0), images),
             Contender("DataLoader, num_workers=2", by_data_loader(split, batch_size, 2), images),
@@ -146,7 +146,7 @@ def main() -> None:
 
 
 def processor() -> str:
-    """The processor's name, as far as the machine tells it."""
+    """The name of the processor, if the machine reports it."""
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
             names = [line.partition(":")[2].strip() for line in lines if "model name" in line]

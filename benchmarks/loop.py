@@ -1,9 +1,9 @@
-"""What paceline's training loop costs beyond the same training written bare in PyTorch.
+"""Overhead of paceline's training loop over the same loop in plain PyTorch.
 
     python benchmarks/loop.py [--quick]
 
-Both train the same model on the same batches with the same fused optimiser, in alternating blocks
-in one process. The figure is how much longer an iteration takes, over paired blocks.
+Both train the same model on the same batches with the same fused optimizer, in alternating blocks
+in one process. The overhead is the increase in iteration time over paired blocks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from paceline.training.optimizer import build_optimizer
 from paceline.training.run_logger import RunLogger
 
 CASES = {"lenet": (300, 3.0), "vgg11": (6, 1.0)}
-"""Model: iterations in a block, and how many percent more than bare are allowed."""
+"""By model: iterations per block, and the allowed overhead in percent."""
 
 Block = Callable[[], float]
 
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def alternate(bare: Block, ours: Block, repeats: int) -> list[tuple[float, float]]:
-    """Pairs of times; who goes first alternates, so that neither always follows the other."""
+    """Pairs of times; the order alternates, so that neither always runs second."""
     bare(), ours()
     pairs = []
     for repeat in range(repeats):

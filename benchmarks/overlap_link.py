@@ -1,23 +1,22 @@
-"""How much of the link `overlap` uses while it communicates, and its pace against DDP's.
+"""Link utilization of `overlap` while it communicates, and its speed relative to DDP.
 
     python benchmarks/overlap_link.py [--cluster nodes=4,cpus=0.5,bandwidth=1gbit] [--rounds 6]
                                       [--updates 3] [--batch-per-worker 16] [-o bucket_mib=4]
 
-Needs root, and a machine with nothing else to do. A worker of `vgg11` is started in each node of an
-emulated cluster; `overlap` and `ddp` are attached at the same time and take turns in blocks of
-updates. For every update, by the clock that the nodes of one machine share:
+Needs root and an idle machine. Each node of an emulated cluster runs one worker that trains
+`vgg11`; `overlap` and `ddp` are set up side by side and alternate in blocks of updates. All nodes
+share one clock. For every update:
 
-- A bucket is under way from the moment at which the last worker hands it over until the last worker
-  has its sum. Communication is under way while at least one bucket is.
-- The rate is what one worker sends in that time over its link in one direction: 2 (P - 1) / P of
-  the gradients by formula; or what its node's interface counts, which has acknowledgements and some
-  headers besides.
-- An update lasts from the first worker's beginning to the last one's end. It cannot be shorter than
-  the CPU time that it takes divided by the node's share of the CPU.
+- A bucket is in flight from the moment the last worker submits it until the last worker has its
+  sum. Communication is in flight while at least one bucket is.
+- The rate is what one worker sends over its link in one direction in that time: 2 (P - 1) / P of
+  the gradients by formula, or the count of its node's interface, which includes acknowledgements
+  and some headers.
+- An update lasts from the start of the first worker to the end of the last one. It cannot be
+  shorter than its CPU time divided by the node's CPU quota.
 
-The link is what calibration measures before and after: the mean of all nodes and both directions.
-Figures are medians with their least and greatest values; the ratio is that of the medians of blocks
-that ran one after the other.
+The link bandwidth is measured by calibration before and after, as the mean over all nodes and both
+directions. Figures are medians (min-max); the ratio compares the medians of adjacent blocks.
 """
 
 from __future__ import annotations
@@ -56,14 +55,14 @@ from paceline.training.process import keep_freed_memory
 MODEL, SHAPE, CLASSES = "vgg11", (3, 32, 32), 10
 STRATEGIES = ("overlap", "ddp")
 FIRST_UPDATES = 3
-"""Not measured: buckets settle in them."""
+"""Not measured: the bucket sizes settle in these."""
 PORT = 29_511
 PATIENCE_SECONDS = 900.0
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the workers are told."""
+    """The settings of the workers."""
 
     world_size: int
     address: str
@@ -75,12 +74,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Update:
-    """As one worker saw it."""
+    """One update as measured by one worker."""
 
     began: float
     ended: float
     buckets: list[tuple[float, float, int]]
-    """Of each: when it was handed over, when its sum was there, bytes sent by the formula."""
+    """Per bucket: time of submission, time of completion, bytes sent by the formula."""
     interface_bytes: int
     cpu_seconds: float
 
@@ -97,21 +96,21 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=3, help="of a strategy in a round")
     parser.add_argument("--batch-per-worker", type=int, default=16)
     parser.add_argument("-o", action="append", default=[], help="key=value: an option of overlap")
-    given = parser.parse_args()
+    options = parser.parse_args()
     machine = hardware()
     print(
         f"{machine['cpu']}, {machine['cores']} cores, {machine['kernel']}, torch"
-        f" {software()['torch']}; {MODEL}, {given.cluster}, batch of {given.batch_per_worker}"
-        f" a worker, {given.rounds} rounds of {given.updates} updates"
+        f" {software()['torch']}; {MODEL}, {options.cluster}, batch of {options.batch_per_worker}"
+        f" per worker, {options.rounds} rounds of {options.updates} updates"
     )
-    with EmulatedCluster.up(parse(given.cluster), calibrate=False) as cluster:
+    with EmulatedCluster.up(parse(options.cluster), calibrate=False) as cluster:
         job = Job(
             cluster.spec.nodes,
             cluster.addresses[0],
-            given.rounds,
-            given.updates,
-            given.batch_per_worker,
-            dict(option.split("=", 1) for option in given.o),
+            options.rounds,
+            options.updates,
+            options.batch_per_worker,
+            dict(option.split("=", 1) for option in options.o),
         )
         rates = link_rates(cluster)
         seen = run(cluster, job)
@@ -120,12 +119,12 @@ def main() -> None:
 
 
 def link_rates(cluster: EmulatedCluster) -> list[float]:
-    """Bits a second of what TCP carries, of every node, out and in."""
+    """TCP bits per second of every node, outgoing and incoming."""
     return [each.got for each in calibration.link_rates(cluster.state)]
 
 
 def run(cluster: EmulatedCluster, job: Job) -> dict[str, list[list[Update]]]:
-    """For each strategy the updates in their order, each as all workers saw it."""
+    """For each strategy, its updates in order, each with the measurements of all workers."""
     processes = []
     try:
         for rank in range(job.world_size):
@@ -156,7 +155,7 @@ def show(job: Job, link: float, rates: list[float], seen: dict[str, list[list[Up
         on_wire = [bits / time / link for bits, time in zip(counted, busy, strict=True)]
         cpu = [each.cpu_seconds for one in updates for each in one]
         print(f"{name}, {len(updates)} updates of {len(updates[0][0].buckets)} buckets")
-        print(f"  seconds an update            {min_max([lasted(one) for one in updates], '.3f')}")
+        print(f"  seconds per update           {min_max([lasted(one) for one in updates], '.3f')}")
         print(f"  CPU seconds of a worker      {min_max(cpu, '.3f')}")
         print(f"  seconds communicating        {min_max(busy, '.3f')}")
         print(f"  share of the link            {min_max(shares, '.3f')}")
@@ -167,7 +166,7 @@ def show(job: Job, link: float, rates: list[float], seen: dict[str, list[list[Up
 
 
 def blocks(updates: list[list[Update]], size: int) -> list[float]:
-    """The median update of every block."""
+    """The median update time of every block."""
     return [
         statistics.median(map(lasted, updates[begin : begin + size]))
         for begin in range(0, len(updates), size)
@@ -189,7 +188,7 @@ def communicating_seconds(update: Sequence[Update]) -> float:
 
 
 def work(rank: int, job: Job) -> None:
-    """What each worker does; it prints its updates."""
+    """Run one worker, which prints its updates."""
     keep_freed_memory()
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(rank)
@@ -202,7 +201,7 @@ def work(rank: int, job: Job) -> None:
             for _ in range(FIRST_UPDATES):
                 update(strategy, inputs, labels)
         for number in range(job.rounds):
-            # Each begins every other round.
+            # The strategies alternate in going first.
             for name in STRATEGIES if number % 2 == 0 else STRATEGIES[::-1]:
                 for _ in range(job.updates):
                     seen[name].append(update(strategies[name], inputs, labels))

@@ -1,6 +1,6 @@
-"""How long a run on Ray waits before its workers start: connecting, and an actor on each machine.
+"""Start-up time of a run on Ray: connect, then start an actor on each machine.
 
-Run it on a machine of a Ray cluster, or anywhere to have a Ray of this machine started for it:
+Run it on a machine of a Ray cluster; elsewhere it starts a local Ray:
 
     python benchmarks/ray_start.py --machines 1 --slots 2 --repeats 10
 """

@@ -1,11 +1,10 @@
-"""How long a report takes, and what it holds in memory: of 1,000 runs, and of a million iterations.
+"""Time and memory of a report: for 1,000 runs, and for a million iterations.
 
     python benchmarks/reports.py [--runs 1000] [--iterations 1000000] [--folder DIR]
 
-The records are synthetic. Each report is made by a process of its own, as the command line makes
-it; its time includes starting Python, its memory is the peak of the process. The list of the live
-page is asked for as soon as the server answers: the first time it reads every run, the second time
-only what changed.
+The records are synthetic. Each report is built by a separate process, as from the command line; its
+time includes starting Python, its memory is the peak of the process. The list of the live page is
+requested as soon as the server answers: the first request reads every run, the second only changes.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ def measure_list(folder: Path) -> None:
 
 
 def write(root: Path, name: str, number: int, iterations: int) -> None:
-    """250 cells with four repeats each, where there are a thousand runs."""
+    """Four repeats of each configuration: 250 configurations for 1,000 runs."""
     strategy = STRATEGIES[number // 4 % len(STRATEGIES)]
     rate = 0.001 * (1 + number // (4 * len(STRATEGIES)))
     config = from_mapping(
@@ -108,7 +107,7 @@ def write(root: Path, name: str, number: int, iterations: int) -> None:
 
 
 def write_events(folder: RunFolder, rank: int, iterations: int, generator: random.Random) -> float:
-    """Returns the seconds of all iterations."""
+    """Return the seconds of all iterations."""
     total = 0.0
     with folder.events_file(rank).open("w") as file:
         for first in range(0, iterations, BLOCK):

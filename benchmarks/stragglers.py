@@ -1,16 +1,16 @@
-"""What a slow worker costs, and what helps: parameter servers out of step, and shares by speed.
+"""Cost of a straggler, and what helps: asynchronous parameter servers, shards by speed.
 
     python benchmarks/stragglers.py [--quick] [--repeats N] [--only NAME]
 
-Two workers train lenet on digits, in every case with the same samples. The cases of a question take
-turns, as often as it has repeats; figures are medians with their least and greatest values.
+Two workers train lenet on digits, always on the same samples. The cases of a question are
+interleaved over its repeats; figures are medians (min-max).
 
-- `servers`: one worker four times slower. How much sooner do async and bounded finish than sync?
-- `shares`: one worker twice slower. How many more samples a second do shares by speed give, and is
-  the final loss the same?
-- `learning`: nobody slower. Do async and bounded learn as much as all-reduce from as many samples?
-  With momentum, updates from older weights allow smaller learning rates only: 0.02 here, where the
-  other questions have 0.05.
+- `servers`: one worker is four times slower. How much sooner do async and bounded finish than sync?
+- `shares`: one worker is twice slower. How much throughput do shards by speed gain, and is the
+  final loss the same?
+- `learning`: no worker is slower. Do async and bounded reach the accuracy of all-reduce with the
+  same number of samples? With momentum, stale updates need a smaller learning rate: 0.02 here, 0.05
+  in the other questions.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tenth of the samples")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", choices=tuple(QUESTIONS))
-    given = parser.parse_args()
+    options = parser.parse_args()
     print(f"{hardware()['cpu']}, torch {software()['torch']}; lenet on digits")
     for name, question in QUESTIONS.items():
-        if given.only in (None, name):
-            question(given.repeats, 10 if given.quick else 1)
+        if options.only in (None, name):
+            question(options.repeats, 10 if options.quick else 1)
 
 
 def servers(repeats: int, divisor: int) -> None:
@@ -127,9 +127,9 @@ QUESTIONS: dict[str, Callable[[int, int], None]] = {
 
 
 def take_turns(cases: dict[str, Case], repeats: int) -> Runs:
-    """All cases once, then all again, so that what else the machine does falls on all of them.
+    """Run all cases once per repeat, so that background load affects all of them.
 
-    Each repeat has a seed of its own, the same for all cases.
+    Each repeat has its own seed, the same for all cases.
     """
     runs: Runs = {name: [] for name in cases}
     for repeat in range(repeats):
@@ -147,7 +147,7 @@ def run(settings: dict[str, Any]) -> Result:
 
 
 def seconds(result: Result) -> float:
-    """Of training, up to the last update of the slowest, evaluation left out."""
+    """Training time until the last update of the slowest worker, without evaluation."""
     return float(result["history"][-1]["seconds"])
 
 

@@ -1,16 +1,15 @@
-"""What an update takes with every strategy: time, where it goes, and bytes.
+"""Update time, phases and traffic of every strategy.
 
     python benchmarks/strategies.py [--quick] [--models lenet,mlp] [--workers 2,4]
                                     [--strategies overlap,ddp] [--batch-per-worker 8]
 
-Worker processes are started once, one thread each. For a model and a number of workers all
-strategies are attached at the same time and take turns in short blocks of updates, so that what
-else the machine does falls on all of them alike; compare within a table, and by the ratios to `ddp`
-of blocks that ran one after the other. Times are rank 0's, the median over the blocks and their
-quartiles; phases and bytes are means over the same updates.
+Worker processes start once, with one thread each. For each model and world size, all strategies are
+set up side by side and alternate in short blocks of updates, so that background load affects all of
+them equally. Compare within a table, by the ratios to `ddp` of adjacent blocks. Times are rank 0's:
+median and quartiles over the blocks; phases and bytes are means over the same updates.
 
-Parameter servers, one for each mode, are threads of one more process. In `async` and `bounded` mode
-an update is one worker's, with its own samples, instead of one of all workers together.
+The parameter servers, one for each mode, are threads of one more process. In `async` and `bounded`
+mode an update belongs to one worker and its own samples instead of to all workers.
 """
 
 from __future__ import annotations
@@ -52,13 +51,13 @@ MODELS = ("lenet", "mlp", "resnet18", "vgg11")
 REFERENCE = "ddp"
 SECONDS_PER_BLOCK = 0.5
 MODES = {f"server/{mode}": mode for mode in ("sync", "async", "bounded")}
-"""Of the parameter server, by the name it has in the table."""
+"""Modes of the parameter server, by their names in the table."""
 WITHOUT_END = AssignmentRequest(first=0, total=2**31, checkpoint_every=0, stop=False)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One table's part: a model on so many workers."""
+    """What one table measures on each worker."""
 
     model: str
     strategies: tuple[str, ...]
@@ -69,7 +68,7 @@ class Cell:
 @dataclass
 class Measured:
     block_seconds: list[float]
-    """An update's, the median of each block."""
+    """The median update time of each block."""
     phases: dict[str, float]
     hidden_seconds: float
     bytes_sent: float
@@ -79,30 +78,30 @@ class Measured:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="small models and few rounds")
-    parser.add_argument("--models", type=words)
-    parser.add_argument("--workers", type=words, default=["2", "4"])
-    parser.add_argument("--strategies", type=words)
+    parser.add_argument("--models", type=comma_separated)
+    parser.add_argument("--workers", type=comma_separated, default=["2", "4"])
+    parser.add_argument("--strategies", type=comma_separated)
     parser.add_argument("--batch-per-worker", type=int, default=8)
-    given = parser.parse_args()
-    models = given.models or (MODELS[:2] if given.quick else MODELS)
-    rounds = 3 if given.quick else 9
-    worlds = [int(text) for text in given.workers]
+    options = parser.parse_args()
+    models = options.models or (MODELS[:2] if options.quick else MODELS)
+    rounds = 3 if options.quick else 9
+    worlds = [int(text) for text in options.workers]
     print(f"{hardware()['cpu']}, {os.cpu_count()} cores, torch {software()['torch']}")
-    print(f"batch of {given.batch_per_worker} a worker, {rounds} blocks a strategy")
+    print(f"batch of {options.batch_per_worker} per worker, {rounds} blocks per strategy")
     with workers(max(worlds) + 1) as [server, *pipes]:
         for world in worlds:
-            names = chosen(given.strategies, world)
-            cells = [Cell(name, names, given.batch_per_worker, rounds) for name in models]
+            names = chosen(options.strategies, world)
+            cells = [Cell(name, names, options.batch_per_worker, rounds) for name in models]
             for cell, measured in zip(cells, run(server, pipes[:world], cells), strict=True):
                 show(cell, world, measured)
 
 
-def words(text: str) -> list[str]:
+def comma_separated(text: str) -> list[str]:
     return text.split(",")
 
 
 def chosen(asked: list[str] | None, world: int) -> tuple[str, ...]:
-    """Those asked for, or all that can run here; the parameter server in each of its modes."""
+    """The selected strategies, by default all; the parameter server in each of its modes."""
     names: list[str] = []
     for name in asked or STRATEGIES.names():
         most = STRATEGIES.load(name).max_world_size
@@ -119,7 +118,7 @@ def create(name: str) -> Strategy:
 
 def show(cell: Cell, world: int, measured: dict[str, Measured]) -> None:
     print(f"\n{cell.model}, {world} workers")
-    print(f"{'':17}{'ms an update':^21}{'to':>6}{'ms, mean of':^29}{'MB':>7}")
+    print(f"{'':17}{'ms per update':^21}{'to':>6}{'ms, mean of':^29}{'MB':>7}")
     print(
         f"{'strategy':17}{'median':>8}{'quartiles':>13}{REFERENCE:>6}"
         f"{'compute':>8}{'exch.':>7}{'wait':>7}{'hidden':>7}{'sent':>7}"
@@ -142,14 +141,14 @@ def short(seconds: float) -> str:
 
 
 def ratio_to(each: Measured, reference: Measured) -> float:
-    """Of the median round: blocks of the same round ran within a few seconds of one another."""
+    """The median over rounds: the blocks of a round run within a few seconds of each other."""
     pairs = zip(each.block_seconds, reference.block_seconds, strict=True)
     return statistics.median(own / other for own, other in pairs)
 
 
 @contextmanager
 def workers(count: int) -> Iterator[list[Connection]]:
-    """Processes that carry out what `run` sends them, until their pipes end."""
+    """Processes that execute what `run` sends them until their pipes close."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     for _ in range(count):
@@ -172,7 +171,7 @@ def workers(count: int) -> Iterator[list[Connection]]:
 def run(
     server: Connection, pipes: Sequence[Connection], cells: Sequence[Cell]
 ) -> Iterator[dict[str, Measured]]:
-    """What rank 0 measured in each cell; the workers form a group for them."""
+    """Connect the workers and return what rank 0 measured in each cell."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -185,7 +184,7 @@ def run(
 
 
 def serve(pipe: Connection) -> None:
-    """What each process does: the first ranks are workers, the last one has the servers."""
+    """The main function of each process: the last rank runs the servers, the others work."""
     torch.set_num_threads(1)
     while True:
         try:
@@ -209,13 +208,13 @@ def serve(pipe: Connection) -> None:
 def pair(
     store: Store, cell: Cell, name: str, worker: int, side: int, traffic: Traffic
 ) -> TorchCommunicator:
-    """A worker's connection with the server of one name; both ask for it."""
+    """A worker's connection to the server of one name; both sides call this."""
     own = PrefixStore(f"{cell.model}/{name}/{worker}", store)
     return TorchCommunicator(own, side, 2, address="127.0.0.1", traffic=traffic)
 
 
 def host_servers(store: Store, world: int, cell: Cell) -> None:
-    """Serve until the workers of a cell have left."""
+    """Serve until the workers of a cell have disconnected."""
     threads = []
     for name in filter(MODES.__contains__, cell.strategies):
         ends = [pair(store, cell, name, rank, SERVER, Traffic()) for rank in range(world)]
@@ -232,7 +231,7 @@ def host_servers(store: Store, world: int, cell: Cell) -> None:
 def servers_of(
     store: Store, communicator: Communicator, cell: Cell
 ) -> Iterator[dict[str, TorchCommunicator]]:
-    """This worker's connections with the servers, counted as its own traffic."""
+    """This worker's connections to the servers, counted as its own traffic."""
     rank, traffic = communicator.rank, communicator.traffic
     with ExitStack() as stack:
         yield {
@@ -254,7 +253,7 @@ def measure(
     offset = ClockOffset(measure_clock_offset(communicator))
     updates = {}
     for name, strategy in strategies.items():
-        # Buckets settle in the first updates; then the number of updates in a block is agreed on.
+        # Bucket sizes settle in the first updates; then all ranks agree on the updates per block.
         seconds = [update(strategy, inputs, labels) for _ in range(4)][-1]
         agreed = torch.tensor([seconds], dtype=torch.float64)
         communicator.all_reduce(agreed, "control").wait()
@@ -308,7 +307,7 @@ def attach(
 
 
 def forget(strategy: Strategy) -> None:
-    """Start the account anew."""
+    """Reset the measurements."""
     replica = strategy.replica
     replica.clock.enter("other")
     replica.clock.seconds.update(dict.fromkeys(replica.clock.seconds, 0.0))
@@ -317,7 +316,7 @@ def forget(strategy: Strategy) -> None:
 
 
 def update(strategy: Strategy, inputs: Tensor, labels: Tensor) -> float:
-    """One update; the seconds it took here."""
+    """Run one update and return its seconds on this rank."""
     replica = strategy.replica
     replica.clock.enter("other")
     began = perf_counter()

@@ -1,1 +1,1 @@
-"""The parts of `peers.py`: paceline beside other ways of training on the workers of one machine."""
+"""The parts of `peers.py`: paceline and other libraries on one machine."""

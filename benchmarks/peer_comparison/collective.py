@@ -1,10 +1,10 @@
-"""The sum over all workers by size: gloo, paceline's shared memory, MPI, and the memory's limit.
+"""All-reduce by size: gloo, paceline's shared memory, MPI, and the limit of the memory.
 
-A sum in place has to read and write every byte at least once in every worker. So its limit is what
-a plain copy of as many bytes takes while all workers copy at the same time.
+An in-place sum reads and writes every byte at least once on every worker. Its lower bound is the
+time of a plain copy of as many bytes while all workers copy at once.
 
-paceline's sums are of tensors that lie in its shared memory, as those of its strategies do, and of
-ordinary ones, which have to be copied there and back.
+paceline is measured with tensors in its shared memory, as its strategies use them, and with
+ordinary tensors, which have to be copied in and out.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from peer_comparison.rounds import (
 
 SIZES_BYTES = [*(4096 * 4**step for step in range(7)), 37 * 2**20, 64 * 2**20, 256 * 2**20]
 GOALS = {2: 2.5, 4: 3.0}
-"""How many times as fast as gloo shared memory is to be at every size, by workers."""
+"""Required speedup of shared memory over gloo at every size, by world size."""
 LIMIT_GOAL, LIMIT_GOAL_BYTES = 0.5, 37 * 2**20
-"""The part of the copy's speed to be reached, at the size of vgg11's gradients."""
+"""Required fraction of the copy's speed at the size of vgg11's gradients."""
 
 GLOO, SHARED, PLAIN, MPI, COPY = "ddp", "shared", "plain", "mpi4py", "copy"
 GROUPS = {PLAIN: SHARED, COPY: GLOO}
-"""Whose workers do what has no group of its own: a copy has nothing of a contender's."""
+"""The group that also runs the copy, which does not depend on a contender."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,17 @@ class Row:
     gloo: Spread | None
     shared: Spread | None
     plain: Spread | None
-    """Shared memory too, of ordinary tensors."""
+    """Shared memory with ordinary tensors."""
     mpi: Spread | None
     copy: Spread | None
     speed_up: Spread | None
-    """Of shared memory to gloo."""
+    """Speedup of shared memory over gloo."""
     of_limit: Spread | None
-    """A copy's time as a part of the shared sum's."""
+    """Time of a copy as a fraction of the shared-memory sum."""
 
 
 def compare_collectives(fleet: Fleet, sizes_bytes: list[int], length: Length) -> dict[str, Any]:
-    """Measure all sizes, print the table line by line, give it as data."""
+    """Measure all sizes, print the table line by line and return it."""
     names = fleet.starting([GLOO, SHARED, MPI])
     rows = []
     show_head(fleet.world_size)
@@ -82,7 +82,7 @@ def measure(fleet: Fleet, names: list[str], size_bytes: int, length: Length) -> 
 
     present = fleet.starting(names)
     present += [name for name, group in GROUPS.items() if group in present]
-    # The first one is slow, and says how many the next estimate may be made of.
+    # The first call is slow; it determines the number of calls for the next estimate.
     first = {name: seconds for name in present if (seconds := run(name, 1)) is not None}
     first = {
         name: seconds

@@ -1,9 +1,9 @@
-"""The ways of training that are compared, each as its own documentation would have it, made fast.
+"""The libraries that are compared, each used as its documentation recommends.
 
-All are given the same model, batch and optimiser, and train in plain data parallelism: gradients
-are averaged over the workers at every update. Options that make a library faster without changing
-what is computed are set: gradients live in the buckets that are sent, and buffers, which the
-training pass does not read, are not sent at every pass.
+All train the same model with the same batch and optimizer in plain data parallelism: gradients are
+averaged over the workers at every update. Options that make a library faster without changing the
+result are set: gradients are views of the buckets, and buffers, which the forward pass does not
+read, are not broadcast at every pass.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from paceline.strategies.strategy import Strategy
 from paceline.training.process import keep_freed_memory
 
 Update = Callable[[], Tensor]
-"""One update with the batch given; the loss before it."""
+"""Runs one update and returns the loss before it."""
 
 
 class Contender(ABC):
-    """One worker's side of a way of training."""
+    """One library on one worker."""
 
     rank: int
     world_size: int
 
     def connect(self) -> None:
-        """Meet the other workers, at the place that the environment names."""
+        """Connect to the other workers by the environment variables."""
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
     @abstractmethod
     def prepare(
         self, model: nn.Module, optimizer: Optimizer, inputs: Tensor, labels: Tensor
     ) -> Update:
-        """Take over a model and its optimiser."""
+        """Set up a model and its optimizer."""
 
     def release(self) -> None:  # noqa: B027 (most need nothing here)
-        """Let go of what was prepared."""
+        """Release what `prepare` created."""
 
     def tensor_to_sum(self, elements: int) -> Tensor:
-        """Where the library would have one to be summed again and again."""
+        """A tensor in the memory that suits the library for repeated all-reduces."""
         return torch.empty(elements)
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -66,7 +66,7 @@ class Contender(ABC):
 
 
 class Single(Contender):
-    """The plain loop of one process."""
+    """A plain loop in one process."""
 
     def prepare(
         self, model: nn.Module, optimizer: Optimizer, inputs: Tensor, labels: Tensor
@@ -108,7 +108,7 @@ class Fabric(Contender):
 
 
 class Accelerate(Contender):
-    """Its own data loader, which would deal out and pad batches, has no part: data is resident."""
+    """Without its data loader, which would distribute and pad batches: data is resident."""
 
     def connect(self) -> None:
         from accelerate import Accelerator, DistributedDataParallelKwargs
@@ -130,9 +130,9 @@ class Accelerate(Contender):
 
 
 class DeepSpeed(Contender):
-    """Stage 0: nothing is split over the workers, as in all others.
+    """Stage 0: nothing is sharded, as with all others.
 
-    Unless told otherwise it clips gradients to a norm of 1, which nobody else does.
+    By default it clips gradients to a norm of 1, which no other library does.
     """
 
     _engine: Any = None
@@ -172,7 +172,7 @@ class DeepSpeed(Contender):
 
 
 class Mpi(Contender):
-    """The loop that one writes by hand: all gradients in one tensor, summed after the backward."""
+    """A handwritten loop: all gradients in one tensor, summed after the backward pass."""
 
     def connect(self) -> None:
         from mpi4py import MPI
@@ -224,7 +224,7 @@ def plain_loop(
 
 
 class Paceline(Contender):
-    """With everything that a run has: time is accounted phase by phase."""
+    """A strategy of paceline, with phase accounting as in a run."""
 
     def __init__(self, strategy: str) -> None:
         self._name = strategy

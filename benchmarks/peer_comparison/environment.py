@@ -1,4 +1,4 @@
-"""The environment that has the peers: how it is made, and what is in it."""
+"""The virtual environment with the peers: how to create it, and its versions."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ COMPILE = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as Op; O
 
 
 def set_up(folder: Path) -> None:
-    """A virtual environment with paceline, the pinned torch and the peers."""
-    folder = folder.absolute()  # Some steps change into folders of their own.
+    """Create a virtual environment with paceline, the pinned torch and the peers."""
+    folder = folder.absolute()  # Some steps change the working directory.
     python = str(folder / "bin" / "python")
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     pip += ["--no-build-isolation", "-c", str(ROOT / "constraints.txt")]
-    # DeepSpeed compiles its operations when it first needs them, which must not be while others
-    # are timed; to be told which it could compile, its own setup needs torch to be there.
+    # DeepSpeed compiles its operations on first use, which must not happen during timings; its
+    # setup finds out which ones it can compile only if torch is installed.
     environment = os.environ | {
         "DS_BUILD_OPS": "0",
         "DS_ACCELERATOR": "cpu",
@@ -43,7 +43,7 @@ def set_up(folder: Path) -> None:
     peers["what DeepSpeed compiles"] = [python, "-c", COMPILE]
     for title, command in peers.items():
         if not succeeds(title, command, environment):
-            print(f"{title}: failed, see above; this peer will be left out")
+            print(f"{title}: failed, see above; this peer is skipped")
     print(f"measure with: {python} benchmarks/peers.py")
 
 

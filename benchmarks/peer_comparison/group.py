@@ -1,4 +1,4 @@
-"""A contender's worker processes, started once and asked for one block after another."""
+"""The worker processes of each contender: started once, measured block by block."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from paceline.strategies import STRATEGIES
 from peer_comparison.messages import Answer, Hello, Prepared, Refusal, Request
-from peer_comparison.rounds import LeftOut, progress
+from peer_comparison.rounds import Skipped, progress
 
 BENCHMARKS = Path(__file__).parent.parent
 START_LIMIT_SECONDS = 240.0
@@ -36,7 +36,7 @@ TITLES = {
     "single": "one process",
 }
 CONTENDERS = ("overlap", "ddp", "shared", "fabric", "accelerate", "deepspeed", "mpi4py")
-"""In the order in which they take turns: paceline's beside what they are compared with."""
+"""In measurement order: paceline next to what it is compared with."""
 PACKAGES = {
     "fabric": "lightning_fabric",
     "accelerate": "accelerate",
@@ -46,11 +46,11 @@ PACKAGES = {
 
 
 class ContenderError(Exception):
-    """Why a contender cannot take part, in one line."""
+    """A contender cannot run; the message is one line."""
 
 
 def reason_for_absence(name: str) -> str | None:
-    """Why a contender cannot even be started; None where nothing speaks against it."""
+    """The reason why a contender cannot start, or None."""
     package = PACKAGES.get(name)
     if package is not None and importlib.util.find_spec(package) is None:
         return f"{package} is not installed (see --setup)"
@@ -62,12 +62,12 @@ def reason_for_absence(name: str) -> str | None:
 
 
 def mpirun() -> str | None:
-    """The one beside this Python first."""
+    """Prefer the mpirun next to this Python."""
     return shutil.which("mpirun", path=Path(sys.executable).parent) or shutil.which("mpirun")
 
 
 class Group:
-    """Workers of one contender, until `close` ends them."""
+    """The workers of one contender."""
 
     def __init__(self, name: str, world_size: int, threads: int = 1) -> None:
         self.name = name
@@ -77,7 +77,7 @@ class Group:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
         self.pids: list[int] = []
-        """The workers', in the order of their ranks."""
+        """Process ids of the workers, by rank."""
         try:
             with progress(f"starting {world_size} x {TITLES[name]}"):
                 self._start(threads)
@@ -130,7 +130,7 @@ class Group:
             self.pids.append(pid)
 
     def seconds(self, request: Request) -> float:
-        """The mean over the workers of what they measured."""
+        """The mean of the workers' measurements."""
         return statistics.fmean(answer for answer in self.ask(request) if isinstance(answer, float))
 
     def prepared(self, request: Request) -> Prepared:
@@ -154,7 +154,7 @@ class Group:
             raise ContenderError(f"a worker ended: {self._last_words()}") from None
 
     def is_busy(self, seconds: float) -> bool:
-        """Whether some worker has not answered after that time."""
+        """Whether a worker has not answered within the limit."""
         return len(wait(self._pipes, seconds)) < len(self._pipes)
 
     def answers(self) -> list[Answer]:
@@ -176,7 +176,7 @@ class Group:
         return last_words(self._log.read_text(errors="replace"))
 
     def hang_up(self) -> None:
-        """Let the workers end, without waiting for it."""
+        """Ask the workers to exit without waiting for them."""
         for pipe in self._pipes:
             pipe.close()
 
@@ -192,7 +192,7 @@ class Group:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kindly first: a launcher then ends those it has started."""
+    """Terminate gracefully first, so that a launcher stops its own children."""
     process.terminate()
     try:
         process.wait(5.0)
@@ -202,7 +202,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def worker_environment(world_size: int, threads: int) -> dict[str, str]:
-    """What launchers of torch programs set, and that nothing leaves the loopback device."""
+    """The variables of torch launchers, restricted to the loopback device."""
     paths = [str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])]
     bins = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
     return os.environ | {
@@ -216,7 +216,7 @@ def worker_environment(world_size: int, threads: int) -> dict[str, str]:
         "PATH": os.pathsep.join(bins),
         "DS_ACCELERATOR": "cpu",
         "TORCH_EXTENSIONS_DIR": extensions_folder(sys.prefix),
-        # An orderly end on Open MPI also as root, in a container; elsewhere these mean nothing.
+        # Lets Open MPI run as root in a container; other MPIs ignore these.
         "PRTE_ALLOW_RUN_AS_ROOT": "1",
         "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -225,7 +225,7 @@ def worker_environment(world_size: int, threads: int) -> dict[str, str]:
 
 
 def extensions_folder(prefix: str) -> str:
-    """Where DeepSpeed keeps what it compiles for itself: with its own environment."""
+    """Folder of DeepSpeed's compiled extensions, inside its environment."""
     return str(Path(prefix) / "torch-extensions")
 
 
@@ -241,13 +241,13 @@ def mpi_launcher(world_size: int) -> list[str]:
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
     options = ["-n", str(world_size)]
     if "Open MPI" in version.stdout:
-        # More workers than cores are meant; they talk through shared memory, and never by network.
+        # Oversubscription is intended; workers use shared memory, never the network.
         options += ["--oversubscribe", "--bind-to", "none", "--mca", "btl", "self,sm"]
     return [program, *options]
 
 
 def last_words(log: str) -> str:
-    """The line of a log that says most about why a program ended."""
+    """The line of a log that best explains why a program ended."""
     spoken = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in spoken if "Error" in line]
     return (errors or spoken or ["no word of why"])[-1]
@@ -257,16 +257,16 @@ Result = TypeVar("Result")
 
 
 class Fleet:
-    """Groups of the same size, started when first needed; those that fail are left out."""
+    """Groups of the same world size, started on first use; groups that fail are skipped."""
 
-    def __init__(self, world_size: int, left_out: LeftOut) -> None:
+    def __init__(self, world_size: int, skipped: Skipped) -> None:
         self.world_size = world_size
-        self.left_out = left_out
+        self.skipped = skipped
         self._groups: dict[str, Group] = {}
         self._out: set[str] = set()
 
     def starting(self, names: Sequence[str]) -> list[str]:
-        """Those of them that can run; they do, from now on."""
+        """Start the groups and return the names of those that run."""
         for name in names:
             if name not in self._groups and name not in self._out:
                 reason = reason_for_absence(name)
@@ -279,7 +279,7 @@ class Fleet:
         return [name for name in names if name in self._groups]
 
     def attempt(self, name: str, action: Callable[[Group], Result]) -> Result | None:
-        """What a group does; None where it fails, which leaves it out from now on."""
+        """Call `action` on a group; a group that fails returns None and is skipped from then on."""
         try:
             return action(self._groups[name])
         except ContenderError as error:
@@ -289,7 +289,7 @@ class Fleet:
 
     def _leave_out(self, name: str, error: ContenderError) -> None:
         self._out.add(name)
-        self.left_out.add(TITLES[name], f"{self.world_size} workers", str(error))
+        self.skipped.add(TITLES[name], f"{self.world_size} workers", str(error))
 
     def close(self) -> None:
         for group in self._groups.values():

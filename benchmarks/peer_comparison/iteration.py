@@ -1,4 +1,4 @@
-"""How long an update takes with every contender."""
+"""Update time of every contender."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from peer_comparison.rounds import (
 REFERENCE = "ddp"
 OURS = ("shared", "overlap")
 LIMIT = "apart"
-"""Workers that train each for itself: what is left when nothing is exchanged at all."""
+"""Workers that train independently: the time without any communication."""
 GOALS = {
     ("lenet", 2): 1.4,
     ("lenet", 4): 1.8,
@@ -34,9 +34,9 @@ GOALS = {
     ("vgg11", 2): 1.0,
     ("vgg11", 4): 1.0,
 }
-"""How many times as fast as DDP `shared` is to be, by model and workers."""
+"""Required speedup of `shared` over DDP, by model and world size."""
 SAME_TRAINING = 1e-3
-"""What a loss may be off by, as a part of how far the loss fell: rounding, and no more."""
+"""Allowed deviation of a loss, as a fraction of its decrease: rounding only."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class Task:
     model: str
     batch_per_worker: int
     learning_rate: float
-    """High enough for a loss that visibly falls."""
+    """High enough for the loss to fall visibly."""
     checked_updates: int
-    """After so many the losses are compared."""
+    """Losses are compared after this many updates."""
 
     def request(self, workers_in_one: int = 1) -> Prepare:
-        """For a process that does the part of so many workers."""
+        """For one process that does the work of several workers."""
         batch = self.batch_per_worker * workers_in_one
         return Prepare(self.model, batch, self.learning_rate, self.checked_updates)
 
@@ -66,18 +66,18 @@ TASKS = {
 class Row:
     contender: str
     seconds: Spread
-    """Of an update."""
+    """Seconds per update."""
     speed_up: Spread | None
-    """To DDP; none for DDP itself."""
+    """Speedup over DDP; None for DDP itself."""
     goal: float | None
     first_loss: float
     last_loss: float
     loss_off_by: float
-    """From DDP's, as a part of how far DDP's loss fell."""
+    """Difference from DDP's loss, as a fraction of the decrease of DDP's loss."""
 
 
 def compare_iterations(fleet: Fleet, task: Task, length: Length) -> dict[str, Any]:
-    """Measure a model, print its table, give it as data."""
+    """Measure a model, print its table and return it."""
     what = f"{task.model}, {fleet.world_size} workers, batch of {task.batch_per_worker} each"
     prepared = prepare(fleet, fleet.starting((*CONTENDERS, LIMIT)), task, what)
     blocks = measure(fleet, prepared, length, what)
@@ -97,7 +97,7 @@ def prepare(fleet: Fleet, names: list[str], task: Task, what: str) -> dict[str, 
 
 
 def measure(fleet: Fleet, prepared: dict[str, Prepared], length: Length, what: str) -> Blocks:
-    """Blocks of about the same time each; one more update in each is not timed."""
+    """Blocks of about equal time; each starts with one untimed update."""
     updates = {name: length.count(each.update_seconds) for name, each in prepared.items()}
     repeats = length.repeats(
         sum((updates[name] + 1) * each.update_seconds for name, each in prepared.items())
@@ -130,7 +130,7 @@ def row(name: str, blocks: Blocks, prepared: dict[str, Prepared], goal: float | 
 
 def show(what: str, task: Task, rows: list[Row]) -> None:
     print(f"\n{what}")
-    print(f"{'':17}{'ms an update':^22}{'times as fast as DDP':^20}{'':12}{'loss':>8}")
+    print(f"{'':17}{'ms per update':^22}{'speedup over DDP':^20}{'':12}{'loss':>8}")
     print(
         f"{'':17}{'median':>8}{'quartiles':>14}{'median':>8}{'quartiles':>12}{'goal':>12}{'off':>8}"
     )

@@ -1,4 +1,4 @@
-"""What all workers of a contender hold in memory together, shared pages counted once."""
+"""Memory of all workers of a contender together (PSS: shared pages count once)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.measure.procfs import ProcessTree, pss_bytes
 from peer_comparison.group import TITLES, ContenderError, Group, reason_for_absence
 from peer_comparison.iteration import Task
 from peer_comparison.messages import Train
-from peer_comparison.rounds import LeftOut, progress
+from peer_comparison.rounds import Skipped, progress
 
 WORKERS = 4
 TIMED_UPDATES = 2
@@ -21,13 +21,13 @@ SECONDS_BETWEEN_LOOKS = 0.05
 class Row:
     contender: str
     started_bytes: int
-    """Connected, with no model yet: mostly libraries."""
+    """Connected, without a model: mostly libraries."""
     training_bytes: int
-    """The most seen while it trains."""
+    """Peak during training."""
 
 
-def compare_memory(names: list[str], task: Task, left_out: LeftOut) -> list[dict[str, Any]]:
-    """One contender after the other, in new processes: nothing is left over from another's."""
+def compare_memory(names: list[str], task: Task, skipped: Skipped) -> list[dict[str, Any]]:
+    """Measure one contender after another, each in new processes."""
     print(
         f"\nmemory of {WORKERS} workers on {task.model}, batch of {task.batch_per_worker} each, MB"
     )
@@ -41,7 +41,7 @@ def compare_memory(names: list[str], task: Task, left_out: LeftOut) -> list[dict
             with closing(Group(name, WORKERS)) as group:
                 rows.append(measure(group, task))
         except ContenderError as error:
-            left_out.add(TITLES[name], "memory", str(error))
+            skipped.add(TITLES[name], "memory", str(error))
             continue
         show(rows[-1], rows)
     return [asdict(row) for row in rows]
@@ -60,7 +60,7 @@ def measure(group: Group, task: Task) -> Row:
 
 
 def held_bytes(group: Group) -> int:
-    """By the workers and the processes they have started; a launcher is none of them."""
+    """Of the workers and their child processes, without the launcher."""
     tree = ProcessTree(group.pids)
     tree.usage()
     held = pss_bytes(tree.pids)

@@ -1,4 +1,4 @@
-"""What the controlling process asks of a group's workers, and what they answer."""
+"""Requests of the controlling process to the workers of a group, and their answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Hello:
-    """A worker's first word, once it is connected to its group."""
+    """First message of a worker that has connected to its group."""
 
     rank: int
     pid: int
@@ -15,7 +15,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Prepare:
-    """Build a model and train it for a few updates, whose losses are compared."""
+    """Build a model and train a few updates, for comparing the losses."""
 
     model: str
     batch_per_worker: int
@@ -28,29 +28,29 @@ class Prepared:
     first_loss: float
     last_loss: float
     update_seconds: float
-    """Of the later ones of them: enough to choose the length of a block."""
+    """Of the later updates, to choose the block length."""
 
 
 @dataclass(frozen=True)
 class Train:
-    """So many updates of the prepared model; the answer is the seconds an update took."""
+    """Train the prepared model; the answer is the seconds per update."""
 
     updates: int
 
 
 @dataclass(frozen=True)
 class AllReduce:
-    """Sum a tensor of that size so many times; the answer is the seconds one took."""
+    """All-reduce a tensor repeatedly; the answer is the seconds per call."""
 
     size_bytes: int
     times: int
     is_plain: bool
-    """An ordinary tensor, not one where the contender would have it."""
+    """Use an ordinary tensor instead of one in the contender's memory."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """Copy as many bytes from one place to another; the answer is the seconds one copy took."""
+    """Copy a tensor repeatedly; the answer is the seconds per copy."""
 
     size_bytes: int
     times: int

@@ -1,7 +1,7 @@
-"""Blocks that take turns, and what is read from them.
+"""Interleaved blocks and their statistics.
 
-What else a machine does comes and goes; so contenders take turns in short blocks, in an order that
-rotates from round to round, and a ratio is one of blocks that ran next to each other.
+Background load varies, so contenders are interleaved in short blocks, in an order that rotates from
+round to round, and ratios compare adjacent blocks.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from time import monotonic, perf_counter
 @dataclass(frozen=True)
 class Block:
     at: float
-    """The middle of the block, on a clock of this process."""
+    """Midpoint of the block on this process's clock."""
     seconds: float
-    """What one update, or one collective, took in it."""
+    """Time of one update or one collective."""
 
 
 MOST_IN_A_BLOCK = 2000
-"""Should the first ones have been much quicker than those to come."""
+"""Bounds a block if the first calls were much faster than later ones."""
 
 Blocks = dict[str, list[Block]]
 
@@ -53,12 +53,12 @@ class Length:
 
     block_seconds: float
     table_seconds: float
-    """What the rounds behind a table, or one of its lines, may take before they get fewer."""
+    """Time limit for the rounds of a table or of one of its rows."""
     fewest_repeats: int
     most_repeats: int
 
     def count(self, one_seconds: float) -> int:
-        """How many of what takes `one_seconds` make a block."""
+        """Number of calls of `one_seconds` in a block."""
         return min(MOST_IN_A_BLOCK, max(1, round(self.block_seconds / one_seconds)))
 
     def repeats(self, round_seconds: float) -> int:
@@ -67,7 +67,7 @@ class Length:
 
 
 def take_turns(names: Sequence[str], repeats: int, run: Callable[[str], float | None]) -> Blocks:
-    """`run` gives the seconds of a block, or None for a contender that is out from now on."""
+    """Call `run` in turn; it returns the seconds of a block, or None to drop the contender."""
     blocks: Blocks = {name: [] for name in names}
     for number in range(repeats):
         turn = number % len(names)
@@ -84,7 +84,7 @@ def take_turns(names: Sequence[str], repeats: int, run: Callable[[str], float | 
 
 
 def speed_ups(own: Sequence[Block], reference: Sequence[Block]) -> list[float]:
-    """How many times as fast as the nearest block of the reference each block was."""
+    """Speedup of each block over the nearest block of the reference."""
     return [
         min(reference, key=lambda other: abs(other.at - block.at)).seconds / block.seconds
         for block in own
@@ -92,7 +92,7 @@ def speed_ups(own: Sequence[Block], reference: Sequence[Block]) -> list[float]:
 
 
 def milliseconds(seconds: float) -> str:
-    """Three digits or so, in at most six characters up to a hundred seconds."""
+    """About three digits, at most six characters up to a hundred seconds."""
     value = 1e3 * seconds
     digits = 3 if value < 1 else 2 if value < 10 else 1 if value < 1000 else 0
     return f"{value:.{digits}f}"
@@ -111,7 +111,7 @@ def verdict(value: float, goal: float | None) -> str:
     return "" if goal is None else f"{goal:g} {'met' if value >= goal else 'missed'}"
 
 
-class LeftOut:
+class Skipped:
     def __init__(self) -> None:
         self._places: dict[tuple[str, str], list[str]] = {}
 
@@ -128,7 +128,7 @@ class LeftOut:
 @contextmanager
 def progress(what: str) -> Iterator[None]:
     began = monotonic()
-    sys.stdout.flush()  # What was found before stands before.
+    sys.stdout.flush()  # Print pending results before the progress line.
     print(f"  ... {what}", end="", file=sys.stderr, flush=True)
     try:
         yield

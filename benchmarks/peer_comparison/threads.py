@@ -1,4 +1,4 @@
-"""Two workers of one thread each against one process of two threads, at the same global batch."""
+"""Two workers with one thread each and one process with two threads, at the same global batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Row:
     workers: Spread
     threads: Spread
     speed_up: Spread
-    """Of the workers to the threads."""
+    """Speedup of the workers over the threads."""
 
 
 def compare_threads(fleet: Fleet, tasks: list[Task], length: Length) -> list[dict[str, Any]]:
@@ -51,7 +51,7 @@ def compare_threads(fleet: Fleet, tasks: list[Task], length: Length) -> list[dic
                     show(row)
                     rows.append(asdict(row))
     except ContenderError as error:
-        fleet.left_out.add(TITLES["single"], f"{WORKERS} threads", str(error))
+        fleet.skipped.add(TITLES["single"], f"{WORKERS} threads", str(error))
     return rows
 
 

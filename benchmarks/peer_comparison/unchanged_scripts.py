@@ -1,4 +1,4 @@
-"""Training scripts of other libraries, run as they are: only the backend's name differs."""
+"""Unchanged training scripts of other libraries: only the name of the backend differs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from peer_comparison.group import PACKAGES, TITLES, ContenderError, last_words, worker_environment
 from peer_comparison.iteration import loss_text
 from peer_comparison.rounds import (
-    LeftOut,
+    Skipped,
     Spread,
     milliseconds,
     progress,
@@ -40,12 +40,12 @@ class Row:
     speed_up: Spread
     last_loss: float
     losses_off_by: float
-    """The most that any step's loss differs, as a part of the first loss."""
+    """Maximum difference of a step's loss, as a fraction of the first loss."""
 
 
-def compare_scripts(world_size: int, repeats: int, left_out: LeftOut) -> list[dict[str, Any]]:
+def compare_scripts(world_size: int, repeats: int, skipped: Skipped) -> list[dict[str, Any]]:
     print(f"\nunchanged scripts, {world_size} workers, backend gloo and backend paceline")
-    print(f"{'':17}{'gloo, ms a step':^19}{'paceline':^19}{'times as fast':^17}{'losses':>8}")
+    print(f"{'':17}{'gloo, ms per step':^19}{'paceline':^19}{'speedup':^17}{'losses':>8}")
     rows = []
     for name in NAMES:
         try:
@@ -53,7 +53,7 @@ def compare_scripts(world_size: int, repeats: int, left_out: LeftOut) -> list[di
             with progress(f"{TITLES[name]}'s script, {repeats} times with each backend"):
                 rows.append(measure(name, world_size, repeats))
         except ContenderError as error:
-            left_out.add(TITLES[name], "script", str(error))
+            skipped.add(TITLES[name], "script", str(error))
         else:
             show(rows[-1])
     return [asdict(row) for row in rows]
@@ -88,7 +88,7 @@ def measure(name: str, world_size: int, repeats: int) -> Row:
 
 
 def run_script(script: Path, backend: str, world_size: int) -> dict[str, Any]:
-    """What the script's first worker printed."""
+    """Output of the script's first worker."""
     environment = worker_environment(world_size, threads=1)
     command = [sys.executable, str(script), "--backend", backend]
     workers = [

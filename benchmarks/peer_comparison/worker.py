@@ -1,4 +1,4 @@
-"""One worker process of a group: it joins its contender's workers, then does what it is asked.
+"""One worker process of a group: connects, then serves requests.
 
 python -m peer_comparison.worker CONTENDER SOCKET
 """
@@ -42,7 +42,7 @@ from peer_comparison.messages import (
 
 SHAPE, CLASSES = (3, 32, 32), 10
 TIMED_LEARNING_RATE = 1e-5
-"""Blocks differ in their number of updates, so their updates leave the weights almost alone."""
+"""Small, because blocks differ in their number of updates and must not change the weights much."""
 
 CONTENDERS: dict[str, type[Contender]] = {
     "single": Single,
@@ -75,7 +75,7 @@ class Worker:
         self._tensors: dict[tuple[str, int], torch.Tensor] = {}
 
     def serve(self, pipe: Connection) -> None:
-        """Until the controlling process hangs up."""
+        """Serve until the controlling process disconnects."""
         while True:
             try:
                 request = pipe.recv()
@@ -103,7 +103,7 @@ class Worker:
     def _prepare(self, request: Prepare) -> Prepared:
         self._release()
         model = build_model(request.model, SHAPE, CLASSES, seed=0)
-        # An own stream of samples for every worker, whatever has drawn numbers before.
+        # A separate random stream per worker, independent of earlier draws.
         torch.manual_seed(1000 + self._contender.rank)
         inputs = torch.randn(request.batch_per_worker, *SHAPE)
         labels = torch.randint(CLASSES, (request.batch_per_worker,))
@@ -123,7 +123,7 @@ class Worker:
     def _train(self, updates: int) -> float:
         if self._update is None:
             raise RuntimeError("nothing is prepared")
-        self._update()  # Workers get their request at slightly different times.
+        self._update()  # Workers receive their requests at slightly different times.
         began = perf_counter()
         for _ in range(updates):
             self._update()
@@ -141,7 +141,7 @@ class Worker:
         return (perf_counter() - began) / request.times
 
     def _checked_tensor(self, request: AllReduce) -> torch.Tensor:
-        """Zeros, which stay so however often they are summed; other sums were right before."""
+        """Zeros stay zeros when summed repeatedly; correct sums were checked before."""
         self._forget_sizes_but(request.size_bytes)
         contender, elements = self._contender, request.size_bytes // 4
         tensor = torch.empty(elements) if request.is_plain else contender.tensor_to_sum(elements)

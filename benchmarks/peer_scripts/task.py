@@ -1,4 +1,4 @@
-"""What the three training scripts have in common: a small network, samples, and what they print."""
+"""Shared by the three training scripts: a small network, samples and output."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def build_model() -> nn.Module:
 
 
 def batches(rank: int) -> tuple[Tensor, Tensor]:
-    """This worker's inputs and labels, a batch a step; which of ten spots is brightest."""
+    """This worker's inputs and labels, one batch per step: which of ten spots is brightest."""
     generator = torch.Generator().manual_seed(rank)
     labels = torch.randint(10, (STEPS, BATCH), generator=generator)
     inputs = torch.randn(STEPS, BATCH, 3, 32, 32, generator=generator)
@@ -50,7 +50,7 @@ def batches(rank: int) -> tuple[Tensor, Tensor]:
 
 
 class Report:
-    """The losses of all steps, and what a step takes."""
+    """Print the losses of all steps and the step time."""
 
     def __init__(self) -> None:
         self._losses: list[float] = []

@@ -1,6 +1,6 @@
 """Training with Accelerate: torchrun --nproc-per-node 2 train_accelerate.py --backend gloo
 
-Accelerate knows no other name than gloo on a CPU, but takes a group that is there already.
+Accelerate accepts only gloo on a CPU, but uses a process group that already exists.
 """
 
 from __future__ import annotations
