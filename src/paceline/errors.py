@@ -95,9 +95,11 @@ class DivergedError(RunError):
 
 
 class PeerError(RunError):
-    """A peer that went away or gave no answer in time: often the echo of another one's failure."""
+    """A peer disconnected or timed out: often the consequence of a failure elsewhere."""
 
     is_secondary = True
+    noticed_at: float | None = None
+    """Unix time, if the loss was noticed earlier than the error is raised."""
 
 
 class StoppedError(RunError):

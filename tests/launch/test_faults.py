@@ -18,13 +18,12 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch d
 from paceline import cli
 from paceline.config import from_mapping
 from paceline.errors import RunError, StoppedError
-from paceline.launch.failure_board import FailureBoard
 from paceline.launch.nodes import NodeCoordinator
 from paceline.launch.processes import NodeWorkers
 from paceline.launch.record_collection import parse_report, write_report
 from paceline.launch.result import RunOutcome
 from paceline.launch.signals import SignalMonitor
-from paceline.launch.termination import Termination, write_failure
+from paceline.launch.termination import FailureBoard, Termination, write_failure
 from paceline.records import RunFolder, read_json
 from tests.launch.test_reports import report_of
 from tests.support.commands import (

@@ -11,7 +11,6 @@ Workers that commbench/launch.py starts enter at `main`.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,7 +32,6 @@ from paceline.emulation.state import cluster_record
 from paceline.errors import PacelineError, RunError, UsageError, error_line
 from paceline.launch import environment
 from paceline.launch.consistency import run_collectively
-from paceline.launch.termination import Termination, write_failure
 from paceline.launch.worker import connection, has_own_gpu
 from paceline.records import RunFolder, read_json, write_json
 from paceline.training.device import choose_device, computing
@@ -64,7 +62,7 @@ class CaseTiming:
 def main(argv: list[str]) -> int:
     """Run a worker process: `SPEC_FILE FOLDER quiet|shown`.
 
-    The first worker writes the record into the folder; a worker that fails writes its failure.
+    The first worker writes the record into the folder.
     """
     spec = BenchmarkSpec.from_dict(read_json(Path(argv[0]))["plan"])
     folder = RunFolder(Path(argv[1]))
@@ -75,15 +73,11 @@ def main(argv: list[str]) -> int:
             record = run(rank_info, spec, show)
         if record is not None:
             write_json(folder.path / RECORD_FILE, record)
-        return 0
-    except PacelineError as error:
-        failure = Termination(
-            str(error), error.exit_code, is_secondary=error.is_secondary, ended=time.time()
-        )
-    except Exception as error:  # noqa: BLE001 - reported by the launcher
-        failure = Termination(error_line(error), ended=time.time())
-    write_failure(folder, rank_info.rank, failure)
-    return failure.exit_code
+    except PacelineError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the folder is temporary and keeps no traceback
+        raise RunError(error_line(error)) from None
+    return 0
 
 
 def run(

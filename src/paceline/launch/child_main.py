@@ -1,8 +1,8 @@
-"""What a launcher starts: `python -m paceline.launch.child_main PARENT worker|server|MODULE ...`.
+"""Entry point of child processes: `python -m paceline.launch.child_main PARENT PROGRAM ...`.
 
-The rest is for the `main` of launch/worker.py, launch/parameter_servers.py or the module.
-
-Loading torch takes seconds, in which the launcher may end; so the tie to it is made before that.
+PROGRAM is `worker`, `server` or a module. Its `main` gets the remaining arguments, a configuration
+file and a run folder first, and returns an exit code. An error that it raises goes to the launcher
+through the folder. The process is tied to its parent before torch loads, which takes seconds.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 from paceline.child_process import die_with_parent
@@ -22,18 +23,28 @@ PROGRAMS = {"worker": "paceline.launch.worker", "server": "paceline.launch.param
 
 
 def main(arguments: list[str]) -> NoReturn:
-    # Until training begins there is nothing to finish, and no traceback to be shown.
+    # Until training begins there is nothing to finish, and no traceback to show.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     die_with_parent(int(arguments[0]))
     keep_freed_memory()
-    with importing():
-        program = importlib.import_module(PROGRAMS.get(arguments[1], arguments[1]))
-    code: int = program.main(arguments[2:])
-    # After a failure, gloo's threads may keep an interpreter that ends in good order waiting.
+    code = _run(arguments[1], arguments[2:])
+    # After a failure, gloo's threads may block an orderly exit of the interpreter.
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    with importing():
+        program = importlib.import_module(PROGRAMS.get(name, name))
+        from paceline.launch.termination import report_failure
+        from paceline.records import RunFolder
+    try:
+        code: int = program.main(arguments)
+    except (KeyboardInterrupt, Exception) as error:  # noqa: BLE001 - reported by the launcher
+        return report_failure(error, RunFolder(Path(arguments[1])))
+    return code
 
 
 if __name__ == "__main__":

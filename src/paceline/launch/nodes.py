@@ -21,10 +21,9 @@ from paceline.config import RunConfig
 from paceline.errors import ConfigError, RunError
 from paceline.launch.consistency import config_mismatches
 from paceline.launch.environment import store_port
-from paceline.launch.failure_board import FailureBoard
 from paceline.launch.messages import MalformedError, check_fields, check_run_name, decode
 from paceline.launch.record_collection import put_record, receive_files, send_files
-from paceline.launch.termination import Termination, root_cause
+from paceline.launch.termination import FailureBoard, Termination, root_cause
 from paceline.records import RunFolder
 
 T = TypeVar("T")

@@ -9,7 +9,6 @@ with each server (strategies/parameter_server/protocol.py), and heartbeats besid
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -27,11 +26,10 @@ from paceline.comm.communicator import Communicator, no_answer
 from paceline.comm.rank_info import RankInfo
 from paceline.comm.rendezvous import Rendezvous
 from paceline.config import RunConfig, from_record
-from paceline.errors import PeerError, error_line
+from paceline.errors import PeerError, RunError, error_line
 from paceline.launch import environment
 from paceline.launch.signals import SIGNALS
 from paceline.launch.spawn import spawn
-from paceline.launch.termination import Termination, write_failure
 from paceline.measure.traffic import Traffic
 from paceline.records import SCHEMA, RunFolder, read_json, write_json
 from paceline.strategies.options import create_strategy
@@ -41,7 +39,6 @@ from paceline.strategies.parameter_server.protocol import SERVER, WORKER
 from paceline.strategies.strategy import ServerStrategy
 from paceline.training.device import computing
 from paceline.training.optimizer import build_optimizer
-from paceline.training.rank_report import explain
 
 LEAVING_SECONDS = 3.0
 """What servers get to notice that their workers have left."""
@@ -54,35 +51,21 @@ def server_ranks(config: RunConfig, node: int) -> list[int]:
 
 
 def main(arguments: list[str]) -> int:
-    """The process of one server: `CONFIG FOLDER`, its place in the environment."""
-    # Workers decide when a run ends, and then leave; the launcher has other means in an emergency.
+    """Run a parameter server: `CONFIG FOLDER ...`."""
+    # Workers decide when a run ends, and then leave; the launcher kills a server that hangs.
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     config = from_record(read_json(Path(arguments[0]))["config"])
-    folder = RunFolder(Path(arguments[1]))
     place = environment.detect()
     assert place is not None
     try:
         serve(config, place)
-    except LostWorkerError as error:
-        # As early as it was noticed, since the other workers fail because of it.
-        write_failure(
-            folder, place.rank, Termination(str(error), is_secondary=True, ended=error.lost_at)
-        )
-        return error.exit_code
-    except Exception as error:  # noqa: BLE001 - told by the launcher
-        status, cause, code = explain(error, folder)
-        write_failure(folder, place.rank, Termination(cause, code, status, False, time.time()))
-        return code
+    except PeerError as error:
+        if error.noticed_at:
+            raise
+        # Not secondary: what a server fails by, its workers cannot know.
+        raise RunError(str(error)) from None
     return 0
-
-
-class LostWorkerError(PeerError):
-    """A worker was silent for too long."""
-
-    def __init__(self, text: str, lost_at: float) -> None:
-        super().__init__(text)
-        self.lost_at = lost_at
 
 
 def serve(config: RunConfig, place: RankInfo) -> None:
@@ -95,7 +78,10 @@ def serve(config: RunConfig, place: RankInfo) -> None:
         for rank, pair in enumerate(workers):
             if pair.silent_seconds is not None:
                 cause = f"server {number}: rank {rank}: {no_answer(pair.silent_seconds)}"
-                raise LostWorkerError(cause, pair.lost_at)
+                error = PeerError(cause)
+                # The other workers fail because of it, later than it was noticed.
+                error.noticed_at = pair.lost_at
+                raise error
 
 
 @contextmanager

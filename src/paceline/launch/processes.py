@@ -15,13 +15,12 @@ from paceline.comm.communicator import format_ranks
 from paceline.comm.rank_info import RankInfo
 from paceline.config import RunConfig
 from paceline.errors import RunError, StoppedError
-from paceline.launch.failure_board import FailureBoard
 from paceline.launch.nodes import POLL_SECONDS, NodeCoordinator
 from paceline.launch.parameter_servers import server_ranks
 from paceline.launch.record_collection import read_reports
 from paceline.launch.signals import SignalMonitor, describe_exit
 from paceline.launch.spawn import spawn
-from paceline.launch.termination import Termination, read_failure, root_cause
+from paceline.launch.termination import FailureBoard, Termination, read_failure, root_cause
 from paceline.measure.sampler import ResourceSampler
 from paceline.records import SCHEMA, RunFolder, explain_write_error, write_json
 from paceline.training.rank_report import RankReport

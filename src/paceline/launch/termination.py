@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import math
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
 
-from paceline.errors import PacelineError, from_exit_code
-from paceline.launch.messages import Kinds, MalformedError, check_fields, clean_cause
+from torch.distributed import (  # type: ignore[attr-defined]  # torch lists neither of them
+    PrefixStore,
+    Store,
+    TCPStore,
+)
+
+from paceline.comm.rank_info import RankInfo
+from paceline.errors import PacelineError, PeerError, RunError, from_exit_code
+from paceline.launch import environment
+from paceline.launch.messages import Kinds, MalformedError, check_fields, clean_cause, decode
 from paceline.records import SCHEMA, RunFolder, read_json, write_json
-from paceline.training.rank_report import RankReport
+from paceline.training.rank_report import RankReport, explain
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +96,78 @@ def read_failure(folder: RunFolder, rank: int) -> Termination | None:
     values = read_json(file)
     del values["schema"]
     return Termination.of_message(values, file.name)
+
+
+POST_SECONDS = 3.0
+"""How long a worker tries to reach the store; after a failure it is ended soon."""
+
+
+class Asks(Protocol):
+    """Runs an action with the store; RunError where the store is gone."""
+
+    def __call__(self, action: Callable[[Store], T]) -> T: ...
+
+
+class FailureBoard:
+    """One attempt's failures. Where the store is gone, nothing is known and nothing is raised."""
+
+    def __init__(self, ask: Asks, attempt: int = 0) -> None:
+        self._ask = ask
+        self._attempt = attempt
+
+    def next_order(self) -> int:
+        """A number that grows with each failure on any node; 0 where the store is gone."""
+        with contextlib.suppress(RunError):
+            return self._ask(lambda store: store.add("failures", 1))
+        return 0
+
+    def read(self, rank: int) -> Termination | None:
+        """What a worker posted."""
+        key = _key(self._attempt, rank)
+
+        def look(store: Store) -> Any:
+            return decode(store.get(key), f"failure of rank {rank}") if store.check([key]) else None
+
+        try:
+            value = self._ask(look)
+            return (
+                None if value is None else Termination.of_message(value, f"failure of rank {rank}")
+            )
+        except MalformedError as error:
+            return Termination(str(error), is_secondary=True)
+        except RunError:
+            return None
+
+
+def report_failure(error: BaseException, folder: RunFolder) -> int:
+    """Report to the launcher why this process failed; returns its exit code."""
+    rank_info = environment.detect()
+    assert rank_info is not None
+    status, cause, code = explain(error, folder)
+    is_secondary = isinstance(error, PacelineError) and error.is_secondary
+    noticed_at = error.noticed_at if isinstance(error, PeerError) else None
+    ending = Termination(cause, code, status, is_secondary, noticed_at or time.time())
+    try:
+        write_failure(folder, rank_info.rank, ending)
+    except OSError:
+        post_failure(rank_info, ending)
+    return code
+
+
+def post_failure(place: RankInfo, ending: Termination) -> None:
+    """Tell the launcher through the store, because the run folder cannot be written to."""
+    with contextlib.suppress(RuntimeError):
+        store = TCPStore(
+            place.master_addr,
+            place.master_port,
+            is_master=False,
+            timeout=timedelta(seconds=POST_SECONDS),
+            wait_for_workers=False,
+        )
+        for prefix in ("nodes", "elastic"):
+            value = json.dumps(dataclasses.asdict(ending))
+            PrefixStore(prefix, store).set(_key(place.restart_count, place.rank), value)
+
+
+def _key(attempt: int, rank: int) -> str:
+    return f"failure/{attempt}/{rank}"

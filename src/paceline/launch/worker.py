@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,6 @@ from paceline.emulation.state import VARIABLE as CLUSTER_VARIABLE
 from paceline.errors import PacelineError, UsageError
 from paceline.launch import environment
 from paceline.launch.consistency import agree_on_config, run_collectively
-from paceline.launch.failure_board import post_failure
 from paceline.launch.messages import check_run_name
 from paceline.launch.parameter_servers import connect_servers, local_parameter_servers
 from paceline.launch.record_collection import (
@@ -39,7 +37,7 @@ from paceline.launch.record_collection import (
 )
 from paceline.launch.result import RunOutcome, first_cause, write_result
 from paceline.launch.signals import SignalMonitor
-from paceline.launch.termination import Termination, write_failure
+from paceline.launch.termination import Termination, post_failure
 from paceline.measure.phase_clock import PhaseClock
 from paceline.measure.sampler import ResourceSampler
 from paceline.measure.startup import StartupTimer
@@ -47,7 +45,7 @@ from paceline.records import RunFolder, read_json
 from paceline.training.checkpoint import Checkpoint, CheckpointStore
 from paceline.training.device import choose_device
 from paceline.training.display import open_display
-from paceline.training.rank_report import RankReport, explain
+from paceline.training.rank_report import RankReport
 from paceline.training.run_state import check_fits
 from paceline.training.trainer import Prepared, RankContext, check_work_is_left, prepare, run_worker
 
@@ -61,29 +59,19 @@ def main(arguments: list[str]) -> int:
     resumed, quiet = arguments[2] == "resumed", arguments[3] == "quiet"
     place = environment.detect()
     assert place is not None
-    try:
-        with (
-            SignalMonitor() as interruptions,
-            connection(config, place) as communicator,
-            connect_servers(config, place, communicator.traffic) as servers,
-        ):
-            ready = prepare_worker(config, folder, place, communicator, resumed, clock.startup)
-            ready.team.servers = servers
-            report = _train(config, folder, ready, quiet, clock)
-            interruptions.raise_on_signal = False
-            if report.status != "finished" and not folder.report_file(place.rank).exists():
-                post_failure(config, place, Termination.of_report(report))
-            final_barrier(communicator, report)
-            return report.exit_code
-    except (KeyboardInterrupt, Exception) as error:  # noqa: BLE001 - told by the launcher
-        status, cause, code = explain(error, folder)
-        is_secondary = isinstance(error, PacelineError) and error.is_secondary
-        ending = Termination(cause, code, status, is_secondary, time.time())
-        try:
-            write_failure(folder, place.rank, ending)
-        except OSError:
-            post_failure(config, place, ending)
-        return code
+    with (
+        SignalMonitor() as interruptions,
+        connection(config, place) as communicator,
+        connect_servers(config, place, communicator.traffic) as servers,
+    ):
+        ready = prepare_worker(config, folder, place, communicator, resumed, clock.startup)
+        ready.team.servers = servers
+        report = _train(config, folder, ready, quiet, clock)
+        interruptions.raise_on_signal = False
+        if report.status != "finished" and not folder.report_file(place.rank).exists():
+            post_failure(place, Termination.of_report(report))
+        final_barrier(communicator, report)
+        return report.exit_code
 
 
 def run(config: RunConfig, place: RankInfo, resumed: RunFolder | None, quiet: bool) -> RunOutcome:

@@ -25,7 +25,6 @@ from paceline.launch.elastic.rendezvous import (
     RunEndedError,
 )
 from paceline.launch.environment import store_port
-from paceline.launch.failure_board import FailureBoard
 from paceline.launch.messages import (
     MalformedError,
     check_fields,
@@ -38,7 +37,7 @@ from paceline.launch.record_collection import parts_of, put_record, receive_file
 from paceline.launch.result import RunOutcome, write_result
 from paceline.launch.signals import SignalMonitor
 from paceline.launch.store_client import LostContactError, StoreClient
-from paceline.launch.termination import Termination
+from paceline.launch.termination import FailureBoard, Termination
 from paceline.records import SCHEMA, RunFolder, write_json
 from paceline.training.checkpoint import iterations
 
