@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.config import RunConfig, from_mapping
-from paceline.launch import remote
+from paceline.launch import machines, remote
 from paceline.launch.control_channel import NodeExit
 from paceline.launch.result import RunOutcome, assemble
 from paceline.launch.signals import SignalMonitor
@@ -41,7 +41,7 @@ def run(
     """With nodes of which only their ends are seen; the run went on without the lost ones."""
 
     class Seen:
-        told_lost = lost
+        lost_nodes = lost
 
         def __init__(self, *_: Any, **__: Any) -> None:
             pass
@@ -55,7 +55,7 @@ def run(
         def run(self, *_: Any) -> list[NodeExit]:
             return happen()
 
-    monkeypatch.setattr(remote, "NodeSupervisor", Seen)
+    monkeypatch.setattr(machines, "NodeSupervisor", Seen)
     monkeypatch.setattr(remote, "upload", lambda *_: None)
     return remote.run_on(LocalFleet(), config, resumed, True, SignalMonitor())
 

@@ -22,7 +22,7 @@ from paceline.launch import folder_transfer
 from paceline.launch import machines as fleet_module
 from paceline.launch.control_channel import NodeExit, popen_piped
 from paceline.launch.folder_transfer import is_plain, unpack
-from paceline.launch.machines import NodeSupervisor, describe_end, run_on_all
+from paceline.launch.machines import NodeSupervisor, describe_end, run_on_nodes
 from paceline.launch.signals import SignalMonitor, signal_name
 from paceline.records import RunFolder
 from tests.support.commands import LIMIT_SECONDS
@@ -50,10 +50,16 @@ class LocalFleet:
 
 def run(*programs: str, given: str = "") -> list[int]:
     """One Python program for each node, for a limited time."""
-    fleet = LocalFleet()
-    return run_on_all(
-        fleet, lambda node: [sys.executable, "-c", programs[node]], lambda _: given.encode()
-    )
+    with SignalMonitor() as signals:
+        exits, _, error = run_on_nodes(
+            LocalFleet(),
+            lambda node: [sys.executable, "-c", programs[node]],
+            lambda _: given.encode(),
+            signals,
+        )
+    if error:
+        raise error
+    return [each.code or 0 for each in exits]
 
 
 def test_the_first_node_is_shown_plainly_and_the_others_by_name(
@@ -173,10 +179,10 @@ def test_a_node_ends_when_nothing_comes_from_its_starter_any_more() -> None:
 def test_an_elastic_run_goes_on_without_a_lost_node(capfd: pytest.CaptureFixture[str]) -> None:
     fleet = LocalFleet()
     programs = ["import time; time.sleep(1); print('done')", "import sys; sys.exit(4)", ""]
-    with SignalMonitor() as interruptions, NodeSupervisor(fleet, interruptions, fewest=2) as watch:
-        ends = watch.run(lambda node: [sys.executable, "-c", programs[node]], lambda _: b"")
-    assert [end.code for end in ends] == [0, 4, 0]
-    assert watch.told_lost == {1}
+    with SignalMonitor() as signals, NodeSupervisor(fleet, signals, min_nodes=2) as supervisor:
+        exits = supervisor.run(lambda node: [sys.executable, "-c", programs[node]], lambda _: b"")
+    assert [each.code for each in exits] == [0, 4, 0]
+    assert supervisor.lost_nodes == {1}
     out, err = capfd.readouterr()
     assert out == "done\n"
     assert err.startswith("paceline: going on without node 1: node 1 (b) ended with exit code 4")

@@ -1,28 +1,25 @@
 """Run the benchmark: start workers on this machine or several, and return the record.
 
-`measure` is the entry point of `paceline comm`. `python -m paceline.commbench.launch` is the
-program on each machine of `--hosts`, `--cluster` or Ray; the first line of its input is a NodeTask.
+`measure` is the entry point of `paceline comm`, `run_task` that of each machine of `--hosts`,
+`--cluster` or Ray.
 """
 
 from __future__ import annotations
 
-import shutil
 import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
-from paceline import __version__
 from paceline.comm.rank_info import RankInfo
 from paceline.commbench.progress import clear_line, progress_display
 from paceline.commbench.record import RECORD_FILE
 from paceline.commbench.spec import BenchmarkSpec, check_workers
 from paceline.errors import PacelineError, RunError, StoppedError
-from paceline.launch import environment, node_main
-from paceline.launch.control_channel import report_errors, send_status
+from paceline.launch import environment
+from paceline.launch.control_channel import NodeTask, send_status
 from paceline.launch.signals import SignalMonitor, describe_exit
 from paceline.launch.spawn import spawn
 from paceline.records import SCHEMA, RunFolder, read_json, write_json
@@ -78,31 +75,26 @@ def _measure_on(
     fleet: Machines, spec: BenchmarkSpec, quiet: bool, signals: SignalMonitor
 ) -> dict[str, Any]:
     """Start workers on every machine of a fleet."""
-    from paceline.launch.machines import NodeSupervisor, error_of, first_failure
-    from paceline.launch.remote import LOOPBACK
+    from paceline.launch.remote import master_address, run_tasks
 
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    machines = spec.machines
-    if not (machines.hosts and machines.master_addr != LOOPBACK):
-        machines = replace(machines, master_addr=fleet.addresses[0])
+    machines = replace(spec.machines, master_addr=master_address(spec.machines, fleet))
 
-    def task(node: int) -> bytes:
-        # A node gets its own rank and does not need to know how to reach the others.
-        own = replace(spec, machines=replace(machines, node_rank=node, hosts=(), cluster=None))
-        return node_main.NodeTask(__version__, own.to_dict(), False, quiet, columns).to_bytes()
+    def config_of(node: int) -> dict[str, Any]:
+        # A node does not need to know how to reach the others.
+        own = replace(machines, node_rank=node, hosts=(), cluster=None)
+        return replace(spec, machines=own).to_dict()
 
-    argv = [fleet.python, "-m", "paceline.commbench.launch"]
-    with NodeSupervisor(fleet, signals) as supervisor:
-        ends = supervisor.run(lambda _: argv, task)
-    if failure := first_failure(ends):
-        raise error_of(fleet, failure, ends)
-    record = ends[0].news.get("record")
+    exits, _, error = run_tasks(fleet, signals, __name__, config_of, quiet=quiet)
+    if error:
+        raise error
+    record = exits[0].news.get("record")
     if not isinstance(record, dict):
         raise RunError("the first machine ended without a record")
     return {**record, "plan": spec.to_dict()}
 
 
-def _measure_as_node(task: node_main.NodeTask) -> None:
+def run_task(task: NodeTask) -> None:
+    """Run the benchmark on one of several machines (launch/node_main.py)."""
     record = _measure_here(BenchmarkSpec.from_dict(task.config), task.quiet)
     if record is not None:
         send_status(record=record)
@@ -222,7 +214,3 @@ def _kill_workers(processes: Processes) -> None:
             process.kill()
     for process in processes.values():
         process.wait()
-
-
-if __name__ == "__main__":
-    sys.exit(report_errors(lambda: node_main.main(_measure_as_node)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import dataclasses
 import json
 import os
 import select
@@ -23,7 +24,8 @@ from threading import Thread
 from time import monotonic, sleep
 from typing import IO, Any
 
-from paceline.errors import ERROR_PREFIX, PacelineError
+from paceline import __version__
+from paceline.errors import ERROR_PREFIX, PacelineError, UsageError
 from paceline.launch.signals import SIGNALS
 
 NEWS_MARK = "\x1e"
@@ -50,6 +52,39 @@ def read_given() -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("the first line of the input is not an object")
     return value
+
+
+TRAIN = "train"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTask:
+    """What the launcher wants a node to do."""
+
+    version: str
+    """The launcher's version of paceline."""
+    program: str
+    """TRAIN, or a module whose `run_task` gets the task."""
+    config: dict[str, Any]
+    """The configuration of the program on this node."""
+    is_resumed: bool
+    quiet: bool
+    terminal_columns: int | None
+    """Width of the terminal that shows the output of node 0; None without one."""
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(dataclasses.asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def read(cls) -> NodeTask:
+        values = read_given()
+        theirs = values.get("version")
+        if theirs != __version__:
+            raise UsageError(
+                f"has paceline {__version__}, and the command that starts it {theirs}: install the"
+                " same version on all machines"
+            )
+        return cls(**values)
 
 
 def send_status(**news: Any) -> None:

@@ -1,10 +1,9 @@
-"""Machines that processes can be started on, and a command that runs on all of them.
+"""Machines on which this command starts processes, and a command that runs on all of them.
 
-A fleet starts a process on one of its nodes; launch/ssh.py does so on real machines and
-launch/machines.py on emulated ones. `NodeSupervisor` starts one on each, shows what they say and
-sees that they end together; `run_on_all` is that, with one line for what went wrong.
-
-Machines that are emulated on this one (`--cluster`)."""
+`Machines` starts a process on one of its nodes: over ssh (launch/ssh.py), on a Ray cluster
+(launch/ray/machines.py) or in the emulated cluster of this module. `run_on_nodes` starts one on
+each, shows their output, ends them together and returns the root cause of a failure.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 from paceline.child_process import pythonpath
 from paceline.emulation.cluster import EmulatedCluster
@@ -55,24 +54,38 @@ class Machines(Protocol):
         """Why a command failed that did not say so itself."""
 
 
-def run_on_all(
-    fleet: Machines, words_of: Callable[[int], list[str]], given_of: Callable[[int], bytes]
-) -> list[int]:
-    """Run a command on each node, with its `given`; returns the exit codes, which are all 0.
+class NodeExits(NamedTuple):
+    """How the processes on all nodes ended."""
 
-    The first node's output is shown plainly, that of the others behind their names. The first
-    failure, or Ctrl-C, stops all and is raised.
+    exits: list[NodeExit]
+    failure: NodeExit | None
+    """The first one, of those that the run did not recover from."""
+    error: PacelineError | None
+    """The failure as an error."""
+
+
+def run_on_nodes(
+    machines: Machines,
+    argv_of: Callable[[int], list[str]],
+    request_of: Callable[[int], bytes],
+    signals: SignalMonitor,
+    min_nodes: int | None = None,
+) -> NodeExits:
+    """Run a command on each node, with its request as input, until all have ended.
+
+    The output of node 0 is shown unchanged, that of the others after their addresses. The first
+    failure, or Ctrl-C, stops all nodes. With `min_nodes` the run continues without lost nodes, as
+    long as that many remain and node 0 is one of them.
     """
-    with SignalMonitor() as interruptions, NodeSupervisor(fleet, interruptions) as watch:
-        ends = watch.run(words_of, given_of)
-    if failure := first_failure(ends):
-        raise error_of(fleet, failure, ends)
-    return [end.code or 0 for end in ends]
-
-
-def first_failure(ends: Sequence[NodeExit]) -> NodeExit | None:
-    failed = (end for end in ends if end.code)
-    return min(failed, key=lambda end: end.ended, default=None)
+    with NodeSupervisor(machines, signals, min_nodes) as supervisor:
+        exits = supervisor.run(argv_of, request_of)
+    candidates = [each for each in exits if each.node not in supervisor.lost_nodes]
+    if min_nodes is not None and not exits[0].code:
+        # The run recovered from every loss, because it ended well.
+        candidates = []
+    failed = (each for each in candidates if each.code)
+    failure = min(failed, key=lambda each: each.ended, default=None)
+    return NodeExits(exits, failure, error_of(machines, failure, exits) if failure else None)
 
 
 def error_of(fleet: Machines, failure: NodeExit, ends: Sequence[NodeExit]) -> PacelineError:
@@ -95,12 +108,12 @@ class NodeSupervisor:
     """Over one process on each node, from their start to their end; none outlives the block."""
 
     def __init__(
-        self, fleet: Machines, interruptions: SignalMonitor, fewest: int | None = None
+        self, fleet: Machines, interruptions: SignalMonitor, min_nodes: int | None = None
     ) -> None:
-        """`fewest`: how many nodes will do, the first among them; None: all are needed."""
+        """`min_nodes`: how many must remain, node 0 among them; None: all."""
         self._fleet = fleet
-        self._fewest = fewest
-        self.told_lost: set[int] = set()
+        self._min_nodes = min_nodes
+        self.lost_nodes: set[int] = set()
         """Nodes that ended, and that the run went on without."""
         self._interruptions = interruptions
         self._nodes: list[NodeProcess] = []
@@ -188,14 +201,14 @@ class NodeSupervisor:
 
     def _can_go_on(self, failed: Sequence[NodeExit]) -> bool:
         """Whether nodes were lost that the run can do without; tells of each."""
-        if self._fewest is None or self._let_go_at is not None:
+        if self._min_nodes is None or self._let_go_at is not None:
             return False
-        is_enough = len(self._nodes) - len(failed) >= self._fewest
+        is_enough = len(self._nodes) - len(failed) >= self._min_nodes
         if not is_enough or any(end.node == 0 for end in failed):
             return False
         for end in failed:
-            if end.node not in self.told_lost:
-                self.told_lost.add(end.node)
+            if end.node not in self.lost_nodes:
+                self.lost_nodes.add(end.node)
                 cause = end.complaint or self._fleet.explain(end)
                 sys.stderr.write(f"paceline: going on without node {end.node}: {cause}\n")
         return True

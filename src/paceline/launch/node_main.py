@@ -1,28 +1,26 @@
-"""What is started on each machine of a run: `python -m paceline.launch.node_main`.
+"""Entry point on each machine of a run: `python -m paceline.launch.node_main`.
 
-The first line of its input is a `NodeTask`; launch/control_channel.py tells how it hangs on its
-starter. Loading torch takes seconds, so what can be said before is said before.
+The first line of its input is a `NodeTask`; launch/control_channel.py connects it to its launcher.
+Loading torch takes seconds, so errors that can be found before are reported before.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from paceline import __version__
 from paceline.config import RunConfig, from_record
-from paceline.errors import ERROR_PREFIX, StoppedError, UsageError
+from paceline.errors import ERROR_PREFIX, StoppedError
 from paceline.launch.control_channel import (
+    TRAIN,
+    NodeTask,
     exit_with_launcher,
-    read_given,
     report_errors,
     send_status,
 )
@@ -31,34 +29,7 @@ from paceline.records import RunFolder
 from paceline.training.display import COLUMNS_VARIABLE
 
 
-@dataclass(frozen=True, slots=True)
-class NodeTask:
-    version: str
-    """Of the starter's paceline."""
-    config: dict[str, Any]
-    """The run's, as this node has it; or what another command wants to be done."""
-    is_resumed: bool
-    quiet: bool
-    terminal_columns: int | None
-    """Of the terminal that shows the first node's output; None where there is none."""
-
-    def to_bytes(self) -> bytes:
-        return json.dumps(dataclasses.asdict(self)).encode() + b"\n"
-
-    @classmethod
-    def read(cls) -> NodeTask:
-        given = read_given()
-        theirs = given.get("version")
-        if theirs != __version__:
-            raise UsageError(
-                f"has paceline {__version__}, and the command that starts it {theirs}: install the"
-                " same version on all machines"
-            )
-        return cls(**given)
-
-
-def main(run: Callable[[NodeTask], None] | None = None) -> None:
-    """Take the task and do it: train, or what `run` does with it."""
+def main() -> None:
     for number in SIGNALS:
         signal.signal(number, _leave)
     task = NodeTask.read()
@@ -66,7 +37,10 @@ def main(run: Callable[[NodeTask], None] | None = None) -> None:
     exit_with_launcher()
     if task.terminal_columns:
         os.environ[COLUMNS_VARIABLE] = str(task.terminal_columns)
-    (run or _train)(task)
+    if task.program == TRAIN:
+        _train(task)
+    else:
+        importlib.import_module(task.program).run_task(task)
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:

@@ -9,18 +9,18 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from paceline import __version__
 from paceline.config import RunConfig, cluster_spec
 from paceline.emulation.state import cluster_record
 from paceline.errors import PacelineError, RecordsError, RunError, StoppedError, UsageError
-from paceline.launch.control_channel import NodeExit
+from paceline.launch.control_channel import TRAIN, NodeExit, NodeTask
 from paceline.launch.folder_transfer import download, upload
-from paceline.launch.machines import Machines, NodeSupervisor, error_of, first_failure
-from paceline.launch.node_main import NodeTask
+from paceline.launch.machines import Machines, NodeExits, run_on_nodes
 from paceline.launch.record_collection import read_reports
 from paceline.launch.result import RunOutcome, write_result
 from paceline.launch.signals import SignalMonitor
@@ -85,23 +85,18 @@ def _run_on_locked(
     interruptions: SignalMonitor,
 ) -> RunOutcome:
     before = folder.read_result() if resumed else None
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    words = [fleet.python, "-m", "paceline.launch.node_main"]
-
-    def task(node: int) -> bytes:
-        own = replace(config, node_rank=node)
-        return NodeTask(__version__, own.to_dict(), resumed is not None, quiet, columns).to_bytes()
-
-    limits = config.elastic_limits
-    with NodeSupervisor(fleet, interruptions, fewest=limits[0] if limits else None) as watch:
-        ends = watch.run(lambda _: words, task)
-    # An elastic run has got over what it went on after, and over all if it ended well.
-    counted = [end for end in ends if end.node not in watch.told_lost]
-    failure = first_failure(counted if ends[0].code or not limits else [])
-    error = error_of(fleet, failure, ends) if failure else None
+    exits, failure, error = run_tasks(
+        fleet,
+        interruptions,
+        TRAIN,
+        lambda node: replace(config, node_rank=node).to_dict(),
+        is_resumed=resumed is not None,
+        quiet=quiet,
+        min_nodes=config.elastic_limits[0] if config.elastic_limits else None,
+    )
     try:
         interruptions.raise_on_signal = True
-        _bring_home(fleet, config, folder, before, ends[0], error)
+        _bring_home(fleet, config, folder, before, exits[0], error)
     except StoppedError:
         raise StoppedError(
             f"stopped before all records had come from {fleet.addresses[0]}"
@@ -116,19 +111,43 @@ def _run_on_locked(
         is_told = bool(failure and failure.complaint)
         result = _result_of_failure(config, folder, before, error, is_told, fleet.cluster_file)
     # A first node that refused to begin may have found another run's folder in its place.
-    if has_trained or not ends[0].complaint:
+    if has_trained or not exits[0].complaint:
         _clear(config, folder, is_void=resumed is None and not has_trained)
     if not has_trained:
         raise error
     return RunOutcome(folder, result, error.exit_code)
 
 
+def run_tasks(
+    machines: Machines,
+    signals: SignalMonitor,
+    program: str,
+    config_of: Callable[[int], dict[str, Any]],
+    *,
+    is_resumed: bool = False,
+    quiet: bool,
+    min_nodes: int | None = None,
+) -> NodeExits:
+    """Run a program (launch/node_main.py) on each node, with the node's configuration."""
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+    def request(node: int) -> bytes:
+        task = NodeTask(__version__, program, config_of(node), is_resumed, quiet, columns)
+        return task.to_bytes()
+
+    argv = [machines.python, "-m", "paceline.launch.node_main"]
+    return run_on_nodes(machines, lambda _: argv, request, signals, min_nodes)
+
+
+def master_address(config: RunConfig, machines: Machines) -> str:
+    """The address of node 0 for the other nodes, which may know it by another name than ssh."""
+    if config.hosts and config.master_addr != LOOPBACK:
+        return config.master_addr
+    return machines.addresses[0]
+
+
 def _settle(config: RunConfig, fleet: Machines, folder: RunFolder) -> RunConfig:
     """What all nodes have in common, where the run is and where they meet included."""
-    address = fleet.addresses[0]
-    if config.hosts and config.master_addr != LOOPBACK:
-        # Hosts may know one another by other names than ssh does.
-        address = config.master_addr
     out = folder.path.parent
     # The hosts may have the current folder elsewhere.
     with contextlib.suppress(ValueError):
@@ -137,7 +156,7 @@ def _settle(config: RunConfig, fleet: Machines, folder: RunFolder) -> RunConfig:
         config,
         nnodes=len(fleet.addresses),
         node_rank=0,
-        master_addr=address,
+        master_addr=master_address(config, fleet),
         out=str(out),
         name=folder.id,
     )
