@@ -12,6 +12,7 @@ import argparse
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
@@ -22,7 +23,7 @@ from common.stats import quartiles
 from paceline.comm.in_process import InProcessGroup
 from paceline.config import RunConfig, from_mapping
 from paceline.data.loading import load_dataset
-from paceline.data.pipeline import InputPipeline, evaluation_batches
+from paceline.data.pipeline import InputPipeline
 from paceline.data.sampling import GlobalBatchSampler
 from paceline.measure.machine import hardware, software
 from paceline.measure.phase_clock import PhaseClock
@@ -31,10 +32,15 @@ from paceline.models.build import build_model
 from paceline.records import EventWriter
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import SingleProcess
+from paceline.training.coordination import StepCoordinator
 from paceline.training.display import SilentDisplay
-from paceline.training.loop import Progress, TrainingLoop
+from paceline.training.evaluation import Evaluator
+from paceline.training.loop import StopRequest, TrainingLoop
 from paceline.training.optimizer import build_optimizer
+from paceline.training.rank_report import RunTotals
 from paceline.training.run_logger import RunLogger
+from paceline.training.run_state import Progress
+from paceline.training.step import TrainStep
 
 CASES = {"lenet": (300, 3.0), "vgg11": (6, 1.0)}
 """By model: iterations per block, and the allowed overhead in percent."""
@@ -106,13 +112,11 @@ def bare_block(config: RunConfig) -> Block:
 def paceline_block(config: RunConfig, folder: Path) -> Block:
     model, optimizer, inputs = build(config)
     data = load_dataset(config)
+    data = replace(data, test=data.test.head(1))
     assert config.iterations is not None
-    journal = RunLogger(
-        EventWriter(folder / "events-0.jsonl"),
-        TensorBoardWriter(folder / "tensorboard"),
-        SilentDisplay(),
-        config.iterations,
-    )
+    iterations = config.iterations
+    events = EventWriter(folder / "events-0.jsonl")
+    tensorboard = TensorBoardWriter(folder / "tensorboard")
 
     def block() -> float:
         clock = PhaseClock()
@@ -121,16 +125,27 @@ def paceline_block(config: RunConfig, folder: Path) -> Block:
         replica = Replica(model, optimizer, clock, model, scaler, communicator)
         strategy = SingleProcess()
         strategy.setup(replica)
+        coordinator = StepCoordinator(config, strategy, replica)
+        logger = RunLogger(
+            events,
+            tensorboard,
+            SilentDisplay(),
+            iterations,
+            clock,
+            coordinator,
+            strategy,
+        )
         loop = TrainingLoop(
             config,
-            replica,
-            strategy,
-            inputs,
-            lambda _: evaluation_batches(data.test.head(1), data.mean, data.std, 1),
-            journal,
-            nullcontext(),
             Progress(),
+            RunTotals(clock, replica, None),
+            TrainStep(config, replica, strategy, inputs, coordinator, nullcontext()),
+            Evaluator(config, replica, strategy, data, torch.device("cpu"), nullcontext()),
+            logger,
+            coordinator,
+            StopRequest(),
         )
+        coordinator.start()
         loop.run()
         clock.enter("other")
         return clock.wall_seconds - clock.seconds["evaluate"]

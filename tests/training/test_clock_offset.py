@@ -52,12 +52,13 @@ def test_drifting_clocks_do_not_turn_communication_into_waiting(
     def work(communicator: Communicator) -> float:
         clocks.rank = communicator.rank
         replica = toy.replica(communicator, toy.sgd(), node=communicator.rank)
-        team = StepCoordinator(RunConfig(), create_strategy("allreduce", {}), replica)
+        coordinator = StepCoordinator(RunConfig(), create_strategy("allreduce", {}), replica)
+        coordinator.start()
         for seconds in STEPS:
             clocks.true_seconds += seconds
             began = clocks()
             replica.exposed.note(began, began + 0.5)
-            team.after_step(1.0, 1, stop=False)
+            coordinator.after_step(1.0, 1, stop=False)
         return replica.clock.seconds["wait"]
 
     # Until the second measurement nothing is known of the drift.

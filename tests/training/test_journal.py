@@ -1,9 +1,10 @@
-"""The journal writes iterations in blocks, and knows what that costs."""
+"""The run logger writes iterations in blocks and measures what that costs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from time import perf_counter
+from typing import cast
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ from torch import Tensor
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.config import RunConfig
+from paceline.measure.phase_clock import PhaseClock
+from paceline.measure.tensorboard import TensorBoardWriter
 from paceline.records import EventWriter, read_iteration_seconds
 from paceline.strategies.options import create_strategy
-from paceline.training import run_logger as journal_module
+from paceline.strategies.strategy import Strategy
+from paceline.training import run_logger
 from paceline.training.coordination import StepCoordinator
 from paceline.training.display import open_display
 from paceline.training.run_logger import RunLogger
@@ -26,28 +30,54 @@ def events(tmp_path: Path) -> Path:
     return tmp_path / "events-0.jsonl"
 
 
-@pytest.fixture
-def journal(events: Path) -> RunLogger:
-    return RunLogger(EventWriter(events), None, open_display(quiet=True), 10)
+class ScriptedTimes:
+    """Stands for the clock and the coordinator: gives the next of the listed times at each call."""
+
+    def __init__(
+        self, laps: list[list[float]], settled_phases: list[dict[str, float]] | None = None
+    ) -> None:
+        self.seconds: dict[str, float] = {}
+        self._laps = laps
+        self._settled_phases = settled_phases or []
+
+    def take_laps(self) -> list[float]:
+        return self._laps.pop(0)
+
+    @property
+    def settled_phase_seconds(self) -> dict[str, float]:
+        return self._settled_phases.pop(0) if self._settled_phases else {}
 
 
-def note(journal: RunLogger, index: int) -> None:
-    journal.iteration(index, torch.tensor(2.0), 4, rate=0.1, now=0.0)
+def make_logger(
+    events: Path, times: ScriptedTimes, tensorboard: ScalarRecorder | None = None
+) -> RunLogger:
+    return RunLogger(
+        EventWriter(events),
+        cast("TensorBoardWriter | None", tensorboard),
+        open_display(quiet=True),
+        10,
+        cast("PhaseClock", times),
+        cast("StepCoordinator", times),
+        Strategy(),
+    )
 
 
-def test_each_iteration_is_written_with_its_own_time(journal: RunLogger, events: Path) -> None:
-    laps = [[0.25, 0.5], [1.0]]
-    journal.take_iteration_seconds = lambda: laps.pop(0)
-    note(journal, 0)
-    note(journal, 1)
-    journal.flush()
-    note(journal, 2)
-    journal.flush()
-    journal.close()
+def add(logger: RunLogger, index: int) -> None:
+    logger.iteration(index, torch.tensor(2.0), 4, rate=0.1, now=0.0)
+
+
+def test_each_iteration_is_written_with_its_own_time(events: Path) -> None:
+    logger = make_logger(events, ScriptedTimes([[0.25, 0.5], [1.0]]))
+    add(logger, 0)
+    add(logger, 1)
+    logger.flush()
+    add(logger, 2)
+    logger.flush()
+    logger.close()
     assert read_iteration_seconds(events, until=3) == [0.25, 0.5, 1.0]
 
 
-class Noted:
+class ScalarRecorder:
     """Collects scalars instead of writing them."""
 
     def __init__(self) -> None:
@@ -59,59 +89,62 @@ class Noted:
     def close(self) -> None: ...
 
 
-def test_scalars_have_step_time_and_phase_shares_of_each_block(events: Path) -> None:
-    noted = Noted()
-    journal = RunLogger(EventWriter(events), noted, open_display(quiet=True), 10)  # type: ignore[arg-type]
-    laps = [[0.25, 0.75], [2.0]]
+def test_scalars_have_step_time_and_phase_fractions_of_each_block(events: Path) -> None:
+    recorder = ScalarRecorder()
     phases = [
         {"forward": 0.0, "wait": 0.0, "other": 40.0},
         {"forward": 0.75, "wait": 0.0, "other": 40.25},
         {"forward": 1.75, "wait": 1.0, "other": 40.25},
     ]
-    journal.take_iteration_seconds = lambda: laps.pop(0)
-    journal.settled_phase_seconds = lambda: phases.pop(0)
-    journal.begin()
-    note(journal, 0)
-    note(journal, 1)
-    journal.flush()
-    note(journal, 2)
-    journal.flush()
-    journal.close()
-    assert noted.values["train/step_seconds"] == [(2, 0.5), (3, 2.0)]
-    assert noted.values["train/samples_per_second"] == [(2, 8.0), (3, 2.0)]
-    assert noted.values["phases/forward"] == [(2, 0.75), (3, 0.5)]
-    assert noted.values["phases/other"] == [(2, 0.25), (3, 0.0)]
-    assert noted.values["phases/wait"] == [(3, 0.5)]
+    logger = make_logger(events, ScriptedTimes([[0.25, 0.75], [2.0]], phases), recorder)
+    logger.begin()
+    add(logger, 0)
+    add(logger, 1)
+    logger.flush()
+    add(logger, 2)
+    logger.flush()
+    logger.close()
+    assert recorder.values["train/step_seconds"] == [(2, 0.5), (3, 2.0)]
+    assert recorder.values["train/samples_per_second"] == [(2, 8.0), (3, 2.0)]
+    assert recorder.values["phases/forward"] == [(2, 0.75), (3, 0.5)]
+    assert recorder.values["phases/other"] == [(2, 0.25), (3, 0.0)]
+    assert recorder.values["phases/wait"] == [(3, 0.5)]
 
 
-def test_phase_shares_stay_within_0_and_1_when_waits_are_settled_late(events: Path) -> None:
-    """Two blocks for each settlement, which moves most of the exchanges of both to waits."""
+def test_phase_fractions_stay_within_0_and_1_when_waits_are_attributed_late(events: Path) -> None:
+    """Waits are attributed after every second block, and most of the exchange time was waiting."""
 
     def work(communicator: Communicator) -> list[tuple[str, float]]:
         replica = toy.replica(communicator, toy.sgd())
         clock = replica.clock
-        team = StepCoordinator(RunConfig(), create_strategy("allreduce", {}), replica)
-        noted = Noted()
-        writer = EventWriter(events.with_name(f"events-{communicator.rank}.jsonl"))
-        journal = RunLogger(writer, noted, open_display(quiet=True), 10)  # type: ignore[arg-type]
-        journal.take_iteration_seconds = lambda: [1.0]
-        journal.phase_seconds = lambda: clock.seconds
-        journal.settled_phase_seconds = lambda: team.settled_phase_seconds
-        team.begin()
-        journal.begin()
+        strategy = create_strategy("allreduce", {})
+        coordinator = StepCoordinator(RunConfig(), strategy, replica)
+        recorder = ScalarRecorder()
+        logger = RunLogger(
+            EventWriter(events.with_name(f"events-{communicator.rank}.jsonl")),
+            cast("TensorBoardWriter", recorder),
+            open_display(quiet=True),
+            10,
+            clock,
+            coordinator,
+            strategy,
+        )
+        coordinator.start()
+        logger.begin()
         for index in range(8):
             clock._seconds["exchange"] += 1.0
             clock._seconds["forward"] += 0.1
             began = perf_counter() + (0.9 if communicator.rank else 0.0)
             replica.exposed.note(began, began + 1.0)
-            note(journal, index)
-            journal.flush()
+            clock.end_step("other")
+            add(logger, index)
+            logger.flush()
             if index % 2:
-                team.settle()
-        note(journal, 8)
-        journal.flush()
-        journal.close()
-        return [(tag, value) for tag, points in noted.values.items() for _, value in points]
+                coordinator.settle()
+        add(logger, 8)
+        logger.flush()
+        logger.close()
+        return [(tag, value) for tag, points in recorder.values.items() for _, value in points]
 
     for scalars in in_process.run(2, work):
         shares = [value for tag, value in scalars if tag.startswith("phases/")]
@@ -119,8 +152,8 @@ def test_phase_shares_stay_within_0_and_1_when_waits_are_settled_late(events: Pa
         assert all(0 <= share <= 1 for share in shares)
 
 
-def test_waiting_for_the_gpu_to_give_the_losses_is_no_cost_of_measuring(
-    journal: RunLogger, monkeypatch: pytest.MonkeyPatch
+def test_waiting_for_the_losses_of_a_gpu_is_not_measurement_overhead(
+    events: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
     stack = torch.stack
@@ -130,10 +163,10 @@ def test_waiting_for_the_gpu_to_give_the_losses_is_no_cost_of_measuring(
         now += 5
         return stack(losses)
 
-    monkeypatch.setattr(journal_module, "perf_counter", lambda: now)
+    logger = make_logger(events, ScriptedTimes([[1.0]]))
+    monkeypatch.setattr(run_logger, "perf_counter", lambda: now)
     monkeypatch.setattr(torch, "stack", slow_stack)
-    journal.take_iteration_seconds = lambda: [1.0]
-    note(journal, 0)
-    journal.flush()
-    journal.close()
-    assert (now, journal.seconds_spent) == (105, 0)
+    add(logger, 0)
+    logger.flush()
+    logger.close()
+    assert (now, logger.seconds_spent) == (105, 0)

@@ -11,7 +11,7 @@ from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.strategies.gradient_averaging import GradientAveraging
 from paceline.training import run_state
-from paceline.training.loop import Progress
+from paceline.training.run_state import Progress
 from tests.support import toy_replicas as toy
 
 

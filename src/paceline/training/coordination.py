@@ -200,19 +200,17 @@ class StepCoordinator:
         self._meets = strategy.synchronous and not self._is_alone
         self.clock_offset = ClockOffset()
         """What to add to this worker's clock to get the first worker's; 0 where none was asked."""
-        if self._meets:
-            self.clock_offset = ClockOffset(
-                measure_clock_offset(replica.communicator, replica.node)
-            )
         self._clock_seconds = FIRST_CLOCK_SECONDS
-        self._clocks_measured = perf_counter()
-        self._settled_phases: dict[str, float] = {}
-        self._begin_notes()
         self._iterations_left = 1
 
-    def begin(self) -> None:
-        """The first iteration begins: there is nothing to settle."""
+    def start(self) -> None:
+        """Call right before the first step. Collective."""
+        if self._meets:
+            sample = measure_clock_offset(self._communicator, self._replica.node)
+            self.clock_offset = ClockOffset(sample)
+        self._clocks_measured = perf_counter()
         self._settled_phases = dict(self._clock.seconds)
+        self._begin_notes()
 
     def _begin_notes(self) -> None:
         self._iterations = 0

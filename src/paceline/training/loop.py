@@ -1,283 +1,319 @@
-"""The training loop of one worker: batches, forward, backward, update, and what comes between."""
+"""The training loop of one rank: steps, and between them evaluation, checkpoints and stops."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any
-
-from torch import Tensor
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 from paceline.config import Every, RunConfig
-from paceline.data.pipeline import InputPipeline
 from paceline.errors import AgreedStopError, DivergedError
 from paceline.measure.trace import Tracer
-from paceline.strategies.replica import Replica, agree_on_buffers
 from paceline.strategies.strategy import (
     Assignment,
     AssignmentRequest,
     ServerStrategy,
-    Strategy,
+    StepMeter,
 )
 from paceline.training.coordination import StepCoordinator
-from paceline.training.evaluation import evaluate
+from paceline.training.rank_report import RunTotals
 from paceline.training.run_logger import RunLogger
+from paceline.training.run_state import Progress
 from paceline.training.steady import SteadyPhases
 from paceline.training.step import TrainStep
 
-Batch = tuple[Tensor, Tensor]
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-@dataclass(slots=True)
-class Progress:
-    """How far a run has come; what a checkpoint holds besides tensors."""
+class StopRequest:
+    """Asks the loop to stop after the current step."""
 
-    iteration: int = 0
-    steps: int = 0
-    """That this worker has done: as many, except where batches are dealt to whoever is free."""
-    samples: int = 0
-    """That this worker has trained on."""
-    samples_before: int = 0
-    """That all workers together had trained on when their number changed last."""
-    steps_before: int = 0
-    """That this worker had done then."""
-    trained_seconds: float = 0.0
-    """Since the first iteration began, evaluation left out; a resumed run's earlier parts count."""
-    seconds_to_target: float | None = None
-    history: list[dict[str, Any]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.cause: str | None = None
+        """Why to stop; None while nothing asks for it."""
+
+    @contextmanager
+    def on_signals(self) -> Iterator[None]:
+        """Stop on SIGINT and SIGTERM; a second SIGINT raises KeyboardInterrupt at once.
+
+        A second SIGTERM has no effect: SLURM sends two at a job's time limit.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def receive(number: int, frame: FrameType | None) -> None:
+            if self.cause is None:
+                self.cause = f"stopped by {signal.Signals(number).name}"
+            elif number == signal.SIGINT:
+                raise KeyboardInterrupt
+
+        before = [signal.signal(number, receive) for number in SIGNALS]
+        try:
+            yield
+        finally:
+            for number, handler in zip(SIGNALS, before, strict=True):
+                signal.signal(number, handler)
 
 
 class TrainingLoop:
     def __init__(
         self,
         config: RunConfig,
-        replica: Replica,
-        strategy: Strategy,
-        inputs: InputPipeline,
-        test_batches: Callable[[bool], Iterable[Batch]],
-        journal: RunLogger,
-        autocast: AbstractContextManager[Any],
         progress: Progress,
-        checkpoint: Callable[[], None] | None = None,
+        totals: RunTotals,
+        step: TrainStep,
+        evaluate: Callable[[bool], tuple[float, float]],
+        logger: RunLogger,
+        coordinator: StepCoordinator,
+        stop: StopRequest,
+        save_checkpoint: Callable[[], None] | None = None,
         tracer: Tracer | None = None,
-        seconds_before: float = 0.0,
-        steady: SteadyPhases | None = None,
     ) -> None:
-        """`test_batches(alone)` gives this worker's part of the test set, or all of it.
-
-        `seconds_before`: wall time of a resumed run's earlier parts.
-        """
-        self.config = config
-        self.replica = replica
-        self.strategy = strategy
+        """`evaluate(alone)` returns test loss and accuracy, computed by one rank or by all."""
         self.progress = progress
-        self.stop_requested: str | None = None
-        """Set from a signal handler: why the loop should end soon."""
-        self._test_batches = test_batches
-        self._journal = journal
-        self._autocast = autocast
-        self._checkpoint = checkpoint
+        self._totals = totals
+        self._step = step
+        self._evaluate_model = evaluate
+        self._logger = logger
+        self._coordinator = coordinator
+        self._stop_request = stop
+        self._save_checkpoint = save_checkpoint
         self._tracer = tracer
-        self._seconds_before = seconds_before
-        self._steady = steady or SteadyPhases(replica.clock, replica)
+        self._strategy = strategy = step.strategy
+        self._meter = strategy.meter or StepMeter()
+        self._clock = step.replica.clock
+        self._rank = step.replica.communicator.rank
+        self._per_epoch = step.batches_per_epoch
+        self._total = config.iterations_in_total(self._per_epoch)
+        self._eval_every = _cadence(config.eval_every, self._per_epoch)
+        self._checkpoint_every = 0
+        if save_checkpoint is not None:
+            self._checkpoint_every = _cadence(config.checkpoint_every, self._per_epoch)
+        self._target_accuracy = config.target_accuracy
+        self._iteration_before = progress.iteration
         self._samples_before = progress.samples
         self._trained_before = progress.trained_seconds
-        self._clock = replica.clock
-        self._per_epoch = inputs.order.batches_per_epoch
-        self._total = config.iterations_in_total(self._per_epoch)
-        self._rank = replica.communicator.rank
-        self._first = self._iteration_before = progress.iteration
-        if strategy.meter is not None:
-            journal.notes = strategy.meter.take
-        journal.take_iteration_seconds = replica.clock.take_laps
-        journal.phase_seconds = lambda: replica.clock.seconds
-        self._coordinator = StepCoordinator(config, strategy, replica)
-        self._step = TrainStep(config, replica, strategy, inputs, self._coordinator, autocast)
-        journal.settled_phase_seconds = lambda: self._coordinator.settled_phase_seconds
+        self._assignments: _InOrder | _FromServers
+        if isinstance(strategy, ServerStrategy) and not strategy.synchronous:
+            self._assignments = _FromServers(
+                progress, self._total, strategy, self._checkpoint_every, stop, totals.steady
+            )
+        else:
+            self._assignments = _InOrder(progress, self._total, self._rank, totals.steady)
 
     def run(self) -> None:
-        """Train to the end of the budget, to the target accuracy, or until asked to stop."""
+        """Train until the iterations are done, the target accuracy is reached or a stop is due."""
         progress, clock = self.progress, self._clock
-        self._begun = clock.enter("other") - progress.trained_seconds
+        self._began = clock.enter("other") - progress.trained_seconds
         self._evaluated_before = clock.seconds["evaluate"]
-        self._coordinator.begin()
-        self._journal.begin()
-        self.replica.model.train()
+        self._logger.begin()
+        self._step.replica.model.train()
         while True:
             if self._tracer is not None:
                 self._tracer.before_iteration(progress.steps)
-            begin = clock.begin_step("input")
-            if not self.strategy.synchronous:
-                # The claim that finds nothing left is no part of an iteration.
-                self._steady.end()
-            turn = self._next_turn()
-            if turn is None:
+            began = clock.begin_step("input")
+            assignment = self._assignments.next()
+            if assignment is None:
                 break
-            if turn.action == "checkpoint":
-                clock.enter("other")
-                self._steady.leave_out()
-                self.checkpoint()
-                begin = clock.begin_step("input")
-            loss, samples = self._step(turn.iteration, turn.part)
-            end = clock.end_step("other")
+            if assignment.action != "train":
+                self._meet(assignment)
+                began = clock.begin_step("input")
+            loss, samples = self._step(assignment.iteration, assignment.part)
+            ended = clock.end_step("other")
             self._iteration_before = progress.iteration
-            progress.iteration = turn.iteration + 1
+            progress.iteration = assignment.iteration + 1
             progress.steps += 1
             progress.samples += samples
-            # Last, because it raises when the loss is not finite: this iteration counts even then.
-            self._journal.iteration(
-                progress.steps - 1, loss, samples, self._step.learning_rate, end
+            # Last, because it raises for a loss that is not finite, and the step counts even then.
+            self._logger.iteration(
+                progress.steps - 1, loss, samples, self._step.learning_rate, ended
             )
             if progress.iteration < self._total:
-                self._between_iterations(end - begin, samples)
-                self._steady.first_done(self._settle_meter)
+                self._between_steps(ended - began, samples)
+                self._totals.steady.first_done(self._meter.settle)
         self._finish()
 
-    def clock_offset_seconds(self, moment: float) -> float:
-        """What to add to a moment of this worker's clock to get the first worker's."""
-        return self._coordinator.clock_offset.at(moment)
-
-    def _settle_meter(self) -> None:
-        if self.strategy.meter is not None:
-            self.strategy.meter.settle()
-
-    def _next_turn(self) -> Assignment | None:
-        """None: there is nothing left to do."""
-        progress = self.progress
-        is_at_target = progress.seconds_to_target is not None
-        if self.strategy.synchronous:
-            is_over = is_at_target or progress.iteration >= self._total
-            return None if is_over else Assignment(progress.iteration, self._rank)
-        # Rank 0 alone may know that the target is reached: all workers are told in their claims.
-        stop = self.stop_requested is not None
-        checkpoint_every = self._cadence(self.config.checkpoint_every) if self._checkpoint else 0
-        terms = AssignmentRequest(
-            self._first, self._total, checkpoint_every, stop, finish=is_at_target
-        )
-        assert isinstance(self.strategy, ServerStrategy)
-        turn = self.strategy.next_assignment(terms)
-        if turn.action != "train":
-            progress.iteration = turn.iteration
-        if turn.action == "stop":
+    def _meet(self, assignment: Assignment) -> None:
+        """Stop, or write a checkpoint, where parameter servers call all ranks together."""
+        if assignment.action == "stop":
             self._stop()
-        return turn if turn.action in ("train", "checkpoint") else None
+        self._clock.enter("other")
+        self._totals.steady.leave_out()
+        self._checkpoint()
+
+    def _between_steps(self, seconds: float, samples: int) -> None:
+        if self._is_due(self._eval_every):
+            self._evaluate(alone=self._assignments.is_asynchronous)
+        if not self._assignments.is_asynchronous and self._is_due(self._checkpoint_every):
+            self._checkpoint()
+        if self._coordinator.after_step(
+            seconds, samples, stop=self._stop_request.cause is not None
+        ):
+            self._stop()
 
     def _finish(self) -> None:
-        self._journal.flush()
-        self._settle_meter()
+        self._logger.flush()
+        self._meter.settle()
         self._coordinator.settle()
-        if self.strategy.synchronous:
-            self._steady.end()
+        self._assignments.end()
         with self._clock.during("exchange"):
-            self.strategy.finish()
+            self._strategy.finish()
         self._iteration_before = self.progress.iteration - 1
         history = self.progress.history
         is_evaluated = history and history[-1]["iteration"] == self.progress.iteration
-        if not (is_evaluated and self.strategy.replicas_equal):
+        if not (is_evaluated and self._strategy.replicas_equal):
             self._evaluate(alone=False)
-        if self._checkpoint and self._is_due(self.config.checkpoint_every):
-            self.checkpoint()
-
-    def _between_iterations(self, seconds: float, samples: int) -> None:
-        if self._is_due(self.config.eval_every):
-            self._evaluate(alone=not self.strategy.synchronous)
-        if (
-            self._checkpoint
-            and self.strategy.synchronous
-            and self._is_due(self.config.checkpoint_every)
-        ):
-            self.checkpoint()
-        if self._coordinator.after_step(seconds, samples, self.stop_requested is not None):
-            self._stop()
+        if self._is_due(self._checkpoint_every):
+            self._checkpoint()
 
     def _stop(self) -> None:
-        """End here, as all workers do."""
-        self._journal.flush()
-        if self._checkpoint:
-            self.checkpoint()
-        cause = self.stop_requested or "stopped by another worker"
-        error = AgreedStopError(f"{cause} after iteration {self.progress.iteration}")
-        error.is_secondary = self.stop_requested is None
+        """Raise AgreedStopError, as all other ranks do after this iteration."""
+        self._logger.flush()
+        if self._save_checkpoint is not None:
+            self._checkpoint()
+        cause = self._stop_request.cause
+        error = AgreedStopError(
+            f"{cause or 'stopped by another worker'} after iteration {self.progress.iteration}"
+        )
+        error.is_secondary = cause is None
         raise error
 
-    def _is_due(self, every: Every) -> bool:
-        """Whether the last turn has completed a multiple of the cadence; out of lockstep it may
-        have gone beyond it."""
-        cadence = self._cadence(every)
-        if not cadence:
-            return False
-        return self.progress.iteration // cadence > self._iteration_before // cadence
-
-    def _cadence(self, every: Every) -> int:
-        """In iterations; 0 is never."""
-        if every == "never":
-            return 0
-        return self._per_epoch if every == "epoch" else every
+    def _is_due(self, every: int) -> bool:
+        """Return whether the last step reached or passed a multiple of `every` iterations."""
+        return every > 0 and self.progress.iteration // every > self._iteration_before // every
 
     def _evaluate(self, alone: bool) -> None:
-        """On the whole test set: each worker a part of it, or, out of lockstep, the first alone."""
-        # A diverged model is not worth evaluating, and the losses so far belong before the entry.
-        self._journal.flush()
+        """Evaluate on all ranks, each with a shard of the test set, or on rank 0 alone."""
+        # A diverged model is not worth evaluating, and its losses belong before the evaluation.
+        self._logger.flush()
         if alone and self._rank:
             return
-        self._settle_meter()
+        self._meter.settle()
         trained_seconds = self._trained_seconds()
-        together = None if alone else self.replica.communicator
-        with (
-            self._steady.outside(),
-            self._clock.during("evaluate"),
-            self._autocast,
-            self.strategy.eval_weights(),
-        ):
-            if together is not None:
-                agree_on_buffers(self.replica.model, together, self.config.buffers)
-            loss, accuracy = evaluate(
-                self.replica.model, self.replica.forward, self._test_batches(alone), together
-            )
+        with self._totals.steady.outside(), self._clock.during("evaluate"):
+            loss, accuracy = self._evaluate_model(alone)
         if not math.isfinite(loss):
             raise DivergedError(
                 f"the test loss became {loss} at iteration {self.progress.iteration}:"
                 " try a lower --lr, some --warmup-epochs or --clip-norm"
             )
-        self._note_evaluation(loss, accuracy, trained_seconds)
+        self._record_evaluation(loss, accuracy, trained_seconds)
 
-    def _note_evaluation(self, loss: float, accuracy: float, trained_seconds: float) -> None:
+    def _record_evaluation(self, loss: float, accuracy: float, trained_seconds: float) -> None:
+        progress = self.progress
         entry = {
-            "iteration": self.progress.iteration,
-            "epoch": self.progress.iteration / self._per_epoch,
+            "iteration": progress.iteration,
+            "epoch": progress.iteration / self._per_epoch,
             "seconds": trained_seconds,
             "test_loss": loss,
             "test_accuracy": accuracy,
-            "train_loss": self._journal.train_loss,
+            "train_loss": self._logger.train_loss,
             "learning_rate": self._step.learning_rate,
         }
-        self.progress.history.append(entry)
+        progress.history.append(entry)
+        # Only of this process: before a resume the number of workers may have been another.
+        samples = progress.samples - self._samples_before
+        seconds = trained_seconds - self._trained_before
         shown = {
             "rank": self._rank,
-            "wall_seconds": self._seconds_before + self._clock.wall_seconds,
-            "samples_per_second": self._samples_per_second(trained_seconds),
+            "wall_seconds": self._totals.seconds_before + self._clock.wall_seconds,
+            "samples_per_second": samples / max(seconds, 1e-9),
         }
-        self._journal.evaluation({**entry, **shown})
-        target = self.config.target_accuracy
-        if target is not None and accuracy >= target and self.progress.seconds_to_target is None:
-            self.progress.seconds_to_target = trained_seconds
+        self._logger.evaluation({**entry, **shown})
+        target = self._target_accuracy
+        if target is not None and accuracy >= target and progress.seconds_to_target is None:
+            progress.seconds_to_target = trained_seconds
 
-    def _samples_per_second(self, trained_seconds: float) -> float:
-        """Since this process began: a resumed run may have had more or fewer workers before."""
-        samples = self.progress.samples - self._samples_before
-        return samples / max(trained_seconds - self._trained_before, 1e-9)
+    def _checkpoint(self) -> None:
+        """Write a checkpoint, unless the model has diverged."""
+        assert self._save_checkpoint is not None
+        self._logger.flush()
+        self._meter.settle()
+        self.progress.trained_seconds = self._trained_seconds()
+        with self._totals.steady.outside(), self._clock.during("checkpoint"):
+            self._save_checkpoint()
 
     def _trained_seconds(self) -> float:
         now = self._clock.enter("other")
-        return now - self._begun - (self._clock.seconds["evaluate"] - self._evaluated_before)
+        return now - self._began - (self._clock.seconds["evaluate"] - self._evaluated_before)
 
-    def checkpoint(self) -> None:
-        """Write a checkpoint now; never one of a model that has diverged already."""
-        assert self._checkpoint is not None
-        self._journal.flush()
-        self._settle_meter()
-        self.progress.trained_seconds = self._trained_seconds()
-        with self._steady.outside(), self._clock.during("checkpoint"):
-            self._checkpoint()
+
+class _InOrder:
+    """Assignments of synchronous training: every rank trains on its shard of the next batch."""
+
+    is_asynchronous = False
+
+    def __init__(self, progress: Progress, total: int, rank: int, steady: SteadyPhases) -> None:
+        self._progress = progress
+        self._total = total
+        self._rank = rank
+        self._steady = steady
+
+    def next(self) -> Assignment | None:
+        """Return None at the end of training."""
+        progress = self._progress
+        if progress.seconds_to_target is not None or progress.iteration >= self._total:
+            return None
+        return Assignment(progress.iteration, self._rank)
+
+    def end(self) -> None:
+        """End the steady phases after the last step."""
+        self._steady.end()
+
+
+class _FromServers:
+    """Assignments of asynchronous training: parameter servers give shards to ranks on request.
+
+    They also tell all ranks when to meet for a checkpoint or to stop, because only one rank may
+    know that a stop was requested or that the target accuracy is reached.
+    """
+
+    is_asynchronous = True
+
+    def __init__(
+        self,
+        progress: Progress,
+        total: int,
+        strategy: ServerStrategy,
+        checkpoint_every: int,
+        stop: StopRequest,
+        steady: SteadyPhases,
+    ) -> None:
+        self._progress = progress
+        self._first = progress.iteration
+        self._total = total
+        self._strategy = strategy
+        self._checkpoint_every = checkpoint_every
+        self._stop = stop
+        self._steady = steady
+
+    def next(self) -> Assignment | None:
+        # A request that finds no work left is not part of a step.
+        self._steady.end()
+        progress = self._progress
+        assignment = self._strategy.next_assignment(
+            AssignmentRequest(
+                self._first,
+                self._total,
+                self._checkpoint_every,
+                stop=self._stop.cause is not None,
+                finish=progress.seconds_to_target is not None,
+            )
+        )
+        if assignment.action != "train":
+            progress.iteration = assignment.iteration
+        return None if assignment.action == "end" else assignment
+
+    def end(self) -> None:
+        """Do nothing: the last request ended the steady phases."""
+
+
+def _cadence(every: Every, batches_per_epoch: int) -> int:
+    """Convert to iterations; 0 means never."""
+    if every == "never":
+        return 0
+    return batches_per_epoch if every == "epoch" else every

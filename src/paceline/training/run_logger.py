@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
@@ -12,8 +11,11 @@ import torch
 from torch import Tensor
 
 from paceline.errors import DivergedError
+from paceline.measure.phase_clock import PhaseClock
 from paceline.measure.tensorboard import TensorBoardWriter
 from paceline.records import EventWriter
+from paceline.strategies.strategy import Strategy
+from paceline.training.coordination import StepCoordinator
 from paceline.training.display import Display, Status
 
 BLOCK_SECONDS = 0.5
@@ -32,27 +34,25 @@ class RunLogger:
     def __init__(
         self,
         events: EventWriter,
-        scalars: TensorBoardWriter | None,
+        tensorboard: TensorBoardWriter | None,
         display: Display,
-        iterations_in_total: int,
+        total_iterations: int,
+        clock: PhaseClock,
+        coordinator: StepCoordinator,
+        strategy: Strategy,
     ) -> None:
         self.events = events
         self.display = display
         self.seconds_spent = 0.0
         self.last_accuracy: float | None = None
-        self.take_iteration_seconds: Callable[[], list[float]] = list
-        """Gives the times of the iterations since it was last asked."""
-        self.phase_seconds: Callable[[], dict[str, float]] = dict
-        """Gives what each phase has taken so far."""
-        self.settled_phase_seconds: Callable[[], dict[str, float]] = dict
-        """Gives what each phase had taken when waits were last told from exchanges."""
-        self.notes: Callable[[], dict[str, list[int]]] = dict
-        """Gives what else there is to write about the iterations of a block."""
-        self._phases_before: dict[str, float] = {}
-        """Of each phase, what had been spent by the last point of its share."""
-        self._scalars = scalars
-        self._total = iterations_in_total
         self.recent_losses: deque[float] = deque(maxlen=LOSSES_IN_MEAN)
+        self._tensorboard = tensorboard
+        self._total = total_iterations
+        self._clock = clock
+        self._coordinator = coordinator
+        self._strategy = strategy
+        self._phases_before: dict[str, float] = {}
+        """Seconds by phase when their fractions were last written."""
         self._losses: list[Tensor] = []
         self._samples = 0
         self._rate = 0.0
@@ -61,7 +61,7 @@ class RunLogger:
 
     def begin(self) -> None:
         """The first iteration begins: what the phases took until now belongs to no block."""
-        self._phases_before = dict(self.settled_phase_seconds())
+        self._phases_before = dict(self._coordinator.settled_phase_seconds)
 
     def iteration(self, index: int, loss: Tensor, samples: int, rate: float, now: float) -> None:
         """Note one iteration that ended at `now`; writes a block when one is due."""
@@ -79,8 +79,8 @@ class RunLogger:
         losses: list[float] = torch.stack(self._losses).tolist() if self._losses else []
         begin = perf_counter()
         if losses:
-            seconds = self.take_iteration_seconds()
-            phases = self.phase_seconds()
+            seconds = self._clock.take_laps()
+            phases = self._clock.seconds
             self.recent_losses.extend(losses)
             self.events.write(
                 "iterations",
@@ -89,7 +89,7 @@ class RunLogger:
                 loss=[_finite_or_none(value) for value in losses],
                 learning_rate=self._rate,
                 phases={name: round(spent, 4) for name, spent in phases.items()},
-                **self.notes(),
+                **(self._strategy.meter.take() if self._strategy.meter else {}),
             )
             self._show(losses, sum(seconds))
             first = self._first
@@ -113,34 +113,34 @@ class RunLogger:
                 seconds_left=(self._total - done) * spent / len(losses),
             )
         )
-        if self._scalars:
-            self._scalars.add("train/loss", mean_loss, done)
-            self._scalars.add("train/learning_rate", self._rate, done)
-            self._scalars.add("train/samples_per_second", samples_per_second, done)
-            self._scalars.add("train/step_seconds", spent / len(losses), done)
-            self._add_phase_shares(self._scalars, done)
+        if self._tensorboard:
+            self._tensorboard.add("train/loss", mean_loss, done)
+            self._tensorboard.add("train/learning_rate", self._rate, done)
+            self._tensorboard.add("train/samples_per_second", samples_per_second, done)
+            self._tensorboard.add("train/step_seconds", spent / len(losses), done)
+            self._add_phase_fractions(self._tensorboard, done)
 
-    def _add_phase_shares(self, scalars: TensorBoardWriter, iteration: int) -> None:
+    def _add_phase_fractions(self, tensorboard: TensorBoardWriter, iteration: int) -> None:
         """Each phase's share of the time since the last point; phases not in use are left out.
 
         A later settlement moves time between phases, so that other intervals could have shares
         below 0 or above 1.
         """
-        phases, before = dict(self.settled_phase_seconds()), self._phases_before
+        phases, before = dict(self._coordinator.settled_phase_seconds), self._phases_before
         self._phases_before = phases
         spent = {name: seconds - before.get(name, 0.0) for name, seconds in phases.items()}
         total = sum(spent.values())
         for name, seconds in spent.items():
             if total > 0 and phases[name]:
-                scalars.add(f"phases/{name}", seconds / total, iteration)
+                tensorboard.add(f"phases/{name}", seconds / total, iteration)
 
     def evaluation(self, entry: dict[str, Any]) -> None:
         self.last_accuracy = entry["test_accuracy"]
         self.events.write("evaluation", **entry)
         self.display.evaluation(entry)
-        if self._scalars:
-            self._scalars.add("test/loss", entry["test_loss"], entry["iteration"])
-            self._scalars.add("test/accuracy", entry["test_accuracy"], entry["iteration"])
+        if self._tensorboard:
+            self._tensorboard.add("test/loss", entry["test_loss"], entry["iteration"])
+            self._tensorboard.add("test/accuracy", entry["test_accuracy"], entry["iteration"])
 
     def warn(self, text: str) -> None:
         self.events.write("warning", text=text)
@@ -157,7 +157,7 @@ class RunLogger:
 
     def close(self) -> None:
         """End the files; scalars that could not be written are told, and harm nothing else."""
-        if self._scalars and (trouble := self._scalars.close()):
+        if self._tensorboard and (trouble := self._tensorboard.close()):
             self.warn(trouble)
         self.display.close()
         self.events.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,10 +16,28 @@ from paceline.config import RunConfig, fields, flag_of, option_of
 from paceline.errors import CheckpointError, ConfigError, error_line, whole_error_line
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import Strategy
-from paceline.training.loop import Progress
 
 Account = dict[str, Any]
 """What a worker has measured so far, as JSON can hold it."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a run has come: the part of a checkpoint that is not tensors."""
+
+    iteration: int = 0
+    steps: int = 0
+    """Of this rank; equal to `iteration` unless parameter servers assign batches to idle ranks."""
+    samples: int = 0
+    """Of this rank."""
+    samples_before: int = 0
+    """Of all ranks, when the number of ranks last changed."""
+    steps_before: int = 0
+    """Of this rank, when the number of ranks last changed."""
+    trained_seconds: float = 0.0
+    """Since the first step, without evaluation; includes the time before a resume."""
+    seconds_to_target: float | None = None
+    history: list[dict[str, Any]] = field(default_factory=list)
 
 
 def gather(

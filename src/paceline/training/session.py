@@ -20,7 +20,7 @@ from paceline.data.sampling import GlobalBatchSampler, rank_shard
 from paceline.errors import UsageError
 from paceline.measure.phase_clock import PhaseClock, clock_for
 from paceline.strategies.replica import Replica, agree_on_buffers
-from paceline.strategies.strategy import Strategy
+from paceline.strategies.strategy import StepMeter, Strategy
 from paceline.training.coordination import StepCoordinator
 from paceline.training.rank_report import account_of
 from paceline.training.steady import SteadyPhases
@@ -86,7 +86,9 @@ class Session:
             node=self._place.node,
         )
         self._strategy.setup(replica)
-        self._teamwork = StepCoordinator(self._config, self._strategy, replica)
+        self._meter = self._strategy.meter or StepMeter()
+        self._coordinator = StepCoordinator(self._config, self._strategy, replica)
+        self._coordinator.start()
         self._steady = SteadyPhases(self._clock, replica)
         self._batches = Batches(GlobalBatchSampler(samples, batch_size, seed), replica, fetch)
         is_wrapped = replica.forward is not model
@@ -114,23 +116,19 @@ class Session:
         batches = self._batches
         seconds = self._clock.end_step("other") - batches.dealt
         self._samples += batches.own_samples
-        self._teamwork.after_step(seconds, batches.own_samples, stop=False)
-        self._steady.first_done(self._settle_meter)
+        self._coordinator.after_step(seconds, batches.own_samples, stop=False)
+        self._steady.first_done(self._meter.settle)
 
     def finish(self) -> None:
         """Leave the final weights on every worker; `join` calls it at its end. Collective."""
         if self._replica is None:
             return
-        self._settle_meter()
-        self._teamwork.settle()
+        self._meter.settle()
+        self._coordinator.settle()
         self._steady.end()
         with self._clock.during("exchange"):
             self._strategy.finish()
             agree_on_buffers(self._replica.model, self.communicator, self._config.buffers)
-
-    def _settle_meter(self) -> None:
-        if self._strategy.meter is not None:
-            self._strategy.meter.settle()
 
     def account(self) -> dict[str, Any]:
         """Where this worker's time went and what it sent, as in the `workers` of a result.json.

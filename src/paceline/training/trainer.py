@@ -5,23 +5,20 @@ Ctrl-C and termination signals stop training between two iterations."""
 from __future__ import annotations
 
 import contextlib
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import FrameType
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.rank_info import RankInfo
 from paceline.config import RunConfig
 from paceline.data.dataset import Dataset
 from paceline.data.loading import load_dataset
-from paceline.data.pipeline import InputPipeline, evaluation_batches
-from paceline.data.sampling import GlobalBatchSampler, shard_bounds
+from paceline.data.pipeline import InputPipeline
+from paceline.data.sampling import GlobalBatchSampler
 from paceline.errors import (
     AgreedStopError,
     CheckpointError,
@@ -42,41 +39,16 @@ from paceline.strategies.strategy import Strategy
 from paceline.strategies.sync_batch_norm import convert_sync_batch_norm
 from paceline.training import run_state
 from paceline.training.checkpoint import Checkpoint, CheckpointStore
+from paceline.training.coordination import StepCoordinator
 from paceline.training.device import autocast, choose_device, computing
 from paceline.training.display import Display
-from paceline.training.loop import Progress, TrainingLoop
+from paceline.training.evaluation import Evaluator
+from paceline.training.loop import StopRequest, TrainingLoop
 from paceline.training.optimizer import build_optimizer
 from paceline.training.rank_report import RankReport, RunTotals, account_of, explain, weights_sha256
 from paceline.training.run_logger import RunLogger
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-@contextlib.contextmanager
-def stop_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
-    """Let a signal end the loop between iterations; another Ctrl-C, at once.
-
-    Termination may be asked for again without haste: SLURM does so at a job's time limit.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    is_requested = False
-
-    def request(number: int, frame: FrameType | None) -> None:
-        nonlocal is_requested
-        if is_requested and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if not is_requested:
-            is_requested = True
-            request_stop(f"stopped by {signal.Signals(number).name}")
-
-    before = [signal.signal(number, request) for number in SIGNALS]
-    try:
-        yield
-    finally:
-        for number, handler in zip(SIGNALS, before, strict=True):
-            signal.signal(number, handler)
+from paceline.training.run_state import Progress
+from paceline.training.step import TrainStep
 
 
 @dataclass(slots=True)
@@ -143,10 +115,10 @@ def run_worker(
     clock.startup.enter("model")
     clock = clock_for(prepared.device, clock)
     worker = Trainer(config, folder, prepared, team, checkpoint, display, clock)
-    with computing(config, team.place.local_rank), contextlib.closing(worker.journal):
+    with computing(config, team.place.local_rank), contextlib.closing(worker.logger):
         try:
             worker.begin(checkpoint)
-            with stop_on_signals(worker.request_stop):
+            with worker.stop.on_signals():
                 worker.train()
             report = worker.report("finished", None, 0)
         except (KeyboardInterrupt, SystemExit, Exception) as error:  # noqa: BLE001 - told in the report
@@ -155,7 +127,7 @@ def run_worker(
             report.is_together = isinstance(error, AgreedStopError)
         # A disk that is full has ended the run already, and the result still wants to be written.
         with contextlib.suppress(RunError):
-            worker.journal.events.write("end", status=report.status, cause=report.cause)
+            worker.logger.events.write("end", status=report.status, cause=report.cause)
     return report
 
 
@@ -190,21 +162,24 @@ class Trainer:
         self.team = team
         self.clock = clock
         self.warnings = list(prepared.dataset.warnings)
-        self.stop_requested: str | None = None
-        self.loop: TrainingLoop | None = None
+        self.stop = StopRequest()
         self.progress = Progress()
         self.replica = _build_replica(config, prepared, team, clock)
-        self.ledger = RunTotals(clock, self.replica, team.store)
+        self.totals = RunTotals(clock, self.replica, team.store)
+        self.coordinator = StepCoordinator(config, prepared.strategy, self.replica)
         train = prepared.dataset.train
         self.order = GlobalBatchSampler(
             len(train), config.global_batch_size, config.seed, config.reshuffle
         )
-        total = config.iterations_in_total(self.order.batches_per_epoch)
-        self.journal = RunLogger(
+        self.total = config.iterations_in_total(self.order.batches_per_epoch)
+        self.logger = RunLogger(
             EventWriter(folder.events_file(team.place.rank)),
-            _scalars(config, folder, team.place, checkpoint),
+            _open_tensorboard(config, folder, team.place, checkpoint),
             display,
-            total,
+            self.total,
+            clock,
+            self.coordinator,
+            prepared.strategy,
         )
 
     def begin(self, checkpoint: Checkpoint | None) -> None:
@@ -219,94 +194,78 @@ class Trainer:
             self.progress, account = run_state.restore(checkpoint.state, self.replica, strategy)
             events = self.folder.events_file(self.team.place.rank)
             steps = range(self.progress.steps_before, self.progress.steps)
-            self.ledger.restore(account, events, steps, checkpoint.iteration)
-            self.journal.recent_losses.extend(account.get("recent_losses", ()))
-            self.journal.display.say(f"paceline: resuming after iteration {checkpoint.iteration}")
-        self.journal.events.write(
+            self.totals.restore(account, events, steps, checkpoint.iteration)
+            self.logger.recent_losses.extend(account.get("recent_losses", ()))
+            self.logger.display.say(f"paceline: resuming after iteration {checkpoint.iteration}")
+        self.logger.events.write(
             "start",
             iteration=self.progress.iteration,
             resumed=checkpoint is not None,
             workers=self.team.place.world_size,
         )
         for text in self.warnings:
-            self.journal.warn(text)
+            self.logger.warn(text)
 
     def train(self) -> None:
-        tracer = self._tracer() if self.config.trace else None
-        self.loop = self._build_loop(tracer)
-        self.loop.stop_requested = self.stop_requested
+        tracer = self._build_tracer() if self.config.trace else None
+        loop = self._build_loop(tracer)
+        self.coordinator.start()
         self.clock.startup.end()
         try:
-            self.loop.run()
+            loop.run()
         finally:
             if tracer:
-                self._write_trace(tracer, self.loop.clock_offset_seconds(tracer.began))
+                self._write_trace(tracer)
         if self.team.store:
             self._complete_checkpoints(self.team.store)
 
-    def _tracer(self) -> Tracer:
-        done = self.progress.steps
-        total = self.config.iterations_in_total(self.order.batches_per_epoch)
-        return Tracer(
-            self.clock,
-            self.team.communicator.traffic,
-            iterations=self.config.trace,
-            done=done,
-            left=total - done,
-        )
-
-    def _write_trace(self, tracer: Tracer, offset_seconds: float) -> None:
-        place = self.team.place
-        try:
-            tracer.write(self.folder.trace_file(place.rank), place.rank, place.node, offset_seconds)
-        except OSError as error:
-            self.warnings.append(f"the trace of rank {place.rank} is missing: {error.strerror}")
-
     def _build_loop(self, tracer: Tracer | None) -> TrainingLoop:
-        config, data, device = self.config, self.prepared.dataset, self.prepared.device
-        place = self.team.place
-        inputs = InputPipeline(
-            data.train,
-            data.mean,
-            data.std,
+        config, dataset, device = self.config, self.prepared.dataset, self.prepared.device
+        pipeline = InputPipeline(
+            dataset.train,
+            dataset.mean,
+            dataset.std,
             self.order,
             augment=config.augment,
             seed=config.seed,
             device=device,
             channels_last=config.channels_last,
         )
-
-        def test_batches(alone: bool) -> Iterator[tuple[Tensor, Tensor]]:
-            equal = [1.0] * place.world_size
-            part = slice(None) if alone else shard_bounds(len(data.test), equal, place.rank)
-            return evaluation_batches(
-                data.test.part(part),
-                data.mean,
-                data.std,
-                config.eval_batch_size,
-                device=device,
-                channels_last=config.channels_last,
-            )
-
-        return TrainingLoop(
-            config,
+        replica, strategy, precision = (
             self.replica,
             self.prepared.strategy,
-            inputs,
-            test_batches,
-            self.journal,
             autocast(config, device),
+        )
+        return TrainingLoop(
+            config,
             self.progress,
+            self.totals,
+            TrainStep(config, replica, strategy, pipeline, self.coordinator, precision),
+            Evaluator(config, replica, strategy, dataset, device, precision),
+            self.logger,
+            self.coordinator,
+            self.stop,
             self._checkpoint if config.checkpoint_every != "never" else None,
             tracer,
-            self.ledger.seconds_before,
-            self.ledger.steady,
         )
 
-    def request_stop(self, cause: str) -> None:
-        self.stop_requested = cause
-        if self.loop:
-            self.loop.stop_requested = cause
+    def _build_tracer(self) -> Tracer:
+        done = self.progress.steps
+        return Tracer(
+            self.clock,
+            self.team.communicator.traffic,
+            iterations=self.config.trace,
+            done=done,
+            left=self.total - done,
+        )
+
+    def _write_trace(self, tracer: Tracer) -> None:
+        place = self.team.place
+        offset_seconds = self.coordinator.clock_offset.at(tracer.began)
+        try:
+            tracer.write(self.folder.trace_file(place.rank), place.rank, place.node, offset_seconds)
+        except OSError as error:
+            self.warnings.append(f"the trace of rank {place.rank} is missing: {error.strerror}")
 
     def _checkpoint(self) -> None:
         store = self.team.store
@@ -317,7 +276,7 @@ class Trainer:
                 store.close()
             except Exception as error:  # noqa: BLE001 - this checkpoint replaces the failed one
                 self._warn(_cause(error))
-        account = {**self.ledger.to_dict(), "recent_losses": [*self.journal.recent_losses]}
+        account = {**self.totals.to_dict(), "recent_losses": [*self.logger.recent_losses]}
         # This checkpoint's event tells how long training waited for it, for that one included.
         account["checkpoints"]["blocked_seconds"] = blocked
         saved = run_state.gather(self.replica, self.prepared.strategy, self.progress, account)
@@ -325,7 +284,7 @@ class Trainer:
             return
         saved["settings"] = run_state.kept_settings(self.config)
         store.save(self.progress.iteration, saved)
-        self.journal.events.write(
+        self.logger.events.write(
             "checkpoint",
             iteration=self.progress.iteration,
             blocked_seconds=store.blocked_seconds - blocked,
@@ -350,7 +309,7 @@ class Trainer:
         self.warnings.append(text)
         # A full disk is a likely cause, and takes no events either.
         with contextlib.suppress(RunError):
-            self.journal.warn(text)
+            self.logger.warn(text)
 
     def report(self, status: str, cause: str | None, exit_code: int) -> RankReport:
         store = self.team.store
@@ -366,7 +325,7 @@ class Trainer:
                 self._warn(f"the last checkpoint could not be written: {_cause(error)}")
         self.clock.enter("other")
         self.clock.startup.end()
-        measuring = self.clock.switches * per_switch + self.journal.seconds_spent
+        measuring = self.clock.switches * per_switch + self.logger.seconds_spent
         return RankReport(
             status=status,
             cause=cause,
@@ -376,22 +335,22 @@ class Trainer:
             is_together=True,
             iterations=self.progress.iteration,
             weights_sha256=sha,
-            train_loss=self.journal.train_loss,
+            train_loss=self.logger.train_loss,
             seconds_to_target=self.progress.seconds_to_target,
             history=self.progress.history,
             worker={
                 **account_of(
                     self.team.place,
                     self.progress.samples,
-                    self.ledger.phases,
-                    self.ledger.iteration_seconds,
+                    self.totals.phases,
+                    self.totals.iteration_seconds,
                     self.replica,
                     self.prepared.strategy,
-                    self.ledger.steady,
+                    self.totals.steady,
                 ),
                 "startup_seconds": self.clock.startup.seconds,
             },
-            checkpoints=self.ledger.checkpoints,
+            checkpoints=self.totals.checkpoints,
             measuring_fraction=measuring / max(self.clock.wall_seconds, 1e-9),
             warnings=self.warnings,
             samples_before=self.progress.samples_before,
@@ -402,7 +361,7 @@ def _cause(error: Exception) -> str:
     return str(error) if isinstance(error, PacelineError) else error_line(error)
 
 
-def _scalars(
+def _open_tensorboard(
     config: RunConfig, folder: RunFolder, place: RankInfo, checkpoint: Checkpoint | None
 ) -> TensorBoardWriter | None:
     if not config.tensorboard or place.rank:

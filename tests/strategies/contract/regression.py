@@ -15,7 +15,7 @@ from paceline.data.sampling import shard_bounds
 from paceline.strategies.options import create_strategy
 from paceline.strategies.strategy import Strategy
 from paceline.training import run_state
-from paceline.training.loop import Progress
+from paceline.training.run_state import Progress
 from tests.strategies.contract.harness import Seat, Task, build_replica, options_of, weights_of
 
 SAMPLES = 21

@@ -52,13 +52,14 @@ def meet(communicator: Communicator, shares: str) -> list[float]:
     replica = build_replica(nn.Linear(1, 1), Seat(communicator), Task())
     strategy = Strategy()
     strategy.setup(replica)
-    team = StepCoordinator(config, strategy, replica)
+    coordinator = StepCoordinator(config, strategy, replica)
+    coordinator.start()
     replica.clock.seconds["forward"] += 1.0 * 2**communicator.rank
     replica.clock.seconds["backward"] += 3.0 * 2**communicator.rank
     # Waiting is no sign of being slow.
     replica.clock.seconds["wait"] += 100.0 * communicator.rank
-    team.after_step(seconds=20.0, samples=40, stop=False)
-    return team.shares
+    coordinator.after_step(seconds=20.0, samples=40, stop=False)
+    return coordinator.shares
 
 
 def test_shares_follow_the_measured_speed_and_are_the_same_on_all_workers() -> None:
