@@ -22,11 +22,10 @@ from pathlib import Path
 from paceline.folder_lock import locked
 
 with locked(Path(sys.argv[1]), "wait", is_inherited=sys.argv[2] == "inherited"):
-    child = os.fork()
-    if child == 0:
+    if os.fork() == 0:
+        print(os.getpid(), flush=True)  # by now the hooks of the fork have run
         time.sleep(60)
         os._exit(0)
-    print(child, flush=True)
     time.sleep(60)
 """
 

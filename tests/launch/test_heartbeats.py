@@ -17,7 +17,8 @@ from paceline.comm.communicator import no_answer
 from tests.support.commands import ENDLESS, is_training, launch, sabotage, wait_until
 
 TIMEOUT_SECONDS = 4
-SLEEP_SECONDS = 9
+SLEEP_SECONDS = 7
+"""Longer than the timeout plus the two heartbeat intervals within which silence is noticed."""
 TWO: dict[str, Any] = {
     "nproc_per_node": 2,
     "strategy": "parameter_server",

@@ -53,25 +53,34 @@ class Slow(Plain):
 
 
 class SlowOnRankOne(Plain):
-    """Rank 1 takes OWN_SLEEP_SECONDS longer than the others, in training only."""
+    """The second training step of rank 1 takes OWN_SLEEP_SECONDS longer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps = 0
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.training and rank() == "1":
-            time.sleep(float(os.environ["OWN_SLEEP_SECONDS"]))
+            self._steps += 1
+            if self._steps == 2:
+                time.sleep(float(os.environ["OWN_SLEEP_SECONDS"]))
         return super().forward(inputs)
 
 
 class SlowServers(ParameterServer):
-    """An update takes a server OWN_SLEEP_SECONDS longer."""
+    """The first update of a server takes OWN_SLEEP_SECONDS longer."""
 
     def serve(
         self, number: int, workers: Sequence[Communicator], make_optimizer: MakeOptimizer
     ) -> None:
         def make_slow(weights: nn.Parameter) -> Optimizer:
             optimizer = make_optimizer(weights)
-            optimizer.register_step_pre_hook(
-                lambda *_: time.sleep(float(os.environ["OWN_SLEEP_SECONDS"]))
-            )
+
+            def sleep_once(*_: object) -> None:
+                handle.remove()
+                time.sleep(float(os.environ["OWN_SLEEP_SECONDS"]))
+
+            handle = optimizer.register_step_pre_hook(sleep_once)
             return optimizer
 
         super().serve(number, workers, make_slow)
