@@ -129,11 +129,10 @@ def _lasting(look: Callable[[], Items], before: Items, deadline: float) -> dict[
 
 
 def _processes() -> dict[Any, str]:
-    """Living descendants of this process and orphans of theirs, by (pid, start time)."""
-    multiprocessing.active_children()  # collects those that ended without being joined
-    pids = {child.pid for child in psutil.Process().children(recursive=True)}
+    """Running descendants of this process and their orphans, by (pid, start time)."""
+    multiprocessing.active_children()  # reaps those that ended without being joined
     found = {}
-    for pid in (pids | set(_tagged_pids())) - _helper_pids():
+    for pid in _related_pids() - _helper_pids():
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
             if process.status() != psutil.STATUS_ZOMBIE:
@@ -153,16 +152,45 @@ def _helper_pids() -> set[int]:
     }
 
 
-def _tagged_pids() -> Iterator[int]:
-    tag = os.environ.get(SESSION_TAG)
-    if not tag:
-        return
-    wanted = f"{SESSION_TAG}={tag}".encode()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):  # ended meanwhile, or somebody else's
-                if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                    yield int(entry.name)
+_unrelated: set[int] = set()
+"""Processes that are neither descendants nor tagged, and never will be. This cache makes a check
+cheap: without it, each one would read two files of every process on the machine."""
+
+
+def _related_pids() -> set[int]:
+    """Descendants of this process, and processes with the tag of this session."""
+    existing = {int(name) for name in os.listdir("/proc") if name.isdigit()}  # noqa: PTH208 - faster
+    _unrelated.intersection_update(existing)
+    parents = {pid: _parent_pid(pid) for pid in existing - _unrelated}
+    tag = f"{SESSION_TAG}={os.environ.get(SESSION_TAG)}".encode()
+    related = set()
+    for pid in parents:
+        if _is_descendant(pid, parents) or _has_variable(pid, tag):
+            related.add(pid)
+        else:
+            _unrelated.add(pid)
+    return related
+
+
+def _parent_pid(pid: int) -> int:
+    with contextlib.suppress(OSError):  # it has ended
+        # The name of the program comes first, in parentheses, and may contain anything.
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
+
+
+def _is_descendant(pid: int, parents: Mapping[int, int]) -> bool:
+    while pid in parents:
+        if pid == os.getpid():
+            return True
+        pid = parents[pid]
+    return False
+
+
+def _has_variable(pid: int, variable: bytes) -> bool:
+    with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+        return variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return False
 
 
 def _threads() -> dict[Any, str]:
