@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from paceline.analysis.collection import collect
-from paceline.report.verdict import make_verdict
+from paceline.analysis.verdict import make_verdict
+from paceline.report.wording import headline, next_steps
 from tests.support.records import FakeRun, write_repeats, write_run
 
 COMPUTE = {"forward": 0.010, "backward": 0.008}
@@ -16,7 +17,7 @@ NETWORK_BOUND = [{**COMPUTE, "exchange": 0.020}] * 2
 
 
 def steps(folder: Path) -> str:
-    return " ".join(make_verdict(collect(folder).cells).next_steps)
+    return " ".join(next_steps(make_verdict(collect(folder).cells)))
 
 
 def test_what_can_hide_is_as_long_as_the_backward_pass(tmp_path: Path) -> None:
@@ -68,7 +69,7 @@ def test_a_tie_that_another_repeat_would_end_is_worth_it(tmp_path: Path) -> None
     """18 and 23.8 ms with a standard deviation of 1.4 ms each: two of each nearly do."""
     write_repeats(tmp_path, FakeRun("a", {"lr": 0.01}, [{"forward": 0.001}]), (17.0, 19.0))
     write_repeats(tmp_path, FakeRun("b", {"lr": 0.02}, [{"forward": 0.001}]), (22.8, 24.8))
-    assert make_verdict(collect(tmp_path).cells).headline.startswith("No clear winner")
+    assert headline(make_verdict(collect(tmp_path).cells)).startswith("No clear winner")
     assert "Run 3 repeats of lr 0.01 and lr 0.02" in steps(tmp_path)
 
 
@@ -87,8 +88,8 @@ def tie(root: Path, first: list[float], second: list[float]) -> str:
     write_repeats(root, FakeRun("a", {"lr": 0.01}), first)
     write_repeats(root, FakeRun("b", {"lr": 0.02}), second)
     verdict = make_verdict(collect(root).cells)
-    assert verdict.headline.startswith("No clear winner")
-    return verdict.next_steps[0]
+    assert headline(verdict).startswith("No clear winner")
+    return next_steps(verdict)[0]
 
 
 def test_the_advice_on_a_tie_is_corrected_for_the_same_comparisons_as_the_headline(
@@ -105,8 +106,8 @@ def test_the_advice_on_a_tie_is_corrected_for_the_same_comparisons_as_the_headli
     assert verdict.lead.comparisons == 16
     largest = max(abs(verdict.lead.low), abs(verdict.lead.high))
     assert largest > 0.05, "so there is no bound that is small enough to tell"
-    assert "differ by at most" not in verdict.next_steps[0]
-    assert verdict.next_steps[0].startswith("Run ")
+    assert "differ by at most" not in next_steps(verdict)[0]
+    assert next_steps(verdict)[0].startswith("Run ")
 
 
 def test_noise_that_is_too_large_is_said_to_be(tmp_path: Path) -> None:

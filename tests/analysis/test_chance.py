@@ -15,6 +15,7 @@ from paceline.analysis.run_group import RunGroup
 from paceline.report.build import to_document
 from paceline.report.comparison import read_compared, significance
 from paceline.report.document import Table, Text
+from paceline.report.wording import accuracy_note
 from tests.support.records import FakeRun, write_repeats, write_run
 
 
@@ -31,17 +32,17 @@ def cell_of(folder: Path, name: str, accuracies: list[float], test_samples: int)
     ("one", "other", "samples", "expected"),
     [
         # One deviation of the difference is sqrt(2 x 0.9 x 0.1 / 100) = 0.042.
-        ([0.90], [0.83], 100, AccuracyDifference(True, "within the noise of 100 test samples")),
-        ([0.90], [0.80], 100, AccuracyDifference(False, "in a single run")),
-        ([0.90], [0.90], 10_000, AccuracyDifference(True, "the same")),
-        ([0.90], [0.83], 10_000, AccuracyDifference(False, "in a single run")),
-        ([0.90, 0.91, 0.89], [0.80, 0.81, 0.79], 10_000, AccuracyDifference(False, "")),
+        ([0.90], [0.83], 100, AccuracyDifference(True, True, test_samples=100)),
+        ([0.90], [0.80], 100, AccuracyDifference(False, True)),
+        ([0.90], [0.90], 10_000, AccuracyDifference(True, True, True)),
+        ([0.90], [0.83], 10_000, AccuracyDifference(False, True)),
+        ([0.90, 0.91, 0.89], [0.80, 0.81, 0.79], 10_000, AccuracyDifference(False)),
         # Equal repeats: the test set they share still has a deviation of 0.042.
-        ([0.90, 0.90], [0.9028, 0.9028], 100, AccuracyDifference(True, "within noise")),
-        ([0.90] * 3, [0.80] * 3, 100, AccuracyDifference(True, "within noise")),
-        ([0.90] * 3, [0.80] * 3, 10_000, AccuracyDifference(False, "")),
-        ([1.00] * 3, [0.99] * 3, 100, AccuracyDifference(True, "within noise")),
-        ([0.90, 0.80, 0.70], [0.80, 0.82, 0.78], 100, AccuracyDifference(True, "within noise")),
+        ([0.90, 0.90], [0.9028, 0.9028], 100, AccuracyDifference(True)),
+        ([0.90] * 3, [0.80] * 3, 100, AccuracyDifference(True)),
+        ([0.90] * 3, [0.80] * 3, 10_000, AccuracyDifference(False)),
+        ([1.00] * 3, [0.99] * 3, 100, AccuracyDifference(True)),
+        ([0.90, 0.80, 0.70], [0.80, 0.82, 0.78], 100, AccuracyDifference(True)),
     ],
 )
 def test_chance_is_told_from_a_difference(
@@ -49,6 +50,19 @@ def test_chance_is_told_from_a_difference(
 ) -> None:
     cells = [cell_of(tmp_path, "a", one, samples), cell_of(tmp_path, "b", other, samples)]
     assert compare_accuracy(*cells) == compare_accuracy(*reversed(cells)) == expected
+
+
+@pytest.mark.parametrize(
+    ("difference", "note"),
+    [(AccuracyDifference(True, True, test_samples=100), "within the noise of 100 test samples"),
+     (AccuracyDifference(False, True), "in a single run"),
+     (AccuracyDifference(True, True, True), "the same"),
+     (AccuracyDifference(True), "within noise"), (AccuracyDifference(False), "")],
+)  # fmt: skip
+def test_a_difference_in_accuracy_is_noted_with_its_uncertainty(
+    difference: AccuracyDifference, note: str
+) -> None:
+    assert accuracy_note(difference) == note
 
 
 @pytest.mark.parametrize(("samples", "is_significant"), [(None, True), (100, False)])

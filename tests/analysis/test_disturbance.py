@@ -10,7 +10,8 @@ import pytest
 from paceline.analysis.collection import collect
 from paceline.analysis.contention import others_share
 from paceline.analysis.run import open_run
-from paceline.report.verdict import make_verdict
+from paceline.analysis.verdict import make_verdict
+from paceline.report.wording import findings, headline, next_steps
 from tests.support.records import FakeRun, write_run
 
 
@@ -58,12 +59,12 @@ def test_a_busy_machine_is_told_with_the_answer_and_a_quiet_one_is_not(
     run_beside_others(tmp_path, slow, machine_percent, [60.0])
     run_beside_others(tmp_path, fast, 55.0, [100.0])
     verdict = make_verdict(collect(tmp_path).cells)
-    told = [point.text for point in verdict.points if point.subject == "CPU contention"]
+    told = [point.text for point in findings(verdict) if point.subject == "CPU contention"]
     if is_told:
-        assert "Other processes used up to 70.0% of the CPU" in verdict.headline
+        assert "Other processes used up to 70.0% of the CPU" in headline(verdict)
         assert "during lr 0.01 (70.0%). Contention" in told[0]
     else:
-        assert "Other processes" not in verdict.headline
+        assert "Other processes" not in headline(verdict)
         assert told == []
 
 
@@ -78,11 +79,11 @@ def test_a_busy_machine_explains_a_straggler(tmp_path: Path, is_busy: bool) -> N
     run_beside_others(tmp_path, one_waits_for_the_other("a"), 100.0 if is_busy else 12.0, [22.0])
     verdict = make_verdict(collect(tmp_path).cells)
     assert bool(verdict.stragglers) != is_busy
-    assert any("--shares auto" in step for step in verdict.next_steps) != is_busy
+    assert any("--shares auto" in step for step in next_steps(verdict)) != is_busy
     if is_busy:
-        assert verdict.next_steps[0].startswith("Rerun on a quiet machine: other processes")
-        assert "89.0%" in verdict.next_steps[0]
-        assert "rerun on a quiet machine before drawing conclusions" in verdict.headline
+        assert next_steps(verdict)[0].startswith("Rerun on a quiet machine: other processes")
+        assert "89.0%" in next_steps(verdict)[0]
+        assert "rerun on a quiet machine before drawing conclusions" in headline(verdict)
 
 
 def test_a_worker_that_was_slowed_down_on_purpose_is_named_on_a_busy_machine_too(
@@ -98,8 +99,8 @@ def test_a_busy_machine_leads_to_no_bottleneck_and_no_advice_about_it(tmp_path: 
     run = FakeRun("a", settings, phases, nodes=2)
     run_beside_others(tmp_path, run, 100.0, [22.0, 22.0])
     verdict = make_verdict(collect(tmp_path).cells)
-    assert verdict.bounds == []
-    assert len(verdict.next_steps) == 1, "nothing but to rerun"
+    assert verdict.bottlenecks == []
+    assert len(next_steps(verdict)) == 1, "nothing but to rerun"
 
 
 @pytest.mark.parametrize(("machine_percent", "is_explained"), [(100.0, False), (17.0, True)])
@@ -110,13 +111,13 @@ def test_a_difference_on_a_busy_machine_is_not_explained_by_phases(
         run = FakeRun(name, {"lr": lr}, [{"forward": forward, "backward": 0.008}])
         run_beside_others(tmp_path, run, machine_percent, [33.0])
     verdict = make_verdict(collect(tmp_path).cells)
-    assert ("Why" in [point.subject for point in verdict.points]) == is_explained
+    assert ("Why" in [point.subject for point in findings(verdict)]) == is_explained
 
 
 def test_a_quiet_cell_beside_a_disturbed_one_has_its_bottleneck(tmp_path: Path) -> None:
     run_beside_others(tmp_path, FakeRun("a", {"lr": 0.01}), 100.0, [22.0])
     run_beside_others(tmp_path, FakeRun("b", {"lr": 0.02}), 12.0, [22.0])
-    assert [one.label for one in make_verdict(collect(tmp_path).cells).bounds] == ["lr 0.02"]
+    assert [one.label for one in make_verdict(collect(tmp_path).cells).bottlenecks] == ["lr 0.02"]
 
 
 def test_a_node_with_less_cpu_time_on_purpose_is_named_on_a_busy_machine_too(

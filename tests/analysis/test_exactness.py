@@ -10,10 +10,11 @@ import pytest
 
 from paceline.analysis.collection import collect
 from paceline.analysis.ranking import deviation
+from paceline.analysis.verdict import make_verdict
 from paceline.cli import main
 from paceline.config import from_mapping
 from paceline.report.document import BulletList, Text
-from paceline.report.verdict import make_verdict
+from paceline.report.wording import findings, headline
 from tests.support.marks import section
 from tests.support.records import FakeRun, write_run
 
@@ -57,14 +58,14 @@ def write_three(root: Path) -> None:
 def test_the_headline_names_the_fastest_exact_and_the_fastest_approximate(tmp_path: Path) -> None:
     write_three(tmp_path)
     verdict = make_verdict(collect(tmp_path).cells)
-    assert verdict.headline == (
+    assert headline(verdict) == (
         "Fastest exact: overlap, 20.00 ms per iteration, 33.3% less time than allreduce (single"
         " run, significance unknown). Fastest approximate: local_sgd, 10.00 ms per iteration."
         " Approximate configurations compute something else: test accuracy 0.8000 with local_sgd,"
         " 0.9000 with exact training (overlap)."
     )
     assert ("Approximate", "local_sgd: workers train independently between averages.") in [
-        (point.subject, point.text) for point in verdict.points
+        (point.subject, point.text) for point in findings(verdict)
     ]
 
 
@@ -96,7 +97,7 @@ def test_time_to_the_same_accuracy_is_fair_to_all(tmp_path: Path) -> None:
             tmp_path,
             FakeRun(strategy, settings, [{"forward": 0.01}] * 2, seconds_to_target=seconds),
         )
-    assert make_verdict(collect(tmp_path).cells).headline.startswith(
+    assert headline(make_verdict(collect(tmp_path).cells)).startswith(
         "local_sgd was fastest: 5.00 s"
     )
 
@@ -105,9 +106,9 @@ def test_only_approximate_cells_are_ranked_and_said_to_be_approximate(tmp_path: 
     for every, seconds in (("4", 0.02), ("16", 0.01)):
         settings = {"strategy": "local_sgd", "options": {"every": every}}
         write_run(tmp_path, FakeRun(f"e{every}", settings, [{"forward": seconds}] * 2))
-    headline = make_verdict(collect(tmp_path).cells).headline
-    assert headline.startswith("every=16")
-    assert "All of these are approximate: compare accuracy as well as time." in headline
+    text = headline(make_verdict(collect(tmp_path).cells))
+    assert text.startswith("every=16")
+    assert "All of these are approximate: compare accuracy as well as time." in text
 
 
 def test_the_winners_of_a_grid_are_exact_and_approximate_ones_are_named(tmp_path: Path) -> None:

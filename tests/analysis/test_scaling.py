@@ -10,9 +10,10 @@ import pytest
 
 from paceline.analysis.collection import collect
 from paceline.analysis.scaling import scaling_series
+from paceline.analysis.verdict import make_verdict
 from paceline.report.document import BulletList, Table
 from paceline.report.sections.scaling import answer
-from paceline.report.verdict import make_verdict
+from paceline.report.wording import headline
 from tests.support.marks import figure, numbers, section, series
 from tests.support.records import FakeRun, write_repeats, write_run
 
@@ -147,7 +148,7 @@ def test_efficiency_above_100_percent_is_flagged_with_its_likely_reason(
     assert flag in answer(scaling_series(cells))
     items = [block for block in section(cells, "scaling").blocks if isinstance(block, BulletList)]
     assert any(flag in text for block in items for _, text in block.items)
-    assert flag in make_verdict(cells).headline, "it wins the verdict, but not silently"
+    assert flag in headline(make_verdict(cells)), "it wins the verdict, but not silently"
 
 
 @pytest.mark.parametrize(
@@ -172,14 +173,14 @@ def test_efficiency_above_100_percent_is_flagged_only_beyond_noise(
     cells = collect(tmp_path).cells
     assert f"efficiency {50 * ratio:.0f}" in answer(scaling_series(cells))
     assert ("above 100%" in answer(scaling_series(cells))) == is_flagged
-    assert ("above 100%" in make_verdict(cells).headline) == is_flagged
+    assert ("above 100%" in headline(make_verdict(cells))) == is_flagged
 
 
 def test_efficiency_up_to_100_percent_is_not_flagged(tmp_path: Path) -> None:
     write_scaling(tmp_path, is_weak=False)
     cells = collect(tmp_path).cells
     assert "above 100%" not in answer(scaling_series(cells))
-    assert "above 100%" not in make_verdict(cells).headline
+    assert "above 100%" not in headline(make_verdict(cells))
 
 
 def test_an_approximate_strategy_is_marked_where_speedups_are_told(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from paceline.analysis.statistics import (
     repeats_needed,
     t_quantile,
 )
-from paceline.report.verdict import Verdict, make_verdict, rank
+from paceline.analysis.verdict import Verdict, make_verdict, rank
+from paceline.report.wording import findings, headline, interval_name
 from tests.support.records import FakeRun, write_run
 
 TRIALS = 1500
@@ -40,8 +41,8 @@ def run(tmp_path: Path) -> Run:
 
 def claims(verdict: Verdict) -> bool:
     """Whether it says of any two cells that they differ."""
-    subjects = {point.subject for point in verdict.points}
-    return " is fastest: " in verdict.headline or "First clear difference" in subjects
+    subjects = {point.subject for point in findings(verdict)}
+    return " is fastest: " in headline(verdict) or "First clear difference" in subjects
 
 
 def draw(rng: random.Random, means: Sequence[float], repeats: int) -> list[list[float]]:
@@ -53,7 +54,7 @@ def ranked(run: Run, drawn: Sequence[Sequence[float]]) -> Verdict:
     paced = [
         RankedGroup(RunGroup(f"{i}", [run]), list(values), []) for i, values in enumerate(drawn)
     ]
-    verdict = Verdict("", pace=Ranking("per iteration", sorted(paced, key=lambda one: one.mean)))
+    verdict = Verdict(ranking=Ranking("per iteration", sorted(paced, key=lambda one: one.mean)))
     rank(verdict)
     return verdict
 
@@ -85,7 +86,7 @@ def test_a_real_lead_is_found(run: Run, cells: int, repeats: int, lead: float) -
     found, trials = 0, 100
     for _ in range(trials):
         verdict = ranked(run, draw(rng, [1 - lead, *[1.0] * (cells - 1)], repeats))
-        found += verdict.headline.startswith("0 is fastest: ")
+        found += headline(verdict).startswith("0 is fastest: ")
     assert found >= 0.9 * trials
 
 
@@ -129,8 +130,8 @@ def test_critical_values_are_those_of_the_tables(
 
 def test_an_interval_is_called_corrected_where_several_differences_are_tested() -> None:
     alone, *family = correct([gap_of(0.04)]) + correct([gap_of(0.04), gap_of(0.5)])
-    assert alone.interval_name == "95% CI"
-    assert {gap.interval_name for gap in family} == {"corrected interval"}
+    assert interval_name(alone) == "95% CI"
+    assert {interval_name(gap) for gap in family} == {"corrected interval"}
     assert family[1].level == ALPHA / 2
 
 

@@ -11,7 +11,8 @@ from paceline.analysis.collection import collect
 from paceline.analysis.phases import explain
 from paceline.analysis.run import open_run
 from paceline.analysis.run_group import NOT_RUN, RunGroup
-from paceline.report.verdict import Verdict, make_verdict
+from paceline.analysis.verdict import Verdict, make_verdict
+from paceline.report.wording import findings, headline, next_steps
 from tests.support.records import FakeRun, write_repeats, write_run
 
 COMPUTE = {"forward": 0.010, "backward": 0.008}
@@ -22,7 +23,7 @@ def judged(folder: Path) -> Verdict:
 
 
 def texts(verdict: Verdict, subject: str) -> list[str]:
-    return [point.text for point in verdict.points if point.subject == subject]
+    return [point.text for point in findings(verdict) if point.subject == subject]
 
 
 def two_workers(exchange: float) -> list[dict[str, float]]:
@@ -37,14 +38,14 @@ def test_a_known_winner_is_named_with_its_lead_and_the_phase_behind_it(tmp_path:
     write_repeats(tmp_path, quick, spread)
     write_repeats(tmp_path, slow, spread)
     verdict = judged(tmp_path)
-    assert verdict.headline.startswith("overlap is fastest: 20.00 ms per iteration, 20.0% less")
-    assert "than gather_scatter" in verdict.headline
+    assert headline(verdict).startswith("overlap is fastest: 20.00 ms per iteration, 20.0% less")
+    assert "than gather_scatter" in headline(verdict)
     assert verdict.lead is not None
     # By hand: sd of the means 0.2 and 0.25 ms, so the difference of 5 ms has a standard error of
     # sqrt((0.2**2 + 0.25**2) / 3) = 0.185 ms, and t of 3.8 degrees is 2.84: 5 -+ 0.525 ms of 25.
     assert verdict.lead.low == pytest.approx(4.475 / 25, rel=0.01)
     assert verdict.lead.high == pytest.approx(5.525 / 25, rel=0.01)
-    assert "95% CI 17.9% to 22.1%" in verdict.headline
+    assert "95% CI 17.9% to 22.1%" in headline(verdict)
     (why,) = texts(verdict, "Why")
     assert "mostly in exchange (+5.00 ms)" in why, "without the first iteration"
     assert "over 3 repeats" in texts(verdict, "Confidence")[0]
@@ -54,11 +55,11 @@ def test_a_difference_within_the_spread_of_repeats_is_called_noise(tmp_path: Pat
     write_repeats(tmp_path, FakeRun("a", {"lr": 0.01}), (0.9, 1.0, 1.1))
     write_repeats(tmp_path, FakeRun("b", {"lr": 0.02}), (0.91, 1.01, 1.12))
     verdict = judged(tmp_path)
-    assert verdict.headline.startswith("No clear winner")
-    assert "within noise" in verdict.headline
+    assert headline(verdict).startswith("No clear winner")
+    assert "within noise" in headline(verdict)
     assert [tie.cell.label for tie in verdict.ties] == ["lr 0.02"]
     assert not texts(verdict, "Why"), "noise has no reason"
-    assert any("lr 0.01 and lr 0.02" in step for step in verdict.next_steps)
+    assert any("lr 0.01 and lr 0.02" in step for step in next_steps(verdict))
 
 
 def test_with_one_repeat_the_spread_between_runs_is_said_to_be_unknown(tmp_path: Path) -> None:
@@ -67,10 +68,10 @@ def test_with_one_repeat_the_spread_between_runs_is_said_to_be_unknown(tmp_path:
     write_run(tmp_path, FakeRun("b", {"lr": 0.02}, [{"forward": 0.02, "backward": 0.02}],
                                 noise=noise))  # fmt: skip
     verdict = judged(tmp_path)
-    assert verdict.headline.startswith("lr 0.01 was fastest: ")
-    assert "(single run, significance unknown)" in verdict.headline
+    assert headline(verdict).startswith("lr 0.01 was fastest: ")
+    assert "(single run, significance unknown)" in headline(verdict)
     assert "probably too narrow" in texts(verdict, "Confidence")[0]
-    assert any("Repeat each configuration" in step for step in verdict.next_steps)
+    assert any("Repeat each configuration" in step for step in next_steps(verdict))
 
 
 def test_a_straggler_is_named_with_what_the_others_wait(tmp_path: Path) -> None:
@@ -81,7 +82,7 @@ def test_a_straggler_is_named_with_what_the_others_wait(tmp_path: Path) -> None:
     (told,) = texts(verdict, "Straggler")
     assert "worker 2 on node 0 computes" in told
     assert "55.0% of their time" in told
-    assert any("--shares auto" in step and "2.2 times" in step for step in verdict.next_steps)
+    assert any("--shares auto" in step and "2.2 times" in step for step in next_steps(verdict))
 
 
 def test_workers_that_are_alike_have_no_straggler(tmp_path: Path) -> None:
@@ -110,7 +111,7 @@ def test_mostly_communication_is_network_bound_only_across_machines(
     (told,) = texts(verdict, subject)
     assert texts(verdict, other) == []
     assert "75.0% exposed communication" in told
-    assert any("--strategy overlap" in step for step in verdict.next_steps)
+    assert any("--strategy overlap" in step for step in next_steps(verdict))
 
 
 def test_mostly_computing_is_compute_bound(tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ def test_mostly_computing_is_compute_bound(tmp_path: Path) -> None:
     (told,) = texts(verdict, "Compute-bound")
     assert "90.0% compute" in told
     assert any(
-        "4 workers" in step and "speedup of at most 1.82x" in step for step in verdict.next_steps
+        "4 workers" in step and "speedup of at most 1.82x" in step for step in next_steps(verdict)
     )
 
 
@@ -141,12 +142,12 @@ def test_a_cell_that_did_not_finish_is_named_and_not_ranked(status: str, tmp_pat
     cause = "no result.json" if status == "unfinished" else "the cable was cut"
     assert told.startswith(f"lr 9: {status}: ")
     assert cause in told
-    assert verdict.headline.startswith("lr 0.01: ")
+    assert headline(verdict).startswith("lr 0.01: ")
 
 
 def test_where_nothing_finished_that_is_the_verdict(tmp_path: Path) -> None:
     write_run(tmp_path, FakeRun("a", status="failed", cause="out of memory"))
-    assert judged(tmp_path).headline == "The run did not finish: out of memory."
+    assert headline(judged(tmp_path)) == "The run did not finish: out of memory."
 
 
 def test_iterations_of_different_batches_are_held_against_each_other_by_samples(
@@ -159,7 +160,7 @@ def test_iterations_of_different_batches_are_held_against_each_other_by_samples(
     write_run(tmp_path, large)
     verdict = judged(tmp_path)
     # 0.02 s for 128 samples are 156.25 ms for 1,000.
-    assert "batch 128 was fastest: 156.25 ms per 1,000 samples" in verdict.headline
+    assert "batch 128 was fastest: 156.25 ms per 1,000 samples" in headline(verdict)
 
 
 def test_who_cannot_be_told_from_the_fastest_is_named_wherever_it_ranks(tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_who_cannot_be_told_from_the_fastest_is_named_wherever_it_ranks(tmp_path
     write_repeats(tmp_path, FakeRun("b", {"lr": 0.02}), (1.2, 1.21, 1.22))
     write_repeats(tmp_path, FakeRun("c", {"lr": 0.03}), (0.7, 1.3, 1.9))
     verdict = judged(tmp_path)
-    assert verdict.headline.startswith("lr 0.01 is fastest")
+    assert headline(verdict).startswith("lr 0.01 is fastest")
     assert texts(verdict, "Tied with the fastest") == ["lr 0.03."]
     assert texts(verdict, "Slowest") == []
 
@@ -212,13 +213,13 @@ def test_a_target_that_was_reached_decides_who_is_fastest(tmp_path: Path) -> Non
                                     [{"forward": 0.05}], seconds_to_target=first))  # fmt: skip
         write_run(tmp_path, FakeRun(f"b{number}", {**reach, "lr": 0.02, "seed": number},
                                     [{"forward": 0.01}], seconds_to_target=second))  # fmt: skip
-    assert judged(tmp_path).headline.startswith("lr 0.01 is fastest: 10.1 s to the target")
+    assert headline(judged(tmp_path)).startswith("lr 0.01 is fastest: 10.1 s to the target")
 
 
 def test_times_to_different_targets_are_not_compared(tmp_path: Path) -> None:
     for name, target, seconds in (("a", 0.8, 1.0), ("b", 0.9, 2.0)):
         write_run(tmp_path, FakeRun(name, {"target_accuracy": target}, seconds_to_target=seconds))
-    assert "to the target" not in judged(tmp_path).headline
+    assert "to the target" not in headline(judged(tmp_path))
 
 
 def test_who_did_not_reach_the_target_is_named(tmp_path: Path) -> None:
@@ -226,14 +227,14 @@ def test_who_did_not_reach_the_target_is_named(tmp_path: Path) -> None:
     write_run(tmp_path, FakeRun("a", {**reach, "lr": 0.01}, seconds_to_target=1.0))
     write_run(tmp_path, FakeRun("b", {**reach, "lr": 0.02}, accuracy=0.7))
     verdict = judged(tmp_path)
-    assert verdict.headline.startswith("lr 0.01: 1.00 s to the target")
+    assert headline(verdict).startswith("lr 0.01: 1.00 s to the target")
     assert texts(verdict, "Target not reached") == ["lr 0.02 (0.8)."]
 
 
 def test_finished_runs_without_times_are_not_called_unfinished(tmp_path: Path) -> None:
     path = write_run(tmp_path, FakeRun("a", more={"workers": []}))
     (path / "events-0.jsonl").unlink()
-    assert judged(tmp_path).headline == "No iteration of a finished run was timed."
+    assert headline(judged(tmp_path)) == "No iteration of a finished run was timed."
 
 
 def test_a_repeat_that_failed_is_told_before_one_that_has_not_come(tmp_path: Path) -> None:
@@ -248,7 +249,7 @@ def test_a_repeat_that_failed_is_told_before_one_that_has_not_come(tmp_path: Pat
 def test_what_was_not_run_is_no_reason_why_a_run_did_not_finish(tmp_path: Path) -> None:
     cut = open_run(write_run(tmp_path, FakeRun("a", status="stopped", cause="by hand")))
     cells = [RunGroup("one", [], "failed: no such model"), RunGroup("two", [cut])]
-    assert make_verdict(cells).headline == "The run did not finish: by hand."
+    assert headline(make_verdict(cells)) == "The run did not finish: by hand."
 
 
 def test_cells_are_named_by_what_sets_them_apart(tmp_path: Path) -> None:
@@ -281,16 +282,16 @@ def test_cells_of_another_model_are_not_compared(tmp_path: Path) -> None:
     write_run(tmp_path, FakeRun("b", {"lr": 0.02}, [{"forward": 0.02, "backward": 0.02}]))
     write_run(tmp_path, FakeRun("c", {"model": "softmax"}, [{"forward": 0.002}]))
     verdict = judged(tmp_path)
-    assert verdict.headline.startswith("Of lenet on digits: ")
-    assert verdict.pace is not None
-    assert {paced.cell.config.model for paced in verdict.pace.ranking} == {"lenet"}
+    assert headline(verdict).startswith("Of lenet on digits: ")
+    assert verdict.ranking is not None
+    assert {paced.cell.config.model for paced in verdict.ranking.ranking} == {"lenet"}
     assert texts(verdict, "Ranked separately")[0].startswith("softmax on digits: ")
 
 
 def test_no_winner_is_named_where_no_two_cells_are_alike(tmp_path: Path) -> None:
     write_run(tmp_path, FakeRun("a"))
     write_run(tmp_path, FakeRun("b", {"model": "softmax"}, [{"forward": 0.002}]))
-    assert judged(tmp_path).headline.startswith("Not compared")
+    assert headline(judged(tmp_path)).startswith("Not compared")
 
 
 def test_an_interval_of_less_ends_at_all_of_the_time(tmp_path: Path) -> None:
@@ -299,7 +300,7 @@ def test_an_interval_of_less_ends_at_all_of_the_time(tmp_path: Path) -> None:
     verdict = judged(tmp_path)
     assert verdict.lead is not None
     assert verdict.lead.high > 1
-    assert "to 100.0%)" in verdict.headline
+    assert "to 100.0%)" in headline(verdict)
 
 
 def test_one_repeat_of_few_iterations_is_too_little_to_tell(tmp_path: Path) -> None:
@@ -307,14 +308,14 @@ def test_one_repeat_of_few_iterations_is_too_little_to_tell(tmp_path: Path) -> N
     write_run(
         tmp_path, FakeRun("b", {"lr": 0.02}, [{"forward": 0.02, "backward": 0.02}], iterations=12)
     )
-    headline = judged(tmp_path).headline
-    assert headline.endswith("(single run of 12 iterations, significance unknown).")
+    text = headline(judged(tmp_path))
+    assert text.endswith("(single run of 12 iterations, significance unknown).")
 
 
 def test_the_cause_of_a_failure_comes_before_runs_that_were_not_ended(tmp_path: Path) -> None:
     write_run(tmp_path, FakeRun("a", {"lr": 0.01}, status="unfinished"))
     write_run(tmp_path, FakeRun("b", {"lr": 0.02}, status="failed", cause="the cable was cut"))
-    assert "the cable was cut" in judged(tmp_path).headline
+    assert "the cable was cut" in headline(judged(tmp_path))
     assert "the cable was cut" in texts(judged(tmp_path), "Not finished")[0]
 
 
@@ -369,7 +370,7 @@ def test_communication_that_the_link_does_not_explain_is_not_network_bound(tmp_p
     (told,) = texts(verdict, "Communication-bound")
     assert "204.0 kB take 1.73 ms of the 94.00 ms at the measured 125.0 MB/s" in told
     assert "scheduling or communication software, not the link" in told
-    assert not any("codec" in step for step in verdict.next_steps)
+    assert not any("codec" in step for step in next_steps(verdict))
 
 
 def test_communication_that_the_link_explains_is_network_bound(tmp_path: Path) -> None:
@@ -378,7 +379,7 @@ def test_communication_that_the_link_explains_is_network_bound(tmp_path: Path) -
     verdict = judged(tmp_path)
     (told,) = texts(verdict, "Network-bound")
     assert "likely cause" not in told
-    assert any("codec=fp16" in step for step in verdict.next_steps)
+    assert any("codec=fp16" in step for step in next_steps(verdict))
 
 
 def test_many_small_messages_are_explained_by_latency_and_no_codec_helps(tmp_path: Path) -> None:
@@ -390,7 +391,7 @@ def test_many_small_messages_are_explained_by_latency_and_no_codec_helps(tmp_pat
     (path / "result.json").write_text(json.dumps(result))
     verdict = judged(tmp_path)
     assert len(texts(verdict, "Network-bound")) == 1
-    assert not any("codec" in step for step in verdict.next_steps)
+    assert not any("codec" in step for step in next_steps(verdict))
 
 
 @pytest.mark.parametrize(
@@ -412,12 +413,12 @@ def test_a_lead_that_the_correction_takes_away_is_within_noise(tmp_path: Path) -
     for number, mean in enumerate((0.9, 1.0)):
         run = FakeRun(f"c{number}", {"lr": 0.01 * (number + 1)})
         write_repeats(tmp_path, run, [mean + one for one in spread])
-    assert " is fastest: " in judged(tmp_path).headline
+    assert " is fastest: " in headline(judged(tmp_path))
     for number in range(2, 6):
         run = FakeRun(f"c{number}", {"lr": 0.01 * (number + 1)})
         write_repeats(tmp_path, run, [1.0 + one for one in spread])
     verdict = judged(tmp_path)
-    assert verdict.headline.startswith("No clear winner: lr 0.01")
+    assert headline(verdict).startswith("No clear winner: lr 0.01")
     assert texts(verdict, "First clear difference") == []
     assert "corrected for 15 comparisons (Holm)" in texts(verdict, "Confidence")[0]
 
@@ -430,6 +431,6 @@ def test_a_link_that_paceline_comm_measured_is_used_as_well(tmp_path: Path) -> N
            "share_of_limit": 0.5}  # fmt: skip
     file = tmp_path / "comm.json"
     file.write_text(json.dumps({"schema": 1, "workers": 2, "measurements": [one]}))
-    points = make_verdict(collect(tmp_path).cells, [file]).points
+    points = findings(make_verdict(collect(tmp_path).cells, [file]))
     (told,) = [point.text for point in points if point.subject == "Communication-bound"]
     assert "408.0 kB take 41 us of the 94.00 ms at the measured 10.0 GB/s" in told

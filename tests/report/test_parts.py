@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from paceline.analysis.collection import collect
+from paceline.analysis.verdict import make_verdict
 from paceline.cli import main
 from paceline.report.build import TOGETHER, to_document, write_report
 from paceline.report.sections import SECTIONS
-from paceline.report.verdict import make_verdict
+from paceline.report.wording import findings, headline
 from paceline.study.folder import Cell, CellFailure, Part, Study, StudyFolder
 from tests.support.records import FakeRun, write_run
 
@@ -78,11 +79,11 @@ def test_cells_whose_turn_has_not_come_are_named_together(tmp_path: Path) -> Non
     (folder.path / "cells").rename(tmp_path / "elsewhere")
     first, second = collect(folder.path).chapters
     verdict = make_verdict(first.cells)
-    assert verdict.headline == "Nothing was run yet."
-    assert [(point.subject, point.text) for point in verdict.points] == [
+    assert headline(verdict) == "Nothing was run yet."
+    assert [(point.subject, point.text) for point in findings(verdict)] == [
         ("Not run yet", "rate 0.01; rate 0.02")
     ]
-    told = [(point.subject, point.text) for point in make_verdict(second.cells).points]
+    told = [(point.subject, point.text) for point in findings(make_verdict(second.cells))]
     assert ("Not finished", "rate 0.03: skipped: needs a GPU") in told
 
 

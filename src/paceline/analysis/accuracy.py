@@ -28,12 +28,13 @@ DRAWN_TEST_SAMPLES = 10_000
 @dataclass(frozen=True, slots=True)
 class AccuracyDifference:
     is_chance: bool
-    """Whether noise alone could have made the difference."""
-    words: str
-    """What to add to a sentence about it, after a comma; may be empty."""
-
-    def __str__(self) -> str:
-        return f", {self.words}" if self.words else ""
+    """Whether noise alone explains the difference."""
+    is_single: bool = False
+    """Whether one of the two has a single run, so that the spread between runs is unknown."""
+    is_equal: bool = False
+    """Whether two single runs have the same accuracy."""
+    test_samples: int | None = None
+    """The size of the test set, where its sampling noise explains a difference of single runs."""
 
 
 def compare_accuracy(one: RunGroup, other: RunGroup, *, comparisons: int = 1) -> AccuracyDifference:
@@ -44,19 +45,16 @@ def compare_accuracy(one: RunGroup, other: RunGroup, *, comparisons: int = 1) ->
     values = [cell.finals("test_accuracy") for cell in (one, other)]
     if min(map(len, values)) > 1:
         (gap,) = correct([difference(*values, floors=_floors(one, other))], comparisons)
-        is_chance = not gap.is_significant
-        return AccuracyDifference(is_chance, "within noise" if is_chance else "")
+        return AccuracyDifference(is_chance=not gap.is_significant)
     means = [math.fsum(each) / len(each) for each in values]
     if means[0] == means[1]:
-        return AccuracyDifference(is_chance=True, words="the same")
+        return AccuracyDifference(is_chance=True, is_single=True, is_equal=True)
     samples = size_of_test_set(one.config)
     if samples:
         deviation = math.sqrt(sum(_floors(one, other)))
         if abs(means[0] - means[1]) <= t_quantile(math.inf, ALPHA / comparisons) * deviation:
-            return AccuracyDifference(
-                is_chance=True, words=f"within the noise of {samples:,} test samples"
-            )
-    return AccuracyDifference(is_chance=False, words="in a single run")
+            return AccuracyDifference(is_chance=True, is_single=True, test_samples=samples)
+    return AccuracyDifference(is_chance=False, is_single=True)
 
 
 def accuracy_increase(first: RunGroup, other: RunGroup) -> Difference | None:

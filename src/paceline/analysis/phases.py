@@ -1,10 +1,9 @@
-"""Where the time of an iteration goes, and which phase makes one cell slower than another.
+"""Where the time of an iteration or an epoch goes, and what makes one configuration slower.
 
-The phases of an iteration leave the first one out, as the step time does. Results of older versions
-have no such figures. Their phases are those of the iterations after the first block of events;
-where that block holds more than half of a run, the first iteration is included.
-
-Time for an epoch, with the first one apart: it pays for starting up."""
+The phases of an iteration exclude the first one, as the step time does. Results of older versions
+have no such figures: their phases are those of the iterations after the first block of events.
+Where that block holds more than half of a run, the first iteration is included.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from paceline.analysis.communication import Measured, link_bytes_per_second, measured_limit
 from paceline.analysis.events import IN_ITERATION, Later
 from paceline.analysis.run import Run
 from paceline.analysis.run_group import RunGroup
@@ -26,6 +26,12 @@ COMPUTE_PHASES = ("input", "forward", "backward", "update")
 BESIDE = 0.002
 """More than this of the iterations' time beside them is worth leaving out."""
 OUTSIDE = BETWEEN_ITERATIONS
+MOST = 0.5
+"""A share of an iteration from which on something is what limits it."""
+LITTLE = 0.25
+"""With no more exposed communication and waiting than this, compute is the limit."""
+EXPLAINED = 0.5
+"""The link is the cause of communication if it takes this part of the exposed time."""
 TOLERANCE = 0.05
 """Phases in events must add up to the time of their iterations within this share of it."""
 
@@ -252,6 +258,133 @@ def mean_split(splits: Sequence[PhaseBreakdown]) -> PhaseBreakdown:
             for phase in splits[0].seconds
         }
     )
+
+
+@dataclass(frozen=True, slots=True)
+class WireTime:
+    """How long the bytes of an iteration are on the link at most."""
+
+    bytes: float
+    """Over the busiest link."""
+    bytes_per_second: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicationCause:
+    """Why communication takes longer than the link needs, as far as the records show."""
+
+    cpu_quota: float | None = None
+    """Cores per node: processes wait to be scheduled."""
+    threads: int | None = None
+    """Of all workers, where they are more than `cores`."""
+    cores: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Bottleneck:
+    """What limits the step time: compute, communication, waiting or input.
+
+    Exposed communication alone does not show that the network is slow: on busy cores a message
+    waits for a process to run. A measured link bounds the time that the bytes of an iteration take
+    on it; the rest has another cause.
+    """
+
+    label: str
+    kind: str
+    telling: str
+    """The key of `shares` that shows it."""
+    shares: dict[str, float]
+    """Of an iteration: compute, communication, waiting, input."""
+    exchange_seconds: float = 0.0
+    """Exposed communication of an iteration."""
+    wire: WireTime | None = None
+    """None where no link was measured."""
+    cause: CommunicationCause | None = None
+    """None where the link explains the communication, or no link was measured."""
+
+
+def find_bottleneck(cell: RunGroup, measured: Sequence[Measured] = ()) -> Bottleneck | None:
+    """None where there are no phases to tell; `measured` is what `paceline comm` found."""
+    split = iteration_breakdown(cell)
+    if split is None or not split.total:
+        return None
+    shares = {
+        "compute": split.of(COMPUTE_PHASES) / split.total,
+        "communication": split.share("exchange"),
+        "waiting": split.share("wait"),
+        "input": split.share("input"),
+    }
+    exchange = split.seconds["exchange"]
+    wire = wire_time(cell, measured)
+    is_explained = wire is None or wire.seconds >= EXPLAINED * exchange
+    is_network = cell.config.nnodes > 1 and is_explained
+
+    def communication(kind: str) -> Bottleneck:
+        cause = None if is_explained else _remaining_cause(cell)
+        return Bottleneck(cell.label, kind, "communication", shares, exchange, wire, cause)
+
+    if shares["input"] >= MOST:
+        return Bottleneck(cell.label, "input-bound", "input", shares)
+    if shares["communication"] >= MOST or (
+        shares["communication"] > shares["compute"] and shares["communication"] > shares["waiting"]
+    ):
+        return communication("network-bound" if is_network else "communication-bound")
+    if shares["waiting"] >= LITTLE and shares["waiting"] > shares["communication"]:
+        return Bottleneck(cell.label, "wait-bound", "waiting", shares)
+    if 1 - shares["compute"] <= LITTLE:
+        return Bottleneck(cell.label, "compute-bound", "compute", shares)
+    if shares["waiting"] > shares["communication"]:
+        return Bottleneck(cell.label, "compute and waiting", "waiting", shares)
+    return communication("compute and network" if is_network else "compute and communication")
+
+
+def wire_time(cell: RunGroup, measured: Sequence[Measured] = ()) -> WireTime | None:
+    """An upper bound from the first finished run; None where nothing was sent or measured."""
+    run = cell.finished[0]
+    rate = link_bytes_per_second(run) or measured_limit(measured, cell.workers)
+    if not rate or not run.iterations or run.is_resized:
+        return None
+    by_node: dict[int, float] = {}
+    messages = 0.0
+    for worker in run.workers:
+        kinds = worker.get("traffic", {}).values()
+        sent = sum(kind.get("bytes_sent") or 0 for kind in kinds)
+        received = sum(kind.get("bytes_received") or 0 for kind in kinds)
+        # A node's workers share its link, and the link of a server carries what all of them send.
+        node = 0 if cell.config.strategy == "parameter_server" else int(worker["node"])
+        by_node[node] = by_node.get(node, 0.0) + max(sent, received)
+        messages = max(messages, sum(kind.get("messages") or 0 for kind in kinds))
+    count = max(by_node.values(), default=0.0) / run.iterations
+    if not count:
+        return None
+    latency = messages / run.iterations * _round_trip_seconds(run)
+    return WireTime(count, rate, count / rate + latency)
+
+
+def _round_trip_seconds(run: Run) -> float:
+    """As measured in the emulated cluster of the run; 0 where it was in none."""
+    cluster = (run.result or {}).get("cluster")
+    found = cluster.get("got") if isinstance(cluster, dict) else None
+    times = [
+        item["got"]
+        for item in found or ()
+        if isinstance(item, dict) and item.get("what") == "round trip" and is_number(item["got"])
+    ]
+    return float(max(times, default=0.0))
+
+
+def _remaining_cause(cell: RunGroup) -> CommunicationCause:
+    run = cell.finished[0]
+    hardware = (run.result or {}).get("hardware", {})
+    quota, cores = hardware.get("cpu_quota"), hardware.get("cores_in_machine")
+    if is_number(quota):
+        return CommunicationCause(cpu_quota=quota)
+    is_one_machine = cell.config.nnodes == 1 or cell.config.cluster
+    threads = cell.workers * (cell.config.threads or 1)
+    if is_one_machine and is_number(cores) and threads > cores:
+        return CommunicationCause(threads=threads, cores=cores)
+    return CommunicationCause()
 
 
 def iterations_in_epoch(run: Run) -> float | None:

@@ -1,12 +1,14 @@
-"""Whether a run computes what one worker computes, up to rounding, or something else.
+"""Ranking of configurations by a measure that is fair to all of them, exact ones apart.
 
-What "faster" means for a set of cells: the measure that is fair to all of them."""
+An exact configuration computes what a single worker computes, up to rounding.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from paceline.analysis.run_group import RunGroup
 from paceline.analysis.statistics import Difference, Sample, against_first
@@ -15,22 +17,31 @@ from paceline.config import RunConfig
 LOSSLESS_CODECS = frozenset(("none",))
 
 
-def deviation(config: RunConfig) -> str | None:
-    """How a run differs from synchronous training on the same batches; None where it is exact."""
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """How a run differs from synchronous training on the same batches."""
+
+    kind: Literal["lossy codec", "user strategy", "elastic averaging", "local steps", "staleness"]
+    setting: str = ""
+    """The codec, or the mode of the parameter server."""
+
+
+def deviation(config: RunConfig) -> Deviation | None:
+    """None for an exact run."""
     codec = str(config.options.get("codec", "none"))
     if codec not in LOSSLESS_CODECS:
-        return f"codec {codec} sends lossy gradients"
+        return Deviation("lossy codec", codec)
     if ":" in config.strategy:
-        return "a user-defined strategy is not known to be exact"
+        return Deviation("user strategy")
     if config.strategy == "easgd":
-        return "workers train independently around a common center"
+        return Deviation("elastic averaging")
     if config.workers == 1:
         return None
     if config.strategy == "local_sgd" and not _averages_every_step(config):
-        return "workers train independently between averages"
+        return Deviation("local steps")
     if config.strategy == "parameter_server":
         mode = config.options.get("mode", "sync")
-        return None if mode == "sync" else f"mode={mode} applies stale gradients"
+        return None if mode == "sync" else Deviation("staleness", str(mode))
     return None
 
 
@@ -44,10 +55,10 @@ def is_exact(cell: RunGroup) -> bool:
     return deviation(cell.config) is None
 
 
-def deviations(cells: Sequence[RunGroup]) -> list[tuple[RunGroup, str]]:
-    """The approximate ones, each with how it deviates."""
+def deviations(cells: Sequence[RunGroup]) -> list[tuple[RunGroup, Deviation]]:
+    """The approximate configurations, each with its deviation."""
     found = ((cell, deviation(cell.config)) for cell in cells if cell.runs)
-    return [(cell, text) for cell, text in found if text is not None]
+    return [(cell, one) for cell, one in found if one is not None]
 
 
 TO_TARGET = "to the target"

@@ -39,9 +39,8 @@ class Run:
 
     @property
     def cause(self) -> str:
-        if self.result is None:
-            return "no result.json: still running, or killed"
-        return str(self.result["cause"] or "")
+        """Why it did not finish, as recorded; empty where nothing is."""
+        return str(self.result["cause"] or "") if self.result else ""
 
     @cached_property
     def fingerprint(self) -> str:

@@ -72,11 +72,15 @@ class RunGroup:
         return ", ".join(f"{count} {status}" for status, count in counts.items())
 
     @property
-    def cause(self) -> str:
-        """The first thing that went wrong, a failure before others; empty where nothing did."""
-        runs = sorted(self.runs, key=lambda run: run.status != "failed")
-        causes = (run.cause for run in runs if not run.is_finished)
-        return next(filter(None, causes), self.trouble)
+    def unfinished(self) -> list[Run]:
+        """Runs that did not finish, those that failed first."""
+        runs = [run for run in self.runs if not run.is_finished]
+        return sorted(runs, key=lambda run: run.status != "failed")
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a run failed or could not be started, as opposed to stopped or skipped."""
+        return "failed" in (*(run.status for run in self.runs), self.trouble.partition(":")[0])
 
     @property
     def is_troubled(self) -> bool:

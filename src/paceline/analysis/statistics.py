@@ -70,9 +70,9 @@ class Difference:
         return self.share + self._half
 
     @property
-    def interval_name(self) -> str:
-        """A corrected interval is wider than a 95% CI, each by its own step of Holm's method."""
-        return "95% CI" if self.comparisons < 2 else "corrected interval"
+    def is_corrected(self) -> bool:
+        """Whether the interval is wider than a 95% CI, by its own step of Holm's method."""
+        return self.comparisons > 1
 
     @property
     def _half(self) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paceline.analysis.validation import is_number
@@ -37,13 +37,3 @@ def starts_of_result(result: Result | None) -> list[tuple[int, int]]:
     keys = ("iteration", "workers")
     known = [world for world in found if all(is_number(world.get(key)) for key in keys)]
     return [(int(world["iteration"]), int(world["workers"])) for world in known]
-
-
-def described(worlds: Sequence[WorldSize]) -> str:
-    first, *others = worlds
-    changes = [f"{_workers(world.workers)} from iteration {world.begin:,} on" for world in others]
-    return f"{_workers(first.workers)} at first, {', '.join(changes)}"
-
-
-def _workers(count: int) -> str:
-    return f"{count} worker{'s' * (count != 1)}"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from paceline.analysis.collection import Chapter, RunCollection, collect
 from paceline.analysis.run_group import RunGroup
+from paceline.analysis.verdict import Verdict, make_verdict
 from paceline.errors import RecordsError
 from paceline.report.charts.svg import standalone
 from paceline.report.document import BulletList, ChapterPage, Document, Section, Text, slug
@@ -15,7 +16,7 @@ from paceline.report.html import FIGURES, to_html
 from paceline.report.markdown import to_markdown
 from paceline.report.sections import SECTIONS, VERDICT, build_sections, unknown, wanted
 from paceline.report.sections.outline import outline
-from paceline.report.verdict import Verdict, make_verdict
+from paceline.report.wording import findings, headline, next_steps
 
 TOGETHER = "all-parts"
 """Name of the chapter about all parts of a study."""
@@ -77,7 +78,7 @@ def to_document(collection: RunCollection) -> Document:
     )
     if len(verdicts) == 1:
         document.points = _points(verdicts[0])
-        document.next_steps = verdicts[0].next_steps
+        document.next_steps = next_steps(verdicts[0])
     else:
         _sum_up(document, collection)
     return document
@@ -122,8 +123,8 @@ def _sum_up(document: Document, collection: RunCollection) -> None:
         f"; {len(troubled)} did not finish." if troubled else "; every started run finished."
     )
     document.points = [
-        (chapter.title, headline.removeprefix(f"{chapter.title}: "))
-        for chapter, headline in zip(collection.chapters, collection.headlines, strict=True)
+        (chapter.title, answer.removeprefix(f"{chapter.title}: "))
+        for chapter, answer in zip(collection.chapters, collection.headlines, strict=True)
     ]
 
 
@@ -138,7 +139,7 @@ def _page(
     """A chapter, and what it answers."""
     about_cells = outline("" if is_alone else name, chapter.cells, comm)
     sections = build_sections(about_cells, wanted(chapter.sections, is_alone=is_alone))
-    answer = _answer(chapter, sections) or verdict.headline
+    answer = _answer(chapter, sections) or headline(verdict)
     if not is_alone:
         sections.insert(0, _verdict_section(verdict, answer))
     strange = unknown(chapter.sections)
@@ -158,14 +159,15 @@ def _answer(chapter: Chapter, sections: Sequence[Section]) -> str:
 
 
 def _verdict_section(verdict: Verdict, answer: str) -> Section:
-    items = [] if answer == verdict.headline else [("Step time:", verdict.headline)]
+    text = headline(verdict)
+    items = [] if answer == text else [("Step time:", text)]
     items += [(f"{subject}:", text) for subject, text in _points(verdict)]
-    items += [("Try next:", step) for step in verdict.next_steps]
+    items += [("Try next:", step) for step in next_steps(verdict)]
     return Section("verdict", "Verdict", [Text(answer), BulletList(items)])
 
 
 def _points(verdict: Verdict) -> list[tuple[str, str]]:
-    return [(point.subject, point.text) for point in verdict.points]
+    return [(point.subject, point.text) for point in findings(verdict)]
 
 
 def _subtitle(collection: RunCollection) -> str:

@@ -16,11 +16,11 @@ from paceline.analysis.phases import run_breakdown
 from paceline.analysis.run import Run
 from paceline.analysis.run_group import RunGroup, describe_workers, differing, value_text
 from paceline.analysis.statistics import Difference, correct, relative_increase
-from paceline.analysis.world_sizes import described
 from paceline.errors import RecordsError
 from paceline.records import PHASES
 from paceline.report.sections.outline import known
 from paceline.report.study_comparison import StudyPair, pair_up
+from paceline.report.wording import interval_name, world_sizes_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,8 @@ class Significance:
             return f"{share}; single run, significance unknown"
         # No figure is below zero, so that none can be less by more than all of the other.
         low = max(self.difference.low, -1.0)
-        span = (
-            f"{self.difference.interval_name} {_percent(low)}% to {_percent(self.difference.high)}%"
-        )
+        span = f"{_percent(low)}% to {_percent(self.difference.high)}%"
+        span = f"{interval_name(self.difference)} {span}"
         if self.difference.across_runs:
             sure = "significant" if self.difference.is_significant else "within noise"
             return f"{share} ({span}): {sure}"
@@ -237,7 +236,7 @@ def _checkpoints(cell: RunGroup) -> str:
 def _worlds(cell: RunGroup) -> str:
     """Where their number did: times and phases of iterations are since the last change."""
     resized = [run.worlds for run in cell.shown if run.is_resized]
-    return described(resized[0]) if resized else "-"
+    return world_sizes_text(resized[0]) if resized else "-"
 
 
 def _weights(cell: RunGroup) -> str:

@@ -12,6 +12,7 @@ from rich.table import Table as TerminalTable
 
 from paceline.analysis.collection import left_out_lines
 from paceline.analysis.run_group import RunGroup
+from paceline.analysis.verdict import make_verdict
 from paceline.errors import RecordsError
 from paceline.report.charts.svg import standalone
 from paceline.report.comparison import Compared, Row, result_rows, setting_rows, significance
@@ -25,7 +26,6 @@ from paceline.report.document import (
     Text,
     slug,
 )
-from paceline.report.headline import interval_note
 from paceline.report.html import to_html
 from paceline.report.markdown import to_markdown
 from paceline.report.sections import SECTIONS
@@ -40,7 +40,8 @@ from paceline.report.study_comparison import (
     notes,
     unmatched,
 )
-from paceline.report.verdict import make_verdict
+from paceline.report.wording import findings, interval_note, next_steps
+from paceline.report.wording import headline as verdict_headline
 from paceline.terminal import open_console, paragraph
 
 WIDTH = 80
@@ -72,7 +73,7 @@ def print_comparison(compared: Compared) -> None:
         console.print()
     if len(cells) > 1:
         _print_significance(console, cells, letters)
-        console.print(paragraph(make_verdict(cells).headline, console))
+        console.print(paragraph(verdict_headline(make_verdict(cells)), console))
     _print_left_out(console, compared)
 
 
@@ -243,9 +244,9 @@ def _of_cells(compared: Compared) -> Document:
         title="Comparison",
         subtitle=" · ".join(cell.label for cell in cells),
         about="",
-        headline=verdict.headline,
-        points=[(point.subject, point.text) for point in verdict.points],
-        next_steps=verdict.next_steps,
+        headline=verdict_headline(verdict),
+        points=[(point.subject, point.text) for point in findings(verdict)],
+        next_steps=next_steps(verdict),
         chapters=[
             ChapterPage("comparison", "Comparison", "", "", [s for s in sections if s.blocks])
         ],

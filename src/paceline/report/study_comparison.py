@@ -13,11 +13,11 @@ from statistics import fmean
 from paceline import formatting
 from paceline.analysis.accuracy import accuracy_increase
 from paceline.analysis.collection import RunCollection
-from paceline.analysis.contention import CpuContention, disturbances, rerun_sentence
+from paceline.analysis.contention import CpuContention, disturbances
 from paceline.analysis.run_group import RunGroup, differing, settings_key, value_text
 from paceline.analysis.statistics import Difference, correct, relative_increase
-from paceline.report.headline import interval_note
 from paceline.report.sections.configuration import machine
+from paceline.report.wording import interval_note, rerun_sentence
 
 SINGLE = "single run"
 """In place of a significance: the spread between runs is unknown."""

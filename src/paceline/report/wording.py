@@ -1,17 +1,201 @@
-"""Sentences about what the analysis found."""
+"""The sentences of a report: each phrases what the analysis found.
+
+A difference within noise is called that, and a single run is named as one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from paceline import formatting
-from paceline.analysis.run_group import RunGroup
-from paceline.analysis.scaling import (
-    ScalingPoint,
-    ScalingSeries,
-    scaling_series,
-    superlinear_causes,
+from paceline.analysis import recommendations as advice
+from paceline.analysis.accuracy import AccuracyDifference
+from paceline.analysis.contention import CpuContention
+from paceline.analysis.phases import Bottleneck, CommunicationCause, Explanation
+from paceline.analysis.ranking import (
+    TO_TARGET,
+    Deviation,
+    RankedGroup,
+    Ranking,
+    deviations,
+    is_exact,
 )
+from paceline.analysis.run import Run
+from paceline.analysis.run_group import NOT_RUN, RunGroup
+from paceline.analysis.scaling import ScalingPoint, ScalingSeries, superlinear_causes
+from paceline.analysis.statistics import FEWEST_ITERATIONS, MOST_PLANNED, Difference
+from paceline.analysis.straggler import Straggler
+from paceline.analysis.verdict import Verdict
+from paceline.analysis.world_sizes import WorldSize
+
+NAMED = 4
+"""Configurations that a finding names one by one."""
+MOST_LISTED = 10
+MOST_STEPS = 5
+NO_RESULT = "no result.json: still running, or killed"
+
+SHARES = {
+    "compute": "compute",
+    "communication": "exposed communication",
+    "waiting": "waiting",
+    "input": "input",
+}
+"""Shares of a bottleneck."""
+
+DEVIATIONS = {
+    "lossy codec": "codec {} sends lossy gradients",
+    "user strategy": "a user-defined strategy is not known to be exact",
+    "elastic averaging": "workers train independently around a common center",
+    "local steps": "workers train independently between averages",
+    "staleness": "mode={} applies stale gradients",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A word or two for its subject, and a sentence."""
+
+    subject: str
+    text: str
+
+
+def headline(verdict: Verdict) -> str:
+    """The answer: the fastest configuration, by how much and how surely."""
+    ranking = verdict.ranking
+    if ranking is None:
+        text = "Not compared: every configuration uses a different model or dataset."
+    elif not ranking.ranking:
+        text = _nothing_ranked(verdict.groups)
+    else:
+        text = _fastest(verdict, ranking)
+        if verdict.has_several_kinds:
+            text = f"Of {_kind(ranking.ranking[0].cell)}: {text}"
+    return text + rerun_sentence(verdict.contention)
+
+
+def _fastest(verdict: Verdict, ranking: Ranking) -> str:
+    if verdict.approximate is not None:
+        text = f"{ranking_headline(ranking, verdict.lead, 'exact')} " + beside_exact(
+            verdict.approximate, verdict.approximate_lead, ranking.ranking[0]
+        )
+    else:
+        text = ranking_headline(ranking, verdict.lead)
+        if len(ranking.ranking) > 1 and not any(is_exact(one.cell) for one in ranking.ranking):
+            text += " All of these are approximate: compare accuracy as well as time."
+    return text + "".join(
+        f" {point.group.label}: scaling {efficiency_text(series, point)}."
+        for series, point in verdict.superlinear
+    )
+
+
+def _kind(group: RunGroup) -> str:
+    return f"{group.config.model} on {group.config.data}"
+
+
+def _nothing_ranked(groups: Sequence[RunGroup]) -> str:
+    count = sum(len(group.runs) for group in groups)
+    if not count:
+        return "Nothing was run yet."
+    if any(group.finished for group in groups):
+        return "No iteration of a finished run was timed."
+    text = "The run did not finish" if count == 1 else f"None of the {count} runs finished"
+    # A configuration that was not run is no reason why others did not finish.
+    troubled = [group for group in groups if group.runs and cause_text(group)]
+    if not troubled:
+        return f"{text}."
+    first = min(troubled, key=lambda group: not group.has_failed)
+    reason = cause_text(first) if count == 1 else describe_trouble(first)
+    return f"{text}: {reason.rstrip('.')}."
+
+
+def ranking_headline(ranking: Ranking, lead: Difference | None, scope: str = "") -> str:
+    """The fastest, by how much, and how surely; `scope` is `exact` or `approximate`.
+
+    `lead` is how much longer the second takes; None where there is no second.
+    """
+    first = ranking.ranking[0]
+    time = f"{formatting.seconds(first.mean)} {ranking.name}"
+    label = first.cell.label
+    if lead is None:
+        return f"Fastest {scope}: {label}, {time}." if scope else _only(ranking, first)
+    second = ranking.ranking[1].cell.label
+    if lead.is_tie:
+        among = f" among {scope} configurations" if scope else ""
+        return (
+            f"No clear winner{among}: {label} took {time}, {formatting.share(lead.share)} less time"
+            f" than {second}, which is within noise ({_interval(lead)})."
+        )
+    if lead.is_significant:
+        lead_text = f"{time}, {_less_time(lead)} than {second}"
+    else:
+        gap = formatting.share(lead.share)
+        lead_text = f"{time}, {gap} less time than {second} ({_single_run(ranking.ranking[:2])})"
+    if scope:
+        return f"Fastest {scope}: {label}, {lead_text}."
+    return f"{label} {'is' if lead.is_significant else 'was'} fastest: {lead_text}."
+
+
+def beside_exact(ranking: Ranking, lead: Difference | None, exact: RankedGroup) -> str:
+    """The fastest approximate configuration, and its accuracy beside that of the fastest exact."""
+    text = "Approximate configurations compute something else"
+    first = ranking.ranking[0].cell
+    own, other = first.mean_of("test_accuracy"), exact.cell.mean_of("test_accuracy")
+    if own is not None and other is not None:
+        text += f": test accuracy {own:.4f} with {first.label}, {other:.4f} with exact training"
+        text += f" ({exact.cell.label})"
+    return f"{ranking_headline(ranking, lead, 'approximate')} {text}."
+
+
+def _only(ranking: Ranking, only: RankedGroup) -> str:
+    text = f"{only.cell.label}: {formatting.seconds(only.mean)} {ranking.name}"
+    accuracy = only.cell.mean_of("test_accuracy")
+    if accuracy is not None:
+        text += f", test accuracy {accuracy:.4f}"
+    return f"{text}."
+
+
+def _less_time(gap: Difference) -> str:
+    return f"{formatting.share(gap.share)} less time ({_interval(gap)})"
+
+
+def _single_run(pair: Sequence[RankedGroup]) -> str:
+    fewest = min((run.iterations for one in pair for run in one.cell.finished), default=0)
+    if fewest < FEWEST_ITERATIONS and not all(one.blocks for one in pair):
+        return f"single run of {fewest} iterations, significance unknown"
+    return "single run, significance unknown"
+
+
+def _interval(gap: Difference) -> str:
+    # Nothing takes less than no time, whatever the interval's arithmetic gives.
+    span = f"{formatting.share(gap.low)} to {formatting.share(min(gap.high, 1.0))}"
+    return f"{interval_name(gap)} {span}"
+
+
+def interval_name(gap: Difference) -> str:
+    return "corrected interval" if gap.is_corrected else "95% CI"
+
+
+def interval_note(gaps: Sequence[Difference]) -> str:
+    """What the intervals of differences that are tested together are; empty for a plain CI."""
+    most = max((gap.comparisons for gap in gaps if gap.has_interval), default=1)
+    if most < 2:
+        return ""
+    return (
+        "Corrected interval: Welch's t at the level of Holm's method for"
+        f" {most:,} comparisons. It excludes zero exactly where the difference is significant."
+    )
+
+
+def rerun_sentence(found: Sequence[CpuContention]) -> str:
+    """What to append to a headline, which may be all that is read; empty on a quiet machine."""
+    if not found:
+        return ""
+    most = formatting.share(max(one.share for one in found))
+    return (
+        f" Other processes used up to {most} of the CPU during these runs: rerun on a quiet machine"
+        " before drawing conclusions."
+    )
 
 
 def efficiency_text(series: ScalingSeries, point: ScalingPoint) -> str:
@@ -42,12 +226,404 @@ def superlinear_reason(series: ScalingSeries, point: ScalingPoint) -> str:
     return "a slow base run"
 
 
-def superlinear_note(winners: Sequence[RunGroup], cells: Sequence[RunGroup]) -> str:
-    """A sentence for each winner whose efficiency is above 100%; empty where there is none."""
-    flagged = {
-        id(point.group): f" {point.group.label}: scaling {efficiency_text(series, point)}."
-        for series in scaling_series(cells)
-        for point in series.points
-        if series.is_superlinear(point)
-    }
-    return "".join(flagged.get(id(cell), "") for cell in winners)
+def findings(verdict: Verdict) -> list[Finding]:
+    """Everything besides the headline: the comparison, then limits, accuracy and failures."""
+    ranked = verdict.ranking.ranking if verdict.ranking else []
+    return [
+        *(_about_ranking(verdict, verdict.ranking) if verdict.ranking and len(ranked) > 1 else ()),
+        *(
+            Finding("Ranked separately", f"{_first_kind(other)}: {headline(other)}")
+            for other in verdict.others[:MOST_LISTED]
+        ),
+        *_about_deviations(verdict.groups),
+        *_about_contention(verdict.contention),
+        *_about_bottlenecks(verdict.bottlenecks),
+        *map(_about_straggler, verdict.stragglers[:NAMED]),
+        *_about_accuracy(verdict),
+        *_about_targets(verdict.groups),
+        *_about_resized(verdict.groups),
+        *_about_resumed(verdict.groups),
+        *_about_trouble(verdict.groups),
+    ]
+
+
+def _first_kind(verdict: Verdict) -> str:
+    return _kind(verdict.groups[0])
+
+
+def _about_ranking(verdict: Verdict, ranking: Ranking) -> Iterator[Finding]:
+    first, second = ranking.ranking[:2]
+    also = [tie.cell.label for tie in verdict.ties if tie is not second]
+    if also:
+        yield Finding("Tied with the fastest", f"{listed(also, NAMED)}.")
+    if verdict.clear is not None:
+        other, gap = verdict.clear
+        yield Finding(
+            "First clear difference",
+            f"{other.cell.label} takes {formatting.seconds(other.mean)} {ranking.name};"
+            f" {first.cell.label} takes {_less_time(gap)}.",
+        )
+    last = verdict.slowest
+    if last is not None:
+        times = f", {last.mean / first.mean:.2f} times the fastest" if first.mean else ""
+        text = f"{last.cell.label}: {formatting.seconds(last.mean)} {ranking.name}{times}."
+        yield Finding("Slowest", text)
+    if verdict.lead is not None:
+        yield Finding("Confidence", _confidence(ranking, verdict.lead))
+    if verdict.compared is not None:
+        fastest, slower = verdict.compared
+        if ranking.name == TO_TARGET:
+            yield Finding("Why", f"{_to_target(fastest.cell)}; {_to_target(slower.cell)}.")
+        elif verdict.explanation is not None and verdict.explanation.seconds > 0:
+            yield Finding("Why", explanation_text(verdict.explanation))
+
+
+def explanation_text(explanation: Explanation) -> str:
+    """A sentence on the phase in which the two differ most."""
+    phase = explanation.largest
+    part = explanation.by_phase[phase]
+    text = (
+        f"{explanation.slower} takes {formatting.seconds(explanation.seconds)} more"
+        f" {explanation.work} than {explanation.faster}"
+    )
+    if part <= 0:
+        return f"{text}; the phase breakdown does not explain it."
+    most = "mostly in" if part >= explanation.seconds / 2 else "most of all in"
+    against = [
+        f"{name} {formatting.seconds(value)}"
+        for name, value in sorted(explanation.by_phase.items(), key=lambda item: item[1])
+        if value < -0.1 * explanation.seconds
+    ]
+    tail = f"; {', '.join(against[:2])}" if against else ""
+    return f"{text}, {most} {phase} (+{formatting.seconds(part)}){tail}."
+
+
+def _to_target(group: RunGroup) -> str:
+    """How many iterations, and how long: fewer or shorter ones reach the target faster."""
+    counts = group.values(lambda run: run.iterations_to_target)
+    text = (
+        f"{group.label} took {formatting.spread(counts, formatting.count)} iterations to the target"
+    )
+    if group.iteration_means:
+        text += f" of {formatting.spread(group.iteration_means, formatting.seconds)} each"
+    return text
+
+
+def _confidence(ranking: Ranking, lead: Difference) -> str:
+    corrected = (
+        f", corrected for {lead.comparisons:,} comparisons (Holm)" if lead.is_corrected else ""
+    )
+    if not lead.has_interval:
+        return "single run, significance unknown: run-to-run variation was not measured."
+    if not lead.across_runs:
+        return (
+            "single run, significance unknown: intervals are from blocks of iterations within each"
+            f" run{corrected}; probably too narrow."
+        )
+    repeats = [len(one.values) for one in ranking.ranking]
+    several = [count for count in repeats if count > 1]
+    low, high = min(several), max(several)
+    span = f"{low}" if low == high else f"{low} to {high}"
+    text = f"intervals are over {span} repeats of each configuration (Welch's t){corrected}"
+    if len(several) < len(repeats):
+        text += (
+            "; for a configuration with a single run they are from blocks of its iterations,"
+            " probably too narrow, and significance is unknown"
+        )
+    return f"{text}."
+
+
+def _about_deviations(groups: Sequence[RunGroup]) -> Iterator[Finding]:
+    """Configurations that compute something else than synchronous training, and how."""
+    labels: dict[Deviation, list[str]] = {}
+    for group, deviation in deviations(groups):
+        labels.setdefault(deviation, []).append(group.label)
+    for deviation, names in labels.items():
+        text = DEVIATIONS[deviation.kind].format(deviation.setting)
+        yield Finding("Approximate", f"{listed(names, NAMED)}: {text}.")
+
+
+def _about_contention(found: Sequence[CpuContention]) -> Iterator[Finding]:
+    if found:
+        names = [f"{one.label} ({formatting.share(one.share)})" for one in found]
+        yield Finding(
+            "CPU contention",
+            f"timings may be affected: other processes used CPU time during {listed(names, NAMED)}."
+            " Contention can explain differences, stragglers and bottlenecks of these"
+            " configurations, so no straggler or bottleneck is named for them.",
+        )
+
+
+def _about_bottlenecks(found: Sequence[Bottleneck]) -> Iterator[Finding]:
+    """One finding for each kind and cause, naming the configurations that it holds for."""
+    kinds: dict[tuple[str, CommunicationCause | None], list[Bottleneck]] = {}
+    for bottleneck in found:
+        kinds.setdefault((bottleneck.kind, bottleneck.cause), []).append(bottleneck)
+    for (kind, _), alike in kinds.items():
+        text = f"{alike[0].label}: {_shares(alike[0])}." if len(alike) == 1 else _several(alike)
+        yield Finding(kind.capitalize(), text)
+
+
+def _shares(bottleneck: Bottleneck) -> str:
+    parts = [
+        f"{formatting.share(value)} {SHARES[name]}"
+        for name, value in bottleneck.shares.items()
+        if name != "input" and value >= 0.0005
+    ]
+    text = f"iteration time: {', '.join(parts)}"
+    wire = bottleneck.wire
+    if bottleneck.cause is None or wire is None:
+        return text
+    return (
+        f"{text}; {formatting.size(wire.bytes)} take {formatting.seconds(wire.seconds)} of the"
+        f" {formatting.seconds(bottleneck.exchange_seconds)} at the measured"
+        f" {formatting.rate(wire.bytes_per_second)}, so the likely cause is"
+        f" {_communication_cause(bottleneck.cause)}"
+    )
+
+
+def _several(found: Sequence[Bottleneck]) -> str:
+    first = found[0]
+    names = listed([one.label for one in found], NAMED)
+    shares = [one.shares[first.telling] for one in found]
+    low, high = formatting.share(min(shares)), formatting.share(max(shares))
+    span = low if low == high else f"{low} to {high}"
+    cause = ""
+    if first.cause is not None:
+        wires = [one.wire.seconds for one in found if one.wire is not None]
+        cause = (
+            f"; the bytes take at most {formatting.seconds(max(wires))} on the measured link,"
+            f" so the likely cause is {_communication_cause(first.cause)}"
+        )
+    return f"{names}: {SHARES[first.telling]} is {span} of each iteration{cause}."
+
+
+def _communication_cause(cause: CommunicationCause) -> str:
+    if cause.cpu_quota is not None:
+        quota = f"{cause.cpu_quota:g}"
+        return f"the CPU quota of {quota} cores per node (processes wait to be scheduled)"
+    if cause.cores is not None:
+        return f"CPU contention: {cause.threads} threads of the workers share {cause.cores:g} cores"
+    return "scheduling or communication software, not the link"
+
+
+def _about_straggler(one: Straggler) -> Finding:
+    return Finding(
+        "Straggler",
+        f"{one.label}: worker {one.rank} on node {one.node}"
+        f"{' (slowed down on purpose)' if one.is_injected else ''} computes for"
+        f" {formatting.seconds(one.computing_seconds)} per iteration (others:"
+        f" {formatting.seconds(one.others_seconds)}); the others wait"
+        f" {formatting.seconds(one.wait_seconds)} for it,"
+        f" {formatting.share(one.wait_share)} of their time.",
+    )
+
+
+def _about_accuracy(verdict: Verdict) -> Iterator[Finding]:
+    loss = verdict.accuracy_loss
+    if loss is not None:
+        note = accuracy_note(loss.difference)
+        yield Finding(
+            "Accuracy",
+            f"the fastest reaches {loss.fastest:.4f}, {loss.best_label} at {loss.best:.4f}"
+            f"{note and f', {note}'}.",
+        )
+
+
+def accuracy_note(difference: AccuracyDifference) -> str:
+    """What to add to a sentence about a difference in accuracy; empty where it is significant."""
+    if difference.is_equal:
+        return "the same"
+    if difference.test_samples is not None:
+        return f"within the noise of {difference.test_samples:,} test samples"
+    if difference.is_single:
+        return "in a single run"
+    return "within noise" if difference.is_chance else ""
+
+
+def _about_targets(groups: Sequence[RunGroup]) -> Iterator[Finding]:
+    """Configurations that finished without reaching their target."""
+    missed = []
+    for group in groups:
+        if not group.finished or group.config.target_accuracy is None:
+            continue
+        reached = sum(run.seconds_to_target is not None for run in group.finished)
+        if reached < len(group.finished):
+            part = f", reached by {reached} of {len(group.finished)} runs" if reached else ""
+            missed.append(f"{group.label} ({group.config.target_accuracy:g}{part})")
+    if missed:
+        yield Finding("Target not reached", f"{listed(missed, MOST_LISTED)}.")
+
+
+def _about_resized(groups: Sequence[RunGroup]) -> list[Finding]:
+    """Runs whose timings do not cover all their iterations."""
+    resized = [(group, run) for group in groups for run in group.finished if run.is_resized]
+    return [
+        Finding(
+            "Workers changed",
+            f"{group.label}: {world_sizes_text(run.worlds)}; timings cover the last world size"
+            " only.",
+        )
+        for group, run in resized[:NAMED]
+    ]
+
+
+def _about_resumed(groups: Sequence[RunGroup]) -> Iterator[Finding]:
+    resumed = [
+        f"{group.label} ({run.timing.processes} sessions)"
+        for group in groups
+        for run in group.finished
+        if run.timing and run.timing.processes > 1 and not run.is_resized
+    ]
+    if resumed:
+        yield Finding("Resumed", f"{listed(resumed, NAMED)}; wall time includes all sessions.")
+
+
+def _about_trouble(groups: Sequence[RunGroup]) -> Iterator[Finding]:
+    """Each configuration that failed with its cause; those that are not run yet are only named."""
+    troubled = [group for group in groups if group.is_troubled]
+    troubled.sort(key=lambda group: not group.has_failed)
+    for group in troubled[:NAMED]:
+        yield Finding("Not finished", describe_trouble(group))
+    if len(troubled) > NAMED:
+        rest = [group.label for group in troubled[NAMED:]]
+        yield Finding("Not finished", f"also {listed(rest, MOST_LISTED)}")
+    waiting = [group.label for group in groups if not group.runs and group.trouble == NOT_RUN]
+    if waiting:
+        yield Finding("Not run yet", listed(waiting, MOST_LISTED))
+
+
+def describe_trouble(group: RunGroup) -> str:
+    if group.runs and len(group.finished) == len(group.runs):
+        return f"{group.label}: a repeat {cause_text(group)}"
+    status = group.status if group.runs else ""
+    return ": ".join(filter(None, (group.label, status, cause_text(group))))
+
+
+def cause_text(group: RunGroup) -> str:
+    """Why a run is missing or did not finish, a failure before others; empty where all did."""
+    return next(filter(None, map(run_cause, group.unfinished)), group.trouble)
+
+
+def run_cause(run: Run) -> str:
+    return NO_RESULT if run.result is None else run.cause
+
+
+def world_sizes_text(worlds: Sequence[WorldSize]) -> str:
+    first, *others = worlds
+    changes = [f"{_workers(world.workers)} from iteration {world.begin:,} on" for world in others]
+    return f"{_workers(first.workers)} at first, {', '.join(changes)}"
+
+
+def _workers(count: int) -> str:
+    return f"{count} worker{'s' * (count != 1)}"
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return "; ".join(names[:most]) + more
+
+
+def next_steps(verdict: Verdict) -> list[str]:
+    steps = map(recommendation_text, verdict.recommendations)
+    return list(dict.fromkeys(steps))[:MOST_STEPS]
+
+
+def recommendation_text(one: advice.Recommendation) -> str:
+    match one:
+        case advice.QuietMachine():
+            return (
+                f"Rerun on a quiet machine: other processes used up to"
+                f" {formatting.share(one.share)} of the CPU, which can explain differences,"
+                " stragglers and bottlenecks."
+            )
+        case advice.Repeats():
+            return (
+                "Repeat each configuration (three times or more, with different seeds): a single"
+                " run does not show run-to-run variation."
+            )
+        case advice.MoreRepeats() if one.difference == one.measured:
+            return (
+                f"Run {one.count} repeats of {one.first} and {one.other}: enough to detect a"
+                f" difference of {formatting.share(one.difference)} with a probability of 80%."
+            )
+        case advice.MoreRepeats():
+            return (
+                f"Run {one.count} repeats of {one.first} and {one.other} to detect a difference of"
+                f" {one.difference:.0%}; the measured {formatting.share(one.measured)} would take"
+                f" {_repeats(one.measured_count)}."
+            )
+        case advice.TreatAsEqual():
+            return (
+                f"Treat {one.first} and {one.other} as equally fast; more repeats are unlikely to"
+                f" separate them: they differ by at most {formatting.share(one.bound)}"
+                f" ({interval_name(one.gap)})."
+            )
+        case advice.ReduceNoise():
+            return (
+                f"Reduce the noise before comparing {one.first} and {one.other} (quiet machine,"
+                " longer runs): it is too large to say which is faster. Even a difference of"
+                f" {one.difference:.0%} would take {_repeats(one.count)} repeats."
+            )
+        case advice.Rebalance(slow):
+            return (
+                f"Try --shares auto with {slow.label}: worker {slow.rank} needs"
+                f" {slow.computing_seconds / slow.others_seconds:.1f} times as long for its share,"
+                f" and the others wait {formatting.share(slow.wait_share)} of their time."
+            )
+        case advice.Overlap():
+            return (
+                f"Try --strategy overlap: exposed communication is {formatting.share(one.exposed)}"
+                f" of each iteration, and {formatting.share(one.hideable)} of it can overlap with"
+                " the backward pass at most."
+            )
+        case advice.Compress():
+            return (
+                f"Try a codec (-o codec=fp16 halves the bytes; it is lossy, so compare accuracy):"
+                f" exposed communication is {formatting.share(one.exposed)} of each iteration."
+            )
+        case advice.CommunicateLess():
+            return (
+                "Try a larger --batch-size, or --strategy local_sgd, which is approximate: both"
+                f" communicate less often; communication takes {formatting.share(one.exposed)} of"
+                " each iteration."
+            )
+        case advice.MoreWorkers():
+            return _more_workers(one)
+        case advice.CheaperInput():
+            return (
+                f"Make the input cheaper (less --augment, more --threads): it takes"
+                f" {formatting.share(one.share)} of an iteration of {one.label}."
+            )
+        case advice.CheaperCheckpoints():
+            remedy = (
+                "Checkpoint less often (--checkpoint-every)"
+                if one.is_background
+                else "Try --checkpoint-mode background"
+            )
+            return (
+                f"{remedy}: checkpoints block training for {formatting.share(one.share)} of the"
+                f" wall time of {one.label}."
+            )
+        case advice.FewerEvaluations():
+            return (
+                f"Evaluate less often (--eval-every): it takes {formatting.share(one.share)} of the"
+                f" wall time of {one.label}."
+            )
+        case advice.Stabilize():
+            return (
+                f"Lower --lr, or add --warmup-epochs or --clip-norm, for"
+                f" {'; '.join(one.labels[:3])}: the loss became NaN or infinite."
+            )
+
+
+def _more_workers(one: advice.MoreWorkers) -> str:
+    where = f" on more cores than the {one.cores:g} of this machine" if one.cores else ""
+    text = f"Try {one.workers} workers{where}: {formatting.share(one.compute)} of each iteration is"
+    if one.speedup is None:
+        return f"{text} compute, which is divided among workers; communication is extra."
+    return f"{text} compute, which allows a speedup of at most {one.speedup:.2f}x."
+
+
+def _repeats(count: int | None) -> str:
+    return f"more than {MOST_PLANNED:,}" if count is None else f"about {count:,}"

@@ -14,6 +14,7 @@ from paceline.analysis.validation import is_number
 from paceline.report.charts.bars import BarChart, draw_bars
 from paceline.report.document import Block, Figure, Table, Text
 from paceline.report.sections.outline import SectionContext, known, mean_bar
+from paceline.report.wording import accuracy_note
 
 TITLE = "Accuracy"
 SETTLED = 0.02
@@ -170,15 +171,16 @@ def answer(found: Sequence[AccuracySummary]) -> str:
     second, last = found[1], found[-1]
     gap = best.accuracy - second.accuracy
     unsure = compare_accuracy(best.cell, second.cell, comparisons=math.comb(len(found), 2))
+    note = accuracy_note(unsure)
     if unsure.is_chance:
         text = (
             f"No clear accuracy winner: test accuracy {best.accuracy:.4f} of {best.cell.label}"
-            f" and {second.accuracy:.4f} of {second.cell.label} are {unsure.words}"
+            f" and {second.accuracy:.4f} of {second.cell.label} are {note}"
         )
     else:
         text = (
             f"{best.cell.label} is most accurate: test accuracy {best.accuracy:.4f}; next is"
-            f" {second.cell.label} with {second.accuracy:.4f}, {gap:.4f} less{unsure}"
+            f" {second.cell.label} with {second.accuracy:.4f}, {gap:.4f} less{note and f', {note}'}"
         )
     if last is not second:
         text += f"; lowest {last.cell.label}: {last.accuracy:.4f}"

@@ -15,6 +15,7 @@ from paceline.analysis.statistics import Difference, correct, relative_increase
 from paceline.report.charts.bars import BarChart, draw_bars
 from paceline.report.document import Block, Figure, Table, Text
 from paceline.report.sections.outline import SectionContext, known, mean_bar
+from paceline.report.wording import accuracy_note
 
 TITLE = "Batch size"
 OF_BATCH = frozenset(
@@ -118,7 +119,7 @@ def answer(rows: Sequence[BatchRow]) -> str:
     before, after = small.test_accuracy, large.test_accuracy
     if before and after:
         unsure = compare_accuracy(small.cell, large.cell)
-        noise = f" ({unsure.words})" if unsure.is_chance else ""
+        noise = f" ({accuracy_note(unsure)})" if unsure.is_chance else ""
         parts.append(f"accuracy {fmean(after):.4f} instead of {fmean(before):.4f}{noise}")
     is_one = min(len(small.wall_seconds), len(large.wall_seconds)) < 2
     once = " (single run)" if is_one else ""

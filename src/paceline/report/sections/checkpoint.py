@@ -11,8 +11,8 @@ from paceline.analysis.run_group import IGNORED_FIELDS, RunGroup
 from paceline.analysis.statistics import Difference, correct, relative_increase
 from paceline.config import RunConfig
 from paceline.report.document import Block, Table, Text
-from paceline.report.headline import interval_note
 from paceline.report.sections.outline import SectionContext, known
+from paceline.report.wording import interval_name, interval_note
 
 TITLE = "Checkpoint overhead"
 
@@ -174,7 +174,7 @@ def _longer(longer: Difference | None) -> str:
         return f"{text}, spread unknown"
     doubt = "" if longer.is_significant else ", within noise"
     span = f"{100 * longer.low:+.1f}% to {100 * longer.high:+.1f}%"
-    return f"{text}, {longer.interval_name} {span}{doubt}"
+    return f"{text}, {interval_name(longer)} {span}{doubt}"
 
 
 def _more_memory(more: Difference | None) -> str:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from paceline import formatting
 from paceline.analysis.run import Run
 from paceline.analysis.run_group import NOT_RUN, RunGroup
-from paceline.analysis.world_sizes import described
 from paceline.report.document import Block, BulletList, Details, Table, Text
 from paceline.report.sections.outline import SectionContext, known
 from paceline.report.sections.phases import first_note
 from paceline.report.summary import describe_restart
+from paceline.report.wording import run_cause, world_sizes_text
 
 TITLE = "Overview"
 MOST_REPEATS = 500
@@ -32,7 +32,7 @@ def build(outline: SectionContext) -> list[Block]:
         *_repeats(outline.cells),
     ]
     troubled = [
-        (f"{run.id}: {run.status}.", run.cause)
+        (f"{run.id}: {run.status}.", run_cause(run))
         for cell in outline.cells
         for run in cell.runs
         if not run.is_finished
@@ -53,7 +53,7 @@ def build(outline: SectionContext) -> list[Block]:
     if restarts:
         blocks.append(BulletList(restarts[:50]))
     resized = [
-        (f"{run.id}: the number of workers changed.", f"{described(run.worlds)}. {SINCE}")
+        (f"{run.id}: the number of workers changed.", f"{world_sizes_text(run.worlds)}. {SINCE}")
         for cell in outline.cells
         for run in cell.runs
         if run.is_resized

@@ -12,9 +12,9 @@ from paceline.analysis.ranking import RankedGroup, Ranking, iteration_pace
 from paceline.analysis.run_group import RunGroup
 from paceline.analysis.statistics import Difference, against_first
 from paceline.report.document import Block, BulletList, Table, Text
-from paceline.report.headline import beside_exact, headline, why
 from paceline.report.sections.outline import SectionContext
 from paceline.report.sections.phases import spent
+from paceline.report.wording import beside_exact, explanation_text, ranking_headline
 
 TITLE = "Fastest by condition"
 
@@ -43,9 +43,9 @@ class ConditionRanking:
     @property
     def headline(self) -> str:
         if self.approximate is None:
-            return headline(self.pace, self.lead)
+            return ranking_headline(self.pace, self.lead)
         others = beside_exact(self.approximate, self.approximate_lead, self.pace.ranking[0])
-        return f"{headline(self.pace, self.lead, 'exact')} {others}"
+        return f"{ranking_headline(self.pace, self.lead, 'exact')} {others}"
 
 
 def contests(cells: Sequence[RunGroup]) -> list[ConditionRanking]:
@@ -101,8 +101,10 @@ def build(outline: SectionContext) -> list[Block]:
         if contest.lead is not None and not contest.lead.is_tie:
             first, second = contest.pace.ranking[:2]
             reason = explain(first.cell, second.cell)
-        told = f" {_sentence(why(reason))}" if reason is not None and reason.seconds > 0 else ""
-        items.append((f"{contest.condition}:", contest.headline + told))
+        text = contest.headline
+        if reason is not None and reason.seconds > 0:
+            text += f" {_sentence(explanation_text(reason))}"
+        items.append((f"{contest.condition}:", text))
     return [
         Text(answer(found), "answer"),
         BulletList(items),

@@ -1,0 +1,184 @@
+"""What the records of a set of configurations show: the fastest, why, and everything unusual.
+
+Findings are data; report/wording.py phrases them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.analysis.accuracy import AccuracyDifference, compare_accuracy
+from paceline.analysis.communication import read_comm
+from paceline.analysis.contention import CpuContention, disturbances
+from paceline.analysis.phases import Bottleneck, Explanation, explain, find_bottleneck
+from paceline.analysis.ranking import RankedGroup, Ranking, rank_groups
+from paceline.analysis.recommendations import Recommendation, recommend
+from paceline.analysis.run_group import RunGroup
+from paceline.analysis.scaling import ScalingPoint, ScalingSeries, scaling_series
+from paceline.analysis.statistics import Difference, against_first
+from paceline.analysis.straggler import Straggler, find_straggler
+
+MOST_ACCURACY_LOST = 0.01
+"""Accuracy that the fastest configuration may lose without a finding."""
+
+
+@dataclass(frozen=True, slots=True)
+class AccuracyLoss:
+    """The fastest configuration is less accurate than another one."""
+
+    fastest: float
+    best: float
+    best_label: str
+    difference: AccuracyDifference
+
+
+@dataclass(slots=True)
+class Verdict:
+    groups: Sequence[RunGroup] = ()
+    ranking: Ranking | None = None
+    """Of the exact configurations where there are any, else of all; None if none are comparable."""
+    approximate: Ranking | None = None
+    """Of approximate configurations, where they are ranked apart from exact ones."""
+    has_several_kinds: bool = False
+    """Whether models or datasets differ; the largest set with the same ones is ranked."""
+    others: list[Verdict] = field(default_factory=list)
+    """Of the other models and datasets, each on its own."""
+    gaps: list[Difference] = field(default_factory=list)
+    """How much longer each later configuration of `ranking` takes than the first."""
+    approximate_lead: Difference | None = None
+    """How much longer the second of `approximate` takes than its first."""
+    ties: list[RankedGroup] = field(default_factory=list)
+    """Configurations that cannot be told from the fastest."""
+    clear: tuple[RankedGroup, Difference] | None = None
+    """The first significantly slower configuration, where the second is a tie."""
+    slowest: RankedGroup | None = None
+    """None where it is the second, a tie or `clear`."""
+    compared: tuple[RankedGroup, RankedGroup] | None = None
+    """The fastest and the one that `explanation` compares it with; None where noise explains it."""
+    explanation: Explanation | None = None
+    superlinear: list[tuple[ScalingSeries, ScalingPoint]] = field(default_factory=list)
+    """Scaling above 100% efficiency of the fastest exact and the fastest approximate one."""
+    contention: list[CpuContention] = field(default_factory=list)
+    bottlenecks: list[Bottleneck] = field(default_factory=list)
+    stragglers: list[Straggler] = field(default_factory=list)
+    accuracy_loss: AccuracyLoss | None = None
+    recommendations: list[Recommendation] = field(default_factory=list)
+
+    @property
+    def rankings(self) -> list[Ranking]:
+        return [one for one in (self.ranking, self.approximate) if one is not None]
+
+    @property
+    def lead(self) -> Difference | None:
+        """How much longer the second takes than the first."""
+        return self.gaps[0] if self.gaps else None
+
+
+def make_verdict(groups: Sequence[RunGroup], comm: Sequence[Path] = ()) -> Verdict:
+    """`comm` are network measurements of `paceline comm --json`."""
+    kinds = _by_kind(groups)
+    alike = max(kinds.values(), key=len) if len(kinds) > 1 else groups
+    exact, approximate = rank_groups(alike).apart()
+    ranking = exact if exact.ranking else approximate
+    verdict = Verdict(groups, has_several_kinds=len(kinds) > 1, contention=disturbances(groups))
+    # On a busy machine contention explains what looks like a straggler or a bottleneck.
+    disturbed = {one.label for one in verdict.contention}
+    verdict.stragglers = [
+        one
+        for group in groups
+        if (one := find_straggler(group)) is not None
+        and (group.label not in disturbed or one.is_injected)
+    ]
+    measured = [one for path in comm for one in read_comm(path)]
+    verdict.bottlenecks = [
+        bottleneck
+        for group in groups
+        if group.label not in disturbed
+        and (bottleneck := find_bottleneck(group, measured)) is not None
+    ]
+    if len(kinds) < 2 or len(alike) > 1:
+        verdict.ranking = ranking
+        verdict.approximate = approximate if exact.ranking and approximate.ranking else None
+    is_ranked = verdict.ranking is not None and bool(verdict.ranking.ranking)
+    if is_ranked:
+        rank(verdict, disturbed)
+        verdict.superlinear = _superlinear([one.ranking[0].cell for one in verdict.rankings], alike)
+        verdict.accuracy_loss = _accuracy_loss(ranking.ranking)
+    if len(kinds) > 1:
+        others = [kind for kind in kinds.values() if kind is not alike or not is_ranked]
+        verdict.others = [make_verdict(kind) for kind in others]
+    verdict.recommendations = recommend(
+        verdict.ranking, groups, verdict.gaps, verdict.stragglers, verdict.bottlenecks,
+        verdict.contention,
+    )  # fmt: skip
+    return verdict
+
+
+def rank(verdict: Verdict, disturbed: Collection[str] = ()) -> None:
+    """Compare the rankings of a verdict, all pairs as one family.
+
+    A difference that involves a `disturbed` configuration is not explained by its phases.
+    """
+    first, *others = against_first([one.samples for one in verdict.rankings])
+    verdict.gaps = first
+    verdict.approximate_lead = others[0][0] if others and others[0] else None
+    assert verdict.ranking is not None
+    fastest, *later = verdict.ranking.ranking
+    if not later:
+        return
+    gaps = list(zip(later, verdict.gaps, strict=True))
+    second, lead = gaps[0]
+    # A difference without an interval cannot be told from noise, but neither is it a tie.
+    verdict.ties = [other for other, gap in gaps if gap.is_tie]
+    named, against = [second, *verdict.ties], second
+    if lead.is_tie:
+        verdict.clear = next(((other, gap) for other, gap in gaps if gap.is_significant), None)
+        if verdict.clear is not None:
+            against = verdict.clear[0]
+            named.append(against)
+    if not any(later[-1] is one for one in named):
+        verdict.slowest = later[-1]
+    is_disturbed = fastest.cell.label in disturbed or against.cell.label in disturbed
+    if not is_disturbed and not any(against is tie for tie in verdict.ties):
+        verdict.compared = fastest, against
+        verdict.explanation = explain(fastest.cell, against.cell)
+
+
+def _by_kind(groups: Sequence[RunGroup]) -> dict[tuple[str, str], list[RunGroup]]:
+    """Configurations with a finished run by model and data, across which times do not compare."""
+    kinds: dict[tuple[str, str], list[RunGroup]] = {}
+    for group in groups:
+        if group.finished:
+            kinds.setdefault((group.config.model, group.config.data), []).append(group)
+    return kinds
+
+
+def _superlinear(
+    winners: Sequence[RunGroup], groups: Sequence[RunGroup]
+) -> list[tuple[ScalingSeries, ScalingPoint]]:
+    """A winner in several series is named once, by the last of them."""
+    flagged = {
+        id(point.group): (series, point)
+        for series in scaling_series(groups)
+        for point in series.points
+        if series.is_superlinear(point)
+    }
+    return [flagged[id(winner)] for winner in winners if id(winner) in flagged]
+
+
+def _accuracy_loss(ranking: Sequence[RankedGroup]) -> AccuracyLoss | None:
+    known = [
+        (one.cell, accuracy)
+        for one in ranking
+        if (accuracy := one.cell.mean_of("test_accuracy")) is not None
+    ]
+    if len(known) < 2 or known[0][0] is not ranking[0].cell:
+        return None
+    (fastest, own), (best, accuracy) = known[0], max(known, key=lambda item: item[1])
+    if accuracy - own <= MOST_ACCURACY_LOST:
+        return None
+    # The best is one of all the others, so chance had as many opportunities.
+    difference = compare_accuracy(best, fastest, comparisons=len(known) - 1)
+    return AccuracyLoss(own, accuracy, best.label, difference)
