@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional as F
 
 from common.stats import quartiles
-from paceline.comm.in_process import InProcessGroup
+from paceline.comm import in_process
 from paceline.config import RunConfig, from_mapping
 from paceline.data.loading import load_dataset
 from paceline.data.pipeline import InputPipeline
@@ -121,7 +121,7 @@ def paceline_block(config: RunConfig, folder: Path) -> Block:
     def block() -> float:
         clock = PhaseClock()
         scaler = torch.amp.GradScaler("cpu", enabled=False)
-        communicator = InProcessGroup(1).communicators[0]
+        communicator = in_process.single()
         replica = Replica(model, optimizer, clock, model, scaler, communicator)
         strategy = SingleProcess()
         strategy.setup(replica)

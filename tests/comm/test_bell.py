@@ -16,7 +16,7 @@ from paceline.comm.shm.segment import CACHE_LINE_BYTES, SharedSegment
 @contextmanager
 def bells_and_peer(spaces_apart: int = 0) -> Iterator[tuple[FutexSignals, subprocess.Popen[bytes]]]:
     """The first of two workers, and a process with the number that the second has given."""
-    arena = SharedSegment(in_process.InProcessGroup(1).communicators[0], FutexSignals.size_bytes(2))
+    arena = SharedSegment(in_process.single(), FutexSignals.size_bytes(2))
     own = FutexSignals(arena, 0, rank=0, world_size=2, cores=2)
     lines = arena.integers(0, 2 * CACHE_LINE_BYTES, "I")
     second = CACHE_LINE_BYTES // 4
@@ -55,7 +55,7 @@ def test_leaving_on_another_thread_is_not_the_end_of_a_peer() -> None:
 
 
 def test_a_peer_that_ended_before_it_was_watched_is_gone() -> None:
-    arena = SharedSegment(in_process.InProcessGroup(1).communicators[0], FutexSignals.size_bytes(2))
+    arena = SharedSegment(in_process.single(), FutexSignals.size_bytes(2))
     own = FutexSignals(arena, 0, rank=0, world_size=2, cores=2)
     lines = arena.integers(0, 2 * CACHE_LINE_BYTES, "I")
     peer = CACHE_LINE_BYTES // 4
@@ -71,9 +71,7 @@ def test_a_peer_that_ended_before_it_was_watched_is_gone() -> None:
 def test_every_rank_rings_with_numbers_of_its_own() -> None:
     """A worker that waits for its number to change would miss a call that repeats it."""
     world_size = 1000
-    arena = SharedSegment(
-        in_process.InProcessGroup(1).communicators[0], FutexSignals.size_bytes(world_size)
-    )
+    arena = SharedSegment(in_process.single(), FutexSignals.size_bytes(world_size))
     lines = arena.integers(0, world_size * CACHE_LINE_BYTES, "I")
     seen = []
     for rank in range(1, world_size):

@@ -72,7 +72,7 @@ class Worker:
 
 def team() -> list[Worker]:
     size_bytes = CollectiveBuffers.size_bytes(WORKERS, PIECE_BYTES)
-    arena = SharedSegment(in_process.InProcessGroup(1).communicators[0], size_bytes)
+    arena = SharedSegment(in_process.single(), size_bytes)
     workers: list[Worker] = []
     for _ in range(WORKERS):
         Worker(workers, arena)

@@ -133,14 +133,14 @@ class InProcessCommunicator(Communicator):
         self._awaited[source] += 1
         return self.track_transfer(work, transfer)
 
-    def dup(self) -> Self:
+    def dup(self, traffic: Traffic | None = None) -> Self:
         self._forks += 1
         return type(self)(
             self._hub,
             self.rank,
             self.world_size,
             self.timeout_seconds,
-            self.traffic,
+            traffic or self.traffic,
             (*self._channel, self._forks),
         )
 
@@ -175,6 +175,11 @@ class _Receive(Work):
 
     def _poll(self) -> bool:
         return self._hub.has(self._route, self._number)
+
+
+def single() -> Communicator:
+    """Create a communicator with one rank."""
+    return InProcessGroup(1).communicators[0]
 
 
 def run(

@@ -34,9 +34,7 @@ def gather_bytes(communicator: Communicator, payload: Tensor, kind: str) -> list
     """Rank 0 gets every rank's bytes, each of its own length; the others get None."""
     if communicator.world_size == 1:
         return [payload]
-    sizes = torch.zeros(communicator.world_size, dtype=torch.int64)
-    sizes[communicator.rank] = payload.numel()
-    communicator.all_reduce(sizes, kind).wait()
+    sizes = gather_scalars(communicator, torch.tensor(payload.numel()), kind)
     if communicator.rank:
         communicator.send(payload, 0, kind).wait()
         return None
@@ -45,6 +43,17 @@ def gather_bytes(communicator: Communicator, payload: Tensor, kind: str) -> list
     for rank in communicator.peers:
         communicator.recv(parts[rank], rank, kind).wait()
     return parts
+
+
+def gather_scalars(communicator: Communicator, values: Tensor, kind: str = "control") -> Tensor:
+    """Return the values of every rank, one row per rank, on all ranks. Collective.
+
+    This is an all_reduce of a table in which each rank fills its own row: adding zeros is exact.
+    """
+    table = values.new_zeros((communicator.world_size, *values.shape))
+    table[communicator.rank] = values
+    communicator.all_reduce(table, kind).wait()
+    return table
 
 
 def _encode(value: Any) -> Tensor:

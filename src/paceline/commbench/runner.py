@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline.comm import hierarchical
 from paceline.comm.communicator import Communicator, format_ranks
-from paceline.comm.objects import broadcast_json
+from paceline.comm.objects import broadcast_json, gather_scalars
 from paceline.comm.rank_info import RankInfo
 from paceline.commbench import operations
 from paceline.commbench.operations import ELEMENT_BYTES, Operation
@@ -203,9 +203,7 @@ def _check(operation: Operation, case: Case, control: Communicator) -> None:
     """RunError on every worker if any worker has a wrong result. Collective."""
     operation.fill()
     operation.run()
-    wrong = torch.zeros(control.world_size, dtype=torch.int64)
-    wrong[control.rank] = not operation.is_correct()
-    control.all_reduce(wrong, "control").wait()
+    wrong = gather_scalars(control, torch.tensor(int(not operation.is_correct())))
     # Zeros stay zeros through any number of sums; other values would overflow.
     operation.tensor.zero_()
     if wrong.any():
@@ -230,9 +228,7 @@ def _time_batch(operation: Operation, control: Communicator, batch: int) -> floa
 
 def _slowest(control: Communicator, seconds: Sequence[float]) -> list[float]:
     """The maximum over workers of each value. Collective."""
-    table = torch.zeros(control.world_size, len(seconds), dtype=torch.float64)
-    table[control.rank] = torch.tensor(seconds, dtype=torch.float64)
-    control.all_reduce(table, "control").wait()
+    table = gather_scalars(control, torch.tensor(seconds, dtype=torch.float64))
     slowest: list[float] = table.amax(0).tolist()
     return slowest
 

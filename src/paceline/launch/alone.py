@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from paceline.comm.in_process import InProcessGroup
+from paceline.comm import in_process
 from paceline.comm.rank_info import SINGLE_PROCESS
 from paceline.config import RunConfig
 from paceline.errors import ConfigError, UsageError
@@ -52,14 +52,14 @@ def _train(
     sampler = ResourceSampler(
         folder.resources_file(0), [os.getpid()], node=0, interval_seconds=config.sample_seconds
     )
-    hub = InProcessGroup(1)
+    communicator = in_process.single()
     try:
         sampler.start()
-        team = RankContext(SINGLE_PROCESS, hub.communicators[0], store)
+        team = RankContext(SINGLE_PROCESS, communicator, store)
         report = run_worker(config, folder, prepared, team, checkpoint, open_display(quiet), clock)
     finally:
         trouble = sampler.stop()
-        hub.close()
+        communicator.close()
     if report.exit_code == UsageError.exit_code and not resumed and not report.iterations:
         # The strategy refused what it saw of the model.
         folder.discard(folder.record_files([0], [0]))

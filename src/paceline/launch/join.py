@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
-from paceline.comm.in_process import InProcessGroup
 from paceline.comm.rank_info import SINGLE_PROCESS, RankInfo
 from paceline.config import RunConfig, from_mapping
 from paceline.errors import UsageError
@@ -65,5 +65,5 @@ def join(
 
 def _connection(config: RunConfig, place: RankInfo) -> AbstractContextManager[Communicator]:
     if place.world_size == 1:
-        return nullcontext(InProcessGroup(1).communicators[0])
+        return nullcontext(in_process.single())
     return connection(config, place, name=f"join-{next(_JOINS)}", is_agreed=False)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.communicator import Communicator
+from paceline.comm.objects import gather_scalars
 from paceline.config import RunConfig
 from paceline.measure.phase_clock import PhaseClock
 from paceline.strategies.replica import Exposed, Replica
@@ -24,7 +25,7 @@ SECONDS_BETWEEN = 1.0
 MOST_ITERATIONS_BETWEEN = 1000
 OFFSET_ROUNDS = 9
 
-_STOP, _COMPUTE_SECONDS, _SAMPLES, _SECONDS_PER_ITERATION, _MEASURE_CLOCKS, _COLUMNS = range(6)
+_STOP, _COMPUTE_SECONDS, _SAMPLES, _SECONDS_PER_ITERATION, _MEASURE_CLOCKS = range(5)
 
 
 @dataclass(slots=True)
@@ -50,8 +51,7 @@ class Decision:
 
 def exchange_stats(communicator: Communicator, notes: StepStats) -> Decision:
     """Collective."""
-    table = torch.zeros(communicator.world_size, _COLUMNS, dtype=torch.float64)
-    table[communicator.rank] = torch.tensor(
+    own = torch.tensor(
         [
             notes.stop,
             notes.compute_seconds,
@@ -61,7 +61,7 @@ def exchange_stats(communicator: Communicator, notes: StepStats) -> Decision:
         ],
         dtype=torch.float64,
     )
-    communicator.all_reduce(table, "control").wait()
+    table = gather_scalars(communicator, own)
     seconds = float(table[:, _SECONDS_PER_ITERATION].max())
     iterations = round(SECONDS_BETWEEN / seconds) if seconds else 1
     speeds = table[:, _SAMPLES] / table[:, _COMPUTE_SECONDS].clamp(min=1e-9)
@@ -80,11 +80,9 @@ def attribute_waits(
 
     `offset`: of this worker's clock.
     """
-    arrivals = torch.zeros(communicator.world_size, len(exposed.began), dtype=torch.float64)
     own = torch.frombuffer(exposed.began, dtype=torch.float64) if exposed.began else torch.empty(0)
     offsets = [offset.at(moment) for moment in exposed.began]
-    arrivals[communicator.rank] = own + torch.tensor(offsets, dtype=torch.float64)
-    communicator.all_reduce(arrivals, "control").wait()
+    arrivals = gather_scalars(communicator, own + torch.tensor(offsets, dtype=torch.float64))
     late = arrivals.amax(0) - arrivals[communicator.rank]
     lengths = torch.frombuffer(exposed.ended, dtype=torch.float64) - own if exposed.began else own
     waited = torch.minimum(late, lengths)

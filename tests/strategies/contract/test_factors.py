@@ -157,7 +157,7 @@ def test_only_passes_that_train_leave_factors() -> None:
 
 def factored_layer() -> tuple[nn.Linear, LinearGradientFactors]:
     layer = nn.Linear(20, 80)
-    arena = SharedSegment(in_process.InProcessGroup(1).communicators[0], memory_bytes(layer))
+    arena = SharedSegment(in_process.single(), memory_bytes(layer))
     return layer, LinearGradientFactors(layer, arena, 0, 0, 1)
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from paceline.comm.buffers import chunk, chunk_elements, memcpy
 from paceline.comm.communicator import Communicator
+from paceline.comm.objects import gather_scalars
 from paceline.comm.shm.futex import memory_fence
 from paceline.comm.shm.segment import CACHE_LINE_BYTES, SharedSegment, aligned_offsets
 from paceline.errors import RunError
@@ -387,10 +388,7 @@ class SymmetricMemory:
 
 
 def _check_that_all_ask_for(size_bytes: int, communicator: Communicator) -> None:
-    sizes = torch.zeros(communicator.world_size, dtype=torch.int64)
-    sizes[communicator.rank] = size_bytes
-    communicator.all_reduce(sizes, "control").wait()
-    asked = sizes.tolist()
+    asked = gather_scalars(communicator, torch.tensor(size_bytes)).tolist()
     if min(asked) < max(asked):
         raise RunError(
             f"zeros: rank {asked.index(max(asked))} asks for {max(asked):,} bytes and rank"
