@@ -74,14 +74,14 @@ def bytes_on_each_level(communicator: Communicator) -> dict[str, list[int]]:
     counted = {}
     with connect(communicator, [0, 0, 1, 1]) as team:
         assert isinstance(team, HierarchicalCommunicator)
-        assert team.host is not None
+        assert team.intra_node is not None
         tensor = torch.zeros(1000)
         for name, collective in (
             ("all_reduce", team.all_reduce),
             ("reduce_scatter", team.reduce_scatter),
             ("all_gather", team.all_gather),
         ):
-            levels = (team.network.traffic, team.host.traffic)
+            levels = (team.network.traffic, team.intra_node.traffic)
             before = [level.counts["gradients"].bytes_sent for level in levels]
             collective(tensor, "gradients").wait()
             after = [level.counts["gradients"].bytes_sent for level in levels]
@@ -153,8 +153,8 @@ def names_in_errors(communicator: Communicator) -> list[str]:
             team.close()
         else:
             starts: list[Callable[[], Work]] = [
-                lambda: levels.host.barrier(),
-                lambda: levels.across.recv(torch.zeros(1), 0, "control"),
+                lambda: levels.intra_node.barrier(),
+                lambda: levels.inter_node.recv(torch.zeros(1), 0, "control"),
                 lambda: team.recv(torch.zeros(1), 2, "control"),
             ]
             for start in starts:

@@ -163,8 +163,8 @@ class SlowLine(Communicator):
     def recv(self, tensor: Tensor, source: int, kind: str) -> Work:
         raise NotImplementedError
 
-    def dup(self) -> Self:
-        return type(self)(self._hand, self.traffic)
+    def dup(self, traffic: Traffic | None = None) -> Self:
+        return type(self)(self._hand, traffic or self.traffic)
 
     def _disconnect(self) -> None:
         return

@@ -19,6 +19,7 @@ from paceline.comm.torch_distributed import NcclWork, TorchCommunicator
 from paceline.measure import timeline as timeline_module
 from paceline.measure.phase_clock import clock_for
 from paceline.measure.timeline import GpuTimeline, Moment, Timeline, timeline_of
+from paceline.measure.traffic import Traffic
 from paceline.strategies.ddp import Ddp, ExchangeMeter
 from paceline.strategies.gradient_averaging import seconds_under_way
 from paceline.strategies.options import create_strategy
@@ -227,7 +228,7 @@ class AloneAsTwo(TorchCommunicator):
         alone.world_size, alone.global_ranks = 2, range(2)
         return alone
 
-    def dup(self) -> Self:
+    def dup(self, traffic: Traffic | None = None) -> Self:
         gpu = self.gpu
         other = type(self)(HashStore(), 0, 1, address="127.0.0.1", gpu=gpu, timeout_seconds=30.0)
         other.world_size, other.global_ranks = 2, range(2)

@@ -138,11 +138,20 @@ class Communicator(ABC):
         return self.all_reduce(torch.zeros(1, dtype=torch.uint8), "control")
 
     @abstractmethod
-    def dup(self) -> Self:
+    def dup(self, traffic: Traffic | None = None) -> Self:
         """Create a communicator over the same ranks whose messages never mix with this one's.
 
-        Collective. It counts into the same traffic. The caller closes it.
+        Collective. It counts into `traffic`, by default that of this communicator. The caller
+        closes it.
         """
+
+    def subgroup(self, ranks: Sequence[int], traffic: Traffic | None = None) -> Communicator:
+        """Create a communicator over some ranks, which all call this with the same `ranks`.
+
+        The ranks are renumbered in the given order. The traffic and the caller's duty to close it
+        are those of `dup`.
+        """
+        raise TypeError(f"{type(self).__name__} has no subgroups: use torch.distributed")
 
     def close(self) -> None:
         """Release threads and connections; may be called repeatedly.

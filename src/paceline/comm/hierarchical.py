@@ -1,26 +1,18 @@
-"""Two levels of connection: shared memory between the workers of a host, the network across hosts.
+"""Communicator for several nodes: shared memory within each node, torch.distributed across nodes.
 
-Worker i of every host is connected to the workers i of all others: when each of them carries one
-chunk of a tensor across, all links carry equal parts.
-
-Collectives on two levels, for hosts of equally many workers; each blocks until it is complete.
-
-Every byte that must leave a host leaves it once, and all workers of a host carry equal parts.
-
-Workers on several hosts: shared memory inside each host, torch.distributed across hosts.
-
-Messages go by shared memory where both workers are on one host, else over the network. Collectives
-go on both levels (two_levels.py), in several steps; so they run on a background thread, with
-connections of its own. Where hosts have unequal numbers of workers, collectives go over the network
-between all of them, as torch.distributed carries them out."""
+Messages between two ranks of a node use shared memory; all others use the network. Collectives use
+both levels. Rank i of a node is connected to rank i of every other node and transfers chunk i of
+each tensor, so each byte crosses the network once and all links carry equal shares. The steps of a
+collective run on a communication thread that has its own connections. If nodes have different
+numbers of ranks, torch.distributed performs the collectives over the network between all ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from time import sleep
-from typing import Protocol, Self, runtime_checkable
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -35,296 +27,229 @@ from paceline.comm.communicator import (
     broadcast_counts,
     reduce_scatter_counts,
 )
+from paceline.comm.objects import gather_scalars
 from paceline.comm.shm import communicator as shared_memory
 from paceline.comm.shm.communicator import SharedMemoryCommunicator
 from paceline.comm.work import CompletedWork, Work
 from paceline.errors import UsageError
 from paceline.measure.traffic import Traffic
 
-Hosts = Sequence[Sequence[int]]
-"""The ranks on each host."""
+POLL_SECONDS = 0.0002
 
 
-@runtime_checkable
-class Divisible(Protocol):
-    """A communicator that can connect some of its workers by themselves."""
+class NodeLayout:
+    """The ranks of every node, in the order of the nodes."""
 
-    def subgroup(self, ranks: Sequence[int]) -> Communicator: ...
+    def __init__(self, ranks_by_node: Sequence[Sequence[int]]) -> None:
+        self.ranks_by_node = ranks_by_node
+        self.is_uniform = len({len(ranks) for ranks in ranks_by_node}) == 1
+        """Whether all nodes have the same number of ranks."""
+        self._positions = {
+            rank: (node, local_rank)
+            for node, ranks in enumerate(ranks_by_node)
+            for local_rank, rank in enumerate(ranks)
+        }
+
+    @classmethod
+    def discover(cls, communicator: Communicator, node: int) -> NodeLayout:
+        """Group the ranks that pass the same `node`. Collective."""
+        nodes = gather_scalars(communicator, torch.tensor(node)).tolist()
+        return cls(
+            [
+                [rank for rank in range(communicator.world_size) if nodes[rank] == each]
+                for each in sorted(set(nodes))
+            ]
+        )
+
+    def position(self, rank: int) -> tuple[int, int]:
+        """Return the node index and the local rank of a rank."""
+        return self._positions[rank]
+
+    def intra_node_ranks(self, rank: int) -> Sequence[int]:
+        """Return the ranks on the same node as `rank`, ordered by local rank."""
+        return self.ranks_by_node[self.position(rank)[0]]
+
+    def inter_node_ranks(self, rank: int) -> Sequence[int]:
+        """Return the ranks with the same local rank on every node; for a uniform layout."""
+        local_rank = self.position(rank)[1]
+        return [ranks[local_rank] for ranks in self.ranks_by_node]
 
 
 @dataclass(frozen=True, slots=True)
 class NodeGroups:
-    host: Communicator
-    """Those on the same host; `host.rank` is this worker's place among them."""
-    across: Communicator
-    """Those with the same place on all hosts, in the order of their nodes."""
+    """The two groups of a rank on nodes with equal numbers of ranks."""
+
+    intra_node: Communicator
+    """The ranks of the same node; its `rank` is the local rank."""
+    inter_node: Communicator
+    """The ranks with the same local rank on all nodes, in the order of the nodes."""
 
     def close(self) -> None:
-        self.host.close()
-        self.across.close()
+        self.intra_node.close()
+        self.inter_node.close()
 
 
 def split_by_node(communicator: Communicator, node: int) -> NodeGroups:
-    """Connect the workers on two levels; those who give the same node share memory. Collective."""
-    hosts = ranks_by_node(communicator, node)
-    if not is_uniform(hosts):
-        raise UsageError(
-            f"nodes have {', '.join(str(len(ranks)) for ranks in hosts)} workers: to share weights"
-            " on each, start as many on every one (--nproc-per-node)"
-        )
-    if len(hosts) == 1:
-        return NodeGroups(shared_memory.connect(communicator), _alone())
-    network = divisible(communicator)
-    host = connect_host(network, hosts, communicator.rank)
-    return NodeGroups(host or _alone(), connect_across(network, hosts, communicator.rank))
+    """Connect ranks that pass the same `node` by shared memory, others over the network.
 
-
-def ranks_by_node(communicator: Communicator, node: int) -> Hosts:
-    """Who gave the same node, in the nodes' order. Collective."""
-    nodes = torch.zeros(communicator.world_size, dtype=torch.int64)
-    nodes[communicator.rank] = node
-    communicator.all_reduce(nodes, "control").wait()
-    return [
-        [rank for rank in range(communicator.world_size) if nodes[rank] == number]
-        for number in sorted(set(nodes.tolist()))
-    ]
-
-
-def is_uniform(hosts: Hosts) -> bool:
-    return len({len(ranks) for ranks in hosts}) == 1
-
-
-def divisible(communicator: Communicator) -> Divisible:
-    if not isinstance(communicator, Divisible):
-        raise TypeError("workers on several nodes must have met over torch.distributed")
-    return communicator
-
-
-def connect_host(network: Divisible, hosts: Hosts, rank: int) -> SharedMemoryCommunicator | None:
-    """The workers of each host by shared memory; None for one that is alone. Collective."""
-    own = next(ranks for ranks in hosts if rank in ranks)
-    with network.subgroup(own) as over_network:
-        return shared_memory.connect(over_network) if len(own) > 1 else None
-
-
-def connect_across(network: Divisible, hosts: Hosts, rank: int) -> Communicator:
-    """The workers with the same place on all hosts, which are even. Collective."""
-    place = next(ranks.index(rank) for ranks in hosts if rank in ranks)
-    return network.subgroup([ranks[place] for ranks in hosts])
-
-
-def _alone() -> Communicator:
-    return in_process.InProcessGroup(1).communicators[0]
-
-
-class TwoLevels:
-    """Over the connections of one worker."""
-
-    def __init__(self, levels: NodeGroups, hosts: Hosts) -> None:
-        self._host, self._across = levels.host, levels.across
-        self._hosts = hosts
-        self._rank = hosts[levels.across.rank][levels.host.rank]
-
-    def all_reduce(self, flat: Tensor, kind: str) -> None:
-        """In each host; worker i sums chunk i with the workers i of the others; back again."""
-        self._host.reduce_scatter(flat, kind).wait()
-        self._across.all_reduce(self._own_chunk(flat), kind).wait()
-        self._host.all_gather(flat, kind).wait()
-
-    def broadcast(self, flat: Tensor, root: int, kind: str) -> None:
-        """Through the root's host; worker i hands chunk i to the others'; there to everybody."""
-        first = next(number for number, ranks in enumerate(self._hosts) if root in ranks)
-        if self._across.rank == first:
-            self._host.broadcast(flat, self._hosts[first].index(root), kind).wait()
-        self._across.broadcast(self._own_chunk(flat), first, kind).wait()
-        if self._across.rank != first:
-            self._host.all_gather(flat, kind).wait()
-
-    def reduce_scatter(self, flat: Tensor, kind: str) -> None:
-        """As all_reduce, without the way back."""
-        dealt = self._dealt(flat)
-        for part, place in self._parts(flat, dealt):
-            place.copy_(part)
-        self._host.reduce_scatter(dealt, kind).wait()
-        ring.reduce_scatter(self._across, self._own_chunk(dealt), kind)
-        own, place = self._parts(flat, dealt)[self._rank]
-        own.copy_(place)
-
-    def all_gather(self, flat: Tensor, kind: str) -> None:
-        """The way back alone."""
-        dealt = self._dealt(flat)
-        own, place = self._parts(flat, dealt)[self._rank]
-        place.copy_(own)
-        self._across.all_gather(self._own_chunk(dealt), kind).wait()
-        self._host.all_gather(dealt, kind).wait()
-        for part, place in self._parts(flat, dealt):
-            part.copy_(place)
-
-    def _own_chunk(self, flat: Tensor) -> Tensor:
-        return chunk(flat, self._host.world_size, self._host.rank)
-
-    def _dealt(self, flat: Tensor) -> Tensor:
-        """Room for the chunks of all ranks, every one as large as the first."""
-        ranks = self._host.world_size * self._across.world_size
-        return flat.new_zeros(ranks * chunk_elements(flat.numel(), ranks, 0))
-
-    def _parts(self, flat: Tensor, dealt: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """By rank, its chunk and the place of that in `dealt`, where the chunks of those who have
-        the same place on their hosts follow one another."""
-        ranks = self._host.world_size * self._across.world_size
-        parts = []
-        for rank in range(ranks):
-            number, place = next(
-                (number, ranks_there.index(rank))
-                for number, ranks_there in enumerate(self._hosts)
-                if rank in ranks_there
-            )
-            part = chunk(flat, ranks, rank)
-            slot = chunk(dealt, ranks, place * self._across.world_size + number)
-            parts.append((part, slot[: part.numel()]))
-        return parts
-
-
-POLL_SECONDS = 0.0002
-
-
-def connect(communicator: Communicator, node: int) -> Communicator:
-    """The quickest connection between workers; those who give the same node share memory.
-
-    Collective. It counts into the same traffic, and needs the communicator given no more once it is
-    made. On one host it is shared memory itself, and for hosts of one worker each the network.
+    Collective. Raises UsageError if nodes have different numbers of ranks.
     """
-    hosts = ranks_by_node(communicator, node)
-    if len(hosts) == 1:
-        return shared_memory.connect(communicator)
-    network = communicator.dup()
-    if all(len(ranks) == 1 for ranks in hosts):
-        return network
-    network.traffic = Traffic()
-    host = connect_host(divisible(network), hosts, network.rank)
-    if host is not None:
-        host.traffic = Traffic()
-    return HierarchicalCommunicator(network, host, hosts, communicator.traffic)
+    layout = NodeLayout.discover(communicator, node)
+    if not layout.is_uniform:
+        counts = ", ".join(str(len(ranks)) for ranks in layout.ranks_by_node)
+        raise UsageError(
+            f"nodes have {counts} workers: to share weights on each node, start the same number of"
+            " workers on every node (--nproc-per-node)"
+        )
+    if len(layout.ranks_by_node) == 1:
+        return NodeGroups(shared_memory.connect(communicator), in_process.single())
+    intra_node = _connect_intra_node(communicator, layout, communicator.traffic)
+    inter_node = communicator.subgroup(layout.inter_node_ranks(communicator.rank))
+    return NodeGroups(intra_node or in_process.single(), inter_node)
+
+
+def connect(bootstrap: Communicator, node: int) -> Communicator:
+    """Create the fastest communicator; ranks that pass the same `node` share memory.
+
+    Collective. It counts into the traffic of `bootstrap`, which may be closed afterwards. The
+    result uses only shared memory on a single node, and only the network if every node has one
+    rank.
+    """
+    layout = NodeLayout.discover(bootstrap, node)
+    if len(layout.ranks_by_node) == 1:
+        return shared_memory.connect(bootstrap)
+    if all(len(ranks) == 1 for ranks in layout.ranks_by_node):
+        return bootstrap.dup()
+    network = bootstrap.dup(traffic=Traffic())
+    intra_node = _connect_intra_node(network, layout, Traffic())
+    return HierarchicalCommunicator(network, intra_node, layout, bootstrap.traffic)
+
+
+def _connect_intra_node(
+    network: Communicator, layout: NodeLayout, traffic: Traffic
+) -> SharedMemoryCommunicator | None:
+    """Connect the ranks of each node by shared memory; None for a node with one rank. Collective.
+
+    Every rank creates a subgroup, even for one rank, because stores number subgroups on all ranks
+    alike.
+    """
+    ranks = layout.intra_node_ranks(network.rank)
+    with network.subgroup(ranks) as bootstrap:
+        return shared_memory.connect(bootstrap, traffic) if len(ranks) > 1 else None
 
 
 class HierarchicalCommunicator(Communicator):
-    """Made by `connect`.
+    """Created by `connect`.
 
-    `traffic` counts collectives as the contract has them counted, whoever carries them out.
-    `network.traffic` is what went across hosts, and `host.traffic` what stayed inside.
+    `traffic` counts operations as the contract defines. `network.traffic` counts the bytes sent
+    across nodes, and `intra_node.traffic` those within the node.
     """
 
     def __init__(
         self,
         network: Communicator,
-        host: SharedMemoryCommunicator | None,
-        hosts: Hosts,
+        intra_node: SharedMemoryCommunicator | None,
+        layout: NodeLayout,
         traffic: Traffic,
     ) -> None:
-        rank = network.rank
+        """`network` connects all ranks; `intra_node` is None on a node with one rank."""
         super().__init__(
-            rank, network.world_size, network.timeout_seconds, traffic, network.global_ranks
+            network.rank, network.world_size, network.timeout_seconds, traffic, network.global_ranks
         )
-        self.network, self.host, self._hosts = network, host, hosts
-        self._neighbours = next(ranks for ranks in hosts if rank in ranks)
-        """Those on the same host, in the order of their places."""
-        self._is_even = is_uniform(hosts)
-        self._across: Communicator | None = None
-
-    @cached_property
-    def two_levels(self) -> TwoLevels:
-        """Of hosts with equally many workers, more than one each. Collective at first."""
-        assert self.host is not None
-        self._across = connect_across(divisible(self.network), self._hosts, self.rank)
-        return TwoLevels(NodeGroups(self.host, self._across), self._hosts)
+        self.network, self.intra_node, self._layout = network, intra_node, layout
+        self._node, self._local_rank = layout.position(network.rank)
+        self._groups: NodeGroups | None = None
 
     def send(self, tensor: Tensor, to: int, kind: str) -> Work:
         self.check_peer(to)
-        counts = {"bytes_sent": tensor.nbytes, "messages": 1}
-        if self.host is not None and to in self._neighbours:
-            host, place = self.host, self._neighbours.index(to)
-            return self._counted(tensor, kind, counts, lambda: host.send(tensor, place, kind))
-        return self._counted(
-            tensor, kind, counts, lambda: self._beside_host(self.network.send(tensor, to, kind))
-        )
+        node, local_rank = self._layout.position(to)
+
+        def start() -> Work:
+            if self.intra_node is not None and node == self._node:
+                return self.intra_node.send(tensor, local_rank, kind)
+            return self._with_shm_progress(self.network.send(tensor, to, kind))
+
+        return self._counted(tensor, kind, {"bytes_sent": tensor.nbytes, "messages": 1}, start)
 
     def recv(self, tensor: Tensor, source: int, kind: str) -> Work:
         self.check_peer(source)
-        counts = {"bytes_received": tensor.nbytes}
-        if self.host is not None and source in self._neighbours:
-            host, place = self.host, self._neighbours.index(source)
-            return self._counted(tensor, kind, counts, lambda: host.recv(tensor, place, kind))
-        return self._counted(
-            tensor, kind, counts, lambda: self._beside_host(self.network.recv(tensor, source, kind))
-        )
+        node, local_rank = self._layout.position(source)
+
+        def start() -> Work:
+            if self.intra_node is not None and node == self._node:
+                return self.intra_node.recv(tensor, local_rank, kind)
+            return self._with_shm_progress(self.network.recv(tensor, source, kind))
+
+        return self._counted(tensor, kind, {"bytes_received": tensor.nbytes}, start)
 
     def broadcast(self, tensor: Tensor, root: int, kind: str) -> Work:
-        return self._collect(
+        return self._collective(
             tensor,
             kind,
             broadcast_counts(tensor, self.rank, self.world_size, root),
-            lambda fork, flat: fork.two_levels.broadcast(flat, root, kind),
+            lambda duplicate, flat: duplicate._two_level_broadcast(flat, root, kind),
             lambda: self.network.broadcast(tensor, root, kind),
         )
 
     def reduce_scatter(self, tensor: Tensor, kind: str) -> Work:
-        return self._collect(
+        return self._collective(
             tensor,
             kind,
             reduce_scatter_counts(tensor, self.rank, self.world_size),
-            lambda fork, flat: fork.two_levels.reduce_scatter(flat, kind),
+            lambda duplicate, flat: duplicate._two_level_reduce_scatter(flat, kind),
             lambda: self.network.reduce_scatter(tensor, kind),
         )
 
     def all_gather(self, tensor: Tensor, kind: str) -> Work:
-        return self._collect(
+        return self._collective(
             tensor,
             kind,
             all_gather_counts(tensor, self.rank, self.world_size),
-            lambda fork, flat: fork.two_levels.all_gather(flat, kind),
+            lambda duplicate, flat: duplicate._two_level_all_gather(flat, kind),
             lambda: self.network.all_gather(tensor, kind),
         )
 
     def all_reduce(self, tensor: Tensor, kind: str) -> Work:
-        return self._collect(
+        return self._collective(
             tensor,
             kind,
             all_reduce_counts(tensor, self.rank, self.world_size),
-            lambda fork, flat: fork.two_levels.all_reduce(flat, kind),
+            lambda duplicate, flat: duplicate._two_level_all_reduce(flat, kind),
             lambda: self.network.all_reduce(tensor, kind),
         )
 
-    def dup(self) -> Self:
-        host = None if self.host is None else self.host.dup()
-        return type(self)(self.network.dup(), host, self._hosts, self.traffic)
+    def dup(self, traffic: Traffic | None = None) -> Self:
+        network = self.network.dup()
+        intra_node = None if self.intra_node is None else self.intra_node.dup()
+        return type(self)(network, intra_node, self._layout, traffic or self.traffic)
 
-    def subgroup(self, ranks: Sequence[int]) -> Communicator:
-        """Some of the workers over the network alone; otherwise as `TorchCommunicator.among`."""
-        some = divisible(self.network).subgroup(ranks)
-        some.traffic = self.traffic
-        return some
+    def subgroup(self, ranks: Sequence[int], traffic: Traffic | None = None) -> Communicator:
+        """Create a communicator over some ranks, which uses only the network."""
+        return self.network.subgroup(ranks, traffic or self.traffic)
 
     def _disconnect(self) -> None:
-        for each in (self.host, self._across, self.network):
-            if each is not None:
-                each.close()
+        if self.intra_node is not None:
+            self.intra_node.close()
+        if self._groups is not None:
+            self._groups.inter_node.close()
+        self.network.close()
 
-    def _collect(
+    def _collective(
         self,
         tensor: Tensor,
         kind: str,
         counts: dict[str, int],
-        steps: Callable[[HierarchicalCommunicator, Tensor], None],
-        flatly: Callable[[], Work],
+        two_level: Callable[[HierarchicalCommunicator, Tensor], None],
+        network_only: Callable[[], Work],
     ) -> Work:
-        def run(fork: Communicator, flat: Tensor) -> None:
-            assert isinstance(fork, HierarchicalCommunicator)
-            steps(fork, flat)
+        def run(duplicate: Communicator, flat: Tensor) -> None:
+            assert isinstance(duplicate, HierarchicalCommunicator)
+            two_level(duplicate, flat)
 
         def start() -> Work:
-            return self._beside_host(
-                self._in_background(tensor, run) if self._is_even else flatly()
-            )
+            is_uniform = self._layout.is_uniform
+            work = self._in_background(tensor, run) if is_uniform else network_only()
+            return self._with_shm_progress(work)
 
         return self._counted(tensor, kind, counts, start)
 
@@ -341,26 +266,104 @@ class HierarchicalCommunicator(Communicator):
             raise
         return self.track_transfer(work, transfer)
 
-    def _beside_host(self, work: Work) -> Work:
-        return work if self.host is None else ShmProgressingWork(self.host, work)
+    def _with_shm_progress(self, work: Work) -> Work:
+        return work if self.intra_node is None else ShmProgressingWork(self.intra_node, work)
+
+    def _node_groups(self) -> NodeGroups:
+        """Return the groups for two-level collectives. Collective on first use.
+
+        Only the duplicate of the communication thread calls this, so a communicator without
+        collectives never connects the inter-node group.
+        """
+        if self._groups is None:
+            assert self.intra_node is not None
+            inter_node = self.network.subgroup(self._layout.inter_node_ranks(self.rank))
+            self._groups = NodeGroups(self.intra_node, inter_node)
+        return self._groups
+
+    def _two_level_all_reduce(self, flat: Tensor, kind: str) -> None:
+        """Reduce-scatter within the node, all-reduce across nodes, all-gather within the node."""
+        groups = self._node_groups()
+        groups.intra_node.reduce_scatter(flat, kind).wait()
+        groups.inter_node.all_reduce(self._local_chunk(flat), kind).wait()
+        groups.intra_node.all_gather(flat, kind).wait()
+
+    def _two_level_broadcast(self, flat: Tensor, root: int, kind: str) -> None:
+        """Broadcast on the root's node, then chunk by chunk across nodes, and all-gather there."""
+        groups = self._node_groups()
+        root_node, root_local_rank = self._layout.position(root)
+        if self._node == root_node:
+            groups.intra_node.broadcast(flat, root_local_rank, kind).wait()
+        groups.inter_node.broadcast(self._local_chunk(flat), root_node, kind).wait()
+        if self._node != root_node:
+            groups.intra_node.all_gather(flat, kind).wait()
+
+    def _two_level_reduce_scatter(self, flat: Tensor, kind: str) -> None:
+        """Reduce-scatter within the node, then across nodes."""
+        groups = self._node_groups()
+        padded = self._padded(flat)
+        for own, target in self._chunk_pairs(flat, padded):
+            target.copy_(own)
+        groups.intra_node.reduce_scatter(padded, kind).wait()
+        ring.reduce_scatter(groups.inter_node, self._local_chunk(padded), kind)
+        own, target = self._chunk_pairs(flat, padded)[self.rank]
+        own.copy_(target)
+
+    def _two_level_all_gather(self, flat: Tensor, kind: str) -> None:
+        """All-gather across nodes, then within the node."""
+        groups = self._node_groups()
+        padded = self._padded(flat)
+        own, target = self._chunk_pairs(flat, padded)[self.rank]
+        target.copy_(own)
+        groups.inter_node.all_gather(self._local_chunk(padded), kind).wait()
+        groups.intra_node.all_gather(padded, kind).wait()
+        for own, target in self._chunk_pairs(flat, padded):
+            own.copy_(target)
+
+    def _local_chunk(self, flat: Tensor) -> Tensor:
+        """Return the chunk that this rank transfers across nodes."""
+        return chunk(flat, len(self._layout.ranks_by_node[self._node]), self._local_rank)
+
+    def _padded(self, flat: Tensor) -> Tensor:
+        """Return zeros with space for the chunks of all ranks, each as large as the first."""
+        return flat.new_zeros(self.world_size * chunk_elements(flat.numel(), self.world_size, 0))
+
+    def _chunk_pairs(self, flat: Tensor, padded: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return, by rank, its chunk of `flat` and the corresponding part of `padded`.
+
+        In `padded`, the chunks of ranks with the same local rank are adjacent, so that they form
+        the local chunk of these ranks.
+        """
+        nodes = len(self._layout.ranks_by_node)
+        pairs = []
+        for rank in range(self.world_size):
+            node, local_rank = self._layout.position(rank)
+            own = chunk(flat, self.world_size, rank)
+            target = chunk(padded, self.world_size, local_rank * nodes + node)
+            pairs.append((own, target[: own.numel()]))
+        return pairs
 
 
 class ShmProgressingWork(Work):
-    """Work that does not go through the host's memory, while messages may that others wait for."""
+    """An operation over the network, whose wait also progresses messages in shared memory.
 
-    def __init__(self, host: SharedMemoryCommunicator, work: Work) -> None:
+    Otherwise a peer could wait for a shared-memory message of this rank while this rank waits for
+    the network.
+    """
+
+    def __init__(self, intra_node: SharedMemoryCommunicator, work: Work) -> None:
         super().__init__()
-        self._host, self._work = host, work
+        self._intra_node, self._work = intra_node, work
 
     def add_done_callback(self, action: Callable[[float], None]) -> None:
         self._work.add_done_callback(action)
 
     def _block(self) -> None:
-        while self._host.is_busy and not self._work.is_completed():
-            if not self._host.progress():
+        while self._intra_node.is_busy and not self._work.is_completed():
+            if not self._intra_node.progress():
                 sleep(POLL_SECONDS)
         self._work.wait()
 
     def _poll(self) -> bool:
-        self._host.progress()
+        self._intra_node.progress()
         return self._work.is_completed()

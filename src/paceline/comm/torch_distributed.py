@@ -349,7 +349,7 @@ class TorchCommunicator(Communicator):
             handle = self._group(staged.flat.device).allreduce([staged.flat])
         return self._collective(handle, context, transfer, staged)
 
-    def dup(self) -> Self:
+    def dup(self, traffic: Traffic | None = None) -> Self:
         self._children += 1
         return type(self)(
             PrefixStore(f"dup/{self._children}", self._store),
@@ -358,16 +358,11 @@ class TorchCommunicator(Communicator):
             address=self._address,
             gpu=self._gpu,
             timeout_seconds=self.timeout_seconds,
-            traffic=self.traffic,
+            traffic=traffic or self.traffic,
             global_ranks=self.global_ranks,
         )
 
-    def subgroup(self, ranks: Sequence[int]) -> Self:
-        """Create a communicator over some ranks, which all call this with the same ranks.
-
-        They are renumbered in the order given. It counts into the same traffic. The caller closes
-        it.
-        """
+    def subgroup(self, ranks: Sequence[int], traffic: Traffic | None = None) -> Self:
         self._children += 1
         return type(self)(
             PrefixStore(f"subgroup/{self._children}/{'-'.join(map(str, ranks))}", self._store),
@@ -376,7 +371,7 @@ class TorchCommunicator(Communicator):
             address=self._address,
             gpu=self._gpu,
             timeout_seconds=self.timeout_seconds,
-            traffic=self.traffic,
+            traffic=traffic or self.traffic,
             global_ranks=[self.global_ranks[rank] for rank in ranks],
         )
 

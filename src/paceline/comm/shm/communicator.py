@@ -67,17 +67,17 @@ SEARCH_SECONDS = 0.005
 CPU = torch.device("cpu")
 
 
-def connect(communicator: Communicator) -> SharedMemoryCommunicator:
-    """A quicker connection between workers that are all on one host. Collective.
+def connect(bootstrap: Communicator, traffic: Traffic | None = None) -> SharedMemoryCommunicator:
+    """Connect ranks that are all on one node by shared memory. Collective.
 
-    It counts into the same traffic, and needs the communicator given no more once it is made.
+    It counts into `traffic`, by default that of `bootstrap`, which may be closed afterwards.
     """
-    connected = SharedMemoryCommunicator(
-        communicator, communicator.timeout_seconds, communicator.traffic
+    communicator = SharedMemoryCommunicator(
+        bootstrap, bootstrap.timeout_seconds, traffic or bootstrap.traffic
     )
-    # Whoever comes here has left the last operation on the communicator given, which may now close.
-    connected.barrier().wait()
-    return connected
+    # After this barrier, no rank uses `bootstrap` any more.
+    communicator.barrier().wait()
+    return communicator
 
 
 class SharedMemoryCommunicator(Communicator):
@@ -187,8 +187,8 @@ class SharedMemoryCommunicator(Communicator):
             else self._begin(Barrier(self._boxes), operation)
         )
 
-    def dup(self) -> Self:
-        return type(self)(self, self.timeout_seconds, self.traffic)
+    def dup(self, traffic: Traffic | None = None) -> Self:
+        return type(self)(self, self.timeout_seconds, traffic or self.traffic)
 
     def _disconnect(self) -> None:
         if not self._is_closed:

@@ -75,12 +75,12 @@ class SharedWeights(Strategy):
         super().setup(replica)
         self._levels = split_by_node(replica.communicator, replica.node)
         self._share_memory(self._levels)
-        self.checkpoint = SharedCheckpointState(replica, self._own, self._levels.host)
-        self._levels.host.barrier().wait()
+        self.checkpoint = SharedCheckpointState(replica, self._own, self._levels.intra_node)
+        self._levels.intra_node.barrier().wait()
 
     def _share_memory(self, levels: NodeGroups) -> None:
         replica, weights = self.replica, self._trained
-        place, workers = levels.host.rank, levels.host.world_size
+        place, workers = levels.intra_node.rank, levels.intra_node.world_size
         sizes = [weight.nbytes for weight in weights]
         chunks = min(workers, max(1, sum(sizes) // LEAST_CHUNK_BYTES))
         size_bytes = padded_bytes(sizes, chunks)
@@ -89,7 +89,7 @@ class SharedWeights(Strategy):
         begins, arena_bytes = aligned_offsets(
             [*([size_bytes] * (1 + workers)), *(workers * memory_bytes(layer) for layer in layers)]
         )
-        arena = SharedSegment(levels.host, arena_bytes)
+        arena = SharedSegment(levels.intra_node, arena_bytes)
         first = weights[0]
         blocks = [
             arena.tensor(begin, size_bytes // first.element_size(), first.dtype)
@@ -118,9 +118,9 @@ class SharedWeights(Strategy):
                 deposits,
                 place,
                 factored,
-                sums_lie_together=levels.across.world_size > 1,
+                sums_lie_together=levels.inter_node.world_size > 1,
             )
-        self._own = ShardedOptimizer(replica, weights, pieces, levels.host)
+        self._own = ShardedOptimizer(replica, weights, pieces, levels.intra_node)
         self._chunk = chunk(deposits[place].tensor, chunks, place) if pieces else torch.empty(0)
         """Where the sums of this worker's pieces lie together, to be exchanged across hosts."""
         self._must_wait_for_update = chunks > 1 or place > 0
@@ -130,12 +130,12 @@ class SharedWeights(Strategy):
     def _layers_to_factor(self) -> list[nn.Linear]:
         """None where a compiler has taken the forward pass, or where one worker is alone."""
         replica = self.replica
-        if replica.forward is not replica.model or self._levels.host.world_size == 1:
+        if replica.forward is not replica.model or self._levels.intra_node.world_size == 1:
             return []
         return layers_to_factor(replica.model, self._trained)
 
     def step(self) -> None:
-        replica, host = self.replica, self._levels.host
+        replica, host = self.replica, self._levels.intra_node
         with replica.exposed_communication():
             self._sum_chunk()
         self._own.update()
@@ -151,13 +151,13 @@ class SharedWeights(Strategy):
         levels, traffic = self._levels, self.replica.communicator.traffic
         given_bytes = self._deposits.publish()
         giving = traffic.begin("gradients", bytes_sent=given_bytes, messages=bool(given_bytes))
-        given = levels.host.barrier()
+        given = levels.intra_node.barrier()
         if self._chunk.numel():
             given.wait()
             read_bytes = self._deposits.reduce()
             traffic.end(traffic.begin("gradients", bytes_received=read_bytes))
         traffic.end(giving)
-        levels.across.all_reduce(self._chunk, "gradients").wait()
+        levels.inter_node.all_reduce(self._chunk, "gradients").wait()
 
     def finish(self) -> None:
         """Every worker leaves with weights of its own."""
@@ -165,7 +165,7 @@ class SharedWeights(Strategy):
             weight.data = weight.data.clone(memory_format=torch.preserve_format)
         self._deposits.release()
         # Not before all have copied: what one does with its model then is its own affair.
-        self._levels.host.barrier().wait()
+        self._levels.intra_node.barrier().wait()
         self._levels.close()
         # A last checkpoint may follow.
         self._own.gather_over(self.replica.communicator)
