@@ -51,6 +51,15 @@ def count(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"
 
 
+def format_duration(value: float | None) -> str:
+    """Hours, minutes and seconds, as in 1:02:03 or 2:03."""
+    if value is None:
+        return "unknown"
+    minutes, rest = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
 def spread(values: Sequence[float], text: Callable[[float], str]) -> str:
     """The mean, with min and max where there are several."""
     if not values:

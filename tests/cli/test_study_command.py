@@ -129,7 +129,7 @@ def test_a_scale_that_a_file_does_not_have_is_refused(
 ) -> None:
     path = write_study(tmp_path, STUDY)
     assert main(["study", "run", str(path), "--scale", "full", "--dry-run"]) == 2
-    assert "the study has no scales: leave --scale out" in capsys.readouterr().err
+    assert "the study has no scales: omit --scale" in capsys.readouterr().err
 
 
 def test_a_dry_run_breaks_no_id_and_names_cells_whose_data_is_not_here(

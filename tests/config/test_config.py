@@ -51,7 +51,7 @@ def test_a_list_that_is_given_as_text_is_not_empty(text: str) -> None:
 def test_all_problems_are_told_at_once_each_with_its_flag() -> None:
     told = problems_of(epochs="2.5", lr="fast", batch_size="0", optimizer="sdg", colour="red")
     assert len(told) == 5
-    for flag in ("--epochs", "--lr", "--batch-size", "--optimizer", "no such setting 'colour'"):
+    for flag in ("--epochs", "--lr", "--batch-size", "--optimizer", "unknown setting 'colour'"):
         assert any(line.startswith(flag) for line in told), flag
 
 

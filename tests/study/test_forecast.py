@@ -51,8 +51,8 @@ def test_workers_share_the_cores_and_keep_to_quotas(
 
 
 def test_a_cell_takes_its_samples_and_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(duration, "time_a_sample", lambda *key: 0.01)
-    monkeypatch.setattr(duration, "time_an_import", lambda: 2.0)
+    monkeypatch.setattr(duration, "time_sample", lambda *key: 0.01)
+    monkeypatch.setattr(duration, "time_import", lambda: 2.0)
     monkeypatch.setattr(duration, "cores_usable", lambda: 2)
     settings = {
         "model": "lenet",
@@ -75,4 +75,4 @@ def test_nothing_is_guessed_of_a_users_own(settings: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("model", [entry.name for entry in MODELS])
 def test_a_step_of_every_model_can_be_timed(model: str) -> None:
-    assert 0 < duration.time_a_sample(model, (3, 32, 32), 10) < math.inf
+    assert 0 < duration.time_sample(model, (3, 32, 32), 10) < math.inf

@@ -233,5 +233,5 @@ def test_two_cells_of_one_name_are_refused(tmp_path: Path) -> None:
           - {label: "a b", seed: 1}
           - {label: a-b, seed: 2}
     """
-    with pytest.raises(ConfigError, match=r"2 cells would be called a-b\.r1"):
+    with pytest.raises(ConfigError, match=r"2 cells have the name a-b\.r1"):
         planned(tmp_path, text)

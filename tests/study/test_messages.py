@@ -24,23 +24,23 @@ def problems(folder: Path, text: str) -> list[str]:
     [
         (
             "grid:\n  strategy:\n    - {label: x, stratgy: ddp}\n",
-            "mine.yaml:3: grid.strategy: no such setting 'stratgy': did you mean strategy?",
+            "mine.yaml:3: grid.strategy: unknown setting 'stratgy': did you mean strategy?",
         ),
         (
             "base:\n  lr: 1\n  batchsize: 3\n",
-            "mine.yaml:3: base: no such setting 'batchsize': did you mean batch_size?",
+            "mine.yaml:3: base: unknown setting 'batchsize': did you mean batch_size?",
         ),
         (
             "base:\n  out: here\n",
-            "mine.yaml:2: base: 'out' is the study's to choose: leave it out",
+            "mine.yaml:2: base: 'out' is set by the study: omit it",
         ),
         (
             "base: {lr: 1}\ngird: {}\n",
-            "mine.yaml:2: no such key 'gird': did you mean grid?",
+            "mine.yaml:2: unknown key 'gird': did you mean grid?",
         ),
         (
             "base: {lr: 1}\nreport:\n  - verdict\n  - phase\n",
-            "mine.yaml:4: report: no such section 'phase': did you mean phases?",
+            "mine.yaml:4: report: unknown section 'phase': did you mean phases?",
         ),
         ("base:\n  lr: -1\n", "mine.yaml:2: base.lr: must be above 0 and at most 1e+09, got -1.0"),
         (
@@ -58,7 +58,7 @@ def problems(folder: Path, text: str) -> list[str]:
         ),
         (
             "grid:\n  cluster.node: [1]\n",
-            "mine.yaml:2: grid.cluster.node: no such setting 'cluster.node':"
+            "mine.yaml:2: grid.cluster.node: unknown setting 'cluster.node':"
             " did you mean cluster.nodes?",
         ),
         (
@@ -81,8 +81,8 @@ def problems(folder: Path, text: str) -> list[str]:
             "mine.yaml:1: strategy single: trains 1 worker, not 2: choose another with"
             " `paceline list strategies` (as in nproc_per_node-2)",
         ),
-        ("grid:\n  way: [a]\n", "mine.yaml:2: grid.way: this axis is no setting: each of its values"
-         " must be settings with a label"),
+        ("grid:\n  way: [a]\n", "mine.yaml:2: grid.way: the axis is not a setting:"
+         " its values must be mappings with a label"),
         ("grid:\n  way:\n    - {seed: 1}\n", "mine.yaml:3: grid.way: needs a label"),
         ("grid:\n  seed:\n", "mine.yaml:2: grid.seed: must be a list of values"),
         ("parts:\n  one:\n  two: {}\n",
@@ -97,7 +97,7 @@ def problems(folder: Path, text: str) -> list[str]:
             "mine.yaml:3: exclude: no value '2' on axis seed: choose from 1",
         ),
         ("base: {seed: 1}\nrepeats: 0\n",
-         "mine.yaml:2: repeats: must be a number of 1 to 1000, got 0"),
+         "mine.yaml:2: repeats: must be a number from 1 to 1000, got 0"),
         (
             "repeats: 3\nbase:\n  seed: 9223372036854775807\n",
             "mine.yaml:3: base.seed: must be at most 9223372036854775805 with 3 repeats,"
@@ -110,7 +110,7 @@ def problems(folder: Path, text: str) -> list[str]:
         ),
         (
             "base: {seed: 1}\nrepeats: " + "9" * 20 + "\n",
-            "mine.yaml:2: repeats: must be a number of 1 to 1000, got " + "9" * 20,
+            "mine.yaml:2: repeats: must be a number from 1 to 1000, got " + "9" * 20,
         ),
         (
             "base:\n  seed: " + "9" * 5000 + "\n",
@@ -134,49 +134,49 @@ def problems(folder: Path, text: str) -> list[str]:
         ),
         (
             'base:\n  "a\\nb": 1\n',
-            "mine.yaml:2: base: no such setting 'a\\nb': docs/config.md lists all of them",
+            "mine.yaml:2: base: unknown setting 'a\\nb': see docs/config.md",
         ),
         (
             "base:\n  " + "k" * 300 + ": 1\n",
-            "mine.yaml:2: base: no such setting '" + "k" * 40 + "'... (300 characters):"
-            " docs/config.md lists all of them",
+            "mine.yaml:2: base: unknown setting '" + "k" * 40 + "'... (300 characters):"
+            " see docs/config.md",
         ),
         ("base: {seed: 1}\norder: random\n",
          "mine.yaml:2: order: must be interleaved or sequential, got 'random'"),
-        ("base:\n  seed: 1\n  seed: 2\n", "mine.yaml:3: base: 'seed' is given twice"),
+        ("base:\n  seed: 1\n  seed: 2\n", "mine.yaml:3: base: 'seed' is a duplicate key"),
         (
             "scales:\n  quick:\n    base:\n      sead: 1\n",
-            "mine.yaml:4: scales.quick.base: no such setting 'sead': did you mean seed?",
+            "mine.yaml:4: scales.quick.base: unknown setting 'sead': did you mean seed?",
         ),
         ("base: {seed: 1}\nscales:\n  big: {}\n",
-         "mine.yaml:3: scales.big: no such scale 'big': choose from quick, full"),
+         "mine.yaml:3: scales.big: unknown scale 'big': choose from quick, full"),
         ("base: {seed: 1}\nscales: [quick]\n",
-         "mine.yaml:2: scales: must be settings under quick and full"),
+         "mine.yaml:2: scales: must be a mapping with the keys quick and full"),
         ("title:\n  - a\nbase: {seed: 1}\n", "mine.yaml:1: title: must be text"),
         ("include:\n  - {label: [a], seed: 1}\n", "mine.yaml:2: include.label: must be text"),
         ("base:\n  seed: 2020-13-45\n",
-         "mine.yaml:2: base.seed: is no timestamp: '2020-13-45' (quote what is text)"),
-        ("base: {seed: 1}\n? [a, b]\n: 1\n", "mine.yaml:2: a key must be a word"),
-        ("base:\n  <<: 3\n", "mine.yaml:2: base: << takes settings by name, or a list of such"),
+         "mine.yaml:2: base.seed: is not a valid timestamp: '2020-13-45' (quote it if it is text)"),
+        ("base: {seed: 1}\n? [a, b]\n: 1\n", "mine.yaml:2: a key must be a scalar"),
+        ("base:\n  <<: 3\n", "mine.yaml:2: base: << must be a mapping or a list of mappings"),
         ("parts: {one: {}}\nexclude:\n  - {seed: 1}\n",
-         "mine.yaml:2: exclude: a study with parts has it there: move it into one"),
+         "mine.yaml:2: exclude: belongs inside a part, because the study has parts"),
         ("grid: {seed: [1]}\nexclude: [{seed: 1}]\n",
-         "mine.yaml:1: no cells are left: exclude fewer of them"),
-        ("grid:\n  seed: [1, 1]\n", "mine.yaml:2: grid.seed: two values are called '1'"),
+         "mine.yaml:1: no cells remain: exclude fewer of them"),
+        ("grid:\n  seed: [1, 1]\n", "mine.yaml:2: grid.seed: two values have the label '1'"),
         (
             "grid: {lr: [0.5]}\ninclude:\n  - {label: half, lr: 0.50}\n",
-            "mine.yaml:3: include: half has the settings of lr-0.5, seeds included:"
-            " leave one of them out",
+            "mine.yaml:3: include: half has the settings and seeds of lr-0.5:"
+            " remove one of them",
         ),
         (
             "parts:\n  a: {base: {lr: 0.5}}\n  b:\n    grid: {lr: [0.5]}\n"
             "    include:\n      - {label: half, lr: 0.50}\n",
-            "mine.yaml:6: parts.b.include: b.half has the settings of b.lr-0.5, seeds included:"
-            " leave one of them out",
+            "mine.yaml:6: parts.b.include: b.half has the settings and seeds of b.lr-0.5:"
+            " remove one of them",
         ),
         (
             "repeats: 2\ngrid:\n  seed: [1, 2]\n",
-            "mine.yaml:1: seed-2 has the settings of seed-1, seeds included: leave one of them out",
+            "mine.yaml:1: seed-2 has the settings and seeds of seed-1: remove one of them",
         ),
     ],
 )  # fmt: skip
@@ -243,7 +243,7 @@ def test_problems_of_keys_axes_names_and_values_are_told_together(tmp_path: Path
         ("base:\n  seed: \x01\n", "mine.yaml:2: not YAML: special characters are not allowed"),
         ("base:\n  lr: &a [*a]\n", "mine.yaml:2: too deeply nested"),
         ("base: !!python/object/apply:os.system [ls]\n", "mine.yaml:1"),
-        ("a: &a [1, 1]\nb: &b [*a, *a]\nc: &c " + "[*b, *b]\n", "no such key 'a'"),
+        ("a: &a [1, 1]\nb: &b [*a, *a]\nc: &c " + "[*b, *b]\n", "unknown key 'a'"),
     ],
 )
 def test_a_file_that_is_no_plain_yaml_is_refused(text: str, told: str, tmp_path: Path) -> None:
@@ -263,15 +263,15 @@ def test_a_file_that_is_no_plain_yaml_is_refused(text: str, told: str, tmp_path:
         (
             b"# a comment\nbase: {seed: 1}\n",
             "quick",
-            "mine.yaml:2: the study has no scales: leave --scale out",
+            "mine.yaml:2: the study has no scales: omit --scale",
         ),
         (
             b"base: {seed: 1}\nscales:\n  full: {repeats: 2}\n",
             "quick",
-            "mine.yaml:2: scales: no scale 'quick': leave --scale out",
+            "mine.yaml:2: scales: no scale 'quick': omit --scale",
         ),
     ],
-    ids=["not UTF-8", "empty", "no scales", "no such scale"],
+    ids=["not UTF-8", "empty", "no scales", "unknown scale"],
 )
 def test_a_problem_of_the_whole_file_has_a_line_number(
     content: bytes, scale: str | None, message: str, tmp_path: Path

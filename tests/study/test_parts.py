@@ -21,12 +21,12 @@ from paceline.analysis.run import open_run
 from paceline.cli.config_flags import add_config_flags, given_flags
 from paceline.config import from_mapping
 from paceline.errors import RecordsError, UsageError
+from paceline.formatting import format_duration
 from paceline.study import catalogue, duration
-from paceline.study import folder as lock
 from paceline.study.cells import load
 from paceline.study.folder import Cell, CellFailure, Part, Study, StudyFolder, rows
 from paceline.study.progress import BarDisplay, LineDisplay, choose
-from paceline.study.runner import CellProcess, last_error_line, train_words
+from paceline.study.runner import CellProcess, last_error_line, train_argv
 from tests.support.records import FakeRun, write_asynchronous, write_run
 from tests.support.study_files import planned, pretend_run
 
@@ -90,17 +90,17 @@ def test_no_cell_leads_out_of_its_study(run: str, tmp_path: Path) -> None:
 def test_a_second_runner_is_refused_in_one_line(tmp_path: Path) -> None:
     folder = StudyFolder(tmp_path)
     owner = re.escape(f"process {os.getpid()} on {socket.gethostname()}")
-    refusal = f"is in use by {owner}: wait for it, or give another --out"
-    with lock.held(folder), pytest.raises(UsageError, match=refusal), lock.held(folder):
+    refusal = f"is in use by {owner}: wait for it, or choose another --out"
+    with folder.locked(), pytest.raises(UsageError, match=refusal), folder.locked():
         pass
-    with lock.held(folder):
+    with folder.locked():
         pass
 
 
 def test_the_lock_ends_with_its_owner(tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path; from paceline.study import folder\n"
-        "with folder.held(folder.StudyFolder(Path(sys.argv[1]))): print(flush=True); time.sleep(60)"
+        "with folder.StudyFolder(Path(sys.argv[1])).locked(): print(flush=True); time.sleep(60)"
     )
     owner = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE)
     with owner:
@@ -108,24 +108,24 @@ def test_the_lock_ends_with_its_owner(tmp_path: Path) -> None:
         owner.stdout.readline()
         with (
             pytest.raises(UsageError, match=f"process {owner.pid}"),
-            lock.held(StudyFolder(tmp_path)),
+            StudyFolder(tmp_path).locked(),
         ):
             pass
         owner.kill()
-    with lock.held(StudyFolder(tmp_path)):
+    with StudyFolder(tmp_path).locked():
         pass
 
 
 def test_a_cell_that_outlives_its_runner_keeps_the_folder_until_it_ends(tmp_path: Path) -> None:
     folder = StudyFolder(tmp_path)
-    with lock.held(folder):
+    with folder.locked():
         process = CellProcess(["-c", "import time; time.sleep(60)"], tmp_path / "log.txt")
     try:
-        with pytest.raises(UsageError, match="in use by another process"), lock.held(folder):
+        with pytest.raises(UsageError, match="in use by another process"), folder.locked():
             pass
     finally:
         process.stop()
-    with lock.held(folder):
+    with folder.locked():
         pass
 
 
@@ -135,7 +135,7 @@ def test_a_cells_command_says_the_cells_settings(name: str) -> None:
     add_config_flags(parser)
     parser.add_argument("--quiet", action="store_true")
     for config in load(catalogue.find(name), "full").configs.values():
-        words = train_words(config)
+        words = train_argv(config)
         assert words[:3] == ["-m", "paceline", "train"]
         assert from_mapping(given_flags(parser.parse_args(words[3:]))) == config
 
@@ -205,7 +205,7 @@ def test_an_estimate_comes_from_repeats_then_the_part_then_all() -> None:
 
 
 def test_seconds_read_as_a_clock() -> None:
-    assert [duration.format_duration(value) for value in (None, 0, 75.4, 3661)] == [
+    assert [format_duration(value) for value in (None, 0, 75.4, 3661)] == [
         "unknown",
         "0:00",
         "1:15",
@@ -269,3 +269,9 @@ def test_a_summary_calls_a_strange_result_damaged(tmp_path: Path) -> None:
     pretend_run(folder, "batch_size-8.r1", plan.configs["batch_size-8.r1"])
     (row,) = rows(folder, plan.study, step_seconds)
     assert (row.status, row.accuracies) == ("damaged", ())
+
+
+def test_planning_a_study_does_not_import_torch() -> None:
+    program = "import sys, paceline.study.cells, paceline.study.progress\n"
+    program += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0

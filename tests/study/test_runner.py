@@ -193,7 +193,7 @@ def test_a_cell_over_its_time_limit_has_failed(stage: Stage, tmp_path: Path) -> 
     outcome = run(stage, planned(tmp_path, f"{TWO_CELLS}\n    time_limit_minutes: 2"))
     (failed,) = outcome.failed
     assert failed.trouble is not None
-    assert failed.trouble.cause == "stopped after its time limit of 2:00"
+    assert failed.trouble.cause == "stopped after the time limit of 2:00"
     assert stage.stops == 2
 
 
@@ -292,7 +292,7 @@ def test_a_pattern_chooses_cells_and_the_study_keeps_all(stage: Stage, tmp_path:
 
 
 def test_a_pattern_that_means_no_cell_is_refused(stage: Stage, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--only ddp: no cell is called so"):
+    with pytest.raises(UsageError, match="--only ddp: no cell has this name"):
         run(stage, planned(tmp_path, TWO_CELLS), only="ddp")
 
 
@@ -319,7 +319,7 @@ def test_a_run_that_failed_has_failed_in_both_parts(stage: Stage, tmp_path: Path
 
 def test_a_folder_of_another_study_is_refused(stage: Stage, tmp_path: Path) -> None:
     run(stage, planned(tmp_path, f"{TWO_CELLS}\n    scales: {{quick: {{repeats: 1}}}}"))
-    with pytest.raises(UsageError, match="holds study mine at scale quick: give another --out"):
+    with pytest.raises(UsageError, match="has study mine at scale quick: choose another --out"):
         run(stage, planned(tmp_path, TWO_CELLS))
 
 
@@ -334,7 +334,7 @@ def test_unable_says_why_a_gpu_cell_cannot_run(monkeypatch: pytest.MonkeyPatch) 
 def test_unable_says_why_an_emulated_cluster_cannot_be_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(machine, "_without_clusters", lambda: "run as root")
+    monkeypatch.setattr(machine, "_emulation_error", lambda: "run as root")
     config = from_mapping({"cluster": "nodes=2", "strategy": "ddp"})
     assert machine.missing_requirement(config) == "no emulated cluster: run as root"
 

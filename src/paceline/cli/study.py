@@ -79,7 +79,6 @@ def run_study(
 ) -> int:
     """Run what is missing of a study and report; the exit code."""
     from paceline.study import catalogue, progress
-    from paceline.study import folder as lock
     from paceline.study.cells import load
     from paceline.study.folder import StudyFolder
     from paceline.terminal import open_console
@@ -96,7 +95,7 @@ def run_study(
     if is_dry:
         _print_dry_run(console, plan, folder, only)
         return 0
-    with lock.held(folder):
+    with folder.locked():
         outcome = Runner(plan, folder, progress.choose(console)).run(only)
         _print_cells(console, folder, outcome.study)
         _print_troubles(console, outcome)
@@ -154,6 +153,7 @@ def _report(folder: StudyFolder, console: Console) -> None:
 
 
 def _print_dry_run(console: Console, plan: Plan, folder: StudyFolder, only: str | None) -> None:
+    from paceline.formatting import format_duration
     from paceline.study import duration, runner
     from paceline.study.duration import DurationModel
     from paceline.study.runner import State, chosen_cells, merge_previous, state_of
@@ -179,13 +179,13 @@ def _print_dry_run(console: Console, plan: Plan, folder: StudyFolder, only: str 
         if state is not State.DONE and reason is None:
             seconds = forecast.seconds_of(config) if forecast else duration.seconds_of(cell, known)
             to_run.append(seconds)
-            clock = duration.format_duration(seconds)
+            clock = format_duration(seconds)
         rows.append((cell.id, cell.label, told, clock))
     _print_by_cell(console, ("cell", "what", "state", "estimate"), rows)
     total = "unknown until one is done"
     guessed = [seconds for seconds in to_run if seconds is not None]
     if len(guessed) == len(to_run):
-        total = duration.format_duration(sum(guessed))
+        total = format_duration(sum(guessed))
         if forecast and to_run:
             total = f"at least {total} of computation, communication not included"
     cells = f"{len(to_run)} cell{'s' * (len(to_run) != 1)}"

@@ -6,7 +6,7 @@ each with its field and what would do.
 """
 
 from paceline.config.parsing import from_mapping, from_record, non_default_values, to_argv
-from paceline.config.run_config import Every, RunConfig, fields, type_of
+from paceline.config.run_config import Every, RunConfig, fields, key, type_of
 from paceline.config.schema import GROUPS, Option, flag_of, option_of
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "flag_of",
     "from_mapping",
     "from_record",
+    "key",
     "non_default_values",
     "option_of",
     "to_argv",

@@ -27,7 +27,7 @@ def from_mapping(values: Mapping[str, Any], recorded: Mapping[str, Any] | None =
     changed, values = values, {**(recorded or {}), **values}
     known = {item.name: item for item in fields()}
     problems = [
-        f"no such setting {shown(name)}: {_hint(name)}" for name in values if name not in known
+        f"unknown setting {shown(name)}: {_hint(name)}" for name in values if name not in known
     ]
     converted: dict[str, Any] = {}
     for name, raw in values.items():

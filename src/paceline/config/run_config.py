@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import typing
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -446,6 +448,12 @@ class RunConfig:
         return {
             key: list(value) if isinstance(value, tuple) else value for key, value in values.items()
         }
+
+
+def key(config: RunConfig, ignoring: Container[str] = ()) -> str:
+    """Return text that is equal for configs whose fields agree, except those of `ignoring`."""
+    values = {name: value for name, value in config.to_dict().items() if name not in ignoring}
+    return json.dumps(values, sort_keys=True)
 
 
 def fields() -> tuple[dataclasses.Field[Any], ...]:

@@ -1,85 +1,66 @@
-"""Whether each cell's strategy takes its options and its workers; this loads torch.
-
-A study file at one scale, checked and expanded into cells, before anything runs."""
+"""Expand a study file at one scale into cells, and check them before any of them runs."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from paceline.config import RunConfig
+from paceline.config import key as config_key
 from paceline.config.conversion import LARGEST_INTEGER
 from paceline.errors import ConfigError, UsageError, bare, shown, suggest
-from paceline.launch.launcher import check_strategy
 from paceline.study.folder import Cell, Part, Study
-from paceline.study.grid import Point, expand, read_axes, slug, text_of
+from paceline.study.grid import GridPoint, expand, read_axes, slug, text_of
 from paceline.study.settings import Settings, check_key
 from paceline.study.study_file import SECTION_NAMES, StudyFile
 from paceline.study.yaml_nodes import Diagnostics, YamlNode, read
 
-
-def check_strategies(plan: Plan) -> None:
-    """ConfigError with the lines of the study file, before any of its cells has cost an hour."""
-    problems = Diagnostics()
-    for cell in plan.study.cells:
-        if cell.repeat > 1 or cell.run != cell.id:
-            continue
-        try:
-            check_strategy(plan.configs[cell.id])
-        except ConfigError as error:
-            plan.tell(cell, error.problems, problems)
-        except UsageError as error:
-            plan.tell(cell, (str(error),), problems)
-    problems.raise_if_any()
-
-
 ORDERS = ("interleaved", "sequential")
-OF_A_GRID = ("grid", "include", "exclude", "context")
+GRID_KEYS = ("grid", "include", "exclude", "context")
 MOST_REPEATS = 1000
 MOST_CELLS = 10_000
 LONGEST_ID = 150
-"""In bytes. Folders' names end at 255 on the usual file systems; a run kept aside gets a suffix."""
+"""In bytes. File names have at most 255 on common file systems; a replaced run gets a suffix."""
 DEFAULT_LIMIT_MINUTES = 12 * 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A study, and how it is to be run."""
+    """A study with the configs of its cells and how to run them."""
 
     study: Study
     order: str
     time_limit_seconds: float
     configs: dict[str, RunConfig]
-    """By the id of the cell."""
-    _given: dict[str, tuple[Settings, YamlNode]] = field(repr=False)
+    """By cell id."""
+    _origins: dict[str, tuple[Settings, YamlNode]] = field(repr=False)
 
     def in_running_order(self) -> list[Cell]:
-        """Interleaved: the first repeat of all, then the second; what drifts then hits all alike.
+        """Return the cells to run; of cells that share a run, the first.
 
-        Of cells that are one run, the first only.
+        Interleaved order runs the first repeat of all cells, then the second: drift of the machine
+        then affects all cells alike.
         """
         cells = [cell for cell in self.study.cells if cell.run == cell.id]
         if self.order == "interleaved":
             return sorted(cells, key=lambda cell: cell.repeat)
         return cells
 
-    def tell(self, cell: Cell, texts: tuple[str, ...], problems: Diagnostics) -> None:
-        """Problems of a cell that somebody else found, at the lines to blame."""
-        settings, place = self._given[cell.id]
+    def report(self, cell: Cell, texts: tuple[str, ...], problems: Diagnostics) -> None:
+        """Add problems of a cell at the lines of its settings."""
+        settings, location = self._origins[cell.id]
         for text in texts:
-            settings.tell(text, place, cell.group, problems)
+            settings.report(text, location, cell.group, problems)
 
 
 def load(path: Path, scale: str | None = None, repeats: int | None = None) -> Plan:
-    """Read and check a study file; ConfigError tells every problem with its line.
+    """Read and check a study file; a ConfigError has every problem with its line.
 
-    `repeats` replaces the file's own number.
+    `repeats` overrides the file's value.
     """
     problems = Diagnostics()
     root = read(path, problems)
@@ -96,20 +77,20 @@ class _Planner:
         self._document, self._name, self._problems = document, name, problems
         self._repeats = repeats or int(self._number("repeats", 1, 1, MOST_REPEATS))
         self._configs: dict[str, RunConfig] = {}
-        self._given: dict[str, tuple[Settings, YamlNode]] = {}
+        self._origins: dict[str, tuple[Settings, YamlNode]] = {}
         self._runs: dict[str, str] = {}
-        """Of each run's settings, the first cell that has them."""
+        """Config key to the id of the first cell that has it."""
         self._groups: dict[tuple[str, str], str] = {}
-        """Of each part and a run's settings, the first group that has them."""
+        """Part and config key to the first group that has them."""
         self._duplicates: list[tuple[YamlNode, str]] = []
         self._planned = 0
 
     def plan(self) -> Plan:
         document = self._document
         names: list[str | None] = list(document.part_names())
-        for key in OF_A_GRID if names else ():
+        for key in GRID_KEYS if names else ():
             if (misplaced := document.find(key)) is not None:
-                self._problems.add(misplaced, "a study with parts has it there: move it into one")
+                self._problems.add(misplaced, "belongs inside a part, because the study has parts")
         parts, cells = [], []
         for name in names or [None]:
             part, its_cells = self._part(name)
@@ -130,11 +111,11 @@ class _Planner:
             time_limit_seconds=60
             * self._number("time_limit_minutes", DEFAULT_LIMIT_MINUTES, 0.01, 1e6),
             configs=self._configs,
-            _given=self._given,
+            _origins=self._origins,
         )
-        # Settings that could not be read may be what tells two cells apart.
-        for place, text in [] if self._problems else self._duplicates:
-            self._problems.add(place, text)
+        # Settings that are invalid may be those in which two cells differ.
+        for location, text in [] if self._problems else self._duplicates:
+            self._problems.add(location, text)
         return plan
 
     def _part(self, name: str | None) -> tuple[Part, list[Cell]]:
@@ -153,10 +134,10 @@ class _Planner:
             axes={axis.name: tuple(value.label for value in axis.values) for axis in axes},
         )
         include, exclude = document.find("include", name), document.find("exclude", name)
-        # Before the grid is expanded: a few long axes make more cells than memory holds.
-        points_at_most = math.prod(len(axis.values) or 1 for axis in axes)
-        points_at_most += len(include.listed()) if include else 0
-        self._planned += points_at_most * self._repeats
+        # Before the grid is expanded: a few long axes make more cells than fit into memory.
+        max_points = math.prod(len(axis.values) or 1 for axis in axes)
+        max_points += len(include.listed()) if include else 0
+        self._planned += max_points * self._repeats
         if self._planned > MOST_CELLS:
             problems.add(document.root, f"more than {MOST_CELLS:,} cells")
             return part, []
@@ -166,14 +147,14 @@ class _Planner:
             axes,
             include,
             exclude,
-            document.place(name),
+            document.location(name),
             problems,
         )
         return part, [cell for point in points for cell in self._cells(point, part, base)]
 
     def _checked_layer(self, layer: YamlNode) -> dict[str, YamlNode]:
         if not layer.is_mapping:
-            self._problems.add(layer, "must be settings by name")
+            self._problems.add(layer, "must be a mapping of settings")
             return {}
         return {
             key: node
@@ -181,34 +162,34 @@ class _Planner:
             if check_key(key, YamlNode(None, node.file, node.line, layer.path), self._problems)
         }
 
-    def _cells(self, point: Point, part: Part, base: Settings) -> Iterator[Cell]:
+    def _cells(self, point: GridPoint, part: Part, base: Settings) -> Iterator[Cell]:
         settings = base.copy()
         for layer in point.layers:
             settings.apply(layer)
-        config = settings.check(point.place, point.name, self._problems)
+        config = settings.check(point.location, point.name, self._problems)
         if config is None:
             return
         last_seed = config.seed + self._repeats - 1
         if last_seed > LARGEST_INTEGER:
             text = f"--seed: must be at most {LARGEST_INTEGER - self._repeats + 1}"
             text += f" with {self._repeats} repeats, got {config.seed}"
-            settings.tell(text, point.place, point.name, self._problems)
+            settings.report(text, point.location, point.name, self._problems)
             return
         for repeat in range(1, self._repeats + 1):
             values = settings.mapping()
             if repeat > 1:
-                # Each repeat draws its own weights and order, so that its spread means something.
+                # Repeats differ in initial weights and sample order.
                 values["seed"] = config.seed + repeat - 1
-            own = dataclasses.replace(config, seed=config.seed + repeat - 1)
+            repeated = dataclasses.replace(config, seed=config.seed + repeat - 1)
             cell_id = f"{point.name}.r{repeat}"
-            self._configs[cell_id] = own
-            self._given[cell_id] = settings, point.place
-            identity = _identity(own)
-            first = self._groups.setdefault((part.name, identity), point.name)
+            self._configs[cell_id] = repeated
+            self._origins[cell_id] = settings, point.location
+            run_key = config_key(repeated)
+            first = self._groups.setdefault((part.name, run_key), point.name)
             if first != point.name:
-                # They would be one run, compared with itself.
-                text = f"{point.name} has the settings of {first}, seeds included"
-                self._duplicates.append((point.place, f"{text}: leave one of them out"))
+                # The run would be compared with itself.
+                text = f"{point.name} has the settings and seeds of {first}"
+                self._duplicates.append((point.location, f"{text}: remove one of them"))
             yield Cell(
                 id=cell_id,
                 part=part.name,
@@ -217,19 +198,19 @@ class _Planner:
                 repeat=repeat,
                 axes=point.axes,
                 settings=values,
-                run=self._runs.setdefault(identity, cell_id),
+                run=self._runs.setdefault(run_key, cell_id),
             )
 
     def _check_ids(self, cells: list[Cell]) -> None:
         counts = Counter(cell.id for cell in cells)
         for cell_id, count in counts.items():
-            _, place = self._given[cell_id]
+            _, location = self._origins[cell_id]
             if count > 1:
-                self._problems.add(place, f"{count} cells would be called {cell_id}")
+                self._problems.add(location, f"{count} cells have the name {cell_id}")
             if len(cell_id.encode()) > LONGEST_ID:
-                self._problems.add(place, f"too long a name for a folder: {bare(cell_id)}")
+                self._problems.add(location, f"too long for a folder name: {bare(cell_id)}")
         if not cells and not self._problems:
-            self._problems.add(self._document.root, "no cells are left: exclude fewer of them")
+            self._problems.add(self._document.root, "no cells remain: exclude fewer of them")
 
     def _text(self, key: str, part: str | None = None) -> str:
         node = self._document.find(key, part)
@@ -242,7 +223,7 @@ class _Planner:
             name = str(item.plain())
             if name not in SECTION_NAMES:
                 hint = suggest(name, SECTION_NAMES)
-                self._problems.add(item, f"no such section {shown(name)}: {hint}")
+                self._problems.add(item, f"unknown section {shown(name)}: {hint}")
         return tuple(str(item.plain()) for item in items)
 
     def _order(self) -> str:
@@ -261,13 +242,27 @@ class _Planner:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not least <= value <= most or (key == "repeats" and value % 1):
             self._problems.add(
-                node, f"must be a number of {least:g} to {most:g}, got {shown(value)}"
+                node, f"must be a number from {least:g} to {most:g}, got {shown(value)}"
             )
             return default
         return float(value)
 
 
-def _identity(config: RunConfig) -> str:
-    """The same for configs that are one run."""
-    values: dict[str, Any] = config.to_dict()
-    return json.dumps(values, sort_keys=True)
+def check_strategies(plan: Plan) -> None:
+    """Check each cell's strategy, its options and its world size; a ConfigError has the lines.
+
+    Loads torch.
+    """
+    from paceline.launch.launcher import check_strategy
+
+    problems = Diagnostics()
+    for cell in plan.study.cells:
+        if cell.repeat > 1 or cell.run != cell.id:
+            continue
+        try:
+            check_strategy(plan.configs[cell.id])
+        except ConfigError as error:
+            plan.report(cell, error.problems, problems)
+        except UsageError as error:
+            plan.report(cell, (str(error),), problems)
+    problems.raise_if_any()

@@ -1,9 +1,8 @@
-"""A first guess at what a cell takes, before any is done: by a step of its model on this machine.
+"""Estimate how long cells take: from finished cells, or before that from a timed training step.
 
-It knows of computing, of evaluating and of starting processes. What workers take to communicate,
-and what a GPU saves, shows when the first cell is done: then cells are estimated by those.
-
-How long cells will take, by those that are done."""
+The estimate from a step covers compute, evaluation and process startup on CPUs. It excludes
+communication.
+"""
 
 from __future__ import annotations
 
@@ -26,23 +25,23 @@ from paceline.models import MODELS
 from paceline.models.build import build_model
 from paceline.study.folder import Cell
 
-BATCH = 8
-"""Of the step that is timed."""
+BATCH_SIZE = 8
+"""Of the timed step."""
 STEPS = 2
-EVALUATING = 1 / 3
-"""Of a training step: the forward pass alone."""
+EVALUATION_COST = 1 / 3
+"""Relative to a training step: only the forward pass."""
 IMPORT_LIMIT_SECONDS = 60.0
 
 
 class DurationModel:
-    """Of a study's cells; what several of them share is measured once."""
+    """Estimates cells from a timed step of their models; measures each model once."""
 
     def __init__(self) -> None:
         self._sample_seconds: dict[tuple[str, tuple[int, ...], int], float] = {}
         self._import_seconds: float | None = None
 
     def seconds_of(self, config: RunConfig) -> float | None:
-        """None for models and data of a user's own, and where a GPU may train."""
+        """Estimate a run; None for user-defined models and data, and on GPUs."""
         if config.data not in DATASETS or config.model not in MODELS:
             return None
         if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
@@ -50,25 +49,26 @@ class DurationModel:
         outline = getattr(DATASETS.load(config.data), "outline", None)
         if not isinstance(outline, DatasetInfo):
             return None
-        sample_seconds = self._of_a_sample(config.model, outline) / speed(config, cores_usable())
-        return samples_per_worker(config, outline) * sample_seconds + self._start(config)
+        on_one_core = self._seconds_per_sample(config.model, outline)
+        sample_seconds = on_one_core / speed(config, cores_usable())
+        return samples_per_worker(config, outline) * sample_seconds + self._startup_seconds(config)
 
-    def _of_a_sample(self, model: str, outline: DatasetInfo) -> float:
+    def _seconds_per_sample(self, model: str, outline: DatasetInfo) -> float:
         key = (model, outline.sample_shape, outline.classes)
         if key not in self._sample_seconds:
-            self._sample_seconds[key] = time_a_sample(*key)
+            self._sample_seconds[key] = time_sample(*key)
         return self._sample_seconds[key]
 
-    def _start(self, config: RunConfig) -> float:
-        """The command, then its workers and on emulated machines their launchers, by turns."""
+    def _startup_seconds(self, config: RunConfig) -> float:
+        """The command, then its workers, and on an emulated cluster their launchers."""
         if self._import_seconds is None:
-            self._import_seconds = time_an_import()
+            self._import_seconds = time_import()
         processes = config.workers * (2 if config.cluster else 1)
         return self._import_seconds * (1 + processes / min(processes, cores_usable()))
 
 
 def samples_per_worker(config: RunConfig, outline: DatasetInfo) -> float:
-    """As many as each trains on; those that it only evaluates count for less."""
+    """Training samples per worker; evaluated samples count with their relative cost."""
     train = config.train_samples or outline.train_samples
     test = config.test_samples or outline.test_samples
     per_epoch = max(1, math.ceil(train / config.global_batch_size))
@@ -76,13 +76,13 @@ def samples_per_worker(config: RunConfig, outline: DatasetInfo) -> float:
     every = per_epoch if config.eval_every == "epoch" else config.eval_every
     evaluations = 1 if every == "never" else max(1, iterations // every)
     trained = iterations * min(config.global_batch_size, train)
-    return (trained + EVALUATING * evaluations * test) / config.workers
+    return (trained + EVALUATION_COST * evaluations * test) / config.workers
 
 
 def speed(config: RunConfig, cores: int) -> float:
-    """Cores that a worker keeps busy, at most."""
+    """Return how many cores a worker can use."""
     spec = parse_recorded(config.cluster) if config.cluster else None
-    # Emulated machines share the cores of this one.
+    # Emulated nodes share the cores of this machine.
     on_machine = config.workers if spec else config.nproc_per_node
     share = cores / on_machine
     threads = min(config.threads or max(1.0, share), share)
@@ -90,59 +90,51 @@ def speed(config: RunConfig, cores: int) -> float:
     return threads if quota is None else min(threads, quota / config.nproc_per_node)
 
 
-def time_a_sample(model: str, sample_shape: tuple[int, ...], classes: int) -> float:
-    """Seconds on one core, forward and backward; the better of a few steps after a first one."""
+def time_sample(model: str, sample_shape: tuple[int, ...], classes: int) -> float:
+    """Seconds of a forward and backward pass on one core, per sample; best of a few steps."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         network = build_model(model, sample_shape, classes, seed=0)
-        inputs = torch.zeros(BATCH, *sample_shape)
-        labels = torch.zeros(BATCH, dtype=torch.int64)
+        inputs = torch.zeros(BATCH_SIZE, *sample_shape)
+        labels = torch.zeros(BATCH_SIZE, dtype=torch.int64)
         best = math.inf
         for step in range(STEPS + 1):
-            began = perf_counter()
+            begin = perf_counter()
             F.cross_entropy(network(inputs), labels).backward()
             if step:
-                best = min(best, perf_counter() - began)
+                best = min(best, perf_counter() - begin)
     finally:
         torch.set_num_threads(threads)
-    return best / BATCH
+    return best / BATCH_SIZE
 
 
-def time_an_import() -> float:
-    """Seconds until a new process has torch, which is most of what starting a worker takes."""
-    began = perf_counter()
+def time_import() -> float:
+    """Seconds that a new process takes to import torch, which dominates worker startup."""
+    begin = perf_counter()
     subprocess.run(
         [sys.executable, "-c", "import torch"], check=False, timeout=IMPORT_LIMIT_SECONDS
     )
-    return perf_counter() - began
+    return perf_counter() - begin
 
 
 def seconds_of(cell: Cell, cells: Iterable[Cell]) -> float | None:
-    """The mean of its finished repeats, else of its part's cells, else of all; None: unknown."""
+    """Mean over its finished repeats, else over its part, else over all cells; None: unknown."""
     timed = [other for other in cells if other.elapsed_seconds is not None]
-    nearer = (
+    candidates = (
         [other for other in timed if other.group == cell.group],
         [other for other in timed if other.part == cell.part],
         timed,
     )
-    for others in nearer:
+    for others in candidates:
         if others:
             return fmean(other.elapsed_seconds or 0.0 for other in others)
     return None
 
 
 def seconds_of_all(cells: Iterable[Cell], known: Iterable[Cell]) -> float | None:
-    """What `cells` will take together; None where nothing is known about one of them."""
+    """Total of `cells`; None if one of them is unknown."""
     known = list(known)
     each = [seconds_of(cell, known) for cell in cells]
-    told = [seconds for seconds in each if seconds is not None]
-    return sum(told) if len(told) == len(each) else None
-
-
-def format_duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "unknown"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    estimates = [seconds for seconds in each if seconds is not None]
+    return sum(estimates) if len(estimates) == len(each) else None

@@ -1,19 +1,16 @@
-"""One runner at a time in a study's folder.
+"""The folder of a study: the runner writes it, reports read it.
 
-The folder of a study: what the runner writes and reports read.
-
-    study.json     the study as it was planned: its parts, its cells in the order of the file
-    cells/<run>/   ordinary folders of runs (records.py), for `tensorboard --logdir` too
-    logs/<id>.txt  what a cell's command printed
-    aside/         runs that were replaced, because their settings changed or they broke early
+    study.json     the planned study: its parts, and its cells in file order
+    cells/<run>/   run folders (records.py); also for `tensorboard --logdir`
+    logs/<id>.txt  output of a cell's command
+    aside/         replaced runs: their settings changed, or they failed early
     .lock          held by the process that runs the study
 
-study.json holds the fields of `Study`, `Part` and `Cell` below by name, and a schema number. Two
-cells with the same settings, in different parts, are one run: the later one's `run` is the id of
-the earlier one. `trouble` tells why there is no run, or why it failed; how a run went is in its own
+study.json has a schema number and the fields of `Study`, `Part` and `Cell` by name. Two cells of
+different parts with the same settings share a run: `run` of the later one is the id of the earlier
+one. `trouble` is why a cell has no run, or why its run failed; the outcome of a run is in its own
 result.json.
-
-The cells of a study in a few figures each, repeats together."""
+"""
 
 from __future__ import annotations
 
@@ -29,24 +26,9 @@ from paceline.errors import RecordsError
 from paceline.folder_lock import locked
 from paceline.records import SCHEMA, Result, RunFolder, make_folder, read_json, write_json
 
-
-@contextmanager
-def held(folder: StudyFolder) -> Iterator[None]:
-    """Hold the folder's lock; the kernel takes it back when this process ends, however it does.
-
-    A cell that it has started then holds it on, for the moments in which it writes what it has.
-    """
-    try:
-        make_folder(folder.path)
-    except OSError as error:
-        raise RecordsError(f"cannot write to {folder.path}: {error.strerror}") from None
-    with locked(folder.path, "wait for it, or give another --out", is_inherited=True):
-        yield
-
-
 STUDY_FILE = "study.json"
 DONE = ("finished", "diverged")
-"""How a run may have ended that need not be run again: it would end the same way."""
+"""Statuses of runs that are not repeated, because they would end the same way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,40 +45,40 @@ class Cell:
     """One run of a study."""
 
     id: str
-    """Stable and readable, as in `nodes-2.strategy-ddp.r1`."""
+    """Stable and readable, such as `nodes-2.strategy-ddp.r1`."""
     part: str
-    """Name of the part it belongs to."""
+    """Name of its part."""
     group: str
-    """The id without the repeat: cells of one group differ only in their repeat (and seed)."""
+    """The id without the repeat; cells of a group differ only in repeat and seed."""
     label: str
-    """For tables and legends, as in `DDP, nodes 2`; the same for all repeats."""
+    """For tables and legends, such as `DDP, nodes 2`; the same for all repeats."""
     repeat: int
-    """From 1 on."""
+    """Starts at 1."""
     axes: dict[str, str]
-    """The cell's place in its grid: axis name -> label of the value."""
+    """Position in the grid: axis name to label of the value."""
     settings: dict[str, Any]
-    """What `config.from_mapping` takes, without out and name; defaults are left out."""
+    """Arguments of `config.from_mapping` without out, name and defaults."""
     run: str
-    """Name of its folder below cells/; another cell's id where the settings are the same."""
+    """Name of its folder in cells/; another cell's id if both share a run."""
     elapsed_seconds: float | None = None
-    """What the whole command took, process start included; None: not finished by a runner."""
+    """Duration of the command including startup; None: no runner finished it."""
     trouble: CellFailure | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A grid of its own, with sections of its own in the report."""
+    """A grid with its own sections in the report."""
 
     name: str
     title: str
     about: str
-    """The question that this part answers; may be empty."""
+    """The question that the part answers; may be empty."""
     context: str
-    """What others measured, for the reader; may be empty."""
+    """Published results for comparison; may be empty."""
     report: tuple[str, ...]
-    """Names of the sections it wants."""
+    """Names of its sections."""
     axes: dict[str, tuple[str, ...]]
-    """Axis name -> labels of its values, in order."""
+    """Axis name to labels of its values, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +88,7 @@ class Study:
     title: str
     about: str
     report: tuple[str, ...]
-    """Sections about all parts together; a study of one part has them there."""
+    """Sections about all parts; a study with one part has them in the part."""
     parts: tuple[Part, ...]
     cells: tuple[Cell, ...] = field(repr=False)
 
@@ -136,11 +118,11 @@ class StudyFolder:
         return self.path / "logs" / f"{cell.run}.txt"
 
     def run_folder(self, cell: Cell) -> RunFolder:
-        """The records of a cell; whether it exists is another matter."""
+        """Return the run folder of a cell, which may not exist."""
         return RunFolder(self.cells / cell.run)
 
     def result(self, cell: Cell) -> Result | None:
-        """How a cell's run ended; None where it did not, or never began."""
+        """Return the result of a cell's run; None if it has not ended."""
         folder = self.run_folder(cell)
         return folder.read_result() if folder.config_file.is_file() else None
 
@@ -158,7 +140,7 @@ class StudyFolder:
         return (Path(path) / STUDY_FILE).is_file()
 
     def read(self) -> Study:
-        """The study that this folder holds; RecordsError where it holds none."""
+        """Read the study; RecordsError if the folder has none."""
         if not self.study_file.is_file():
             raise RecordsError(f"{self.path} is not a study: it has no {STUDY_FILE}")
         values = read_json(self.study_file)
@@ -166,6 +148,19 @@ class StudyFolder:
             return _study(values)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             raise RecordsError(f"{self.study_file} is damaged: it is not a study") from None
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Create the folder and hold its lock; the kernel releases it when this process ends.
+
+        A cell that is still running inherits the lock, and keeps it while it writes its records.
+        """
+        try:
+            make_folder(self.path)
+        except OSError as error:
+            raise RecordsError(f"cannot write to {self.path}: {error.strerror}") from None
+        with locked(self.path, "wait for it, or choose another --out", is_inherited=True):
+            yield
 
     def write(self, study: Study) -> None:
         try:
@@ -194,7 +189,7 @@ def _part(values: dict[str, Any]) -> Part:
 def _cell(values: dict[str, Any]) -> Cell:
     texts = {key: str(values[key]) for key in ("id", "part", "group", "label", "run")}
     if texts["run"] in ("", "..") or Path(texts["run"]).name != texts["run"]:
-        raise ValueError("a cell's run lies elsewhere")
+        raise ValueError("the run of a cell is outside the folder")
     elapsed, trouble = values.get("elapsed_seconds"), values.get("trouble")
     return Cell(
         **texts,
@@ -211,18 +206,20 @@ def _names(values: Sequence[object]) -> tuple[str, ...]:
 
 
 StepSeconds = Callable[[Path], float | None]
-"""From a run's folder to its step time, as a report defines it; None where none was timed."""
+"""Maps a run folder to its step time, as in reports; None if no step was timed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
+    """A group of repeats in the summary table of a study."""
+
     part: str
     label: str
     status: str
     accuracies: tuple[float, ...]
-    """Of the finished repeats, at the end."""
+    """Final test accuracy of each finished repeat."""
     iteration_seconds: tuple[float, ...]
-    """Of the finished repeats."""
+    """Step time of each finished repeat."""
 
 
 def rows(folder: StudyFolder, study: Study, step_seconds: StepSeconds) -> Iterator[Row]:
@@ -243,15 +240,15 @@ def _row(folder: StudyFolder, part: str, cells: list[Cell], step_seconds: StepSe
                 seconds = step_seconds(folder.run_folder(cell).path)
                 figures.append((result["final"].get("test_accuracy"), seconds))
         except (RecordsError, LookupError, TypeError, AttributeError):
-            # A result can be whole JSON and still hold what no run writes.
+            # The result is valid JSON with unexpected contents.
             status = "damaged"
         statuses[status] += 1
-    words = [status if len(cells) == 1 else f"{count} {status}"
+    counts = [status if len(cells) == 1 else f"{count} {status}"
              for status, count in statuses.items()]  # fmt: skip
     return Row(
         part=part,
         label=cells[0].label,
-        status=", ".join(words),
+        status=", ".join(counts),
         accuracies=tuple(value for value, _ in figures if value is not None),
         iteration_seconds=tuple(value for _, value in figures if value is not None),
     )

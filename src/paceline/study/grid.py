@@ -1,7 +1,7 @@
-"""A grid as points: axes multiply, `include` adds, `exclude` takes away.
+"""Expand a grid into points: the product of its axes, plus `include`, minus `exclude`.
 
 An axis is a setting with a list of values, or a name with a list of mappings, each with a label and
-the settings it stands for.
+settings.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Value:
     """One value of an axis."""
 
     label: str
-    says: str
-    """How it reads in the label of a cell; unlike the label it names the axis where that helps."""
+    text: str
+    """The value in the label of a cell, with the name of the axis if the label lacks context."""
     layer: dict[str, YamlNode]
 
 
@@ -37,23 +37,23 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """A cell before its repeats: where in the grid it lies, and what it lays over the base."""
+class GridPoint:
+    """A cell without its repeats: its position in the grid and its settings over the base."""
 
     name: str
     label: str
     axes: dict[str, str]
     layers: tuple[dict[str, YamlNode], ...]
-    place: YamlNode
-    """Where problems of this point are told if no setting of its own is to blame."""
+    location: YamlNode
+    """Where to report problems that no setting of the point causes."""
 
 
 def read_axes(grid: YamlNode | None, problems: Diagnostics) -> tuple[Axis, ...]:
-    """The axes of a grid; one that is null was taken away by a scale."""
+    """Return the axes of a grid, without those that a scale sets to null."""
     if grid is None:
         return ()
     if not grid.is_mapping:
-        problems.add(grid, "must be axes, each with a list of values")
+        problems.add(grid, "must be a mapping of axes to lists of values")
         return ()
     axes = []
     for name, node in grid.items():
@@ -66,7 +66,7 @@ def read_axes(grid: YamlNode | None, problems: Diagnostics) -> tuple[Axis, ...]:
         for item in node.content:
             value = _read_value(name, item, problems)
             if value is not None and value.label in values:
-                problems.add(item, f"two values are called {shown(value.label)}")
+                problems.add(item, f"two values have the label {shown(value.label)}")
             elif value is not None:
                 values[value.label] = value
         axes.append(Axis(name, tuple(values.values())))
@@ -75,29 +75,29 @@ def read_axes(grid: YamlNode | None, problems: Diagnostics) -> tuple[Axis, ...]:
 
 def _read_value(axis: str, node: YamlNode, problems: Diagnostics) -> Value | None:
     if node.is_mapping:
-        labelled = _labelled(node, problems)
-        return None if labelled is None else Value(labelled[0], labelled[0], labelled[1])
+        labeled = _read_labeled(node, problems)
+        return None if labeled is None else Value(labeled[0], labeled[0], labeled[1])
     if not is_setting(axis):
         if "." in axis or suggest(axis, FIELDS).startswith("did"):
             check_key(axis, node, problems)
         else:
             problems.add(
-                node, "this axis is no setting: each of its values must be settings with a label"
+                node, "the axis is not a setting: its values must be mappings with a label"
             )
         return None
     short = axis.rpartition(".")[2].replace("_", " ")
     return Value(_label_of(node), f"{short} {_label_of(node)}", {axis: node})
 
 
-def _labelled(node: YamlNode, problems: Diagnostics) -> tuple[str, dict[str, YamlNode]] | None:
-    """The label and the settings of a mapping; None, and told, where it is not usable."""
-    given = node.get("label")
-    label = text_of(given, problems) if given else ""
+def _read_labeled(node: YamlNode, problems: Diagnostics) -> tuple[str, dict[str, YamlNode]] | None:
+    """Return the label and the settings of a mapping; None, and a problem, if it is invalid."""
+    label_node = node.get("label")
+    label = text_of(label_node, problems) if label_node else ""
     if not label:
         problems.add(node, "needs a label")
         return None
     pairs = [(key, value) for key, value in node.items() if key != "label"]
-    # All keys are looked at, so that all problems are told at once.
+    # A list, so that every key is checked.
     known = [check_key(key, YamlNode(None, value.file, value.line, node.path), problems)
              for key, value in pairs]  # fmt: skip
     return (label, dict(pairs)) if all(known) else None
@@ -109,10 +109,10 @@ def expand(
     axes: Sequence[Axis],
     include: YamlNode | None,
     exclude: YamlNode | None,
-    place: YamlNode,
+    location: YamlNode,
     problems: Diagnostics,
-) -> list[Point]:
-    """The points of one grid, in the order of the file; the last axis varies fastest."""
+) -> list[GridPoint]:
+    """Return the points of a grid in file order; the last axis varies fastest."""
     excluded = _read_excluded(axes, exclude, problems)
     hits = [0] * len(excluded)
     points = []
@@ -127,34 +127,34 @@ def expand(
             continue
         names = [slug(f"{axis.short_name}-{labels[axis.name]}") for axis in valid]
         points.append(
-            Point(
+            GridPoint(
                 name=".".join([*([prefix] if prefix else []), *names]) or "run",
-                label=", ".join(value.says for value in values) or title,
+                label=", ".join(value.text for value in values) or title,
                 axes=labels,
                 layers=tuple(value.layer for value in values),
-                place=place,
+                location=location,
             )
         )
     for rule, count in zip(excluded, hits, strict=True):
-        if not count and rule.is_clear:
-            problems.add(rule.place, "excludes no cell of the grid")
+        if not count and rule.is_valid:
+            problems.add(rule.location, "excludes no cell of the grid")
     return points + _included(prefix, axes, include, problems)
 
 
 def _included(
     prefix: str, axes: Sequence[Axis], include: YamlNode | None, problems: Diagnostics
-) -> list[Point]:
+) -> list[GridPoint]:
     points = []
     for entry in include.listed() if include else []:
-        labelled = _labelled(entry, problems) if entry.is_mapping else None
-        if labelled is None:
+        labeled = _read_labeled(entry, problems) if entry.is_mapping else None
+        if labeled is None:
             if not entry.is_mapping:
-                problems.add(entry, "must be a list of settings, each with a label")
+                problems.add(entry, "must be a list of mappings, each with a label")
             continue
-        label, layer = labelled
-        places = {axis.name: _label_of(layer[axis.name]) for axis in axes if axis.name in layer}
+        label, layer = labeled
+        labels = {axis.name: _label_of(layer[axis.name]) for axis in axes if axis.name in layer}
         name = f"{prefix}.{slug(label)}" if prefix else slug(label)
-        points.append(Point(name, label, places, (layer,), entry))
+        points.append(GridPoint(name, label, labels, (layer,), entry))
     return points
 
 
@@ -162,9 +162,8 @@ def _included(
 class _Rule:
     wanted: dict[str, set[str]]
     """Labels by axis."""
-    place: YamlNode
-    is_clear: bool
-    """Whether all its words were understood."""
+    location: YamlNode
+    is_valid: bool
 
 
 def _matches(rule: _Rule, labels: dict[str, str]) -> bool:
@@ -180,8 +179,8 @@ def _read_excluded(
         if not entry.is_mapping or not entry.content:
             problems.add(entry, "must be a list of rules such as {nodes: 1, strategy: DDP}")
             continue
-        unclear = [name for name, _ in entry.items() if name not in known]
-        for name in unclear:
+        invalid = [name for name, _ in entry.items() if name not in known]
+        for name in invalid:
             problems.add(entry, f"no axis {shown(name)} in this grid: {suggest(name, known)}")
         wanted = {
             name: {_label_of(item) for item in node.listed()}
@@ -189,13 +188,13 @@ def _read_excluded(
             if name in known
         }
         # The labels of an axis without a valid value are unknown.
-        unclear += [name for name in wanted if not known[name]]
+        invalid += [name for name in wanted if not known[name]]
         for name, labels in wanted.items():
             for label in sorted(labels - set(known[name])) if known[name] else ():
                 hint = suggest(label, known[name])
                 problems.add(entry, f"no value {shown(label)} on axis {bare(name)}: {hint}")
-                unclear.append(label)
-        rules.append(_Rule(wanted, entry, not unclear))
+                invalid.append(label)
+        rules.append(_Rule(wanted, entry, not invalid))
     return rules
 
 
@@ -207,12 +206,12 @@ def _label_of(node: YamlNode) -> str:
 
 
 def text_of(node: YamlNode, problems: Diagnostics) -> str:
-    """A label or a title, in one line."""
+    """Return a label or a title as one line of text."""
     if isinstance(node.content, list | dict):
         problems.add(node, "must be text")
     return " ".join(as_text(node.plain()).split())
 
 
 def slug(label: str) -> str:
-    """A label as part of a folder's name; letters of any alphabet stay."""
+    """Return a label as part of a folder name; keeps letters of any alphabet."""
     return re.sub(r"[^\w.]+", "-", label.lower()).strip("-.") or "x"

@@ -1,4 +1,4 @@
-"""What a user sees while cells run: a bar on a terminal, plain lines elsewhere."""
+"""Progress of a study: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Protocol, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from paceline.study.duration import format_duration
+from paceline.formatting import format_duration
 
 
 class Display(Protocol):
-    """Told by the runner how it gets on; a context manager."""
+    """Shows the runner's progress; a context manager."""
 
     def begin(self, cell_id: str, number: int, total: int, left_seconds: float | None) -> None: ...
 
@@ -29,25 +29,25 @@ def choose(console: Console) -> Display:
 
 
 class LineDisplay:
-    """A line when a cell begins and one when it ends."""
+    """Prints a line when a cell starts and when it ends."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._place = ""
+        self._position = ""
 
     def begin(self, cell_id: str, number: int, total: int, left_seconds: float | None) -> None:
-        self._place = f"[{number}/{total}]"
+        self._position = f"[{number}/{total}]"
         left = "" if left_seconds is None else f" (about {format_duration(left_seconds)} left)"
-        self._say(f"{self._place} {cell_id} ...{left}")
+        self._print(f"{self._position} {cell_id} ...{left}")
 
     def tick(self, spent_seconds: float, left_seconds: float | None) -> None:
         pass
 
     def end(self, cell_id: str, status: str, spent_seconds: float, cause: str) -> None:
         tail = f": {cause}" if cause else ""
-        self._say(f"{self._place} {cell_id} {status} after {spent_seconds:.1f} s{tail}")
+        self._print(f"{self._position} {cell_id} {status} after {spent_seconds:.1f} s{tail}")
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def __enter__(self) -> Self:
@@ -58,7 +58,7 @@ class LineDisplay:
 
 
 class BarDisplay(LineDisplay):
-    """A bar over the cells with the one that runs, and a line above it for each that ended."""
+    """Shows a bar with the running cell, and prints a line above it for each that ended."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
@@ -73,7 +73,7 @@ class BarDisplay(LineDisplay):
         self._cell_id = ""
 
     def begin(self, cell_id: str, number: int, total: int, left_seconds: float | None) -> None:
-        self._cell_id, self._place = cell_id, f"[{number}/{total}]"
+        self._cell_id, self._position = cell_id, f"[{number}/{total}]"
         self._bar.update(self._task, total=total, completed=number - 1)
         self.tick(0.0, left_seconds)
 

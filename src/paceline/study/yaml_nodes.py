@@ -1,6 +1,6 @@
-"""YAML whose values know their lines, so that a problem can be told with the place to mend it.
+"""YAML nodes with their line numbers, and a collection of problems at these lines.
 
-Only plain data is ever built: mappings, lists and scalars, as YAML's safe loader reads them.
+Only plain data is built: mappings, lists and scalars, as YAML's safe loader reads them.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from paceline.config.conversion import MOST_DIGITS
 from paceline.errors import ConfigError, UsageError, bare, shown
 
 MOST_VALUES = 20_000
-"""In one file: aliases of aliases could make any number of them out of a few lines."""
+"""In one file: aliases of aliases can expand a few lines to any number of values."""
 MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
 @dataclass(frozen=True, slots=True)
 class YamlNode:
-    """A value of a file: a scalar, a list of nodes, or nodes by key."""
+    """A value in a file: a scalar, a list of nodes, or a mapping of nodes."""
 
     content: Any
     file: str
     line: int
     path: tuple[str, ...] = ()
-    """The keys that lead to it; places in a list are not counted."""
+    """Keys from the root to this value, without list positions."""
 
     @property
     def where(self) -> str:
@@ -42,21 +42,21 @@ class YamlNode:
         return isinstance(self.content, dict)
 
     def items(self) -> Iterator[tuple[str, YamlNode]]:
-        """Of a mapping; nothing else has any."""
+        """Yield the items of a mapping; other nodes have none."""
         if isinstance(self.content, dict):
             yield from self.content.items()
 
     def get(self, key: str) -> YamlNode | None:
-        """A key's value where this is a mapping that has it and does not say null."""
+        """Return the value of a key; None if it is missing or null, or if this is no mapping."""
         node = self.content.get(key) if isinstance(self.content, dict) else None
         return node if isinstance(node, YamlNode) and node.content is not None else None
 
     def listed(self) -> list[YamlNode]:
-        """A list's nodes; anything else alone, as if it were a list of one."""
+        """Return the nodes of a list; any other node counts as a list of one."""
         return self.content if isinstance(self.content, list) else [self]
 
     def plain(self) -> Any:
-        """The value without the places."""
+        """Return the value without line numbers."""
         if isinstance(self.content, dict):
             return {key: node.plain() for key, node in self.content.items()}
         if isinstance(self.content, list):
@@ -65,13 +65,13 @@ class YamlNode:
 
 
 class Diagnostics:
-    """Everything that is wrong with a file, told at once in the order of its lines."""
+    """All problems of a file, reported together in line order."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[int, str], str] = {}
 
     def add(self, node: YamlNode, text: str, cell: str = "") -> None:
-        """`cell` is one of perhaps many that have the same problem: the first is told."""
+        """Add a problem; `cell` is an example, and of several the first is shown."""
         example = f" (as in {cell})" if cell else ""
         self._found.setdefault((node.line, f"{node.where}: {text}"), example)
 
@@ -85,7 +85,7 @@ class Diagnostics:
 
 
 def read(path: Path, problems: Diagnostics) -> YamlNode:
-    """The file as nodes; keys that are given twice are problems, broken YAML ends it at once."""
+    """Parse a file. Duplicate keys are added to `problems`; invalid YAML raises a UsageError."""
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -125,7 +125,7 @@ class _Reader:
         self._scalars = SafeConstructor()
         self._count = 0
         self.line = 0
-        """Where it is; 0 before it begins."""
+        """Current line; 0 before the first node."""
 
     def convert(self, node: yaml.Node, path: tuple[str, ...]) -> YamlNode:
         self._enter(node)
@@ -149,59 +149,59 @@ class _Reader:
         except (ArithmeticError, AttributeError, LookupError, ValueError):
             kind = node.tag.rpartition(":")[2]
             if kind == "int" and len(node.value) > MOST_DIGITS:
-                self._tell_too_long(node, path)
+                self._add_too_long(node, path)
             else:
-                text = f"is no {kind}: {shown(str(node.value))} (quote what is text)"
-                self._tell(node, path, text)
+                text = f"is not a valid {kind}: {shown(str(node.value))} (quote it if it is text)"
+                self._add(node, path, text)
             return None
-        # Of shorter ones a setting's own limits say more.
+        # For shorter numbers, the limits of the setting give a better message.
         if isinstance(value, int) and abs(value) >= 10 ** (2 * MOST_DIGITS):
-            self._tell_too_long(node, path)
+            self._add_too_long(node, path)
             return None
-        # A date, which no setting is, stays as it is written.
+        # Dates stay text: no setting is a date.
         return value if isinstance(value, str | bool | int | float | None) else str(node.value)
 
     def _mapping(self, node: yaml.MappingNode, path: tuple[str, ...]) -> dict[str, YamlNode]:
         values: dict[str, YamlNode] = {}
         for name, (key, value) in self._pairs(node, path).items():
             converted = self.convert(value, (*path, name))
-            # The line of the key: a value may begin on the next one.
-            where = key.start_mark.line + 1
-            values[name] = YamlNode(converted.content, self._file, where, converted.path)
+            # The line of the key, because a value may begin on the next line.
+            line = key.start_mark.line + 1
+            values[name] = YamlNode(converted.content, self._file, line, converted.path)
         return values
 
     def _pairs(
         self, node: yaml.MappingNode, path: tuple[str, ...]
     ) -> dict[str, tuple[yaml.Node, yaml.Node]]:
-        """Keys and values by name; what `<<` merges in gives way to the mapping's own."""
+        """Return keys and values by name; own keys override those merged in with `<<`."""
         merged: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         own: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         for key, value in node.value:
-            # A key is taken as it is written: `on` and `1` are words here.
+            # Keys are text, also `on` and `1`.
             name = str(key.value)
             if key.tag == MERGE_TAG:
                 for source in reversed(self._sources(value, path)):
                     self._enter(source)
                     merged |= self._pairs(source, path)
             elif not isinstance(key, yaml.ScalarNode):
-                self._tell(key, path, "a key must be a word")
+                self._add(key, path, "a key must be a scalar")
             else:
                 if name in own:
-                    self._tell(key, path, f"{shown(name)} is given twice")
+                    self._add(key, path, f"{shown(name)} is a duplicate key")
                 own[name] = key, value
         return merged | own
 
     def _sources(self, value: yaml.Node, path: tuple[str, ...]) -> list[yaml.MappingNode]:
-        """Of a merge, the first of which counts most."""
+        """Return the mappings that `<<` merges in; the first has precedence."""
         listed = value.value if isinstance(value, yaml.SequenceNode) else [value]
         mappings = [source for source in listed if isinstance(source, yaml.MappingNode)]
         if len(mappings) < len(listed):
-            self._tell(value, path, "<< takes settings by name, or a list of such")
+            self._add(value, path, "<< must be a mapping or a list of mappings")
         return mappings
 
-    def _tell_too_long(self, node: yaml.Node, path: tuple[str, ...]) -> None:
+    def _add_too_long(self, node: yaml.Node, path: tuple[str, ...]) -> None:
         got = shown(str(node.value))
-        self._tell(node, path, f"must be a number of at most {MOST_DIGITS} digits, got {got}")
+        self._add(node, path, f"must be a number of at most {MOST_DIGITS} digits, got {got}")
 
-    def _tell(self, node: yaml.Node, path: tuple[str, ...], text: str) -> None:
+    def _add(self, node: yaml.Node, path: tuple[str, ...], text: str) -> None:
         self._problems.add(YamlNode(None, self._file, node.start_mark.line + 1, path), text)

@@ -1,7 +1,4 @@
-"""The studies that come with paceline, by name.
-
-What reads YAML is imported only when a file is read, so that listing commands stays quick.
-"""
+"""The studies that come with paceline, by name."""
 
 from __future__ import annotations
 
@@ -18,23 +15,24 @@ def names() -> list[str]:
     return sorted(path.stem for path in CATALOGUE.glob("*.yaml"))
 
 
-def find(given: str) -> Path:
-    """The file of a study, given by its path or by its name."""
-    path = Path(given)
+def find(name_or_path: str) -> Path:
+    """Return the file of a study by its name or path."""
+    path = Path(name_or_path)
     if path.suffix in (".yaml", ".yml") or path.is_file():
         return path
-    if given not in names():
-        hint = suggest(given, names())
+    if name_or_path not in names():
+        hint = suggest(name_or_path, names())
         raise UnknownNameError(
-            f"unknown study {shown(given)}: {hint}, or give a .yaml file of your own"
+            f"unknown study {shown(name_or_path)}: {hint}, or the path of a .yaml file"
         )
-    return CATALOGUE / f"{given}.yaml"
+    return CATALOGUE / f"{name_or_path}.yaml"
 
 
 class Shipped:
-    """The catalogue as entries with the studies' titles."""
+    """The catalogue as registry entries, with the titles of the studies."""
 
     def __iter__(self) -> Iterator[Entry]:
+        # Reading YAML is slow to import, and most commands need only the names.
         from paceline.study.cells import load
 
         for name in names():
