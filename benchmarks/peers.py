@@ -51,7 +51,7 @@ def main() -> None:
     print(f"{machine['cpu']}, {machine['cores']} cores, load {os.getloadavg()[0]:.1f} before")
     installed = [f"{name} {version}" for name, version in versions().items() if version]
     print(textwrap.fill(", ".join(installed), 79))
-    print("One thread per worker, SGD with momentum, resident data; contenders are interleaved")
+    print("One thread per worker, SGD with momentum, resident data; contenders interleaved")
     print("in short blocks: median and quartiles over blocks, ratios of adjacent blocks.")
     results: dict[str, Any] = {"machine": machine, "versions": versions()}
     measure_teams(options, tasks, skipped, results)
