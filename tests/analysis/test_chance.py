@@ -10,10 +10,10 @@ import pytest
 
 from paceline.analysis.accuracy import AccuracyDifference, compare_accuracy
 from paceline.analysis.collection import collect
+from paceline.analysis.comparison import read_comparison, significance
 from paceline.analysis.run import open_run
 from paceline.analysis.run_group import RunGroup
 from paceline.report.build import to_document
-from paceline.report.comparison import read_compared, significance
 from paceline.report.document import Table, Text
 from paceline.report.wording import accuracy_note
 from tests.support.records import FakeRun, write_repeats, write_run
@@ -74,7 +74,7 @@ def test_repeats_of_equal_accuracy_are_as_uncertain_as_their_test_set(
         settings = {} if samples is None else {"test_samples": samples}
         run = FakeRun(name, {"lr": accuracy, **settings}, accuracy=accuracy)
         write_repeats(tmp_path / name, run, (1.0, 1.0, 1.0))
-    found = significance(read_compared([str(tmp_path / "a"), str(tmp_path / "b")]).cells)
+    found = significance(read_comparison([str(tmp_path / "a"), str(tmp_path / "b")]).groups)
     (gap,) = [one.difference for one in found if one.name == "test accuracy"]
     assert gap.is_significant == is_significant
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from paceline.analysis.comparison import read_comparison, significance
 from paceline.cli import main
-from paceline.report.comparison import read_compared, result_rows, setting_rows, significance
+from paceline.report.comparison import result_rows, setting_rows
+from paceline.report.wording import significance_text
 from tests.support.records import FakeRun, write_repeats, write_run
 
 LONG = "a-run-with-a-name-that-is-so-long-that-no-table-could-hold-it-beside-any-others-at-all"
@@ -63,7 +65,7 @@ def test_a_run_is_not_compared_with_itself(
 
 
 def test_only_what_differs_in_the_settings_is_told(folder: Path) -> None:
-    cells = read_compared([str(path) for path in sorted(folder.iterdir())]).cells
+    cells = read_comparison([str(path) for path in sorted(folder.iterdir())]).groups
     assert [row.name for row in setting_rows(cells)] == ["lr"]
     results = {row.name: row.cells for row in result_rows(cells)}
     assert results["iteration, mean"] == ["20.00 ms", "20.00 ms"]
@@ -72,23 +74,23 @@ def test_only_what_differs_in_the_settings_is_told(folder: Path) -> None:
 
 def test_seeds_that_differ_are_shown(tmp_path: Path) -> None:
     paths = [str(write_run(tmp_path, FakeRun(f"s{seed}", {"seed": seed}))) for seed in (0, 1)]
-    rows = {row.name: row.cells for row in setting_rows(read_compared(paths).cells)}
+    rows = {row.name: row.cells for row in setting_rows(read_comparison(paths).groups)}
     assert rows["seed"] == ["0", "1"]
-    assert "seed" not in {row.name for row in setting_rows(read_compared(paths[:1]).cells)}
+    assert "seed" not in {row.name for row in setting_rows(read_comparison(paths[:1]).groups)}
 
 
 def test_a_difference_beyond_the_repeats_is_significant_and_another_is_not(tmp_path: Path) -> None:
     for name, factors, accuracy in (("a", (1.0, 1.01, 1.02), 0.9), ("b", (1.5, 1.51, 1.52), 0.9)):
         run = FakeRun(name, {"lr": 0.01 if name == "a" else 0.02}, accuracy=accuracy)
         write_repeats(tmp_path / name, run, factors)
-    found = significance(read_compared([str(tmp_path / "a"), str(tmp_path / "b")]).cells)
+    found = significance(read_comparison([str(tmp_path / "a"), str(tmp_path / "b")]).groups)
     by_name = {one.name: one for one in found}
     pace = by_name["time per iteration"]
     # 20.2 ms against 30.2 ms.
     assert pace.difference.share == pytest.approx(-10 / 30.2)
-    assert pace.words().startswith("-33.1% (corrected interval ")
-    assert pace.words().endswith("significant")
-    assert by_name["test accuracy"].words().endswith("within noise")
+    assert significance_text(pace).startswith("-33.1% (corrected interval ")
+    assert significance_text(pace).endswith("significant")
+    assert significance_text(by_name["test accuracy"]).endswith("within noise")
 
 
 def test_pace_is_of_as_many_samples_where_batches_differ_and_of_one_model_only(
@@ -104,12 +106,12 @@ def test_pace_is_of_as_many_samples_where_batches_differ_and_of_one_model_only(
         run.more = {"samples": settings.get("batch_size", 32) * run.iterations}
         write_run(tmp_path, run)
     paths = [str(tmp_path / name) for name in ("a", "b", "c")]
-    found = significance(read_compared(paths).cells)
+    found = significance(read_comparison(paths).groups)
     (pace,) = [one for one in found if "time per" in one.name]
     assert (pace.name, pace.other) == ("time per 1,000 samples", "b")
     # 625 ms against 312.5 ms.
     assert pace.difference.share == pytest.approx(1.0)
-    assert pace.words().endswith("over iterations): single run, significance unknown")
+    assert significance_text(pace).endswith("over iterations): single run, significance unknown")
     assert [one.name for one in found if one.other == "c"] == ["test loss", "test accuracy"]
 
 
@@ -130,8 +132,8 @@ def test_the_pace_of_short_runs_is_told_in_the_terminal_by_what_their_batches_sh
 
 def test_repeats_of_a_folder_are_one_cell_and_runs_given_one_by_one_are_not(tmp_path: Path) -> None:
     write_repeats(tmp_path, FakeRun("a"), (1.0, 1.1))
-    assert len(read_compared([str(tmp_path)]).cells) == 1
-    assert len(read_compared([str(tmp_path / "a-0"), str(tmp_path / "a-1")]).cells) == 2
+    assert len(read_comparison([str(tmp_path)]).groups) == 1
+    assert len(read_comparison([str(tmp_path / "a-0"), str(tmp_path / "a-1")]).groups) == 2
 
 
 def test_the_terminal_prints_the_first_of_the_differences_that_the_page_has(
@@ -142,13 +144,13 @@ def test_the_terminal_prints_the_first_of_the_differences_that_the_page_has(
         run = FakeRun(f"r{index:02}", {"lr": 0.01 * (index + 1)})
         write_repeats(tmp_path / run.name, run, (1.0 + index / 50, 1.01 + index / 50))
     paths = [str(path) for path in sorted(tmp_path.iterdir())]
-    found = significance(read_compared(paths).cells)
+    found = significance(read_comparison(paths).groups)
     assert {one.difference.comparisons for one in found} == {44}
     assert main(["compare", *paths]) == 0
     lines = " ".join(capsys.readouterr().out.split())
     told = [one for one in found if one.name == "time per iteration"]
     for letter, one in zip("BCDEFGH", told, strict=False):
-        assert f"A against {letter}, time per iteration: {one.words()}" in lines
+        assert f"A against {letter}, time per iteration: {significance_text(one)}" in lines
     assert "A against I" not in lines
     assert "4 more on the page that --html writes" in lines
 
@@ -181,8 +183,8 @@ def test_figures_that_are_compared_together_are_corrected_together(tmp_path: Pat
     for name, mean in (("a", 1.0), ("b", 1.08)):
         run = FakeRun(name, {"lr": 0.01 if name == "a" else 0.02})
         write_repeats(tmp_path / name, run, (mean - 0.03, mean, mean + 0.03))
-    found = significance(read_compared([str(tmp_path / "a"), str(tmp_path / "b")]).cells)
+    found = significance(read_comparison([str(tmp_path / "a"), str(tmp_path / "b")]).groups)
     (pace,) = [one for one in found if one.name == "time per iteration"]
     assert pace.difference.p_value == pytest.approx(0.031, abs=0.001)
     assert pace.difference.comparisons == 4
-    assert pace.words().endswith("within noise")
+    assert significance_text(pace).endswith("within noise")

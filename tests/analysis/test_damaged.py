@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from paceline.analysis.collection import MOST_LEFT_OUT, collect
+from paceline.analysis.collection import collect
 from paceline.cli import main
 from paceline.report.build import to_document, write_report
 from paceline.report.html import to_html
+from paceline.report.terminal import MOST_LEFT_OUT
 from tests.support.records import FakeRun, write_run
 from tests.support.time_limits import time_limit
 

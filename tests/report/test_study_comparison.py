@@ -10,16 +10,10 @@ from typing import Any
 
 import pytest
 
+from paceline.analysis.comparison import StudyPair, read_comparison
 from paceline.cli import main
-from paceline.report.comparison import read_compared
-from paceline.report.study_comparison import (
-    StudyPair,
-    differences,
-    figure_tables,
-    headline,
-    notes,
-    unmatched,
-)
+from paceline.report.comparison import PairRow, differences, pair_rows, unmatched
+from paceline.report.wording import pair_headline, pair_notes
 from paceline.study.folder import Cell, Part, Study, StudyFolder
 from tests.support.records import FakeRun, write_run
 
@@ -59,16 +53,21 @@ def studies(tmp_path: Path) -> list[str]:
 
 
 def pair_of(paths: Sequence[str]) -> StudyPair:
-    (pair,) = read_compared(paths).pairs
+    (pair,) = read_comparison(paths).pairs
     return pair
+
+
+def rows_of(pair: StudyPair) -> dict[str, dict[str, PairRow]]:
+    """By table and configuration."""
+    return {table.title: {row.name: row for row in pair_rows(table)} for table in pair.tables}
 
 
 def test_cells_with_the_same_settings_make_a_row_with_both_values(studies: list[str]) -> None:
     pair = pair_of(studies)
     assert (pair.first, pair.other) == ("before/ways", "after/ways")
-    step = figure_tables(pair)[0]
+    step = pair.tables[0]
     assert step.title == "Step time"
-    rows = {row.name: row for row in step.rows}
+    rows = rows_of(pair)["Step time"]
     assert list(rows) == ["with ring", "with tree", "with overlap"]
     ring = rows["with ring"]
     assert (ring.first, ring.other, ring.ratio) == ("20.00 ms", "10.00 ms", "0.500")
@@ -76,8 +75,9 @@ def test_cells_with_the_same_settings_make_a_row_with_both_values(studies: list[
     # By hand: deviations 0.2 and 0.1 ms make a standard error of sqrt((0.2**2 + 0.1**2) / 3) =
     # 0.1291 ms; 2.94 degrees of freedom. Two rows each of step time, accuracy and loss are six
     # comparisons, so the level is 0.05 / 6 and t = 6.363: 10 -+ 0.8215 ms of 20.
-    assert ring.change is not None
-    assert ring.change.low == pytest.approx(-0.5 - 0.8215 / 20, abs=0.001)
+    change = step.rows[0].change
+    assert change is not None
+    assert change.low == pytest.approx(-0.5 - 0.8215 / 20, abs=0.001)
     low, high = map(float, ring.interval.split(" to "))
     assert (low, high) == pytest.approx((0.459, 0.541), abs=0.001)
     assert rows["with tree"].significance == "within noise"
@@ -86,14 +86,14 @@ def test_cells_with_the_same_settings_make_a_row_with_both_values(studies: list[
 
 def test_a_single_run_has_no_interval_and_no_significance(studies: list[str]) -> None:
     pair = pair_of(studies)
-    rows = {row.name: row for row in figure_tables(pair)[0].rows}
+    rows = rows_of(pair)["Step time"]
     single = rows["with overlap"]
     assert (single.ratio, single.interval, single.significance) == ("2.000", "-", "single run")
-    assert any("significance, is unknown" in text for text in notes(pair))
+    assert any("significance, is unknown" in text for text in pair_notes(pair))
 
 
 def test_the_headline_counts_what_is_significant(studies: list[str]) -> None:
-    text = headline(pair_of(studies))
+    text = pair_headline(pair_of(studies))
     assert text.startswith(
         "after/ways against before/ways, step time of 3 matching configurations: 1 faster,"
         " 1 within noise, 1 with a single run (significance unknown)."
@@ -113,19 +113,20 @@ def disturb(study: str, run: str) -> None:
 def test_times_on_a_busy_machine_are_not_tested_and_the_headline_asks_for_a_rerun(
     studies: list[str],
 ) -> None:
-    assert "Other processes" not in headline(pair_of(studies))
+    assert "Other processes" not in pair_headline(pair_of(studies))
     disturb(studies[1], "ring.r2")
     pair = pair_of(studies)
-    tables = {table.title: {row.name: row for row in table.rows} for table in figure_tables(pair)}
+    tables = rows_of(pair)
     ring = tables["Step time"]["with ring"]
     assert (ring.ratio, ring.interval, ring.significance) == ("0.500", "-", "CPU contention")
     tree = tables["Step time"]["with tree"]
     assert tree.significance == "within noise"
     # Of step time, accuracy and loss of two cells each, one is not tested.
-    assert tree.change is not None
-    assert tree.change.comparisons == 5
+    change = pair.tables[0].rows[1].change
+    assert change is not None
+    assert change.comparisons == 5
     assert tables["Test accuracy"]["with ring"].significance == "within noise"
-    text = headline(pair)
+    text = pair_headline(pair)
     assert "1 within noise" in text
     assert "faster" not in text
     assert "1 with CPU contention (not tested)" in text
@@ -133,7 +134,7 @@ def test_times_on_a_busy_machine_are_not_tested_and_the_headline_asks_for_a_reru
         "Other processes used up to 70.0% of the CPU during these runs: rerun on a quiet machine"
         " before drawing conclusions."
     )
-    assert any(note.startswith("CPU contention: ") for note in notes(pair))
+    assert any(note.startswith("CPU contention: ") for note in pair_notes(pair))
 
 
 def test_cells_without_a_match_are_listed_once(
@@ -210,7 +211,7 @@ def test_cells_with_the_same_name_match_and_what_differs_is_said_once(tmp_path: 
         str(write_study(tmp_path / "b", cells, {"lr": 0.02})),
     ]
     pair = pair_of(paths)
-    assert [one.name for one in pair.cells] == ["with ring", "with tree"]
+    assert [one.name for one in pair.matches] == ["with ring", "with tree"]
     assert differences(pair) == [("lr:", "0.01 in a, 0.02 in b")]
 
 
@@ -221,8 +222,8 @@ def test_cells_with_the_same_name_but_another_model_do_not_match(tmp_path: Path)
         str(write_study(tmp_path / "b", cells, {"model": "mlp"})),
     ]
     pair = pair_of(paths)
-    assert pair.cells == []
-    assert headline(pair) == "b and a have no configurations with the same settings or names."
+    assert pair.matches == []
+    assert pair_headline(pair) == "b and a have no configurations with the same settings or names."
 
 
 def test_folders_of_runs_match_by_settings_unless_each_holds_one_cell(tmp_path: Path) -> None:
@@ -231,10 +232,10 @@ def test_folders_of_runs_match_by_settings_unless_each_holds_one_cell(tmp_path: 
             run = FakeRun(f"{folder}{name}", {"lr": rate}, [{"forward": 0.01 * factor}])
             write_run(tmp_path / folder, run)
     pair = pair_of([str(tmp_path / "a"), str(tmp_path / "b")])
-    assert [row.ratio for row in figure_tables(pair)[0].rows] == ["2.000", "2.000"]
+    assert [row.ratio for row in pair_rows(pair.tables[0])] == ["2.000", "2.000"]
     write_run(tmp_path / "c", FakeRun("cx", {"lr": 0.01}))
     write_run(tmp_path / "d", FakeRun("dx", {"lr": 0.01}))
-    assert read_compared([str(tmp_path / "c"), str(tmp_path / "d")]).pairs == []
+    assert read_comparison([str(tmp_path / "c"), str(tmp_path / "d")]).pairs == []
 
 
 def test_batches_that_differ_are_compared_for_the_same_number_of_samples(tmp_path: Path) -> None:
@@ -244,16 +245,16 @@ def test_batches_that_differ_are_compared_for_the_same_number_of_samples(tmp_pat
         str(write_study(tmp_path / "b", cells, {"batch_size": 32})),
     ]
     # Both recorded 64 samples for each iteration of 20 ms.
-    table = figure_tables(pair_of(paths))[0]
+    table = pair_of(paths).tables[0]
     assert table.title == "Time per 1,000 samples"
-    assert table.rows[0].first == "312.50 ms"
+    assert pair_rows(table)[0].first == "312.50 ms"
 
 
 def test_more_than_two_studies_are_each_compared_with_the_first(
     studies: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     third = str(write_study(tmp_path / "third" / "ways", {"ring": (0.040, STEADY)}))
-    pairs = read_compared([*studies, third]).pairs
+    pairs = read_comparison([*studies, third]).pairs
     assert [(pair.first, pair.other) for pair in pairs] == [
         ("before/ways", "after/ways"),
         ("before/ways", "third/ways"),
@@ -268,5 +269,5 @@ def test_a_cell_without_a_finished_run_says_how_it_ended(tmp_path: Path) -> None
     write_study(first, cells)
     write_study(second, cells)
     (second / "cells" / "tree.r1" / "result.json").unlink()
-    rows = {row.name: row for row in figure_tables(pair_of([str(first), str(second)]))[0].rows}
+    (rows, *_) = rows_of(pair_of([str(first), str(second)])).values()
     assert (rows["with tree"].other, rows["with tree"].ratio) == ("unfinished", "-")

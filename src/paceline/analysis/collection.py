@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,25 +68,12 @@ def _end(run: Run, rank: int) -> int:
 
 DEPTH = 3
 """Runs are looked for so many folders deep."""
-MOST_LEFT_OUT = 5
-"""Records that are named in the terminal, of those that cannot be read; a page names all."""
 
 
 @dataclass(frozen=True, slots=True)
 class SkippedRecord:
     name: str
     why: str
-
-
-def left_out_lines(
-    left_out: Sequence[SkippedRecord], names_all: str = "the end of the page"
-) -> list[str]:
-    """For the terminal: a few of them, how many more there are, and where these are named."""
-    lines = [f"left out    {one.name}: {one.why}" for one in left_out[:MOST_LEFT_OUT]]
-    if len(left_out) > MOST_LEFT_OUT:
-        more = len(left_out) - MOST_LEFT_OUT
-        lines.append(f"left out    and {more:,} more: {names_all} names all")
-    return lines
 
 
 @dataclass(frozen=True, slots=True)

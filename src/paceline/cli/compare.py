@@ -18,16 +18,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
+    from paceline.analysis.comparison import read_comparison
     from paceline.errors import UsageError
-    from paceline.report.comparison import read_compared
-    from paceline.report.comparison_output import (
-        print_comparison,
-        write_comparison,
-        write_markdown,
-    )
+    from paceline.report.comparison import write_comparison, write_markdown
+    from paceline.report.terminal import print_comparison
 
-    compared = read_compared(arguments.paths)
-    if len(arguments.paths) == 1 and len(compared.cells) < 2:
+    compared = read_comparison(arguments.paths)
+    if len(arguments.paths) == 1 and len(compared.groups) < 2:
         why = "".join(f"; left out {one.name}: {one.why}" for one in compared.left_out[:1])
         raise UsageError(
             f"{arguments.paths[0]} holds one configuration: give two or more runs, folders of"

@@ -17,8 +17,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from paceline.analysis.collection import left_out_lines
     from paceline.report.build import write_report
+    from paceline.report.terminal import left_out_lines
     from paceline.terminal import open_console, paragraph
 
     out = None if arguments.out is None else Path(arguments.out)

@@ -1,35 +1,41 @@
-"""Cells side by side: what was asked differently, what came out, and whether that is significant.
-
-The same rows go to the terminal and to the page.
-"""
+"""A comparison as rows of text, for the terminal, and as a page."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from paceline import formatting
-from paceline.analysis.accuracy import accuracy_increase
-from paceline.analysis.collection import RunCollection, SkippedRecord, collect
-from paceline.analysis.communication import run_traffic
+from paceline.analysis import comparison
+from paceline.analysis.comparison import Comparison, FigureTable, StudyPair, mean, significance
 from paceline.analysis.phases import run_breakdown
 from paceline.analysis.run import Run
 from paceline.analysis.run_group import RunGroup, describe_workers, differing, value_text
-from paceline.analysis.statistics import Difference, correct, relative_increase
+from paceline.analysis.verdict import make_verdict
 from paceline.errors import RecordsError
 from paceline.records import PHASES
-from paceline.report.sections.outline import known
-from paceline.report.study_comparison import StudyPair, pair_up
-from paceline.report.wording import interval_name, world_sizes_text
+from paceline.report import wording
+from paceline.report.charts.svg import standalone
+from paceline.report.document import (
+    Block,
+    BulletList,
+    ChapterPage,
+    Document,
+    Section,
+    Table,
+    Text,
+    slug,
+)
+from paceline.report.html import to_html
+from paceline.report.markdown import to_markdown
+from paceline.report.sections import SECTIONS
+from paceline.report.sections.configuration import machine
+from paceline.report.sections.outline import outline
+from paceline.report.sections.phases import first_note
 
-
-@dataclass(frozen=True, slots=True)
-class Compared:
-    cells: list[RunGroup]
-    """No two labels are equal."""
-    left_out: list[SkippedRecord]
-    pairs: list[StudyPair] = field(default_factory=list)
-    """Of studies, which are compared cell by cell; otherwise cells are put side by side."""
+FORMATS = {"Test accuracy": formatting.number, "Test loss": formatting.number}
+"""Of the figures of studies; the others are times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,94 +45,42 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Significance:
-    """Of one figure, the first cell against another."""
+class PairRow:
+    """A figure of two studies: both means, their ratio, and its interval and significance."""
 
     name: str
+    first: str
     other: str
-    difference: Difference
-    """How much more the first has than the other."""
+    ratio: str
+    interval: str
+    significance: str
 
-    def words(self) -> str:
-        share = f"{_percent(self.difference.share)}%"
-        if not self.difference.has_interval:
-            return f"{share}; single run, significance unknown"
-        # No figure is below zero, so that none can be less by more than all of the other.
-        low = max(self.difference.low, -1.0)
-        span = f"{_percent(low)}% to {_percent(self.difference.high)}%"
-        span = f"{interval_name(self.difference)} {span}"
-        if self.difference.across_runs:
-            sure = "significant" if self.difference.is_significant else "within noise"
-            return f"{share} ({span}): {sure}"
-        sure = "within noise" if self.difference.is_tie else "single run, significance unknown"
-        return f"{share} ({span} over iterations): {sure}"
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return self.name, self.first, self.other, self.ratio, self.interval, self.significance
 
 
-def _percent(share: float) -> str:
-    """With its sign; what rounds to zero has none."""
-    rounded = round(100 * share, 1)
-    return f"{rounded:+.1f}" if rounded else "0.0"
-
-
-def read_compared(paths: Sequence[str]) -> Compared:
-    """A run is a cell of its own; of a folder or a study it is each cell.
-
-    RecordsError where a path holds nothing that can be read.
-    """
-    cells: list[RunGroup] = []
-    left_out: list[SkippedRecord] = []
-    collections = [collect(path) for path in paths]
-    _check_distinct(paths, collections)
-    for collection in collections:
-        left_out += collection.left_out
-        if collection.kind == "run":
-            cells.append(RunGroup(collection.title, collection.runs))
-            continue
-        prefix = f"{collection.path.name}: " if len(paths) > 1 else ""
-        cells += [
-            RunGroup(f"{prefix}{cell.label}", cell.runs) for cell in collection.cells if cell.runs
-        ]
-    seen: dict[str, int] = {}
-    for index, cell in enumerate(cells):
-        seen[cell.label] = seen.get(cell.label, 0) + 1
-        if seen[cell.label] > 1:
-            cells[index] = RunGroup(f"{cell.label} ({seen[cell.label]})", cell.runs)
-    return Compared(cells, left_out, pair_up(collections))
-
-
-def _check_distinct(paths: Sequence[str], collections: Sequence[RunCollection]) -> None:
-    """Refuse to compare runs with themselves."""
-    runs = [{run.fingerprint for run in collection.runs} for collection in collections]
-    for second, later in enumerate(runs):
-        for first, earlier in enumerate(runs[:second]):
-            # Studies may share a few runs, of which the others are worth comparing.
-            if later and earlier and (later <= earlier or earlier <= later):
-                what = "run was" if len(later) == len(earlier) == 1 else "runs were"
-                raise RecordsError(
-                    f"the same {what} given twice: {paths[first]} and {paths[second]}"
-                )
-
-
-def setting_rows(cells: Sequence[RunGroup]) -> list[Row]:
-    """What is the same in all cells is left out."""
+def setting_rows(groups: Sequence[RunGroup]) -> list[Row]:
+    """The settings that differ."""
     rows = []
-    for name in differing([cell.config for cell in cells]):
-        texts = [value_text(getattr(cell.config, name)) for cell in cells]
-        # A default of one kind of batch or budget is the other one's value: `none` says nothing.
+    for name in differing([group.config for group in groups]):
+        texts = [value_text(getattr(group.config, name)) for group in groups]
+        # A batch or a budget has two settings, of which one is always none.
         rows.append(Row(name.replace("_", " "), ["-" if one == "none" else one for one in texts]))
-    if len({cell.workers for cell in cells}) > 1 and all(cell.config.nnodes > 1 for cell in cells):
-        rows.append(Row("workers", [describe_workers(cell.config) for cell in cells]))
+    has_nodes = all(group.config.nnodes > 1 for group in groups)
+    if len({group.workers for group in groups}) > 1 and has_nodes:
+        rows.append(Row("workers", [describe_workers(group.config) for group in groups]))
     # Repeats of one configuration differ in their seeds, so these are compared as sets.
-    seeds = [sorted({run.config.seed for run in cell.runs}) for cell in cells]
+    seeds = [sorted({run.config.seed for run in group.runs}) for group in groups]
     if any(one != seeds[0] for one in seeds):
         rows.append(Row("seed", [", ".join(map(str, one)) or "-" for one in seeds]))
     return rows
 
 
-def result_rows(cells: Sequence[RunGroup]) -> list[Row]:
-    """What no cell has is left out."""
-    rows = [Row(name, [figure(cell) for cell in cells]) for name, figure in FIGURES.items()]
-    splits = [run_breakdown(cell) for cell in cells]
+def result_rows(groups: Sequence[RunGroup]) -> list[Row]:
+    """The figures that some configuration has."""
+    rows = [Row(name, [text(group) for group in groups]) for name, text in FIGURES.items()]
+    splits = [run_breakdown(group) for group in groups]
     for phase in PHASES:
         shares = [split.share(phase) if split else None for split in splits]
         if any(share and share >= 0.0005 for share in shares):
@@ -134,137 +88,212 @@ def result_rows(cells: Sequence[RunGroup]) -> list[Row]:
     return [row for row in rows if any(text != "-" for text in row.cells)]
 
 
-def significance(cells: Sequence[RunGroup]) -> list[Significance]:
-    """The first cell against each other one: pace, wall time, loss and accuracy.
-
-    Times only where both train the same model on the same data, and what was learned where they
-    have the same data.
-    """
-    found = []
-    for other in cells[1:]:
-        pair = cells[0], other
-        has_same_data = cells[0].config.data == other.config.data
-        if has_same_data and cells[0].config.model == other.config.model:
-            found += _pace(*pair)
-            found += _measured(*pair, "wall time", _wall)
-        if has_same_data:
-            found += _measured(*pair, "test loss", _final("test_loss"))
-            accuracy = accuracy_increase(*pair)
-            if accuracy is not None:
-                found.append(Significance("test accuracy", other.label, accuracy))
-    # All of them are told together, so they are one family of comparisons.
-    corrected = correct([one.difference for one in found])
-    return [replace(one, difference=gap) for one, gap in zip(found, corrected, strict=True)]
+def _mean(
+    get: Callable[[Run], float | None], text: Callable[[float | None], str]
+) -> Callable[[RunGroup], str]:
+    return lambda group: text(mean(group.values(get, group.shown)))
 
 
-def _pace(first: RunGroup, other: RunGroup) -> list[Significance]:
-    """Of iterations, or of as many samples where batches differ."""
-    name, scales = "time per iteration", [1.0, 1.0]
-    if first.config.global_batch_size != other.config.global_batch_size:
-        name = "time per 1,000 samples"
-        scales = [1000 / cell.samples_in_iteration for cell in (first, other)]
-    means, blocks = (
-        [
-            [value * scale for value in values(cell)]
-            for cell, scale in zip((first, other), scales, strict=True)
-        ]
-        for values in (lambda cell: cell.iteration_means, _blocks)
+def _checkpoints(group: RunGroup) -> str:
+    counts = group.values(
+        lambda run: run.result["checkpoints"].get("count") if run.result else None, group.shown
     )
-    if not means[0] or not sum(means[1]):
-        return []
-    return [Significance(name, other.label, relative_increase(*means, *blocks))]
+    return formatting.count(mean(counts)) if any(counts) else "-"
 
 
-def _measured(
-    first: RunGroup, other: RunGroup, name: str, values: Callable[[RunGroup], list[float]]
-) -> list[Significance]:
-    own, others = values(first), values(other)
-    return (
-        [Significance(name, other.label, relative_increase(own, others))]
-        if own and sum(others)
-        else []
-    )
+def _world_sizes(group: RunGroup) -> str:
+    resized = [run.worlds for run in group.shown if run.is_resized]
+    return wording.world_sizes_text(resized[0]) if resized else "-"
 
 
-def _blocks(cell: RunGroup) -> list[float]:
-    timing = cell.timed[0].timing if cell.timed else None
-    return timing.blocks if timing else []
-
-
-def _each(cell: RunGroup, value: Callable[[Run], float | None]) -> list[float]:
-    return known(value(run) for run in cell.shown)
-
-
-def _wall(cell: RunGroup) -> list[float]:
-    return _each(cell, lambda run: run.result["wall_seconds"] if run.result else None)
-
-
-def _final(key: str) -> Callable[[RunGroup], list[float]]:
-    return lambda cell: _each(cell, lambda run: run.final(key))
-
-
-def _nodes(key: str, text: Callable[[float | None], str]) -> Callable[[RunGroup], str]:
-    return lambda cell: _mean(_each(cell, lambda run: run.node_sum(key)), text)
-
-
-def _mean(values: Sequence[float], text: Callable[[float | None], str]) -> str:
-    return text(sum(values) / len(values) if values else None)
-
-
-def _ranks(cell: RunGroup, figure: str) -> str:
-    """Over workers and runs."""
-    timings = [run.timing for run in cell.shown if run.timing is not None]
-    values = [getattr(rank, figure) for timing in timings for rank in timing.ranks]
-    return _mean(values, formatting.seconds)
-
-
-def _sent(cell: RunGroup) -> str:
-    """By all workers, in all."""
-    values = [
-        sum(one.bytes_sent for one in run_traffic(run).values())
-        for run in cell.shown
-        if len(run.workers) > 1
-    ]
-    return _mean(values, formatting.size)
-
-
-def _checkpoints(cell: RunGroup) -> str:
-    values = _each(cell, lambda run: run.result["checkpoints"].get("count") if run.result else None)
-    return _mean(values, formatting.count) if any(values) else "-"
-
-
-def _worlds(cell: RunGroup) -> str:
-    """Where their number did: times and phases of iterations are since the last change."""
-    resized = [run.worlds for run in cell.shown if run.is_resized]
-    return world_sizes_text(resized[0]) if resized else "-"
-
-
-def _weights(cell: RunGroup) -> str:
-    hashes = {str(run.result["weights_sha256"] or "-")[:8] for run in cell.runs if run.result}
+def _weights(group: RunGroup) -> str:
+    hashes = {str(run.result["weights_sha256"] or "-")[:8] for run in group.runs if run.result}
     return hashes.pop() if len(hashes) == 1 else ("differ" if hashes else "-")
 
 
 FIGURES: dict[str, Callable[[RunGroup], str]] = {
-    "status": lambda cell: cell.status,
-    "repeats": lambda cell: "-" if len(cell.runs) < 2 else formatting.count(len(cell.runs)),
-    "test accuracy": lambda cell: _mean(_final("test_accuracy")(cell), formatting.number),
-    "test loss": lambda cell: _mean(_final("test_loss")(cell), formatting.number),
-    "training loss": lambda cell: _mean(_final("train_loss")(cell), formatting.number),
-    "wall time": lambda cell: _mean(_wall(cell), formatting.seconds),
-    "time to target": lambda cell: _mean(
-        _each(cell, lambda run: run.seconds_to_target), formatting.seconds
+    "status": lambda group: group.status,
+    "repeats": lambda group: "-" if len(group.runs) < 2 else formatting.count(len(group.runs)),
+    "test accuracy": _mean(lambda run: run.final("test_accuracy"), formatting.number),
+    "test loss": _mean(lambda run: run.final("test_loss"), formatting.number),
+    "training loss": _mean(lambda run: run.final("train_loss"), formatting.number),
+    "wall time": _mean(lambda run: run.wall_seconds, formatting.seconds),
+    "time to target": _mean(lambda run: run.seconds_to_target, formatting.seconds),
+    "updates done": _mean(lambda run: run.iterations, formatting.count),
+    "workers changed": _world_sizes,
+    "iteration, mean": _mean(lambda run: run.iteration_seconds, formatting.seconds),
+    "iteration, median": lambda group: formatting.seconds(
+        mean(comparison.rank_figures(group, "median"))
     ),
-    "updates done": lambda cell: _mean(_each(cell, lambda run: run.iterations), formatting.count),
-    "workers changed": _worlds,
-    "iteration, mean": lambda cell: _mean(
-        _each(cell, lambda run: run.iteration_seconds), formatting.seconds
-    ),
-    "iteration, median": lambda cell: _ranks(cell, "median"),
-    "iteration, p95": lambda cell: _ranks(cell, "p95"),
-    "traffic sent": _sent,
-    "CPU, mean": _nodes("cpu_percent_mean", formatting.percent),
-    "memory, mean": _nodes("rss_bytes_mean", formatting.size),
-    "memory, peak": _nodes("rss_bytes_peak", formatting.size),
+    "iteration, p95": lambda group: formatting.seconds(mean(comparison.rank_figures(group, "p95"))),
+    "traffic sent": lambda group: formatting.size(mean(comparison.sent_bytes(group))),
+    "CPU, mean": _mean(lambda run: run.node_sum("cpu_percent_mean"), formatting.percent),
+    "memory, mean": _mean(lambda run: run.node_sum("rss_bytes_mean"), formatting.size),
+    "memory, peak": _mean(lambda run: run.node_sum("rss_bytes_peak"), formatting.size),
     "checkpoints": _checkpoints,
     "weights": _weights,
 }
+
+
+def pair_rows(table: FigureTable) -> list[PairRow]:
+    text = FORMATS.get(table.title, formatting.seconds)
+    return [
+        PairRow(
+            row.match.name,
+            _no_value(row.match.first) if row.first is None else text(row.first),
+            _no_value(row.match.other) if row.other is None else text(row.other),
+            "-" if row.change is None else f"{1 + row.change.share:.3f}",
+            wording.ratio_interval(row),
+            wording.row_significance(row),
+        )
+        for row in table.rows
+    ]
+
+
+def _no_value(group: RunGroup) -> str:
+    """Why there is none."""
+    if group.finished:
+        return "none"
+    statuses = {run.status for run in group.runs}
+    return statuses.pop() if len(statuses) == 1 else "not finished"
+
+
+def differences(pair: StudyPair) -> list[tuple[str, str]]:
+    """What else differs between two studies: settings of matching configurations, and machines."""
+    changed: dict[tuple[str, str, str], list[str]] = {}
+    for one in pair.matches:
+        for change in one.changes:
+            changed.setdefault(change, []).append(one.name)
+    found = [
+        (
+            f"{name.replace('_', '-')}:",
+            f"{first} in {pair.first}, {other} in {pair.other}"
+            + ("" if len(names) == len(pair.matches) else f" ({'; '.join(names)})"),
+        )
+        for (name, first, other), names in changed.items()
+    ]
+    facts = [_facts([getattr(one, side) for one in pair.matches]) for side in ("first", "other")]
+    for name in facts[0]:
+        if name in facts[1] and facts[0][name] != facts[1][name]:
+            texts = ["; ".join(sorted(side[name])) for side in facts]
+            found.append((f"{name}:", f"{texts[0]} in {pair.first}, {texts[1]} in {pair.other}"))
+    return found
+
+
+def _facts(groups: Sequence[RunGroup]) -> dict[str, set[str]]:
+    facts: dict[str, set[str]] = {}
+    for group in groups:
+        for run in group.finished:
+            for name, text in machine(run):
+                facts.setdefault(name, set()).add(text)
+    return facts
+
+
+def unmatched(pair: StudyPair) -> list[tuple[str, str]]:
+    sides = ((pair.first, pair.only_first), (pair.other, pair.only_other))
+    return [(f"Only in {name}:", "; ".join(groups)) for name, groups in sides if groups]
+
+
+def write_comparison(compared: Comparison, page: Path) -> None:
+    """One HTML file, with curves and phases of the configurations."""
+    _write(page, to_html(comparison_document(compared)))
+
+
+def write_markdown(compared: Comparison, page: Path) -> None:
+    """The same as Markdown, with its figures in a folder beside it."""
+    document = comparison_document(compared)
+    folder = f"{slug(page.stem)}-figures"
+    _write(page, to_markdown(document, folder))
+    for figure in document.figures():
+        _write(page.parent / folder / f"{figure.name}.svg", standalone(figure.svg))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise RecordsError(f"cannot write {path}: {error.strerror}") from None
+
+
+def comparison_document(compared: Comparison) -> Document:
+    return _pairs_document(compared) if compared.pairs else _groups_document(compared)
+
+
+def _pairs_document(compared: Comparison) -> Document:
+    pairs = compared.pairs
+    headlines = [wording.pair_headline(pair) for pair in pairs]
+    is_alone = len(pairs) == 1
+    return Document(
+        title=f"Comparison with {pairs[0].first}",
+        subtitle=" · ".join(pair.other for pair in pairs),
+        about="",
+        headline=headlines[0] if is_alone else f"{len(pairs)} comparisons.",
+        points=[]
+        if is_alone
+        else [(pair.other, text) for pair, text in zip(pairs, headlines, strict=True)],
+        next_steps=[],
+        chapters=[_pair_page(f"pair-{number}", pair) for number, pair in enumerate(pairs, 1)],
+        left_out=[(one.name, one.why) for one in compared.left_out],
+    )
+
+
+def _pair_page(name: str, pair: StudyPair) -> ChapterPage:
+    columns = ("configuration", pair.first, pair.other, "ratio", "corrected interval",
+               "significance")  # fmt: skip
+    tables = [(table.title, [row.cells for row in pair_rows(table)]) for table in pair.tables]
+    sections = [Section(slug(title), title, [Table(columns, rows)]) for title, rows in tables]
+    if pair.matches:
+        notes = [Text(text, "note") for text in wording.pair_notes(pair)]
+        sections.append(Section("reading", "How to read the tables", notes))
+    for section, title, items in (
+        ("differences", "What else differs", differences(pair)),
+        ("unmatched", "Configurations without a match", unmatched(pair)),
+    ):
+        if items:
+            sections.append(Section(section, title, [BulletList(items)]))
+    return ChapterPage(name, f"{pair.other} against {pair.first}", "", "", sections)
+
+
+def _groups_document(compared: Comparison) -> Document:
+    groups = compared.groups
+    verdict = make_verdict(groups)
+    columns = ("", *(group.label for group in groups))
+    sections = [_rows("settings", "What differs in the settings", columns, setting_rows(groups))]
+    results = _rows("results", "What came out", columns, result_rows(groups))
+    sections.append(replace(results, blocks=[*results.blocks, *first_note(groups)]))
+    tests = significance(groups)
+    if tests:
+        others = "others" if len(groups) > 2 else "other"
+        rows = [(one.name, one.other, wording.significance_text(one)) for one in tests]
+        note = wording.interval_note([one.difference for one in tests])
+        blocks: list[Block] = [
+            Text(f"{groups[0].label} against the {others}, as a share of the other's figure:"),
+            Table(("figure", "against", "difference"), rows, words=3),
+            *([Text(note, "note")] if note else []),
+        ]
+        sections.append(Section("significance", "What is significant", blocks))
+    context = outline("", groups)
+    for name in ("curves", "iteration_time", "phases"):
+        built = SECTIONS[name].build(context)
+        if built:
+            sections.append(Section(name, SECTIONS[name].title, built))
+    return Document(
+        title="Comparison",
+        subtitle=" · ".join(group.label for group in groups),
+        about="",
+        headline=wording.headline(verdict),
+        points=[(one.subject, one.text) for one in wording.findings(verdict)],
+        next_steps=wording.next_steps(verdict),
+        chapters=[
+            ChapterPage("comparison", "Comparison", "", "", [s for s in sections if s.blocks])
+        ],
+        left_out=[(one.name, one.why) for one in compared.left_out],
+    )
+
+
+def _rows(name: str, title: str, columns: Sequence[str], rows: Sequence[Row]) -> Section:
+    blocks: list[Block] = []
+    if rows:
+        blocks.append(Table(columns, [(row.name, *row.cells) for row in rows]))
+    return Section(name, title, blocks)

@@ -1,4 +1,7 @@
-"""One run's account, for the terminal."""
+"""The summary of one run in the terminal.
+
+Every run ends with it, so it imports nothing of pages and comparisons.
+"""
 
 from __future__ import annotations
 

@@ -45,13 +45,13 @@ from starlette.responses import (
 from starlette.routing import Route
 
 from paceline.analysis.collection import collect
+from paceline.analysis.comparison import read_comparison
 from paceline.analysis.run_group import describe_workers
 from paceline.config import RunConfig
 from paceline.errors import PacelineError, RecordsError, UsageError
 from paceline.records import RunFolder
 from paceline.report.build import to_document
-from paceline.report.comparison import read_compared
-from paceline.report.comparison_output import to_document as comparison_document
+from paceline.report.comparison import comparison_document
 from paceline.report.document import Document
 from paceline.report.html import script, to_html
 from paceline.study.folder import StudyFolder
@@ -190,7 +190,7 @@ async def _compare(request: Request) -> Response:
     if not 0 < len(paths) <= MAX_COMPARED:
         advice = f"Select up to {MAX_COMPARED} runs or studies in the list first."
         return _html(_shell("Compare", f"{_CRUMB}<h1>Compare</h1>\n<p>{advice}</p>\n"), 400)
-    return await _document(lambda: comparison_document(read_compared(paths)))
+    return await _document(lambda: comparison_document(read_comparison(paths)))
 
 
 async def _document(make: Callable[[], Document]) -> Response:
