@@ -47,7 +47,7 @@ def test_hosts_are_not_for_workers_that_torchrun_has_started(
 ) -> None:
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}.items():
         monkeypatch.setenv(name, str(value))
-    with pytest.raises(ConfigError, match="give these without torchrun or srun"):
+    with pytest.raises(ConfigError, match="use them without torchrun or srun"):
         launcher.train(from_mapping({**TINY, "hosts": "a,b"}))
 
 

@@ -440,7 +440,7 @@ def test_a_run_without_checkpoints_is_started_again_with_checkpoint_every(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = cut_after(tmp_path, 5, monkeypatch)
-    with pytest.raises(CheckpointError, match="give --checkpoint-every with --resume to start it"):
+    with pytest.raises(CheckpointError, match="set --checkpoint-every with --resume to restart it"):
         launcher.resume(str(folder.path), {}, quiet=True)
     result = result_of(launcher.resume(str(folder.path), {"checkpoint_every": "4"}, quiet=True))
     assert (result["status"], result["iterations"]) == ("finished", 8)

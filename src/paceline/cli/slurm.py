@@ -72,13 +72,14 @@ def run(arguments: argparse.Namespace) -> int:
     # Refused before torch is loaded, which takes two seconds.
     config = from_mapping(values) if arguments.resume is None else None
     from paceline.launch import launcher, slurm
+    from paceline.launch.validation import validate
     from paceline.records import RunFolder
 
     if config is None:
         folder, config = launcher.resumable(arguments.resume, values)
-        launcher.validate(config)
+        validate(config)
     else:
-        launcher.validate(config)
+        validate(config)
         folder = RunFolder.unused(config)
     script = slurm.batch_script(_request(arguments, config), folder, _words(arguments, folder))
     if arguments.dry_run:

@@ -13,7 +13,7 @@ from paceline.comm.rank_info import SINGLE_PROCESS, RankInfo
 from paceline.config import RunConfig, from_mapping
 from paceline.errors import UsageError
 from paceline.launch import environment
-from paceline.launch.launcher import check_strategy
+from paceline.launch.validation import check_strategy
 from paceline.launch.worker import connection
 from paceline.strategies.strategy import ServerStrategy
 from paceline.training.device import choose_device

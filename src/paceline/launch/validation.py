@@ -1,24 +1,67 @@
-"""What an elastic run cannot be asked for, told before any process starts."""
+"""Checks of a configuration that need models, datasets and strategies, before a process starts."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from paceline.config import RunConfig
-from paceline.errors import ConfigError
+from paceline.data import DATASETS
+from paceline.errors import ConfigError, UnknownNameError
+from paceline.models import MODELS
+from paceline.strategies import STRATEGIES
+from paceline.strategies.options import create_strategy
 from paceline.strategies.strategy import ServerStrategy, Strategy
 
 
+def validate(config: RunConfig) -> Strategy:
+    """Raise UsageError if no worker could be built from a configuration; returns its strategy.
+
+    All unknown names are reported at once.
+    """
+    problems = []
+    for check, name in (
+        (MODELS.check, config.model),
+        (DATASETS.check, config.data),
+        (STRATEGIES.check, config.strategy),
+    ):
+        try:
+            check(name)
+        except UnknownNameError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError(problems)
+    MODELS.load(config.model)
+    DATASETS.load(config.data)
+    return check_strategy(config)
+
+
+def check_strategy(config: RunConfig) -> Strategy:
+    """The strategy, if its options are valid and it supports the configuration."""
+    strategy = create_strategy(config.strategy, config.options)
+    if strategy.max_world_size is not None and config.workers > strategy.max_world_size:
+        raise ConfigError(
+            [
+                f"--strategy {config.strategy}: trains {strategy.max_world_size} worker,"
+                f" not {config.workers}: choose another with `paceline list strategies`"
+            ]
+        )
+    if problems := strategy.check(config):
+        raise ConfigError(problems)
+    if config.elastic is not None:
+        check_elastic(config, strategy)
+    return strategy
+
+
 def check_elastic(config: RunConfig, strategy: Strategy) -> None:
-    """Refuse what holds for a fixed number of workers only, or leaves nothing to go on from."""
+    """Reject settings that need a fixed number of workers, and runs that could not restart."""
     limits = config.elastic_limits
     assert limits is not None
     largest = limits[1] * config.nproc_per_node
     problems = []
     if config.batch_per_worker is not None:
         problems.append(
-            "--batch-per-worker: an elastic run keeps its global batch when workers come and go:"
-            " give --batch-size instead"
+            "--batch-per-worker: an elastic run keeps its global batch when the number of workers"
+            " changes: use --batch-size"
         )
     elif config.global_batch_size < largest:
         problems.append(
@@ -31,18 +74,16 @@ def check_elastic(config: RunConfig, strategy: Strategy) -> None:
             " --checkpoint-every 50"
         )
     if config.shares and config.shares != ("auto",):
-        problems.append(
-            "--shares: numbers are for a fixed number of workers: use auto with --elastic"
-        )
+        problems.append("--shares: numbers need a fixed number of workers: use auto with --elastic")
     if config.slow:
-        problems.append("--slow: ranks change in an elastic run: leave it out with --elastic")
-    # Worlds of other sizes can be imagined only once the above is mended.
-    problems = problems or _of_strategy(config, strategy, limits, largest)
+        problems.append("--slow: ranks change in an elastic run: remove it")
+    # Configurations of other sizes can be built only if the above is valid.
+    problems = problems or _strategy_problems(config, strategy, limits, largest)
     if problems:
         raise ConfigError(problems)
 
 
-def _of_strategy(
+def _strategy_problems(
     config: RunConfig, strategy: Strategy, limits: tuple[int, int], largest: int
 ) -> list[str]:
     if strategy.max_world_size is not None and largest > strategy.max_world_size:
@@ -52,7 +93,7 @@ def _of_strategy(
         ]
     if isinstance(strategy, ServerStrategy):
         return [
-            f"--strategy {config.strategy}: its servers cannot be dealt to nodes that come and go:"
+            f"--strategy {config.strategy}: its servers need a fixed set of nodes:"
             " choose another with --elastic"
         ]
     anywhere = dataclasses.replace(config, node_rank=0, nnodes=1, hosts=(), cluster=None)

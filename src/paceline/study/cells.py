@@ -253,7 +253,7 @@ def check_strategies(plan: Plan) -> None:
 
     Loads torch.
     """
-    from paceline.launch.launcher import check_strategy
+    from paceline.launch.validation import check_strategy
 
     problems = Diagnostics()
     for cell in plan.study.cells:
