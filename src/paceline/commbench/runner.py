@@ -32,7 +32,7 @@ from paceline.emulation.state import cluster_record
 from paceline.errors import PacelineError, RunError, UsageError, error_line
 from paceline.launch import environment
 from paceline.launch.consistency import run_collectively
-from paceline.launch.worker import connection, has_own_gpu
+from paceline.launch.worker import connect_workers, has_own_gpu
 from paceline.records import RunFolder, read_json, write_json
 from paceline.training.device import choose_device, computing
 
@@ -93,7 +93,7 @@ def run(
     )
     with (
         computing(config, rank_info.local_rank),
-        connection(config, rank_info, "comm", is_agreed=False) as network,
+        connect_workers(config, rank_info, "comm", is_agreed=False) as network,
         contextlib.ExitStack() as stack,
     ):
         spec = BenchmarkSpec.from_dict(broadcast_json(network, spec.to_dict()))

@@ -45,6 +45,8 @@ def run_collectively(communicator: Communicator, action: Callable[[], T]) -> T:
 
     So nobody waits for one who has left, and nobody sees only that it has.
     """
+    if communicator.world_size == 1:
+        return action()
     refusal, result = None, None
     try:
         result = action()

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
-from paceline.comm import in_process
-from paceline.comm.communicator import Communicator
-from paceline.comm.rank_info import SINGLE_PROCESS, RankInfo
-from paceline.config import RunConfig, from_mapping
+from paceline.comm.rank_info import SINGLE_PROCESS
+from paceline.config import from_mapping
 from paceline.errors import UsageError
 from paceline.launch import environment
 from paceline.launch.validation import check_strategy
-from paceline.launch.worker import connection
+from paceline.launch.worker import connect_workers
 from paceline.strategies.strategy import ServerStrategy
 from paceline.training.device import choose_device
 from paceline.training.session import Session
@@ -55,15 +53,10 @@ def join(
             " choose another, or train with `paceline train`"
         )
     device = choose_device(config, place.local_rank)
-    with _connection(config, place) as connected:
+    name = f"join-{next(_JOINS)}"
+    with connect_workers(config, place, name, is_agreed=False) as connected:
         team = Session(config, place, connected, chosen, device)
         yield team
         # Not after an exception: the others learn of it because the connections are closed.
         team.finish()
         connected.barrier().wait()
-
-
-def _connection(config: RunConfig, place: RankInfo) -> AbstractContextManager[Communicator]:
-    if place.world_size == 1:
-        return nullcontext(in_process.single())
-    return connection(config, place, name=f"join-{next(_JOINS)}", is_agreed=False)

@@ -6,10 +6,10 @@ import dataclasses
 import sys
 from typing import Any
 
-from paceline.comm.rank_info import RankInfo
+from paceline.comm.rank_info import SINGLE_PROCESS, RankInfo
 from paceline.config import RunConfig, fields, flag_of, from_mapping, option_of
 from paceline.errors import CheckpointError, ConfigError, RecordsError, UsageError, shown
-from paceline.launch import alone, environment, node, remote, worker
+from paceline.launch import environment, node, remote, worker
 from paceline.launch.result import RunOutcome
 from paceline.launch.validation import validate
 from paceline.records import RunFolder
@@ -126,7 +126,7 @@ def launch_local(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> R
     if config.elastic is not None:
         return _launch_elastic(config, resumed, quiet)
     if config.workers == 1 and not isinstance(strategy, ServerStrategy):
-        return alone.run(config, resumed, quiet)
+        return worker.run(config, SINGLE_PROCESS, resumed, quiet)
     return node.run(config, resumed, quiet)
 
 

@@ -1,7 +1,7 @@
-"""This process is one worker of several: meet the others, train, hand in the records.
+"""One worker: connect to the others, prepare, train, and on rank 0 write the result.
 
-Started by launch/processes.py (through launch/child_main.py), by torchrun, by srun or by hand;
-launch/environment.py tells which of the workers it is.
+It is the only one, or started by launch/processes.py (through launch/child_main.py), by torchrun or
+by srun; launch/environment.py detects its rank.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from paceline.comm import hierarchical
+from paceline.comm import hierarchical, in_process
 from paceline.comm.communicator import Communicator
 from paceline.comm.objects import broadcast_json
-from paceline.comm.rank_info import RankInfo
+from paceline.comm.rank_info import SINGLE_PROCESS, RankInfo
 from paceline.comm.rendezvous import Rendezvous
 from paceline.comm.torch_distributed import connect
 from paceline.config import RunConfig, from_record
@@ -61,12 +61,13 @@ def main(arguments: list[str]) -> int:
     assert place is not None
     with (
         SignalMonitor() as interruptions,
-        connection(config, place) as communicator,
+        connect_workers(config, place) as communicator,
         connect_servers(config, place, communicator.traffic) as servers,
     ):
         ready = prepare_worker(config, folder, place, communicator, resumed, clock.startup)
         ready.team.servers = servers
         report = _train(config, folder, ready, quiet, clock)
+        write_report(folder, place.rank, report)
         interruptions.raise_on_signal = False
         if report.status != "finished" and not folder.report_file(place.rank).exists():
             post_failure(place, Termination.of_report(report))
@@ -75,12 +76,12 @@ def main(arguments: list[str]) -> int:
 
 
 def run(config: RunConfig, place: RankInfo, resumed: RunFolder | None, quiet: bool) -> RunOutcome:
-    """Train as one of several that nobody of ours watches over (torchrun, srun)."""
+    """Train as the only worker, or as one of those that torchrun or srun started."""
     clock = PhaseClock()
-    clock.startup.begin("rendezvous")
+    clock.startup.begin("rendezvous" if place.world_size > 1 else "model")
     with SignalMonitor() as interruptions, contextlib.ExitStack() as held:
         try:
-            with connection(config, place, is_agreed=False) as communicator:
+            with connect_workers(config, place, is_agreed=False) as communicator:
                 folder = _agree_on_folder(config, resumed, communicator, held)
                 shares_folder = _shares_folder(folder, communicator)
                 ready = _make_ready_or_discard(
@@ -95,9 +96,13 @@ def run(config: RunConfig, place: RankInfo, resumed: RunFolder | None, quiet: bo
                 ):
                     ready.team.servers = servers
                     report = _train(config, folder, ready, quiet, clock)
+                    if place.world_size > 1:
+                        # At once: rank 0 waits only for seconds.
+                        write_report(folder, place.rank, report)
                 if trouble := sampler.stop():
                     report.warnings.append(trouble)
-                    write_report(folder, place.rank, report)
+                    if place.world_size > 1:
+                        write_report(folder, place.rank, report)
                 reports = collect_records(folder, place, communicator, report, shares_folder)
         except PacelineError as error:
             error.already_reported = place.rank > 0
@@ -158,31 +163,35 @@ def _make_ready_or_discard(
 ) -> _Ready:
     try:
         return prepare_worker(config, folder, place, communicator, resumed is not None, startup)
-    except PacelineError:
-        # Nobody trained: a refused run leaves no trace, and its name stays free.
+    except BaseException:
+        # Nothing was trained: a rejected run leaves no files, and its name stays free.
         if resumed is None and cleans_folder(place, shares_folder):
             folder.discard()
         raise
 
 
 def _sampler(config: RunConfig, folder: RunFolder, place: RankInfo) -> ResourceSampler:
-    """One on each machine, over the workers' parent."""
+    """Samples a single worker itself, otherwise the parent of the node's workers."""
     return ResourceSampler(
         folder.resources_file(place.node),
-        [os.getppid()],
+        [os.getpid() if place == SINGLE_PROCESS else os.getppid()],
         node=place.node,
         interval_seconds=config.sample_seconds if place.local_rank == 0 else 0,
     )
 
 
 @contextlib.contextmanager
-def connection(
+def connect_workers(
     config: RunConfig, place: RankInfo, name: str = "workers", *, is_agreed: bool = True
 ) -> Iterator[Communicator]:
-    """To the other workers, for as long as the block lasts. Collective.
+    """Connect to the other workers, for the duration of the block. Collective.
 
-    `is_agreed`: whether all are known to have the same config; others are compared first.
+    `is_agreed`: all are known to have the same configuration; otherwise they compare it first.
     """
+    if place.world_size == 1:
+        with in_process.single() as communicator:
+            yield communicator
+        return
     device = choose_device(config, place.local_rank)
     meeting = Rendezvous(
         place.rank,
@@ -234,6 +243,8 @@ def _agree_on_folder(
     made = run_collectively(communicator, make)
     if resumed:
         return resumed
+    if made and communicator.world_size == 1:
+        return made
     name = check_run_name(broadcast_json(communicator, made.id if made else None))
     return run_collectively(communicator, lambda: made or RunFolder.open_or_create(config, name))
 
@@ -292,8 +303,9 @@ def _prepare_in_turns(
 
     def load() -> Prepared:
         prepared = prepare(config, place.local_rank, startup)
-        # From here on it waits for the other workers.
-        startup.enter("rendezvous")
+        if place.world_size > 1:
+            # From here on it waits for the other workers.
+            startup.enter("rendezvous")
         return prepared
 
     leads = place.local_rank == 0
@@ -313,6 +325,8 @@ def broadcast_checkpoint(
     None on all of them where there is no checkpoint yet.
     """
     found = run_collectively(communicator, lambda: store.newest() if store else None)
+    if communicator.world_size == 1:
+        return found
     buffer = io.BytesIO()
     if found is not None:
         torch.save(found.state, buffer)
@@ -334,6 +348,4 @@ def _train(
 ) -> RankReport:
     team = ready.team
     display = open_display(quiet or team.place.rank > 0)
-    report = run_worker(config, folder, ready.prepared, team, ready.checkpoint, display, clock)
-    write_report(folder, team.place.rank, report)
-    return report
+    return run_worker(config, folder, ready.prepared, team, ready.checkpoint, display, clock)
