@@ -18,7 +18,7 @@ from paceline.launch import record_collection
 from paceline.launch import store_client as contacts
 from paceline.launch.elastic import run as runs
 from paceline.launch.elastic.rendezvous import RoundLeader
-from paceline.launch.processes import NodeWorkers
+from paceline.launch.node_workers import NodeWorkers
 from paceline.launch.record_collection import PART_BYTES, parts_of, receive_files, send_files
 from paceline.launch.signals import SignalMonitor
 from paceline.launch.store_client import StoreClient

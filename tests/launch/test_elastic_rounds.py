@@ -25,7 +25,7 @@ from paceline.launch.elastic.rendezvous import (
     RoundLeader,
     RunEndedError,
 )
-from paceline.launch.processes import NodeWorkers
+from paceline.launch.node_workers import NodeWorkers
 from paceline.launch.signals import SignalMonitor
 from paceline.launch.store_client import LostContactError, StoreClient
 from paceline.launch.termination import Termination

@@ -18,8 +18,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch d
 from paceline import cli
 from paceline.config import from_mapping
 from paceline.errors import RunError, StoppedError
-from paceline.launch.nodes import NodeCoordinator
-from paceline.launch.processes import NodeWorkers
+from paceline.launch.node import NodeCoordinator, supervise
+from paceline.launch.node_workers import NodeWorkers
 from paceline.launch.record_collection import parse_report, write_report
 from paceline.launch.result import RunOutcome
 from paceline.launch.signals import SignalMonitor
@@ -121,13 +121,14 @@ def test_ctrl_c_does_not_wait_for_a_worker_that_waits_for_a_stopped_one(tmp_path
     crew = NodeWorkers(config, folder, port=0, resumed=False, quiet=True)
     line = "stopped by SIGINT before training began"
     write_failure(folder, 0, Termination(line, StoppedError.exit_code, "stopped"))
+    processes = crew._processes._processes
     deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(80)"
     for rank, program in enumerate(["raise SystemExit(130)", deaf]):
-        crew._processes[rank] = subprocess.Popen([sys.executable, "-I", "-S", "-c", program])
-    crew._processes[0].wait()
+        processes[rank] = subprocess.Popen([sys.executable, "-I", "-S", "-c", program])
+    processes[0].wait()
     interruptions.received.append(signal.SIGINT)
-    ending = crew.watch(NodeCoordinator(from_mapping({})), interruptions)
-    assert crew._processes[1].returncode == -signal.SIGKILL
+    ending = supervise(crew, NodeCoordinator(from_mapping({})), interruptions)
+    assert processes[1].returncode == -signal.SIGKILL
     assert ending is not None
     assert (ending.cause, ending.exit_code) == (line, 130)
 
@@ -136,10 +137,10 @@ def test_the_worker_that_was_killed_first_is_named(tmp_path: Path) -> None:
     config = from_mapping({**TINY, "out": str(tmp_path), "name": "run", "nproc_per_node": 2})
     workers = NodeWorkers(config, RunFolder.create(config), port=0, resumed=False, quiet=True)
     for rank in range(2):
-        workers._processes[rank] = subprocess.Popen(["sleep", "80"])
+        workers._processes._processes[rank] = subprocess.Popen(["sleep", "80"])
     for rank in (1, 0):
-        workers._processes[rank].kill()
-        workers._processes[rank].wait()
+        workers._processes._processes[rank].kill()
+        workers._processes._processes[rank].wait()
         codes = workers.codes()
     ending = workers.termination(codes, SignalMonitor())
     assert ending is not None
@@ -155,8 +156,8 @@ def test_on_a_shared_folder_only_reports_of_the_own_node_are_put_in_order(tmp_pa
     store = HashStore()
     board = FailureBoard(lambda action: action(store))
     workers = NodeWorkers(config, folder, port=0, resumed=False, quiet=True, board=board)
-    workers._processes[1] = subprocess.Popen(["false"])
-    workers._processes[1].wait()
+    workers._processes._processes[1] = subprocess.Popen(["false"])
+    workers._processes._processes[1].wait()
     for rank, ended in enumerate([1.0, 2.0]):
         told = {**report_of(rank), "status": "failed", "exit_code": 1, "ended": ended}
         write_report(
@@ -175,7 +176,7 @@ def test_a_process_that_cannot_be_started_is_no_write_error(
 
     config = from_mapping({**TINY, "out": str(tmp_path), "name": "run", "nproc_per_node": 2})
     workers = NodeWorkers(config, RunFolder.create(config), port=0, resumed=False, quiet=True)
-    monkeypatch.setattr("paceline.launch.spawn.subprocess.Popen", start)
+    monkeypatch.setattr("paceline.launch.processes.subprocess.Popen", start)
     line = "cannot start a worker process: Resource temporarily unavailable"
     with pytest.raises(RunError, match=f"^{line}$"), workers:
         pass

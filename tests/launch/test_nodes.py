@@ -12,7 +12,7 @@ import pytest
 
 from paceline.config import from_mapping
 from paceline.errors import RunError, UsageError
-from paceline.launch.nodes import NodeCoordinator
+from paceline.launch.node import NodeCoordinator
 from paceline.records import read_json
 from paceline.training.checkpoint import iterations
 from tests.support.commands import (

@@ -23,12 +23,13 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.rank_info import SINGLE_PROCESS
 from paceline.config import from_mapping
 from paceline.errors import PacelineError, RunError
-from paceline.launch import nodes, record_collection, worker
+from paceline.launch import node as node_module
+from paceline.launch import record_collection, worker
 from paceline.launch.control_channel import NEWS_MARK, NodeExit, NodeProcess, popen_piped
 from paceline.launch.elastic import run as elastic
 from paceline.launch.elastic.rendezvous import ElasticRendezvous, RoundLeader
 from paceline.launch.folder_transfer import download
-from paceline.launch.nodes import NodeCoordinator
+from paceline.launch.node import NodeCoordinator
 from paceline.launch.record_collection import PART_BYTES
 from paceline.launch.result import assemble
 from paceline.launch.signals import SignalMonitor
@@ -67,8 +68,8 @@ def short_waits(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         def join(self) -> Store:
             return store
 
-    monkeypatch.setattr(nodes, "Rendezvous", Rendezvous)
-    monkeypatch.setattr(nodes, "FAREWELL_SECONDS", 0.2)
+    monkeypatch.setattr(node_module, "Rendezvous", Rendezvous)
+    monkeypatch.setattr(node_module, "FAREWELL_SECONDS", 0.2)
 
 
 def settings(out: Path, rank: int) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
-from paceline.launch import spawn
+from paceline.launch import processes
 
 PRELOADED = (
     "paceline.launch.worker",
@@ -146,12 +146,12 @@ def _standard_file(asked: Any, own: int, given: contextlib.ExitStack) -> tuple[i
 @contextlib.contextmanager
 def warm_spawning(nursery: PrewarmedStarter) -> Iterator[None]:
     """Let the launcher in this process take its workers and servers from a nursery."""
-    before = vars(spawn)["subprocess"]
+    before = vars(processes)["subprocess"]
     _spawn_from(nursery)
     try:
         yield
     finally:
-        vars(spawn)["subprocess"] = before
+        vars(processes)["subprocess"] = before
 
 
 def _spawn_from(nursery: PrewarmedStarter) -> None:
@@ -160,7 +160,7 @@ def _spawn_from(nursery: PrewarmedStarter) -> None:
         role, rank = command[4], keywords["env"]["RANK"]
         return nursery.start(command[1:], name=f"{role} {rank}", **keywords)
 
-    vars(spawn)["subprocess"] = SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL)
+    vars(processes)["subprocess"] = SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL)
 
 
 def _serve(pipe: socket.socket) -> dict[str, Any]:

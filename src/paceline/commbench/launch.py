@@ -6,11 +6,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from time import monotonic, sleep
+from time import sleep
 from typing import TYPE_CHECKING, Any
 
 from paceline.comm.rank_info import RankInfo
@@ -20,19 +19,12 @@ from paceline.commbench.spec import BenchmarkSpec, check_workers
 from paceline.errors import PacelineError, RunError, StoppedError
 from paceline.launch import environment
 from paceline.launch.control_channel import NodeTask, send_status
-from paceline.launch.signals import SignalMonitor, describe_exit
-from paceline.launch.spawn import spawn
+from paceline.launch.processes import POLL_SECONDS, LocalProcesses
+from paceline.launch.signals import SignalMonitor
 from paceline.records import SCHEMA, RunFolder, read_json, write_json
 
 if TYPE_CHECKING:
     from paceline.launch.machines import Machines
-
-POLL_SECONDS = 0.05
-GRACE_SECONDS = 3.0
-"""Time for the other workers to report their errors after a first failure."""
-
-Processes = dict[int, subprocess.Popen[bytes]]
-"""By rank."""
 
 
 def measure(spec: BenchmarkSpec, quiet: bool = False) -> dict[str, Any] | None:
@@ -102,7 +94,6 @@ def run_task(task: NodeTask) -> None:
 
 def _measure_here(spec: BenchmarkSpec, quiet: bool) -> dict[str, Any] | None:
     """Run this machine's workers; returns the record on the first machine."""
-    processes: Processes = {}
     with (
         SignalMonitor("measuring") as signals,
         tempfile.TemporaryDirectory(prefix="paceline-comm-") as name,
@@ -111,15 +102,19 @@ def _measure_here(spec: BenchmarkSpec, quiet: bool) -> dict[str, Any] | None:
         # Referenced until all workers have ended: the server stops when the store is collected.
         store, port = _start_store(spec)
         try:
-            _start_workers(spec, folder, quiet, port, processes)
-            signals.raise_on_signal = False
-            _wait_for_workers(processes, signals)
-            return _outcome(folder, processes, signals)
+            with LocalProcesses(folder, spec.machines.workers) as processes:
+                _start_workers(spec, quiet, port, processes)
+                signals.raise_on_signal = False
+                codes = _wait_for_workers(processes, signals)
         finally:
-            _kill_workers(processes)
-            if not quiet and 0 in processes and processes[0].returncode:
-                clear_line()
             del store
+        if not quiet and codes.get(0, 0) != 0:
+            clear_line()
+        if signals.received:
+            raise StoppedError(f"stopped by {signals.received[0].name}")
+        if any(codes.values()):
+            raise _failure(processes, codes)
+        return None if spec.machines.node_rank else read_json(folder.path / RECORD_FILE)
 
 
 def _start_store(spec: BenchmarkSpec) -> tuple[Any, int]:
@@ -137,16 +132,14 @@ def _start_store(spec: BenchmarkSpec) -> tuple[Any, int]:
     return store, port_of(store)
 
 
-def _start_workers(
-    spec: BenchmarkSpec, folder: RunFolder, quiet: bool, port: int, processes: Processes
-) -> None:
+def _start_workers(spec: BenchmarkSpec, quiet: bool, port: int, processes: LocalProcesses) -> None:
     machines = spec.machines
-    spec_file = folder.path / "spec.json"
+    folder = processes.folder.path
+    spec_file = folder / "spec.json"
     write_json(spec_file, {"schema": SCHEMA, "plan": spec.to_dict()})
     for local_rank in range(machines.nproc_per_node):
-        rank = machines.node_rank * machines.nproc_per_node + local_rank
         rank_info = RankInfo(
-            rank=rank,
+            rank=machines.node_rank * machines.nproc_per_node + local_rank,
             world_size=machines.workers,
             local_rank=local_rank,
             local_world_size=machines.nproc_per_node,
@@ -156,61 +149,24 @@ def _start_workers(
             master_port=port,
             has_external_store=True,
         )
-        processes[rank] = spawn(
-            "paceline.commbench.runner",
-            rank_info,
-            [str(spec_file), str(folder.path), "quiet" if quiet else "shown"],
-            folder.output_file(rank),
-            shown=rank == 0,
-        )
+        arguments = [str(spec_file), str(folder), "quiet" if quiet else "shown"]
+        processes.start("paceline.commbench.runner", rank_info, arguments)
 
 
-def _wait_for_workers(processes: Processes, signals: SignalMonitor) -> None:
-    """Until all have ended, the grace period after a first failure is over, or Ctrl-C."""
-    deadline: float | None = None
-    while any(process.poll() is None for process in processes.values()):
+def _wait_for_workers(processes: LocalProcesses, signals: SignalMonitor) -> dict[int, int | None]:
+    """Exit codes, once all have ended; the first failure or signal ends the others."""
+    while None in (codes := processes.codes()).values():
         if signals.received:
-            return
-        if deadline is None and any(process.poll() for process in processes.values()):
-            deadline = monotonic() + GRACE_SECONDS
-        if deadline is not None and monotonic() > deadline:
-            return
+            return processes.terminate(0.0)
+        if any(codes.values()):
+            return processes.terminate()
         sleep(POLL_SECONDS)
+    return codes
 
 
-def _outcome(
-    folder: RunFolder, processes: Processes, signals: SignalMonitor
-) -> dict[str, Any] | None:
-    if signals.received:
-        raise StoppedError(f"stopped by {signals.received[0].name}")
-    failed = {rank: process.poll() for rank, process in processes.items() if process.poll() != 0}
-    if failed:
-        raise _failure(folder, failed)
-    return read_json(folder.path / RECORD_FILE) if 0 in processes else None
+def _failure(processes: LocalProcesses, codes: dict[int, int | None]) -> PacelineError:
+    from paceline.launch.termination import root_cause
 
-
-def _failure(folder: RunFolder, failed: dict[int, int | None]) -> PacelineError:
-    """The root cause, from the workers' failure records, exit codes and output, in this order."""
-    # Imports torch, which launchers on other machines than the first do not need.
-    from paceline.launch.termination import read_failure, root_cause
-
-    reported = root_cause(filter(None, (read_failure(folder, rank) for rank in failed)))
-    if reported and not reported.is_secondary:
-        return reported.error()
-    for rank, code in failed.items():
-        if code is not None and code < 0:
-            return RunError(describe_exit(f"rank {rank}", code, ""))
-    if reported:
-        return reported.error()
-    rank, code = next(iter(failed.items()))
-    output = folder.output_file(rank).read_text(errors="replace").strip()
-    last_line = output.splitlines()[-1] if output else ""
-    return RunError(describe_exit(f"rank {rank}", code or 0, last_line))
-
-
-def _kill_workers(processes: Processes) -> None:
-    for process in processes.values():
-        if process.poll() is None:
-            process.kill()
-    for process in processes.values():
-        process.wait()
+    cause = processes.exit_cause(codes, root_cause(processes.reported_failures()))
+    assert cause is not None
+    return cause.error()

@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from subprocess import Popen, TimeoutExpired
 
 from torch.distributed import (  # type: ignore[attr-defined]  # torch lists only the first
     DistError,
@@ -28,8 +27,8 @@ from paceline.comm.rendezvous import Rendezvous
 from paceline.config import RunConfig, from_record
 from paceline.errors import PeerError, RunError, error_line
 from paceline.launch import environment
+from paceline.launch.processes import LocalProcesses
 from paceline.launch.signals import SIGNALS
-from paceline.launch.spawn import spawn
 from paceline.measure.traffic import Traffic
 from paceline.records import SCHEMA, RunFolder, read_json, write_json
 from paceline.strategies.options import create_strategy
@@ -190,23 +189,13 @@ def local_parameter_servers(
         yield
         return
     launch_file = folder.launch_file(place.node)
-    outputs = [folder.output_file(f"server-{rank - place.world_size}") for rank in ranks]
     write_json(launch_file, {"schema": SCHEMA, "config": config.to_dict()})
-    processes: list[Popen[bytes]] = []
-    try:
-        for rank, output in zip(ranks, outputs, strict=True):
-            own = replace(place, rank=rank, local_rank=0)
-            processes.append(spawn("server", own, [str(launch_file), str(folder.path)], output))
-        yield
-    finally:
-        for process in processes:
-            _await_end(process)
-        folder.remove_transient([launch_file, *outputs])
-
-
-def _await_end(process: Popen[bytes]) -> None:
-    try:
-        process.wait(LEAVING_SECONDS)
-    except TimeoutExpired:
-        process.kill()
-        process.wait()
+    with LocalProcesses(folder, place.world_size) as servers:
+        try:
+            for rank in ranks:
+                rank_info = replace(place, rank=rank, local_rank=0)
+                servers.start("server", rank_info, [str(launch_file), str(folder.path)])
+            yield
+        finally:
+            servers.terminate(LEAVING_SECONDS)
+            folder.remove_transient([launch_file, *map(servers.output_file, ranks)])

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -96,6 +96,23 @@ def read_failure(folder: RunFolder, rank: int) -> Termination | None:
     values = read_json(file)
     del values["schema"]
     return Termination.of_message(values, file.name)
+
+
+def read_failures(
+    folder: RunFolder,
+    ranks: Iterable[int],
+    orders: Mapping[int, int],
+    board: FailureBoard | None,
+) -> list[Termination]:
+    """What processes of this node reported, in files or, if the disk refused them, on the board."""
+    failures = []
+    for rank in ranks:
+        failure = read_failure(folder, rank)
+        if failure is None and board and rank in orders:
+            failure = board.read(rank)
+        if failure:
+            failures.append(dataclasses.replace(failure, order=orders.get(rank, 0)))
+    return failures
 
 
 POST_SECONDS = 3.0

@@ -23,7 +23,8 @@ from torch.distributed.elastic.events.api import Event, EventSource
 
 from paceline.errors import StoppedError, UsageError
 from paceline.launch.elastic.rendezvous import POLL_SECONDS, ElasticRendezvous, RunEndedError
-from paceline.launch.processes import GRACE_SECONDS, NodeWorkers
+from paceline.launch.node_workers import NodeWorkers
+from paceline.launch.processes import GRACE_SECONDS
 from paceline.launch.signals import SignalMonitor
 from paceline.launch.termination import Termination
 

@@ -32,7 +32,7 @@ from paceline.launch.messages import (
     is_file_name,
 )
 from paceline.launch.node import is_refusal
-from paceline.launch.processes import NodeWorkers
+from paceline.launch.node_workers import NodeWorkers
 from paceline.launch.record_collection import parts_of, put_record, receive_files
 from paceline.launch.result import RunOutcome, write_result
 from paceline.launch.signals import SignalMonitor
