@@ -20,7 +20,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # torch does 
 
 from paceline.comm.rendezvous import Rendezvous, port_of
 from paceline.config import RunConfig
-from paceline.errors import ConfigError, PacelineError, RunError, UsageError
+from paceline.errors import ConfigError, PacelineError, RunError
 from paceline.launch.consistency import config_mismatches
 from paceline.launch.environment import store_port
 from paceline.launch.messages import MalformedError, check_fields, check_run_name, decode
@@ -28,11 +28,10 @@ from paceline.launch.node_workers import NodeWorkers
 from paceline.launch.parameter_servers import server_ranks
 from paceline.launch.processes import POLL_SECONDS
 from paceline.launch.record_collection import put_record, receive_files, send_files
-from paceline.launch.result import RunOutcome, write_result
+from paceline.launch.result import RunOutcome, finish_run
 from paceline.launch.signals import SignalMonitor
 from paceline.launch.termination import FailureBoard, Termination, root_cause
 from paceline.records import RunFolder
-from paceline.training.rank_report import RankReport
 
 T = TypeVar("T")
 
@@ -72,7 +71,18 @@ def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> RunOutcome
                 ending = supervise(crew, nodes, interruptions)
             # The records are complete only now, with the last sample of the resources.
             ending = nodes.exchange_terminations(ending, folder, crew.records())
-        return _conclude(config, crew, ending, nodes.shares_folder, is_new=resumed is None)
+        reports = crew.reports()
+        crew.clear_traces(reports=nodes.is_first or not nodes.shares_folder)
+        return finish_run(
+            config,
+            folder,
+            reports,
+            ending,
+            is_new=resumed is None,
+            records=crew.files(),
+            sampler_warning=crew.trouble,
+            is_first=nodes.is_first,
+        )
 
 
 def _agree_on_folder(
@@ -96,7 +106,7 @@ def _started(crew: NodeWorkers, nodes: NodeCoordinator, is_new: bool) -> Iterato
     except PacelineError as error:
         nodes.refuse(Termination(str(error), error.exit_code))
         if is_new:
-            crew.discard_records()
+            crew.folder.discard(crew.files())
         raise
     try:
         yield
@@ -128,38 +138,6 @@ def supervise(
         if len(signals.received) > 1:
             return workers.termination(workers.terminate(0.0), signals)
         sleep(POLL_SECONDS)
-
-
-def is_refusal(ending: Termination, reports: list[RankReport], is_new: bool) -> bool:
-    """Whether nobody had begun to train; a strategy may refuse only when it sees the model."""
-    if reports and is_new and ending.exit_code == UsageError.exit_code:
-        return not any(report.iterations for report in reports)
-    return not reports and ending.exit_code != RunError.exit_code
-
-
-def _conclude(
-    config: RunConfig,
-    crew: NodeWorkers,
-    ending: Termination | None,
-    shares_folder: bool,
-    is_new: bool,
-) -> RunOutcome:
-    is_first = config.node_rank == 0
-    reports = crew.reports()
-    crew.clear_traces(reports=is_first or not shares_folder)
-    if ending and is_refusal(ending, reports, is_new):
-        # Nobody trained: a refused run leaves no trace, and its name stays free.
-        if is_new:
-            crew.discard_records()
-        raise ending.error()
-    if not is_first:
-        if ending:
-            raise ending.error()
-        return RunOutcome(crew.folder, None, 0)
-    if crew.trouble and reports:
-        reports[0].warnings.append(crew.trouble)
-    result = write_result(config, crew.folder, reports, ending)
-    return RunOutcome(crew.folder, result, ending.exit_code if ending else 0)
 
 
 class NodeCoordinator:

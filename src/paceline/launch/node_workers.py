@@ -185,7 +185,7 @@ class NodeWorkers:
             files += map(self.folder.report_file, range(self.config.workers))
         self.folder.remove_transient(files)
 
-    def discard_records(self) -> None:
-        """Remove all that this node has written."""
-        files = self.folder.record_files(self._ranks, [self.config.node_rank])
-        self.folder.discard([*files, *map(self._processes.output_file, self._process_ranks)])
+    def files(self) -> list[Path]:
+        """All files that this node's processes write."""
+        records = self.folder.record_files(self._ranks, [self.config.node_rank])
+        return [*records, *map(self._processes.output_file, self._process_ranks)]

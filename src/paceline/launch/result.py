@@ -5,12 +5,14 @@ The reports of all workers and the samples of all nodes, put together as result.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.comm.communicator import format_ranks
 from paceline.config import RunConfig
 from paceline.emulation.state import cluster_record
-from paceline.errors import RunError
+from paceline.errors import RunError, UsageError
 from paceline.launch.messages import MalformedError, clean, is_number
 from paceline.launch.termination import Termination, root_cause
 from paceline.measure.machine import cores_usable, hardware, software
@@ -26,6 +28,44 @@ class RunOutcome(NamedTuple):
     result: Result | None
     """None in a process that is one worker of several: the first one has the result."""
     exit_code: int
+
+
+def finish_run(
+    config: RunConfig,
+    folder: RunFolder,
+    reports: list[RankReport],
+    ending: Termination | None,
+    *,
+    is_new: bool,
+    records: Iterable[Path],
+    sampler_warning: str | None = None,
+    is_first: bool = True,
+    **more: Any,
+) -> RunOutcome:
+    """End a run on one node: write the result, or discard the folder of a rejected run.
+
+    `records` are the files to discard; `more` are keys that only some launchers add to the result.
+    """
+    if ending and is_rejection(ending, reports, is_new):
+        # Nothing was trained: a rejected run leaves no files, and its name stays free.
+        if is_new:
+            folder.discard(records)
+        raise ending.error()
+    if not is_first:
+        if ending:
+            raise ending.error()
+        return RunOutcome(folder, None, 0)
+    if sampler_warning and reports:
+        reports[0].warnings.append(sampler_warning)
+    result = write_result(config, folder, reports, ending, **more)
+    return RunOutcome(folder, result, ending.exit_code if ending else 0)
+
+
+def is_rejection(ending: Termination, reports: list[RankReport], is_new: bool) -> bool:
+    """Whether the run was rejected before training; a strategy may reject a model only then."""
+    if reports and is_new and ending.exit_code == UsageError.exit_code:
+        return not any(report.iterations for report in reports)
+    return not reports and ending.exit_code != RunError.exit_code
 
 
 def write_result(

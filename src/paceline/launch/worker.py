@@ -23,7 +23,7 @@ from paceline.comm.rendezvous import Rendezvous
 from paceline.comm.torch_distributed import connect
 from paceline.config import RunConfig, from_record
 from paceline.emulation.state import VARIABLE as CLUSTER_VARIABLE
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import PacelineError
 from paceline.launch import environment
 from paceline.launch.consistency import agree_on_config, run_collectively
 from paceline.launch.messages import check_run_name
@@ -35,7 +35,7 @@ from paceline.launch.record_collection import (
     final_barrier,
     write_report,
 )
-from paceline.launch.result import RunOutcome, first_cause, write_result
+from paceline.launch.result import RunOutcome, finish_run, first_cause, is_rejection
 from paceline.launch.signals import SignalMonitor
 from paceline.launch.termination import Termination, post_failure
 from paceline.measure.phase_clock import PhaseClock
@@ -120,11 +120,12 @@ def _conclude(
     shares_folder: bool,
     is_new: bool,
 ) -> RunOutcome:
+    records = folder.record_files(range(place.world_size), range(place.nnodes))
     if place.rank:
-        if cleans_folder(place, shares_folder) and is_new and _is_refusal([report]):
+        if cleans_folder(place, shares_folder) and _is_rejection([report], is_new):
             own = collect_reports(folder, place.world_size, expected=place.local_world_size)
-            if _is_refusal(own):
-                _discard_records(folder, place)
+            if _is_rejection(own, is_new):
+                folder.discard(records)
         if report.status != "finished" and not report.is_secondary:
             error = Termination.of_report(report).error()
             # The first worker of the same machine finds the report, and tells.
@@ -132,24 +133,15 @@ def _conclude(
             raise error
         return RunOutcome(folder, None, report.exit_code)
     reports = reports or collect_reports(folder, place.world_size, expected=place.world_size)
+    outcome = finish_run(
+        config, folder, reports, first_cause(reports), is_new=is_new, records=records
+    )
+    return outcome._replace(exit_code=report.exit_code)
+
+
+def _is_rejection(reports: list[RankReport], is_new: bool) -> bool:
     cause = first_cause(reports)
-    if cause and is_new and _is_refusal(reports):
-        _discard_records(folder, place)
-        raise cause.error()
-    result = write_result(config, folder, reports)
-    return RunOutcome(folder, result, report.exit_code)
-
-
-def _is_refusal(reports: list[RankReport]) -> bool:
-    """Whether a strategy rejected the model, so that nobody trained."""
-    cause = first_cause(reports)
-    has_trained = any(report.iterations for report in reports)
-    return cause is not None and cause.exit_code == UsageError.exit_code and not has_trained
-
-
-def _discard_records(folder: RunFolder, place: RankInfo) -> None:
-    """Remove what the workers have written to this folder: the name of the run stays free."""
-    folder.discard(folder.record_files(range(place.world_size), range(place.nnodes)))
+    return cause is not None and is_rejection(cause, reports, is_new)
 
 
 def _make_ready_or_discard(

@@ -31,10 +31,9 @@ from paceline.launch.messages import (
     check_run_name,
     is_file_name,
 )
-from paceline.launch.node import is_refusal
 from paceline.launch.node_workers import NodeWorkers
 from paceline.launch.record_collection import parts_of, put_record, receive_files
-from paceline.launch.result import RunOutcome, write_result
+from paceline.launch.result import RunOutcome, finish_run
 from paceline.launch.signals import SignalMonitor
 from paceline.launch.store_client import LostContactError, StoreClient
 from paceline.launch.termination import FailureBoard, Termination
@@ -197,22 +196,22 @@ class _FirstNode(_Node):
         # Of lost nodes as well.
         self.folder.remove_transient()
         is_new = self._resumed is None and self._newest_checkpoint() is None
-        if ending and (crew is None or is_refusal(ending, reports, is_new)):
-            # Nobody trained: a refused run leaves no trace, and its name stays free.
+        if ending and crew is None:
+            # No worker was started.
             if is_new:
-                crew.discard_records() if crew else self.folder.discard()
+                self.folder.discard()
             raise ending.error()
-        if crew and crew.trouble and reports:
-            reports[0].warnings.append(crew.trouble)
-        result = write_result(
+        return finish_run(
             crew.config if crew else self._config,
             self.folder,
             reports,
             ending,
+            is_new=is_new,
+            records=crew.files() if crew else (),
+            sampler_warning=crew.trouble if crew else None,
             restarts=self._leader.restarts,
             worlds=self._leader.worlds,
         )
-        return RunOutcome(self.folder, result, ending.exit_code if ending else 0)
 
     def _gather_records(self) -> None:
         """Of the others, as they leave; this node, which serves the store, goes last."""
