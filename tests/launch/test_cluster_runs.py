@@ -21,7 +21,8 @@ from paceline.config import from_mapping
 from paceline.config.cluster_spec import ClusterSpec
 from paceline.emulation.cluster import EmulatedCluster
 from paceline.emulation.state import all_paths
-from paceline.launch import launcher, remote
+from paceline.launch import launcher
+from paceline.launch.remote import run as remote
 from paceline.launch.result import RunOutcome
 from paceline.launch.signals import SignalMonitor
 from paceline.records import Result, RunFolder, read_json

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from paceline.config import RunConfig, from_mapping
-from paceline.launch import machines, remote
-from paceline.launch.control_channel import NodeExit
+from paceline.launch.remote import machines
+from paceline.launch.remote import run as remote
+from paceline.launch.remote.control_channel import NodeExit
 from paceline.launch.result import RunOutcome, assemble
 from paceline.launch.signals import SignalMonitor
 from paceline.records import Result, RunFolder

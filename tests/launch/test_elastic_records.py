@@ -15,13 +15,13 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.rank_info import SINGLE_PROCESS
 from paceline.config import from_mapping
 from paceline.launch import record_collection
-from paceline.launch import store_client as contacts
 from paceline.launch.elastic import run as runs
+from paceline.launch.elastic import store_client as contacts
 from paceline.launch.elastic.rendezvous import RoundLeader
+from paceline.launch.elastic.store_client import StoreClient
 from paceline.launch.node_workers import NodeWorkers
 from paceline.launch.record_collection import PART_BYTES, parts_of, receive_files, send_files
 from paceline.launch.signals import SignalMonitor
-from paceline.launch.store_client import StoreClient
 from paceline.records import RunFolder
 
 OUTSIDE = ["../up", "/up", "checkpoints/1.pt", ".hidden", "a\nb", ""]

@@ -14,8 +14,8 @@ import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # torch lists neither
 
 from paceline.config import from_mapping
-from paceline.launch import store_client as contacts
 from paceline.launch.elastic import rendezvous as leaders
+from paceline.launch.elastic import store_client as contacts
 from paceline.launch.elastic.agent import ElasticAgent
 from paceline.launch.elastic.rendezvous import (
     LAST_CALL_SECONDS,
@@ -25,9 +25,9 @@ from paceline.launch.elastic.rendezvous import (
     RoundLeader,
     RunEndedError,
 )
+from paceline.launch.elastic.store_client import LostContactError, StoreClient
 from paceline.launch.node_workers import NodeWorkers
 from paceline.launch.signals import SignalMonitor
-from paceline.launch.store_client import LostContactError, StoreClient
 from paceline.launch.termination import Termination
 
 WAIT_SECONDS = 50.0

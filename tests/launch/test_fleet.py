@@ -18,11 +18,11 @@ import pytest
 
 from paceline.config import from_mapping
 from paceline.errors import PacelineError, RecordsError, RunError, StoppedError, UsageError
-from paceline.launch import folder_transfer
-from paceline.launch import machines as fleet_module
-from paceline.launch.control_channel import NodeExit, popen_piped
-from paceline.launch.folder_transfer import is_plain, unpack
-from paceline.launch.machines import NodeSupervisor, describe_end, run_on_nodes
+from paceline.launch.remote import folder_transfer
+from paceline.launch.remote import machines as fleet_module
+from paceline.launch.remote.control_channel import NodeExit, popen_piped
+from paceline.launch.remote.folder_transfer import is_plain, unpack
+from paceline.launch.remote.machines import NodeSupervisor, describe_end, run_on_nodes
 from paceline.launch.signals import SignalMonitor, signal_name
 from paceline.records import RunFolder
 from tests.support.commands import LIMIT_SECONDS
@@ -113,7 +113,7 @@ def test_a_node_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> 
 def test_ctrl_c_reaches_every_node(capfd: pytest.CaptureFixture[str]) -> None:
     program = """if True:
         import signal, sys, time
-        from paceline.launch.control_channel import exit_with_launcher, read_given
+        from paceline.launch.remote.control_channel import exit_with_launcher, read_given
         def stop(number, frame):
             sys.exit(sys.stderr.write(f"paceline: error: stopped by {number}\\n") and 130)
         signal.signal(signal.SIGINT, stop)
@@ -144,7 +144,7 @@ def bound_to_starter(silence_seconds: float = 60.0) -> Iterator[subprocess.Popen
     """A program that would run on, with its starter's line at one's disposal."""
     program = f"""if True:
         import signal, time
-        from paceline.launch import control_channel as starter
+        from paceline.launch.remote import control_channel as starter
         starter.SILENCE_SECONDS = {silence_seconds}
         starter.LAST_ITERATION_SECONDS = starter.CLEARING_SECONDS = 0.1
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -16,7 +16,7 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.launch import launcher as start
-from paceline.launch.folder_transfer import pack
+from paceline.launch.remote.folder_transfer import pack
 from paceline.records import RunFolder, read_lines
 from paceline.training.checkpoint import iterations
 from tests.support.commands import ENDLESS, SLOW, free_port, launch, train, wait_until
@@ -100,7 +100,7 @@ def test_records_from_another_machine_do_not_overwrite_a_live_run(tmp_path: Path
     pack(folder.path, packed)
     request = {"folder": str(folder.path), "identity": None}
     given = json.dumps(request).encode() + b"\n" + packed.getvalue()
-    command = [sys.executable, "-m", "paceline.launch.folder_transfer", "take"]
+    command = [sys.executable, "-m", "paceline.launch.remote.folder_transfer", "take"]
     before = folder.identity()
     with folder.locked():
         ended = subprocess.run(command, input=given, capture_output=True, timeout=60, check=False)

@@ -11,7 +11,7 @@ import pytest
 from paceline.config import from_mapping
 from paceline.errors import ConfigError, UsageError
 from paceline.launch import launcher
-from paceline.launch.ssh import SSH, Host, SshMachines
+from paceline.launch.remote.ssh import SSH, Host, SshMachines
 from tests.support.commands import TINY, names_in
 
 
@@ -80,12 +80,12 @@ FAKES = {
         f"127.0.0.2: has no Python at {sys.executable}: name the one there in $PACELINE_PYTHON",
     ),
     "without paceline": (
-        f"exec {sys.executable} -I -S -m paceline.launch.node_main",
+        f"exec {sys.executable} -I -S -m paceline.launch.remote.node_main",
         f"127.0.0.2: paceline 0.1.0 is not installed for {sys.executable} there: install it, or"
         " name another Python in $PACELINE_PYTHON",
     ),
     "another version": (
-        f"sed -u 1s/0.1.0/0.0.9/ | {sys.executable} -m paceline.launch.node_main; exit 2",
+        f"sed -u 1s/0.1.0/0.0.9/ | {sys.executable} -m paceline.launch.remote.node_main; exit 2",
         "127.0.0.2: has paceline 0.1.0, and the command that starts it 0.0.9: install the same"
         " version on all machines",
     ),

@@ -17,7 +17,7 @@ import pytest
 from paceline.config.cluster_spec import ClusterSpec
 from paceline.emulation.cluster import EmulatedCluster
 from paceline.launch import launcher
-from paceline.launch.ssh import SSH
+from paceline.launch.remote.ssh import SSH
 from paceline.records import read_json
 from tests.support.commands import (
     ENDLESS,

@@ -25,15 +25,15 @@ from paceline.config import from_mapping
 from paceline.errors import PacelineError, RunError
 from paceline.launch import node as node_module
 from paceline.launch import record_collection, worker
-from paceline.launch.control_channel import NEWS_MARK, NodeExit, NodeProcess, popen_piped
 from paceline.launch.elastic import run as elastic
 from paceline.launch.elastic.rendezvous import ElasticRendezvous, RoundLeader
-from paceline.launch.folder_transfer import download
+from paceline.launch.elastic.store_client import StoreClient
 from paceline.launch.node import NodeCoordinator
 from paceline.launch.record_collection import PART_BYTES
+from paceline.launch.remote.control_channel import NEWS_MARK, NodeExit, NodeProcess, popen_piped
+from paceline.launch.remote.folder_transfer import download
 from paceline.launch.result import assemble
 from paceline.launch.signals import SignalMonitor
-from paceline.launch.store_client import StoreClient
 from paceline.records import RunFolder, read_json
 from tests.support.commands import ENDLESS, SLOW, free_port, is_training, names_in, node, wait_until
 

@@ -1,7 +1,8 @@
 """Emulated machines whose nodes and workers start warm (tests/support/warm.py).
 
 As a program, `python -m tests.support.warm_nodes` is a node: it enters the network of its machine,
-reads its input from its starter's pipe and then runs as `python -m paceline.launch.node_main`.
+reads its input from its starter's pipe and then runs as
+`python -m paceline.launch.remote.node_main`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from collections.abc import Sequence
 from paceline.child_process import pythonpath
 from paceline.emulation.cluster import EmulatedCluster
 from paceline.emulation.state import VARIABLE
-from paceline.launch.machines import EmulatedMachines
+from paceline.launch.remote.machines import EmulatedMachines
 from tests.support import warm
 from tests.support.commands import HERE
 
 NETWORK, INPUT = "WARM_NETWORK", "WARM_INPUT"
 """Variables that name the files of a machine's network and of a node's input."""
-NODE = "paceline.launch.node_main"
+NODE = "paceline.launch.remote.node_main"
 CLONE_NEWNET = 0x40000000
 
 

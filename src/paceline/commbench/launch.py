@@ -18,13 +18,13 @@ from paceline.commbench.record import RECORD_FILE
 from paceline.commbench.spec import BenchmarkSpec, check_workers
 from paceline.errors import PacelineError, RunError, StoppedError
 from paceline.launch import environment
-from paceline.launch.control_channel import NodeTask, send_status
 from paceline.launch.processes import POLL_SECONDS, LocalProcesses
+from paceline.launch.remote.control_channel import NodeTask, send_status
 from paceline.launch.signals import SignalMonitor
 from paceline.records import SCHEMA, RunFolder, read_json, write_json
 
 if TYPE_CHECKING:
-    from paceline.launch.machines import Machines
+    from paceline.launch.remote.machines import Machines
 
 
 def measure(spec: BenchmarkSpec, quiet: bool = False) -> dict[str, Any] | None:
@@ -47,7 +47,7 @@ def measure(spec: BenchmarkSpec, quiet: bool = False) -> dict[str, Any] | None:
     if spec.machines.launcher == "ray":
         return _measure_on_ray(spec, quiet)
     if spec.machines.hosts or spec.machines.cluster:
-        from paceline.launch.remote import fleet_of
+        from paceline.launch.remote.run import fleet_of
 
         machines = fleet_of(spec.machines, quiet)
         with SignalMonitor("measuring") as signals, machines as fleet:
@@ -67,7 +67,7 @@ def _measure_on(
     fleet: Machines, spec: BenchmarkSpec, quiet: bool, signals: SignalMonitor
 ) -> dict[str, Any]:
     """Start workers on every machine of a fleet."""
-    from paceline.launch.remote import master_address, run_tasks
+    from paceline.launch.remote.run import master_address, run_tasks
 
     machines = replace(spec.machines, master_addr=master_address(spec.machines, fleet))
 
@@ -86,7 +86,7 @@ def _measure_on(
 
 
 def run_task(task: NodeTask) -> None:
-    """Run the benchmark on one of several machines (launch/node_main.py)."""
+    """Run the benchmark on one of several machines (launch/remote/node_main.py)."""
     record = _measure_here(BenchmarkSpec.from_dict(task.config), task.quiet)
     if record is not None:
         send_status(record=record)

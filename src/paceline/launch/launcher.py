@@ -9,7 +9,8 @@ from typing import Any
 from paceline.comm.rank_info import SINGLE_PROCESS, RankInfo
 from paceline.config import RunConfig, fields, flag_of, from_mapping, option_of
 from paceline.errors import CheckpointError, ConfigError, RecordsError, UsageError, shown
-from paceline.launch import environment, node, remote, worker
+from paceline.launch import environment, node, worker
+from paceline.launch.remote import run as remote
 from paceline.launch.result import RunOutcome
 from paceline.launch.validation import validate
 from paceline.records import RunFolder

@@ -22,8 +22,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from paceline.config import RunConfig
+from paceline.launch.elastic.store_client import StoreClient
 from paceline.launch.messages import Kinds, MalformedError, check_fields
-from paceline.launch.store_client import StoreClient
 from paceline.launch.termination import Termination, root_cause
 
 POLL_SECONDS = 0.1

@@ -24,6 +24,7 @@ from paceline.launch.elastic.rendezvous import (
     RoundLeader,
     RunEndedError,
 )
+from paceline.launch.elastic.store_client import LostContactError, StoreClient
 from paceline.launch.environment import store_port
 from paceline.launch.messages import (
     MalformedError,
@@ -35,7 +36,6 @@ from paceline.launch.node_workers import NodeWorkers
 from paceline.launch.record_collection import parts_of, put_record, receive_files
 from paceline.launch.result import RunOutcome, finish_run
 from paceline.launch.signals import SignalMonitor
-from paceline.launch.store_client import LostContactError, StoreClient
 from paceline.launch.termination import FailureBoard, Termination
 from paceline.records import SCHEMA, RunFolder, write_json
 from paceline.training.checkpoint import iterations

@@ -1,1 +1,1 @@
-"""Runs on a Ray cluster (`--launcher ray`), whose nodes are `Machines` (launch/machines.py)."""
+"""Runs on a Ray cluster (`--launcher ray`), as machines of launch/remote/."""

@@ -17,10 +17,10 @@ from typing import Any, cast
 
 from paceline.child_process import pythonpath
 from paceline.errors import PacelineError, RunError, UsageError
-from paceline.launch.control_channel import NodeExit
-from paceline.launch.machines import describe_end
 from paceline.launch.ray.cluster import HeadLostError, HeadMonitor, Say, ask_all, load
 from paceline.launch.ray.process import LOST, PYTHON, NodeActor, RayProcess
+from paceline.launch.remote.control_channel import NodeExit
+from paceline.launch.remote.machines import describe_end
 
 PREFERRED_SECONDS = 2.0
 """How long to hope for the machine that suits best; after that any will do."""

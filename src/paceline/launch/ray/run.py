@@ -1,8 +1,8 @@
-"""A run on a Ray cluster, from attempt to attempt.
+"""A run on a Ray cluster, restarted after losses.
 
-What Ray gives are machines, slots and news of what was lost; a run on them is a run on any fleet
-(launch/remote.py). When a worker, an actor or a machine is lost, the whole group is started anew,
-on the machines that there are then, from the newest checkpoint.
+Ray provides machines and slots and detects losses; a run on them is a run on any machines
+(launch/remote/run.py). When a worker, an actor or a machine is lost, all workers restart from the
+newest checkpoint, on the machines that are available then.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.launch.ray.machines import (
     has_gpus,
     ray_fleet,
 )
-from paceline.launch.remote import run_on
+from paceline.launch.remote.run import run_on
 from paceline.launch.result import RunOutcome
 from paceline.launch.signals import SignalMonitor
 from paceline.records import RunFolder
@@ -42,10 +42,7 @@ def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> RunOutcome
 
 @contextlib.contextmanager
 def machines_for(config: RunConfig, quiet: bool) -> Iterator[tuple[RayMachines, SignalMonitor]]:
-    """The machines that a config asks for, for any command (launch/machines.py), for a while.
-
-    Signals are noted meanwhile.
-    """
+    """Reserve the machines that a configuration needs, for any command, and monitor signals."""
     with _cluster(config, quiet) as (connection, interruptions):
         patience, say = config.rendezvous_seconds, _say_nothing if quiet else _say
         with ray_fleet(wanted_for(config), connection.head, patience, say) as fleet:

@@ -1,6 +1,6 @@
 """Machines on which this command starts processes, and a command that runs on all of them.
 
-`Machines` starts a process on one of its nodes: over ssh (launch/ssh.py), on a Ray cluster
+`Machines` starts a process on one of its nodes: over ssh (launch/remote/ssh.py), on a Ray cluster
 (launch/ray/machines.py) or in the emulated cluster of this module. `run_on_nodes` starts one on
 each, shows their output, ends them together and returns the root cause of a failure.
 """
@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol, Self
 from paceline.child_process import pythonpath
 from paceline.emulation.cluster import EmulatedCluster
 from paceline.errors import PacelineError, RunError, UsageError, from_exit_code
-from paceline.launch.control_channel import BEAT_SECONDS, NodeExit, NodeProcess, popen_piped
+from paceline.launch.remote.control_channel import BEAT_SECONDS, NodeExit, NodeProcess, popen_piped
 from paceline.launch.signals import SignalMonitor, describe_exit
 
 POLL_SECONDS = 0.1

@@ -1,7 +1,7 @@
-"""Entry point on each machine of a run: `python -m paceline.launch.node_main`.
+"""Entry point on each machine of a run: `python -m paceline.launch.remote.node_main`.
 
-The first line of its input is a `NodeTask`; launch/control_channel.py connects it to its launcher.
-Loading torch takes seconds, so errors that can be found before are reported before.
+The first line of its input is a `NodeTask` (control_channel.py). Loading torch takes seconds, so
+errors that can be found before are reported before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NoReturn
 from paceline import __version__
 from paceline.config import RunConfig, from_record
 from paceline.errors import ERROR_PREFIX, StoppedError
-from paceline.launch.control_channel import (
+from paceline.launch.remote.control_channel import (
     TRAIN,
     NodeTask,
     exit_with_launcher,

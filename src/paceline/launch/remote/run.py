@@ -18,13 +18,13 @@ from paceline import __version__
 from paceline.config import RunConfig, cluster_spec
 from paceline.emulation.state import cluster_record
 from paceline.errors import PacelineError, RecordsError, RunError, StoppedError, UsageError
-from paceline.launch.control_channel import TRAIN, NodeExit, NodeTask
-from paceline.launch.folder_transfer import download, upload
-from paceline.launch.machines import Machines, NodeExits, run_on_nodes
 from paceline.launch.record_collection import read_reports
+from paceline.launch.remote.control_channel import TRAIN, NodeExit, NodeTask
+from paceline.launch.remote.folder_transfer import download, upload
+from paceline.launch.remote.machines import Machines, NodeExits, run_on_nodes
+from paceline.launch.remote.ssh import SshMachines
 from paceline.launch.result import RunOutcome, write_result
 from paceline.launch.signals import SignalMonitor
-from paceline.launch.ssh import SshMachines
 from paceline.launch.termination import Termination
 from paceline.records import Result, RunFolder
 
@@ -48,7 +48,7 @@ def fleet_of(config: RunConfig, quiet: bool = False) -> Iterator[Machines]:
         return
     # Only here, since it is of no use to those who have machines.
     from paceline.emulation.cluster import EmulatedCluster
-    from paceline.launch.machines import EmulatedMachines
+    from paceline.launch.remote.machines import EmulatedMachines
 
     spec = cluster_spec.parse_recorded(config.cluster or "")
     with EmulatedCluster.up(spec, quiet=quiet) as cluster:
@@ -128,14 +128,14 @@ def run_tasks(
     quiet: bool,
     min_nodes: int | None = None,
 ) -> NodeExits:
-    """Run a program (launch/node_main.py) on each node, with the node's configuration."""
+    """Run a program (launch/remote/node_main.py) on each node, with the node's configuration."""
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
     def request(node: int) -> bytes:
         task = NodeTask(__version__, program, config_of(node), is_resumed, quiet, columns)
         return task.to_bytes()
 
-    argv = [machines.python, "-m", "paceline.launch.node_main"]
+    argv = [machines.python, "-m", "paceline.launch.remote.node_main"]
     return run_on_nodes(machines, lambda _: argv, request, signals, min_nodes)
 
 

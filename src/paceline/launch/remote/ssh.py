@@ -13,8 +13,8 @@ from pathlib import Path
 
 from paceline import __version__
 from paceline.errors import ConfigError, PacelineError, RunError, UsageError, shown
-from paceline.launch.control_channel import NodeExit, popen_piped
-from paceline.launch.machines import describe_end
+from paceline.launch.remote.control_channel import NodeExit, popen_piped
+from paceline.launch.remote.machines import describe_end
 
 SSH = "PACELINE_SSH"
 """The ssh command, with options, where it is not just `ssh`."""

@@ -1,10 +1,10 @@
-"""A node process's line to the command that started it, here or over ssh (launch/machines.py).
+"""The protocol between a launcher and its process on another machine, both ends.
 
-The first line of its standard input says what to do. After that the starter sends a sign of life
-every few seconds, or the name of a signal to pass on; when the input ends or falls silent, the
-starter is gone or the connection is cut, and this process ends too, with all that it has started.
-
-One node's process, as its starter sees it: what it says, and how it ends."""
+The first line of the process's standard input is a `NodeTask`. After that the launcher sends a
+heartbeat every few seconds, or the name of a signal to forward. When the input ends or falls
+silent, the launcher or the connection is gone, and the process ends with all that it has started.
+Lines of its standard error are errors, status messages for the launcher, or output for the user.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class NodeExit:
     has_begun: bool = False
     """Whether it gave a sign of being there."""
     news: dict[str, Any] = field(default_factory=dict)
-    """What it told its starter (launch/control_channel.py)."""
+    """What it told its starter (launch/remote/control_channel.py)."""
     ended: float = 0.0
 
 

@@ -1,12 +1,10 @@
-"""A run's folder on its way from one machine to another: a stream of its files.
+"""Transfer of a run folder between machines as a tar stream, both ends.
 
-`python -m paceline.launch.folder_transfer send` writes a folder to standard output and `... take`
-fills one from standard input; the first line of the input says which (launch/control_channel.py),
-and the first line of the answer how it stands with it. What is sent are regular files with plain
-names, whatever else the other side may say.
-
-The starter's side of launch/folder_transfer.py: a run's folder, fetched from a node or sent to
-it."""
+`upload` and `download` run on the launcher. On the other machine they start
+`python -m paceline.launch.remote.folder_transfer take` or `send`, whose first line of input names
+the folder and whose first line of output is its state. Only regular files with plain names are
+sent or accepted.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +24,8 @@ from typing import IO, Any
 
 from paceline.config import RunConfig, fields, from_record, option_of
 from paceline.errors import ERROR_PREFIX, RecordsError, RunError, UsageError
-from paceline.launch.control_channel import read_given, report_errors
-from paceline.launch.machines import Machines
+from paceline.launch.remote.control_channel import read_given, report_errors
+from paceline.launch.remote.machines import Machines
 from paceline.records import LAUNCHER_FILES, RunFolder
 
 MOST_LEVELS = 6
@@ -216,7 +214,7 @@ def _identity(folder: RunFolder) -> list[int | str] | None:
 def _parcel(
     fleet: Machines, node: int, action: str, request: dict[str, Any]
 ) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
-    words = [fleet.python, "-m", "paceline.launch.folder_transfer", action]
+    words = [fleet.python, "-m", "paceline.launch.remote.folder_transfer", action]
     process = fleet.start(node, words, json.dumps(request).encode() + b"\n")
     assert process.stdin is not None
     assert process.stdout is not None

@@ -1,0 +1,1 @@
+"""Runs on machines that this command starts: over ssh (`--hosts`) or emulated (`--cluster`)."""
