@@ -40,7 +40,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeGuard
 
 from paceline.config import RunConfig, from_record
 from paceline.errors import (
@@ -99,6 +99,13 @@ LAUNCHER_FILES = ("launch-", "failure-")
 
 TRANSIENT = (*LAUNCHER_FILES, "report-")
 """Prefixes of files that matter only while a run lasts."""
+
+LOCATION_FIELDS = ("out", "name")
+"""Fields of a configuration that locate the run folder."""
+
+NUMBER_MAX = 1e60
+"""No loss in single precision gets there; below it, sums of squares are finite."""
+INTEGER_MAX = 2**63 - 1
 
 Result = dict[str, Any]
 """The contents of result.json; docs/metrics.md names its keys."""
@@ -354,6 +361,13 @@ class EventWriter:
         # What could not be written was told by write(); closing would try, and fail, again.
         with contextlib.suppress(OSError):
             self._file.close()
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value of a record is a finite number from which sums and means can be computed."""
+    if isinstance(value, float):
+        return abs(value) < NUMBER_MAX
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= INTEGER_MAX
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,7 @@ from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.config import from_mapping
 from paceline.errors import LONGEST_LINE, DataError, RunError, StoppedError, UsageError
-from paceline.launch.consistency import OF_THIS_NODE, agree_on_config, run_collectively
+from paceline.launch.consistency import NODE_FIELDS, agree_on_config, run_collectively
 from paceline.launch.termination import Termination, root_cause
 
 
@@ -40,7 +40,7 @@ def test_a_worker_with_another_setting_is_refused_on_all_by_the_settings_name() 
 def test_what_belongs_to_one_machine_may_differ() -> None:
     values = {"node_rank": (0, 1), "out": ("a", "b"), "name": ("c", "d"), "data_dir": ("e", "f"),
               "threads": (1, 2)}  # fmt: skip
-    assert set(values) == set(OF_THIS_NODE)
+    assert set(values) == set(NODE_FIELDS)
 
     def work(communicator: Communicator) -> None:
         own = {name: pair[communicator.rank] for name, pair in values.items()}

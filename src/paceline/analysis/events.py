@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.analysis.curves import Floats
-from paceline.analysis.validation import TOO_LARGE, is_number
-from paceline.records import open_record, read_lines
+from paceline.analysis.validation import is_number
+from paceline.records import NUMBER_MAX, open_record, read_lines
 
 IN_ITERATION = ("input", "forward", "backward", "update", "exchange", "wait")
 """Phases of an iteration: computing first, then what comes of being several."""
@@ -158,7 +158,7 @@ def _block(event: dict[str, Any], process: int, began: int) -> Block | None:
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
     fits = seconds.ndim == 1 and seconds.shape == losses.shape and len(seconds) > 0
-    is_time = ((seconds >= 0) & (seconds < TOO_LARGE)).all()
+    is_time = ((seconds >= 0) & (seconds < NUMBER_MAX)).all()
     if not fits or not is_time or not _is_count(first):
         return None
     is_whole = isinstance(phases, dict) and all(is_number(phases.get(one)) for one in IN_ITERATION)

@@ -7,16 +7,13 @@ this file may take what it reads for granted.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 from paceline.errors import RecordsError
 from paceline.records import BETWEEN_ITERATIONS, PHASES, Result
+from paceline.records import is_number as is_number
 
 STATUSES = ("finished", "diverged", "failed", "stopped")
-BEYOND = 2**63
-"""Whole numbers from here on count nothing, and do not all fit a float."""
-TOO_LARGE = 1e60
-"""No loss in single precision gets there; below it, sums of squares are finite."""
 
 
 def check_result(result: Result, name: str) -> None:
@@ -24,13 +21,6 @@ def check_result(result: Result, name: str) -> None:
     wrong = _first_wrong(result)
     if wrong:
         raise RecordsError(f"{name} is damaged: {wrong}")
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    """A number of those that JSON has, of a size to reckon with; what it calls true is none."""
-    if type(value) is float:
-        return abs(value) < TOO_LARGE
-    return type(value) is int and abs(value) < BEYOND
 
 
 def _first_wrong(result: Result) -> str | None:

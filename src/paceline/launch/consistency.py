@@ -9,11 +9,12 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.objects import broadcast_json, gather_json
 from paceline.config import RunConfig, fields, flag_of
 from paceline.errors import ConfigError, UsageError
+from paceline.records import LOCATION_FIELDS
 
 T = TypeVar("T")
 
-OF_THIS_NODE = ("node_rank", "out", "name", "data_dir", "threads")
-"""Settings that may differ from machine to machine."""
+NODE_FIELDS = (*LOCATION_FIELDS, "node_rank", "data_dir", "threads")
+"""Fields that may differ from node to node."""
 
 
 def config_mismatches(
@@ -24,7 +25,7 @@ def config_mismatches(
         f"{flag_of(item.name)}: {noun} {number} was started with {own[item.name]!r},"
         f" {noun} 0 with {first[item.name]!r}: give all the same"
         for item in fields()
-        if item.name not in OF_THIS_NODE and own[item.name] != first[item.name]
+        if item.name not in NODE_FIELDS and own[item.name] != first[item.name]
     ]
 
 

@@ -10,14 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.errors import RunError, UsageError, few_lines, one_line
+from paceline.records import is_number
 
 MESSAGE_BYTES_MAX = 1 << 20
 """Far more than any message needs; files travel in parts of their own (record_collection.py)."""
 NAME_BYTES_MAX = 255
 """What file systems allow."""
-NUMBER_MAX = 1e60
-"""No loss in single precision gets there; below it, sums of squares are finite."""
-INTEGER_MAX = 2**63 - 1
 DEPTH_MAX = 32
 """Far deeper than any message is nested."""
 
@@ -44,13 +42,6 @@ def decode(received: bytes, what: str, bytes_max: int | None = MESSAGE_BYTES_MAX
         return json.loads(received)
     except (ValueError, RecursionError):
         raise MalformedError(what, "not JSON") from None
-
-
-def is_number(value: object) -> bool:
-    """Whether it is a finite number of a size that sums and averages can be computed of."""
-    if isinstance(value, float):
-        return abs(value) < NUMBER_MAX
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= INTEGER_MAX
 
 
 def check_fields(value: object, what: str, kinds: Kinds) -> Any:

@@ -27,7 +27,6 @@ from paceline.launch.messages import (
     clean,
     clean_cause,
     decode,
-    is_number,
 )
 from paceline.launch.termination import STATUSES
 from paceline.measure.startup import STARTUP_PARTS
@@ -39,6 +38,7 @@ from paceline.records import (
     TRAFFIC_KINDS,
     RunFolder,
     explain_write_error,
+    is_number,
     read_json,
     write_json,
 )

@@ -13,11 +13,11 @@ from paceline.comm.communicator import format_ranks
 from paceline.config import RunConfig
 from paceline.emulation.state import cluster_record
 from paceline.errors import RunError, UsageError
-from paceline.launch.messages import MalformedError, clean, is_number
+from paceline.launch.messages import MalformedError, clean
 from paceline.launch.termination import Termination, root_cause
 from paceline.measure.machine import cores_usable, hardware, software
 from paceline.measure.resources import summarize
-from paceline.records import SCHEMA, Result, RunFolder
+from paceline.records import SCHEMA, Result, RunFolder, is_number
 from paceline.training.rank_report import RankReport
 
 logger = logging.getLogger("paceline")

@@ -26,7 +26,7 @@ from paceline.config import RunConfig, fields, from_record, option_of
 from paceline.errors import ERROR_PREFIX, RecordsError, RunError, UsageError
 from paceline.launch.remote.control_channel import read_given, report_errors
 from paceline.launch.remote.machines import Machines
-from paceline.records import LAUNCHER_FILES, RunFolder
+from paceline.records import LAUNCHER_FILES, LOCATION_FIELDS, RunFolder
 
 MOST_LEVELS = 6
 """How deep a run's folders are nested; far less is used."""
@@ -148,12 +148,15 @@ def _state(folder: RunFolder, given: dict[str, Any]) -> str:
 
 
 def _are_of_one_run(one: RunConfig, other: RunConfig) -> bool:
-    """By all that a run keeps when it is resumed, but for the place of its folder."""
-    return all(
-        getattr(one, item.name) == getattr(other, item.name)
+    """Whether two configurations agree on everything that a resumed run keeps."""
+    kept = [
+        item.name
         for item in fields()
         if not option_of(item).mutable_on_resume
-        and item.name not in ("out", "name", "batch_size", "batch_per_worker")
+        and item.name not in (*LOCATION_FIELDS, "batch_size", "batch_per_worker")
+    ]
+    return one.global_batch_size == other.global_batch_size and all(
+        getattr(one, name) == getattr(other, name) for name in kept
     )
 
 
