@@ -155,7 +155,7 @@ class NodeCoordinator:
             name="nodes",
             noun="node",
         ).join()
-        self.port = port_of(self._store)
+        self.port = store_port(config, config.nnodes) or port_of(self._store)
         self._looked = monotonic()
         self._lost = False
         self.board = FailureBoard(self._ask)
