@@ -11,10 +11,10 @@ demo: $(READY)  ## the main job: train, measure, show
 	$(BIN)/paceline demo
 
 test: $(READY)  ## every test that needs only Python and the package index
-	$(BIN)/python -m pytest -m "not external"
+	$(BIN)/python -m tests -m "not external"
 
 test-all: $(READY)  ## also emulated clusters, ssh, SLURM, Ray, browsers, GPUs, real data; CI runs this
-	$(BIN)/python -m pytest
+	$(BIN)/python -m tests
 
 check: $(READY)  ## lint, format, types, layers: what people and CI run
 	$(BIN)/ruff check

@@ -1,4 +1,4 @@
-"""What every test gets: a leak check, two threads, and a home that is not the user's."""
+"""For every test: a leak check, one thread for torch, and a temporary home folder."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def has_quotas() -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    torch.set_num_threads(2)
+    # Two sessions share the processor, and so do the workers that tests start.
+    torch.set_num_threads(1)
     config.stash[USERS_DATA] = os.environ.get("PACELINE_DATA")
     # One home and one data folder for all tests of the session: nothing is written to the user's
     # own, and data that is generated once is found by every test and by the programs it starts.

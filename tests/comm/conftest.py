@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from tests.support.teams import TEAMS, Team, make_team
 from tests.support.worker_pool import WorkerPool
@@ -26,12 +25,3 @@ def team(request: pytest.FixtureRequest, pool: WorkerPool) -> Team:
 def team_of_three(request: pytest.FixtureRequest, pool: WorkerPool) -> Team:
     """Three: neither a pair nor a power of two."""
     return make_team(pool, request.param, 3)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Workers that are threads already have no use for more of them inside an addition."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
