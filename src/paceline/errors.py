@@ -54,6 +54,14 @@ class UserCodeError(UsageError):
     """A user's `package.module:name` that could not be loaded or is of the wrong kind."""
 
 
+class SharedMemoryUnavailableError(UsageError):
+    """Workers cannot share memory: `reason` says why, `hint` what to change."""
+
+    def __init__(self, reason: str, hint: str) -> None:
+        super().__init__(f"{reason}: {hint}")
+        self.reason, self.hint = reason, hint
+
+
 class DataError(UsageError):
     """A dataset that is missing, damaged or not what it should be."""
 

@@ -151,8 +151,8 @@ def test_too_little_memory_is_one_line_on_every_rank(pool: WorkerPool, tmp_path:
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
     assert first == second
-    assert " MiB of shared memory are needed" in first
-    assert f"{tmp_path} has 1 MiB left" in first
+    assert " MiB of shared memory required" in first
+    assert f"{tmp_path} has 1 MiB free" in first
     assert "\n" not in first
 
 
@@ -288,7 +288,7 @@ def searches_while_polling(communicator: Communicator) -> int:
         work = team.barrier()
         now = [1000.0]
         searches: list[float] = []
-        find_gone = team._bells.gone
+        find_gone = team._signals.gone
 
         def gone() -> tuple[Sequence[int], Sequence[int]]:
             searches.append(now[0])
@@ -296,7 +296,7 @@ def searches_while_polling(communicator: Communicator) -> int:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(shared_memory, "monotonic", lambda: now[0])
-            patch.setattr(team._bells, "gone", gone)
+            patch.setattr(team._signals, "gone", gone)
             for _ in range(2):
                 now[0] += 1.0
                 for _ in range(100):
@@ -403,11 +403,11 @@ def outboxes_changed(communicator: Communicator) -> list[bool]:
         changed = []
         for each in (tensor, tensor.clone()):
             team.barrier().wait()
-            before = team._boxes._memory.clone()
+            before = team._buffers._memory.clone()
             team.barrier().wait()
             team.all_reduce(each, "gradients").wait()
             team.barrier().wait()
-            changed.append(not torch.equal(team._boxes._memory, before))
+            changed.append(not torch.equal(team._buffers._memory, before))
         return changed
 
 
@@ -422,10 +422,10 @@ def sum_without_room(communicator: Communicator) -> tuple[float, int]:
         raise OSError(errno.ENOSPC, "no space left")
 
     with shared_memory.connect(communicator) as team, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segment, "_make", refuse)
+        patch.setattr(segment, "_create", refuse)
         tensor = team.zeros(100_000, torch.float32, torch.device("cpu")).fill_(team.rank + 1)
         team.all_reduce(tensor, "gradients").wait()
-        return float(tensor.sum()), len(team._blocks)
+        return float(tensor.sum()), len(team._symmetric_memory)
 
 
 def test_tensors_for_which_there_is_no_room_in_shared_memory_lie_elsewhere(

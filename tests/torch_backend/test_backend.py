@@ -248,7 +248,7 @@ def sum_without_shared_memory(communicator: Communicator, file: Path) -> list[ob
 
 
 def test_gloo_is_used_if_shared_memory_is_unavailable(pool: WorkerPool, tmp_path: Path) -> None:
-    cause = "shared memory between workers needs Linux on x86-64"
+    cause = "shared memory between workers requires Linux on x86-64"
     expected = [2.0, f"paceline: using gloo instead of shared memory: {cause}"]
     assert pool.run(2, sum_without_shared_memory, tmp_path / "store") == [expected] * 2
 

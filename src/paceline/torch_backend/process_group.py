@@ -44,7 +44,7 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.shm import segment
 from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.comm.work import Work
-from paceline.errors import PeerError, UsageError
+from paceline.errors import PeerError, SharedMemoryUnavailableError
 from paceline.measure.machine import cores_usable
 from paceline.torch_backend.work import BackgroundWork, CommunicatorWork, Gloo
 
@@ -302,9 +302,10 @@ def connect(
     hierarchy: Communicator | None = None
     try:
         hierarchy = hierarchical.connect(network, hosts.index(host_infos[rank].host))
-    except UsageError as error:
-        cause = str(error).removesuffix(segment.OTHERWISE).removesuffix(" or ").rstrip(" ,:")
-        warnings.warn(f"paceline: using gloo instead of shared memory: {cause}", stacklevel=2)
+    except SharedMemoryUnavailableError as error:
+        warnings.warn(
+            f"paceline: using gloo instead of shared memory: {error.reason}", stacklevel=2
+        )
     except BaseException:
         network.close()
         raise

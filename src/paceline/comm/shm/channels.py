@@ -1,7 +1,8 @@
-"""Messages over shared memory: for every two workers and direction, two slots and two counters.
+"""Point-to-point messages through shared memory: double-buffered channels.
 
-The sender fills a slot when the receiver has emptied it, and the receiver empties it when the
-sender has filled it; a message longer than a slot goes in pieces. Nobody else has to know.
+There is one channel for every ordered pair of ranks, with two slots and two counters. The sender
+fills a slot once the receiver has emptied it, and the receiver empties it once the sender has
+filled it. A message larger than a slot is transferred slot by slot. No other rank takes part.
 """
 
 from __future__ import annotations
@@ -17,65 +18,65 @@ from paceline.comm.buffers import memcpy
 from paceline.comm.shm.segment import CACHE_LINE_BYTES, SharedSegment
 
 SLOTS = 2
-NUMBERS_A_LINE = CACHE_LINE_BYTES // 8
+INTEGERS_PER_LINE = CACHE_LINE_BYTES // 8
 
 
 class Channel:
-    """From one worker to another, as one of the two sees it."""
+    """One direction between two ranks, as seen by one of them."""
 
     def __init__(
-        self, counters: memoryview, number: int, memory: Tensor, call_peer: Callable[[], None]
+        self, counters: memoryview, index: int, memory: Tensor, notify: Callable[[], None]
     ) -> None:
-        """`memory`: its slots; `call_peer`: for the one at the other end."""
-        self.queue: deque[Transfer] = deque()
-        """What has been begun here and is not over, in order."""
-        self._counters, self._call_peer = counters, call_peer
-        # Only one worker writes to a line.
-        self._filled = number * 2 * NUMBERS_A_LINE
-        self._emptied = (number * 2 + 1) * NUMBERS_A_LINE
+        """`memory` holds the slots; `notify` wakes the rank at the other end."""
+        self.queue: deque[Message] = deque()
+        """Messages of this rank in progress, in order."""
+        self._counters, self._notify = counters, notify
+        # Each counter has its own cache line, which only one rank writes.
+        self._filled = index * 2 * INTEGERS_PER_LINE
+        self._emptied = (index * 2 + 1) * INTEGERS_PER_LINE
         self._slots = memory.tensor_split(SLOTS)
 
     def writable_slot(self) -> Tensor | None:
-        """The next slot to be filled, if it is empty."""
+        """Return the next slot to fill, or None if the receiver has not emptied it."""
         filled = self._counters[self._filled]
         if filled - self._counters[self._emptied] == SLOTS:
             return None
         return self._slots[filled % SLOTS]
 
     def readable_slot(self) -> Tensor | None:
-        """The next slot to be emptied, if it is filled."""
+        """Return the next slot to empty, or None if the sender has not filled it."""
         emptied = self._counters[self._emptied]
         if self._counters[self._filled] == emptied:
             return None
         return self._slots[emptied % SLOTS]
 
-    def has_filled(self) -> None:
+    def mark_filled(self) -> None:
         self._counters[self._filled] += 1
-        self._call_peer()
+        self._notify()
 
-    def has_emptied(self) -> None:
+    def mark_emptied(self) -> None:
         self._counters[self._emptied] += 1
-        self._call_peer()
+        self._notify()
 
 
 class ChannelTable:
-    """All channels of one worker."""
+    """The channels of one rank, created on first use."""
 
     def __init__(
         self,
-        arena: SharedSegment,
+        segment: SharedSegment,
         begin_byte: int,
         rank: int,
         world_size: int,
         slot_bytes: int,
-        call_peer: Callable[[int], None],
+        notify: Callable[[int], None],
     ) -> None:
-        self._rank, self._world_size, self._call_peer = rank, world_size, call_peer
+        self._rank, self._world_size, self._notify = rank, world_size, notify
         pairs = world_size * world_size
         lines_bytes = pairs * 2 * CACHE_LINE_BYTES
-        self._counters = arena.integers(begin_byte, lines_bytes)
+        self._counters = segment.integers(begin_byte, lines_bytes)
         size_bytes = pairs * SLOTS * slot_bytes
-        memory = arena.tensor(begin_byte + lines_bytes, size_bytes, torch.uint8)
+        memory = segment.tensor(begin_byte + lines_bytes, size_bytes, torch.uint8)
         self._memory = memory.tensor_split(pairs)
         self._channels: dict[int, Channel] = {}
 
@@ -84,23 +85,21 @@ class ChannelTable:
         return world_size * world_size * (2 * CACHE_LINE_BYTES + SLOTS * slot_bytes)
 
     def channel(self, sender: int, receiver: int) -> Channel:
-        number = sender * self._world_size + receiver
-        if number not in self._channels:
+        index = sender * self._world_size + receiver
+        if index not in self._channels:
             peer = receiver if sender == self._rank else sender
-            call_peer = partial(self._call_peer, peer)
-            self._channels[number] = Channel(
-                self._counters, number, self._memory[number], call_peer
-            )
-        return self._channels[number]
+            notify = partial(self._notify, peer)
+            self._channels[index] = Channel(self._counters, index, self._memory[index], notify)
+        return self._channels[index]
 
 
-class Transfer:
-    """A message under way, at its sender or at its receiver."""
+class Message:
+    """A message in progress, at its sender or at its receiver."""
 
     def __init__(self, channel: Channel, payload: Tensor, sends: bool) -> None:
+        """`payload` is a tensor of bytes."""
         self._channel, self._sends = channel, sends
         self._payload = payload
-        """Its bytes."""
         self._position = 0
         channel.queue.append(self)
 
@@ -109,24 +108,24 @@ class Transfer:
         return self._position == self._payload.numel()
 
     def progress(self) -> bool:
-        """Fill or empty the slots that are ready; whether any was."""
-        channel, moved = self._channel, False
+        """Fill or empty all ready slots; return whether there was one."""
+        channel, has_progressed = self._channel, False
         while channel.queue and channel.queue[0] is self:
             slot = channel.writable_slot() if self._sends else channel.readable_slot()
             if slot is None:
                 break
-            self._move(slot)
-            moved = True
-        return moved
+            self._transfer(slot)
+            has_progressed = True
+        return has_progressed
 
-    def _move(self, slot: Tensor) -> None:
+    def _transfer(self, slot: Tensor) -> None:
         part = self._payload[self._position : self._position + slot.numel()]
         if self._sends:
             memcpy(slot, part)
-            self._channel.has_filled()
+            self._channel.mark_filled()
         else:
             memcpy(part, slot)
-            self._channel.has_emptied()
+            self._channel.mark_emptied()
         self._position += part.numel()
         if self.is_complete:
             self._channel.queue.popleft()

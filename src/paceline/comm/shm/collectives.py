@@ -1,22 +1,22 @@
-"""Collectives over shared memory: every worker has an outbox that all the others read.
+"""Collectives in shared memory, as state machines that never block.
 
-A collective goes through the outboxes in pieces, each in up to three stages:
+Every rank has a buffer of two slots that all other ranks can read. A collective runs in rounds, and
+each round transfers as much of the tensor as fits into a slot, in up to three stages:
 
-- post: copy what the others need of this worker's tensor into its outbox;
-- reduce: once all have posted, sum this worker's own chunk over all outboxes, into its own;
-- take: once all have reduced, copy their chunks from their outboxes to where they belong.
+- copy in: copy what the other ranks need into the slot of this rank;
+- reduce: once all ranks have copied in, sum the own chunk over all slots, into the own slot;
+- copy out: once all ranks have reduced, copy their chunks from their slots.
 
-So worker i reduces chunk i for everybody. Every worker has a line of counters that only it writes,
-which say how many pieces it has been through in each stage; so it goes through each stage in their
-order, even where several collectives are under way. An outbox holds a few pieces, so that
-the stages of neighbouring pieces overlap; and no more, so that what one worker posts is still in a
-cache when the others read it. Small tensors skip the middle stage: everybody posts everything and
-sums for itself, in the order of the ranks, so that all get the same bits.
+So rank i reduces chunk i. Each rank writes only its own cache line of counters, which hold the
+number of rounds that it has completed in each stage. Rounds are numbered across all collectives,
+and a rank completes each stage in that order even if several collectives are in progress. With two
+slots, the stages of successive rounds overlap, and the slots are small enough to stay in a cache
+until the other ranks read them. Small tensors skip the reduce stage: every rank copies in the whole
+tensor and sums all slots itself, in rank order, so that all ranks get the same bits.
 
-Tensors that the workers of a host sum where they lie, since everybody sees everybody's.
-
-Worker i sums chunk i over all workers' tensors and writes it back into all of them. So every byte
-is read and written once, as in a plain copy, and nothing goes through an outbox."""
+Tensors in `SymmetricMemory` are reduced in place: rank i sums chunk i over the tensors of all ranks
+and writes the sum to all of them. Every byte is read and written once, and no slot is used.
+"""
 
 from __future__ import annotations
 
@@ -34,410 +34,424 @@ from paceline.comm.shm.futex import memory_fence
 from paceline.comm.shm.segment import CACHE_LINE_BYTES, SharedSegment, aligned_offsets
 from paceline.errors import RunError
 
-PIECES = 2
-"""How many an outbox holds."""
-POSTED, REDUCED, TAKEN = range(3)
-COUNTERS_A_LINE = CACHE_LINE_BYTES // 8
+SLOTS = 2
+"""Per rank."""
+COPIED_IN, REDUCED, COPIED_OUT = range(3)
+"""Stages, by the index of their counter."""
+INTEGERS_PER_LINE = CACHE_LINE_BYTES // 8
+CACHED_BYTES = 256 * 1024
+"""Size of one step of an in-place sum, which stays in a cache until it is written to all ranks."""
 
 
 class CollectiveBuffers:
-    """Those of all workers, as `rank` sees them."""
+    """The counters and slots of all ranks, as seen by `rank`."""
 
     def __init__(
         self,
-        arena: SharedSegment,
+        segment: SharedSegment,
         begin_byte: int,
         rank: int,
         world_size: int,
-        piece_bytes: int,
-        call_peers: Callable[[], None],
+        slot_bytes: int,
+        notify_all: Callable[[], None],
     ) -> None:
-        """`call_peers` is for those that wait for everybody to be through a stage."""
-        self.rank, self.world_size, self.piece_bytes = rank, world_size, piece_bytes
-        self._call_peers = call_peers
-        self.next_piece = 0
-        """Pieces are numbered over all collectives, which every worker begins in the same order."""
+        """`notify_all` wakes the ranks that wait until all ranks have completed a stage."""
+        self.rank, self.world_size, self.slot_bytes = rank, world_size, slot_bytes
+        self._notify_all = notify_all
+        self.next_round = 0
+        """The number of the next round; all ranks start the same collectives in the same order."""
         lines_bytes = world_size * CACHE_LINE_BYTES
-        self._counters = arena.integers(begin_byte, lines_bytes)
-        self._memory = arena.tensor(
-            begin_byte + lines_bytes, world_size * PIECES * piece_bytes, torch.uint8
+        self._counters = segment.integers(begin_byte, lines_bytes)
+        self._memory = segment.tensor(
+            begin_byte + lines_bytes, world_size * SLOTS * slot_bytes, torch.uint8
         )
-        self._own_line = rank * COUNTERS_A_LINE
-        self._lines = [each * COUNTERS_A_LINE for each in range(world_size)]
+        self._own_line = rank * INTEGERS_PER_LINE
+        self._lines = [each * INTEGERS_PER_LINE for each in range(world_size)]
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     @staticmethod
-    def size_bytes(world_size: int, piece_bytes: int) -> int:
-        return world_size * (CACHE_LINE_BYTES + PIECES * piece_bytes)
+    def size_bytes(world_size: int, slot_bytes: int) -> int:
+        return world_size * (CACHE_LINE_BYTES + SLOTS * slot_bytes)
 
-    def piece(self, rank: int, number: int, dtype: torch.dtype) -> Tensor:
-        """Where a rank posts a piece."""
-        slot = rank * PIECES + number % PIECES
-        key = (rank, number % PIECES, dtype)
+    def slot(self, rank: int, number: int, dtype: torch.dtype) -> Tensor:
+        """Return the slot of a rank for a round."""
+        key = (rank, number % SLOTS, dtype)
         if key not in self._views:
-            begin = slot * self.piece_bytes
-            self._views[key] = self._memory[begin : begin + self.piece_bytes].view(dtype)
+            begin = (rank * SLOTS + number % SLOTS) * self.slot_bytes
+            self._views[key] = self._memory[begin : begin + self.slot_bytes].view(dtype)
         return self._views[key]
 
     def is_next(self, stage: int, number: int) -> bool:
-        """Whether this rank has been through a stage with all pieces before this one."""
+        """Return whether this rank has completed a stage of all rounds before this one."""
         return self._counters[self._own_line + stage] == number
 
     def skip(self, stage: int, number: int) -> None:
-        """Be past a stage that a piece does not have, and nobody waits for."""
+        """Complete a stage that a round does not have and no rank waits for."""
         self._counters[self._own_line + stage] = number + 1
 
     def publish(self, stage: int, number: int) -> None:
+        """Complete a stage of a round and wake the peers if this rank is the last."""
         self._counters[self._own_line + stage] = number + 1
-        # Who waits does so for everybody, and so is woken once, by the last. Of two that come at
-        # the same moment, one at least sees the other.
+        # Waiting ranks wait for all ranks, so only the last rank wakes them. With the fence, of two
+        # ranks that publish at the same time, at least one sees the counter of the other.
         memory_fence()
-        if self.is_everybody_past(stage, number):
-            self._call_peers()
+        if self.is_completed_by_all(stage, number):
+            self._notify_all()
 
-    def is_everybody_past(self, stage: int, number: int) -> bool:
-        """Whether all have been through a stage with a piece, this rank included."""
+    def is_completed_by_all(self, stage: int, number: int) -> bool:
+        """Return whether all ranks have completed a stage of a round."""
         counters = self._counters
-        for line in self._lines:  # noqa: SIM110 - this is looked at while spinning
+        for line in self._lines:  # noqa: SIM110 - runs while spinning, where any() is slower
             if counters[line + stage] <= number:
                 return False
         return True
 
 
 class Collective(ABC):
-    """One operation on a flat tensor, as far as it can go without waiting."""
+    """One operation on a flat tensor, which progresses as far as possible without blocking."""
 
     reduces: ClassVar[bool] = True
-    """Whether it has the stage in the middle; likewise the last."""
-    takes: ClassVar[bool] = True
+    """Whether it has a reduce stage."""
+    copies_out: ClassVar[bool] = True
+    """Whether it has a copy-out stage."""
 
-    def __init__(self, boxes: CollectiveBuffers, flat: Tensor) -> None:
-        self.boxes, self.flat = boxes, flat
-        self.rank, self.world_size = boxes.rank, boxes.world_size
-        self.room = self.elements_at_once()
-        self._count = max(1, -(-self.elements_in_turn() // self.room))
-        self._first = boxes.next_piece
-        boxes.next_piece += self._count
-        self._done = [0, 0, 0]
-        """Pieces through each of the stages."""
+    def __init__(self, buffers: CollectiveBuffers, flat: Tensor) -> None:
+        self.buffers, self.flat = buffers, flat
+        self.rank, self.world_size = buffers.rank, buffers.world_size
+        self.round_elements = self.elements_per_round()
+        self._rounds = max(1, -(-self.elements_in_total() // self.round_elements))
+        self._first = buffers.next_round
+        buffers.next_round += self._rounds
+        self._completed = [0, 0, 0]
+        """Rounds completed in each stage."""
 
     @property
     def is_complete(self) -> bool:
-        return self._done[TAKEN] == self._count
+        return self._completed[COPIED_OUT] == self._rounds
 
     def progress(self) -> bool:
-        """Each stage with its next piece, if the others are far enough; whether any was."""
-        moved = self._advance_post()
+        """Run the next round of each stage that is ready; return whether there was one."""
+        has_progressed = self._progress_copy_in()
         if self.reduces:
-            moved |= self._advance_reduce()
-        if self.takes:
-            moved |= self._advance_take()
-        return moved
+            has_progressed |= self._progress_reduce()
+        if self.copies_out:
+            has_progressed |= self._progress_copy_out()
+        return has_progressed
 
-    def _advance_post(self) -> bool:
-        index, boxes = self._done[POSTED], self.boxes
+    def _progress_copy_in(self) -> bool:
+        index, buffers = self._completed[COPIED_IN], self.buffers
         number = self._first + index
         if (
-            index == self._count
-            or not boxes.is_next(POSTED, number)
-            # The outbox is free again once all have taken what was there before.
-            or not boxes.is_everybody_past(TAKEN, number - PIECES)
+            index == self._rounds
+            or not buffers.is_next(COPIED_IN, number)
+            # The slot is free once all ranks have copied out its previous round.
+            or not buffers.is_completed_by_all(COPIED_OUT, number - SLOTS)
         ):
             return False
-        self.copy_in(index, boxes.piece(self.rank, number, self.flat.dtype))
-        self._finish(POSTED, number)
+        self.copy_in(index, buffers.slot(self.rank, number, self.flat.dtype))
+        self._complete(COPIED_IN, number)
         return True
 
-    def _advance_reduce(self) -> bool:
-        index, boxes = self._done[REDUCED], self.boxes
+    def _progress_reduce(self) -> bool:
+        index, buffers = self._completed[REDUCED], self.buffers
         number = self._first + index
         if (
-            index == self._done[POSTED]
-            or not boxes.is_next(REDUCED, number)
-            or (not self.takes and not boxes.is_next(TAKEN, number))
-            or not boxes.is_everybody_past(POSTED, number)
+            index == self._completed[COPIED_IN]
+            or not buffers.is_next(REDUCED, number)
+            or (not self.copies_out and not buffers.is_next(COPIED_OUT, number))
+            or not buffers.is_completed_by_all(COPIED_IN, number)
         ):
             return False
-        self.reduce(index, self._all_boxes(number))
-        self._finish(REDUCED, number)
-        if not self.takes:
-            self._finish(TAKEN, number)
+        self.reduce(index, self._all_slots(number))
+        self._complete(REDUCED, number)
+        if not self.copies_out:
+            self._complete(COPIED_OUT, number)
         return True
 
-    def _advance_take(self) -> bool:
-        index, boxes = self._done[TAKEN], self.boxes
+    def _progress_copy_out(self) -> bool:
+        index, buffers = self._completed[COPIED_OUT], self.buffers
         number = self._first + index
-        ready = REDUCED if self.reduces else POSTED
+        previous = REDUCED if self.reduces else COPIED_IN
         if (
-            index == self._done[ready]
-            or not boxes.is_next(TAKEN, number)
-            or not boxes.is_everybody_past(ready, number)
+            index == self._completed[previous]
+            or not buffers.is_next(COPIED_OUT, number)
+            or not buffers.is_completed_by_all(previous, number)
         ):
             return False
-        self.copy_out(index, self._all_boxes(number))
+        self.copy_out(index, self._all_slots(number))
         if not self.reduces:
-            boxes.skip(REDUCED, number)
-        self._finish(TAKEN, number)
+            buffers.skip(REDUCED, number)
+        self._complete(COPIED_OUT, number)
         return True
 
-    def _all_boxes(self, number: int) -> list[Tensor]:
-        return [self.boxes.piece(rank, number, self.flat.dtype) for rank in range(self.world_size)]
+    def _all_slots(self, number: int) -> list[Tensor]:
+        return [self.buffers.slot(rank, number, self.flat.dtype) for rank in range(self.world_size)]
 
-    def _finish(self, stage: int, number: int) -> None:
-        self._done[stage] += 1
-        self.boxes.publish(stage, number)
+    def _complete(self, stage: int, number: int) -> None:
+        self._completed[stage] += 1
+        self.buffers.publish(stage, number)
 
-    def elements_at_once(self) -> int:
-        """How many elements of a chunk a piece has room for."""
-        return self.boxes.piece_bytes // self.flat.element_size()
+    def elements_per_round(self) -> int:
+        """Return how many elements of a chunk fit into a slot."""
+        return self.buffers.slot_bytes // self.flat.element_size()
 
-    def elements_in_turn(self) -> int:
-        """The elements that go through one outbox, piece by piece."""
+    def elements_in_total(self) -> int:
+        """Return how many elements of a chunk are transferred in all rounds."""
         return self.flat.numel()
 
-    def part(self, index: int, of: int) -> Tensor:
-        """What of a chunk belongs to a piece."""
-        whole = chunk(self.flat, self.world_size, of)
-        return whole[index * self.room : (index + 1) * self.room]
+    def part(self, index: int, rank: int) -> Tensor:
+        """Return the part of the chunk of a rank that a round transfers."""
+        whole = chunk(self.flat, self.world_size, rank)
+        return whole[index * self.round_elements : (index + 1) * self.round_elements]
 
     @abstractmethod
-    def copy_in(self, index: int, box: Tensor) -> None:
-        """Put a piece into this rank's outbox."""
+    def copy_in(self, index: int, slot: Tensor) -> None:
+        """Copy the data of a round into the slot of this rank."""
 
-    def reduce(self, index: int, boxes: Sequence[Tensor]) -> None:
-        """Sum this rank's chunk of a piece into its outbox."""
+    def reduce(self, index: int, slots: Sequence[Tensor]) -> None:
+        """Sum the chunk of this rank in a round over all slots."""
         raise NotImplementedError
 
-    def copy_out(self, index: int, boxes: Sequence[Tensor]) -> None:
-        """Copy the others' chunks of a piece from their outboxes."""
+    def copy_out(self, index: int, slots: Sequence[Tensor]) -> None:
+        """Copy the results of a round from the slots."""
         raise NotImplementedError
 
 
 class Barrier:
-    """Nothing to be moved: everybody has come. So who comes is seen at once, and need not wait.
+    """A round without data: it is complete once all ranks have started it.
 
-    It takes its turn among the collectives, as a piece of which nothing is posted or taken.
+    A barrier takes its turn among the collectives. It has no slot to wait for, so the arrival of a
+    rank is visible immediately.
     """
 
-    def __init__(self, boxes: CollectiveBuffers) -> None:
-        self._boxes, self._number = boxes, boxes.next_piece
-        boxes.next_piece += 1
-        self._has_come = self._has_gone = self.is_complete = False
+    def __init__(self, buffers: CollectiveBuffers) -> None:
+        self._buffers, self._number = buffers, buffers.next_round
+        buffers.next_round += 1
+        self._has_arrived = self._has_left = self.is_complete = False
 
     def progress(self) -> bool:
-        boxes, number, moved = self._boxes, self._number, False
-        if not self._has_come and boxes.is_next(POSTED, number):
-            # There is nothing to take, so who comes last lets everybody go with the same call.
-            self._leave(boxes.skip)
-            boxes.publish(POSTED, number)
-            self._has_come = moved = True
-        if self._has_come and not self._has_gone:
-            moved |= self._leave(boxes.publish)
-        if self._has_gone and not self.is_complete and boxes.is_everybody_past(POSTED, number):
-            self.is_complete = moved = True
-        return moved
+        buffers, number, has_progressed = self._buffers, self._number, False
+        if not self._has_arrived and buffers.is_next(COPIED_IN, number):
+            # Leave first: then the notification of the last rank that arrives completes both.
+            self._leave(buffers.skip)
+            buffers.publish(COPIED_IN, number)
+            self._has_arrived = has_progressed = True
+        if self._has_arrived and not self._has_left:
+            has_progressed |= self._leave(buffers.publish)
+        if not self._has_left or self.is_complete:
+            return has_progressed
+        if buffers.is_completed_by_all(COPIED_IN, number):
+            self.is_complete = has_progressed = True
+        return has_progressed
 
-    def _leave(self, be_past: Callable[[int, int], None]) -> bool:
-        """Be past the last stage, unless earlier pieces are not."""
-        if not self._boxes.is_next(TAKEN, self._number):
+    def _leave(self, complete: Callable[[int, int], None]) -> bool:
+        """Complete the last stage, unless earlier rounds have not."""
+        if not self._buffers.is_next(COPIED_OUT, self._number):
             return False
-        self._boxes.skip(REDUCED, self._number)
-        be_past(TAKEN, self._number)
-        self._has_gone = True
+        self._buffers.skip(REDUCED, self._number)
+        complete(COPIED_OUT, self._number)
+        self._has_left = True
         return True
 
 
 class ReduceScatter(Collective):
-    takes = False
+    """Every rank copies in all other chunks and reduces its own."""
 
-    def elements_at_once(self) -> int:
-        return super().elements_at_once() // self.world_size
+    copies_out = False
 
-    def elements_in_turn(self) -> int:
+    def elements_per_round(self) -> int:
+        return super().elements_per_round() // self.world_size
+
+    def elements_in_total(self) -> int:
         return chunk_elements(self.flat.numel(), self.world_size, 0)
 
-    def copy_in(self, index: int, box: Tensor) -> None:
+    def copy_in(self, index: int, slot: Tensor) -> None:
         for rank in range(self.world_size):
             if rank != self.rank:
                 part = self.part(index, rank)
-                memcpy(self._within(box, rank, part.numel()), part)
+                memcpy(self._within(slot, rank, part.numel()), part)
 
-    def reduce(self, index: int, boxes: Sequence[Tensor]) -> None:
+    def reduce(self, index: int, slots: Sequence[Tensor]) -> None:
         own = self.part(index, self.rank)
-        for rank, box in enumerate(boxes):
+        for rank, slot in enumerate(slots):
             if rank != self.rank:
-                own.add_(self._within(box, self.rank, own.numel()))
-        if self.takes:
-            memcpy(self._within(boxes[self.rank], self.rank, own.numel()), own)
+                own.add_(self._within(slot, self.rank, own.numel()))
+        if self.copies_out:
+            memcpy(self._within(slots[self.rank], self.rank, own.numel()), own)
 
-    def _within(self, box: Tensor, rank: int, elements: int) -> Tensor:
-        """Where the chunk of a rank lies in an outbox."""
-        return box[rank * self.room : rank * self.room + elements]
+    def _within(self, slot: Tensor, rank: int, elements: int) -> Tensor:
+        """Return where a slot holds the chunk of a rank."""
+        return slot[rank * self.round_elements : rank * self.round_elements + elements]
 
 
 class TwoShotAllReduce(ReduceScatter):
-    takes = True
+    """A reduce-scatter whose results all ranks copy out."""
 
-    def copy_out(self, index: int, boxes: Sequence[Tensor]) -> None:
-        for rank, box in enumerate(boxes):
+    copies_out = True
+
+    def copy_out(self, index: int, slots: Sequence[Tensor]) -> None:
+        for rank, slot in enumerate(slots):
             if rank != self.rank:
                 part = self.part(index, rank)
-                memcpy(part, self._within(box, rank, part.numel()))
+                memcpy(part, self._within(slot, rank, part.numel()))
 
 
 class OneShotAllReduce(Collective):
-    """Everybody sums everything: one meeting less, and more to be read from three workers on."""
+    """Every rank sums everything: one stage less, but more reads with three or more ranks."""
 
     reduces = False
 
-    def copy_in(self, index: int, box: Tensor) -> None:
-        part = self.part(index)
-        memcpy(box, part)
+    def copy_in(self, index: int, slot: Tensor) -> None:
+        memcpy(slot, self.part(index))
 
-    def copy_out(self, index: int, boxes: Sequence[Tensor]) -> None:
+    def copy_out(self, index: int, slots: Sequence[Tensor]) -> None:
         part = self.part(index)
         if self.world_size == 2:
-            part.add_(boxes[1 - self.rank][: part.numel()])
+            part.add_(slots[1 - self.rank][: part.numel()])
         else:
-            add_up([box[: part.numel()] for box in boxes], part)
+            _sum([slot[: part.numel()] for slot in slots], part)
 
-    def part(self, index: int, of: int = 0) -> Tensor:
-        return self.flat[index * self.room : (index + 1) * self.room]
+    def part(self, index: int, rank: int = 0) -> Tensor:
+        return self.flat[index * self.round_elements : (index + 1) * self.round_elements]
 
 
 class AllGather(Collective):
+    """Every rank copies in its own chunk and copies out all others."""
+
     reduces = False
 
-    def elements_in_turn(self) -> int:
+    def elements_in_total(self) -> int:
         return chunk_elements(self.flat.numel(), self.world_size, 0)
 
-    def copy_in(self, index: int, box: Tensor) -> None:
-        memcpy(box, self.part(index, self.rank))
+    def copy_in(self, index: int, slot: Tensor) -> None:
+        memcpy(slot, self.part(index, self.rank))
 
-    def copy_out(self, index: int, boxes: Sequence[Tensor]) -> None:
-        for rank, box in enumerate(boxes):
+    def copy_out(self, index: int, slots: Sequence[Tensor]) -> None:
+        for rank, slot in enumerate(slots):
             if rank != self.rank:
-                memcpy(self.part(index, rank), box)
+                memcpy(self.part(index, rank), slot)
 
 
 class Broadcast(Collective):
+    """The root copies in the tensor and all other ranks copy it out."""
+
     reduces = False
 
-    def __init__(self, boxes: CollectiveBuffers, flat: Tensor, root: int) -> None:
-        super().__init__(boxes, flat)
+    def __init__(self, buffers: CollectiveBuffers, flat: Tensor, root: int) -> None:
+        super().__init__(buffers, flat)
         self._root = root
 
-    def copy_in(self, index: int, box: Tensor) -> None:
+    def copy_in(self, index: int, slot: Tensor) -> None:
         if self.rank == self._root:
-            memcpy(box, self.part(index, 0))
+            memcpy(slot, self.part(index))
 
-    def copy_out(self, index: int, boxes: Sequence[Tensor]) -> None:
+    def copy_out(self, index: int, slots: Sequence[Tensor]) -> None:
         if self.rank != self._root:
-            memcpy(self.part(index, 0), boxes[self._root])
+            memcpy(self.part(index), slots[self._root])
 
-    def part(self, index: int, of: int) -> Tensor:
-        return self.flat[index * self.room : (index + 1) * self.room]
-
-
-def add_up(parts: Sequence[Tensor], total: Tensor) -> None:
-    """In order; the total may be the first of them, or none."""
-    torch.add(parts[0], parts[1], out=total)
-    for part in parts[2:]:
-        total.add_(part)
+    def part(self, index: int, rank: int = 0) -> Tensor:
+        return self.flat[index * self.round_elements : (index + 1) * self.round_elements]
 
 
-CACHED_BYTES = 256 * 1024
-"""Summed at once, so that the sum is still in a cache when it is written to the others."""
-NUMBERS_A_LINE = CACHE_LINE_BYTES // 8
-
-
-class Part(NamedTuple):
-    """The same part of everybody's block."""
+class PeerViews(NamedTuple):
+    """The same slice of the tensors of all ranks in symmetric memory."""
 
     tensors: list[Tensor]
+    """By rank."""
     begin: int
-    notes: memoryview
-    """Of the blocks: for each worker and piece under way, a line that says what it sums."""
+    descriptors: memoryview
+    """By rank and slot, a cache line that describes the slice that the rank reduces."""
 
 
 class SymmetricMemory:
-    """Equal blocks of one arena, one a worker. Collective; `RunError` where they are not equal."""
+    """A segment with one tensor of the same size and dtype per rank.
+
+    Creating it is collective. Raises RunError if ranks request different sizes.
+    """
 
     def __init__(self, communicator: Communicator, elements: int, dtype: torch.dtype) -> None:
         world_size = communicator.world_size
-        _check_that_all_ask_for(elements * dtype.itemsize, communicator)
-        notes_bytes = world_size * PIECES * CACHE_LINE_BYTES
-        (*begins, notes), size_bytes = aligned_offsets(
-            [*[elements * dtype.itemsize] * world_size, notes_bytes]
+        _check_equal_sizes(elements * dtype.itemsize, communicator)
+        descriptors_bytes = world_size * SLOTS * CACHE_LINE_BYTES
+        (*begins, descriptors), size_bytes = aligned_offsets(
+            [*[elements * dtype.itemsize] * world_size, descriptors_bytes]
         )
-        arena = SharedSegment(communicator, size_bytes)
-        self._all = [arena.tensor(begin, elements, dtype) for begin in begins]
-        self._notes = arena.integers(notes, notes_bytes)
-        self.own = self._all[communicator.rank]
+        segment = SharedSegment(communicator, size_bytes)
+        self._tensors = [segment.tensor(begin, elements, dtype) for begin in begins]
+        self._descriptors = segment.integers(descriptors, descriptors_bytes)
+        self.own = self._tensors[communicator.rank]
 
-    def peer_views(self, tensor: Tensor) -> Part | None:
-        """Where each worker has what lies in this worker's block; None if the tensor does not."""
+    def peer_views(self, tensor: Tensor) -> PeerViews | None:
+        """Return the same slice on all ranks; None if `tensor` is not a slice of `own`."""
         own = self.own
         begin_byte = tensor.data_ptr() - own.data_ptr()
         is_inside = 0 <= begin_byte <= own.nbytes - tensor.nbytes
         if not is_inside or tensor.dtype != own.dtype or not tensor.is_contiguous():
             return None
         begin = begin_byte // own.element_size()
-        tensors = [block[begin : begin + tensor.numel()] for block in self._all]
-        return Part(tensors, begin, self._notes)
+        tensors = [each[begin : begin + tensor.numel()] for each in self._tensors]
+        return PeerViews(tensors, begin, self._descriptors)
 
 
-def _check_that_all_ask_for(size_bytes: int, communicator: Communicator) -> None:
-    asked = gather_scalars(communicator, torch.tensor(size_bytes)).tolist()
-    if min(asked) < max(asked):
+def _check_equal_sizes(size_bytes: int, communicator: Communicator) -> None:
+    sizes = gather_scalars(communicator, torch.tensor(size_bytes)).tolist()
+    if min(sizes) < max(sizes):
         raise RunError(
-            f"zeros: rank {asked.index(max(asked))} asks for {max(asked):,} bytes and rank"
-            f" {asked.index(min(asked))} for {min(asked):,}: all ranks are to ask for the same"
+            f"zeros: rank {sizes.index(max(sizes))} requests {max(sizes):,} bytes and rank"
+            f" {sizes.index(min(sizes))} requests {min(sizes):,}: all ranks must request the same"
+            " size"
         )
 
 
-class AllReduceInPlace(Collective):
-    """As one piece, whatever its size: it takes no room in an outbox."""
+class InPlaceAllReduce(Collective):
+    """An all-reduce of slices of symmetric memory: one round of any size, without slots."""
 
-    def __init__(self, boxes: CollectiveBuffers, part: Part) -> None:
-        self._part = part
-        super().__init__(boxes, part.tensors[boxes.rank])
-        # With the piece's number, since a rank that sums something else leaves an old note here.
-        self._note = [self._first, part.begin, self.flat.numel()]
+    def __init__(self, buffers: CollectiveBuffers, views: PeerViews) -> None:
+        self._views = views
+        super().__init__(buffers, views.tensors[buffers.rank])
+        # Includes the round, because a rank that reduces another tensor leaves an old descriptor.
+        self._descriptor = [self._first, views.begin, self.flat.numel()]
 
-    def elements_in_turn(self) -> int:
+    def elements_in_total(self) -> int:
         return 1
 
-    def copy_in(self, index: int, box: Tensor) -> None:
-        """It is where the others read it; which part it is, they are told."""
-        for place, number in enumerate(self._note, self._place(self.rank)):
-            self._part.notes[place] = number
+    def copy_in(self, index: int, slot: Tensor) -> None:
+        """Describe the slice; peers read the data in place."""
+        for position, value in enumerate(self._descriptor, self._descriptor_begin(self.rank)):
+            self._views.descriptors[position] = value
 
-    def _place(self, rank: int) -> int:
-        """Of a rank's note on this piece."""
-        return (rank * PIECES + self._first % PIECES) * NUMBERS_A_LINE
+    def _descriptor_begin(self, rank: int) -> int:
+        return (rank * SLOTS + self._first % SLOTS) * INTEGERS_PER_LINE
 
-    def _check_that_all_sum_the_same(self) -> None:
+    def _check_equal_slices(self) -> None:
         for rank in range(self.world_size):
-            place = self._place(rank)
-            if self._part.notes[place : place + len(self._note)].tolist() != self._note:
+            begin = self._descriptor_begin(rank)
+            end = begin + len(self._descriptor)
+            if self._views.descriptors[begin:end].tolist() != self._descriptor:
                 raise RunError(
-                    f"all_reduce: ranks {self.rank} and {rank} sum different parts of what zeros"
-                    " gave them: all ranks are to give the same part, in the same order"
+                    f"all_reduce: ranks {self.rank} and {rank} reduce different slices of their"
+                    " zeros tensors: all ranks must pass the same slice, in the same order"
                 )
 
-    def reduce(self, index: int, boxes: Sequence[Tensor]) -> None:
-        self._check_that_all_sum_the_same()
-        chunks = [chunk(tensor, self.world_size, self.rank) for tensor in self._part.tensors]
+    def reduce(self, index: int, slots: Sequence[Tensor]) -> None:
+        self._check_equal_slices()
+        chunks = [chunk(tensor, self.world_size, self.rank) for tensor in self._views.tensors]
         step = CACHED_BYTES // self.flat.element_size()
         for begin in range(0, chunks[0].numel(), step):
             parts = [each[begin : begin + step] for each in chunks]
             own = parts[self.rank]
-            # In the order of the ranks, but for the first to be read, which is where the sum lies.
-            add_up([own, *(part for part in parts if part is not own)], own)
+            # The own part, which holds the sum, is read first; the others in rank order.
+            _sum([own, *(part for part in parts if part is not own)], own)
             for part in parts:
                 if part is not own:
                     memcpy(part, own)
 
-    def copy_out(self, index: int, boxes: Sequence[Tensor]) -> None:
-        """The others have written it here."""
+    def copy_out(self, index: int, slots: Sequence[Tensor]) -> None:
+        """Do nothing: peers have written their sums to this rank's tensor."""
+
+
+def _sum(parts: Sequence[Tensor], total: Tensor) -> None:
+    """Sum in order; `total` may be the first part or none of them."""
+    torch.add(parts[0], parts[1], out=total)
+    for part in parts[2:]:
+        total.add_(part)

@@ -1,12 +1,8 @@
-"""Workers of one host, connected by memory that all of them see.
+"""Communicator for the ranks of one node, over shared memory.
 
-Collectives go through outboxes (outbox.py), messages through slots (pair.py); both lie in one piece
-of shared memory (arena.py), and workers wait for one another by bells (bell.py). Tensors from
-`zeros` lie in shared memory themselves, and are summed there (blocks.py).
-
-There is no thread. An operation begins when it is called, and goes on inside every later call of
-the same communicator: on one host, to communicate is work for the same cores that compute. So an
-operation larger than an outbox makes progress only while all workers are in some call.
+There is no progress thread: communication on one node uses the same cores as computation. An
+operation starts when it is called and progresses during every later call on the same communicator.
+An operation larger than the slots therefore progresses only while all ranks are in some call.
 """
 
 from __future__ import annotations
@@ -31,38 +27,41 @@ from paceline.comm.communicator import (
     broadcast_counts,
     reduce_scatter_counts,
 )
-from paceline.comm.shm.channels import SLOTS, ChannelTable, Transfer
+from paceline.comm.shm import channels, collectives
+from paceline.comm.shm.channels import ChannelTable, Message
 from paceline.comm.shm.collectives import (
-    PIECES,
     AllGather,
-    AllReduceInPlace,
     Barrier,
     Broadcast,
     Collective,
     CollectiveBuffers,
+    InPlaceAllReduce,
     OneShotAllReduce,
     ReduceScatter,
     SymmetricMemory,
     TwoShotAllReduce,
 )
 from paceline.comm.shm.futex import FutexSignals, is_supported
-from paceline.comm.shm.segment import CACHE_LINE_BYTES, OTHERWISE, SharedSegment, aligned_offsets
+from paceline.comm.shm.segment import CACHE_LINE_BYTES, HINT, SharedSegment, aligned_offsets
 from paceline.comm.work import CompletedWork, Work
-from paceline.errors import PeerError, UsageError
+from paceline.errors import PeerError, SharedMemoryUnavailableError
 from paceline.measure.machine import cpu_quota
 from paceline.measure.traffic import CountedTransfer, Traffic
 
-MOST_PIECE_BYTES = 2**20
-MOST_OUTBOXES_BYTES = 64 * 2**20
-DIRECT_BYTES = 64 * 1024
-"""Up to here, summing everything everywhere costs less than meeting once more."""
-MOST_SLOT_BYTES = 256 * 1024
-MOST_SLOTS_BYTES = 32 * 2**20
+MAX_COLLECTIVE_SLOT_BYTES = 2**20
+MAX_COLLECTIVE_BYTES = 64 * 2**20
+"""Of the slots of all ranks."""
+MAX_CHANNEL_SLOT_BYTES = 256 * 1024
+MAX_CHANNEL_BYTES = 32 * 2**20
+"""Of the slots of all channels."""
 
-MOST_CORES = 4096
+ONE_SHOT_BYTES = 64 * 1024
+"""Up to this size, summing everything on every rank is faster than one more synchronization."""
 
-SEARCH_SECONDS = 0.005
-"""The least time between two searches for peers that are gone, which read all their states."""
+MAX_CORES = 4096
+
+EXIT_CHECK_SECONDS = 0.005
+"""Minimum time between checks for exited peers while polling, because a check reads all states."""
 
 CPU = torch.device("cpu")
 
@@ -81,111 +80,119 @@ def connect(bootstrap: Communicator, traffic: Traffic | None = None) -> SharedMe
 
 
 class SharedMemoryCommunicator(Communicator):
-    """Made by `connect`."""
+    """Created by `connect`."""
 
-    def __init__(self, others: Communicator, timeout_seconds: float, traffic: Traffic) -> None:
-        rank, world_size = others.rank, others.world_size
-        super().__init__(rank, world_size, timeout_seconds, traffic, others.global_ranks)
+    def __init__(self, bootstrap: Communicator, timeout_seconds: float, traffic: Traffic) -> None:
+        rank, world_size = bootstrap.rank, bootstrap.world_size
+        super().__init__(rank, world_size, timeout_seconds, traffic, bootstrap.global_ranks)
         if not is_supported():
-            raise UsageError(f"shared memory between workers needs Linux on x86-64: {OTHERWISE}")
-        piece_bytes = _fair_bytes(MOST_PIECE_BYTES, MOST_OUTBOXES_BYTES, world_size * PIECES)
-        slot_bytes = _fair_bytes(MOST_SLOT_BYTES, MOST_SLOTS_BYTES, world_size**2 * SLOTS)
-        (bells, boxes, pairs), size_bytes = aligned_offsets(
+            raise SharedMemoryUnavailableError(
+                "shared memory between workers requires Linux on x86-64", HINT
+            )
+        collective_slot_bytes = _slot_bytes(
+            MAX_COLLECTIVE_SLOT_BYTES, MAX_COLLECTIVE_BYTES, world_size * collectives.SLOTS
+        )
+        channel_slot_bytes = _slot_bytes(
+            MAX_CHANNEL_SLOT_BYTES, MAX_CHANNEL_BYTES, world_size**2 * channels.SLOTS
+        )
+        (signals, buffers, channel_table), size_bytes = aligned_offsets(
             [
                 FutexSignals.size_bytes(world_size),
-                CollectiveBuffers.size_bytes(world_size, piece_bytes),
-                ChannelTable.size_bytes(world_size, slot_bytes),
+                CollectiveBuffers.size_bytes(world_size, collective_slot_bytes),
+                ChannelTable.size_bytes(world_size, channel_slot_bytes),
             ]
         )
-        arena = SharedSegment(others, size_bytes)
-        self._bells = FutexSignals(arena, bells, rank, world_size, _cores_of_all(others))
-        ring, notify = self._bells.notify_all, self._bells.notify
-        self._boxes = CollectiveBuffers(arena, boxes, rank, world_size, piece_bytes, ring)
-        self._pairs = ChannelTable(arena, pairs, rank, world_size, slot_bytes, notify)
-        self._blocks: list[SymmetricMemory] = []
-        self._pending: deque[_Pending] = deque()
+        segment = SharedSegment(bootstrap, size_bytes)
+        self._signals = FutexSignals(segment, signals, rank, world_size, _total_cores(bootstrap))
+        self._buffers = CollectiveBuffers(
+            segment, buffers, rank, world_size, collective_slot_bytes, self._signals.notify_all
+        )
+        self._channels = ChannelTable(
+            segment, channel_table, rank, world_size, channel_slot_bytes, self._signals.notify
+        )
+        self._symmetric_memory: list[SymmetricMemory] = []
+        self._pending: deque[_PendingWork] = deque()
         self._failure: PeerError | None = None
         self._silent_since: float | None = None
-        """When an operation was first asked about and nothing moved; nothing has moved since."""
-        self._searched = 0.0
-        """When `is_settled` last looked for peers that are gone."""
+        """When a poll first found no progress; None after progress."""
+        self._last_exit_check = 0.0
         self._is_closed = False
-        others.barrier().wait()
-        self._bells.watch_over_peers()
+        bootstrap.barrier().wait()
+        self._signals.watch_peers()
 
     def send(self, tensor: Tensor, to: int, kind: str) -> Work:
         self.check_peer(to)
         if tensor.numel() == 0:
             return CompletedWork()
-        counted = self.traffic.begin(kind, bytes_sent=tensor.nbytes, messages=1)
+        transfer = self.traffic.begin(kind, bytes_sent=tensor.nbytes, messages=1)
         payload = StagingBuffer.of(tensor, CPU).flat.view(torch.uint8)
-        transfer = Transfer(self._pairs.channel(self.rank, to), payload, sends=True)
-        return self._begin(transfer, self.context("send to", (to,)), counted)
+        message = Message(self._channels.channel(self.rank, to), payload, sends=True)
+        return self._start(message, self.context("send to", (to,)), transfer)
 
     def recv(self, tensor: Tensor, source: int, kind: str) -> Work:
         self.check_peer(source)
         if tensor.numel() == 0:
             return CompletedWork()
-        counted = self.traffic.begin(kind, bytes_received=tensor.nbytes)
+        transfer = self.traffic.begin(kind, bytes_received=tensor.nbytes)
         staged = StagingBuffer.to_fill(tensor, CPU)
         payload = staged.flat.view(torch.uint8)
-        transfer = Transfer(self._pairs.channel(source, self.rank), payload, sends=False)
-        work = self._begin(transfer, self.context("recv from", (source,)), counted)
+        message = Message(self._channels.channel(source, self.rank), payload, sends=False)
+        work = self._start(message, self.context("recv from", (source,)), transfer)
         return work.on_success(staged.copy_back)
 
     def broadcast(self, tensor: Tensor, root: int, kind: str) -> Work:
         counts = broadcast_counts(tensor, self.rank, self.world_size, root)
-        return self._collect(
-            "broadcast with", tensor, kind, lambda flat: Broadcast(self._boxes, flat, root), counts
+        return self._collective(
+            "broadcast with",
+            tensor,
+            kind,
+            lambda flat: Broadcast(self._buffers, flat, root),
+            counts,
         )
 
     def reduce_scatter(self, tensor: Tensor, kind: str) -> Work:
         counts = reduce_scatter_counts(tensor, self.rank, self.world_size)
-        return self._collect(
-            "reduce_scatter with", tensor, kind, partial(ReduceScatter, self._boxes), counts
-        )
+        create = partial(ReduceScatter, self._buffers)
+        return self._collective("reduce_scatter with", tensor, kind, create, counts)
 
     def all_gather(self, tensor: Tensor, kind: str) -> Work:
         counts = all_gather_counts(tensor, self.rank, self.world_size)
-        return self._collect(
-            "all_gather with", tensor, kind, partial(AllGather, self._boxes), counts
-        )
+        create = partial(AllGather, self._buffers)
+        return self._collective("all_gather with", tensor, kind, create, counts)
 
     def all_reduce(self, tensor: Tensor, kind: str) -> Work:
         counts = all_reduce_counts(tensor, self.rank, self.world_size)
-        return self._collect("all_reduce with", tensor, kind, self._sum_of, counts)
+        return self._collective("all_reduce with", tensor, kind, self._choose_all_reduce, counts)
 
-    def _sum_of(self, flat: Tensor) -> Collective:
-        if flat.nbytes <= DIRECT_BYTES:
-            return OneShotAllReduce(self._boxes, flat)
-        for blocks in self._blocks:
-            part = blocks.peer_views(flat)
-            if part is not None:
-                return AllReduceInPlace(self._boxes, part)
-        # Two workers read no more by summing everything than by summing halves and taking halves.
-        return (OneShotAllReduce if self.world_size == 2 else TwoShotAllReduce)(self._boxes, flat)
+    def _choose_all_reduce(self, flat: Tensor) -> Collective:
+        if flat.nbytes <= ONE_SHOT_BYTES:
+            return OneShotAllReduce(self._buffers, flat)
+        for memory in self._symmetric_memory:
+            views = memory.peer_views(flat)
+            if views is not None:
+                return InPlaceAllReduce(self._buffers, views)
+        # Two ranks read no more in one shot than in two.
+        all_reduce = OneShotAllReduce if self.world_size == 2 else TwoShotAllReduce
+        return all_reduce(self._buffers, flat)
 
     def zeros(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """In shared memory, until this connection is closed and nobody has the tensor any more.
+        """Allocate in shared memory, or in ordinary memory if there is not enough.
 
-        Elsewhere if there is too little of it.
+        The memory is freed once this communicator is closed and the tensor is gone.
         """
         if device != CPU or self.world_size == 1 or elements == 0:
             return super().zeros(elements, dtype, device)
         try:
-            self._blocks.append(SymmetricMemory(self, elements, dtype))
-        except UsageError:
-            # Too little room, of which all ranks hear: ordinary memory will do, with copies.
+            self._symmetric_memory.append(SymmetricMemory(self, elements, dtype))
+        except SharedMemoryUnavailableError:
+            # All ranks get this error, so all of them use ordinary memory.
             return super().zeros(elements, dtype, device)
-        return self._blocks[-1].own
+        return self._symmetric_memory[-1].own
 
     def barrier(self) -> Work:
-        operation = self.context("barrier with", self.peers)
-        return (
-            CompletedWork()
-            if self.world_size == 1
-            else self._begin(Barrier(self._boxes), operation)
-        )
+        if self.world_size == 1:
+            return CompletedWork()
+        return self._start(Barrier(self._buffers), self.context("barrier with", self.peers))
 
     def dup(self, traffic: Traffic | None = None) -> Self:
         return type(self)(self, self.timeout_seconds, traffic or self.traffic)
@@ -193,96 +200,100 @@ class SharedMemoryCommunicator(Communicator):
     def _disconnect(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            self._bells.leave()
-            self._blocks.clear()
+            self._signals.leave()
+            self._symmetric_memory.clear()
 
-    def _collect(
+    def _collective(
         self,
         name: str,
         tensor: Tensor,
         kind: str,
-        make: Callable[[Tensor], Collective],
+        create: Callable[[Tensor], Collective],
         counts: dict[str, int],
     ) -> Work:
         if self.world_size == 1 or tensor.numel() == 0:
             return CompletedWork()
         staged = StagingBuffer.of(tensor, CPU)
-        counted = self.traffic.begin(kind, **counts)
-        work = self._begin(make(staged.flat), self.context(name, self.peers), counted)
+        transfer = self.traffic.begin(kind, **counts)
+        work = self._start(create(staged.flat), self.context(name, self.peers), transfer)
         return work.on_success(staged.copy_back)
 
-    def _begin(
-        self, steps: _Steps, operation: OperationContext, counted: CountedTransfer | None = None
+    def _start(
+        self,
+        operation: _Operation,
+        context: OperationContext,
+        transfer: CountedTransfer | None = None,
     ) -> Work:
-        """Start what was counted before, if it was."""
         if self._is_closed or self._failure is not None:
-            if counted is not None:
-                self.traffic.end(counted)
-            raise self._failure or operation.failed("the connection was closed")
-        work = _Pending(self, steps, operation)
+            if transfer is not None:
+                self.traffic.end(transfer)
+            raise self._failure or context.failed("the connection was closed")
+        work = _PendingWork(self, operation, context)
         self._pending.append(work)
         self.progress()
-        return work if counted is None else self.track_transfer(work, counted)
+        return work if transfer is None else self.track_transfer(work, transfer)
 
     @property
     def is_busy(self) -> bool:
-        """Whether an operation is under way that may need this worker to go on."""
+        """Whether an operation is in progress that may need this rank."""
         return bool(self._pending)
 
     def progress(self) -> bool:
-        """Take every operation as far as it goes; whether any of them moved."""
-        moved = False
+        """Progress all operations as far as possible; return whether one progressed."""
+        has_progressed = False
         for work in self._pending:
-            if work.steps.progress():
-                moved = True
-                work.note_progress()
-        if moved:
+            if work.operation.progress():
+                has_progressed = True
+                work.complete_if_done()
+        if has_progressed:
             self._silent_since = None
-            while self._pending and self._pending[0].steps.is_complete:
+            while self._pending and self._pending[0].operation.is_complete:
                 self._pending.popleft()
-        return moved
+        return has_progressed
 
-    def complete(self, work: _Pending) -> None:
-        """Go on until an operation is over; `PeerError` where a peer it needs is gone or silent."""
-        last_moved = monotonic()
-        while not work.steps.is_complete:
+    def complete(self, work: _PendingWork) -> None:
+        """Progress until an operation is complete; PeerError if a peer is gone or silent."""
+        last_progress = monotonic()
+        while not work.operation.is_complete:
             if self._is_closed:
-                self._failure = work.operation.failed("the connection was closed")
+                self._failure = work.context.failed("the connection was closed")
             if self._failure is not None:
                 raise self._failure
-            if self.progress() or self._bells.wait(self.progress):
-                last_moved = monotonic()
+            if self.progress() or self._signals.wait(self.progress):
+                last_progress = monotonic()
             else:
-                self._failure = self._find_failure(work.operation, monotonic() - last_moved)
+                self._failure = self._find_failure(work.context, monotonic() - last_progress)
 
-    def is_settled(self, work: _Pending) -> bool:
-        """Whether `complete` would return, or raise, at once."""
+    def would_complete(self, work: _PendingWork) -> bool:
+        """Return whether `complete` would return, or raise, without blocking."""
         self.progress()
-        if work.steps.is_complete or self._is_closed:
+        if work.operation.is_complete or self._is_closed:
             return True
         if self._failure is None:
             now = monotonic()
             if self._silent_since is None:
                 self._silent_since = now
-            if now - self._searched >= SEARCH_SECONDS:
-                self._searched = now
-                self._failure = self._find_failure(work.operation, now - self._silent_since)
+            if now - self._last_exit_check >= EXIT_CHECK_SECONDS:
+                self._last_exit_check = now
+                self._failure = self._find_failure(work.context, now - self._silent_since)
         return self._failure is not None
 
-    def _find_failure(self, operation: OperationContext, silent_seconds: float) -> PeerError | None:
-        left, ended = ([self.global_ranks[peer] for peer in peers] for peers in self._bells.gone())
-        gone = [peer for peer in operation.peers if peer in left or peer in ended]
-        # What they did before they went still counts.
+    def _find_failure(self, context: OperationContext, silent_seconds: float) -> PeerError | None:
+        left, exited = (
+            [self.global_ranks[peer] for peer in peers] for peers in self._signals.gone()
+        )
+        gone = [peer for peer in context.peers if peer in left or peer in exited]
+        # What a peer did before it was gone may still complete the operation.
         if gone and not self.progress():
-            cause = "its process has ended" if gone[0] in ended else "the connection was closed"
-            return OperationContext(operation.rank, operation.name, (gone[0],)).failed(cause)
+            cause = "its process has ended" if gone[0] in exited else "the connection was closed"
+            return OperationContext(context.rank, context.name, (gone[0],)).failed(cause)
         if silent_seconds > self.timeout_seconds:
-            return operation.timed_out(self.timeout_seconds)
+            return context.timed_out(self.timeout_seconds)
         return None
 
 
-class _Steps(Protocol):
-    """An operation that never waits by itself."""
+class _Operation(Protocol):
+    """An operation that progresses without blocking: a collective, a barrier or a message."""
 
     @property
     def is_complete(self) -> bool: ...
@@ -290,36 +301,38 @@ class _Steps(Protocol):
     def progress(self) -> bool: ...
 
 
-class _Pending(Work):
+class _PendingWork(Work):
     def __init__(
-        self, communicator: SharedMemoryCommunicator, steps: _Steps, operation: OperationContext
+        self,
+        communicator: SharedMemoryCommunicator,
+        operation: _Operation,
+        context: OperationContext,
     ) -> None:
         super().__init__()
-        self.steps, self.operation = steps, operation
+        self.operation, self.context = operation, context
         self._communicator = communicator
 
-    def note_progress(self) -> None:
-        """A step was done; after the last one the operation is complete."""
-        if self.steps.is_complete:
+    def complete_if_done(self) -> None:
+        if self.operation.is_complete:
             self._complete()
 
     def _block(self) -> None:
         self._communicator.complete(self)
 
     def _poll(self) -> bool:
-        return self._communicator.is_settled(self)
+        return self._communicator.would_complete(self)
 
 
-def _cores_of_all(others: Communicator) -> int:
-    """How many cores the workers have between them; each may be kept on some of them."""
-    own = os.sched_getaffinity(0)
-    cores = torch.zeros(MOST_CORES, dtype=torch.bool)
-    cores[[core for core in own if core < MOST_CORES]] = True
-    others.all_reduce(cores, "control").wait()
+def _total_cores(bootstrap: Communicator) -> int:
+    """Return how many cores all ranks have together; each may be pinned to some. Collective."""
+    cores = torch.zeros(MAX_CORES, dtype=torch.bool)
+    cores[[core for core in os.sched_getaffinity(0) if core < MAX_CORES]] = True
+    bootstrap.all_reduce(cores, "control").wait()
     quota = cpu_quota()
-    return min(int(cores.sum()), math.floor(quota) if quota else MOST_CORES)
+    return min(int(cores.sum()), math.floor(quota) if quota else MAX_CORES)
 
 
-def _fair_bytes(most_bytes: int, most_bytes_of_all: int, parts: int) -> int:
-    """The size of each of so many parts: a multiple of what any dtype and vector needs."""
-    return max(CACHE_LINE_BYTES * 64, min(most_bytes, most_bytes_of_all // parts) // 4096 * 4096)
+def _slot_bytes(max_slot_bytes: int, max_total_bytes: int, slots: int) -> int:
+    """Return the size of each slot: a multiple of 4096, so that any dtype and vector fits."""
+    size_bytes = min(max_slot_bytes, max_total_bytes // slots) // 4096 * 4096
+    return max(CACHE_LINE_BYTES * 64, size_bytes)

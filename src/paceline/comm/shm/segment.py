@@ -1,8 +1,9 @@
-"""Memory that several processes of one host see: a file that lives in memory and has no name.
+"""Shared-memory segments: memory that several processes of one node map.
 
-One process makes the file, the others map it, and then its name is removed at once: the kernel
-frees the memory when the last process is gone, however it ended. Only processes killed between the
-two leave a name behind; whoever makes the next arena removes it (`unlink_stale_segments`).
+A segment is a file in /dev/shm. Rank 0 creates it, all ranks map it, and rank 0 unlinks its name
+immediately afterwards. The kernel frees the memory when the last process exits, however it exits.
+Only processes that are killed between these steps leave a name behind, and the next process that
+creates a segment removes it (`unlink_stale_segments`).
 """
 
 from __future__ import annotations
@@ -21,28 +22,28 @@ from torch import Tensor
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.objects import broadcast_json
-from paceline.errors import UsageError
+from paceline.errors import SharedMemoryUnavailableError
 
 FOLDER = Path("/dev/shm")
 PREFIX = "paceline"
-OTHERWISE = "take another --strategy or --communicator"
-"""What is left to those who cannot share memory."""
+HINT = "choose another --strategy or --communicator"
+"""What to do if ranks cannot share memory."""
 CACHE_LINE_BYTES = 64
-"""A cache line. What different workers write lies on different ones."""
+"""Ranks write to different cache lines, so that they do not slow each other down."""
 
 
 class SharedSegment:
-    """Collective, with one end on each rank of `communicator`, all on one host.
+    """Zero-initialized memory that all ranks of a communicator share. Creating it is collective.
 
-    Tensors keep the memory alive beyond the arena itself, so there is nothing to close.
+    Tensors keep the memory mapped even after this object is gone, so there is no `close`.
     """
 
     def __init__(self, communicator: Communicator, size_bytes: int) -> None:
-        self._map = _share(communicator, max(size_bytes, CACHE_LINE_BYTES))
+        self._map = _create_and_map(communicator, max(size_bytes, CACHE_LINE_BYTES))
         self._bytes = memoryview(self._map)
 
     def tensor(self, begin_byte: int, elements: int, dtype: torch.dtype) -> Tensor:
-        """Part of the memory; zeros at first."""
+        """Return a range of the segment as a tensor."""
         if elements == 0:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=elements, offset=begin_byte)
@@ -50,16 +51,16 @@ class SharedSegment:
     def integers(
         self, begin_byte: int, size_bytes: int, code: Literal["I", "Q"] = "Q"
     ) -> memoryview:
-        """The same as whole numbers, of four or eight bytes by their `struct` code."""
+        """Return a range of the segment as unsigned integers of 4 ("I") or 8 ("Q") bytes."""
         return self._bytes[begin_byte : begin_byte + size_bytes].cast(code)
 
     def address(self, byte: int) -> int:
-        """Where a byte lies in this process."""
+        """Return the address of a byte in this process."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self._map, byte))
 
 
 def aligned_offsets(sizes_bytes: Sequence[int]) -> tuple[list[int], int]:
-    """Where each of several parts begins, every one on a line of its own, and the size of all."""
+    """Lay out blocks of these sizes on cache-line boundaries; return offsets and total size."""
     begins, end = [], 0
     for size in sizes_bytes:
         begins.append(end)
@@ -67,34 +68,34 @@ def aligned_offsets(sizes_bytes: Sequence[int]) -> tuple[list[int], int]:
     return begins, end
 
 
-def _share(communicator: Communicator, size_bytes: int) -> mmap.mmap:
-    """The first rank makes the file; what keeps one rank from having it is told on all of them."""
-    path, problem = None, None
+def _create_and_map(communicator: Communicator, size_bytes: int) -> mmap.mmap:
+    """Create the file on rank 0 and map it on all ranks; a failure on one rank fails all."""
+    path, failure = None, None
     if communicator.rank == 0:
         try:
-            path = _make(size_bytes)
+            path = _create(size_bytes)
         except OSError as error:
-            problem = _explain(error, size_bytes)
+            failure = _reason_and_hint(error, size_bytes)
     try:
-        mapped = _map_everywhere(communicator, str(path), problem, size_bytes)
+        mapped = _map_on_all_ranks(communicator, str(path), failure, size_bytes)
     finally:
         if path is not None:
             path.unlink()
     if mapped is None:
-        raise UsageError(
-            "the workers do not share memory: are they in containers or on machines of their own?"
-            f" Start each of them with a --node-rank of its own, or {OTHERWISE}"
+        raise SharedMemoryUnavailableError(
+            "workers do not share memory (separate containers or machines?)",
+            f"start each of them with its own --node-rank, or {HINT}",
         )
     return mapped
 
 
-def _map_everywhere(
-    communicator: Communicator, name: str, problem: str | None, size_bytes: int
+def _map_on_all_ranks(
+    communicator: Communicator, name: str, failure: tuple[str, str] | None, size_bytes: int
 ) -> mmap.mmap | None:
-    """The first rank's file; None where a rank does not see it."""
-    name, problem = broadcast_json(communicator, [name, problem])
-    if problem is not None:
-        raise UsageError(problem)
+    """Map the file of rank 0; return None if a rank cannot open it."""
+    name, failure = broadcast_json(communicator, [name, failure])
+    if failure is not None:
+        raise SharedMemoryUnavailableError(*failure)
     try:
         mapped = _map(Path(name), size_bytes)
     except OSError:
@@ -104,12 +105,12 @@ def _map_everywhere(
     return None if float(missing) else mapped
 
 
-def _make(size_bytes: int) -> Path:
+def _create(size_bytes: int) -> Path:
     unlink_stale_segments()
     path = FOLDER / f"{PREFIX}-{_owner(os.getpid())}-{secrets.token_hex(8)}"
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        # Takes the memory now, where lack of it is an error; a later lack would kill the process.
+        # Allocates now, while insufficient space is an error; later it would be a SIGBUS.
         os.posix_fallocate(descriptor, 0, size_bytes)
     except OSError:
         path.unlink()
@@ -127,20 +128,20 @@ def _map(path: Path, size_bytes: int) -> mmap.mmap:
         os.close(descriptor)
 
 
-def _explain(error: OSError, size_bytes: int) -> str:
-    needed = f"{size_bytes / 2**20:,.0f} MiB of shared memory are needed"
+def _reason_and_hint(error: OSError, size_bytes: int) -> tuple[str, str]:
+    required = f"{size_bytes / 2**20:,.0f} MiB of shared memory required"
     if error.errno in (errno.ENOSPC, errno.ENOMEM):
         space = os.statvfs(FOLDER)
-        free = space.f_bavail * space.f_frsize / 2**20
+        free_mib = space.f_bavail * space.f_frsize / 2**20
         return (
-            f"{needed}, but {FOLDER} has {free:,.0f} MiB left: make it larger"
-            f" (docker: --shm-size), or {OTHERWISE}"
+            f"{required}, but {FOLDER} has {free_mib:,.0f} MiB free",
+            f"increase its size (docker: --shm-size), or {HINT}",
         )
-    return f"{needed}, but {FOLDER} cannot be used ({error.strerror}): {OTHERWISE}"
+    return f"{required}, but {FOLDER} is not usable ({error.strerror})", HINT
 
 
 def unlink_stale_segments() -> None:
-    """Names left by processes that were killed while they made an arena; nobody else's."""
+    """Remove names that killed processes of this user and PID namespace left behind."""
     for path in FOLDER.glob(f"{PREFIX}-{pid_namespace()}-*"):
         try:
             owner = "-".join(path.name.split("-")[1:4])
@@ -152,9 +153,9 @@ def unlink_stale_segments() -> None:
 
 
 def _owner(process: int) -> str:
-    """Stands for a process that lives now, and for no later one with the same number."""
+    """Return an identifier of a running process that no later process with its PID shares."""
     try:
-        # The 22nd field is when it started; the second may contain blanks, and ends with ")".
+        # Field 22 is the start time; field 2 may contain spaces and ends with ")".
         started = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         started = "gone"
@@ -162,5 +163,5 @@ def _owner(process: int) -> str:
 
 
 def pid_namespace() -> int:
-    """Containers may share memory, yet each number its processes by itself."""
+    """Return the PID namespace: containers may share memory and still number processes apart."""
     return Path("/proc/self/ns/pid").stat().st_ino
