@@ -46,7 +46,7 @@ def test_a_gradient_that_comes_in_two_pieces_is_refused() -> None:
     def work(communicator: Communicator) -> None:
         replica = odd.build(communicator, toy.sgd(), UsedTwice())
         strategy = odd.attached(create_strategy("overlap", {}), replica)
-        with pytest.raises(RunError, match="second gradient before the update"):
+        with pytest.raises(RunError, match="second gradient in one step"):
             strategy.backward(replica.forward(torch.ones(2, 4, requires_grad=True)).sum())
         strategy.finish()
 

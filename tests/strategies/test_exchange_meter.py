@@ -35,7 +35,7 @@ def replica(communicator: Communicator) -> Replica:
 
 def exchange(meter: ExchangeMeter, timeline: SetTimeline, seconds: float) -> None:
     """One bucket that nothing hides."""
-    under_way = meter.underway.begin()
+    under_way = meter.timer.begin()
     timeline.now += seconds
     under_way.ended = timeline.mark()
 

@@ -18,10 +18,9 @@ from paceline.comm.communicator import Communicator, OperationContext
 from paceline.comm.torch_distributed import NcclWork, TorchCommunicator
 from paceline.measure import timeline as timeline_module
 from paceline.measure.phase_clock import clock_for
-from paceline.measure.timeline import GpuTimeline, Moment, Timeline, timeline_of
+from paceline.measure.timeline import GpuTimeline, Moment, Timeline, busy_seconds, timeline_of
 from paceline.measure.traffic import Traffic
 from paceline.strategies.ddp import Ddp, ExchangeMeter
-from paceline.strategies.gradient_averaging import seconds_under_way
 from paceline.strategies.options import create_strategy
 from paceline.strategies.replica import Replica
 from tests.support import odd_weights as odd
@@ -51,7 +50,7 @@ def pool() -> Iterator[WorkerPool]:
 def test_time_under_way_counts_each_moment_once(
     spans: list[tuple[float, float]], until: float, seconds: float
 ) -> None:
-    assert seconds_under_way(spans, until) == seconds
+    assert busy_seconds(spans, until) == seconds
 
 
 class FakeMark:

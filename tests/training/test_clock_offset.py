@@ -57,7 +57,7 @@ def test_drifting_clocks_do_not_turn_communication_into_waiting(
         for seconds in STEPS:
             clocks.true_seconds += seconds
             began = clocks()
-            replica.exposed.note(began, began + 0.5)
+            replica.exposed.add(began, began + 0.5)
             coordinator.after_step(1.0, 1, stop=False)
         return replica.clock.seconds["wait"]
 

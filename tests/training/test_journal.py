@@ -135,7 +135,7 @@ def test_phase_fractions_stay_within_0_and_1_when_waits_are_attributed_late(even
             clock._seconds["exchange"] += 1.0
             clock._seconds["forward"] += 0.1
             began = perf_counter() + (0.9 if communicator.rank else 0.0)
-            replica.exposed.note(began, began + 1.0)
+            replica.exposed.add(began, began + 1.0)
             clock.end_step("other")
             add(logger, index)
             logger.flush()

@@ -74,7 +74,8 @@ class PhaseClock:
     def __init__(self) -> None:
         self.switches = 0
         self.started = self._since = perf_counter()
-        self._phase = "other"
+        self.phase = "other"
+        """The current phase."""
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._laps = array("d")
         self._laps_taken = 0
@@ -99,10 +100,10 @@ class PhaseClock:
     def enter(self, phase: str) -> float:
         """End the current phase and begin `phase`; returns the time of the change."""
         now = perf_counter()
-        self._seconds[self._phase] += now - self._since
+        self._seconds[self.phase] += now - self._since
         if self._active_log is not None:
-            self._active_log.phases.append(Span(self._phase, self._since, now))
-        self._phase, self._since = phase, now
+            self._active_log.phases.append(Span(self.phase, self._since, now))
+        self.phase, self._since = phase, now
         self.switches += 1
         return now
 
@@ -113,7 +114,7 @@ class PhaseClock:
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Enter `phase` for a `with` block, then return to the previous phase."""
-        before = self._phase
+        before = self.phase
         self.enter(phase)
         try:
             yield
@@ -146,14 +147,14 @@ class PhaseClock:
 
     def start_log(self) -> PhaseLog:
         """Log the start and end of phases and steps until `stop_log`."""
-        self.enter(self._phase)
+        self.enter(self.phase)
         self._settle()
         self.log = self._active_log = PhaseLog()
         return self.log
 
     def stop_log(self) -> None:
         if self._active_log is not None:
-            self.enter(self._phase)
+            self.enter(self.phase)
             self._settle()
             self._active_log = None
 
@@ -230,10 +231,10 @@ class CudaPhaseClock(PhaseClock):
 
     def _enter(self, phase: str, *, waits: bool = False, event: StepEvent = None) -> float:
         mark = self._record_mark(self._free.pop() if self._free else None)
-        self._pending.append((self._phase, mark, event))
+        self._pending.append((self.phase, mark, event))
         if waits:
             mark.synchronize()
-        self._phase, self._since = phase, perf_counter()
+        self.phase, self._since = phase, perf_counter()
         self.switches += 1
         if len(self._pending) >= MAX_PENDING_MARKS:
             self._settle()

@@ -1,4 +1,4 @@
-"""Timestamps of device work on the clock of this process (`perf_counter`).
+"""Timestamps and busy time of device work on the clock of this process (`perf_counter`).
 
 A GPU executes work after the program submits it. The time at which it reaches a point is therefore
 a mark (a CUDA event), which is converted to seconds after the GPU has passed it.
@@ -6,7 +6,9 @@ a mark (a CUDA event), which is converted to seconds after the GPU has passed it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
@@ -72,3 +74,50 @@ def timeline_of(device: torch.device) -> Timeline:
         return event
 
     return GpuTimeline(lambda: record(torch.cuda.current_stream(device)), lambda: record(idle))
+
+
+@dataclass(slots=True)
+class Interval:
+    """A transfer: from the moment its input is ready to the moment its output is ready."""
+
+    began: Moment
+    ended: Moment | None = None
+
+
+class BusyTimer:
+    """Records transfers, which may overlap and may end on any thread."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        """`timeline` is the timeline of the device that computes the inputs."""
+        self._timeline = timeline
+        self._intervals: list[Interval] = []
+
+    def begin(self) -> Interval:
+        """Begin a transfer of what the current stream computes; the caller sets `ended`."""
+        interval = Interval(self._timeline.mark())
+        self._intervals.append(interval)
+        return interval
+
+    def take(self) -> list[Interval]:
+        """Return the transfers since the last call."""
+        intervals, self._intervals = self._intervals, []
+        return intervals
+
+    def spans(self, intervals: Sequence[Interval]) -> list[tuple[float, float]]:
+        """Convert to `perf_counter` seconds; waits until the device has passed all marks."""
+        seconds = self._timeline.seconds
+        spans = []
+        for interval in intervals:
+            assert interval.ended is not None, "the transfer has not ended"
+            spans.append((seconds(interval.began), seconds(interval.ended)))
+        return spans
+
+
+def busy_seconds(spans: Iterable[tuple[float, float]], until: float = math.inf) -> float:
+    """Return the time during which at least one transfer was in progress, up to `until`."""
+    total, last = 0.0, -math.inf
+    for began, ended in sorted(spans):
+        end = min(ended, until)
+        total += max(0.0, end - max(began, last))
+        last = max(last, end)
+    return total

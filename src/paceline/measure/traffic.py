@@ -27,6 +27,14 @@ class Count:
 
 
 @dataclass(slots=True)
+class _InProgress:
+    """Transfers of one kind in progress, and since when there has been at least one."""
+
+    transfers: int = 0
+    since: float = 0.0
+
+
+@dataclass(slots=True)
 class CountedTransfer:
     """A counted transfer; only `kind` is set if transfers are not logged."""
 
@@ -45,12 +53,6 @@ class CountedTransfer:
 
 
 @dataclass(slots=True)
-class _BusyTimer:
-    transfers: int = 0
-    since: float = 0.0
-
-
-@dataclass(slots=True)
 class Traffic:
     """Counts of one worker; thread-safe."""
 
@@ -59,8 +61,8 @@ class Traffic:
     )
     log: list[CountedTransfer] | None = None
     """Individual transfers, while logging is enabled."""
-    _busy: dict[str, _BusyTimer] = field(
-        default_factory=lambda: {kind: _BusyTimer() for kind in TRAFFIC_KINDS}
+    _in_progress: dict[str, _InProgress] = field(
+        default_factory=lambda: {kind: _InProgress() for kind in TRAFFIC_KINDS}
     )
     _unlogged: dict[str, CountedTransfer] = field(
         default_factory=lambda: {
@@ -76,7 +78,7 @@ class Traffic:
         if kind not in self.counts:
             raise ValueError(f"unknown traffic kind {kind!r}: use {', '.join(TRAFFIC_KINDS)}")
         with self._lock:
-            count, busy = self.counts[kind], self._busy[kind]
+            count, busy = self.counts[kind], self._in_progress[kind]
             count.bytes_sent += bytes_sent
             count.bytes_received += bytes_received
             count.messages += messages
@@ -93,7 +95,7 @@ class Traffic:
         if transfer.is_logged:
             transfer.complete()
         with self._lock:
-            busy = self._busy[transfer.kind]
+            busy = self._in_progress[transfer.kind]
             busy.transfers -= 1
             if busy.transfers == 0:
                 self.counts[transfer.kind].seconds += perf_counter() - busy.since

@@ -1,8 +1,8 @@
-"""PyTorch's own DistributedDataParallel, measured like the others.
+"""PyTorch's DistributedDataParallel, measured like the other strategies.
 
-DDP overlaps buckets with the backward pass as overlap.py does, in C++. A communication hook stands
-in for its all-reduce: it sums where DDP would average, since losses are weighted already, and notes
-when a bucket was handed over and when its sum was there.
+DDP overlaps buckets with the backward pass as overlap.py does, in C++. A communication hook
+replaces its all-reduce. The hook sums instead of averaging, because losses are already weighted,
+and records when each bucket was ready and when its sum was complete.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch lists it not
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # not in __all__
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,58 +23,51 @@ from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.config import RunConfig
 from paceline.config.conversion import check_option
 from paceline.errors import ConfigError, PeerError, RunError
-from paceline.measure.timeline import Timeline, timeline_of
+from paceline.measure.timeline import BusyTimer, Interval, Timeline, busy_seconds, timeline_of
 from paceline.measure.traffic import CountedTransfer
-from paceline.strategies.gradient_averaging import (
-    KIND,
-    Exchange,
-    GradientAveraging,
-    Underway,
-    seconds_under_way,
-)
+from paceline.strategies.gradient_averaging import KIND, GradientAveraging
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import StepMeter, Strategy, check_uses_torch
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What was exchanged in one step, in the order in which the gradients were ready."""
+    """The transfers of one step, in the order in which their gradients were ready."""
 
-    exchanges: list[Exchange]
+    intervals: list[Interval]
     transfers: list[CountedTransfer]
 
 
 class ExchangeMeter(StepMeter):
-    """Accounts for the exchanges of each step.
+    """Separates exposed from overlapped communication.
 
-    DDP waits for its sums inside the backward pass: what came after the last gradient was ready is
-    exposed communication. With NCCL that is known only when the GPU gets there, so a step is
-    accounted for after the next one, so that the program can keep submitting work.
+    DDP waits for its all-reduces inside the backward pass. The time after the last gradient was
+    ready is exposed communication. With NCCL it is known only after the GPU has passed it, so a
+    step is accounted for after the next one and the program can keep submitting work.
     """
 
     def __init__(self, replica: Replica, timeline: Timeline, *, is_nccl: bool) -> None:
-        self.underway = Underway(timeline)
+        self.timer = BusyTimer(timeline)
         self.transfers: list[CountedTransfer] = []
-        """Of the step at hand."""
+        """Transfers of the current step."""
         self._replica = replica
         self._is_nccl = is_nccl
         self._unaccounted = _Step([], [])
 
     def end_step(self) -> None:
-        """All exchanges of a step have been started, and without NCCL they have ended."""
-        step = _Step(self.underway.take(), self.transfers)
+        """End a step: all its transfers have started and, without NCCL, completed."""
+        step = _Step(self.timer.take(), self.transfers)
         self.transfers = []
         if self._is_nccl:
             step, self._unaccounted = self._unaccounted, step
         self._account_for(step)
 
     def settle(self) -> None:
-        """Account for every step that has ended; waits for the GPU."""
         step, self._unaccounted = self._unaccounted, _Step([], [])
         self._account_for(step)
 
     def _account_for(self, step: _Step) -> None:
-        spans = self.underway.spans(step.exchanges)
+        spans = self.timer.spans(step.intervals)
         if not spans:
             return
         replica, clock = self._replica, self._replica.clock
@@ -84,17 +77,17 @@ class ExchangeMeter(StepMeter):
         if clock.log is not None:
             clock.settle_log()
             clock.log.relabel("backward", "exchange", ready, ended)
-        replica.exposed.note(ready, ended)
-        replica.note_hidden(seconds_under_way(spans, until=ready))
+        replica.exposed.add(ready, ended)
+        replica.add_overlapped(busy_seconds(spans, until=ready))
         if self._is_nccl:
-            replica.communicator.traffic.add_seconds(KIND, seconds_under_way(spans))
+            replica.communicator.traffic.add_seconds(KIND, busy_seconds(spans))
             for transfer, span in zip(step.transfers, spans, strict=False):
                 if transfer.is_logged:
                     transfer.began, transfer.completed = span
 
 
 class Ddp(GradientAveraging):
-    """With a codec, buckets travel through it on a thread of their own."""
+    """With a codec, a background thread reduces the buckets."""
 
     def __init__(
         self,
@@ -106,7 +99,7 @@ class Ddp(GradientAveraging):
         ratio: str | None = None,
         rank: str | None = None,
     ) -> None:
-        """`find_unused`: look in every pass for weights that have no part in the loss."""
+        """`find_unused` makes DDP search each pass for weights that the loss does not depend on."""
         check_option("bucket_mib", bucket_mib or 0, minimum=0, maximum=10**6)
         super().__init__(flat=True, codec=codec, chunk=chunk, ratio=ratio, rank=rank)
         self._bucket_mib = bucket_mib
@@ -120,14 +113,14 @@ class Ddp(GradientAveraging):
         self._background: CommunicationThread | None = None
         is_single = self._communicator.world_size == 1
         if not is_single and not isinstance(self._communicator, TorchCommunicator):
-            raise ConfigError(["--strategy ddp: needs workers that torch.distributed connects"])
+            raise ConfigError(["--strategy ddp: requires workers connected by torch.distributed"])
         # Not GradientAveraging.setup: DDP allocates the gradients itself.
         Strategy.setup(self, replica)
         if is_single:
             return
         assert isinstance(self._communicator, TorchCommunicator)
         self._group: Any = self._communicator.default_process_group()
-        if self.exchange.codec:
+        if self.reducer.codec:
             self._background = CommunicationThread(self._communicator)
         self._timeline = timeline_of(replica.trainable[0].device)
         on_own_gpu = replica.trainable[0].device == self._communicator.gpu
@@ -135,9 +128,9 @@ class Ddp(GradientAveraging):
         self._uses_nccl = on_own_gpu and self._background is None
         self._meter = ExchangeMeter(replica, self._timeline, is_nccl=self._uses_nccl)
         self.meter = self._meter
-        self._failed = self._is_rehearsal = False
-        # What a codec remembers of the buckets must fit them from the first step to the last.
-        self._to_rehearse = self.exchange.codec is not None
+        self._failed = self._is_dry_run = False
+        # A codec keeps state per bucket, so the buckets must not change after the first step.
+        self._needs_dry_run = self.reducer.codec is not None
         self._plain_forward = replica.forward
         module = replica.forward if isinstance(replica.forward, nn.Module) else replica.model
         self._wrapped = DistributedDataParallel(
@@ -147,56 +140,57 @@ class Ddp(GradientAveraging):
             init_sync=False,
             find_unused_parameters=self._find_unused,
         )
-        # Buffers are agreed on when they are needed, for evaluation, and not at every step.
+        # Buffers are averaged for evaluation only, not in every step.
         self._wrapped.require_forward_param_sync = False
-        # DDP compares annotations with classes, so a function that has none stands between.
+        # DDP rejects annotations that are strings; a lambda has none.
         self._wrapped.register_comm_hook(None, lambda _, bucket: self._hook(bucket))
         replica.forward = self._forward
 
     def _forward(self, inputs: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return self._plain_forward(inputs)
-        if self._to_rehearse:
-            self._rehearse(inputs)
-        # DDP asks in the forward pass whether the backward pass is to communicate.
+        if self._needs_dry_run:
+            self._dry_run(inputs)
+        # DDP reads this flag in the forward pass.
         self._wrapped.require_backward_grad_sync = self.replica.is_last_microbatch
         try:
             outputs = self._wrapped(inputs)
         except RuntimeError as error:
             if "finished reduction in the prior iteration" in str(error):
                 raise RunError(
-                    "--strategy ddp: some weights had no part in the loss: give -o find_unused=true"
+                    "--strategy ddp: some weights are unused in the loss: add -o find_unused=true"
                 ) from None
-            raise self._explained(error) from None
+            raise self._translate(error) from None
         assert isinstance(outputs, Tensor)
         return outputs
 
-    def _rehearse(self, inputs: Tensor) -> None:
-        """A pass that leaves no trace but DDP's final buckets, which it makes after its first.
+    def _dry_run(self, inputs: Tensor) -> None:
+        """Run a pass without side effects, after which DDP has its final buckets.
 
-        A resumed run starts with them, since the order of a sum depends on the place in a bucket.
+        DDP rebuilds its buckets after the first pass. A resumed run must start with the final ones,
+        because an element's position in its bucket determines the order of its sum.
         """
-        self._to_rehearse = False
+        self._needs_dry_run = False
         buffers = [(buffer, buffer.clone()) for buffer in self.replica.model.buffers()]
-        self._wrapped.require_backward_grad_sync = self._is_rehearsal = True
+        self._wrapped.require_backward_grad_sync = self._is_dry_run = True
         with torch.random.fork_rng([inputs.device] if inputs.is_cuda else []):
             self._wrapped(inputs).sum().backward()
-        self._is_rehearsal = False
+        self._is_dry_run = False
         for buffer, before in buffers:
             buffer.copy_(before)
         self.replica.clear_gradients()
 
     def _hook(self, bucket: GradBucket) -> Future[Tensor]:
-        """Called by DDP when a bucket is full; the future gives the sum."""
+        """Start the all-reduce of a full bucket; the future returns the sum."""
         gradient = bucket.buffer()
-        if self._is_rehearsal:
-            nothing: Future[Tensor] = Future()
-            nothing.set_result(gradient)
-            return nothing
-        under_way = self._meter.underway.begin()
+        if self._is_dry_run:
+            unchanged: Future[Tensor] = Future()
+            unchanged.set_result(gradient)
+            return unchanged
+        interval = self._meter.timer.begin()
         if self._background is not None:
-            return self._through_codec(bucket, self._background, under_way)
-        traffic, algorithm = self._communicator.traffic, self.exchange.algorithm
+            return self._reduce_in_background(bucket, self._background, interval)
+        traffic, algorithm = self._communicator.traffic, self.reducer.algorithm
         rank, world = self._communicator.rank, self._communicator.world_size
         size = (world, gradient.numel(), gradient.element_size())
         transfer = traffic.begin(
@@ -207,9 +201,9 @@ class Ddp(GradientAveraging):
         )
         self._meter.transfers.append(transfer)
 
-        def arrived(future: Future[list[Tensor]]) -> Tensor:
-            # NCCL's future calls this at once, with a current stream that continues at the end.
-            under_way.ended = self._timeline.mark() if self._uses_nccl else perf_counter()
+        def complete(future: Future[list[Tensor]]) -> Tensor:
+            # NCCL's future calls this at once, on a stream that waits for the all-reduce.
+            interval.ended = self._timeline.mark() if self._uses_nccl else perf_counter()
             traffic.end(transfer)
             try:
                 return future.value()[0]
@@ -217,31 +211,31 @@ class Ddp(GradientAveraging):
                 self._failed = True
                 raise
 
-        summing: Future[list[Tensor]] = self._group.allreduce([gradient]).get_future()
-        summed: Future[Tensor] = summing.then(arrived)
-        return summed
+        started: Future[list[Tensor]] = self._group.allreduce([gradient]).get_future()
+        completed: Future[Tensor] = started.then(complete)
+        return completed
 
-    def _through_codec(
-        self, bucket: GradBucket, background: CommunicationThread, under_way: Exchange
+    def _reduce_in_background(
+        self, bucket: GradBucket, background: CommunicationThread, interval: Interval
     ) -> Future[Tensor]:
         gradient, key = bucket.buffer(), str(bucket.index())
         shapes = [tuple(part.shape) for part in bucket.gradients()]
         future: Future[Tensor] = Future(devices=[gradient.device] if gradient.is_cuda else None)
 
-        def exchange(communicator: Communicator) -> None:
-            self.exchange.sum(communicator, key, gradient, shapes)
+        def reduce(communicator: Communicator) -> None:
+            self.reducer.reduce(communicator, key, gradient, shapes)
 
         def complete(moment: float) -> None:
-            under_way.ended = moment
+            interval.ended = moment
             try:
                 work.wait()
             except Exception as error:  # noqa: BLE001 - DDP raises it
                 self._failed = True
-                future.set_exception(error)  # type: ignore[arg-type]  # it takes errors
+                future.set_exception(error)  # type: ignore[arg-type]  # accepts any exception
             else:
                 future.set_result(gradient)
 
-        work = background.submit(exchange, gradient.device)
+        work = background.submit(reduce, gradient.device)
         work.add_done_callback(complete)
         return future
 
@@ -249,15 +243,15 @@ class Ddp(GradientAveraging):
         try:
             super().backward(loss)
         except RuntimeError as error:
-            raise self._explained(error) from None
+            raise self._translate(error) from None
         if self._communicator.world_size > 1 and self.replica.is_last_microbatch:
             self.replica.clock.enter("other")
             self._meter.end_step()
 
-    def _explained(self, error: RuntimeError) -> Exception:
-        """What the group raises inside DDP as a line about the peers; other errors as they are."""
-        is_peers = self._communicator.world_size > 1 and (self._failed or "gloo" in str(error))
-        if not is_peers:
+    def _translate(self, error: RuntimeError) -> Exception:
+        """Turn an error of the process group into a PeerError; return others unchanged."""
+        is_peer_error = self._communicator.world_size > 1 and (self._failed or "gloo" in str(error))
+        if not is_peer_error:
             return error
         rank, peers = self._communicator.rank, format_ranks(self._communicator.peers)
         cause = str(error).splitlines()[0].rpartition("] ")[2]
@@ -271,10 +265,10 @@ class Ddp(GradientAveraging):
         if self._communicator.world_size > 1:
             self._meter.settle()
         if self._background is not None:
-            # A thread that ends cuts off those who still receive from it.
+            # Closing the thread's connections fails peers that still receive on them.
             self._communicator.barrier().wait()
             self._background.close()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._to_rehearse = True
+        self._needs_dry_run = True

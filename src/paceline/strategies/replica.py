@@ -5,8 +5,7 @@ What one worker trains: its model, its optimizer, and how an update is applied t
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -61,11 +60,11 @@ def _copy_back(flat: Tensor, tensors: list[Tensor]) -> None:
         tensor.copy_(part.view(tensor.shape))
 
 
-class Exposed:
-    """When training began and ceased to be held up by communication, exchange by exchange.
+class ExposedIntervals:
+    """Start and end times of exposed communication, which training waits for.
 
-    The workers compare these moments to tell waiting for a slow one from moving bytes; so in a
-    synchronous strategy every worker must note the same exchanges.
+    Ranks compare these times to separate waiting for a straggler from moving data. All ranks of a
+    synchronous strategy must therefore record the same sequence of intervals.
     """
 
     def __init__(self) -> None:
@@ -75,9 +74,28 @@ class Exposed:
         self.began = array("d")
         self.ended = array("d")
 
-    def note(self, began: float, ended: float) -> None:
+    def add(self, began: float, ended: float) -> None:
         self.began.append(began)
         self.ended.append(ended)
+
+
+class ExposedCommunication:
+    """Context manager that counts its block as phase "exchange" and records the interval."""
+
+    __slots__ = ("_began", "_clock", "_intervals", "_phase")
+
+    def __init__(self, clock: PhaseClock, intervals: ExposedIntervals) -> None:
+        self._clock = clock
+        self._intervals = intervals
+
+    def __enter__(self) -> None:
+        self._phase = self._clock.phase
+        self._clock.enter("exchange")
+        self._began = perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._intervals.add(self._began, perf_counter())
+        self._clock.enter(self._phase)
 
 
 @dataclass(slots=True)
@@ -100,7 +118,7 @@ class Replica:
     """Whether the backward pass at hand is the last one before the update (accumulation)."""
     flat_gradients: Tensor | None = None
     """Where all gradients lie one after the other, if the strategy wants them so."""
-    exposed: Exposed = field(default_factory=Exposed)
+    exposed: ExposedIntervals = field(default_factory=ExposedIntervals)
     batch_fraction: float = 1.0
     """This worker's part of the samples of the global batch at hand."""
     servers: Sequence[Communicator] = ()
@@ -141,19 +159,13 @@ class Replica:
         """Add this loss's gradients to those of the batch's earlier parts."""
         self.scaler.scale(loss).backward()
 
-    @contextmanager
-    def exposed_communication(self) -> Iterator[None]:
-        """Communication that training has to wait for: timed as exchange, and noted."""
-        with self.clock.during("exchange"):
-            began = perf_counter()
-            try:
-                yield
-            finally:
-                self.exposed.note(began, perf_counter())
+    def exposed_communication(self) -> ExposedCommunication:
+        """Return a context manager for communication that training waits for."""
+        return ExposedCommunication(self.clock, self.exposed)
 
-    def note_hidden(self, seconds: float) -> None:
-        """Time in which exchanges were under way and training did not wait for them."""
-        # Alone, a worker sums with nobody: all that is under way then is a thread's late wake-up.
+    def add_overlapped(self, seconds: float) -> None:
+        """Count communication that training did not wait for."""
+        # A single worker does not communicate; its intervals measure only thread wake-ups.
         if self.communicator.world_size > 1:
             self.hidden_exchange_seconds += seconds
 

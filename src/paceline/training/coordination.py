@@ -18,7 +18,7 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.objects import gather_scalars
 from paceline.config import RunConfig
 from paceline.measure.phase_clock import PhaseClock
-from paceline.strategies.replica import Exposed, Replica
+from paceline.strategies.replica import ExposedIntervals, Replica
 from paceline.strategies.strategy import Strategy
 
 SECONDS_BETWEEN = 1.0
@@ -74,7 +74,7 @@ def exchange_stats(communicator: Communicator, notes: StepStats) -> Decision:
 
 
 def attribute_waits(
-    communicator: Communicator, clock: PhaseClock, exposed: Exposed, offset: ClockOffset
+    communicator: Communicator, clock: PhaseClock, exposed: ExposedIntervals, offset: ClockOffset
 ) -> None:
     """Move from exchange to wait what each exchange spent waiting for the last to come. Collective.
 

@@ -205,4 +205,4 @@ def second_gradient(seat: Seat, name: str, lesson: Task) -> str:
 
 def test_a_gradient_that_comes_too_late_is_refused(pool: WorkerPool) -> None:
     for said in run_team(pool, 2, second_gradient, "shared", PLAIN):
-        assert said.startswith("--strategy shared: a weight got a second gradient")
+        assert said.startswith("--strategy shared: a weight received a second gradient")

@@ -246,9 +246,9 @@ def _give_early(replica: Replica, given: _Given, weight: Tensor) -> None:
     if replica.is_last_microbatch:
         if given.is_done:
             raise RunError(
-                "--strategy shared: a weight got a second gradient before the update, by another"
-                " backward pass or by reentrant checkpointing of a layer that is used twice:"
-                " choose --strategy allreduce"
+                "--strategy shared: a weight received a second gradient in one step, from another"
+                " backward pass or from reentrant checkpointing of a layer that is used twice:"
+                " use --strategy allreduce"
             )
         given.copy()
         given.is_done = True
