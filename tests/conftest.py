@@ -123,14 +123,14 @@ def real_data_dir(pytestconfig: pytest.Config) -> Path:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[PrewarmedStarter]:
+def starter() -> Iterator[PrewarmedStarter]:
     """For tests that start programs where starting them is not the point."""
     with PrewarmedStarter.opened() as opened:
         yield opened
 
 
 @pytest.fixture
-def warm_workers(nursery: PrewarmedStarter) -> Iterator[None]:
+def warm_workers(starter: PrewarmedStarter) -> Iterator[None]:
     """Workers and servers that this process launches start warm."""
-    with warm_spawning(nursery):
+    with warm_spawning(starter):
         yield

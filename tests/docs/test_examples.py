@@ -40,29 +40,29 @@ def test_own_loop_learns_the_same_with_one_worker_and_with_two() -> None:
     assert together[1] == pytest.approx(alone[1], rel=1e-3)
 
 
-def train(nursery: PrewarmedStarter, out: Path, *words: str) -> dict[str, object]:
+def train(starter: PrewarmedStarter, out: Path, *words: str) -> dict[str, object]:
     common = ["--no-tensorboard", "--quiet", "--threads", "1", "--nproc-per-node", "2"]
     command = ["-m", "paceline", "train", *common, "--out", str(out), "--name", "run", *words]
-    process = nursery.start(command, cwd=EXAMPLES, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = starter.start(command, cwd=EXAMPLES, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     _, complaints = process.communicate(timeout=100)
     assert process.returncode == 0, complaints
     return read_json(out / "run" / "result.json")
 
 
-def test_own_model_learns_own_data(nursery: PrewarmedStarter, tmp_path: Path) -> None:
+def test_own_model_learns_own_data(starter: PrewarmedStarter, tmp_path: Path) -> None:
     words = ["--model", "own_model:Wide", "--data", "own_model:rings", "--strategy", "ring"]
-    result = train(nursery, tmp_path, *words, "--epochs", "4", "--lr", "0.1")
+    result = train(starter, tmp_path, *words, "--epochs", "4", "--lr", "0.1")
     final = result["final"]
     assert isinstance(final, dict)
     assert final["test_accuracy"] > 0.9
 
 
 def test_own_strategy_averages_as_often_as_its_option_says(
-    nursery: PrewarmedStarter, tmp_path: Path
+    starter: PrewarmedStarter, tmp_path: Path
 ) -> None:
     words = ["--model", "own_model:Wide", "--data", "own_model:rings", "--iterations", "8"]
     result = train(
-        nursery, tmp_path, *words, "--strategy", "own_strategy:LateAveraging", "-o", "every=4"
+        starter, tmp_path, *words, "--strategy", "own_strategy:LateAveraging", "-o", "every=4"
     )
     workers = result["workers"]
     assert isinstance(workers, list)

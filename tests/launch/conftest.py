@@ -12,8 +12,8 @@ from tests.support.warm import PrewarmedStarter
 
 
 @pytest.fixture(autouse=True)
-def warm(nursery: PrewarmedStarter) -> Iterator[None]:
-    with warm_commands(nursery):
+def warm(starter: PrewarmedStarter) -> Iterator[None]:
+    with warm_commands(starter):
         yield
 
 

@@ -54,8 +54,8 @@ PATIENT = {"rendezvous_seconds": LIMIT_SECONDS, "timeout_seconds": LIMIT_SECONDS
 
 
 def run_in(cluster: EmulatedCluster, out: Path, **settings: Any) -> RunOutcome:
-    assert Command.nursery is not None
-    fleet = WarmFleet(cluster, Command.nursery)
+    assert Command.starter is not None
+    fleet = WarmFleet(cluster, Command.starter)
     values = {**TINY, **PATIENT, "cluster": "nodes=2", "out": str(out), "name": "run"}
     config = from_mapping({**values, **settings})
     with SignalMonitor() as interruptions:

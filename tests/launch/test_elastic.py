@@ -84,9 +84,9 @@ def kill_node(command: Command) -> None:
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory, nursery: PrewarmedStarter) -> Iterator[Story]:
+def story(tmp_path_factory: pytest.TempPathFactory, starter: PrewarmedStarter) -> Iterator[Story]:
     base = tmp_path_factory.mktemp("story")
-    with warm_commands(nursery) as patch, contextlib.ExitStack() as stack:
+    with warm_commands(starter) as patch, contextlib.ExitStack() as stack:
         patch.setenv("OWN_NOTES", str(base))
         undisturbed = launch(base / "alone", **{**SETTINGS, "strategy": "single"}).folder.path
         for note in ("slow", "record"):

@@ -39,8 +39,8 @@ SETTINGS = {"model": "own_code:Slow", "iterations": 160, "nproc_per_node": 2}
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, nursery: PrewarmedStarter) -> Result:
-    with warm_commands(nursery):
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, starter: PrewarmedStarter) -> Result:
+    with warm_commands(starter):
         return launch(tmp_path_factory.mktemp("undisturbed"), **SETTINGS).result or {}
 
 

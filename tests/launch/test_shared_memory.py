@@ -96,13 +96,13 @@ def test_two_nodes_of_two_workers_train_as_one_worker_does(
 
 
 @pytest.fixture(scope="module")
-def killed_run(tmp_path_factory: pytest.TempPathFactory, nursery: PrewarmedStarter) -> Path:
+def killed_run(tmp_path_factory: pytest.TempPathFactory, starter: PrewarmedStarter) -> Path:
     """With `shared`, all of whose processes were killed some time after the fourth iteration."""
     out = tmp_path_factory.mktemp("killed")
     settings = {"model": "own_code:Slow", "strategy": "shared", "nproc_per_node": 2}
     slow = {"OWN_SLEEP_SECONDS": "0.4"}
     with (
-        warm_commands(nursery),
+        warm_commands(starter),
         train(out, slow, checkpoint_every=2, **settings) as command,
     ):
         wait_until(lambda: len(iterations(out / "run" / "checkpoints")) > 1, "it has checkpoints")

@@ -186,7 +186,7 @@ def test_hosts_stop_when_their_starter_is_killed(
     machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A process of its own from the start, with no pipe but its own.
-    monkeypatch.setattr(Command, "nursery", None)
+    monkeypatch.setattr(Command, "starter", None)
     settings = {**ENDLESS, "hosts": ",".join(machines.hosts), "threads": 1, "name": "killed"}
     with train(machines.out, {SSH: machines.ssh}, **settings) as command:
         wait_until(lambda: machines.both_train("killed"), "both hosts train")

@@ -321,9 +321,9 @@ def flags() -> list[str]:
     return ["--no-tensorboard", *(f"--{k.replace('_', '-')}={v}" for k, v in named.items())]
 
 
-def running(nursery: PrewarmedStarter, out: Path, name: str, *more: str) -> subprocess.Popen[str]:
+def running(starter: PrewarmedStarter, out: Path, name: str, *more: str) -> subprocess.Popen[str]:
     command = ["-m", "paceline", "train", "--quiet", *flags(), *more]
-    return nursery.start([*command, "--out", str(out), "--name", name])
+    return starter.start([*command, "--out", str(out), "--name", name])
 
 
 def children(process: subprocess.Popen[str], role: str) -> Iterator[psutil.Process]:
@@ -342,9 +342,9 @@ def wait_until_training(folder: Path) -> None:
 
 
 def test_a_killed_server_ends_the_run_with_its_name(
-    nursery: PrewarmedStarter, tmp_path: Path
+    starter: PrewarmedStarter, tmp_path: Path
 ) -> None:
-    process = running(nursery, tmp_path, "killed", "--iterations=1000000", "-o", "mode=async")
+    process = running(starter, tmp_path, "killed", "--iterations=1000000", "-o", "mode=async")
     wait_until_training(tmp_path / "killed")
     (server,) = children(process, "server")
     server.send_signal(signal.SIGKILL)
@@ -356,10 +356,10 @@ def test_a_killed_server_ends_the_run_with_its_name(
 
 @pytest.mark.parametrize("more", [[], ["--checkpoint-every=1", "--eval-every=1"]])
 def test_a_run_out_of_step_stops_when_asked_and_its_servers_end(
-    more: list[str], nursery: PrewarmedStarter, tmp_path: Path
+    more: list[str], starter: PrewarmedStarter, tmp_path: Path
 ) -> None:
     options = ["--iterations=1000000", "-o", "mode=bounded", "--timeout-seconds=15", *more]
-    process = running(nursery, tmp_path, "stopped", *options)
+    process = running(starter, tmp_path, "stopped", *options)
     wait_until_training(tmp_path / "stopped")
     servers = list(children(process, "server"))
     os.kill(process.pid, signal.SIGINT)

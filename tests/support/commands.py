@@ -66,15 +66,15 @@ class Ended:
 class Command:
     """A program under way; on leaving its block it is killed if it still runs."""
 
-    nursery: PrewarmedStarter | None = None
+    starter: PrewarmedStarter | None = None
     """Where there is one, commands of paceline start warm."""
 
     def __init__(self, words: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
         environment = {**os.environ, **(variables or {})}
         self.process: subprocess.Popen[str]
-        if self.nursery and list(words[:2]) == ["-m", "paceline"]:
+        if self.starter and list(words[:2]) == ["-m", "paceline"]:
             pipe = subprocess.PIPE
-            self.process = self.nursery.start(
+            self.process = self.starter.start(
                 words, stdout=pipe, stderr=pipe, cwd=HERE, env=environment
             )
             return
@@ -102,11 +102,11 @@ class Command:
 
 
 @contextmanager
-def warm_commands(nursery: PrewarmedStarter) -> Iterator[pytest.MonkeyPatch]:
+def warm_commands(starter: PrewarmedStarter) -> Iterator[pytest.MonkeyPatch]:
     """Commands start warm, where own_code.py is found, and so do workers of this process."""
-    with pytest.MonkeyPatch.context() as patch, warm_spawning(nursery):
+    with pytest.MonkeyPatch.context() as patch, warm_spawning(starter):
         patch.chdir(HERE)
-        patch.setattr(Command, "nursery", nursery)
+        patch.setattr(Command, "starter", starter)
         yield patch
 
 

@@ -1,15 +1,15 @@
 """Programs that start at once: forked from a process that has torch loaded already.
 
 Loading torch and what optimisers load of it takes a processor four seconds, and tests of launching
-start dozens of programs. A nursery is a process that has loaded everything and computed nothing.
+start dozens of programs. A starter is a process that has loaded everything and computed nothing.
 For each request it forks one that then runs `python -m MODULE ...`, as far as it can tell: with the
 arguments, environment, folder, standard files and parent that `subprocess` would have given it.
 That a command and its workers start from scratch is for the tests that start them cold.
 
-    with Nursery.opened() as nursery:
-        process = nursery.start(["-m", "paceline", "train"], stdout=subprocess.PIPE)
+    with PrewarmedStarter.opened() as starter:
+        process = starter.start(["-m", "paceline", "train"], stdout=subprocess.PIPE)
 
-A program that launches workers has a nursery of its own for them, and `warm_spawning` lets this
+A program that launches workers has a starter of its own for them, and `warm_spawning` lets this
 very process take its workers from one.
 """
 
@@ -144,21 +144,21 @@ def _standard_file(asked: Any, own: int, given: contextlib.ExitStack) -> tuple[i
 
 
 @contextlib.contextmanager
-def warm_spawning(nursery: PrewarmedStarter) -> Iterator[None]:
-    """Let the launcher in this process take its workers and servers from a nursery."""
+def warm_spawning(starter: PrewarmedStarter) -> Iterator[None]:
+    """Let the launcher in this process take its workers and servers from a starter."""
     before = vars(processes)["subprocess"]
-    _spawn_from(nursery)
+    _spawn_from(starter)
     try:
         yield
     finally:
         vars(processes)["subprocess"] = before
 
 
-def _spawn_from(nursery: PrewarmedStarter) -> None:
+def _spawn_from(starter: PrewarmedStarter) -> None:
     def popen(command: Sequence[str], **keywords: Any) -> WarmProcess:
         assert command[0] == sys.executable
         role, rank = command[4], keywords["env"]["RANK"]
-        return nursery.start(command[1:], name=f"{role} {rank}", **keywords)
+        return starter.start(command[1:], name=f"{role} {rank}", **keywords)
 
     vars(processes)["subprocess"] = SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL)
 
@@ -214,12 +214,12 @@ def _become(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     searched = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    # The first entry is the folder of the nursery's own script.
+    # The first entry is the folder of the starter's own script.
     sys.path[:1] = [request["folder"], *(path for path in searched if path)]
     sys.argv[:] = [request["module"], *request["arguments"]]
 
 
-def _open_own_nursery() -> None:
+def _open_own_starter() -> None:
     """For a program that launches: forked before it has done anything."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
@@ -235,7 +235,7 @@ def _open_own_nursery() -> None:
 def _run(request: dict[str, Any]) -> None:
     _become(request)
     if request["module"] == "paceline":
-        _open_own_nursery()
+        _open_own_starter()
     runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
     sys.exit()
 

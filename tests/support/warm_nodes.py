@@ -28,10 +28,10 @@ CLONE_NEWNET = 0x40000000
 
 
 class WarmFleet(EmulatedMachines):
-    def __init__(self, cluster: EmulatedCluster, nursery: warm.PrewarmedStarter) -> None:
+    def __init__(self, cluster: EmulatedCluster, starter: warm.PrewarmedStarter) -> None:
         super().__init__(cluster)
         assert not cluster.state.groups, "a node would have to enter its group as well"
-        self._nursery = nursery
+        self._nursery = starter
 
     def start(self, node: int, words: Sequence[str], given: bytes) -> subprocess.Popen[bytes]:
         if list(words[1:]) != ["-m", NODE]:
@@ -72,7 +72,7 @@ def main() -> None:
     os.dup2(source, 0)
     os.close(source)
     os.write(2, b"\n")
-    warm._open_own_nursery()
+    warm._open_own_starter()
     sys.argv[:] = [NODE]
     runpy.run_module(NODE, run_name="__main__", alter_sys=True)
 

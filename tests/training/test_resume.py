@@ -94,7 +94,8 @@ def check_resumed_equals_whole(
 def test_every_model_resumes_bit_for_bit(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_resumed_equals_whole(tmp_path, 2, monkeypatch, model=model, iterations=3)
+    few = {"iterations": 3, "batch_size": 2, "test_samples": 4}
+    check_resumed_equals_whole(tmp_path, 2, monkeypatch, model=model, **few)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from tests.support.worker_pool import WorkerPool
 
 ROUNDING = 1e-5
 ROUNDING_OF_DOUBLES = 1e-10
-"""A hundred times what `vgg11` shows after its twenty steps (docs/log.md)."""
+"""A hundred times what `vgg11` shows after twenty steps (docs/log.md)."""
 
 LENET: dict[str, Any] = {
     "model": "lenet",
@@ -37,7 +37,7 @@ LENET: dict[str, Any] = {
 }
 """The last of the four batches of an epoch has two samples: not one for each worker."""
 
-VGG = Task(batches=(3, 1, *(2,) * 18), lr=0.01, momentum=0.9, weight_decay=5e-4)
+VGG = Task(batches=(3, 1, *(2,) * 6), lr=0.01, momentum=0.9, weight_decay=5e-4)
 """The second batch has a sample for one of two workers only."""
 
 SEEDING = Lock()
