@@ -25,10 +25,10 @@ REAL_DATA = {
     "CIFAR-10": "cifar-10-batches-py",
     "SVHN": "svhn",
 }
-"""Folders below PACELINE_DATA that the tests of real data need."""
+"""Folders below PACELINE_DATA that tests of real data require."""
 
 USERS_DATA = pytest.StashKey[str | None]()
-"""PACELINE_DATA as the user set it, before the tests got a folder of their own."""
+"""The user's PACELINE_DATA, before the tests replace it by a temporary folder."""
 
 UNMET: dict[str, tuple[Callable[[], bool], str]] = {
     "root": (lambda: os.geteuid() != 0, "needs to be run as root"),
@@ -50,17 +50,17 @@ UNMET: dict[str, tuple[Callable[[], bool], str]] = {
         "needs a browser (Debian: chromium and chromium-driver)",
     ),
 }
-"""By marker: whether a test cannot run here, and why."""
+"""By marker: a check whether its requirement is missing, and the reason to skip."""
 
 
 def lacks(*programs: str) -> bool:
-    # Servers lie where only root's search path leads.
+    # Servers are on root's search path only.
     path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
     return any(shutil.which(program, path=path) is None for program in programs)
 
 
 def can_make_networks() -> bool:
-    """As root itself: a root without that right, as in most containers, is like any other user."""
+    """Root may lack the right, as in most containers."""
     try:
         return can_be_root()
     except ClusterError:
@@ -78,27 +78,27 @@ def pytest_configure(config: pytest.Config) -> None:
     # Two sessions share the processor, and so do the workers that tests start.
     torch.set_num_threads(1)
     config.stash[USERS_DATA] = os.environ.get("PACELINE_DATA")
-    # One home and one data folder for all tests of the session: nothing is written to the user's
-    # own, and data that is generated once is found by every test and by the programs it starts.
+    # All tests of the session, and the programs that they start, share one home and one data
+    # folder, so that generated data is reused and the user's home stays untouched.
     home = tempfile.TemporaryDirectory(prefix="paceline-tests-", ignore_cleanup_errors=True)
     config.add_cleanup(home.cleanup)
     patch = pytest.MonkeyPatch()
     config.add_cleanup(patch.undo)
     patch.setenv("HOME", home.name)
     patch.setenv("PACELINE_DATA", str(Path(home.name) / "data"))
-    # NCCL's monitoring keeps sockets open for the life of a process: the leak check would see them.
+    # NCCL's monitoring keeps sockets open, which the leak check would report.
     patch.setenv("NCCL_RAS_ENABLE", "0")
 
 
 EXTERNAL = frozenset(UNMET) - {"root"} | {"real_data"}
-"""Markers of tests that `make test` leaves to `make test-all`."""
+"""Markers of tests that only `make test-all` runs."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark external tests, and skip those whose requirements are missing here.
+    """Mark external tests, and skip tests whose requirements are missing.
 
-    First of all hooks, so that `-m "not external"` sees the marker.
+    Runs before the other hooks, so that `-m "not external"` sees the marker.
     """
     for item in items:
         if any(item.get_closest_marker(marker) for marker in EXTERNAL):
@@ -112,7 +112,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def real_data_dir(pytestconfig: pytest.Config) -> Path:
-    """The user's folder of real datasets, to be read only; skips where it is not whole."""
+    """The user's folder of real datasets (read-only). Skips the test if one is missing."""
     folder = pytestconfig.stash[USERS_DATA]
     if folder is None:
         pytest.skip("needs PACELINE_DATA, a folder with the expanded MNIST, CIFAR-10 and SVHN")
@@ -124,13 +124,13 @@ def real_data_dir(pytestconfig: pytest.Config) -> Path:
 
 @pytest.fixture(scope="session")
 def starter() -> Iterator[PrewarmedStarter]:
-    """For tests that start programs where starting them is not the point."""
+    """Starts programs quickly, for tests that do not test the start itself."""
     with PrewarmedStarter.opened() as opened:
         yield opened
 
 
 @pytest.fixture
 def warm_workers(starter: PrewarmedStarter) -> Iterator[None]:
-    """Workers and servers that this process launches start warm."""
+    """Workers and servers that this process launches start from a prewarmed process."""
     with warm_spawning(starter):
         yield

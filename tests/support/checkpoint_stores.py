@@ -1,4 +1,4 @@
-"""Small checkpoint stores for the tests, and what is in them."""
+"""Small checkpoint stores and their contents."""
 
 from __future__ import annotations
 

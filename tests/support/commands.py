@@ -1,4 +1,4 @@
-"""Starting `paceline train` as users do, watching it, and disturbing it."""
+"""Start `paceline train` as users do, observe it, and inject faults."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from paceline.launch.result import RunOutcome
 from tests.support.warm import PrewarmedStarter, warm_spawning
 
 HERE = Path(__file__).parent
-"""Where own_code.py lies; programs are started here, since the current folder is searched."""
+"""The folder of own_code.py. Programs run here, since Python searches the current folder."""
 
 LIMIT_SECONDS = 90.0
-"""Far more than anything here takes on a machine that has other work as well."""
+"""Far more than any test takes, even on a busy machine."""
 
 TINY: dict[str, Any] = {
     "data": "own_code:data",
@@ -64,10 +64,10 @@ class Ended:
 
 
 class Command:
-    """A program under way; on leaving its block it is killed if it still runs."""
+    """A running program, killed at the end of its block."""
 
     starter: PrewarmedStarter | None = None
-    """Where there is one, commands of paceline start warm."""
+    """If set, paceline commands start from it."""
 
     def __init__(self, words: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
         environment = {**os.environ, **(variables or {})}
@@ -96,14 +96,14 @@ class Command:
         self.end()
 
     def end(self) -> Ended:
-        """Wait for the end, for a limited time."""
+        """Wait for the program to exit."""
         out, err = self.process.communicate(timeout=LIMIT_SECONDS)
         return Ended(self.process.returncode, out, err)
 
 
 @contextmanager
 def warm_commands(starter: PrewarmedStarter) -> Iterator[pytest.MonkeyPatch]:
-    """Commands start warm, where own_code.py is found, and so do workers of this process."""
+    """Start commands, and workers of this process, from a starter, in the folder of own_code.py."""
     with pytest.MonkeyPatch.context() as patch, warm_spawning(starter):
         patch.chdir(HERE)
         patch.setattr(Command, "starter", starter)
@@ -120,7 +120,7 @@ def node(out: Path, rank: int, port: int, variables: Any = None, **settings: Any
 
 
 def run_nodes(outs: list[Path], late_seconds: float = 0.0, **settings: Any) -> list[Ended]:
-    """One command for each folder; the last one comes late."""
+    """Run one command per folder; the last starts `late_seconds` later."""
     port = free_port()
     with contextlib.ExitStack() as stack:
         commands = []
@@ -132,7 +132,7 @@ def run_nodes(outs: list[Path], late_seconds: float = 0.0, **settings: Any) -> l
 
 
 def launch(out: Path, **settings: Any) -> RunOutcome:
-    """A run whose launcher is this very process, which saves loading torch once more."""
+    """Launch a run from this process, which has already imported torch."""
     values = {**TINY, "out": str(out), "name": "run", **settings}
     return start.train(from_mapping(values), quiet=True)
 
@@ -144,7 +144,7 @@ def free_port() -> int:
 
 
 def workers_of(launcher: int) -> dict[int, psutil.Process]:
-    """The worker processes of a launcher, by rank."""
+    """Return the worker processes of a launcher, by rank."""
     found = {}
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(launcher).children():
@@ -159,12 +159,12 @@ def workers_of(launcher: int) -> dict[int, psutil.Process]:
 def wait_until(condition: Callable[[], Any], what: str) -> None:
     deadline = time.monotonic() + LIMIT_SECONDS
     while not condition():
-        assert time.monotonic() < deadline, f"waited in vain until {what}"
+        assert time.monotonic() < deadline, f"timed out waiting until {what}"
         time.sleep(0.02)
 
 
 def is_training(folder: Path, ranks: Sequence[int] = (0, 1)) -> bool:
-    """Whether all these workers have written down iterations."""
+    """Return whether all these workers have recorded iterations."""
     files = [folder / f"events-{rank}.jsonl" for rank in ranks]
     return all(file.exists() and '"iterations"' in file.read_text() for file in files)
 
@@ -174,7 +174,7 @@ def are_gone(processes: Sequence[psutil.Process]) -> bool:
 
 
 def _is_alive(process: psutil.Process) -> bool:
-    # It may end between any two questions.
+    # It may exit between two calls.
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
@@ -184,7 +184,7 @@ def _is_alive(process: psutil.Process) -> bool:
 def sabotage(
     folder: Path, rank: int, number: signal.Signals, while_training: bool
 ) -> Iterator[None]:
-    """Send a signal to a worker of a run that this process launches inside the block."""
+    """Send a signal to a worker of the run that this process launches inside the block."""
 
     def strike() -> None:
         wait_until(lambda: len(workers_of(os.getpid())) == 2, "both workers run")

@@ -1,4 +1,4 @@
-"""Running commands inside the nodes of a cluster, for its tests."""
+"""Run commands on the nodes of an emulated cluster."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from paceline.emulation.cluster import EmulatedCluster
 from paceline.emulation.network import port
 
 CUT_SECONDS = 5.0
-"""How long a link is down that comes back."""
+"""How long a link is down before it comes back."""
 
 
 def small_cluster(text: str, name: str | None = None) -> EmulatedCluster:
-    """One that is not measured, since that takes seconds."""
+    """Create a cluster without calibration, which takes seconds."""
     return EmulatedCluster.up(parse(text), name, calibrate=False)
 
 
@@ -34,7 +34,7 @@ def python_inside(cluster: EmulatedCluster, node: int, program: str, *argv: str)
 
 
 def set_link(cluster: EmulatedCluster, node: int, state: str) -> None:
-    """Pull a node's cable (down), or plug it in again (up)."""
+    """Set the link of a node to `down` or `up`."""
     assert cluster.state.switch is not None
     cluster.state.switch.run(["ip", "link", "set", port(node), state])
 
@@ -55,7 +55,7 @@ with peer:
     while received := peer.recv(1 << 20):
         peer.sendall(received)
 """
-"""Sends back what one connection brings."""
+"""Echoes the data of one connection."""
 
 THERE_AND_BACK = """
 import hashlib, socket, sys, threading
@@ -70,11 +70,11 @@ with socket.create_connection((address, port), 60) as peer:
     sender.join()
 print(back.hexdigest() == hashlib.sha256(content).hexdigest())
 """
-"""Whether so many bytes come back from an echo as they were sent."""
+"""Prints whether the data that an echo server returns equals the data sent."""
 
 
 def comes_back_whole(cluster: EmulatedCluster, source: int, echo: int, count_bytes: int) -> bool:
-    """Whether bytes go from one node to another and back unchanged."""
+    """Return whether data travels from one node to another and back unchanged."""
     address = cluster.addresses[echo]
     argv = [sys.executable, "-I", "-S", "-c", ECHO, address]
     with subprocess.Popen(cluster.command(echo, argv), stdout=subprocess.PIPE) as process:

@@ -1,10 +1,10 @@
-"""What a test leaves behind: processes, threads, shared memory, sockets, variables, its folder.
+"""Leak check: processes, threads, shared memory, sockets, environment and current folder.
 
-`take()` notes what there is; `leaks_since(before)` says, a line for each, what has come since and
-stayed. `no_leaks` applies both to every test and `no_leaks_of_session` to the whole run; a conftest
-imports them together with `pytest_fixture_setup`. Fixtures of wider scope may hold worker groups:
-pytest sets them up before `no_leaks` takes its note, and what one that is asked for later
-(`getfixturevalue`) starts is added to the note.
+`take()` returns a snapshot; `leaks_since(before)` returns one line per thing that was added since
+and remains. `no_leaks` applies both to every test and `no_leaks_of_session` to the whole session; a
+conftest imports them together with `pytest_fixture_setup`. Fixtures of wider scope may hold worker
+groups: pytest sets them up before `no_leaks` takes its snapshot, and what a fixture requested later
+(`getfixturevalue`) starts is added to the snapshot.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import psutil
 import pytest
 
 GRACE_SECONDS = 2.0
-"""How long what is already ending may take to do so."""
+"""Time for processes and threads that are already exiting."""
 
 SESSION_TAG = "PACELINE_TEST_SESSION"
-"""Every program that a test starts inherits this variable, so that one whose parent died is still
-found; ancestry alone would lose it."""
+"""Every program that a test starts inherits this variable, which identifies it after its parent has
+exited."""
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -38,21 +38,21 @@ ALLOWED_THREADS = {
     "tqdm": "a progress bar's monitor, one for the whole process",
     "pytest_timeout": "the watchdog that bounds this very test",
 }
-"""Beginnings of the names of threads that may stay, and why."""
+"""Name prefixes of threads that may remain, and why."""
 
 ALLOWED_VARIABLES = {
     "PYTEST_CURRENT_TEST": "pytest changes it before each phase of a test",
     "TORCHINDUCTOR_CACHE_DIR": "torch names its cache when its compiler is first loaded",
 }
-"""Variables that may change, and why."""
+"""Environment variables that may change, and why."""
 
 Items = Mapping[Any, str]
-"""Things of one kind: what tells them apart, and how to describe them."""
+"""Descriptions by identity."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What there is at one moment."""
+    """The resources in use at one moment."""
 
     processes: Items
     threads: Items
@@ -62,13 +62,13 @@ class Snapshot:
     folder: str
 
     def including(self, begin: Snapshot, end: Snapshot) -> Snapshot:
-        """This one, plus what came about between two others."""
+        """Return this snapshot plus what was added between two others."""
         return replace(
             self,
-            processes={**self.processes, **_new(begin.processes, end.processes)},
-            threads={**self.threads, **_new(begin.threads, end.threads)},
-            shared_memory={**self.shared_memory, **_new(begin.shared_memory, end.shared_memory)},
-            sockets={**self.sockets, **_new(begin.sockets, end.sockets)},
+            processes={**self.processes, **_added(begin.processes, end.processes)},
+            threads={**self.threads, **_added(begin.threads, end.threads)},
+            shared_memory={**self.shared_memory, **_added(begin.shared_memory, end.shared_memory)},
+            sockets={**self.sockets, **_added(begin.sockets, end.sockets)},
             environment={**self.environment, **_changed(begin.environment, end.environment)},
         )
 
@@ -85,19 +85,19 @@ def take() -> Snapshot:
 
 
 def leaks_since(before: Snapshot, grace_seconds: float | None = None) -> list[str]:
-    """What has come since `before` and stays, described.
+    """Describe what was added since `before` and remains.
 
-    Left processes are ended, and environment and folder put back, so that one test's leak does not
-    fail the next one as well.
+    Kills leaked processes and restores the environment and the current folder, so that a leak fails
+    one test only.
     """
     deadline = time.monotonic() + (GRACE_SECONDS if grace_seconds is None else grace_seconds)
-    processes = _lasting(_processes, before.processes, deadline)
+    processes = _remaining(_processes, before.processes, deadline)
     for pid, _ in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             psutil.Process(pid).kill()
-    threads = _lasting(_threads, before.threads, deadline)
-    shared = _not_held_by_others(_lasting(_shared_memory, before.shared_memory, deadline))
-    sockets = _lasting(_sockets, before.sockets, deadline)
+    threads = _remaining(_threads, before.threads, deadline)
+    shared = _not_held_by_others(_remaining(_shared_memory, before.shared_memory, deadline))
+    sockets = _remaining(_sockets, before.sockets, deadline)
     return [
         *(f"process {text}" for text in processes.values()),
         *(f"thread {text}" for text in threads.values()),
@@ -108,7 +108,7 @@ def leaks_since(before: Snapshot, grace_seconds: float | None = None) -> list[st
     ]
 
 
-def _new(before: Items, now: Items) -> dict[Any, str]:
+def _added(before: Items, now: Items) -> dict[Any, str]:
     return {key: text for key, text in now.items() if key not in before}
 
 
@@ -116,15 +116,15 @@ def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str
     return {name: value for name, value in now.items() if before.get(name) != value}
 
 
-def _lasting(look: Callable[[], Items], before: Items, deadline: float) -> dict[Any, str]:
-    """What is new and still there at the deadline."""
-    found = _new(before, look())
+def _remaining(look: Callable[[], Items], before: Items, deadline: float) -> dict[Any, str]:
+    """Return what is new and still exists at the deadline."""
+    found = _added(before, look())
     if found:
-        gc.collect()  # objects in reference cycles hold sockets and threads until then
-        found = _new(before, look())
+        gc.collect()  # reference cycles may keep sockets and threads alive
+        found = _added(before, look())
     while found and time.monotonic() < deadline:
         time.sleep(0.02)
-        found = _new(before, look())
+        found = _added(before, look())
     return found
 
 
@@ -142,7 +142,7 @@ def _processes() -> dict[Any, str]:
 
 
 def _helper_pids() -> set[int]:
-    """This process, and the helpers that multiprocessing keeps for as long as it lives."""
+    """This process, and the helpers that multiprocessing keeps until it exits."""
     tracker = getattr(resource_tracker, "_resource_tracker", None)
     server = getattr(forkserver, "_forkserver", None)
     return {
@@ -194,8 +194,7 @@ def _has_variable(pid: int, variable: bytes) -> bool:
 
 
 def _threads() -> dict[Any, str]:
-    # A dummy stands for a thread of C++ that called into Python (torch's autograd does); nothing
-    # in Python starts or ends it.
+    # A dummy stands for a C++ thread that called into Python, such as those of autograd.
     return {
         thread: f"{thread.name!r} ({'daemon' if thread.daemon else 'not daemon'})"
         for thread in threading.enumerate()
@@ -205,7 +204,7 @@ def _threads() -> dict[Any, str]:
 
 
 def _shared_memory() -> dict[Any, str]:
-    """Entries of this user, by (name, inode)."""
+    """This user's entries, by (name, inode)."""
     found = {}
     entries = SHARED_MEMORY.iterdir() if SHARED_MEMORY.is_dir() else ()
     for entry in entries:
@@ -217,7 +216,7 @@ def _shared_memory() -> dict[Any, str]:
 
 
 def _not_held_by_others(shared: dict[Any, str]) -> dict[Any, str]:
-    """Without the entries that programs unrelated to this one have mapped: those are theirs."""
+    """Remove entries that unrelated processes have mapped."""
     if not shared:
         return shared
     related = {os.getpid(), *(pid for pid, _ in _processes())}
@@ -231,7 +230,7 @@ def _not_held_by_others(shared: dict[Any, str]) -> dict[Any, str]:
 
 
 def _sockets() -> dict[Any, str]:
-    """Open sockets of this process, of every family, by inode."""
+    """Open sockets of this process, by inode."""
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -265,7 +264,7 @@ def _current_folder() -> str:
     try:
         return str(Path.cwd())
     except FileNotFoundError:
-        return "a folder that is gone"
+        return "a removed folder"
 
 
 def _restore_folder(before: Snapshot) -> list[str]:
@@ -276,13 +275,13 @@ def _restore_folder(before: Snapshot) -> list[str]:
     return [f"current folder: was {before.folder}, left as {left_in}"]
 
 
-_NOTE = pytest.StashKey[Snapshot]()
-"""Where the session keeps the running test's note of what was there before it."""
+_SNAPSHOT = pytest.StashKey[Snapshot]()
+"""The snapshot from before the running test."""
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_leaks_of_session() -> Iterator[None]:
-    """Fails the last test when a fixture of wider scope leaves something behind."""
+    """Fail the last test if a fixture of wider scope leaks."""
     os.environ[SESSION_TAG] = uuid.uuid4().hex
     before = take()
     yield
@@ -294,12 +293,12 @@ def no_leaks_of_session() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test that leaves something behind."""
+    """Fail a test that leaks."""
     stash = request.session.stash
-    stash[_NOTE] = take()
+    stash[_SNAPSHOT] = take()
     yield
-    before = stash[_NOTE]
-    del stash[_NOTE]
+    before = stash[_SNAPSHOT]
+    del stash[_SNAPSHOT]
     found = leaks_since(before)
     if found:
         pytest.fail("the test leaked:\n  " + "\n  ".join(found), pytrace=False)
@@ -309,12 +308,12 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 def pytest_fixture_setup(
     fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
 ) -> Generator[None, object, object]:
-    """Let what a fixture of wider scope starts in the middle of a test outlive that test."""
+    """Add what a fixture of wider scope starts during a test to the snapshot."""
     stash = request.session.stash
-    if fixturedef.scope == "function" or _NOTE not in stash:
+    if fixturedef.scope == "function" or _SNAPSHOT not in stash:
         return (yield)
     begin = take()
     try:
         return (yield)
     finally:
-        stash[_NOTE] = stash[_NOTE].including(begin, take())
+        stash[_SNAPSHOT] = stash[_SNAPSHOT].including(begin, take())

@@ -1,4 +1,4 @@
-"""Sections of a report and the marks of their figures, for tests that read them."""
+"""Read sections of a report and the marks of their figures."""
 
 from __future__ import annotations
 

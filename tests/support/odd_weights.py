@@ -1,7 +1,7 @@
-"""Weights of awkward sizes and whole-number gradients, for strategies that split weights.
+"""Weights of odd sizes with integer gradients, for strategies that shard weights.
 
-The loss is linear in the weights, so their gradients are sums of whole numbers: exact in any order.
-What an optimiser makes of them is rounded, in every element for itself.
+The loss is linear in the weights, so gradients are sums of integers: exact in any order. The
+optimizer rounds each element independently.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 
 class Layer(nn.Module):
-    """One weight, multiplied by one whole number a sample and element."""
+    """One weight, multiplied by one integer per sample and element."""
 
     def __init__(self, number: int, shape: tuple[int, ...], channels_last: bool) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def build(
     model: nn.Module | None = None,
     **settings: Any,
 ) -> Replica:
-    """Each rank begins with other weights, until a strategy makes them equal."""
+    """Each rank starts with different weights, which `setup` makes equal."""
     model = model or OddModel()
     for weight in model.parameters():
         weight.data.mul_(1 + communicator.rank)
@@ -92,7 +92,7 @@ def build(
 
 
 def train(strategy: Strategy, steps: range) -> None:
-    """Each worker takes every so manieth sample; the learning rate changes with every step."""
+    """Train on every n-th sample (n = world size); the learning rate changes at each step."""
     communicator = strategy.replica.communicator
     for step in steps:
         for group in strategy.replica.optimizer.param_groups:
@@ -108,14 +108,14 @@ def attached(strategy: S, replica: Replica) -> S:
 
 
 def weights_of(strategy: Strategy) -> Tensor:
-    """All of them. Collective."""
+    """Return all weights. Collective."""
     state = strategy.checkpoint.model_state_dict()
     names = [name for name in state if name.endswith("weight")]
     return torch.cat([state[name].detach().flatten() for name in names])
 
 
 def same_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two optimisers' states agree bit for bit, shapes and settings included."""
+    """Return whether two optimizer states are identical, including shapes and settings."""
     if one["param_groups"] != other["param_groups"] or one["state"].keys() != other["state"].keys():
         return False
     for number, values in one["state"].items():

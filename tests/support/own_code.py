@@ -1,4 +1,4 @@
-"""A user's own data, models and strategies: small, and misbehaving where a test wants it."""
+"""User-defined data, models and strategies: small, and faulty on request."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Plain(nn.Module):
 
 
 class Slow(Plain):
-    """Slow enough to be disturbed, where OWN_SLEEP_SECONDS says so."""
+    """Each forward pass takes OWN_SLEEP_SECONDS longer."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         time.sleep(float(os.environ.get("OWN_SLEEP_SECONDS", "0")))
@@ -87,7 +87,7 @@ class SlowServers(ParameterServer):
 
 
 class Wide(nn.Module):
-    """Much to exchange and little to compute, once its machine's resources are sampled."""
+    """Much to communicate and little to compute; waits for the first resource sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,15 +103,15 @@ class Wide(nn.Module):
 
 
 class Talkative(Plain):
-    """Says who it is, and leaves a note of its threads in OWN_NOTES."""
+    """Prints its rank, and writes its number of threads to OWN_NOTES."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_told = False
+        self._has_printed = False
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if not self._is_told:
-            self._is_told = True
+        if not self._has_printed:
+            self._has_printed = True
             rank = os.environ.get("RANK", "0")
             sys.stdout.write(f"hello from {rank}\n")
             sys.stderr.write(f"a warning of {rank}\n")
@@ -121,7 +121,7 @@ class Talkative(Plain):
 
 
 class Fingerprinted(Plain):
-    """Leaves a note of its weights in OWN_NOTES, at every pass in training."""
+    """Appends a hash of its weights to a file in OWN_NOTES, at every training step."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.training:
@@ -132,12 +132,12 @@ class Fingerprinted(Plain):
 
 
 def rank() -> str:
-    """Of this worker, by whoever started it."""
+    """Return the rank of this worker, however it was started."""
     return os.environ.get("RANK") or os.environ["SLURM_PROCID"]
 
 
 class Breaking(Plain):
-    """Raises on the second worker, in its fifth forward pass."""
+    """Raises an error in the fifth forward pass of rank 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Breaking(Plain):
 
 
 class Recording(Plain):
-    """Notes which samples it saw in training, by attempt and rank; slow while OWN_NOTES/slow is."""
+    """Records its training samples by attempt and rank; slow while OWN_NOTES/slow exists."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         notes = Path(os.environ["OWN_NOTES"])
@@ -165,7 +165,7 @@ class Recording(Plain):
 
 
 class FailingTwice(Plain):
-    """The first worker raises, then the second one fails as OWN_SECOND says, its clock late."""
+    """Rank 0 raises an error, then rank 1 fails as OWN_SECOND says, with a slow clock."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class FailingTwice(Plain):
         deadline = time.monotonic() + 60
         while not mark.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
-        # Long enough for the first one's launcher to notice, and within the grace that follows.
+        # Long enough for the launcher of rank 0 to notice, and within its grace period.
         time.sleep(1.5)
         if os.environ["OWN_SECOND"] == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -195,7 +195,7 @@ class FailingTwice(Plain):
 
 
 class Picky(Strategy):
-    """Rejects every model when it sees it."""
+    """Rejects every model."""
 
     def setup(self, replica: Replica) -> None:
         raise UsageError("--model: this strategy takes no model at all")

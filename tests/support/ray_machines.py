@@ -1,4 +1,4 @@
-"""A Ray cluster of three emulated machines, each with a raylet, one slot and a disk of its own."""
+"""A Ray cluster of three emulated machines, each with a raylet, one slot and its own disk."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ MACHINES = 3
 PORT = 6379
 TRIES = 3
 LIMIT_SECONDS = 240.0
-"""Far more than anything takes here, where a run is a dozen processes on two cores."""
+"""Far more than any test takes: a run is a dozen processes on two cores."""
 
 
 class RayMachines:
-    """Commands here run on the first machine, but on a disk that no machine sees."""
+    """Commands run on the first machine, with a disk that is not visible to any machine."""
 
     def __init__(self, cluster: EmulatedCluster, folder: Path) -> None:
         self.cluster = cluster
         self.out = folder / "runs"
-        """The path of `--out`, behind which everybody has another folder."""
-        # Paths of sockets may have 107 bytes.
+        """The path of `--out`, where each machine mounts its own folder."""
+        # Socket paths are limited to 107 bytes.
         self._sockets = folder / "ray"
         for place in (self.out, self._sockets):
             place.mkdir()
@@ -50,16 +50,16 @@ class RayMachines:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_USAGE_STATS_ENABLED": "0",
-            # A machine that is gone refuses to answer, and is asked often enough to be found out.
+            # A killed machine refuses connections and is noticed after a few checks.
             "RAY_health_check_period_ms": "500",
-            # One that is cut off says nothing: five times so long, which is more than CUT_SECONDS.
+            # A machine without a link is lost after five timeouts, longer than CUT_SECONDS.
             "RAY_health_check_timeout_ms": "2000",
             "OWN_SLEEP_SECONDS": "0.3",
             "RAY_ADDRESS": self.head,
         }
         self._raylets: dict[int, subprocess.Popen[bytes]] = {}
         self.away: set[int] = set()
-        """Machines that were lost."""
+        """Lost machines."""
 
     def start(self) -> None:
         temporary = f"--temp-dir={self._sockets}"
@@ -69,7 +69,7 @@ class RayMachines:
         self._join(range(1, MACHINES))
 
     def bring_back(self) -> None:
-        """Those that were lost, as if they had been started again."""
+        """Restart the lost machines."""
         for machine in self.away:
             set_link(self.cluster, machine, "up")
         self._join(sorted(self.away))
@@ -79,7 +79,7 @@ class RayMachines:
         self._start_raylets([*machines], [f"--address={self.head}"])
 
     def _start_raylets(self, machines: list[int], words: Sequence[str]) -> None:
-        """A raylet gives up after 30 s, which a machine with much other work may need."""
+        """Retries, since a raylet gives up after 30 s, which may be too short on a busy machine."""
         late = machines
         for _ in range(TRIES):
             for machine in late:
@@ -94,13 +94,13 @@ class RayMachines:
     def _start_raylet(self, machine: int, words: Sequence[str]) -> None:
         address = f"--node-ip-address={self.cluster.addresses[machine]}"
         fixed = ["--block", "--disable-usage-stats", "--num-cpus=1", address]
-        # Each process that is not needed saves seconds of a machine with few cores.
+        # Fewer processes start faster on few cores.
         lean = ["--object-store-memory=80000000", "--include-log-monitor=false"]
         program = str(Path(sys.executable).with_name("ray"))
         command = [program, "start", *fixed, *lean, *words]
         if before := self._raylets.get(machine):
             before.wait()
-        # As after a boot: by what an earlier Ray left, a command would look for that one.
+        # As after a boot: commands would try to connect to the previous Ray.
         shutil.rmtree(self._own_sockets(machine), ignore_errors=True)
         with self._output(machine).open("wb") as output:
             self._raylets[machine] = self._run(machine, f"disk-{machine}", command, output)
@@ -124,7 +124,7 @@ class RayMachines:
         words: Sequence[str],
         output: int | IO[bytes],
     ) -> subprocess.Popen[bytes]:
-        # By what lies beside its sockets, Ray knows which machine it is on.
+        # Ray identifies its machine by files beside its sockets.
         own = {self.out: self._folder / disk, self._sockets: self._own_sockets(machine)}
         for folder in own.values():
             folder.mkdir(exist_ok=True)
@@ -142,7 +142,7 @@ class RayMachines:
 
     @contextmanager
     def paceline(self, *words: str, machine: int = 0) -> Iterator[subprocess.Popen[bytes]]:
-        """A command with `--launcher ray`, ended with the block."""
+        """Run a command with `--launcher ray`, killed at the end of the block."""
         command = [sys.executable, "-m", "paceline", *words, "--launcher", "ray", "--threads", "1"]
         process = self._run(machine, "disk-driver", command, subprocess.PIPE)
         try:
@@ -155,12 +155,12 @@ class RayMachines:
     def train(
         self, name: str, machine: int = 0, **settings: Any
     ) -> AbstractContextManager[subprocess.Popen[bytes]]:
-        """`machine` is the one that the command runs on."""
+        """Run `paceline train` on a machine."""
         fixed = {"out": self.out, "name": name}
         return self.paceline("train", *flags({**TINY, **fixed, **settings}), machine=machine)
 
     def worker(self, rank: int) -> psutil.Process | None:
-        """A worker's process; its parent is its machine's launcher, whose parent is the actor."""
+        """Return the worker process of a rank."""
         for machine in range(MACHINES):
             for process in self.workers_on(machine):
                 with contextlib.suppress(psutil.Error, KeyError):
@@ -183,12 +183,12 @@ class RayMachines:
         )
 
     def power_off(self, machine: int) -> None:
-        """End all that runs on a machine, at once and for good."""
+        """Kill all processes of a machine."""
         self.away.add(machine)
         self._kill_all(machine)
 
     def cut_off(self, machine: int) -> None:
-        """Pull its cable: what runs there goes on, and nobody hears of it."""
+        """Take the link of a machine down; its processes keep running."""
         self.away.add(machine)
         set_link(self.cluster, machine, "down")
 
@@ -198,7 +198,7 @@ class RayMachines:
                 psutil.Process(pid).kill()
 
     def posts(self) -> list[int]:
-        """The actors of paceline that there are on machines that can be reached."""
+        """Return the pids of paceline actors on reachable machines."""
         found = []
         for machine in set(range(MACHINES)) - self.away:
             for pid in self.cluster.processes(machine):
@@ -211,7 +211,7 @@ class RayMachines:
         return self._folder / f"disk-{machine}"
 
     def newest_checkpoint(self, name: str) -> int:
-        """Of the run's first machine, which is the one that commands run on."""
+        """Return the newest checkpoint on the first machine, where commands run."""
         return max(iterations(self.disk(0) / name / "checkpoints"), default=0)
 
     def close(self) -> None:
@@ -223,7 +223,7 @@ class RayMachines:
 def wait_until(condition: Callable[[], Any], what: str) -> None:
     deadline = time.monotonic() + LIMIT_SECONDS
     while not condition():
-        assert time.monotonic() < deadline, f"waited in vain until {what}"
+        assert time.monotonic() < deadline, f"timed out waiting until {what}"
         time.sleep(0.1)
 
 

@@ -1,4 +1,4 @@
-"""Folders of runs that never were, but whose files agree with one another as a run's do."""
+"""Fake run folders, with files that are consistent with one another."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from paceline.records import (
 )
 
 BLOCK = 50
-"""Iterations in an event."""
+"""Iterations per event."""
 
 
 @dataclass
 class FakeRun:
-    """A run by its phases: an iteration of a worker takes the sum of them."""
+    """A run defined by its phases: an iteration takes the sum of their times."""
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
     phases: Sequence[Mapping[str, float]] = ({"forward": 0.01, "backward": 0.01},)
-    """Seconds of one iteration, for each worker."""
+    """Seconds per iteration, by worker."""
     iterations: int = 100
     noise: Sequence[float] = (0.0,)
     """Added to the iterations' forward in turn, in seconds; the first iteration takes double."""

@@ -1,4 +1,4 @@
-"""Workers and parameter servers as threads of one process, for the arithmetic of their modes."""
+"""Workers and parameter servers as threads of one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def with_servers(
     work: Callable[[ParameterServer], T],
     clip_norm: float | None = None,
 ) -> list[T]:
-    """What `work` gives on each worker, called with a strategy that is attached to its replica."""
+    """Call `work` on each worker, with a strategy that is set up, and return the results."""
     count = len(make().server_nodes(1))
     with ExitStack() as stack:
         pairs = [
@@ -48,7 +48,7 @@ def with_servers(
                 strategy = make()
                 strategy.setup(replica(communicator, optimizer, servers=links, clip_norm=clip_norm))
                 result = work(strategy)
-                # One that leaves before it has finished sends the others home.
+                # A worker that leaves early ends the others.
                 communicator.barrier().wait()
                 return result
             finally:

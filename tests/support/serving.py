@@ -1,4 +1,4 @@
-"""The page as users start it, and a browser to look at it with."""
+"""`paceline ui` as users start it, and a browser."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """Its address, without the slash at the end."""
+    """Serve a folder; yields the address without the trailing slash."""
     process = subprocess.Popen(
         [sys.executable, "-m", "paceline", "ui", str(folder), "--port", "0"],
         stdout=subprocess.PIPE,

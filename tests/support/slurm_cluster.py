@@ -1,4 +1,4 @@
-"""A SLURM cluster of three machines, all of them this one, with daemons and a key of its own."""
+"""A SLURM cluster with three nodes on this machine, with its own daemons and key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.support.commands import free_port, wait_until
 
 NODES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
-"""Addresses as names: workers look for the first machine by its name."""
+"""Addresses serve as names: workers resolve the name of the first node."""
 
 SETTINGS = {
     "ClusterName": "tests",
@@ -34,9 +34,9 @@ SETTINGS = {
 
 @contextmanager
 def slurm_cluster() -> Iterator[Path]:
-    """Its slurm.conf, which SLURM_CONF must name for those who use it."""
-    # Not below pytest's folder: any user must be able to reach munged's socket, and a socket's
-    # path is short.
+    """Yields the path of slurm.conf, to be set as SLURM_CONF."""
+    # Not below pytest's folder: every user must be able to access munged's socket, and socket
+    # paths must be short.
     folder = Path(tempfile.mkdtemp(prefix="paceline-slurm-"))
     folder.chmod(0o755)
     conf = folder / "slurm.conf"

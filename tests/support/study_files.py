@@ -1,4 +1,4 @@
-"""Study files for tests: written to a folder, planned, and folders of runs that never ran."""
+"""Study files, their plans, and fake run folders."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def planned(folder: Path, text: str, **options: Any) -> Plan:
 def pretend_run(
     study: StudyFolder, name: str, config: RunConfig, status: str | None = "finished"
 ) -> RunFolder:
-    """The records of a run that ended so; None: it never ended."""
+    """Write the records of a run with this status; None: the run did not end."""
     folder = RunFolder(study.cells / name)
     folder.path.mkdir(parents=True)
     write_json(folder.config_file, {"schema": SCHEMA, "config": config.to_dict()})

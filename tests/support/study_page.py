@@ -1,7 +1,4 @@
-"""The page of a study that comes with paceline, of runs that never were.
-
-Their files agree with one another as a run's do.
-"""
+"""The report of a study from the catalogue, built from fake runs with consistent files."""
 
 from __future__ import annotations
 
@@ -43,11 +40,11 @@ class Page:
     folder: StudyFolder
 
     def chapter(self, part: str) -> ChapterPage:
-        place = [one.name for one in self.study.parts].index(part)
-        return self.document.chapters[place]
+        index = [one.name for one in self.study.parts].index(part)
+        return self.document.chapters[index]
 
     def results(self, part: str) -> dict[str, dict[str, Any]]:
-        """What the runs of a part left, by the labels of the cells."""
+        """Return the results of the runs of a part, by cell label."""
         return {
             cell.label: json.loads(self.folder.run_folder(cell).result_file.read_text())
             for cell in self.study.cells_of(part)
@@ -58,7 +55,7 @@ class Page:
             yield from flat(section.blocks)
 
     def table(self, part: str, heading: str) -> list[dict[str, str]]:
-        """The rows of the first table with such a column, each by its headings; "" is the cell."""
+        """Return the rows of the first table with this column, by heading; "" is the first one."""
         for block in self.blocks(part):
             if isinstance(block, Table) and heading in block.columns:
                 return [
@@ -67,7 +64,7 @@ class Page:
         raise AssertionError(f"no column {heading}")
 
     def marks(self, part: str, title: str, what: str) -> list[ElementTree.Element]:
-        """The marks of a class in the figure of a title."""
+        """Return the marks of class `what` in the figure with this title."""
         for block in self.blocks(part):
             if isinstance(block, Figure) and block.title == title:
                 found = ElementTree.fromstring(block.svg).iter()
@@ -90,7 +87,7 @@ def flat(blocks: Any) -> Iterator[Block]:
 
 
 def page_of(name: str, out: Path, plant: Plant = lambda run, cell, config: None) -> Page:
-    """The report of a study's quick scale with runs as planted."""
+    """Return the report of a study at quick scale, with runs changed by `plant`."""
     plan = load(catalogue.find(name), "quick")
     folder = StudyFolder(out / name)
     folder.write(plan.study)
@@ -117,7 +114,7 @@ def numeral(text: str) -> float:
 
 
 def in_seconds(text: str) -> float:
-    """What a cell of a table says, to its last digit; compare with TOLERANCE."""
+    """Parse the text of a table cell; its precision is limited, so compare with TOLERANCE."""
     value, unit = text.split()[:2]
     return float(value.replace(",", "")) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[unit]
 

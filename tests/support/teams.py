@@ -1,4 +1,4 @@
-"""Teams of workers of every kind, for tests that hold for any communicator."""
+"""Worker teams for tests that apply to every communicator."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ TEAMS = [
 
 @dataclass(frozen=True)
 class Team:
-    """So many workers, connected by one kind of communicator."""
+    """`world_size` workers, connected by one kind of communicator."""
 
     world_size: int
     pool: WorkerPool | None
     connect: Connect | None = None
-    """How worker processes get from their connection over gloo to the one under test."""
+    """Creates the communicator under test from a gloo communicator, in worker processes."""
 
     def run(self, function: Callable[..., T], *arguments: object) -> list[T]:
-        """Call `function(communicator, *arguments)` on every rank; the results, by rank."""
+        """Call `function(communicator, *arguments)` on every rank; return the results by rank."""
         if self.pool is not None and self.connect is not None:
             return self.pool.run(self.world_size, _over, self.connect, function, *arguments)
         if self.pool is not None:
@@ -45,7 +45,7 @@ class Team:
     def run_fresh(
         self, function: Callable[..., T], *arguments: object, timeout_seconds: float
     ) -> list[T]:
-        """The same with a group of its own, which may break."""
+        """Like `run`, with a new group, which may break."""
         if self.pool is not None:
             if self.connect is not None:
                 function, arguments = _over, (self.connect, function, *arguments)
@@ -67,7 +67,7 @@ def _over(
 
 
 def over_pairs(communicator: Communicator) -> Communicator:
-    """Two workers on each host; one on the last, if they are odd."""
+    """Two workers per host; one on the last host if their number is odd."""
     return hierarchical.connect(communicator, communicator.rank // 2)
 
 
@@ -81,7 +81,7 @@ CONNECT: dict[str, Connect | None] = {
     "hierarchical": over_pairs,
     "uneven_hosts": over_three_and_one,
 }
-"""Of the teams whose workers are processes."""
+"""For teams whose workers are processes."""
 
 
 def make_team(pool: WorkerPool, kind: str, world_size: int) -> Team:

@@ -1,4 +1,4 @@
-"""A limit for calls that would otherwise block for good."""
+"""A time limit for calls that could block forever."""
 
 from __future__ import annotations
 

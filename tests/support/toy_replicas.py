@@ -1,4 +1,4 @@
-"""Small replicas for the arithmetic of strategies; workers are threads."""
+"""Small replicas to test the arithmetic of strategies, with threads as workers."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def adam(rate: float = 0.01) -> MakeOptimizer:
 def replica(
     communicator: Communicator, optimizer: MakeOptimizer, seed: int = 0, **settings: Any
 ) -> Replica:
-    """Of two linear layers; each rank has other weights, until a strategy makes them equal."""
+    """Two linear layers. Each rank starts with different weights, which `setup` makes equal."""
     model = nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, CLASSES))
-    # torch's own seed is shared by the threads.
+    # The threads share torch's default generator.
     generator = torch.Generator().manual_seed(seed + 1000 * communicator.rank)
     for weight in model.parameters():
         nn.init.normal_(weight, std=0.3, generator=generator)
@@ -56,7 +56,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def compute(strategy: Strategy, step: int, part: int, shares: Sequence[float]) -> None:
-    """Forward and backward as the loop does them: a part of a batch, its loss weighted by it."""
+    """Forward and backward pass over a shard, with the loss weighted as in the training loop."""
     inputs, labels = batch(step)
     own, chosen = strategy.replica, shard_bounds(SAMPLES, shares, part)
     own.batch_fraction = (chosen.stop - chosen.start) / SAMPLES
@@ -65,7 +65,7 @@ def compute(strategy: Strategy, step: int, part: int, shares: Sequence[float]) -
 
 
 def train(strategy: Strategy, steps: range, shares: Sequence[float] | None = None) -> None:
-    """In step: this worker's share of each batch."""
+    """Train synchronously on this worker's shard of each batch."""
     team = strategy.replica.communicator
     for step in steps:
         compute(strategy, step, team.rank, shares or [1.0] * team.world_size)
@@ -84,7 +84,7 @@ def trained(
     shares: Sequence[float] | None = None,
     finish: bool = True,
 ) -> list[Tensor]:
-    """The weights of every worker after so many steps."""
+    """Return the weights of every worker after `steps` steps."""
 
     def work(communicator: Communicator) -> Tensor:
         strategy = make()
@@ -98,7 +98,7 @@ def trained(
 
 
 def resumes_exactly(make: Callable[[], Strategy], cut: int, steps: int) -> bool:
-    """Whether a run that hands its state to a fresh one after `cut` steps ends like a whole one."""
+    """Return whether a run resumed after `cut` steps ends with the weights of a whole run."""
 
     def work(communicator: Communicator) -> bool:
         whole, before, after = make(), make(), make()
@@ -106,7 +106,7 @@ def resumes_exactly(make: Callable[[], Strategy], cut: int, steps: int) -> bool:
             strategy.setup(replica(communicator, adam()))
         train(whole, range(steps))
         train(before, range(cut))
-        # As the checkpoint does it: the first worker's for all, then each one's own.
+        # As a checkpoint does: rank 0's state for all ranks, then the state of each rank.
         after.replica.model.load_state_dict(before.replica.model.state_dict())
         after.checkpoint.load_optimizer_state_dict(before.checkpoint.optimizer_state_dict())
         after.load_state_dict(before.state_dict())

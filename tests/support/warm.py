@@ -1,16 +1,16 @@
-"""Programs that start at once: forked from a process that has torch loaded already.
+"""Programs that start quickly, since they are forked from a process that has imported torch.
 
-Loading torch and what optimisers load of it takes a processor four seconds, and tests of launching
-start dozens of programs. A starter is a process that has loaded everything and computed nothing.
-For each request it forks one that then runs `python -m MODULE ...`, as far as it can tell: with the
-arguments, environment, folder, standard files and parent that `subprocess` would have given it.
-That a command and its workers start from scratch is for the tests that start them cold.
+Importing torch takes four seconds of CPU time, and the tests of launching start dozens of programs.
+A starter is a process that has imported everything and computed nothing. For each request it forks
+a process that runs `python -m MODULE ...` with the arguments, environment, current folder, standard
+files and parent that `subprocess` would have given it. Some tests start commands cold, to test that
+as well.
 
     with PrewarmedStarter.opened() as starter:
         process = starter.start(["-m", "paceline", "train"], stdout=subprocess.PIPE)
 
-A program that launches workers has a starter of its own for them, and `warm_spawning` lets this
-very process take its workers from one.
+A program that launches workers has its own starter for them. With `warm_spawning`, the launcher in
+this process starts its workers from a starter.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PRELOADED = (
     "paceline.strategies.gradient_averaging",
     "torch._dynamo",
 )
-"""What commands and workers load sooner or later, and loading which starts no thread."""
+"""Modules that commands and workers import, and whose import starts no thread."""
 
 PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
@@ -51,7 +51,7 @@ _libc = ctypes.CDLL(None)
 
 
 class WarmProcess(subprocess.Popen[Any]):
-    """A child that somebody else has forked."""
+    """A child process that a starter has forked."""
 
     def __init__(self, pid: int, args: Sequence[str], out: IO[Any] | None, err: IO[Any] | None):
         self.pid = pid
@@ -91,7 +91,7 @@ class PrewarmedStarter:
 
     def start(
         self,
-        words: Sequence[str],
+        arguments: Sequence[str],
         *,
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
@@ -101,30 +101,30 @@ class PrewarmedStarter:
         start_new_session: bool = False,
         name: str = "warm",
     ) -> WarmProcess:
-        """Run `python WORDS`, which begin with -m; `name` is what ps calls the process."""
-        assert words[0] == "-m"
+        """Run `python ARGUMENTS`, which begin with -m; `name` is the process name in ps."""
+        assert arguments[0] == "-m"
         assert stdin in (None, subprocess.DEVNULL)
         request = {
-            "module": words[1],
-            "arguments": list(words[2:]),
+            "module": arguments[1],
+            "arguments": list(arguments[2:]),
             "environment": dict(os.environ if env is None else env),
             "folder": str(Path.cwd() if cwd is None else cwd),
             "parent": os.getpid(),
             "has_session": start_new_session,
             "name": name,
         }
-        with contextlib.ExitStack() as given:
-            out, out_end = _standard_file(stdout, 1, given)
-            err, err_end = _standard_file(stderr, 2, given)
+        with contextlib.ExitStack() as stack:
+            out, out_end = _standard_file(stdout, 1, stack)
+            err, err_end = _standard_file(stderr, 2, stack)
             with self._lock, _adopting_orphans():
                 socket.send_fds(self._pipe, [json.dumps(request).encode()], [out, err])
                 pid = int(self._pipe.recv(64))
-        return WarmProcess(pid, words, out_end, err_end)
+        return WarmProcess(pid, arguments, out_end, err_end)
 
 
 @contextlib.contextmanager
 def _adopting_orphans() -> Iterator[None]:
-    """A grandchild whose parent ends meanwhile becomes this process's own child."""
+    """Make orphaned descendants children of this process."""
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         yield
@@ -132,20 +132,22 @@ def _adopting_orphans() -> Iterator[None]:
         _libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
-def _standard_file(asked: Any, own: int, given: contextlib.ExitStack) -> tuple[int, IO[str] | None]:
-    """What to pass on, and our end of it where it is a pipe."""
-    if asked is None:
-        return own, None
-    if asked != subprocess.PIPE:
-        return asked if isinstance(asked, int) else asked.fileno(), None
+def _standard_file(
+    requested: Any, inherited: int, stack: contextlib.ExitStack
+) -> tuple[int, IO[str] | None]:
+    """Return the file to pass to the child, and our end of it if it is a pipe."""
+    if requested is None:
+        return inherited, None
+    if requested != subprocess.PIPE:
+        return requested if isinstance(requested, int) else requested.fileno(), None
     ours, theirs = os.pipe()
-    given.callback(os.close, theirs)
+    stack.callback(os.close, theirs)
     return theirs, os.fdopen(ours, encoding="utf-8")
 
 
 @contextlib.contextmanager
 def warm_spawning(starter: PrewarmedStarter) -> Iterator[None]:
-    """Let the launcher in this process take its workers and servers from a starter."""
+    """Let the launcher in this process start workers and servers from a starter."""
     before = vars(processes)["subprocess"]
     _spawn_from(starter)
     try:
@@ -164,7 +166,7 @@ def _spawn_from(starter: PrewarmedStarter) -> None:
 
 
 def _serve(pipe: socket.socket) -> dict[str, Any]:
-    """Fork until whoever asks is gone; returns in each child, with what it is to be."""
+    """Fork a child per request until the pipe closes; return the request in each child."""
     while True:
         message, files, _, _ = socket.recv_fds(pipe, MESSAGE_BYTES, 2)
         if not message:
@@ -183,7 +185,7 @@ def _serve(pipe: socket.socket) -> dict[str, Any]:
 
 
 def _fork_orphan() -> int:
-    """Like fork, but the child goes to the nearest ancestor that adopts orphans."""
+    """Fork a child that becomes an orphan, so that the nearest subreaper adopts it."""
     reader, writer = os.pipe()
     between = os.fork()
     if between == 0:
@@ -214,13 +216,13 @@ def _become(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     searched = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    # The first entry is the folder of the starter's own script.
+    # The first entry is the folder of this script.
     sys.path[:1] = [request["folder"], *(path for path in searched if path)]
     sys.argv[:] = [request["module"], *request["arguments"]]
 
 
 def _open_own_starter() -> None:
-    """For a program that launches: forked before it has done anything."""
+    """Fork a starter for the workers of this program, before it does anything else."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
         ours.close()

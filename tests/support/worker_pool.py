@@ -1,14 +1,14 @@
-"""Long-lived worker processes for tests, since importing torch takes seconds.
+"""Long-lived worker processes, since importing torch takes seconds.
 
-A process that has imported everything and computed nothing is forked for each worker, so all pools
-of a test session together pay for the imports once.
+Workers are forked from a server process that has imported everything and computed nothing, so that
+all pools of a test session import torch once.
 
     def work(communicator: Communicator, size: int) -> float: ...   # at a module's top level
 
-    results = pool.run(3, work, 1009)      # one result a rank
+    results = pool.run(3, work, 1009)      # one result per rank
 
-Functions and results travel by pickle through pipes. The workers keep one group of gloo for each
-world size; `fresh=True` makes one for a single call, for tests that break it.
+Functions and results are pickled. The workers keep one gloo group per world size; `fresh=True`
+creates a group for a single call, for tests that break it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Outcome(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    meeting: Rendezvous
+    rendezvous: Rendezvous
     timeout_seconds: float
     fresh: bool
     function: Callable[..., Any]
@@ -57,7 +57,7 @@ PRELOADED = [
     "paceline.strategies.fsdp",
     "paceline.strategies.ddp",
 ]
-"""What workers need sooner or later, and importing which starts no thread."""
+"""Modules that workers import, and whose import starts no thread."""
 
 
 class _Worker:
@@ -80,7 +80,7 @@ class _Worker:
             return Outcome(died=True)
 
     def close(self) -> None:
-        """A worker ends when its pipe does."""
+        """Close the pipe, upon which the worker exits."""
         self.pipe.close()
         self.process.join(CLOSING_SECONDS)
         self.process.kill()
@@ -91,8 +91,8 @@ class _Worker:
 class WorkerPool:
     def __init__(self, size: int = 4) -> None:
         self._workers = [_Worker() for _ in range(size)]
-        self._meetings: dict[int, int] = {}
-        """By world size, the port at which the long-lived group met."""
+        self._ports: dict[int, int] = {}
+        """Rendezvous port of the long-lived group, by world size."""
 
     def run(
         self,
@@ -102,7 +102,7 @@ class WorkerPool:
         fresh: bool = False,
         timeout_seconds: float = GROUP_TIMEOUT_SECONDS,
     ) -> list[T]:
-        """Call `function(communicator, *arguments)` on every rank; the results, by rank."""
+        """Call `function(communicator, *arguments)` on every rank; return the results by rank."""
         outcomes = self.outcomes(
             world_size, function, *arguments, fresh=fresh, timeout_seconds=timeout_seconds
         )
@@ -121,16 +121,16 @@ class WorkerPool:
         fresh: bool = False,
         timeout_seconds: float = GROUP_TIMEOUT_SECONDS,
     ) -> list[Outcome[T]]:
-        """The same, for calls that are meant to fail. Without one of its workers, a pool is of no
-        more use: a test that kills one has a pool of its own."""
-        port = free_port() if fresh else self._meetings.setdefault(world_size, free_port())
+        """Like `run`, for calls that may fail. A pool that has lost a worker is unusable, so a test
+        that kills a worker creates its own pool."""
+        port = free_port() if fresh else self._ports.setdefault(world_size, free_port())
         workers = self._workers[:world_size]
         for rank, worker in enumerate(workers):
-            meeting = Rendezvous(rank, world_size, "127.0.0.1", port, timeout_seconds=30.0)
-            worker.pipe.send(_Call(meeting, timeout_seconds, fresh, function, arguments))
+            rendezvous = Rendezvous(rank, world_size, "127.0.0.1", port, timeout_seconds=30.0)
+            worker.pipe.send(_Call(rendezvous, timeout_seconds, fresh, function, arguments))
         outcomes = [worker.outcome() for worker in workers]
         if not fresh and any(outcome.error is not None for outcome in outcomes):
-            del self._meetings[world_size]  # the ranks may be out of step
+            del self._ports[world_size]  # the ranks may be at different operations
         return outcomes
 
     def close(self) -> None:
@@ -150,14 +150,14 @@ class WorkerPool:
 
 
 def free_port() -> int:
-    """A port of the loopback address that nobody listens on."""
+    """Return an unused port of the loopback address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def _serve(pipe: Connection) -> None:
-    """What a worker does until its pipe ends."""
+    """Answer calls until the pipe closes."""
     import torch
 
     torch.set_num_threads(1)
@@ -168,7 +168,7 @@ def _serve(pipe: Connection) -> None:
         except EOFError:
             break
         pipe.send(_answer(call, groups))
-    # Without the interpreter's slow farewell; there is nothing left to be written.
+    # Skips the slow shutdown of the interpreter; nothing is left to flush.
     os._exit(0)
 
 
@@ -177,16 +177,16 @@ def _answer(call: _Call, groups: dict[Rendezvous, Communicator]) -> Outcome[Any]
         if call.fresh:
             with _connect(call) as communicator:
                 return Outcome(value=call.function(communicator, *call.arguments))
-        if call.meeting not in groups:
-            groups[call.meeting] = _connect(call)
-        return Outcome(value=call.function(groups[call.meeting], *call.arguments))
-    except Exception as error:  # noqa: BLE001 - it is the answer
-        if call.meeting in groups:
-            groups.pop(call.meeting).close()  # so that peers who wait for this rank fail too
+        if call.rendezvous not in groups:
+            groups[call.rendezvous] = _connect(call)
+        return Outcome(value=call.function(groups[call.rendezvous], *call.arguments))
+    except Exception as error:  # noqa: BLE001 - returned to the caller
+        if call.rendezvous in groups:
+            groups.pop(call.rendezvous).close()  # so that peers that wait for this rank fail too
         return Outcome(error=error)
 
 
 def _connect(call: _Call) -> Communicator:
     from paceline.comm.torch_distributed import connect
 
-    return connect(call.meeting, timeout_seconds=call.timeout_seconds)
+    return connect(call.rendezvous, timeout_seconds=call.timeout_seconds)
