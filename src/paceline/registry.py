@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar, cast
@@ -27,6 +27,8 @@ class Entry:
     summary: str
     preset: Mapping[str, object]
     """Arguments that the name passes to its target."""
+    tags: frozenset[str] = frozenset()
+    """Properties that can be read without importing the target."""
 
 
 class Registry(Generic[T]):
@@ -36,11 +38,13 @@ class Registry(Generic[T]):
         self.kind = kind
         self._entries: dict[str, Entry] = {}
 
-    def register(self, name: str, target: str, summary: str, **preset: object) -> None:
+    def register(
+        self, name: str, target: str, summary: str, *, tags: Iterable[str] = (), **preset: object
+    ) -> None:
         """Add an entry; raises ValueError if the name is already registered."""
         if name in self._entries:
             raise ValueError(f"{self.kind} {name!r} is already registered")
-        self._entries[name] = Entry(name, target, summary, preset)
+        self._entries[name] = Entry(name, target, summary, preset, frozenset(tags))
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())
@@ -50,6 +54,10 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         return list(self._entries)
+
+    def tagged(self, tag: str) -> frozenset[str]:
+        """Return the names of the entries with a tag."""
+        return frozenset(entry.name for entry in self if tag in entry.tags)
 
     def preset(self, name: str) -> Mapping[str, object]:
         """Return the preset arguments of a registered name; empty for user-defined objects."""

@@ -7,22 +7,18 @@ What cannot be read is named and left out: one damaged file must not cost the re
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from paceline.analysis.events import has_end
 from paceline.analysis.run import Run, open_run
 from paceline.analysis.run_group import NOT_RUN, RunGroup, group
 from paceline.analysis.validation import is_number
 from paceline.errors import MissingRecordError, RecordsError
-from paceline.records import open_record
 from paceline.study.folder import Part, Study, StudyFolder
-
-TAIL_BYTES = 4096
-"""What is read of a file; its last line, which tells how the worker ended, is shorter."""
 
 
 def missing_events(run: Run) -> list[str]:
@@ -42,23 +38,12 @@ def missing_events(run: Run) -> list[str]:
         else:
             end = _end(run, worker["rank"])
             # Out of step, a worker's iterations are not those of the run.
-            if not _has_end(path) or (run.is_synchronous and end < run.iterations):
+            if not has_end(path) or (run.is_synchronous and end < run.iterations):
                 told.append(
                     f"events of rank {worker['rank']} end at iteration {end:,}"
                     f" of {run.iterations:,}"
                 )
     return told
-
-
-def _has_end(path: Path) -> bool:
-    try:
-        with open_record(path) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            last = file.read().splitlines()[-1:]
-        event = json.loads(last[0]) if last else None
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(event, dict) and event.get("event") == "end"
 
 
 def _end(run: Run, rank: int) -> int:

@@ -25,11 +25,9 @@ from paceline.analysis.validation import is_number
 from paceline.config import RunConfig
 from paceline.errors import RecordsError
 from paceline.records import TRAFFIC_KINDS, read_json
+from paceline.strategies import ALL_REDUCE, STRATEGIES
 
-ALL_REDUCE_STRATEGIES = frozenset(
-    ("gather_scatter", "allreduce", "ring", "tree", "halving_doubling", "overlap", "ddp")
-)
-"""Strategies that all-reduce the gradients in every iteration."""
+ALL_REDUCE_STRATEGIES = STRATEGIES.tagged(ALL_REDUCE)
 
 
 @dataclass(frozen=True, slots=True)

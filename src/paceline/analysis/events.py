@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +20,8 @@ from paceline.records import NUMBER_MAX, open_record, read_lines
 IN_ITERATION = ("input", "forward", "backward", "update", "exchange", "wait")
 """Phases of an iteration: computing first, then what comes of being several."""
 
+TAIL_BYTES = 4096
+"""More than the last line of a file, which tells how the worker ended."""
 MOST = 2**53
 """Whole numbers below this are exact as floats too; no run has as many iterations."""
 
@@ -203,3 +206,15 @@ def _add_evaluation(line: bytes, found: list[dict[str, Any]]) -> None:
             found.pop()
     if kind == "evaluation" and all(is_number(event.get(key)) for key in EVALUATION_KEYS):
         found.append(event)
+
+
+def has_end(path: Path) -> bool:
+    """Whether the last event of a worker is its end; reads only the last bytes of the file."""
+    try:
+        with open_record(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            last = file.read().splitlines()[-1:]
+        event = json.loads(last[0]) if last else None
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(event, dict) and event.get("event") == "end"

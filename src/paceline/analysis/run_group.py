@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from paceline.analysis.run import Run
-from paceline.config import RunConfig
+from paceline.config import RunConfig, key
 
 IGNORED_FIELDS = frozenset(
     (
@@ -217,11 +217,5 @@ def value_text(value: Any) -> str:
 
 
 def settings_key(config: RunConfig) -> str:
-    """The same for runs that repeat one another, and for no others."""
-    return repr(
-        [
-            getattr(config, item.name)
-            for item in dataclasses.fields(RunConfig)
-            if item.name not in IGNORED_FIELDS
-        ]
-    )
+    """Equal for runs that repeat one another, and only for these."""
+    return key(config, IGNORED_FIELDS)

@@ -19,7 +19,7 @@ from paceline.analysis.phases import (
 from paceline.analysis.run_group import IGNORED_FIELDS, RunGroup, differing, setting_text
 from paceline.analysis.statistics import correct, relative_increase
 from paceline.analysis.validation import is_number
-from paceline.config import RunConfig
+from paceline.config import RunConfig, key
 
 KINDS = ("strong", "weak")
 NOISE = 0.05
@@ -118,12 +118,7 @@ def _throughputs(group: RunGroup) -> list[float]:
 
 def _environment(config: RunConfig) -> str:
     """Equal for groups that can be in one series."""
-    values = [
-        getattr(config, item.name)
-        for item in dataclasses.fields(RunConfig)
-        if item.name not in _SERIES_FIELDS
-    ]
-    return repr([*values, _cluster(config)])
+    return f"{key(config, _SERIES_FIELDS)} {_cluster(config)}"
 
 
 def _environment_names(configs: Sequence[RunConfig]) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from paceline.analysis.phases import epoch_seconds, first_epoch_seconds
 from paceline.analysis.run_group import IGNORED_FIELDS, RunGroup, differing, known
 from paceline.analysis.statistics import Difference, correct, relative_increase
-from paceline.config import RunConfig
+from paceline.config import key
 
 BATCH_FIELDS = frozenset(
     ("batch_size", "batch_per_worker", "iterations", "epochs", "eval_every", "checkpoint_every")
@@ -101,12 +101,12 @@ class CheckpointCost:
 def checkpoint_costs(groups: Sequence[RunGroup]) -> list[CheckpointCost]:
     """Groups with checkpoints, each compared with its baseline where there is one."""
     plain = {
-        _key(group.config): group
+        key(group.config, _CHECKPOINT_FIELDS): group
         for group in groups
         if group.finished and not _checkpoint_values(group, "count")
     }
     costs = [
-        _cost(group, plain.get(_key(group.config)))
+        _cost(group, plain.get(key(group.config, _CHECKPOINT_FIELDS)))
         for group in groups
         if group.finished and _checkpoint_values(group, "count")
     ]
@@ -160,8 +160,3 @@ def _wall_seconds(group: RunGroup) -> list[float]:
 
 def _memory(group: RunGroup) -> list[float]:
     return group.values(lambda run: run.node_sum("rss_bytes_mean"))
-
-
-def _key(config: RunConfig) -> str:
-    names = (item.name for item in dataclasses.fields(RunConfig))
-    return repr([getattr(config, name) for name in names if name not in _CHECKPOINT_FIELDS])

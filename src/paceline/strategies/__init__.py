@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 STRATEGIES: Registry[type[Strategy]] = Registry("strategy")
 
+ALL_REDUCE = "all-reduce"
+"""Tag of strategies that all-reduce the gradients in every iteration."""
+
 _AVERAGING = "paceline.strategies.gradient_averaging:GradientAveraging"
 
 STRATEGIES.register(
@@ -25,18 +28,30 @@ STRATEGIES.register(
     _AVERAGING,
     "rank 0 gathers the gradients, sums them and sends them back",
     algorithm="root",
+    tags=[ALL_REDUCE],
 )
 STRATEGIES.register(
     "allreduce",
     _AVERAGING,
     "the library's all-reduce, tensor by tensor or flat",
     algorithm="library",
+    tags=[ALL_REDUCE],
 )
 STRATEGIES.register(
-    "ring", _AVERAGING, "all gradients at once around a ring", algorithm="ring", flat=True
+    "ring",
+    _AVERAGING,
+    "all gradients at once around a ring",
+    algorithm="ring",
+    flat=True,
+    tags=[ALL_REDUCE],
 )
 STRATEGIES.register(
-    "tree", _AVERAGING, "all gradients at once up and down a tree", algorithm="tree", flat=True
+    "tree",
+    _AVERAGING,
+    "all gradients at once up and down a tree",
+    algorithm="tree",
+    flat=True,
+    tags=[ALL_REDUCE],
 )
 STRATEGIES.register(
     "halving_doubling",
@@ -44,13 +59,17 @@ STRATEGIES.register(
     "all gradients at once in pairs of halves",
     algorithm="halving_doubling",
     flat=True,
+    tags=[ALL_REDUCE],
 )
 STRATEGIES.register(
     "overlap",
     "paceline.strategies.overlap:Overlap",
     "buckets of gradients, during the backward pass",
+    tags=[ALL_REDUCE],
 )
-STRATEGIES.register("ddp", "paceline.strategies.ddp:Ddp", "PyTorch's own DistributedDataParallel")
+STRATEGIES.register(
+    "ddp", "paceline.strategies.ddp:Ddp", "PyTorch's own DistributedDataParallel", tags=[ALL_REDUCE]
+)
 STRATEGIES.register(
     "shared",
     "paceline.strategies.shared.strategy:SharedWeights",
