@@ -13,13 +13,13 @@ from paceline.analysis.collection import collect
 from paceline.analysis.communication import all_reduce_bandwidth, run_traffic
 from paceline.analysis.events import IN_ITERATION
 from paceline.analysis.phases import by_rank, exchange_seconds_in_epoch, hidden_of_run
+from paceline.analysis.ranks import rank_work
 from paceline.analysis.run import Run, open_run
 from paceline.analysis.world_sizes import WorldSize, worlds_of
 from paceline.report.build import to_document
 from paceline.report.comparison import result_rows
 from paceline.report.document import BulletList
 from paceline.report.markdown import to_markdown
-from paceline.report.sections.ranks import workers
 from tests.support.records import FakeRun, write_run
 
 GRADIENT_BYTES = 1000
@@ -116,12 +116,12 @@ def test_exchange_in_an_epoch_is_of_the_iterations_since_the_last_change(run: Ru
 def test_traffic_of_unlike_iterations_is_not_told_by_iteration(run: Run) -> None:
     assert run_traffic(run)["gradients"].bytes_sent == 200 * GRADIENT_BYTES
     assert run_traffic(run)["gradients"].bytes_per_iteration is None
-    assert {worker.moved_bytes for worker in workers(run)} == {None}
+    assert {worker.moved_bytes for worker in rank_work(run)} == {None}
     assert all_reduce_bandwidth(collect(run.folder.path).cells[0]) is None
 
 
 def test_samples_of_a_worker_are_of_the_iterations_that_its_time_is_of(run: Run) -> None:
-    second = workers(run)[1]
+    second = rank_work(run)[1]
     assert second.samples == 20 * 32
     assert second.training_seconds == pytest.approx(20 * 0.014)
 

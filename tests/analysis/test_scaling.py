@@ -12,7 +12,7 @@ from paceline.analysis.collection import collect
 from paceline.analysis.scaling import scaling_series
 from paceline.analysis.verdict import make_verdict
 from paceline.report.document import BulletList, Table
-from paceline.report.sections.scaling import answer
+from paceline.report.sections.scaling import scaling_answer
 from paceline.report.wording import headline
 from tests.support.marks import figure, numbers, section, series
 from tests.support.records import FakeRun, write_repeats, write_run
@@ -91,7 +91,8 @@ def test_each_is_held_against_the_ideal_from_where_it_begins(tmp_path: Path) -> 
     svg = figure(section(cells, "scaling"), "scaling-strong-speedup")
     found = {(tuple(numbers(one, "data-x")), tuple(numbers(one, "data-y"))) for one in series(svg)}
     assert found == {((2, 4, 8), (1, 2, 4)), ((4, 8), (1, 2)), ((2, 4), (1, 2))}
-    assert answer(scaling_series(cells)).startswith("With 8 workers instead of 4: tree 2.00 times")
+    answer = scaling_answer(scaling_series(cells))
+    assert answer.startswith("With 8 workers instead of 4: tree 2.00 times")
 
 
 def test_one_worker_communicates_with_nobody(tmp_path: Path) -> None:
@@ -145,7 +146,7 @@ def test_efficiency_above_100_percent_is_flagged_with_its_likely_reason(
     write_superlinear(tmp_path, threads, cores)
     cells = collect(tmp_path).cells
     flag = f"efficiency 368.5%, above 100%; likely reason: {reason}"
-    assert flag in answer(scaling_series(cells))
+    assert flag in scaling_answer(scaling_series(cells))
     items = [block for block in section(cells, "scaling").blocks if isinstance(block, BulletList)]
     assert any(flag in text for block in items for _, text in block.items)
     assert flag in headline(make_verdict(cells)), "it wins the verdict, but not silently"
@@ -171,15 +172,15 @@ def test_efficiency_above_100_percent_is_flagged_only_beyond_noise(
         run.more = {"samples": 64 * run.iterations}
         write_repeats(tmp_path, run, factors)
     cells = collect(tmp_path).cells
-    assert f"efficiency {50 * ratio:.0f}" in answer(scaling_series(cells))
-    assert ("above 100%" in answer(scaling_series(cells))) == is_flagged
+    assert f"efficiency {50 * ratio:.0f}" in scaling_answer(scaling_series(cells))
+    assert ("above 100%" in scaling_answer(scaling_series(cells))) == is_flagged
     assert ("above 100%" in headline(make_verdict(cells))) == is_flagged
 
 
 def test_efficiency_up_to_100_percent_is_not_flagged(tmp_path: Path) -> None:
     write_scaling(tmp_path, is_weak=False)
     cells = collect(tmp_path).cells
-    assert "above 100%" not in answer(scaling_series(cells))
+    assert "above 100%" not in scaling_answer(scaling_series(cells))
     assert "above 100%" not in headline(make_verdict(cells))
 
 
@@ -188,6 +189,6 @@ def test_an_approximate_strategy_is_marked_where_speedups_are_told(tmp_path: Pat
         settings = {"strategy": strategy, "batch_size": 64}
         write_run(tmp_path, FakeRun(strategy, settings, [{"forward": seconds}] * workers,
                                     more={"samples": 6400}))  # fmt: skip
-    told = answer(scaling_series(collect(tmp_path).cells))
+    told = scaling_answer(scaling_series(collect(tmp_path).cells))
     assert "easgd (approximate) 2.00 times as fast" in told
     assert "ring 1.33 times as fast" in told

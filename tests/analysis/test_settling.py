@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from paceline.analysis.accuracy import convergence_epoch, summarize_accuracy
 from paceline.analysis.collection import collect
-from paceline.report.sections.accuracy import answer, convergence_epoch, learned
+from paceline.report.sections.learning import accuracy_answer
 from tests.support.records import FakeRun, write_run
 
 
@@ -36,5 +37,5 @@ def test_a_loss_has_settled_once_it_stays_near_its_end(
 
 def test_two_evaluations_do_not_tell_whether_a_loss_still_moves(tmp_path: Path) -> None:
     write_run(tmp_path, FakeRun("a"))
-    told = answer(learned(collect(tmp_path).cells))
+    told = accuracy_answer(summarize_accuracy(collect(tmp_path).cells))
     assert told == "lenet on digits, single: test accuracy 0.9000."

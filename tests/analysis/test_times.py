@@ -25,7 +25,7 @@ from paceline.analysis.phases import (
 from paceline.analysis.run import open_run
 from paceline.report.build import to_document
 from paceline.report.document import Table
-from paceline.report.sections.phases import first_note
+from paceline.report.sections.timing import first_iteration_note
 from tests.support.marks import result_of
 from tests.support.records import FakeRun, write_asynchronous, write_run
 from tests.support.study_page import flat
@@ -178,7 +178,7 @@ def test_old_records_exclude_the_first_block_of_events_and_say_where_they_cannot
     assert split is not None
     assert split.seconds["forward"] == pytest.approx(forward)
     assert split.seconds["exchange"] == pytest.approx(0.002)
-    (note,) = first_note([cell])
+    (note,) = first_iteration_note([cell])
     assert ("include it" in note.text) == is_told
 
 

@@ -40,7 +40,9 @@ def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Add:
     """Adds the part of a heading: new files as modules, changes of files in their modules."""
     for registry in (STRATEGIES, ALGORITHMS, CODECS, MODELS, DATASETS):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
-    monkeypatch.setattr(sections, "SECTIONS", dict(sections.SECTIONS))
+    registered = dict(sections.SECTIONS)
+    for module in (sections, sections.common):
+        monkeypatch.setattr(module, "SECTIONS", registered)
 
     def add_part(heading: str) -> None:
         body = re.search(rf"^### {heading}\n(.*?)(?=^##|\Z)", PAGE, flags=re.M | re.S)

@@ -14,23 +14,21 @@ import pytest
 from paceline.analysis.collection import collect
 from paceline.analysis.communication import all_reduce_bandwidth, read_comm, run_traffic
 from paceline.analysis.curves import MAX_POINTS, downsample
-from paceline.analysis.events import IN_ITERATION
+from paceline.analysis.events import IN_ITERATION, read_evaluations
 from paceline.analysis.phases import of_worker
+from paceline.analysis.ranking import rank_by_condition
+from paceline.analysis.ranks import rank_times
+from paceline.analysis.resources import node_curves
 from paceline.analysis.run import open_run
 from paceline.analysis.run_group import RunGroup
+from paceline.analysis.trace import read_step
+from paceline.analysis.tradeoffs import checkpoint_costs, summarize_batch_sizes
 from paceline.records import PHASES
 from paceline.report.charts.timeline import MOST_SPANS, Span, merged
 from paceline.report.document import BulletList, Table
 from paceline.report.sections import build_sections
-from paceline.report.sections.batch_size import answer as batch_answer
-from paceline.report.sections.batch_size import batch_rows
-from paceline.report.sections.checkpoint import checkpoint_costs
-from paceline.report.sections.evaluations import read_evaluations
-from paceline.report.sections.outline import outline
-from paceline.report.sections.ranks import rank_times
-from paceline.report.sections.resources import node_use
-from paceline.report.sections.timeline import read_step
-from paceline.report.sections.winners import contests
+from paceline.report.sections.common import section_context
+from paceline.report.sections.scaling import batch_size_answer
 from tests.support.marks import SVG, figure, numbers, result_of, section, series
 from tests.support.records import FakeRun, write_repeats, write_run, write_trace
 
@@ -96,7 +94,7 @@ def test_times_of_rank_0_and_of_the_others_stand_apart(tmp_path: Path) -> None:
 
 def test_use_of_a_node_is_what_was_sampled(tmp_path: Path) -> None:
     run = open_run(write_run(tmp_path, FakeRun("a")))
-    use = node_use(run, 0)
+    use = node_curves(run, 0)
     assert use is not None
     assert use.cpu_percent.middle.tolist() == [90.0 + index for index in range(1, 10)]
     assert use.rss_bytes.middle.tolist() == [500_000_000.0] * 10
@@ -109,8 +107,8 @@ def test_use_of_a_node_is_what_was_sampled(tmp_path: Path) -> None:
 def test_batch_sizes_are_told_with_time_loss_accuracy_memory_and_cpu(tmp_path: Path) -> None:
     for batch, memory in ((256, 700_000_000), (64, 500_000_000)):
         write_run(tmp_path, FakeRun(f"b{batch}", {"batch_size": batch}, rss_bytes=memory))
-    small, large = batch_rows(collect(tmp_path).cells)
-    assert (small.batch, large.batch) == (64, 256)
+    small, large = summarize_batch_sizes(collect(tmp_path).cells)
+    assert (small.batch_size, large.batch_size) == (64, 256)
     assert large.peak_memory_bytes == [700_000_001]
     assert small.cpu_percent == [95.0]
     assert small.test_accuracy == [0.9]
@@ -128,7 +126,7 @@ def test_checkpoints_cost_what_the_run_without_them_did_not(tmp_path: Path) -> N
     with_them.more = {"wall_seconds": 4.0}
     write_run(tmp_path, with_them)
     (cost,) = checkpoint_costs(collect(tmp_path).cells)
-    assert cost.without == "no checkpoints"
+    assert cost.baseline == "no checkpoints"
     assert cost.longer is not None
     assert cost.longer.amount == pytest.approx(4.0 - result_of(tmp_path / "plain")["wall_seconds"])
     assert cost.more_memory is not None
@@ -174,11 +172,8 @@ def test_measurements_of_the_network_beside_the_runs_are_shown(tmp_path: Path) -
     (tmp_path / "comm-other.json").write_text('{"schema": 1, "measurements": 3}')
     assert read_comm(tmp_path / "comm-other.json") == []
     collection = collect(tmp_path)
-    (built,) = [
-        one
-        for one in build_sections(outline("", collection.cells, collection.comm), ["bandwidth"])
-        if one.name == "bandwidth"
-    ]
+    context = section_context("", collection.cells, collection.comm)
+    (built,) = build_sections(context, ["bandwidth"])
     (table,) = [block for block in built.blocks if isinstance(block, Table)]
     assert table.rows[0][:4] == ("all_reduce, torch, ring", "4", "4.1 kB", "1.00 ms")
 
@@ -197,8 +192,8 @@ def test_the_traced_step_of_median_length_is_drawn_with_what_overlaps(tmp_path: 
     assert step is not None
     assert step.iteration == 11
     assert step.seconds == pytest.approx(0.010)
-    assert step.sending_seconds == pytest.approx(0.006)
-    assert step.hidden_seconds == pytest.approx(0.003), "from 3 to 6 ms"
+    assert step.transfer_seconds == pytest.approx(0.006)
+    assert step.overlapped_seconds == pytest.approx(0.003), "from 3 to 6 ms"
     other = read_step(path / "trace-0.json", 12)
     assert other is not None
     assert other.iteration == 12
@@ -261,10 +256,10 @@ def test_evaluations_that_were_done_again_are_told_once(tmp_path: Path) -> None:
 def test_a_larger_batch_is_judged_where_nothing_else_differs(tmp_path: Path) -> None:
     for batch, factors in ((64, (1.0, 1.01)), (256, (2.0, 2.02))):
         write_repeats(tmp_path, FakeRun(f"b{batch}", {"batch_size": batch}), factors)
-    told = batch_answer(batch_rows(collect(tmp_path).cells))
+    told = batch_size_answer(summarize_batch_sizes(collect(tmp_path).cells))
     assert "time per epoch +100%, CPU +0% (within noise)" in told
     write_run(tmp_path, FakeRun("other", {"batch_size": 512, "model": "softmax"}))
-    assert batch_answer(batch_rows(collect(tmp_path).cells)) == ""
+    assert batch_size_answer(summarize_batch_sizes(collect(tmp_path).cells)) == ""
 
 
 def test_ways_within_noise_have_no_reason(tmp_path: Path) -> None:
@@ -292,6 +287,6 @@ def test_only_cells_that_differ_in_the_same_axis_are_in_a_contest(tmp_path: Path
         dataclasses.replace(cell, axes=own)
         for cell, own in zip(collect(tmp_path).cells, axes, strict=True)
     ]
-    (contest,) = contests(cells)
+    (contest,) = rank_by_condition(cells)
     assert contest.condition == "batch size 32, nodes 2"
-    assert {one.cell.label for one in contest.pace.ranking} == {"ddp", "overlap"}
+    assert {one.cell.label for one in contest.ranking.ranking} == {"ddp", "overlap"}

@@ -16,7 +16,7 @@ from paceline.cli import main
 from paceline.cli.config_flags import add_config_flags, given_flags
 from paceline.config import from_mapping
 from paceline.report.build import write_report
-from paceline.report.sections.configuration import command, where_to_type
+from paceline.report.sections.overview import command, where_to_type
 from tests.support.records import FakeRun, write_repeats, write_run
 
 VOID = ("meta", "input", "br", "link")

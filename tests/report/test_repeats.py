@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from paceline.analysis.accuracy import common_accuracy, summarize_accuracy
 from paceline.analysis.collection import collect
 from paceline.analysis.communication import all_reduce_bandwidth
 from paceline.analysis.run_group import RunGroup
 from paceline.report.build import to_document, write_report
 from paceline.report.document import Details, Table
 from paceline.report.markdown import to_markdown
-from paceline.report.sections.accuracy import common_accuracy, learned
 from tests.support.marks import SVG, figure, result_of, section
 from tests.support.records import FakeRun, write_repeats, write_run
 from tests.support.study_page import flat
@@ -36,7 +36,7 @@ def rows_of(cells: list[RunGroup], name: str, heading: str) -> list[dict[str, st
 def test_the_common_accuracy_is_one_that_every_repeat_reached(tmp_path: Path) -> None:
     write_accuracies(tmp_path, 0.30, 0.20, 0.28)
     cells = collect(tmp_path).cells
-    assert common_accuracy(learned(cells)) == 0.20
+    assert common_accuracy(summarize_accuracy(cells)) == 0.20
     # An epoch has 50 iterations: 0.20 is reached after 100, 100 and 100 of them.
     (row,) = rows_of(cells, "accuracy", "epochs to")
     assert row["epochs to 0.20"] == "2"

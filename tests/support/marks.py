@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 from paceline.analysis.run_group import RunGroup
 from paceline.report.document import Figure, Section, Tabs
 from paceline.report.sections import build_sections
-from paceline.report.sections.outline import outline
+from paceline.report.sections.common import section_context
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -21,7 +21,7 @@ def result_of(folder: Path) -> dict[str, Any]:
 
 
 def section(cells: list[RunGroup], name: str) -> Section:
-    return next(one for one in build_sections(outline("", cells), [name]) if one.name == name)
+    return build_sections(section_context("", cells), [name])[0]
 
 
 def figure(of: Section, name: str) -> ElementTree.Element:

@@ -192,7 +192,7 @@ def have_same_dataset(summaries: Sequence[AccuracySummary]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TargetSummary:
-    label: str
+    group: RunGroup
     target: float
     seconds: list[float]
     """Training time of the runs that reached it."""
@@ -204,7 +204,7 @@ def summarize_target(groups: Sequence[RunGroup]) -> list[TargetSummary]:
     """Groups that had a target accuracy."""
     return [
         TargetSummary(
-            group.label,
+            group,
             group.config.target_accuracy,
             known(run.seconds_to_target for run in group.runs),
             len(group.runs),

@@ -14,8 +14,8 @@ from paceline.report.charts.svg import standalone
 from paceline.report.document import BulletList, ChapterPage, Document, Section, Text, slug
 from paceline.report.html import FIGURES, to_html
 from paceline.report.markdown import to_markdown
-from paceline.report.sections import SECTIONS, VERDICT, build_sections, unknown, wanted
-from paceline.report.sections.outline import outline
+from paceline.report.sections import SECTIONS, VERDICT, build_sections, select, unknown
+from paceline.report.sections.common import section_context
 from paceline.report.wording import findings, headline, next_steps
 
 TOGETHER = "all-parts"
@@ -109,7 +109,7 @@ def _names(titles: Sequence[str]) -> list[str]:
 def _together(collection: RunCollection) -> ChapterPage:
     """What a study asks about all its parts, and the settings of every cell."""
     names = [one for one in collection.sections if one in SECTIONS and one != "configuration"]
-    about_all = outline(TOGETHER, collection.cells, collection.comm)
+    about_all = section_context(TOGETHER, collection.cells, collection.comm)
     sections = build_sections(about_all, [*names, "configuration"])
     return ChapterPage(TOGETHER, "All parts together", "", "", sections)
 
@@ -137,8 +137,8 @@ def _page(
     name: str, chapter: Chapter, verdict: Verdict, comm: Sequence[Path], *, is_alone: bool
 ) -> tuple[ChapterPage, str]:
     """A chapter, and what it answers."""
-    about_cells = outline("" if is_alone else name, chapter.cells, comm)
-    sections = build_sections(about_cells, wanted(chapter.sections, is_alone=is_alone))
+    about_cells = section_context("" if is_alone else name, chapter.cells, comm)
+    sections = build_sections(about_cells, select(chapter.sections, is_alone=is_alone))
     answer = _answer(chapter, sections) or headline(verdict)
     if not is_alone:
         sections.insert(0, _verdict_section(verdict, answer))

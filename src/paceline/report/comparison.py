@@ -29,10 +29,10 @@ from paceline.report.document import (
 )
 from paceline.report.html import to_html
 from paceline.report.markdown import to_markdown
-from paceline.report.sections import SECTIONS
-from paceline.report.sections.configuration import machine
-from paceline.report.sections.outline import outline
-from paceline.report.sections.phases import first_note
+from paceline.report.sections import build_sections
+from paceline.report.sections.common import section_context
+from paceline.report.sections.overview import machine
+from paceline.report.sections.timing import first_iteration_note
 
 FORMATS = {"Test accuracy": formatting.number, "Test loss": formatting.number}
 """Of the figures of studies; the others are times."""
@@ -261,7 +261,7 @@ def _groups_document(compared: Comparison) -> Document:
     columns = ("", *(group.label for group in groups))
     sections = [_rows("settings", "What differs in the settings", columns, setting_rows(groups))]
     results = _rows("results", "What came out", columns, result_rows(groups))
-    sections.append(replace(results, blocks=[*results.blocks, *first_note(groups)]))
+    sections.append(replace(results, blocks=[*results.blocks, *first_iteration_note(groups)]))
     tests = significance(groups)
     if tests:
         others = "others" if len(groups) > 2 else "other"
@@ -273,11 +273,7 @@ def _groups_document(compared: Comparison) -> Document:
             *([Text(note, "note")] if note else []),
         ]
         sections.append(Section("significance", "What is significant", blocks))
-    context = outline("", groups)
-    for name in ("curves", "iteration_time", "phases"):
-        built = SECTIONS[name].build(context)
-        if built:
-            sections.append(Section(name, SECTIONS[name].title, built))
+    sections += build_sections(section_context("", groups), ("curves", "iteration_time", "phases"))
     return Document(
         title="Comparison",
         subtitle=" · ".join(group.label for group in groups),

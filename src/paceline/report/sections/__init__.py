@@ -1,87 +1,50 @@
-"""The sections of a report by name, in their usual order.
+"""The sections of a report.
 
-A study's `report:` list names those it wants, in its own order. A section without data is left out.
+The `report:` list of a study selects sections and their order. A section without data is omitted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from paceline.report.document import Block, Section
-from paceline.report.sections import (
-    accuracy,
-    bandwidth,
-    batch_size,
-    checkpoint,
-    configuration,
-    curves,
-    evaluations,
-    iteration_time,
-    order,
-    overview,
-    phases,
-    ranks,
-    resources,
-    scaling,
-    target,
-    timeline,
-    traffic,
-    winners,
-)
-from paceline.report.sections.outline import SectionContext
+from paceline.report.document import Section
+from paceline.report.sections import hardware, learning, overview, scaling, timing
+from paceline.report.sections.common import SECTIONS, SectionContext
+from paceline.study.study_file import SECTION_NAMES
+
+__all__ = ["MODULES", "SECTIONS", "VERDICT", "build_sections", "section_names", "select", "unknown"]
+
+MODULES = (overview, learning, timing, scaling, hardware)
+"""Importing a module registers its sections."""
 
 VERDICT = "verdict"
-"""Always first; in a report of several parts also at the head of each that names it."""
+"""Comes first in a report, and in each part that names it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    title: str
-    build: Callable[[SectionContext], list[Block]]
+def section_names() -> list[str]:
+    """Registered sections in the order of SECTION_NAMES; any others come last."""
+    known = [name for name in SECTION_NAMES if name in SECTIONS]
+    return [*known, *(name for name in SECTIONS if name not in known)]
 
 
-SECTIONS = {
-    "overview": Kind(overview.TITLE, overview.build),
-    "target": Kind(target.TITLE, target.build),
-    "winners": Kind(winners.TITLE, winners.build),
-    "curves": Kind(curves.TITLE, curves.build),
-    "accuracy": Kind(accuracy.TITLE, accuracy.build),
-    "evaluations": Kind(evaluations.TITLE, evaluations.build),
-    "iteration_time": Kind(iteration_time.TITLE, iteration_time.build),
-    "ranks": Kind(ranks.TITLE, ranks.build),
-    "phases": Kind(phases.TITLE, phases.build),
-    "timeline": Kind(timeline.TITLE, timeline.build),
-    "scaling": Kind(scaling.TITLE, scaling.build),
-    "batch_size": Kind(batch_size.TITLE, batch_size.build),
-    "checkpoint": Kind(checkpoint.TITLE, checkpoint.build),
-    "traffic": Kind(traffic.TITLE, traffic.build),
-    "bandwidth": Kind(bandwidth.TITLE, bandwidth.build),
-    "resources": Kind(resources.TITLE, resources.build),
-    "order": Kind(order.TITLE, order.build),
-    "configuration": Kind(configuration.TITLE, configuration.build),
-}
+def select(names: Sequence[str], *, is_alone: bool) -> list[str]:
+    """The sections of a chapter: `names`, or all if empty.
 
-
-def wanted(names: Sequence[str], *, is_alone: bool) -> list[str]:
-    """The sections of a chapter, in order: those asked for, or all.
-
-    What was run always comes first. Where there are several chapters, one configuration for all of
-    them comes at the end of the report.
+    The overview always comes first. With several chapters, one configuration section follows them.
     """
-    asked = [name for name in dict.fromkeys(names) if name in SECTIONS]
-    if not asked:
-        asked = [name for name in SECTIONS if is_alone or name != "configuration"]
-    first = [] if "overview" in asked else ["overview"]
-    last = ["configuration"] if is_alone and "configuration" not in asked else []
-    return [*first, *asked, *last]
+    selected = [name for name in dict.fromkeys(names) if name in SECTIONS]
+    if not selected:
+        selected = [name for name in section_names() if is_alone or name != "configuration"]
+    first = [] if "overview" in selected else ["overview"]
+    last = ["configuration"] if is_alone and "configuration" not in selected else []
+    return [*first, *selected, *last]
 
 
 def unknown(names: Sequence[str]) -> list[str]:
     return [name for name in names if name not in SECTIONS and name != VERDICT]
 
 
-def build_sections(outline: SectionContext, names: Sequence[str]) -> list[Section]:
-    """Those of these names that there is data for."""
-    built = ((name, SECTIONS[name].build(outline)) for name in names)
+def build_sections(context: SectionContext, names: Sequence[str]) -> list[Section]:
+    """The named sections that have data."""
+    built = ((name, list(SECTIONS[name].build(context))) for name in names)
     return [Section(name, SECTIONS[name].title, blocks) for name, blocks in built if blocks]

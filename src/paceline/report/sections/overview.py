@@ -1,138 +1,262 @@
-"""Every cell in a line: how it ended and what it came to."""
+"""Results of every configuration, its settings and the machine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from paceline import formatting
 from paceline.analysis.run import Run
-from paceline.analysis.run_group import NOT_RUN, RunGroup
-from paceline.report.document import Block, BulletList, Details, Table, Text
-from paceline.report.sections.outline import SectionContext, known
-from paceline.report.sections.phases import first_note
+from paceline.analysis.run_group import NOT_RUN, RunGroup, differing, value_text
+from paceline.config import RunConfig, non_default_values, to_argv
+from paceline.report.document import Block, BulletList, Code, Details, Table, Text
+from paceline.report.sections.common import Column, SectionContext, note, section, table
+from paceline.report.sections.timing import first_iteration_note
 from paceline.report.summary import describe_restart
 from paceline.report.wording import run_cause, world_sizes_text
 
-TITLE = "Overview"
-MOST_REPEATS = 500
+MAX_REPEATS = 500
 """Rows in the table of repeats."""
-SINCE = (
+MAX_ITEMS = 50
+MAX_COMMANDS = 3
+"""More are collapsed."""
+RESIZED = (
     "Timings, phases and samples of iterations and workers cover the last world size only; traffic"
     " and overlapped communication per iteration are omitted; curves and wall time cover the whole"
     " run."
 )
+NOT_REPEATED = ("out", "name", "node_rank")
+"""Settings that a repeated run chooses itself: where records go, and the node rank."""
+LOOPBACK = RunConfig().master_addr
+"""The address in the settings if torchrun or srun sets the real one."""
 
 
-def build(outline: SectionContext) -> list[Block]:
-    columns = ("configuration", "status", "runs", "iterations", "wall time", "time per iteration",
-               "test accuracy", "test loss", "training loss")  # fmt: skip
-    blocks: list[Block] = [
-        Table(columns, [_row(cell) for cell in outline.cells], words=2),
-        *first_note(outline.cells),
-        *_repeats(outline.cells),
+@section("overview", "Overview")
+def overview(context: SectionContext) -> Iterator[Block]:
+    yield table(
+        context.groups,
+        Column("configuration", lambda group: group.label),
+        Column("status", _status),
+        Column("runs", lambda group: len(group.runs), formatting.count),
+        Column(
+            "iterations",
+            lambda group: group.values(lambda run: run.iterations, group.shown),
+            formatting.count,
+        ),
+        Column(
+            "wall time",
+            lambda group: group.values(lambda run: run.wall_seconds, group.shown),
+            formatting.seconds,
+        ),
+        Column(
+            "time per iteration",
+            lambda group: group.values(lambda run: run.iteration_seconds, group.shown),
+            formatting.seconds,
+        ),
+        _final_column("test accuracy", "test_accuracy"),
+        _final_column("test loss", "test_loss"),
+        _final_column("training loss", "train_loss"),
+        text_columns=2,
+    )
+    yield from first_iteration_note(context.groups)
+    yield from _repeats(context.groups)
+    runs = [run for group in context.groups for run in group.runs]
+    failures = [(f"{run.id}: {run.status}.", run_cause(run)) for run in runs if not run.is_finished]
+    failures += [
+        (f"{group.label}.", group.trouble)
+        for group in context.groups
+        if group.trouble not in ("", NOT_RUN)
     ]
-    troubled = [
-        (f"{run.id}: {run.status}.", run_cause(run))
-        for cell in outline.cells
-        for run in cell.runs
-        if not run.is_finished
-    ]
-    troubled += [
-        (f"{cell.label}.", cell.trouble)
-        for cell in outline.cells
-        if cell.trouble not in ("", NOT_RUN)
-    ]
-    if troubled:
-        blocks.append(BulletList(troubled[:50]))
     restarts = [
         (f"{run.id}: restarted.", describe_restart(restart))
-        for cell in outline.cells
-        for run in cell.runs
+        for run in runs
         for restart in (run.result or {}).get("restarts") or ()
     ]
-    if restarts:
-        blocks.append(BulletList(restarts[:50]))
     resized = [
-        (f"{run.id}: the number of workers changed.", f"{world_sizes_text(run.worlds)}. {SINCE}")
-        for cell in outline.cells
-        for run in cell.runs
+        (f"{run.id}: the number of workers changed.", f"{world_sizes_text(run.worlds)}. {RESIZED}")
+        for run in runs
         if run.is_resized
     ]
-    if resized:
-        blocks.append(BulletList(resized[:50]))
+    for items in (failures, restarts, resized):
+        if items:
+            yield BulletList(items[:MAX_ITEMS])
     warnings = {
         run.id: "; ".join(dict.fromkeys(map(str, texts)))
-        for cell in outline.cells
-        for run in cell.runs
+        for run in runs
         if (texts := (run.result or {}).get("warnings"))
     }
     if warnings:
-        items = list(warnings.items())[:20]
-        blocks.append(BulletList([(f"Warning of {name}.", text) for name, text in items]))
-    return blocks
+        shown = list(warnings.items())[:20]
+        yield BulletList([(f"Warning of {name}.", text) for name, text in shown])
 
 
-def _repeats(cells: Sequence[RunGroup]) -> list[Block]:
-    """Each run in a line, where cells have several."""
-    several = [cell for cell in cells if len(cell.runs) > 1]
-    if not several:
+def _status(group: RunGroup) -> str:
+    return group.status if group.runs else group.trouble.partition(":")[0] or "not run"
+
+
+def _final_column(heading: str, key: str) -> Column[RunGroup]:
+    return Column(
+        heading,
+        lambda group: group.values(lambda run: run.final(key), group.shown),
+        formatting.number,
+    )
+
+
+class _Repeat(NamedTuple):
+    label: str
+    number: int
+    run: Run
+
+
+def _repeats(groups: Sequence[RunGroup]) -> Iterator[Block]:
+    """A row per run, where groups have several."""
+    repeated = [group for group in groups if len(group.runs) > 1]
+    if not repeated:
+        return
+    repeats = [
+        _Repeat(group.label, number, run)
+        for group in repeated
+        for number, run in enumerate(group.runs, 1)
+    ]
+    target: list[Column[_Repeat]] = []
+    if any(group.config.target_accuracy is not None for group in repeated):
+        target.append(
+            Column("time to target", lambda row: row.run.seconds_to_target, formatting.seconds)
+        )
+    blocks: list[Block] = [
+        table(
+            repeats[:MAX_REPEATS],
+            Column("configuration", lambda row: row.label),
+            Column("repeat", lambda row: row.number),
+            Column("status", lambda row: row.run.status),
+            Column("seed", lambda row: row.run.config.seed),
+            Column("iterations", lambda row: row.run.iterations, formatting.count),
+            Column("wall time", lambda row: row.run.wall_seconds, formatting.seconds),
+            Column("time per iteration", lambda row: row.run.iteration_seconds, formatting.seconds),
+            Column("test accuracy", lambda row: row.run.final("test_accuracy"), formatting.number),
+            Column("test loss", lambda row: row.run.final("test_loss"), formatting.number),
+            Column("training loss", lambda row: row.run.final("train_loss"), formatting.number),
+            *target,
+            Column("run", lambda row: row.run.id),
+            text_columns=3,
+        )
+    ]
+    if len(repeats) > MAX_REPEATS:
+        blocks.append(note(f"The first {MAX_REPEATS} of {len(repeats):,} runs."))
+    yield Details("Each repeat", blocks)
+
+
+@section("configuration", "Configuration and machine")
+def configuration(context: SectionContext) -> Iterator[Block]:
+    groups = [group for group in context.groups if group.runs]
+    if not groups:
+        return
+    names = differing([group.config for group in groups])
+    if names:
+        yield Text("Settings that differ:")
+        yield table(
+            groups,
+            Column("configuration", lambda group: group.label),
+            *map(_setting_column, names),
+            text_columns=1 + len(names),
+        )
+    runs = [run for group in groups for run in group.runs]
+    yield from _machines(runs)
+    commands: list[Block] = []
+    for group in groups:
+        seeds = sorted({run.config.seed for run in group.runs})
+        repeats = f" (seeds {', '.join(map(str, seeds))})" if len(seeds) > 1 else ""
+        where = where_to_type(group.config)
+        commands += [Text(f"{group.label}{repeats}{where}"), Code(command(group.config))]
+    yield Text("To run a configuration again:")
+    if len(groups) <= MAX_COMMANDS:
+        yield from commands
+    else:
+        yield Details(f"{len(groups):,} commands", commands)
+    overheads = [run.result["measurement_overhead"].get("fraction") for run in runs if run.result]
+    shares = [value for value in overheads if isinstance(value, float)]
+    if shares:
+        yield note(f"Measuring took at most {formatting.share(max(shares))} of a run's time.")
+
+
+def _setting_column(name: str) -> Column[RunGroup]:
+    return Column(name.replace("_", "-"), lambda group: value_text(getattr(group.config, name)))
+
+
+def command(config: RunConfig) -> str:
+    """The command that repeats a run."""
+    values = non_default_values(config)
+    kept = {name: value for name, value in values.items() if name not in NOT_REPEATED}
+    return shlex.join(["paceline", "train", *to_argv(kept)])
+
+
+def where_to_type(config: RunConfig) -> str:
+    """Where to type a command that several machines need; empty if one machine starts it all."""
+    if config.nnodes == 1 or config.cluster or config.hosts or config.launcher == "ray":
+        return ""
+    flags = [] if config.elastic else ["its --node-rank"]
+    if config.master_addr == LOOPBACK:
+        flags.append("--master-addr of the first")
+    options = f", with {' and '.join(flags)}" if flags else ""
+    return f" (on each of the {config.nnodes} machines{options})"
+
+
+def _machines(runs: Sequence[Run]) -> Iterator[Block]:
+    """Each distinct machine with its runs, and emulated clusters as measured."""
+    found: dict[tuple[tuple[str, str], ...], list[Run]] = {}
+    for run in runs:
+        facts = tuple(machine(run))
+        if facts:
+            found.setdefault(facts, []).append(run)
+    for facts, own in found.items():
+        title = "All runs" if len(found) == 1 else _run_list(own)
+        yield Table((f"Machine: {title}", ""), facts, 2)
+    clusters = {tuple(rows): run for run in runs if (rows := cluster_rows(run))}
+    for measured, run in list(clusters.items())[:3]:
+        yield Text(f"The emulated cluster, as measured before {run.id}:")
+        yield Table(("what", "requested", "measured"), measured)
+
+
+def _run_list(runs: Sequence[Run]) -> str:
+    more = f" and {len(runs) - 6} more" if len(runs) > 6 else ""
+    return ", ".join(run.id for run in runs[:6]) + more
+
+
+def machine(run: Run) -> list[tuple[str, str]]:
+    """Hardware and software of a run; empty without a result."""
+    if run.result is None:
         return []
-    columns = ["configuration", "repeat", "status", "seed", "iterations", "wall time",
-               "time per iteration", "test accuracy", "test loss", "training loss",
-               "run"]  # fmt: skip
-    rows = [
-        _repeat_row(cell.label, number, run)
-        for cell in several
-        for number, run in enumerate(cell.runs, 1)
-    ]
-    if any(cell.config.target_accuracy is not None for cell in several):
-        columns.insert(-1, "time to target")
-        runs = (run for cell in several for run in cell.runs)
-        for row, run in zip(rows, runs, strict=True):
-            row.insert(-1, formatting.seconds(run.seconds_to_target))
-    blocks: list[Block] = [Table(columns, rows[:MOST_REPEATS], words=3)]
-    if len(rows) > MOST_REPEATS:
-        blocks.append(Text(f"The first {MOST_REPEATS} of {len(rows):,} runs.", "note"))
-    return [Details("Each repeat", blocks)]
-
-
-def _repeat_row(label: str, number: int, run: Run) -> list[str]:
+    hardware, software = run.result["hardware"], run.result["software"]
+    quota = hardware.get("cpu_quota")
+    cores = f"{hardware.get('cores', '?')} of {hardware.get('cores_in_machine', '?')} cores"
+    gpus = hardware.get("gpus") or []
+    names = [str(gpu.get("name", gpu)) if isinstance(gpu, dict) else str(gpu) for gpu in gpus]
+    memory = hardware.get("memory_bytes")
     return [
-        label,
-        str(number),
-        run.status,
-        str(run.config.seed),
-        formatting.count(run.iterations),
-        formatting.seconds(run.result["wall_seconds"] if run.result else None),
-        formatting.seconds(run.iteration_seconds),
-        *(
-            formatting.number(run.final(key))
-            for key in ("test_accuracy", "test_loss", "train_loss")
-        ),
-        run.id,
+        ("CPU", f"{hardware.get('cpu', '?')}, {cores}" + (f", quota {quota:g}" if quota else "")),
+        ("Memory", formatting.size(memory) if isinstance(memory, int | float) else "?"),
+        ("GPUs", ", ".join(names) or "none"),
+        ("System", f"{hardware.get('kernel', '?')}, {hardware.get('architecture', '?')}"),
+        ("Software", ", ".join(f"{name} {text}" for name, text in software.items() if text)),
     ]
 
 
-def _row(cell: RunGroup) -> tuple[str, ...]:
-    runs = cell.shown
-    walls = [run.result["wall_seconds"] for run in runs if run.result]
-    finals = {
-        key: known(run.final(key) for run in runs)
-        for key in ("test_accuracy", "test_loss", "train_loss")
-    }
-    means = known(run.iteration_seconds for run in runs)
-    return (
-        cell.label,
-        cell.status if cell.runs else cell.trouble.partition(":")[0] or "not run",
-        formatting.count(len(cell.runs)),
-        formatting.spread([run.iterations for run in runs], formatting.count) if _differs(cell)
-        else formatting.count(runs[0].iterations if runs else None),
-        formatting.spread(walls, formatting.seconds),
-        formatting.spread(means, formatting.seconds),
-        *(formatting.spread(finals[key], formatting.number)
-          for key in ("test_accuracy", "test_loss", "train_loss")),
-    )  # fmt: skip
-
-
-def _differs(cell: RunGroup) -> bool:
-    return len({run.iterations for run in cell.shown}) > 1
+def cluster_rows(run: Run) -> list[tuple[str, str, str]]:
+    """What was requested of an emulated cluster, and what was measured."""
+    cluster = (run.result or {}).get("cluster")
+    found = cluster.get("got") if isinstance(cluster, dict) else None
+    rows = []
+    for item in found or ():
+        if isinstance(item, dict):
+            node = "" if item.get("node") is None else f", node {item['node']}"
+            unit = str(item.get("unit", ""))
+            requested = item.get("asked")
+            rows.append(
+                (
+                    f"{item.get('what', '?')}{node}",
+                    "-" if requested is None else f"{requested:.4g} {unit}",
+                    f"{item.get('got', float('nan')):.4g} {unit}",
+                )
+            )
+    return rows

@@ -1,0 +1,296 @@
+"""What a run learns: time to the target, curves, accuracy, evaluations and sampling order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from paceline import formatting
+from paceline.analysis.accuracy import (
+    CONVERGENCE_TOLERANCE,
+    AccuracySummary,
+    common_accuracy,
+    compare_accuracy,
+    epochs_to_accuracy,
+    have_same_dataset,
+    summarize_accuracy,
+    summarize_target,
+)
+from paceline.analysis.events import read_evaluations
+from paceline.analysis.repeats import evaluation_curve, training_loss_curve
+from paceline.analysis.sampling_order import MAX_SAMPLES, SamplingOrder, sampling_order
+from paceline.report.charts.lines import LineChart, Series
+from paceline.report.document import Block, Details, Figure, Table, Tabs
+from paceline.report.sections.common import (
+    Column,
+    SectionContext,
+    answer,
+    bar_figure,
+    curve_series,
+    line_figure,
+    mean_bars,
+    note,
+    section,
+    table,
+)
+from paceline.report.wording import accuracy_note
+
+AXES = {
+    "iteration": ("iteration", "", "by iteration"),
+    "epoch": ("epoch", "", "by epoch"),
+    "seconds": ("training time", "seconds", "by time"),
+}
+"""Key of an evaluation -> name of the axis, its quantity, and the label of the tab."""
+METRICS = {
+    "train_loss": "Training loss",
+    "test_loss": "Test loss",
+    "test_accuracy": "Test accuracy",
+}
+MAX_EVALUATIONS = 25
+"""Rows per configuration: the first, the last, and evenly spaced ones between them."""
+MAX_EPOCHS = 4
+"""Epochs per configuration in the table of sampling orders."""
+
+
+@section("target", "Time to the target")
+def target(context: SectionContext) -> Iterator[Block]:
+    rows = summarize_target(context.groups)
+    if not rows:
+        return
+    yield from bar_figure(
+        context.figure_name("target"),
+        "Training time to the target accuracy",
+        "training time",
+        mean_bars(context, [(row.group, row.seconds) for row in rows], formatting.seconds),
+        "seconds",
+    )
+    yield table(
+        rows,
+        Column("configuration", lambda row: row.group.label),
+        Column("target", lambda row: f"{row.target:g}"),
+        Column("time to target", lambda row: row.seconds or "not reached", formatting.seconds),
+        Column("reached by", lambda row: f"{len(row.seconds)} of {row.runs}"),
+        Column("best accuracy", lambda row: row.best_accuracy, formatting.number),
+    )
+
+
+@section("curves", "Loss and accuracy")
+def curves(context: SectionContext) -> Iterator[Block]:
+    has_figures = False
+    for key, title in METRICS.items():
+        figures = list(_curve_tabs(context, key, title))
+        if figures:
+            has_figures = True
+            yield Tabs(context.figure_name("tabs", key.replace("_", "-")), figures)
+    if has_figures:
+        yield note(
+            "Shading and whiskers: min–max of the repeats that are as long as the first, and in"
+            " long runs of the iterations that share a point. Against time, the training loss is"
+            " that of the first repeat. Training time excludes evaluation. Coinciding curves are"
+            " drawn as alternating stripes."
+        )
+        yield from context.plotted_note()
+
+
+def _curve_tabs(context: SectionContext, key: str, title: str) -> Iterator[tuple[str, Figure]]:
+    for axis in _ordered_axes(context):
+        name, quantity, tab = AXES[axis]
+        series = _curve_series(context, key, axis)
+        # Single evaluations would be dots; tables show as much.
+        if all(len(one.x) < 2 for one in series):
+            continue
+        chart = LineChart(
+            label=f"{title} against {name}",
+            x_label=name,
+            y_label=title.lower(),
+            series=series,
+            x_quantity=quantity,
+            y_top=_y_top(context, series),
+        )
+        yield (
+            tab,
+            line_figure(context.figure_name("curves", f"{key}-{axis}".replace("_", "-")), chart),
+        )
+
+
+def _ordered_axes(context: SectionContext) -> list[str]:
+    """Epochs first if batch sizes differ, since iterations are not comparable then."""
+    batches = {group.config.global_batch_size for group in context.plotted if group.runs}
+    return sorted(AXES, key=lambda axis: len(batches) > 1 and axis != "epoch")
+
+
+def _curve_series(context: SectionContext, key: str, axis: str) -> list[Series]:
+    found = []
+    for group in context.plotted:
+        curve = (
+            training_loss_curve(group, axis)
+            if key == "train_loss"
+            else evaluation_curve(group, key, axis)
+        )
+        if curve is not None:
+            label = group.label if group.finished else f"{group.label} ({group.status})"
+            found.append(curve_series(label, curve, context.color_index(group)))
+    return found
+
+
+def _y_top(context: SectionContext, series: Sequence[Series]) -> float | None:
+    """Limit of the axis if a diverged run would flatten the others; its curve is cut off."""
+    finished = {group.label for group in context.finished}
+    usual = [max((*one.y, *one.high)) for one in series if one.label in finished]
+    most = max(max((*one.y, *one.high)) for one in series)
+    return 1.1 * max(usual) if usual and most > 3 * max(usual) > 0 else None
+
+
+@section("accuracy", "Accuracy")
+def accuracy(context: SectionContext) -> Iterator[Block]:
+    summaries = summarize_accuracy(context.groups)
+    if not summaries:
+        return
+    yield answer(accuracy_answer(summaries))
+    bars = mean_bars(context, [(one.group, one.accuracies) for one in summaries], formatting.number)
+    if len(bars) > 1:
+        yield from bar_figure(
+            context.figure_name("accuracy"), "Test accuracy at the end", "test accuracy", bars
+        )
+    is_comparable = have_same_dataset(summaries)
+    common, best = common_accuracy(summaries), summaries[0]
+    below_best: Column[AccuracySummary] = Column(
+        "below the best",
+        lambda one: None if one is best else best.accuracy - one.accuracy,
+        formatting.number,
+    )
+    to_common: Column[AccuracySummary] = Column(
+        f"epochs to {common:.2f}",
+        lambda one: _epochs_text(epochs_to_accuracy(one.group, common), one),
+    )
+    yield table(
+        summaries,
+        Column("configuration", lambda one: one.group.label),
+        Column("accuracy at the end", lambda one: one.accuracies, formatting.number),
+        *([below_best] if is_comparable else []),
+        Column("test loss", lambda one: one.losses, formatting.number),
+        Column("best accuracy", lambda one: one.best, formatting.number),
+        *([to_common] if is_comparable else []),
+        Column("settled after epoch", lambda one: _epochs_text(one.convergence_epochs, one)),
+    )
+    text = (
+        "Settled: the epoch from which on, and for a fifth of the run at least, the test loss"
+        f" stayed within {formatting.share(CONVERGENCE_TOLERANCE)} of where it ended."
+    )
+    if is_comparable:
+        text = (
+            f"Epochs to {common:.2f}: to the first evaluation with the accuracy that all finished"
+            f" runs reached. {text}"
+        )
+    yield note(text)
+
+
+def _epochs_text(epochs: Sequence[float], summary: AccuracySummary) -> str:
+    """With the number of repeats that have a value, unless all or none do."""
+    text = formatting.spread(epochs, lambda value: f"{value:.3g}")
+    runs = len(summary.group.finished)
+    if len(epochs) in (0, runs):
+        return text
+    count = f"{len(epochs)} of {runs} repeats"
+    return f"{text[:-1]}, {count})" if text.endswith(")") else f"{text} ({count})"
+
+
+def accuracy_answer(summaries: Sequence[AccuracySummary]) -> str:
+    if not have_same_dataset(summaries):
+        return "Not compared: accuracies are of different data."
+    if len(summaries) == 1:
+        return f"{_single_accuracy(summaries[0])}."
+    best, second, last = summaries[0], summaries[1], summaries[-1]
+    gap = best.accuracy - second.accuracy
+    difference = compare_accuracy(
+        best.group, second.group, comparisons=math.comb(len(summaries), 2)
+    )
+    doubt = accuracy_note(difference)
+    suffix = f", {doubt}" if doubt else ""
+    if difference.is_chance:
+        text = (
+            f"No clear accuracy winner: test accuracy {best.accuracy:.4f} of {best.group.label}"
+            f" and {second.accuracy:.4f} of {second.group.label} are {doubt}"
+        )
+    else:
+        text = (
+            f"{best.group.label} is most accurate: test accuracy {best.accuracy:.4f}; next is"
+            f" {second.group.label} with {second.accuracy:.4f}, {gap:.4f} less{suffix}"
+        )
+    if last is not second:
+        text += f"; lowest {last.group.label}: {last.accuracy:.4f}"
+    return f"{text}."
+
+
+def _single_accuracy(only: AccuracySummary) -> str:
+    text = f"{only.group.label}: test accuracy {only.accuracy:.4f}"
+    if not only.can_converge:
+        return text
+    if not only.convergence_epochs:
+        return f"{text}; the test loss was still moving at the end"
+    epoch = _epochs_text(only.convergence_epochs, only)
+    return f"{text}; the test loss settled after epoch {epoch}"
+
+
+@section("evaluations", "Evaluations")
+def evaluations(context: SectionContext) -> Iterator[Block]:
+    for group in context.plotted:
+        run = next(iter(group.shown), None)
+        entries = read_evaluations(run.folder.events_file(0)) if run is not None else []
+        if entries:
+            yield Details(f"{group.label} ({len(entries)})", [_evaluation_table(entries)])
+
+
+def _evaluation_table(entries: Sequence[dict[str, Any]]) -> Table:
+    if len(entries) > MAX_EVALUATIONS:
+        step = (len(entries) - 1) / (MAX_EVALUATIONS - 1)
+        entries = [entries[round(index * step)] for index in range(MAX_EVALUATIONS)]
+    return table(
+        entries,
+        Column("epoch", lambda entry: f"{entry['epoch']:.2f}"),
+        Column("rank", lambda entry: entry["rank"]),
+        Column("validation loss", lambda entry: entry["test_loss"], formatting.number),
+        Column("validation accuracy", lambda entry: entry["test_accuracy"], formatting.number),
+        Column("learning rate", lambda entry: f"{entry['learning_rate']:.3g}"),
+        Column("wall time", lambda entry: entry["wall_seconds"], formatting.seconds),
+    )
+
+
+class _Epoch(NamedTuple):
+    label: str
+    number: int
+    samples: Sequence[int]
+
+
+@section("order", "The order of the samples")
+def order(context: SectionContext) -> Iterator[Block]:
+    if all(group.config.reshuffle for group in context.finished):
+        return
+    orders = [one for group in context.finished if (one := sampling_order(group)) is not None]
+    if not orders:
+        return
+    yield answer(f"{'; '.join(map(_order_text, orders))}.")
+    yield table(
+        [
+            _Epoch(one.label, number, samples)
+            for one in orders
+            for number, samples in enumerate(one.first_samples[:MAX_EPOCHS], 1)
+        ],
+        Column("configuration", lambda epoch: epoch.label),
+        Column("epoch", lambda epoch: epoch.number),
+        Column(
+            f"its first {MAX_SAMPLES} samples", lambda epoch: ", ".join(map(str, epoch.samples))
+        ),
+        text_columns=3,
+    )
+
+
+def _order_text(one: SamplingOrder) -> str:
+    count = len(one.first_samples)
+    epochs = f"{count} epoch{'s' * (count != 1)}"
+    if not one.has_all_epochs:
+        epochs = f"the first {epochs}"
+    if one.distinct == count:
+        return f"{one.label}: each of {epochs} has an order of its own"
+    return f"{one.label}: {epochs} in {one.distinct} order{'s' * (one.distinct != 1)}"

@@ -1,0 +1,488 @@
+"""Where the time goes: iterations, phases, ranks and one traced iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from paceline import formatting
+from paceline.analysis.events import IN_ITERATION
+from paceline.analysis.phases import (
+    COMPUTE_PHASES,
+    OUTSIDE,
+    Explanation,
+    PhaseBreakdown,
+    explain,
+    has_first,
+    hidden_of_cell,
+    iteration_breakdown,
+    rank_breakdowns,
+    run_breakdown,
+    startup_seconds,
+)
+from paceline.analysis.ranking import iteration_pace
+from paceline.analysis.ranks import (
+    RankWork,
+    compare_first_rank,
+    compute_balances,
+    mean_rank_work,
+    rank_times,
+)
+from paceline.analysis.repeats import outlier_limit, step_time_curve, summarize_step_times
+from paceline.analysis.run_group import RunGroup
+from paceline.analysis.trace import TracedStep, TraceSpan, traced_steps
+from paceline.measure.startup import STARTUP_PARTS
+from paceline.report.charts.bars import Bar, BarChart, Part, draw_bars
+from paceline.report.charts.lines import LineChart
+from paceline.report.charts.timeline import Lane, Span, Step, draw_timeline
+from paceline.report.document import Block, BulletList, Figure, Table, Text
+from paceline.report.sections.common import (
+    Column,
+    SectionContext,
+    curve_series,
+    line_figure,
+    mean_bars,
+    note,
+    section,
+    table,
+)
+
+MAX_RANK_BARS = 16
+MAX_RANK_ROWS = 80
+MAX_EXPLAINED = 8
+"""Configurations that are compared with the fastest, phase by phase."""
+NEGLIGIBLE = 0.0005
+"""A share that is shown as 0.0%."""
+NOTABLE = 0.05
+"""A difference between ranks that is worth reporting, as a share of an iteration."""
+NOT_MEASURED = "not measured"
+
+
+@section("iteration_time", "Time per iteration")
+def iteration_time(context: SectionContext) -> Iterator[Block]:
+    curves = [
+        (group, curve) for group in context.plotted if (curve := step_time_curve(group)) is not None
+    ]
+    if curves:
+        chart = LineChart(
+            label="Time per iteration against iteration",
+            x_label="iteration",
+            y_label="time per iteration",
+            series=[
+                curve_series(group.label, curve, context.color_index(group))
+                for group, curve in curves
+            ],
+            y_quantity="seconds",
+            from_zero=True,
+            y_top=outlier_limit([curve for _, curve in curves]),
+        )
+        yield line_figure(context.figure_name("iteration-time", "curve"), chart)
+    times = [
+        (group, summary)
+        for group in context.groups
+        if (summary := summarize_step_times(group)) is not None
+    ]
+    bars = mean_bars(
+        context, [(group, summary.means) for group, summary in times], formatting.seconds
+    )
+    if bars:
+        label = "Mean time per iteration of each configuration"
+        yield Figure(
+            context.figure_name("iteration-time", "means"),
+            "Mean time per iteration",
+            draw_bars(BarChart(label, "time per iteration", bars, "seconds")),
+        )
+    if curves or times:
+        yield from context.plotted_note()
+    if times:
+        yield table(
+            [summary for _, summary in times],
+            Column("configuration", lambda one: one.label),
+            Column("runs", lambda one: len(one.means), formatting.count),
+            Column("mean", lambda one: one.means, formatting.seconds),
+            Column("median", lambda one: one.medians, formatting.seconds),
+            Column("95th percentile", lambda one: one.p95s, formatting.seconds),
+            Column("first", lambda one: one.firsts, formatting.seconds),
+        )
+        yield note(
+            "Mean, median and 95th percentile are computed for each worker without its first"
+            " iteration, and averaged over the workers. First: the first iteration of the"
+            " slowest worker. For asynchronous runs, the mean is the time in which all workers"
+            " together process as many samples as one iteration has. In parentheses and as"
+            " whiskers: min–max of the repeats."
+        )
+
+
+def first_iteration_note(groups: Sequence[RunGroup]) -> Iterator[Text]:
+    """What step times and phases exclude, and for which groups the records do not allow that."""
+    timed = [group for group in groups if group.timed]
+    if not timed:
+        return
+    included = [group.label for group in timed if has_first(group)]
+    text = "Step times and phases exclude the first iteration (warm-up)."
+    if included:
+        whose = "all configurations" if len(included) == len(timed) else "; ".join(included)
+        text += (
+            f" Exception: the phases of {whose} include it, since the records hold them only as"
+            " sums over the run."
+        )
+    yield note(text)
+
+
+class GroupPhases(NamedTuple):
+    group: RunGroup
+    split: PhaseBreakdown
+
+
+@section("phases", "Where the time goes")
+def phases(context: SectionContext) -> Iterator[Block]:
+    splits = [
+        GroupPhases(group, split)
+        for group in context.finished
+        if (split := iteration_breakdown(group)) is not None
+    ]
+    if not splits:
+        return
+    shown = [one for one in splits if context.is_plotted(one.group)]
+    yield _phase_figure(
+        context,
+        "step",
+        "One iteration by phase",
+        [phase_bar(group.label, split, IN_ITERATION, is_share=False) for group, split in shown],
+        is_share=False,
+    )
+    yield _phase_figure(
+        context,
+        "share",
+        "One iteration by phase, as shares",
+        [phase_bar(group.label, split, IN_ITERATION) for group, split in shown],
+    )
+    yield from _rank_phases(context)
+    yield _phase_figure(
+        context,
+        "whole",
+        "The whole run by phase, as shares",
+        [
+            phase_bar(group.label, split, (*IN_ITERATION, *OUTSIDE))
+            for group in context.plotted
+            if (split := run_breakdown(group)) is not None
+        ],
+    )
+    yield from startup_table(context.finished)
+    yield from context.plotted_note()
+    yield from _shares(splits)
+    yield table(
+        splits,
+        Column("configuration, per iteration", lambda one: one.group.label),
+        *map(_phase_column, IN_ITERATION),
+        Column("all", lambda one: one.split.total, formatting.seconds),
+    )
+    yield from _explanations(context)
+
+
+def phase_bar(
+    label: str, split: PhaseBreakdown, phases: Sequence[str], *, is_share: bool = True
+) -> Bar:
+    """A bar with a part per phase; shares add up to one."""
+    parts = []
+    for phase in phases:
+        seconds = split.seconds[phase]
+        text = f"{formatting.seconds(seconds)}, {formatting.share(split.share(phase))}"
+        parts.append(Part(phase, split.share(phase) if is_share else seconds, text))
+    return Bar(label, parts, formatting.seconds(split.total))
+
+
+def _phase_figure(
+    context: SectionContext, part: str, title: str, bars: Sequence[Bar], *, is_share: bool = True
+) -> Figure:
+    used = {
+        part.kind
+        for bar in bars
+        for part in bar.parts
+        if part.value > NEGLIGIBLE * sum(one.value for one in bar.parts)
+    }
+    chart = BarChart(
+        title,
+        "share of the time" if is_share else "time per iteration",
+        bars,
+        "share" if is_share else "seconds",
+        [phase for phase in (*IN_ITERATION, *OUTSIDE) if phase in used],
+        1.0 if is_share else None,
+    )
+    return Figure(context.figure_name("phases", part), title, draw_bars(chart))
+
+
+def _rank_phases(context: SectionContext) -> Iterator[Figure]:
+    bars = [
+        phase_bar(f"{group.label}: rank {rank}", split, IN_ITERATION, is_share=False)
+        for group in context.plotted
+        if len(splits := rank_breakdowns(group)) > 1
+        for rank, split in splits.items()
+    ]
+    if not bars:
+        return
+    title = "One iteration of each worker"
+    if len(bars) > MAX_RANK_BARS:
+        title = f"{title}, the first {MAX_RANK_BARS} of {len(bars)}"
+    yield _phase_figure(context, "workers", title, bars[:MAX_RANK_BARS], is_share=False)
+
+
+def startup_table(groups: Sequence[RunGroup]) -> Iterator[Block]:
+    """What workers did before their first iteration."""
+    rows = [
+        (group.label, spent) for group in groups if (spent := startup_seconds(group)) is not None
+    ]
+    if rows:
+        yield table(
+            rows,
+            Column("configuration, before the first iteration", lambda row: row[0]),
+            *map(_startup_column, STARTUP_PARTS),
+        )
+        yield note(
+            "Start-up of a worker, mean over workers and runs. Imports end before the clock starts;"
+            " the rest is part of `other`."
+        )
+
+
+def _startup_column(part: str) -> Column[tuple[str, dict[str, float]]]:
+    return Column(part, lambda row: row[1][part] or None, formatting.seconds)
+
+
+def _shares(splits: Sequence[GroupPhases]) -> Iterator[Block]:
+    """Compute, exposed communication and waiting, with the communication that overlaps."""
+    if all(one.group.workers == 1 for one in splits):
+        return
+    yield table(
+        splits,
+        Column("configuration, of an iteration", lambda one: one.group.label),
+        Column("compute", lambda one: _compute_share(one.split), formatting.share),
+        Column("communication", lambda one: one.split.share("exchange"), formatting.share),
+        Column("waiting", lambda one: one.split.share("wait"), formatting.share),
+        Column("overlapped communication", _overlapped, formatting.seconds),
+        Column("overlapped, of all communication", _overlapped_share, formatting.share),
+    )
+    yield note(
+        "Communication is exposed communication, which training waits for. Overlapped"
+        " communication runs concurrently with the backward pass and is not counted in the"
+        f" phases. {NOT_MEASURED.capitalize()}: the records do not say how long it took."
+    )
+
+
+def _compute_share(split: PhaseBreakdown) -> float | None:
+    return split.of(COMPUTE_PHASES) / split.total if split.total else None
+
+
+def _overlapped(one: GroupPhases) -> float | str:
+    """Seconds per iteration."""
+    if one.group.workers == 1:
+        return "none"
+    overlapped = hidden_of_cell(one.group)
+    return NOT_MEASURED if overlapped is None else overlapped
+
+
+def _overlapped_share(one: GroupPhases) -> float | str:
+    overlapped = _overlapped(one)
+    if isinstance(overlapped, str):
+        return overlapped
+    communication = overlapped + one.split.seconds["exchange"]
+    return overlapped / communication if communication else 0.0
+
+
+def _phase_column(phase: str) -> Column[GroupPhases]:
+    def text(one: GroupPhases) -> str | None:
+        share = one.split.share(phase)
+        if share < NEGLIGIBLE:
+            return None
+        return f"{formatting.seconds(one.split.seconds[phase])} ({formatting.share(share)})"
+
+    return Column(phase, text)
+
+
+def _explanations(context: SectionContext) -> Iterator[Block]:
+    """What each phase adds to the time of the fastest configuration."""
+    ranking = [ranked.cell for ranked in iteration_pace(context.finished).ranking]
+    if len(ranking) < 2:
+        return
+    # One unit for the whole column.
+    batches = {group.config.global_batch_size for group in ranking[: MAX_EXPLAINED + 1]}
+    found = [
+        one
+        for other in ranking[1 : MAX_EXPLAINED + 1]
+        if (one := explain(ranking[0], other, by_samples=len(batches) > 1)) is not None
+    ]
+    if not found:
+        return
+    yield Text(f"Time {found[0].work} beyond that of {ranking[0].label}, by phase:")
+    yield table(
+        found,
+        Column("configuration", lambda one: one.slower),
+        Column("longer by", lambda one: one.seconds, formatting.seconds),
+        *map(_explained_column, IN_ITERATION),
+        Column("explained", _explained_share, formatting.share),
+    )
+
+
+def _explained_column(phase: str) -> Column[Explanation]:
+    return Column(phase, lambda one: one.by_phase[phase], formatting.seconds)
+
+
+def _explained_share(one: Explanation) -> float | None:
+    """None for a difference close to zero, of which there is no meaningful share."""
+    is_meaningful = abs(one.seconds) > 0.05 * sum(map(abs, one.by_phase.values()))
+    return one.explained / one.seconds if is_meaningful else None
+
+
+class RankRow(NamedTuple):
+    group: RunGroup
+    work: RankWork
+    group_samples: int
+
+
+@section("ranks", "Time and work of each worker")
+def ranks(context: SectionContext) -> Iterator[Block]:
+    found = [
+        (group, work) for group in context.groups if group.timed and (work := mean_rank_work(group))
+    ]
+    several = [(group, work) for group, work in found if len(work) > 1]
+    if not several:
+        return
+    yield table(
+        found,
+        Column("configuration, time per iteration", lambda row: row[0].label),
+        Column("rank 0", lambda row: rank_times(row[0]).rank_0, formatting.seconds),
+        Column("other ranks", lambda row: rank_times(row[0]).others, formatting.seconds),
+        Column(
+            "compute balance",
+            lambda row: compute_balances(row[0]) if len(row[1]) > 1 else None,
+            formatting.share,
+        ),
+    )
+    yield BulletList(list(_first_rank_items(several)))
+    rows = [
+        RankRow(group, one, sum(each.samples for each in work))
+        for group, work in several
+        for one in work
+    ]
+    yield _rank_table(rows[:MAX_RANK_ROWS])
+    if len(rows) > MAX_RANK_ROWS:
+        yield note(f"The first {MAX_RANK_ROWS} of {len(rows):,} workers.")
+    yield note(
+        "Compute, communication and waiting are parts of the time per iteration. Balance: mean"
+        " compute time over that of the worker that computes longest. Values are means over the"
+        " finished repeats."
+    )
+
+
+def _rank_table(rows: Sequence[RankRow]) -> Table:
+    return table(
+        rows,
+        Column("configuration, worker", _rank_label),
+        Column("time per iteration", lambda row: row.work.mean_seconds, formatting.seconds),
+        Column("compute", lambda row: row.work.split.of(COMPUTE_PHASES), formatting.seconds),
+        Column("communication", lambda row: row.work.split.seconds["exchange"], formatting.seconds),
+        Column("waiting", lambda row: row.work.split.seconds["wait"], formatting.seconds),
+        Column("training time", lambda row: row.work.training_seconds, formatting.seconds),
+        Column("samples", lambda row: row.work.samples, formatting.count),
+        Column(
+            "of all",
+            lambda row: row.work.samples / row.group_samples if row.group_samples else None,
+            formatting.share,
+        ),
+        Column(
+            "sent and received per iteration", lambda row: row.work.moved_bytes, formatting.size
+        ),
+    )
+
+
+def _rank_label(row: RankRow) -> str:
+    node = f", node {row.work.node}" if row.group.config.nnodes > 1 else ""
+    return f"{row.group.label}: rank {row.work.rank}{node}"
+
+
+def _first_rank_items(
+    several: Sequence[tuple[RunGroup, Sequence[RankWork]]],
+) -> Iterator[tuple[str, str]]:
+    """How rank 0 differs, per group; groups in which it does not share one item."""
+    alike = []
+    for group, work in several:
+        if work[0].rank:
+            continue  # Rank 0 was not timed.
+        text = _first_rank_text(work)
+        if text:
+            yield f"{group.label}:", text
+        else:
+            alike.append(group.label)
+    if alike:
+        yield (
+            "Rank 0 is like the others,",
+            f"no phase by more than {formatting.share(NOTABLE)} of an iteration apart, in"
+            f" {'; '.join(alike)}.",
+        )
+
+
+def _first_rank_text(work: Sequence[RankWork]) -> str:
+    """Empty if rank 0 does not differ notably."""
+    found = compare_first_rank(work)
+    parts = [
+        f"{formatting.seconds(abs(seconds))} {'longer' if seconds > 0 else 'shorter'} in {phase}"
+        for phase, seconds in sorted(found.longer_by_phase.items(), key=lambda item: -abs(item[1]))
+        if abs(seconds) > NOTABLE * found.iteration_seconds
+    ][:3]
+    moved, by_others = found.moved_bytes, found.others_moved_bytes
+    if max(moved, by_others) > (1 + NOTABLE) * min(moved, by_others):
+        sizes = f"{formatting.size(moved)}, each of the others {formatting.size(by_others)}"
+        if not parts:
+            return (
+                f"rank 0 sends and receives {sizes} an iteration; as the others wait for the same"
+                f" transfers, no phase of theirs is over {formatting.share(NOTABLE)} of an"
+                " iteration longer or shorter."
+            )
+        parts.append(f"and sends and receives {sizes}")
+    if not parts:
+        return ""
+    whole = formatting.seconds(found.iteration_seconds)
+    return f"of an iteration of {whole} rank 0 is {', '.join(parts)}."
+
+
+@section("timeline", "Timeline of one iteration")
+def timeline(context: SectionContext) -> Iterator[Block]:
+    steps = [
+        _timeline_step(group.label, traced)
+        for group in context.plotted
+        for traced in traced_steps(group)
+    ]
+    if not steps:
+        return
+    title = "One iteration: phases, and transfers below them"
+    yield Figure(context.figure_name("timeline"), title, draw_timeline(title, steps), is_wide=True)
+    yield note(
+        "Of the first and the last worker, the step that was of median length at the first. A"
+        " transfer below"
+        " backward is overlapped communication; one below exchange is exposed."
+    )
+
+
+def _timeline_step(label: str, traced: TracedStep) -> Step:
+    lanes = [Lane("phases", _timeline_spans(traced.phases))]
+    text = formatting.seconds(traced.seconds)
+    if traced.transfers:
+        lanes.append(Lane("transfers", _timeline_spans(traced.transfers)))
+        total = traced.transfer_seconds
+        overlapped = traced.overlapped_seconds / total if total else 0.0
+        text += (
+            f", transfers in flight {formatting.seconds(total)},"
+            f" {100 * overlapped:.0f}% of that overlapped"
+        )
+    return Step(f"{label}: rank {traced.rank}, iteration {traced.iteration}", text, lanes)
+
+
+def _timeline_spans(spans: Sequence[TraceSpan]) -> list[Span]:
+    return [
+        Span(
+            span.kind,
+            span.begin_seconds,
+            span.end_seconds,
+            "" if span.bytes is None else formatting.size(span.bytes),
+        )
+        for span in spans
+    ]
