@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.data.dataset import Split
+from paceline.data.image_transforms import ImageTransform
 from paceline.data.pipeline import InputPipeline
 from paceline.data.sampling import GlobalBatchSampler
 
@@ -45,7 +46,7 @@ class OneByOne(Dataset[tuple[Tensor, int]]):
     """A map-style dataset that applies general-purpose transforms to each sample."""
 
     def __init__(self, split: Split) -> None:
-        self.images, self.labels = split.inputs, split.labels.tolist()
+        self.images, self.labels = split.inputs, split.targets.tolist()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -75,7 +76,7 @@ def normalise(image: Tensor) -> Tensor:
 
 def by_input_path(split: Split, batch_size: int) -> Iterator[int]:
     order = GlobalBatchSampler(len(split), batch_size, seed=0)
-    path = InputPipeline(split, MEAN, STD, order, augment=("crop", "flip"))
+    path = InputPipeline(split, ImageTransform(MEAN, STD), order, augment=("crop", "flip"))
     for epoch in range(1_000_000):
         for index in range(order.batches_per_epoch):
             yield len(path.batch(epoch, index)[1])

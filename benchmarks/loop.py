@@ -87,7 +87,7 @@ def build(config: RunConfig) -> tuple[torch.nn.Module, torch.optim.Optimizer, In
     data = load_dataset(config)
     model = build_model(config.model, data.sample_shape, data.classes, config.seed)
     order = GlobalBatchSampler(len(data.train), config.global_batch_size, config.seed)
-    inputs = InputPipeline(data.train, data.mean, data.std, order, augment=(), seed=config.seed)
+    inputs = InputPipeline(data.train, data.transform, order, augment=(), seed=config.seed)
     return model, build_optimizer(config, model.parameters()), inputs
 
 

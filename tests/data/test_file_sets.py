@@ -51,7 +51,7 @@ def test_mnist_matches_written_samples(tmp_path: Path) -> None:
     images, labels = write_mnist(tmp_path)
     train = load(SMALL_MNIST, tmp_path).train
     np.testing.assert_array_equal(train.inputs, images[:, None])
-    np.testing.assert_array_equal(train.labels, labels)
+    np.testing.assert_array_equal(train.targets, labels)
 
 
 @pytest.mark.parametrize("batch", [python2_batch, python3_batch(2), python3_batch(4)])
@@ -60,7 +60,7 @@ def test_cifar10_concatenates_batches_in_order(tmp_path: Path, batch: object) ->
     rows, labels = write_cifar10(tmp_path, batch)
     train = load(SMALL_CIFAR10, tmp_path).train
     np.testing.assert_array_equal(train.inputs, rows.reshape(-1, 3, 32, 32))
-    assert train.labels.tolist() == labels
+    assert train.targets.tolist() == labels
 
 
 @pytest.mark.parametrize("deflated", [True, False])
@@ -68,7 +68,7 @@ def test_svhn_label_10_becomes_digit_0(tmp_path: Path, deflated: bool) -> None:
     images, digits = write_svhn(tmp_path, deflated=deflated)["test"]
     test = load(SMALL_SVHN, tmp_path).test
     np.testing.assert_array_equal(test.inputs, images)
-    assert test.labels.tolist() == digits
+    assert test.targets.tolist() == digits
 
 
 def test_svhn_extra_is_train_followed_by_extra(tmp_path: Path) -> None:
@@ -77,16 +77,16 @@ def test_svhn_extra_is_train_followed_by_extra(tmp_path: Path) -> None:
     np.testing.assert_array_equal(
         train.inputs, np.concatenate([splits["train"][0], splits["extra"][0]])
     )
-    assert train.labels.tolist() == splits["train"][1] + splits["extra"][1]
+    assert train.targets.tolist() == splits["train"][1] + splits["extra"][1]
 
 
 @every_set
-def test_inputs_are_uint8_and_labels_int64(tmp_path: Path, name: str) -> None:
+def test_inputs_and_targets_keep_their_stored_dtype(tmp_path: Path, name: str) -> None:
     fileset, write = SETS[name]
     write(tmp_path)
     dataset = load(fileset, tmp_path)
     assert dataset.train.inputs.dtype == dataset.test.inputs.dtype == torch.uint8
-    assert dataset.train.labels.dtype == torch.int64
+    assert dataset.train.targets.dtype == dataset.test.targets.dtype == torch.uint8
     assert dataset.sample_shape == fileset.official.sample_shape
 
 
@@ -105,7 +105,7 @@ def test_limited_load_is_a_prefix_of_the_full_dataset(
     )
     part = fileset(request)
     assert torch.equal(part.train.inputs, whole.inputs[:asked])
-    assert torch.equal(part.train.labels, whole.labels[:asked])
+    assert torch.equal(part.train.targets, whole.targets[:asked])
     assert len(part.test) == 2
 
 
@@ -123,7 +123,7 @@ def test_mapped_split_has_the_same_samples(tmp_path: Path, name: str) -> None:
     for _ in ("made", "found"):
         mapped = load(fileset, tmp_path, limit_bytes=0)
         assert torch.equal(mapped.train.inputs, resident.train.inputs)
-        assert torch.equal(mapped.train.labels, resident.train.labels)
+        assert torch.equal(mapped.train.targets, resident.train.targets)
         assert torch.equal(mapped.test.inputs, resident.test.inputs)
 
 

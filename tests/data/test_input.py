@@ -15,6 +15,7 @@ from paceline.data.image_transforms import (
     CUTOUT_SIDE,
     Augmenter,
     AugmentParams,
+    ImageTransform,
     cut_out,
     draw_augment_params,
 )
@@ -41,7 +42,7 @@ def plain(images: Tensor) -> Tensor:
 
 def make_pipeline(split: Split, batch_size: int = 16, **options: object) -> InputPipeline:
     order = GlobalBatchSampler(len(split), batch_size, seed=4)
-    return InputPipeline(split, MEAN, STD, order, **options)  # type: ignore[arg-type]
+    return InputPipeline(split, ImageTransform(MEAN, STD), order, **options)  # type: ignore[arg-type]
 
 
 def params_for(images: Tensor, epoch: int = 0) -> AugmentParams:
@@ -61,38 +62,48 @@ def test_batch_is_normalized_by_mean_and_std() -> None:
         rows = path.order.batch(1, index)
         inputs, labels = path.batch(1, index)
         torch.testing.assert_close(inputs, plain(split.inputs[rows]))
-        assert torch.equal(labels, split.labels[rows])
+        assert torch.equal(labels, split.targets[rows])
 
 
 def test_images_without_statistics_are_scaled_to_0_1() -> None:
     split = image_split()
-    path = InputPipeline(split, (), (), GlobalBatchSampler(50, 16, seed=4))
+    path = InputPipeline(split, ImageTransform(), GlobalBatchSampler(50, 16, seed=4))
     expected = split.inputs[path.order.batch(0, 0)] / 255
     torch.testing.assert_close(path.batch(0, 0)[0], expected)
 
 
 def test_single_statistic_applies_to_all_channels() -> None:
     split = image_split()
-    path = InputPipeline(split, (0.5,), (0.25,), GlobalBatchSampler(50, 16, seed=4))
+    path = InputPipeline(split, ImageTransform((0.5,), (0.25,)), GlobalBatchSampler(50, 16, seed=4))
     expected = (split.inputs[path.order.batch(0, 0)] / 255 - 0.5) / 0.25
     torch.testing.assert_close(path.batch(0, 0)[0], expected)
 
 
 def test_floats_are_not_normalized() -> None:
     split = Split(torch.randn(20, 7), torch.arange(20))
-    path = InputPipeline(split, (), (), GlobalBatchSampler(20, 8, seed=0))
+    path = InputPipeline(split, None, GlobalBatchSampler(20, 8, seed=0))
     assert torch.equal(path.batch(0, 1)[0], split.inputs[path.order.batch(0, 1)])
 
 
 def test_doubles_are_converted_to_the_model_dtype() -> None:
     split = Split(torch.randn(20, 7, dtype=torch.float64), torch.arange(20))
     assert (
-        InputPipeline(split, (), (), GlobalBatchSampler(20, 8, 0)).batch(0, 0)[0].dtype
+        InputPipeline(split, None, GlobalBatchSampler(20, 8, 0)).batch(0, 0)[0].dtype
         == torch.float32
     )
 
 
-def test_labels_of_any_integer_dtype_become_int64() -> None:
+def test_tokens_and_their_targets_are_not_normalized() -> None:
+    windows = random_bytes(81).unfold(0, 9, 8)
+    split = Split(windows[:, :-1], windows[:, 1:])
+    pipeline = InputPipeline(split, None, GlobalBatchSampler(10, 4, seed=0))
+    rows = pipeline.order.batch(0, 0)
+    inputs, targets = pipeline.batch(0, 0)
+    assert torch.equal(inputs, split.inputs[rows])
+    assert torch.equal(targets, split.targets[rows].long())
+
+
+def test_targets_of_any_integer_dtype_become_int64() -> None:
     split = Split(random_bytes(20, 3, 4, 4), torch.arange(20, dtype=torch.uint8))
     assert make_pipeline(split).batch(0, 0)[1].dtype == torch.int64
 
@@ -109,7 +120,7 @@ def test_mapped_split_gives_the_same_batches(tmp_path: Path) -> None:
     file = tmp_path / "images"
     file.write_bytes(split.inputs.numpy().tobytes())
     mapped = torch.from_file(str(file), shared=False, size=split.inputs.numel(), dtype=torch.uint8)
-    over_file = make_pipeline(Split(mapped.view_as(split.inputs), split.labels), augment=ALL_KINDS)
+    over_file = make_pipeline(Split(mapped.view_as(split.inputs), split.targets), augment=ALL_KINDS)
     in_memory = make_pipeline(split, augment=ALL_KINDS)
     assert torch.equal(over_file.batch(0, 2)[0], in_memory.batch(0, 2)[0])
 
@@ -250,16 +261,16 @@ def test_cutout_pixels_are_zero_after_normalization() -> None:
 
 def test_evaluation_yields_every_sample_once_in_order() -> None:
     split = image_split(23)
-    batches = list(evaluation_batches(split, MEAN, STD, batch_size=10))
+    batches = list(evaluation_batches(split, ImageTransform(MEAN, STD), batch_size=10))
     assert [len(labels) for _, labels in batches] == [10, 10, 3]
     torch.testing.assert_close(torch.cat([inputs for inputs, _ in batches]), plain(split.inputs))
-    assert torch.equal(torch.cat([labels for _, labels in batches]), split.labels)
+    assert torch.equal(torch.cat([labels for _, labels in batches]), split.targets)
 
 
 def test_evaluation_does_not_modify_float_inputs() -> None:
     split = Split(torch.randn(6, 3), torch.arange(6))
     before = split.inputs.clone()
-    list(evaluation_batches(split, (), (), batch_size=4))
+    list(evaluation_batches(split, None, batch_size=4))
     assert torch.equal(split.inputs, before)
 
 

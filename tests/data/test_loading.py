@@ -29,24 +29,35 @@ def test_custom_images_are_normalized_by_their_own_statistics() -> None:
     scaled = images().double() / 255
     assert dataset.classes == 3
     assert dataset.sample_shape == (3, 4, 4)
-    assert dataset.mean == pytest.approx(scaled.mean((0, 2, 3)).tolist())
-    assert dataset.std == pytest.approx(scaled.std((0, 2, 3), correction=0).tolist())
+    assert dataset.transform is not None
+    assert dataset.transform.mean == pytest.approx(scaled.mean((0, 2, 3)).tolist())
+    assert dataset.transform.std == pytest.approx(scaled.std((0, 2, 3), correction=0).tolist())
 
 
 def test_constant_images_get_a_nonzero_std() -> None:
     grey = torch.full((2, 1, 4, 4), 9, dtype=torch.uint8)
-    assert load_custom("mine:data", returning(grey, torch.tensor([0, 1]))).std == (1.0,)
+    transform = load_custom("mine:data", returning(grey, torch.tensor([0, 1]))).transform
+    assert transform is not None
+    assert transform.std == (1.0,)
 
 
 def test_custom_floats_are_not_normalized() -> None:
     dataset = load_custom("mine:data", returning(torch.randn(4, 7), torch.tensor([0, 1, 1, 0])))
-    assert dataset.mean == dataset.std == ()
+    assert dataset.transform is None
+    assert not dataset.has_tokens
 
 
 def test_class_count_covers_both_splits() -> None:
     few, more = torch.tensor([0, 1]), torch.tensor([0, 4])
     dataset = load_custom("mine:data", returning(torch.ones(2, 3), few, torch.ones(2, 3), more))
     assert dataset.classes == 5
+
+
+def test_float_sequences_may_have_a_label_per_position() -> None:
+    targets = torch.arange(12).view(4, 3) % 5
+    dataset = load_custom("mine:data", returning(torch.randn(4, 3, 7), targets))
+    assert dataset.classes == 5
+    assert torch.equal(dataset.train.targets, targets)
 
 
 def failing() -> None:
@@ -67,6 +78,8 @@ FAULTS: dict[str, tuple[Callable[[], object], str]] = {
     "no feature": (returning(torch.ones(6), labels), "at least two dimensions"),
     "float labels": (returning(floats, labels.float()), "train_y must have an integer dtype"),
     "one-hot labels": (returning(floats, torch.eye(6).long()), "one label per sample"),
+    "label per channel": (returning(images(), torch.ones(6, 3).long()), "one label per sample"),
+    "scalar label": (returning(floats, torch.tensor(1)), "one label per sample"),
     "lengths": (returning(floats, labels[:4]), "train_x has 6 samples but train_y has 4 labels"),
     "empty": (returning(floats[:0], labels[:0]), "train_x is empty"),
     "empty test": (returning(floats, labels, floats[:0], labels[:0]), "test_x is empty"),
@@ -157,7 +170,7 @@ def test_run_seed_does_not_change_the_synthetic_dataset() -> None:
         ),
         (
             {"batch_size": 2, "augment": ("flip",)},
-            "--augment: requires uint8 images, but users_own_data:small holds floats",
+            "--augment: requires uint8 images, but users_own_data:small does not hold them",
         ),
     ],
 )

@@ -41,12 +41,14 @@ def dataset(request: pytest.FixtureRequest, linked_data: Path) -> Dataset:
 
 
 def test_class_counts_match_published_counts(dataset: Dataset) -> None:
-    assert torch.bincount(dataset.train.labels).tolist() == TRAIN_COUNTS[dataset.name]
+    assert torch.bincount(dataset.train.targets).tolist() == TRAIN_COUNTS[dataset.name]
 
 
 def test_manifest_mean_and_std_match_the_training_set(dataset: Dataset) -> None:
     values = torch.arange(256, dtype=torch.float64) / 255
-    for channel, (mean, std) in enumerate(zip(dataset.mean, dataset.std, strict=True)):
+    transform = dataset.transform
+    assert transform is not None
+    for channel, (mean, std) in enumerate(zip(transform.mean, transform.std, strict=True)):
         counts = torch.bincount(dataset.train.inputs[:, channel].flatten(), minlength=256)
         share = counts / counts.sum()
         measured = (share * values).sum()
@@ -65,4 +67,4 @@ def test_mapped_svhn_equals_resident_svhn(linked_data: Path) -> None:
     resident = DATASETS.load("svhn")(LoadRequest(str(linked_data)))
     mapped = DATASETS.load("svhn")(LoadRequest(str(linked_data), resident_limit_bytes=0))
     assert torch.equal(resident.test.inputs, mapped.test.inputs)
-    assert torch.equal(resident.train.labels, mapped.train.labels)
+    assert torch.equal(resident.train.targets, mapped.train.targets)

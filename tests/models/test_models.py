@@ -191,6 +191,12 @@ def test_golden_files_match_the_settings_of_their_case(name: str) -> None:
 # Shapes
 
 
+@pytest.mark.parametrize("name", ["softmax", "mlp"])
+def test_models_of_images_and_floats_reject_tokens(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--model: {name} needs images or floats"):
+        build_model(name, (32,), 256, seed=0, has_tokens=True)
+
+
 @pytest.mark.parametrize("sample_shape", SHAPES, ids=["mnist", "cifar"])
 @pytest.mark.parametrize("name", NAMES)
 def test_output_has_one_score_per_class(name: str, sample_shape: tuple[int, ...]) -> None:

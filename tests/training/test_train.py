@@ -86,9 +86,9 @@ def test_the_start_up_is_split_and_lies_in_other(
         time.sleep(0.2)
         return load_dataset(config)
 
-    def slow_build(*arguments: Any) -> nn.Module:
+    def slow_build(*arguments: Any, **options: Any) -> nn.Module:
         time.sleep(0.1)
-        return build_model(*arguments)
+        return build_model(*arguments, **options)
 
     monkeypatch.setattr(trainer, "load_dataset", slow_load)
     monkeypatch.setattr(trainer, "build_model", slow_build)
@@ -135,7 +135,7 @@ def plain_training(settings: dict[str, Any], steps: int) -> str:
     config = from_mapping(settings)
     data = load_dataset(config)
     order = GlobalBatchSampler(len(data.train), config.global_batch_size, config.seed)
-    inputs = InputPipeline(data.train, data.mean, data.std, order, augment=(), seed=config.seed)
+    inputs = InputPipeline(data.train, data.transform, order, augment=(), seed=config.seed)
     model = build_model(config.model, data.sample_shape, data.classes, config.seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9, fused=True)
     for step in range(steps):
@@ -304,6 +304,27 @@ def test_a_users_own_data_and_model_train(tmp_path: Path, monkeypatch: pytest.Mo
         train_samples=None, test_samples=None, eval_every="never",
     )  # fmt: skip
     assert result["final"]["test_accuracy"] > 0.8
+
+
+def test_sequences_with_a_label_per_position_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_sequences_a.py").write_text(
+        "import torch\n"
+        "def data():\n"
+        "    x = torch.randn(96, 3, 5, generator=torch.Generator().manual_seed(1))\n"
+        "    y = (x.sum(2) > 0).to(torch.uint8)\n"
+        "    return (x[:64], y[:64]), (x[64:], y[64:])\n"
+        "def model(sample_shape, classes):\n"
+        "    return torch.nn.Linear(sample_shape[-1], classes)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    _, result = train(
+        tmp_path, data="own_sequences_a:data", model="own_sequences_a:model", epochs=30, lr=0.5,
+        train_samples=None, test_samples=None, eval_every="never", accumulate=2,
+    )  # fmt: skip
+    assert result["final"]["test_accuracy"] > 0.8
+    assert result["samples"] == 30 * 64
 
 
 def test_measuring_costs_at_most_a_hundredth(tmp_path: Path) -> None:

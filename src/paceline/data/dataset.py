@@ -1,4 +1,4 @@
-"""Dataset types: a training and a test split of tensors, with their normalization statistics."""
+"""Dataset types: a training and a test split of tensors, and the transform of their inputs."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from paceline.data.image_transforms import ImageTransform
+
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Inputs and labels; the first dimension of both is the sample.
+    """Inputs and targets; the first dimension of both is the sample.
 
-    Images are uint8 tensors of shape (samples, channels, height, width), which the input pipeline
-    normalizes. Float tensors may have any shape and are not normalized.
+    Targets are class indices of any integer dtype: one per sample, or one per position of a sample.
     """
 
     inputs: Tensor
-    labels: Tensor
+    targets: Tensor
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.targets)
 
     def head(self, samples: int | None) -> Split:
         """Return the first `samples` samples as views; None returns the whole split."""
@@ -28,7 +29,7 @@ class Split:
 
     def part(self, samples: slice) -> Split:
         """Return the given samples as views."""
-        return Split(self.inputs[samples], self.labels[samples])
+        return Split(self.inputs[samples], self.targets[samples])
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +38,19 @@ class Dataset:
     train: Split
     test: Split
     classes: int
-    mean: tuple[float, ...] = ()
-    """Per channel, of the training images scaled to [0, 1]; empty if inputs are not normalized."""
-    std: tuple[float, ...] = ()
+    transform: ImageTransform | None = None
+    """What the inputs are: images to normalize, or, if None, values that the model takes as is."""
     warnings: tuple[str, ...] = ()
     """Shown to the user once per run."""
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
         return tuple(self.train.inputs.shape[1:])
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether inputs are integers without a transform: indices for an embedding."""
+        return self.transform is None and not self.train.inputs.is_floating_point()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +68,8 @@ class LoadRequest:
 class DatasetInfo:
     """Shape and size of a registered dataset, known without loading it (`outline` of a loader)."""
 
-    sample_shape: tuple[int, int, int]
-    """(channels, height, width)."""
+    sample_shape: tuple[int, ...]
+    """(channels, height, width) of images."""
     classes: int
     train_samples: int
     test_samples: int

@@ -17,6 +17,7 @@ from torch import Generator, Tensor
 
 from paceline.data.dataset import Dataset, DatasetInfo, LoadRequest, Split
 from paceline.data.digit_images import DRAWING_VERSION, draw_plain_digits, draw_street_numbers
+from paceline.data.image_transforms import ImageTransform
 from paceline.data.manifest import data_folder
 from paceline.data.sampling import derive_seed
 from paceline.data.storage import Chunk, mapped_split, resident_split
@@ -43,8 +44,7 @@ class SyntheticDigits:
     """(samples, generator) -> uint8 images and labels."""
     shape: tuple[int, int, int]
     """(channels, height, width)."""
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    transform: ImageTransform
 
     def __call__(self, request: LoadRequest) -> Dataset:
         sizes = {
@@ -52,7 +52,7 @@ class SyntheticDigits:
             "test": TEST_SAMPLES if request.test_samples is None else request.test_samples,
         }
         train, test = (self._load(split, samples, request) for split, samples in sizes.items())
-        return Dataset(self.name, train, test, CLASSES, self.mean, self.std)
+        return Dataset(self.name, train, test, CLASSES, self.transform)
 
     @property
     def outline(self) -> DatasetInfo:
@@ -80,7 +80,7 @@ class SyntheticDigits:
             if not fits:
                 raise
             return self._resident(split, samples, request.seed)
-        return Split(cached.inputs.clone(), cached.labels) if fits else cached
+        return Split(cached.inputs.clone(), cached.targets.clone()) if fits else cached
 
     def _resident(self, split: str, samples: int, seed: int) -> Split:
         return resident_split(self.draw(split, samples, seed), samples, self.shape)
@@ -110,10 +110,14 @@ class SyntheticDigits:
         images, labels = next(self.draw(split, min(len(cached), CHUNK_SAMPLES), seed))
         return (
             np.array_equal(cached.inputs[: len(images)].numpy(), images)
-            and np.array_equal(cached.labels[: len(labels)].numpy(), labels)
-            and int(cached.labels.max()) < CLASSES
+            and np.array_equal(cached.targets[: len(labels)].numpy(), labels)
+            and int(cached.targets.max()) < CLASSES
         )
 
 
-DIGITS = SyntheticDigits("digits", draw_street_numbers, (3, 32, 32), (0.359,) * 3, (0.203,) * 3)
-PLAIN_DIGITS = SyntheticDigits("plain_digits", draw_plain_digits, (1, 28, 28), (0.125,), (0.265,))
+DIGITS = SyntheticDigits(
+    "digits", draw_street_numbers, (3, 32, 32), ImageTransform((0.359,) * 3, (0.203,) * 3)
+)
+PLAIN_DIGITS = SyntheticDigits(
+    "plain_digits", draw_plain_digits, (1, 28, 28), ImageTransform((0.125,), (0.265,))
+)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from paceline.data.checksums import Verdict, verify_file
 from paceline.data.dataset import Dataset, DatasetInfo, LoadRequest, Split
+from paceline.data.image_transforms import ImageTransform
 from paceline.data.manifest import CorruptFileError, DatasetManifest, ManifestFile, data_folder
 from paceline.data.storage import Chunk, mapped_split, resident_split
 from paceline.errors import DataError
@@ -64,8 +65,7 @@ class FileDataset:
             train=train,
             test=test,
             classes=official.classes,
-            mean=official.mean,
-            std=official.std,
+            transform=ImageTransform(official.mean, official.std),
             warnings=warnings,
         )
 

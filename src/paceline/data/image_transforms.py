@@ -1,8 +1,8 @@
-"""Image augmentation (flip, crop, cutout) of whole batches of uint8 images.
+"""Normalization and augmentation (flip, crop, cutout) of whole batches of uint8 images.
 
-The random parameters depend only on (seed, epoch) and on the position of a sample in the epoch, so
-a sample is augmented the same way for any number of workers. The parameters of one transform do not
-depend on which other transforms are enabled.
+The random parameters of augmentation depend only on (seed, epoch) and on the position of a sample
+in the epoch, so a sample is augmented the same way for any number of workers. The parameters of one
+augmentation do not depend on which others are enabled.
 """
 
 from __future__ import annotations
@@ -28,6 +28,70 @@ _MAX_CROP_BUFFERS = 2
 
 Integers = NDArray[np.int64]
 """One per sample. For arrays this small, numpy is faster than torch."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageTransform:
+    """Inputs are uint8 images (channels, height, width), to be normalized by channel."""
+
+    mean: tuple[float, ...] = ()
+    """Per channel, of images scaled to [0, 1]; a single value applies to all channels."""
+    std: tuple[float, ...] = ()
+    """Images without statistics are only scaled to [0, 1]."""
+
+    @classmethod
+    def from_images(cls, images: Tensor) -> ImageTransform:
+        """Normalize by the statistics of these images."""
+        values = torch.arange(256, dtype=torch.float64) / 255
+        means, stds = [], []
+        for channel in range(images.shape[1]):
+            counts = torch.bincount(images[:, channel].flatten(), minlength=256).to(torch.float64)
+            fractions = counts / counts.sum()
+            mean = float((fractions * values).sum())
+            std = float((fractions * (values - mean) ** 2).sum() ** 0.5)
+            means.append(mean)
+            # A constant channel carries no information, so any nonzero divisor works.
+            stds.append(std or 1.0)
+        return cls(tuple(means), tuple(stds))
+
+    @property
+    def mean_pixel(self) -> tuple[int, ...]:
+        """Value that normalization maps closest to zero, one per channel or one for all."""
+        return tuple(round(255 * value) for value in self.mean) or (0,)
+
+
+class Normalizer:
+    """Converts uint8 to floats as (x / 255 - mean) / std per channel, in one fused multiply-add."""
+
+    def __init__(
+        self,
+        transform: ImageTransform,
+        sample_shape: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        channels_last: bool = False,
+    ) -> None:
+        self._dtype = dtype
+        self._device = torch.device(device)
+        self._sample_shape = tuple(sample_shape)
+        self._layout = torch.channels_last if channels_last else torch.contiguous_format
+        mean64 = torch.tensor(transform.mean or (0.0,), dtype=torch.float64)
+        std64 = torch.tensor(transform.std or (1.0,), dtype=torch.float64)
+        self._scale = self._expand(1 / (255 * std64))
+        self._shift = self._expand(-mean64 / std64)
+
+    def _expand(self, channels: Tensor) -> Tensor:
+        """Expand to one value per element of a sample; broadcasting over pixels is slower."""
+        per_channel = channels.view(-1, *(1 for _ in self._sample_shape[1:]))
+        full = per_channel.expand(self._sample_shape).unsqueeze(0).to(self._device, torch.float32)
+        return full.contiguous(memory_format=self._layout)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        # The conversion creates a new tensor, so the arithmetic can be done in place.
+        values = images.to(self._device).to(torch.float32, memory_format=self._layout)
+        torch.addcmul(self._shift, values, self._scale, out=values)
+        return values.to(self._dtype)
 
 
 @dataclass(frozen=True, slots=True)

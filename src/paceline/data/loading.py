@@ -16,6 +16,7 @@ from torch import Tensor
 from paceline.config import RunConfig
 from paceline.data import DATASETS
 from paceline.data.dataset import Dataset, LoadRequest, Split
+from paceline.data.image_transforms import ImageTransform
 from paceline.errors import ConfigError, DataError, error_line
 from paceline.registry import load_user_object
 
@@ -70,16 +71,16 @@ def _check(config: RunConfig, dataset: Dataset) -> list[str]:
         problems.append(
             f"{flag}: must be at most {limit} for a training set of {samples} samples, got {value}"
         )
-    if config.augment and dataset.train.inputs.dtype != torch.uint8:
-        problems.append(f"--augment: requires uint8 images, but {dataset.name} holds floats")
+    if config.augment and dataset.transform is None:
+        problems.append(f"--augment: requires uint8 images, but {dataset.name} does not hold them")
     return problems
 
 
 def load_custom(name: str, function: Callable[[], object]) -> Dataset:
     """Call a user-defined dataset function and validate its result; errors are one-line DataErrors.
 
-    uint8 images are normalized by the mean and standard deviation of each channel of the training
-    split; floats are not normalized.
+    uint8 tensors are images, normalized by the mean and standard deviation of each channel of the
+    training split; floats are not normalized.
     """
     where = f"data {name!r}"
     try:
@@ -93,9 +94,10 @@ def load_custom(name: str, function: Callable[[], object]) -> Dataset:
             f"{where}: train_x and test_x must have the same sample shape and dtype, "
             f"got {_kind(train.inputs)} and {_kind(test.inputs)}"
         )
-    mean, std = channel_statistics(train.inputs)
-    classes = int(max(train.labels.max(), test.labels.max())) + 1
-    return Dataset(name, train, test, classes, mean, std)
+    is_images = train.inputs.dtype == torch.uint8
+    transform = ImageTransform.from_images(train.inputs) if is_images else None
+    classes = int(max(train.targets.max(), test.targets.max())) + 1
+    return Dataset(name, train, test, classes, transform)
 
 
 def _unpack(where: str, returned: object) -> tuple[Split, Split]:
@@ -114,9 +116,9 @@ def _is_pair(value: object) -> TypeGuard[Sequence[object]]:
     return isinstance(value, tuple | list) and len(value) == 2
 
 
-def _check_split(where: str, name: str, inputs: Tensor, labels: Tensor) -> Split:
+def _check_split(where: str, name: str, inputs: Tensor, targets: Tensor) -> Split:
     x, y = f"{where}: {name}_x", f"{where}: {name}_y"
-    inputs, labels = inputs.detach(), labels.detach()
+    inputs, targets = inputs.detach(), targets.detach()
     if inputs.dtype == torch.uint8:
         if inputs.dim() != 4:
             raise DataError(
@@ -127,36 +129,24 @@ def _check_split(where: str, name: str, inputs: Tensor, labels: Tensor) -> Split
         raise DataError(f"{x} must be uint8 images or floats, got {_dtype(inputs)}")
     if inputs.dim() < 2:
         raise DataError(f"{x} must have at least two dimensions, got {_shape(inputs)}")
-    if labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex():
-        raise DataError(f"{y} must have an integer dtype such as int64, got {_dtype(labels)}")
-    if labels.dim() != 1:
-        raise DataError(f"{y} must be one-dimensional, one label per sample, got {_shape(labels)}")
-    if len(inputs) != len(labels):
-        raise DataError(f"{x} has {len(inputs)} samples but {name}_y has {len(labels)} labels")
+    if targets.dtype == torch.bool or targets.is_floating_point() or targets.is_complex():
+        raise DataError(f"{y} must have an integer dtype such as int64, got {_dtype(targets)}")
+    if targets.dim() == 1 and len(inputs) != len(targets):
+        raise DataError(f"{x} has {len(inputs)} samples but {name}_y has {len(targets)} labels")
+    # A label per position, such as a time step, needs a feature dimension after the positions.
+    positions = 1 if inputs.dtype == torch.uint8 else inputs.dim() - 1
+    if not targets.dim() or targets.shape != inputs.shape[: min(targets.dim(), positions)]:
+        raise DataError(
+            f"{y} must have one label per sample, or per position of a sample of floats, "
+            f"got {_shape(targets)} for inputs of {_shape(inputs)}"
+        )
     if not inputs.numel():
         raise DataError(f"{x} is empty: return at least one sample")
-    if int(labels.min()) < 0:
-        raise DataError(f"{y} must not be negative, got {int(labels.min())}")
+    if int(targets.min()) < 0:
+        raise DataError(f"{y} must not be negative, got {int(targets.min())}")
     if inputs.is_floating_point() and not bool(torch.isfinite(inputs).all()):
         raise DataError(f"{x} must be finite, but contains NaN or infinity")
-    return Split(inputs.contiguous(), labels.to(torch.int64))
-
-
-def channel_statistics(inputs: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and std per channel of uint8 images scaled to [0, 1]; empty tuples for floats."""
-    if inputs.dtype != torch.uint8:
-        return (), ()
-    values = torch.arange(256, dtype=torch.float64) / 255
-    means, stds = [], []
-    for channel in range(inputs.shape[1]):
-        counts = torch.bincount(inputs[:, channel].flatten(), minlength=256).to(torch.float64)
-        fractions = counts / counts.sum()
-        mean = float((fractions * values).sum())
-        std = float((fractions * (values - mean) ** 2).sum() ** 0.5)
-        means.append(mean)
-        # A constant channel carries no information, so any nonzero divisor works.
-        stds.append(std or 1.0)
-    return tuple(means), tuple(stds)
+    return Split(inputs.contiguous(), targets)
 
 
 def _kind(tensor: Tensor) -> str:

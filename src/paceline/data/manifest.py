@@ -36,7 +36,7 @@ class DatasetManifest:
     test: tuple[ManifestFile, ...]
     train_samples: int
     test_samples: int
-    sample_shape: tuple[int, int, int]
+    sample_shape: tuple[int, ...]
     """(channels, height, width)."""
     mean: tuple[float, ...]
     """Per channel, over all pixels of the training set scaled to [0, 1]."""

@@ -37,7 +37,7 @@ _LOCK_POLL_SECONDS = 0.2
 def resident_split(chunks: Iterable[Chunk], samples: int, shape: tuple[int, ...]) -> Split:
     """Read chunks, which hold exactly `samples` samples in total, into memory."""
     images = torch.empty((samples, *shape), dtype=torch.uint8)
-    labels = torch.empty(samples, dtype=torch.int64)
+    labels = torch.empty(samples, dtype=torch.uint8)
     images_out, labels_out = images.numpy(), labels.numpy()
     filled = 0
     for some_images, some_labels in chunks:
@@ -60,22 +60,24 @@ def mapped_split(
     the tensor does not change the file.
     """
     page = _describe(sources, samples, shape)
-    if not _is_current(cache, page, samples, shape):
+    image_bytes = samples * math.prod(shape)
+    size_bytes = _PAGE_BYTES + image_bytes + samples
+
+    def is_current(path: Path) -> bool:
+        return _starts_with(path, page, size_bytes)
+
+    if not is_current(cache):
         _check_free_space(cache.parent, samples * (math.prod(shape) + 1))
         try:
-            with _locked(cache.with_name(f".{cache.name}.lock")):
-                if not _is_current(cache, page, samples, shape):
-                    _write(cache, page, chunks())
+            build_once(cache, lambda file: _write_images(file, page, chunks()), is_current)
         except OSError as error:
             raise DataError(
                 f"cannot write {cache}, needed for datasets above --resident-limit-mib: "
                 f"{error.strerror}; free disk space or raise the limit"
             ) from None
-    image_bytes = samples * int(np.prod(shape))
-    size_bytes = _PAGE_BYTES + image_bytes + samples
     mapped = torch.from_file(str(cache), shared=False, size=size_bytes, dtype=torch.uint8)
     images = mapped[_PAGE_BYTES : _PAGE_BYTES + image_bytes].view(samples, *shape)
-    return Split(images, mapped[_PAGE_BYTES + image_bytes :].to(torch.int64))
+    return Split(images, mapped[_PAGE_BYTES + image_bytes :])
 
 
 def _describe(sources: Sequence[Path], samples: int, shape: tuple[int, ...]) -> bytes:
@@ -88,16 +90,22 @@ def _describe(sources: Sequence[Path], samples: int, shape: tuple[int, ...]) -> 
     return text.ljust(_PAGE_BYTES, b"\n")
 
 
-def _is_current(cache: Path, page: bytes, samples: int, shape: tuple[int, ...]) -> bool:
+def _starts_with(path: Path, page: bytes, size_bytes: int) -> bool:
+    """Return whether a file exists, has this size and starts with this page."""
     try:
-        with cache.open("rb") as file:
-            size_bytes = os.fstat(file.fileno()).st_size
-            return (
-                size_bytes == _PAGE_BYTES + samples * (int(np.prod(shape)) + 1)
-                and file.read(_PAGE_BYTES) == page
-            )
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_size == size_bytes and file.read(len(page)) == page
     except OSError:
         return False
+
+
+def _write_images(file: BinaryIO, page: bytes, chunks: Iterator[Chunk]) -> None:
+    labels = []
+    file.write(page)
+    for some_images, some_labels in chunks:
+        file.write(np.ascontiguousarray(some_images).data)
+        labels.append(some_labels.tobytes())
+    file.write(b"".join(labels))
 
 
 def _check_free_space(folder: Path, needed_bytes: int) -> None:
@@ -115,27 +123,31 @@ def _size_text(size_bytes: float) -> str:
     return f"{size_bytes / _UNITS[unit]:,.1f} {unit}"
 
 
-def _write(cache: Path, page: bytes, chunks: Iterator[Chunk]) -> None:
-    for leftover in cache.parent.glob(f".{cache.name}.*.part"):
-        leftover.unlink(missing_ok=True)
-    temporary = cache.with_name(f".{cache.name}.{os.getpid()}.part")
-    try:
-        with temporary.open("wb") as file:
-            _fill(file, page, chunks)
-        temporary.replace(cache)
-    finally:
-        temporary.unlink(missing_ok=True)
+def build_once(
+    path: Path,
+    write: Callable[[BinaryIO], None],
+    is_current: Callable[[Path], bool] = Path.exists,
+) -> None:
+    """Create a file unless it is current: one process writes it, others on the machine wait.
 
-
-def _fill(file: BinaryIO, page: bytes, chunks: Iterator[Chunk]) -> None:
-    labels = []
-    file.write(page)
-    for some_images, some_labels in chunks:
-        file.write(np.ascontiguousarray(some_images).data)
-        labels.append(some_labels.tobytes())
-    file.write(b"".join(labels))
-    file.flush()
-    os.fsync(file.fileno())
+    `write` gets a temporary file, which is renamed to `path` when it is complete.
+    """
+    if is_current(path):
+        return
+    with _locked(path.with_name(f".{path.name}.lock")):
+        if is_current(path):
+            return
+        for leftover in path.parent.glob(f".{path.name}.*.part"):
+            leftover.unlink(missing_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+        try:
+            with temporary.open("wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 ModelFactory = Callable[[tuple[int, ...], int], "nn.Module"]
 
 MODELS: Registry[ModelFactory] = Registry("model")
+TOKEN_MODELS: frozenset[str] = frozenset()
+"""Registered models whose inputs are tokens; the others take images or floats."""
 
 MODELS.register(
     "softmax", "paceline.models.softmax:softmax", "softmax regression (one linear layer)"

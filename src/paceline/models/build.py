@@ -18,18 +18,30 @@ import torch
 from torch import nn
 
 from paceline.errors import ConfigError, PacelineError, UserCodeError, whole_error_line
-from paceline.models import MODELS
+from paceline.models import MODELS, TOKEN_MODELS
 
 
-def build_model(name: str, sample_shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
+def build_model(
+    name: str,
+    sample_shape: tuple[int, ...],
+    classes: int,
+    seed: int,
+    *,
+    has_tokens: bool = False,
+) -> nn.Module:
     """Build a registered model or a user-defined `package.module:name` on the CPU.
 
     The same seed gives the same initial weights; global random states are preserved. A user-defined
     class or function receives `sample_shape` and `classes` as keyword arguments if it has
     parameters with these names, no arguments if it requires none, and otherwise both by position.
+    For token data, `sample_shape` is (length,) and `classes` the size of the vocabulary.
     """
     factory = MODELS.load(name)
     if name in MODELS:
+        if has_tokens and name not in TOKEN_MODELS:
+            raise ConfigError(
+                [f"--model: {name} needs images or floats, but the samples of --data are tokens"]
+            )
         with _seeded(seed):
             return factory(sample_shape, classes)
     return _build_custom_model(name, factory, sample_shape, classes, seed)

@@ -14,7 +14,6 @@ from statistics import fmean
 from time import perf_counter
 
 import torch
-import torch.nn.functional as F
 
 from paceline.config import RunConfig
 from paceline.config.cluster_spec import parse_recorded
@@ -24,6 +23,7 @@ from paceline.measure.machine import cores_usable
 from paceline.models import MODELS
 from paceline.models.build import build_model
 from paceline.study.folder import Cell
+from paceline.training.loss import cross_entropy
 
 BATCH_SIZE = 8
 """Of the timed step."""
@@ -97,11 +97,11 @@ def time_sample(model: str, sample_shape: tuple[int, ...], classes: int) -> floa
     try:
         network = build_model(model, sample_shape, classes, seed=0)
         inputs = torch.zeros(BATCH_SIZE, *sample_shape)
-        labels = torch.zeros(BATCH_SIZE, dtype=torch.int64)
+        targets = torch.zeros(BATCH_SIZE, dtype=torch.int64)
         best = math.inf
         for step in range(STEPS + 1):
             begin = perf_counter()
-            F.cross_entropy(network(inputs), labels).backward()
+            cross_entropy(network(inputs), targets).backward()
             if step:
                 best = min(best, perf_counter() - begin)
     finally:

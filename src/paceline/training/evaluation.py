@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from paceline.comm.communicator import Communicator
 from paceline.config import RunConfig
@@ -17,6 +16,7 @@ from paceline.data.pipeline import evaluation_batches
 from paceline.data.sampling import shard_bounds
 from paceline.strategies.replica import Replica, agree_on_buffers
 from paceline.strategies.strategy import Strategy
+from paceline.training.loss import count_correct, cross_entropy
 
 
 class Evaluator:
@@ -51,8 +51,7 @@ class Evaluator:
             shard = shard_bounds(len(dataset.test), equal, communicator.rank)
         batches = evaluation_batches(
             dataset.test.part(shard),
-            dataset.mean,
-            dataset.std,
+            dataset.transform,
             config.eval_batch_size,
             device=self._device,
             channels_last=config.channels_last,
@@ -76,16 +75,16 @@ def evaluate(
     was_training = model.training
     model.eval()
     loss_sum: Tensor | float = 0.0
-    right: Tensor | int = 0
+    correct: Tensor | int = 0
     count = 0
     with torch.inference_mode():
-        for inputs, labels in batches:
+        for inputs, targets in batches:
             logits = forward(inputs).float()
-            loss_sum = loss_sum + F.cross_entropy(logits, labels, reduction="sum").double()
-            right = right + (logits.argmax(1) == labels).sum()
-            count += len(labels)
+            loss_sum = loss_sum + cross_entropy(logits, targets, reduction="sum").double()
+            correct = correct + count_correct(logits, targets)
+            count += targets.numel()
     model.train(was_training)
-    totals = torch.tensor([float(loss_sum), float(right), count], dtype=torch.float64)
+    totals = torch.tensor([float(loss_sum), float(correct), count], dtype=torch.float64)
     if communicator is not None and communicator.world_size > 1:
         communicator.all_reduce(totals, "metrics").wait()
     return float(totals[0] / totals[2]), float(totals[1] / totals[2])

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from paceline.config import RunConfig
 from paceline.data.pipeline import InputPipeline
@@ -20,6 +19,7 @@ from paceline.data.sampling import rank_shard
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import Strategy
 from paceline.training.coordination import StepCoordinator
+from paceline.training.loss import cross_entropy
 from paceline.training.optimizer import learning_rate, set_learning_rate
 
 
@@ -69,15 +69,15 @@ class TrainStep:
         self.strategy.step()
         return loss, samples
 
-    def compute(self, inputs: Tensor, labels: Tensor, weight: float = 1.0) -> Tensor:
+    def compute(self, inputs: Tensor, targets: Tensor, weight: float = 1.0) -> Tensor:
         """Run the forward and backward pass of one microbatch and return its mean loss.
 
         `weight` is the microbatch's fraction of the global batch.
         """
         began = self._clock.enter("forward")
         with self._autocast:
-            loss = F.cross_entropy(
-                self.replica.forward(inputs), labels, label_smoothing=self._label_smoothing
+            loss = cross_entropy(
+                self.replica.forward(inputs), targets, label_smoothing=self._label_smoothing
             )
         if self._slowdown:
             self._emulate_slow_rank(began)
@@ -95,17 +95,17 @@ class TrainStep:
         if not self._is_alone:
             rows, samples = rank_shard(global_samples, self._coordinator.shares, shard)
         self.replica.begin_batch(samples, global_samples)
-        inputs, labels = self._pipeline.batch(epoch, index, rows)
-        count = min(self._accumulate, len(labels))
+        inputs, targets = self._pipeline.batch(epoch, index, rows)
+        count = min(self._accumulate, len(targets))
         if count == 1:
-            return self.compute(inputs, labels, samples / global_samples), samples
+            return self.compute(inputs, targets, samples / global_samples), samples
         total: Tensor | float = 0.0
-        microbatches = zip(inputs.tensor_split(count), labels.tensor_split(count), strict=True)
-        computed = len(labels)
-        for number, (inputs, labels) in enumerate(microbatches, 1):
+        microbatches = zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True)
+        computed = len(targets)
+        for number, (inputs, targets) in enumerate(microbatches, 1):
             self.replica.is_last_microbatch = number == count
-            loss = self.compute(inputs, labels, len(labels) / global_samples)
-            total = total + loss * (len(labels) / computed)
+            loss = self.compute(inputs, targets, len(targets) / global_samples)
+            total = total + loss * (len(targets) / computed)
         assert isinstance(total, Tensor)
         return total, samples
 
@@ -128,10 +128,10 @@ class TrainStep:
         for number, (size, (rows, samples)) in enumerate(zip(sizes, shards, strict=True), 1):
             self._clock.enter("input")
             chosen = slice(begin + rows.start, begin + rows.stop)
-            inputs, labels = self._pipeline.batch(epoch, index, chosen)
+            inputs, targets = self._pipeline.batch(epoch, index, chosen)
             self.replica.set_sample_counts(samples > 0)
             self.replica.is_last_microbatch = number == count
-            loss = self.compute(inputs, labels, samples / global_samples)
+            loss = self.compute(inputs, targets, samples / global_samples)
             total = total + loss * samples
             begin += size
         assert isinstance(total, Tensor)

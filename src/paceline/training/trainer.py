@@ -73,7 +73,13 @@ def prepare(
     startup.enter("data")
     dataset = load_dataset(config)
     startup.enter("model")
-    model = build_model(config.model, dataset.sample_shape, dataset.classes, config.seed)
+    model = build_model(
+        config.model,
+        dataset.sample_shape,
+        dataset.classes,
+        config.seed,
+        has_tokens=dataset.has_tokens,
+    )
     if not any(weight.requires_grad for weight in model.parameters()):
         raise UserCodeError(f"model {config.model!r} has no weights to train")
     return Prepared(dataset, model, strategy, device)
@@ -223,8 +229,7 @@ class Trainer:
         config, dataset, device = self.config, self.prepared.dataset, self.prepared.device
         pipeline = InputPipeline(
             dataset.train,
-            dataset.mean,
-            dataset.std,
+            dataset.transform,
             self.order,
             augment=config.augment,
             seed=config.seed,
