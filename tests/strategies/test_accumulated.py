@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.strategies.flat_buffer import AlignedMemory
+from paceline.strategies.flat_buffer import FlatBuffer
 from paceline.strategies.shared.gradients import InPlaceGradients
 
 
@@ -33,7 +33,7 @@ def test_the_sum_is_that_of_all_workers_whatever_became_of_the_views(
 ) -> None:
     models = [nn.Linear(5, 3), nn.Linear(5, 3)]
     weights = [list(model.parameters()) for model in models]
-    memories = [AlignedMemory(weights[0], 1) for _ in models]
+    memories = [FlatBuffer(weights[0], shards=1) for _ in models]
     workers = [InPlaceGradients(members, memories, place) for place, members in enumerate(weights)]
     for place, model in enumerate(models):
         disturb(model)
@@ -48,7 +48,7 @@ def test_the_sum_is_that_of_all_workers_whatever_became_of_the_views(
 def test_a_weight_without_gradient_counts_as_zero_and_old_sums_are_forgotten() -> None:
     model = nn.Linear(5, 3)
     weights = list(model.parameters())
-    memories = [AlignedMemory(weights, 1) for _ in range(2)]
+    memories = [FlatBuffer(weights, shards=1) for _ in range(2)]
     worker = InPlaceGradients(weights, memories, 1)
     model(torch.ones(1, 5)).sum().backward()
     worker.publish()

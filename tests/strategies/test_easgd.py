@@ -1,4 +1,4 @@
-"""Elastic averaging: the springs, the centre, and what is evaluated and kept."""
+"""Elastic averaging: the springs, the center, and what is evaluated and kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def own_steps(workers: int, steps: int) -> list[Tensor]:
     return toy.trained(workers, lambda: LocalSgd(every=99), steps, toy.sgd(), finish=False)
 
 
-def centre_and_workers(workers: int, alpha: float | None = None) -> list[tuple[Tensor, Tensor]]:
+def center_and_workers(workers: int, alpha: float | None = None) -> list[tuple[Tensor, Tensor]]:
     """After two steps and the first pull: what is evaluated, and each worker's own weights."""
 
     def work(communicator: Communicator) -> tuple[Tensor, Tensor]:
@@ -27,8 +27,8 @@ def centre_and_workers(workers: int, alpha: float | None = None) -> list[tuple[T
         strategy.setup(toy.replica(communicator, toy.sgd()))
         toy.train(strategy, range(2))
         with strategy.eval_weights():
-            centre = toy.weights_of(strategy.replica)
-        return centre, toy.weights_of(strategy.replica)
+            center = toy.weights_of(strategy.replica)
+        return center, toy.weights_of(strategy.replica)
 
     return in_process.run(workers, work)
 
@@ -39,22 +39,22 @@ def centre_and_workers(workers: int, alpha: float | None = None) -> list[tuple[T
 def test_a_pull_is_that_of_the_paper(workers: int, given: float | None, alpha: float) -> None:
     (start, *_) = own_steps(workers, 0)
     before = own_steps(workers, 2)
-    expected_centre = start + alpha * sum((own - start for own in before), torch.zeros(()))
-    for own, (centre, after) in zip(before, centre_and_workers(workers, given), strict=True):
-        torch.testing.assert_close(centre, expected_centre)
+    expected_center = start + alpha * sum((own - start for own in before), torch.zeros(()))
+    for own, (center, after) in zip(before, center_and_workers(workers, given), strict=True):
+        torch.testing.assert_close(center, expected_center)
         torch.testing.assert_close(after, own - alpha * (own - start))
 
 
-def test_the_centre_is_the_same_bits_on_every_worker() -> None:
-    centres = [centre for centre, _ in centre_and_workers(4)]
-    assert all(torch.equal(centre, centres[0]) for centre in centres)
+def test_the_center_is_the_same_bits_on_every_worker() -> None:
+    centers = [center for center, _ in center_and_workers(4)]
+    assert all(torch.equal(center, centers[0]) for center in centers)
 
 
-def test_every_replica_ends_with_the_centre() -> None:
-    """Three steps, one pull after the second: the third does not move the centre."""
+def test_every_replica_ends_with_the_center() -> None:
+    """Three steps, one pull after the second: the third does not move the center."""
     ends = toy.trained(2, lambda: Easgd(tau=2), 3, toy.sgd())
-    centre, _ = centre_and_workers(2)[0]
-    assert all(torch.equal(end, centre) for end in ends)
+    center, _ = center_and_workers(2)[0]
+    assert all(torch.equal(end, center) for end in ends)
 
 
 def test_workers_go_their_own_way_between_pulls() -> None:

@@ -23,7 +23,7 @@ from paceline.compression import create as create_codec
 from paceline.compression import option_names
 from paceline.compression.codec import Shapes, State, drive
 from paceline.errors import ConfigError
-from paceline.strategies.flat_buffer import FlatGradients
+from paceline.strategies.flat_buffer import FlatBuffer
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import ModelShape, Strategy
 
@@ -120,18 +120,19 @@ class GradientAveraging(Strategy):
 
     def setup(self, replica: Replica) -> None:
         super().setup(replica)
-        reduced_by = replica.communicator if self.reducer.is_library else None
-        gradients = FlatGradients(replica.trainable, reduced_by)
+        # The communicator may reduce memory that it allocated without copying it.
+        allocate = replica.communicator.zeros if self.reducer.is_library else torch.zeros
+        gradients = FlatBuffer(replica.trainable, allocate=allocate)
+        gradients.hold_gradients()
         replica.flat_gradients = gradients.tensor
+        shapes = [tuple(weight.shape) for weight in replica.trainable]
         bind = partial(self.reducer.bind, replica.communicator)
         if self.flat:
-            self._reductions = [bind("all", gradients.tensor, gradients.shapes)]
+            self._reductions = [bind("all", gradients.tensor, shapes)]
         else:
             self._reductions = [
-                bind(str(index), part, [shape])
-                for index, (part, shape) in enumerate(
-                    zip(gradients.parts, gradients.shapes, strict=True)
-                )
+                bind(str(index), gradients.flat(index), [shape])
+                for index, shape in enumerate(shapes)
             ]
 
     def backward(self, loss: Tensor) -> None:

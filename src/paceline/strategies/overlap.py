@@ -25,7 +25,7 @@ from paceline.comm.work import Work
 from paceline.config.conversion import check_option
 from paceline.errors import RunError
 from paceline.measure.timeline import BusyTimer, busy_seconds, timeline_of
-from paceline.strategies.flat_buffer import FlatGradients
+from paceline.strategies.flat_buffer import FlatBuffer
 from paceline.strategies.gradient_averaging import GradientAveraging
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import Strategy
@@ -86,7 +86,9 @@ class Overlap(GradientAveraging):
         """Allocate the gradients in this order of the weights and split them into buckets."""
         self._order = order
         weights = [self.replica.trainable[index] for index in order]
-        gradients = FlatGradients(weights)
+        gradients = FlatBuffer(weights)
+        gradients.hold_gradients()
+        shapes = [tuple(weight.shape) for weight in weights]
         self.replica.flat_gradients = gradients.tensor
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
@@ -94,9 +96,8 @@ class Overlap(GradientAveraging):
         for begin, end in bucket_bounds(
             weights, self._first_bucket_mib * MIB, self._bucket_mib * MIB
         ):
-            part = gradients.part(begin, end)
             key, members = str(len(self._buckets)), frozenset(order[begin:end])
-            bucket = Bucket(key, part, gradients.shapes[begin:end], members)
+            bucket = Bucket(key, gradients.range(begin, end), shapes[begin:end], members)
             self._buckets.append(bucket)
             self._bucket_of.update(dict.fromkeys(members, bucket))
         self._begin_step()

@@ -1,9 +1,9 @@
-"""Replicas that train on their own for a while and then draw near to one another.
+"""Base of strategies that synchronize periodically: local steps, then an outer step.
 
-Between exchanges a worker follows the gradient of its own samples. Losses come weighted by the
-worker's share of the global batch; multiplied by the number of workers, an equal share gets the
-mean loss of its own samples, and an unequal one counts by its samples, so that the mean of all
-workers' updates is an update on the whole batch.
+Between outer steps each rank follows the gradient of its own samples. Losses are weighted by the
+rank's fraction of the global batch. Multiplied by the world size, an equal fraction yields the mean
+loss of the rank's samples and an unequal one counts by its samples, so the mean of all ranks'
+updates is an update on the global batch.
 """
 
 from __future__ import annotations
@@ -19,31 +19,65 @@ from torch import Tensor
 from paceline.comm import ALGORITHMS
 from paceline.comm.cost import Cost
 from paceline.strategies.checkpoint_state import CheckpointState
-from paceline.strategies.flat_buffer import FlatWeights
+from paceline.strategies.flat_buffer import FlatBuffer
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import Strategy
 
 
 class PeriodicSync(Strategy):
-    replicas_equal = False
+    """Counts local steps and runs `outer_step` after each `every` of them.
 
-    def __init__(self, algorithm: str) -> None:
+    Subclasses implement `outer_step` and `global_weights`.
+    """
+
+    replicas_equal = False
+    outer_step_equalizes: bool = False
+    """Whether all replicas are equal after an outer step."""
+
+    def __init__(self, algorithm: str, every: int, warmup: int = 0) -> None:
+        """The first `warmup` steps average gradients (`reduce_gradients`) instead."""
         self.algorithm = ALGORITHMS.load(algorithm)()
+        self._every, self._warmup = every, warmup
         self._steps = 0
         self._diverged = False
-        """Whether replicas may hold different weights now."""
+        """Whether replicas may hold different weights at the moment."""
 
     def setup(self, replica: Replica) -> None:
         super().setup(replica)
-        self._weights = FlatWeights(replica.trainable)
+        self._weights = FlatBuffer(replica.trainable)
+        self._weights.hold_weights()
         self.checkpoint = PeriodicCheckpointState(self)
 
     def backward(self, loss: Tensor) -> None:
-        self.replica.backward(loss * self.replica.communicator.world_size)
+        is_warmup = self._steps < self._warmup
+        self.replica.backward(loss if is_warmup else loss * self.replica.communicator.world_size)
+
+    def step(self) -> None:
+        is_warmup = self._steps < self._warmup
+        if is_warmup:
+            with self.replica.exposed_communication():
+                self.reduce_gradients()
+        super().step()
+        self._steps += 1
+        if is_warmup:
+            return
+        self._diverged = True
+        if (self._steps - self._warmup) % self._every == 0:
+            with self.replica.exposed_communication():
+                self.outer_step()
+            self._diverged = not self.outer_step_equalizes
+
+    @abstractmethod
+    def outer_step(self) -> None:
+        """Synchronize the replicas after a period of local steps. Collective."""
 
     @abstractmethod
     def global_weights(self) -> Tensor:
-        """What the replicas agree on, in the layout of the flat weights. Collective."""
+        """Return the weights to evaluate, in the layout of the flat buffer. Collective."""
+
+    def reduce_gradients(self) -> None:
+        """Sum gradients over all ranks in a warmup step. Collective."""
+        raise NotImplementedError
 
     def reset_global_weights(self) -> None:
         """Restart from this rank's weights, which are equal on all ranks."""
@@ -60,14 +94,8 @@ class PeriodicSync(Strategy):
         finally:
             self._weights.tensor.copy_(own)
 
-    def _sum(self, tensor: Tensor, kind: str = "parameters") -> Tensor:
-        """In place, over all workers. Collective."""
-        if self.replica.communicator.world_size > 1:
-            self.algorithm.all_reduce(self.replica.communicator, tensor, kind)
-        return tensor
-
     def state_dict(self) -> dict[str, Any]:
-        """While replicas differ, all that is this worker's own: a checkpoint has rank 0's."""
+        # While replicas differ, `checkpoint` does not cover this rank's model and optimizer.
         state: dict[str, Any] = {"steps": self._steps}
         if self._diverged:
             state["model"] = self.replica.model.state_dict()
@@ -82,6 +110,12 @@ class PeriodicSync(Strategy):
             self.replica.model.load_state_dict(state["model"])
             self.replica.optimizer.load_state_dict(state["optimizer"])
             self.replica.scaler.load_state_dict(state["scaler"])
+
+    def _sum(self, tensor: Tensor, kind: str = "parameters") -> Tensor:
+        """Sum in place over all ranks. Collective."""
+        if self.replica.communicator.world_size > 1:
+            self.algorithm.all_reduce(self.replica.communicator, tensor, kind)
+        return tensor
 
 
 class PeriodicCheckpointState(CheckpointState):
@@ -101,7 +135,7 @@ class PeriodicCheckpointState(CheckpointState):
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Momentum, moments and step counts, in an order that is the same on every worker."""
+    """Return momentum, moments and step counts, in the same order on every rank."""
     state = optimizer.state_dict()["state"]
     return [
         value
@@ -111,10 +145,10 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     ]
 
 
-def spread(exchange: Cost, steps: int) -> Cost:
-    """What one step bears of an exchange after so many."""
+def amortize(outer_step: Cost, every: int) -> Cost:
+    """Return the cost per local step of an outer step after each `every` steps."""
     return Cost(
-        seconds=exchange.seconds / steps,
-        bytes_sent=exchange.bytes_sent / steps,
-        messages=-(-exchange.messages // steps),
+        seconds=outer_step.seconds / every,
+        bytes_sent=outer_step.bytes_sent / every,
+        messages=-(-outer_step.messages // every),
     )

@@ -47,7 +47,7 @@ from paceline.strategies.checkpoint_state import (
     cut_shard,
     gather_shards,
 )
-from paceline.strategies.flat_buffer import AlignedMemory, padded_bytes
+from paceline.strategies.flat_buffer import FlatBuffer, padded_bytes
 from paceline.strategies.optimizer_step import FusedSgdStep, overflow, step_unless_overflown
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import ModelShape, Strategy
@@ -168,8 +168,8 @@ class ShardedOptimizer:
 
 def pieces_of_chunk(
     weights: Sequence[nn.Parameter],
-    values: AlignedMemory,
-    gradients: AlignedMemory,
+    values: FlatBuffer,
+    gradients: FlatBuffer,
     part: int,
     parts: int,
 ) -> list[ParameterShard]:
@@ -235,11 +235,10 @@ class Sharded(Strategy):
         super().setup(replica)
         weights = optimizer_weights(replica.optimizer)
         rank, workers = replica.communicator.rank, replica.communicator.world_size
-        self._weights = AlignedMemory(weights, workers)
-        self._gradients = AlignedMemory(weights, workers)
-        for number, weight in enumerate(weights):
-            weight.data = self._weights.views[number].copy_(weight.data)
-            weight.grad = self._gradients.views[number] if weight.requires_grad else None
+        self._weights = FlatBuffer(weights, shards=workers)
+        self._gradients = FlatBuffer(weights, shards=workers)
+        self._weights.hold_weights()
+        self._gradients.hold_gradients()
         replica.flat_gradients = self._gradients.tensor
         pieces = pieces_of_chunk(weights, self._weights, self._gradients, rank, workers)
         self.optimizer = ShardedOptimizer(replica, weights, pieces, replica.communicator)

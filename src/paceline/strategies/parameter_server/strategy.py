@@ -36,7 +36,7 @@ from paceline.config import RunConfig
 from paceline.config.conversion import check_option
 from paceline.errors import ConfigError
 from paceline.strategies.checkpoint_state import CheckpointState
-from paceline.strategies.flat_buffer import FlatGradients, FlatWeights
+from paceline.strategies.flat_buffer import FlatBuffer
 from paceline.strategies.parameter_server.assignments import StalenessMeter
 from paceline.strategies.parameter_server.client import ServerClient
 from paceline.strategies.parameter_server.protocol import DTYPES, ServerConnection
@@ -86,7 +86,9 @@ class ParameterServer(ServerStrategy):
     def check(self, config: RunConfig) -> list[str]:
         problems = []
         if config.precision == "fp16":
-            problems.append("--precision fp16: strategy parameter_server cannot use it; use bf16")
+            problems.append(
+                "--precision fp16: not supported by strategy parameter_server; use bf16"
+            )
         if config.sync_bn and not self.synchronous:
             problems.append(f"--sync-bn: workers of mode={self._mode} never meet; use mode=sync")
         return problems
@@ -95,8 +97,10 @@ class ParameterServer(ServerStrategy):
         _check(replica)
         super().setup(replica)
         rank = replica.communicator.rank
-        self._weights = FlatWeights(replica.trainable)
-        self._gradients = FlatGradients(replica.trainable)
+        self._weights = FlatBuffer(replica.trainable)
+        self._weights.hold_weights()
+        self._gradients = FlatBuffer(replica.trainable)
+        self._gradients.hold_gradients()
         replica.flat_gradients = self._gradients.tensor
         links = [
             ServerConnection(communicator, f"rank {rank}", f"server {number}")
@@ -171,7 +175,7 @@ class ParameterServer(ServerStrategy):
 class ServerCheckpointState(CheckpointState):
     """State of workers whose optimizer runs on the servers."""
 
-    def __init__(self, replica: Replica, weights: FlatWeights, servers: ServerClient) -> None:
+    def __init__(self, replica: Replica, weights: FlatBuffer, servers: ServerClient) -> None:
         super().__init__(replica)
         self._weights = weights
         self._servers = servers
@@ -186,7 +190,7 @@ class ServerCheckpointState(CheckpointState):
         own: dict[int, dict[str, Any]] = {index: {} for index in range(count)}
         for name, value in saved.items():
             if isinstance(value, Tensor):
-                values: list[Any] = self._weights.views(value)
+                values: list[Any] = self._weights.views_of(value)
             elif value is None:
                 values = [None] * count
             else:
@@ -216,7 +220,7 @@ class ServerCheckpointState(CheckpointState):
         if values[0].dim() == 0 and name == "step":
             return float(values[0])
         flat = torch.empty_like(self._weights.tensor, device="cpu")
-        for view, value in zip(self._weights.views(flat), values, strict=True):
+        for view, value in zip(self._weights.views_of(flat), values, strict=True):
             view.copy_(value)
         return flat
 

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.buffers import memcpy
 from paceline.errors import RunError
-from paceline.strategies.flat_buffer import AlignedMemory
+from paceline.strategies.flat_buffer import FlatBuffer
 from paceline.strategies.replica import Replica
 from paceline.strategies.sharded import ParameterShard
 from paceline.strategies.shared.linear_factors import LinearGradientFactors
@@ -32,7 +32,7 @@ class InPlaceGradients:
     def __init__(
         self,
         weights: Sequence[nn.Parameter],
-        memories: Sequence[AlignedMemory],
+        memories: Sequence[FlatBuffer],
         place: int,
     ) -> None:
         """`memories` are all workers', this one's at `place`."""
@@ -90,7 +90,7 @@ class PublishedGradients:
         replica: Replica,
         weights: Sequence[nn.Parameter],
         pieces: Sequence[ParameterShard],
-        memories: Sequence[AlignedMemory],
+        memories: Sequence[FlatBuffer],
         place: int,
         factored: Mapping[int, LinearGradientFactors],
         *,
@@ -277,6 +277,6 @@ def _elements(piece: ParameterShard) -> slice:
     return slice(piece.begin, piece.begin + piece.values.numel())
 
 
-def _flat(memory: AlignedMemory, weight: int, elements: slice) -> Tensor:
+def _flat(memory: FlatBuffer, weight: int, elements: slice) -> Tensor:
     begin = memory.offsets[weight]
     return memory.tensor[begin + elements.start : begin + elements.stop]

@@ -29,7 +29,7 @@ from paceline.comm.cost import Cost, Network
 from paceline.comm.hierarchical import NodeGroups, split_by_node
 from paceline.comm.shm.segment import SharedSegment, aligned_offsets
 from paceline.errors import ConfigError
-from paceline.strategies.flat_buffer import AlignedMemory, padded_bytes
+from paceline.strategies.flat_buffer import FlatBuffer, padded_bytes
 from paceline.strategies.replica import Replica
 from paceline.strategies.sharded import (
     ParameterShard,
@@ -95,10 +95,9 @@ class SharedWeights(Strategy):
             arena.tensor(begin, size_bytes // first.element_size(), first.dtype)
             for begin in begins[: 1 + workers]
         ]
-        values, *deposits = (AlignedMemory(weights, chunks, block) for block in blocks)
-        for number, weight in enumerate(weights):
-            # All workers of a host write the same; nobody changes it before all have.
-            weight.data = values.views[number].copy_(weight.data)
+        values, *deposits = (FlatBuffer(weights, shards=chunks, memory=block) for block in blocks)
+        # All ranks of a host write the same values; a barrier follows before any update.
+        values.hold_weights()
         pieces: list[ParameterShard] = []
         if place < chunks:
             pieces = pieces_of_chunk(weights, values, deposits[place], place, chunks)
