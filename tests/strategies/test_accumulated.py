@@ -52,7 +52,7 @@ def test_a_weight_without_gradient_counts_as_zero_and_old_sums_are_forgotten() -
     worker = InPlaceGradients(weights, memories, 1)
     model(torch.ones(1, 5)).sum().backward()
     worker.publish()
-    worker.clear()
+    worker.reset()
     model.bias.grad = None
     worker.publish()
     assert not memories[1].tensor.any()

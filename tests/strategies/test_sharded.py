@@ -257,7 +257,7 @@ def test_all_workers_note_the_same_exchanges(clip_norm: float | None, exchanges:
 def test_an_optimiser_that_looks_at_whole_tensors_is_refused_in_a_line() -> None:
     def work(communicator: Communicator) -> None:
         replica = odd.build(communicator, lambda weights: LBFGS(weights))
-        with pytest.raises(ConfigError, match="cannot split LBFGS"):
+        with pytest.raises(ConfigError, match="cannot shard LBFGS"):
             Sharded().setup(replica)
 
     in_process.run(1, work)

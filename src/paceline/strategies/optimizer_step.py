@@ -18,7 +18,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim import optimizer as of_all
 
 
-def step_unless_overflown(scaler: torch.amp.GradScaler, step: FusedSgdStep) -> None:
+def step_unless_overflow(scaler: torch.amp.GradScaler, step: FusedSgdStep) -> None:
     """Let the scaler step, or pass the step over where a gradient left fp16's range.
 
     An optimizer without any state must have been unscaled before: when torch's fused SGD passes its

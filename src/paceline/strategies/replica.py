@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from paceline.comm.communicator import Communicator
 from paceline.measure.phase_clock import PhaseClock
-from paceline.strategies.optimizer_step import FusedSgdStep, step_unless_overflown
+from paceline.strategies.optimizer_step import FusedSgdStep, step_unless_overflow
 from paceline.strategies.sync_batch_norm import SyncBatchNorm
 
 
@@ -186,7 +186,7 @@ class Replica:
             self.scaler.unscale_(self.optimizer)
         if self.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.trainable, self.clip_norm)
-        step_unless_overflown(self.scaler, self._step)
+        step_unless_overflow(self.scaler, self._step)
         self.scaler.update()
         self.clear_gradients()
 

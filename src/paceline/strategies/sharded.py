@@ -1,17 +1,11 @@
-"""The part of the weights that one worker updates, with the optimizer's state of that part alone.
+"""Optimizer state sharded over the ranks (ZeRO stages 1 and 2).
 
-Its optimizer is of the same class as the replica's and follows its settings, learning rate
-included; the replica's own never steps and holds no state. Only optimizers that treat every element
-by itself give the same result for a part as for the whole.
-
-Optimizer state split over the workers (ZeRO, stages 1 and 2).
-
-Every worker has all weights, and updates one chunk of them; so it needs the optimizer's state of
-that chunk alone, a part of 1 / workers. All weights lie in one tensor, all gradients in another.
-After the backward pass a reduce-scatter leaves on each worker the sum of its own chunk of the
-gradients, the worker updates that chunk of the weights, and an all-gather hands the chunks around.
-That is an all-reduce with the update in the middle: it moves the same bytes as averaging gradients
-does, and computes the same weights."""
+Every rank holds all weights and updates one shard of them, so it needs only that shard's optimizer
+state. Weights and gradients are two flat buffers. After the backward pass, a reduce-scatter leaves
+the sum of a shard of the gradients on each rank, the rank updates its shard of the weights, and an
+all-gather distributes the shards. This is an all-reduce with the update in the middle: it moves as
+many bytes as gradient averaging and computes the same weights.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +42,7 @@ from paceline.strategies.checkpoint_state import (
     gather_shards,
 )
 from paceline.strategies.flat_buffer import FlatBuffer, padded_bytes
-from paceline.strategies.optimizer_step import FusedSgdStep, overflow, step_unless_overflown
+from paceline.strategies.optimizer_step import FusedSgdStep, overflow, step_unless_overflow
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import ModelShape, Strategy
 
@@ -57,45 +51,57 @@ ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop
 
 @dataclass(slots=True)
 class ParameterShard:
-    """Neighbouring elements of one weight."""
+    """Contiguous elements of one weight."""
 
     weight: int
-    """Its number among the optimizer's weights."""
+    """Index of the weight in the optimizer."""
     begin: int
-    """The first element, in the order of the weight's memory."""
+    """Index of the first element, in memory order."""
     values: nn.Parameter
-    """Flat, in the memory of the weight itself; its `grad` is set by whoever has the sum."""
+    """A flat view of the weight's memory; its `grad` is the summed gradient."""
+
+    @property
+    def elements(self) -> slice:
+        """The elements of the weight, in memory order."""
+        return slice(self.begin, self.begin + self.values.numel())
 
 
 class ShardedOptimizer:
+    """Updates one rank's shards of the weights with their part of the optimizer's state.
+
+    The optimizer has the class and settings of the replica's optimizer, which itself never steps
+    and has no state. Only elementwise optimizers compute the same result for a shard as for the
+    whole.
+    """
+
     def __init__(
         self,
         replica: Replica,
         weights: Sequence[nn.Parameter],
-        pieces: list[ParameterShard],
+        shards: list[ParameterShard],
         communicator: Communicator,
     ) -> None:
-        """`weights` are the optimizer's, in its order; `pieces`, what this worker has of them.
+        """`weights` are those of the replica's optimizer; `shards` are this rank's parts of them.
 
-        The communicator connects the workers who have all pieces between them, each once.
+        The ranks of the communicator hold all shards, each once.
         """
         self._replica = replica
         self._communicator = communicator
-        self._has_pieces = bool(pieces)
+        self._has_shards = bool(shards)
         self._weights = weights
-        if not pieces:
-            # A worker that got nothing still counts steps and takes part in agreements.
-            nothing = nn.Parameter(torch.empty(0, dtype=weights[0].dtype, device=weights[0].device))
-            nothing.grad = torch.empty_like(nothing)
-            pieces = [ParameterShard(0, 0, nothing)]
-        self._pieces = pieces
-        numbers = {id(weight): number for number, weight in enumerate(weights)}
+        if not shards:
+            # A rank without shards still counts steps and takes part in collectives.
+            empty = nn.Parameter(torch.empty(0, dtype=weights[0].dtype, device=weights[0].device))
+            empty.grad = torch.empty_like(empty)
+            shards = [ParameterShard(0, 0, empty)]
+        self._shards = shards
+        indices = {id(weight): index for index, weight in enumerate(weights)}
         groups = []
         for group in replica.optimizer.param_groups:
-            members = {numbers[id(weight)] for weight in group["params"] if id(weight) in numbers}
-            own = [piece.values for piece in pieces if piece.weight in members]
+            members = {indices[id(weight)] for weight in group["params"] if id(weight) in indices}
+            own = [shard.values for shard in shards if shard.weight in members]
             groups.append({**group, "params": own})
-        self.optimizer = same_kind(replica.optimizer, groups)
+        self.optimizer = new_optimizer(replica.optimizer, groups)
         self._step = FusedSgdStep(self.optimizer)
 
     def update(self) -> None:
@@ -109,37 +115,37 @@ class ShardedOptimizer:
         if scaler.is_enabled():
             scaler.unscale_(self.optimizer)
         if scaler.is_enabled() or replica.clip_norm is not None:
-            self._agree()
-        if not self._has_pieces and not scaler.is_enabled():
+            self._reduce_norm()
+        if not self._has_shards and not scaler.is_enabled():
             return
-        step_unless_overflown(scaler, self._step)
+        step_unless_overflow(scaler, self._step)
         scaler.update()
 
-    def _agree(self) -> None:
-        """Learn the norm of the whole gradient, and whether any part of it left fp16's range."""
-        gradients = [piece.values.grad for piece in self._pieces if piece.values.grad is not None]
+    def _reduce_norm(self) -> None:
+        """Clip by the norm of the whole gradient and share fp16 overflows. Collective."""
+        gradients = [shard.values.grad for shard in self._shards if shard.values.grad is not None]
         norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in gradients]
         squares = torch.stack(norms).square().sum()
         scaler = self._replica.scaler
-        overflown = (
+        overflowed = (
             overflow(scaler, self.optimizer) if scaler.is_enabled() else squares.new_zeros(())
         )
-        agreed = torch.stack([squares, overflown.to(torch.float64)])
+        reduced = torch.stack([squares, overflowed.to(torch.float64)])
         with self._replica.exposed_communication():
-            self._communicator.all_reduce(agreed, "control").wait()
-        overflown.copy_(agreed[1] > 0)
+            self._communicator.all_reduce(reduced, "control").wait()
+        overflowed.copy_(reduced[1] > 0)
         if self._replica.clip_norm is not None:
-            # As torch clips, so that one worker and several agree.
-            factor = (self._replica.clip_norm / (agreed[0].sqrt() + 1e-6)).clamp(max=1.0)
+            # The formula of torch.nn.utils.clip_grad_norm_.
+            factor = (self._replica.clip_norm / (reduced[0].sqrt() + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all weights on rank 0, without tensors elsewhere. Collective."""
         settings = self._replica.optimizer.state_dict()["param_groups"]
         tensors = [
-            ShardState(piece.weight, piece.begin, self.optimizer.state.get(piece.values, {}))
-            for piece in self._pieces
-            if piece.values.numel()
+            ShardState(shard.weight, shard.begin, self.optimizer.state.get(shard.values, {}))
+            for shard in self._shards
+            if shard.values.numel()
         ]
         whole = gather_shards(self._communicator, self._weights, tensors)
         return {"state": whole, "param_groups": settings}
@@ -152,64 +158,64 @@ class ShardedOptimizer:
         """Load this rank's shards of the state of all weights."""
         self._replica.optimizer.load_state_dict({**state, "state": {}})
         own = self.optimizer.state_dict()
-        order = [values for group in self.optimizer.param_groups for values in group["params"]]
-        place = {id(values): number for number, values in enumerate(order)}
+        ordered = [values for group in self.optimizer.param_groups for values in group["params"]]
+        positions = {id(values): position for position, values in enumerate(ordered)}
         own["state"] = {
-            place[id(piece.values)]: cut_shard(
-                state["state"][piece.weight],
-                self._weights[piece.weight],
-                slice(piece.begin, piece.begin + piece.values.numel()),
+            positions[id(shard.values)]: cut_shard(
+                state["state"][shard.weight],
+                self._weights[shard.weight],
+                shard.elements,
             )
-            for piece in self._pieces
-            if piece.weight in state["state"] and id(piece.values) in place
+            for shard in self._shards
+            if shard.weight in state["state"] and id(shard.values) in positions
         }
         self.optimizer.load_state_dict(own)
 
 
-def pieces_of_chunk(
+def shards_of_chunk(
     weights: Sequence[nn.Parameter],
     values: FlatBuffer,
     gradients: FlatBuffer,
-    part: int,
-    parts: int,
+    index: int,
+    chunks: int,
 ) -> list[ParameterShard]:
-    """What of each weight lies in one of the chunks into which both memories are cut."""
-    start = chunk_begin(values.tensor.numel(), parts, part)
-    own_values = chunk(values.tensor, parts, part)
-    own_gradients = chunk(gradients.tensor, parts, part)
-    pieces = []
-    for number, (offset, weight) in enumerate(zip(values.offsets, weights, strict=True)):
+    """Return the parts of the weights in one of the equal chunks of two flat buffers."""
+    start = chunk_begin(values.tensor.numel(), chunks, index)
+    own_values = chunk(values.tensor, chunks, index)
+    own_gradients = chunk(gradients.tensor, chunks, index)
+    shards = []
+    for weight_index, (offset, weight) in enumerate(zip(values.offsets, weights, strict=True)):
         begin = max(offset - start, 0)
         end = min(offset + weight.numel() - start, own_values.numel())
         if begin < end and weight.requires_grad:
-            piece = nn.Parameter(own_values[begin:end])
-            piece.grad = own_gradients[begin:end]
-            pieces.append(ParameterShard(number, start + begin - offset, piece))
-    return pieces
+            shard = nn.Parameter(own_values[begin:end])
+            shard.grad = own_gradients[begin:end]
+            shards.append(ParameterShard(weight_index, start + begin - offset, shard))
+    return shards
 
 
 def optimizer_weights(optimizer: Optimizer) -> list[nn.Parameter]:
-    """All that it trains, in its order."""
+    """Return the weights of an optimizer, in order."""
     return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
 def check_shardable(optimizer: Optimizer, strategy: str) -> None:
-    """Refuse what cannot be cut into chunks that are updated each by itself."""
+    """Raise ConfigError if shards of the weights cannot be updated separately."""
     if not isinstance(optimizer, ELEMENTWISE):
         known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise ConfigError(
             [
-                f"--strategy {strategy}: cannot split {type(optimizer).__name__}; it splits"
-                f" optimizers that treat every element by itself: {known}"
+                f"--strategy {strategy}: cannot shard {type(optimizer).__name__};"
+                f" use an elementwise optimizer: {known}"
             ]
         )
     weights = optimizer_weights(optimizer)
     if len({(weight.dtype, weight.device) for weight in weights}) != 1:
-        raise ConfigError([f"--strategy {strategy}: needs all weights of one dtype on one device"])
+        raise ConfigError([f"--strategy {strategy}: requires weights of one dtype on one device"])
 
 
-def same_kind(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """A new optimizer of the same class and defaults."""
+def new_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """Create an optimizer with the class and defaults of another one."""
     accepted = inspect.signature(type(optimizer)).parameters
     defaults = {name: value for name, value in optimizer.defaults.items() if name in accepted}
     return type(optimizer)(groups, **defaults)
@@ -230,6 +236,8 @@ class ShardedCheckpointState(CheckpointState):
 
 
 class Sharded(Strategy):
+    """Shards optimizer state (ZeRO stages 1 and 2)."""
+
     def setup(self, replica: Replica) -> None:
         check_shardable(replica.optimizer, "sharded")
         super().setup(replica)
@@ -240,8 +248,8 @@ class Sharded(Strategy):
         self._weights.hold_weights()
         self._gradients.hold_gradients()
         replica.flat_gradients = self._gradients.tensor
-        pieces = pieces_of_chunk(weights, self._weights, self._gradients, rank, workers)
-        self.optimizer = ShardedOptimizer(replica, weights, pieces, replica.communicator)
+        shards = shards_of_chunk(weights, self._weights, self._gradients, rank, workers)
+        self.optimizer = ShardedOptimizer(replica, weights, shards, replica.communicator)
         self.checkpoint = ShardedCheckpointState(replica, self.optimizer)
 
     def step(self) -> None:
@@ -255,6 +263,6 @@ class Sharded(Strategy):
         replica.clear_gradients()
 
     def cost(self, shape: ModelShape, network: Network) -> Cost:
-        """Of a ring's two halves; clipping and fp16 add an all-reduce of two numbers."""
+        """Return the cost of a ring; clipping and fp16 add an all-reduce of two numbers."""
         size_bytes = padded_bytes(shape.tensor_bytes, shape.workers)
         return Ring().cost(shape.workers, size_bytes, network)

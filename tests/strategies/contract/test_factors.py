@@ -22,8 +22,8 @@ from paceline.strategies.shared import gradients, linear_factors
 from paceline.strategies.shared import strategy as shared
 from paceline.strategies.shared.linear_factors import (
     LinearGradientFactors,
+    factor_bytes,
     layers_to_factor,
-    memory_bytes,
 )
 from tests.strategies.contract.harness import Seat, Task, build_replica, run_team
 from tests.support.worker_pool import WorkerPool
@@ -57,9 +57,9 @@ LESSONS = {
 def train(seat: Seat, name: str, lesson: Task, least_weight_bytes: int = 0) -> dict[str, Tensor]:
     """With every layer factored, every other gradient given early, and a chunk for each worker."""
     with (
-        patch.object(linear_factors, "LEAST_WEIGHT_BYTES", least_weight_bytes),
-        patch.object(gradients, "EARLY_BYTES", 0),
-        patch.object(shared, "LEAST_CHUNK_BYTES", 64),
+        patch.object(linear_factors, "MIN_WEIGHT_BYTES", least_weight_bytes),
+        patch.object(gradients, "EARLY_PUBLISH_BYTES", 0),
+        patch.object(shared, "MIN_SHARD_BYTES", 64),
     ):
         return _train(seat, name, lesson)
 
@@ -126,7 +126,7 @@ def test_gradients_that_are_deposited_whole_teach_the_same(
 def test_only_plain_layers_of_their_own_weight_are_factored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(linear_factors, "LEAST_WEIGHT_BYTES", 64)
+    monkeypatch.setattr(linear_factors, "MIN_WEIGHT_BYTES", 64)
     plain, small, tied = nn.Linear(8, 8), nn.Linear(2, 2), nn.Linear(8, 8)
     also_tied, frozen = nn.Linear(8, 8), nn.Linear(8, 8)
     also_tied.weight = tied.weight
@@ -148,7 +148,7 @@ def test_only_passes_that_train_leave_factors() -> None:
     torch.autograd.grad(layer(inputs).sum(), inputs)
     asked_for = torch.autograd.grad(layer(inputs).sum(), [inputs, layer.weight])
     torch.testing.assert_close(asked_for, expected)
-    assert factored.bytes_deposited == 0
+    assert factored.published_bytes == 0
     layer(inputs).sum().backward()
     factored.publish()
     product = factored.multiply(slice(0, layer.weight.numel()))
@@ -157,8 +157,8 @@ def test_only_passes_that_train_leave_factors() -> None:
 
 def factored_layer() -> tuple[nn.Linear, LinearGradientFactors]:
     layer = nn.Linear(20, 80)
-    arena = SharedSegment(in_process.single(), memory_bytes(layer))
-    return layer, LinearGradientFactors(layer, arena, 0, 0, 1)
+    segment = SharedSegment(in_process.single(), factor_bytes(layer))
+    return layer, LinearGradientFactors(layer, segment, 0, 0, 1)
 
 
 def test_gradients_of_gradients_are_those_of_a_plain_layer() -> None:
@@ -171,7 +171,7 @@ def test_gradients_of_gradients_are_those_of_a_plain_layer() -> None:
     assert layer.weight.grad is not None
     total = product + layer.weight.grad
     layer.weight.grad = None
-    factored.release()
+    factored.detach()
     [slope] = torch.autograd.grad(layer(inputs).square().sum(), inputs, create_graph=True)
     slope.square().sum().backward()
     torch.testing.assert_close(total, layer.weight.grad)
@@ -182,13 +182,16 @@ def test_a_copy_of_a_model_is_plain() -> None:
     for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         copied(torch.ones(1, 20)).sum().backward()
         assert copied.weight.grad is not None
-    assert factored.bytes_deposited == 0
+    assert factored.published_bytes == 0
 
 
 def second_gradient(seat: Seat, name: str, lesson: Task) -> str:
     """What one is told who calls backward twice for one batch."""
     model = Layers().double()
-    with patch.object(gradients, "EARLY_BYTES", 0), patch.object(shared, "LEAST_CHUNK_BYTES", 64):
+    with (
+        patch.object(gradients, "EARLY_PUBLISH_BYTES", 0),
+        patch.object(shared, "MIN_SHARD_BYTES", 64),
+    ):
         strategy = create_strategy(name, {})
         strategy.setup(build_replica(model, seat, lesson))
         loss = strategy.replica.forward(torch.ones(1, 2, 20, dtype=torch.float64)).sum()

@@ -1,18 +1,16 @@
-"""Gradients of a small model, which the backward pass adds up where another worker reads them.
+"""How the ranks of a host hand gradients over in shared memory, and sum them.
 
-Copying gradients one by one, and summing them one by one, would take longer than a small model's
-bytes are worth. So every gradient is a view of the worker's own part of the shared memory, nothing
-is handed over, and one addition a worker sums them all.
-
-Gradients in memory that the workers of a host share, and the sum of one worker's chunk of them.
-
-What only this worker sums is never copied: it is read where the backward pass left it."""
+`PublishedGradients` copies gradients to shared memory, except those that the rank sums itself.
+`InPlaceGradients` is for small models, for which copying and summing tensor by tensor takes longer
+than moving the bytes: backward passes write to shared memory, and one addition per rank sums all.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,23 +23,42 @@ from paceline.strategies.replica import Replica
 from paceline.strategies.sharded import ParameterShard
 from paceline.strategies.shared.linear_factors import LinearGradientFactors
 
+EARLY_PUBLISH_BYTES = 2**20
+"""Gradients of at least this size are published during the backward pass."""
+
+
+class SharedGradients(Protocol):
+    """Gradients of one rank in memory that the ranks of its host share."""
+
+    def publish(self) -> int:
+        """Make this rank's gradients readable for others; returns the bytes they will read."""
+
+    def reduce(self) -> int:
+        """Sum this rank's shard after all have published; returns the bytes read from others."""
+
+    def drop_sums(self) -> None:
+        """Release the sums after the update."""
+
+    def reset(self) -> None:
+        """Prepare for the next gradients, after all ranks have read these."""
+
+    def detach(self) -> None:
+        """Restore the model to its state before training."""
+
 
 class InPlaceGradients:
-    """Gradients of a model that rank 0 updates alone; larger models use `PublishedGradients`."""
+    """Gradients of a model that local rank 0 updates alone."""
 
     def __init__(
-        self,
-        weights: Sequence[nn.Parameter],
-        memories: Sequence[FlatBuffer],
-        place: int,
+        self, weights: Sequence[nn.Parameter], buffers: Sequence[FlatBuffer], local_rank: int
     ) -> None:
-        """`memories` are all workers', this one's at `place`."""
-        self._is_read = place > 0
-        self._own = memories[place].tensor
-        self._others = [memory.tensor for number, memory in enumerate(memories) if number != place]
+        """`buffers` holds the gradients of all ranks, by local rank."""
+        self._is_read = local_rank > 0
+        self._own = buffers[local_rank].tensor
+        self._others = [buffer.tensor for rank, buffer in enumerate(buffers) if rank != local_rank]
         self._views = [
             (weight, view)
-            for weight, view in zip(weights, memories[place].views, strict=True)
+            for weight, view in zip(weights, buffers[local_rank].views, strict=True)
             if weight.requires_grad
         ]
         self._gradient_bytes = sum(view.nbytes for _, view in self._views)
@@ -49,11 +66,8 @@ class InPlaceGradients:
             weight.grad = view
 
     def publish(self) -> int:
-        """See that the gradients are where the first worker reads them; how many bytes it reads.
-
-        They are not where somebody has put others in their place, or none.
-        """
         for weight, view in self._views:
+            # User code may have replaced or removed the view.
             if weight.grad is not view:
                 if weight.grad is None:
                     view.zero_()
@@ -63,168 +77,162 @@ class InPlaceGradients:
         return self._gradient_bytes if self._is_read else 0
 
     def reduce(self) -> int:
-        """Add the others' gradients to this worker's own; how many bytes of theirs were read."""
         for other in self._others:
             self._own.add_(other)
         return len(self._others) * self._gradient_bytes
 
     def drop_sums(self) -> None:
-        """The sums go with the gradients."""
+        """Do nothing: `reset` clears the sums together with the gradients."""
 
-    def clear(self) -> None:
-        """Begin the next gradients with zeros, once nobody reads these any more."""
+    def reset(self) -> None:
         self._own.zero_()
 
-    def release(self) -> None:
-        """Leave the weights without gradients, as they were."""
+    def detach(self) -> None:
         for weight, _ in self._views:
             weight.grad = None
 
 
-EARLY_BYTES = 2**20
-
-
 class PublishedGradients:
+    """Gradients that are copied to shared memory when they are complete."""
+
     def __init__(
         self,
         replica: Replica,
         weights: Sequence[nn.Parameter],
-        pieces: Sequence[ParameterShard],
-        memories: Sequence[FlatBuffer],
-        place: int,
+        shards: Sequence[ParameterShard],
+        buffers: Sequence[FlatBuffer],
+        local_rank: int,
         factored: Mapping[int, LinearGradientFactors],
         *,
-        sums_lie_together: bool,
+        sums_are_contiguous: bool,
     ) -> None:
-        """`memories` are all workers', this one's at `place`; `pieces`, what this one sums.
+        """`buffers` holds the gradients of all ranks, by local rank; `shards`, what this one sums.
 
-        The weights that are `factored`, by their numbers, mostly have no gradient of their own. The
-        sums lie where this worker's own gradients were, or all together in its memory.
+        `factored` maps the index of a weight to its factors; it usually has no gradient. Sums
+        replace this rank's own gradients or, if `sums_are_contiguous`, go to its shared buffer.
         """
-        own = memories[place]
+        own = buffers[local_rank]
+        others = [rank for rank in range(len(buffers)) if rank != local_rank]
         self._replica = replica
-        self._sums_lie_together = sums_lie_together
-        self._others = [number for number in range(len(memories)) if number != place]
+        self._sums_are_contiguous = sums_are_contiguous
         self._factored = list(factored.values())
-        self._kept = [
-            _Kept(
-                piece,
-                weights[piece.weight],
-                _flat(own, piece.weight, _elements(piece)),
+        self._owned = [
+            _OwnedShard(
+                shard,
+                weights[shard.weight],
+                _elements_of(own, shard.weight, shard.elements),
                 {
-                    other: _flat(memories[other], piece.weight, _elements(piece))
-                    for other in self._others
+                    rank: _elements_of(buffers[rank], shard.weight, shard.elements)
+                    for rank in others
                 },
-                factored.get(piece.weight),
+                factored.get(shard.weight),
             )
-            for piece in pieces
+            for shard in shards
         ]
-        mine = {piece.weight: _elements(piece) for piece in pieces}
-        self._given: list[_Given] = []
-        for number, weight in enumerate(weights):
-            parts = _outside(weight, mine.get(number, slice(0, 0)))
-            if weight.requires_grad and self._others and parts:
-                places = [(part, _flat(own, number, part)) for part in parts]
-                self._given.append(_Given(weight, places, number in mine, number in factored))
-        # Large gradients are given as soon as the backward pass has them. Those that this worker
-        # sums no part of need not be kept, and so seldom exist all at once.
+        owned = {shard.weight: shard.elements for shard in shards}
+        self._published: list[_PublishedGradient] = []
+        for index, weight in enumerate(weights):
+            parts = _outside(weight, owned.get(index, slice(0, 0)))
+            if weight.requires_grad and others and parts:
+                targets = [(part, _elements_of(own, index, part)) for part in parts]
+                self._published.append(
+                    _PublishedGradient(weight, targets, index in owned, index in factored)
+                )
+        # Large gradients are published during the backward pass. Those of which this rank sums no
+        # part are then freed, so they rarely exist all at once.
         self._hooks: list[RemovableHandle] = [
-            given.weight.register_post_accumulate_grad_hook(partial(_give_early, replica, given))
-            for given in self._given
-            if given.weight.nbytes >= EARLY_BYTES
+            published.weight.register_post_accumulate_grad_hook(
+                partial(_publish_early, replica, published)
+            )
+            for published in self._published
+            if published.weight.nbytes >= EARLY_PUBLISH_BYTES
         ]
 
     def publish(self) -> int:
-        """Put this worker's gradients where the others sum them; how many bytes that were."""
-        given_bytes = 0
-        for given in self._given:
-            if not given.is_done:
-                given.copy()
-            given.is_done = False
-            given_bytes += given.copied_bytes
+        published_bytes = 0
+        for published in self._published:
+            if not published.is_done:
+                published.copy()
+            published.is_done = False
+            published_bytes += published.copied_bytes
         for factored in self._factored:
             factored.publish()
-            given_bytes += factored.bytes_deposited
-        return given_bytes
+            published_bytes += factored.published_bytes
+        return published_bytes
 
-    def release(self) -> None:
-        """Leave the layers and weights as they were."""
+    def reduce(self) -> int:
+        for owned in self._owned:
+            total = owned.reduce()
+            owned.shard.values.grad = (
+                owned.buffer.copy_(total) if self._sums_are_contiguous else total
+            )
+        return sum(owned.read_bytes() for owned in self._owned)
+
+    def drop_sums(self) -> None:
+        for owned in self._owned:
+            owned.shard.values.grad = None
+
+    def reset(self) -> None:
+        for factored in self._factored:
+            factored.reset()
+        self._replica.clear_gradients()
+
+    def detach(self) -> None:
         for hook in self._hooks:
             hook.remove()
         for factored in self._factored:
-            factored.release()
-
-    def reduce(self) -> int:
-        """Sum this worker's pieces, once all others have given theirs, and give each its `grad`.
-
-        The number of bytes that were read from the others.
-        """
-        for kept in self._kept:
-            total = kept.reduce()
-            kept.piece.values.grad = kept.place.copy_(total) if self._sums_lie_together else total
-        return sum(kept.read_bytes() for kept in self._kept)
-
-    def drop_sums(self) -> None:
-        """Let go of the sums."""
-        for kept in self._kept:
-            kept.piece.values.grad = None
-
-    def clear(self) -> None:
-        """Make room for the next gradients, once nobody reads these any more."""
-        for factored in self._factored:
-            factored.clear()
-        self._replica.clear_gradients()
+            factored.detach()
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """A piece that this worker sums."""
+class _OwnedShard:
+    """A shard of a weight's gradient that this rank sums."""
 
-    piece: ParameterShard
+    shard: ParameterShard
     weight: nn.Parameter
-    place: Tensor
-    """Its own in the shared memory, which no other worker reads."""
+    buffer: Tensor
+    """The shard in this rank's shared memory, which no other rank reads."""
     others: dict[int, Tensor]
-    """The same elements of the others' gradients, by their places."""
+    """The shard in the other ranks' gradients, by local rank."""
     factored: LinearGradientFactors | None
 
     def reduce(self) -> Tensor:
-        elements = _elements(self.piece)
+        elements = self.shard.elements
         own = None if self.weight.grad is None else _in_memory_order(self.weight)[elements]
         if self.factored is None:
-            total = self.place.zero_() if own is None else own
+            total = self.buffer.zero_() if own is None else own
         else:
             total = self.factored.multiply(elements)
             if own is not None:
                 total.add_(own)
-        for other in self._ordinary():
+        for other in self._unfactored():
             total.add_(other)
         return total
 
     def read_bytes(self) -> int:
-        read_bytes = sum(other.nbytes for other in self._ordinary())
+        read_bytes = sum(other.nbytes for other in self._unfactored())
         if self.factored is not None:
-            read_bytes += self.factored.read_bytes(_elements(self.piece), self.others)
+            read_bytes += self.factored.read_bytes(self.shard.elements, self.others)
         return read_bytes
 
-    def _ordinary(self) -> list[Tensor]:
-        """What the others have given of it, factors apart."""
+    def _unfactored(self) -> list[Tensor]:
+        """Return the gradients that other ranks published without factors."""
         return [
             other
-            for place, other in self.others.items()
-            if self.factored is None or self.factored.has_ordinary(place)
+            for rank, other in self.others.items()
+            if self.factored is None or self.factored.has_gradient(rank)
         ]
 
 
 @dataclass(slots=True)
-class _Given:
-    """A gradient of which other workers sum the whole or parts."""
+class _PublishedGradient:
+    """A gradient that other ranks sum, in whole or in part."""
 
     weight: nn.Parameter
-    places: list[tuple[slice, Tensor]]
-    """Which elements, and where the others find them."""
-    is_kept: bool
-    """Whether this worker sums another part of it."""
+    targets: list[tuple[slice, Tensor]]
+    """Elements, and where the others read them."""
+    is_owned: bool
+    """Whether this rank sums another part of it."""
     is_factored: bool
     is_done: bool = False
     copied_bytes: int = 0
@@ -234,36 +242,36 @@ class _Given:
         if self.weight.grad is None and self.is_factored:
             return
         gradient = None if self.weight.grad is None else _in_memory_order(self.weight)
-        for elements, place in self.places:
+        for elements, target in self.targets:
             if gradient is None:
-                place.zero_()
+                target.zero_()
             else:
-                memcpy(place, gradient[elements])
-            self.copied_bytes += place.nbytes
+                memcpy(target, gradient[elements])
+            self.copied_bytes += target.nbytes
 
 
-def _give_early(replica: Replica, given: _Given, weight: Tensor) -> None:
+def _publish_early(replica: Replica, published: _PublishedGradient, weight: Tensor) -> None:
     if replica.is_last_microbatch:
-        if given.is_done:
+        if published.is_done:
             raise RunError(
                 "--strategy shared: a weight received a second gradient in one step, from another"
                 " backward pass or from reentrant checkpointing of a layer that is used twice:"
                 " use --strategy allreduce"
             )
-        given.copy()
-        given.is_done = True
-        if not given.is_kept and not given.is_factored:
+        published.copy()
+        published.is_done = True
+        if not published.is_owned and not published.is_factored:
             weight.grad = None
 
 
-def _outside(weight: nn.Parameter, mine: slice) -> list[slice]:
-    """What of a weight lies before and after this worker's piece of it."""
-    parts = (slice(0, mine.start), slice(mine.stop, weight.numel()))
+def _outside(weight: nn.Parameter, owned: slice) -> list[slice]:
+    """Return the elements of a weight before and after the owned ones."""
+    parts = (slice(0, owned.start), slice(owned.stop, weight.numel()))
     return [part for part in parts if part.start < part.stop]
 
 
 def _in_memory_order(weight: nn.Parameter) -> Tensor:
-    """The gradient's elements in the order of the weight's; a copy only where they differ."""
+    """Return the gradient flat, in the memory order of the weight; copies it if they differ."""
     gradient = weight.grad
     assert gradient is not None
     if gradient.stride() != weight.stride():
@@ -273,10 +281,6 @@ def _in_memory_order(weight: nn.Parameter) -> Tensor:
     return gradient.as_strided((weight.numel(),), (1,))
 
 
-def _elements(piece: ParameterShard) -> slice:
-    return slice(piece.begin, piece.begin + piece.values.numel())
-
-
-def _flat(memory: FlatBuffer, weight: int, elements: slice) -> Tensor:
-    begin = memory.offsets[weight]
-    return memory.tensor[begin + elements.start : begin + elements.stop]
+def _elements_of(buffer: FlatBuffer, weight: int, elements: slice) -> Tensor:
+    begin = buffer.offsets[weight]
+    return buffer.tensor[begin + elements.start : begin + elements.stop]

@@ -1,10 +1,10 @@
-"""Gradients of linear layers as their factors.
+"""Gradients of linear layers, published as factors.
 
-The gradient of a linear layer's weight is a product: the gradients of its outputs, transposed,
-times its inputs, both with one row for each sample. Where the batch is smaller than the layer, the
-factors are much smaller than the product. So a worker deposits its factors, and whoever updates
-some rows of the weight multiplies them for the samples of all workers: no more multiplications in
-all than when each multiplies its own, and no gradient that is written, copied and summed.
+The weight gradient of a linear layer is a product: the transposed gradients of its outputs times
+its inputs, both with one row per sample. If the batch is smaller than the layer, the factors are
+much smaller than the product. Ranks therefore publish their factors, and the rank that updates some
+rows of the weight multiplies the factors of all ranks. The number of multiplications is the same,
+and no gradient is written, copied and summed.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from torch.nn import functional as F
 
 from paceline.comm.shm.segment import CACHE_LINE_BYTES, SharedSegment, aligned_offsets
 
-LEAST_WEIGHT_BYTES = 256 * 1024
-"""Of a layer for which the detour pays."""
+MIN_WEIGHT_BYTES = 256 * 1024
+"""Smallest weight for which factors are faster than its gradient."""
 
 
 class LinearGradientFactors:
-    """The factors of one layer's gradient, those of all workers of a host.
+    """The factors of one layer's gradient, for all ranks of a host.
 
-    There is room for as many samples as make the factors half as large as the product. What goes
-    beyond becomes an ordinary gradient, to which the product of the factors is to be added.
+    The capacity is the number of samples at which the factors are half as large as the product.
+    Further samples become a plain gradient, which is added to the product of the factors.
     """
 
     def __init__(
-        self, layer: nn.Linear, arena: SharedSegment, begin_byte: int, place: int, workers: int
+        self, layer: nn.Linear, segment: SharedSegment, position: int, local_rank: int, ranks: int
     ):
         self.weight = layer.weight
         self._layer = layer
-        size_bytes = memory_bytes(layer)
-        self._memories = [
-            _Memory(layer, arena, begin_byte + number * size_bytes) for number in range(workers)
+        size_bytes = factor_bytes(layer)
+        self._blocks = [
+            _Block(layer, segment, position + rank * size_bytes) for rank in range(ranks)
         ]
-        self._own = self._memories[place]
+        self._own = self._blocks[local_rank]
         self._rows = 0
         self._product: Tensor | None = None
         layer.forward = partial(_forward, layer, self)  # type: ignore[method-assign]
 
     def keep(self, inputs: Tensor, gradients: Tensor) -> bool:
-        """Deposit the factors of some samples; whether there was room."""
+        """Store the factors of some samples; returns False if they exceed the capacity."""
         begin, end = self._rows, self._rows + len(inputs)
         if end > len(self._own.inputs):
             return False
@@ -56,71 +56,72 @@ class LinearGradientFactors:
         return True
 
     def publish(self) -> None:
-        """Say what this worker has deposited, before the others read it."""
+        """Write the header before other ranks read the factors."""
         self._own.header[0] = self._rows
         self._own.header[1] = self.weight.grad is not None
 
-    def has_ordinary(self, place: int) -> bool:
-        """Whether a worker has an ordinary gradient too."""
-        return bool(self._memories[place].header[1])
+    def has_gradient(self, rank: int) -> bool:
+        """Return whether a rank also has a plain gradient."""
+        return bool(self._blocks[rank].header[1])
 
     def multiply(self, elements: slice) -> Tensor:
-        """Neighbouring elements of the product, in the order of memory, over all workers."""
+        """Return contiguous elements of the summed product of all ranks, in memory order."""
         width, (first, last) = self.weight.shape[1], self._rows_of(elements)
         if self._product is None:
             self._product = self.weight.new_empty(last - first, width)
         product, beta = self._product, 0
-        for memory in self._memories:
-            rows = memory.header[0]
+        for block in self._blocks:
+            rows = block.header[0]
             if rows:
-                gradients = memory.gradients[:rows, first:last].t()
-                torch.addmm(product, gradients, memory.inputs[:rows], beta=beta, out=product)
+                gradients = block.gradients[:rows, first:last].t()
+                torch.addmm(product, gradients, block.inputs[:rows], beta=beta, out=product)
                 beta = 1
         if not beta:
             product.zero_()
         return product.view(-1)[elements.start - first * width : elements.stop - first * width]
 
-    def read_bytes(self, elements: slice, places: Iterable[int]) -> int:
-        """How much of the factors of some workers `multiply` reads."""
+    def read_bytes(self, elements: slice, ranks: Iterable[int]) -> int:
+        """Return the bytes that `multiply` reads from the factors of some ranks."""
         first, last = self._rows_of(elements)
-        rows = sum(self._memories[place].header[0] for place in places)
+        rows = sum(self._blocks[rank].header[0] for rank in ranks)
         return rows * (self.weight.shape[1] + last - first) * self.weight.element_size()
 
     def _rows_of(self, elements: slice) -> tuple[int, int]:
-        """The first row of the weight that has some of them, and the one after the last."""
+        """Return the range of weight rows that contain the elements."""
         width = self.weight.shape[1]
         return elements.start // width, -(-elements.stop // width)
 
-    def clear(self) -> None:
-        """Forget this worker's factors, once nobody reads them any more."""
+    def reset(self) -> None:
+        """Discard this rank's factors, after all ranks have read them."""
         self._rows = 0
 
-    def release(self) -> None:
-        """Give the layer its own forward pass back."""
+    def detach(self) -> None:
+        """Restore the layer's forward pass."""
         del self._layer.forward
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()
+        # Copies of the model are plain layers.
+        return _no_factors, ()
 
     @property
-    def bytes_deposited(self) -> int:
+    def published_bytes(self) -> int:
         return self._rows * (sum(self.weight.shape)) * self.weight.element_size()
 
 
-class _Memory:
-    """One worker's: how many rows, whether there is an ordinary gradient; inputs; gradients."""
+class _Block:
+    """One rank's factors: row count, whether a plain gradient exists, and two matrices."""
 
-    def __init__(self, layer: nn.Linear, arena: SharedSegment, begin_byte: int) -> None:
-        begins, _ = aligned_offsets(_parts_bytes(layer))
-        header, inputs, gradients = (begin_byte + begin for begin in begins)
-        rows, dtype = _most_rows(layer), layer.weight.dtype
-        self.header = arena.integers(header, CACHE_LINE_BYTES)
-        self.inputs = arena.tensor(inputs, rows * layer.in_features, dtype).view(rows, -1)
-        self.gradients = arena.tensor(gradients, rows * layer.out_features, dtype).view(rows, -1)
+    def __init__(self, layer: nn.Linear, segment: SharedSegment, position: int) -> None:
+        offsets, _ = aligned_offsets(_block_sizes(layer))
+        header, inputs, gradients = (position + offset for offset in offsets)
+        rows, dtype = _max_rows(layer), layer.weight.dtype
+        self.header = segment.integers(header, CACHE_LINE_BYTES)
+        self.inputs = segment.tensor(inputs, rows * layer.in_features, dtype).view(rows, -1)
+        self.gradients = segment.tensor(gradients, rows * layer.out_features, dtype).view(rows, -1)
 
 
 def layers_to_factor(model: nn.Module, weights: Sequence[nn.Parameter]) -> list[nn.Linear]:
-    """Plain linear layers, large enough, whose weights are trained and belong to them alone."""
+    """Return large linear layers whose trained weights no other layer uses."""
     trained = {id(weight) for weight in weights if weight.requires_grad}
     users = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     return [
@@ -132,26 +133,26 @@ def layers_to_factor(model: nn.Module, weights: Sequence[nn.Parameter]) -> list[
         and users[id(layer.weight)] == 1
         and layer.weight.is_contiguous()
         and not layer.weight._backward_hooks
-        and layer.weight.nbytes >= LEAST_WEIGHT_BYTES
+        and layer.weight.nbytes >= MIN_WEIGHT_BYTES
     ]
 
 
-def memory_bytes(layer: nn.Linear) -> int:
-    """Of one worker's factors."""
-    return aligned_offsets(_parts_bytes(layer))[1]
+def factor_bytes(layer: nn.Linear) -> int:
+    """Return the size of one rank's factors."""
+    return aligned_offsets(_block_sizes(layer))[1]
 
 
-def _parts_bytes(layer: nn.Linear) -> list[int]:
-    row_bytes = _most_rows(layer) * layer.weight.element_size()
+def _block_sizes(layer: nn.Linear) -> list[int]:
+    row_bytes = _max_rows(layer) * layer.weight.element_size()
     return [CACHE_LINE_BYTES, row_bytes * layer.in_features, row_bytes * layer.out_features]
 
 
-def _most_rows(layer: nn.Linear) -> int:
+def _max_rows(layer: nn.Linear) -> int:
     return layer.weight.numel() // (2 * (layer.in_features + layer.out_features))
 
 
-def _nothing() -> None:
-    """What becomes of factors when a model is copied or written: its layers are plain then."""
+def _no_factors() -> None:
+    """Return None instead of the factors of a copied or pickled model."""
 
 
 def _forward(layer: nn.Linear, factored: LinearGradientFactors | None, inputs: Tensor) -> Tensor:
@@ -163,7 +164,7 @@ def _forward(layer: nn.Linear, factored: LinearGradientFactors | None, inputs: T
 
 
 class _Linear(torch.autograd.Function):
-    """As torch's own, but for the gradient of the weight."""
+    """torch's linear function with another gradient of the weight."""
 
     @staticmethod
     def forward(
@@ -183,20 +184,21 @@ class _Linear(torch.autograd.Function):
         to_inputs = gradient.matmul(weight) if ctx.needs_input_grad[0] else None
         gradients = gradient.reshape(-1, gradient.shape[-1])
         rows = inputs.reshape(-1, inputs.shape[-1])
-        # Where this pass is to be differentiated itself, the gradient must be part of the graph.
-        is_ordinary = torch.is_grad_enabled() or not _accumulates(ctx.next_functions[1][0])
-        is_kept = not is_ordinary and ctx.factored.keep(rows, gradients)
+        # With create_graph, the gradient must be part of the graph.
+        is_plain = torch.is_grad_enabled() or not _accumulates(ctx.next_functions[1][0])
+        is_kept = not is_plain and ctx.factored.keep(rows, gradients)
         to_weight = None if is_kept else gradients.t().mm(rows)
         to_bias = gradients.sum(0) if ctx.needs_input_grad[2] else None
         return to_inputs, to_weight, to_bias, None
 
 
 def _accumulates(weight: Any) -> bool:
-    """Whether the pass under way adds to the gradient of a weight, given as a node of the graph.
+    """Return whether the current backward pass accumulates into a weight's `grad`.
 
-    One by `torch.autograd.grad` adds to none, and often asks for the inputs' alone.
+    `weight` is the weight's graph node. `torch.autograd.grad` does not accumulate, and often
+    computes only the gradients of inputs.
     """
     try:
         return weight is not None and bool(torch._C._will_engine_execute_node(weight))
-    except RuntimeError:  # the weight's is what it asks for
+    except RuntimeError:  # torch.autograd.grad of the weight itself
         return False

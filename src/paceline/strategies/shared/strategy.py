@@ -1,23 +1,22 @@
-"""One copy of the weights per host, in memory that its workers share.
+"""The `shared` strategy: ranks of a host share one copy of the weights and of optimizer state.
 
-Every worker's model reads the same weights. After the backward pass each worker deposits its
-gradients where the others can read them. Worker i sums chunk i of all of them and applies the
-optimizer to chunk i of the weights; its state of that chunk is the only one on the host. So the
-update is done once instead of once a worker, weights and state take one worker's memory instead of
-everybody's, and a gradient is copied once at most: what a worker sums it reads where it lies.
-Large linear layers get by with less (factors.py). Small models have fewer chunks than workers,
-since a chunk must be worth waking a worker for; where one worker updates everything, the backward
-passes of all add up their gradients where it reads them (accumulated.py).
+Each rank reads the same weights. After the backward pass it publishes its gradients in shared
+memory. Rank i of a host sums shard i of all gradients and updates shard i of the weights. The host
+therefore runs each update once instead of once per rank, and stores weights and optimizer state
+once. A gradient is copied at most once, because a rank sums its own gradients where they are.
 
-Two meetings keep this right: a chunk is summed when all have deposited theirs, and weights are read
-when all chunks are updated.
+Large linear layers publish factors instead (linear_factors.py). Small models have fewer shards than
+ranks, because a shard must be large enough to justify waking a rank. If one rank updates
+everything, all backward passes write directly to shared memory (`InPlaceGradients`).
 
-Across hosts, worker i exchanges the sum of chunk i with the workers i of the other hosts, so that
-all links carry equal parts; then every host updates its own copy.
+Across hosts, the ranks with equal local rank all-reduce their shard, so all links carry equal
+loads; then each host updates its own copy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,17 +36,176 @@ from paceline.strategies.sharded import (
     ShardedOptimizer,
     check_shardable,
     optimizer_weights,
-    pieces_of_chunk,
+    shards_of_chunk,
 )
-from paceline.strategies.shared.gradients import InPlaceGradients, PublishedGradients
+from paceline.strategies.shared.gradients import (
+    InPlaceGradients,
+    PublishedGradients,
+    SharedGradients,
+)
 from paceline.strategies.shared.linear_factors import (
     LinearGradientFactors,
+    factor_bytes,
     layers_to_factor,
-    memory_bytes,
 )
 from paceline.strategies.strategy import ModelShape, Strategy
 
-LEAST_CHUNK_BYTES = 512 * 1024
+MIN_SHARD_BYTES = 512 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentLayout:
+    """Positions in the shared segment of one host, in bytes."""
+
+    shards: int
+    """Number of ranks that update weights."""
+    buffer_bytes: int
+    """Size of the weights, and of each rank's gradients."""
+    weights: int
+    gradients: tuple[int, ...]
+    """By local rank."""
+    factors: tuple[int, ...]
+    """By factored layer; one block per rank follows each position."""
+    total_bytes: int
+
+    @classmethod
+    def of(
+        cls, weights: Sequence[nn.Parameter], ranks: int, layers: Sequence[nn.Linear]
+    ) -> SegmentLayout:
+        """Lay out the segment for the ranks of a host and the layers that publish factors."""
+        shards = shard_count(weights, ranks)
+        buffer_bytes = padded_bytes([weight.nbytes for weight in weights], shards)
+        layer_bytes = [ranks * factor_bytes(layer) for layer in layers]
+        offsets, total_bytes = aligned_offsets([*([buffer_bytes] * (1 + ranks)), *layer_bytes])
+        return cls(
+            shards=shards,
+            buffer_bytes=buffer_bytes,
+            weights=offsets[0],
+            gradients=tuple(offsets[1 : 1 + ranks]),
+            factors=tuple(offsets[1 + ranks :]),
+            total_bytes=total_bytes,
+        )
+
+
+def shard_count(weights: Sequence[nn.Parameter], ranks: int) -> int:
+    """Return the number of ranks of a host that update weights."""
+    return min(ranks, max(1, sum(weight.nbytes for weight in weights) // MIN_SHARD_BYTES))
+
+
+class SharedWeights(Strategy):
+    def setup(self, replica: Replica) -> None:
+        check_shardable(replica.optimizer, "shared")
+        self._trained = optimizer_weights(replica.optimizer)
+        if self._trained[0].device.type != "cpu":
+            raise ConfigError(
+                ["--strategy shared: requires weights in main memory: use --device cpu"]
+            )
+        super().setup(replica)
+        self._groups = split_by_node(replica.communicator, replica.node)
+        self._share_memory(self._groups)
+        self.checkpoint = SharedCheckpointState(replica, self._optimizer, self._groups.intra_node)
+        self._groups.intra_node.barrier().wait()
+
+    def _share_memory(self, groups: NodeGroups) -> None:
+        weights = self._trained
+        local_rank, ranks = groups.intra_node.rank, groups.intra_node.world_size
+        is_in_place = ranks > 1 and shard_count(weights, ranks) == 1
+        layers = [] if is_in_place else self._layers_to_factor()
+        layout = SegmentLayout.of(weights, ranks, layers)
+        segment = SharedSegment(groups.intra_node, layout.total_bytes)
+
+        def buffer(position: int) -> FlatBuffer:
+            elements = layout.buffer_bytes // weights[0].element_size()
+            memory = segment.tensor(position, elements, weights[0].dtype)
+            return FlatBuffer(weights, shards=layout.shards, memory=memory)
+
+        values = buffer(layout.weights)
+        gradients = [buffer(position) for position in layout.gradients]
+        # All ranks of a host write the same values; a barrier follows before any update.
+        values.hold_weights()
+        shards: list[ParameterShard] = []
+        self._shard_gradients = torch.empty(0)
+        """The summed gradients of this rank's shard, to be reduced across hosts."""
+        if local_rank < layout.shards:
+            own = gradients[local_rank]
+            shards = shards_of_chunk(weights, values, own, local_rank, layout.shards)
+        if shards:
+            self._shard_gradients = chunk(gradients[local_rank].tensor, layout.shards, local_rank)
+        self._gradients: SharedGradients
+        if is_in_place:
+            self._gradients = InPlaceGradients(weights, gradients, local_rank)
+        else:
+            indices = {id(weight): index for index, weight in enumerate(weights)}
+            self._gradients = PublishedGradients(
+                self.replica,
+                weights,
+                shards,
+                gradients,
+                local_rank,
+                {
+                    indices[id(layer.weight)]: LinearGradientFactors(
+                        layer, segment, position, local_rank, ranks
+                    )
+                    for layer, position in zip(layers, layout.factors, strict=True)
+                },
+                sums_are_contiguous=groups.inter_node.world_size > 1,
+            )
+        self._optimizer = ShardedOptimizer(self.replica, weights, shards, groups.intra_node)
+        # A rank that updates all shards does not wait: no other rank changes what it reads, and a
+        # barrier of shared memory counts its arrival when it starts.
+        self._must_wait_for_update = layout.shards > 1 or local_rank > 0
+
+    def _layers_to_factor(self) -> list[nn.Linear]:
+        """Return no layers for a compiled forward pass or a single rank."""
+        replica = self.replica
+        if replica.forward is not replica.model or self._groups.intra_node.world_size == 1:
+            return []
+        return layers_to_factor(replica.model, self._trained)
+
+    def step(self) -> None:
+        replica, host = self.replica, self._groups.intra_node
+        with replica.exposed_communication():
+            self._sum_shard()
+        self._optimizer.update()
+        self._gradients.drop_sums()
+        with replica.exposed_communication():
+            updated = host.barrier()
+            if self._must_wait_for_update:
+                updated.wait()
+        replica.clock.enter("update")
+        self._gradients.reset()
+
+    def _sum_shard(self) -> None:
+        groups, traffic = self._groups, self.replica.communicator.traffic
+        published_bytes = self._gradients.publish()
+        publishing = traffic.begin(
+            "gradients", bytes_sent=published_bytes, messages=bool(published_bytes)
+        )
+        published = groups.intra_node.barrier()
+        if self._shard_gradients.numel():
+            published.wait()
+            read_bytes = self._gradients.reduce()
+            traffic.end(traffic.begin("gradients", bytes_received=read_bytes))
+        traffic.end(publishing)
+        groups.inter_node.all_reduce(self._shard_gradients, "gradients").wait()
+
+    def finish(self) -> None:
+        for weight in self._trained:
+            weight.data = weight.data.clone(memory_format=torch.preserve_format)
+        self._gradients.detach()
+        # The segment may be closed only after all ranks have copied their weights.
+        self._groups.intra_node.barrier().wait()
+        self._groups.close()
+        # A last checkpoint may follow.
+        self._optimizer.gather_over(self.replica.communicator)
+
+    def cost(self, shape: ModelShape, network: Network) -> Cost:
+        """Return the cost on one host: two barriers, and one shard read from each other rank."""
+        peers = shape.workers - 1
+        size_bytes = padded_bytes(shape.tensor_bytes, shape.workers)
+        moved = peers * size_bytes / shape.workers
+        messages = 2 if peers else 0
+        return Cost(network.seconds(messages, moved, moved), bytes_sent=moved, messages=peers)
 
 
 class SharedCheckpointState(ShardedCheckpointState):
@@ -62,117 +220,3 @@ class SharedCheckpointState(ShardedCheckpointState):
         self._host.barrier().wait()
         super().load_model_state_dict(state)
         self._host.barrier().wait()
-
-
-class SharedWeights(Strategy):
-    def setup(self, replica: Replica) -> None:
-        check_shardable(replica.optimizer, "shared")
-        self._trained = optimizer_weights(replica.optimizer)
-        if self._trained[0].device.type != "cpu":
-            raise ConfigError(
-                ["--strategy shared: weights are shared in main memory: use --device cpu"]
-            )
-        super().setup(replica)
-        self._levels = split_by_node(replica.communicator, replica.node)
-        self._share_memory(self._levels)
-        self.checkpoint = SharedCheckpointState(replica, self._own, self._levels.intra_node)
-        self._levels.intra_node.barrier().wait()
-
-    def _share_memory(self, levels: NodeGroups) -> None:
-        replica, weights = self.replica, self._trained
-        place, workers = levels.intra_node.rank, levels.intra_node.world_size
-        sizes = [weight.nbytes for weight in weights]
-        chunks = min(workers, max(1, sum(sizes) // LEAST_CHUNK_BYTES))
-        size_bytes = padded_bytes(sizes, chunks)
-        is_small = chunks == 1 and workers > 1
-        layers = [] if is_small else self._layers_to_factor()
-        begins, arena_bytes = aligned_offsets(
-            [*([size_bytes] * (1 + workers)), *(workers * memory_bytes(layer) for layer in layers)]
-        )
-        arena = SharedSegment(levels.intra_node, arena_bytes)
-        first = weights[0]
-        blocks = [
-            arena.tensor(begin, size_bytes // first.element_size(), first.dtype)
-            for begin in begins[: 1 + workers]
-        ]
-        values, *deposits = (FlatBuffer(weights, shards=chunks, memory=block) for block in blocks)
-        # All ranks of a host write the same values; a barrier follows before any update.
-        values.hold_weights()
-        pieces: list[ParameterShard] = []
-        if place < chunks:
-            pieces = pieces_of_chunk(weights, values, deposits[place], place, chunks)
-        numbers = {id(weight): number for number, weight in enumerate(weights)}
-        factored = {
-            numbers[id(layer.weight)]: LinearGradientFactors(layer, arena, begin, place, workers)
-            for layer, begin in zip(layers, begins[1 + workers :], strict=True)
-        }
-        self._deposits: PublishedGradients | InPlaceGradients
-        if is_small:
-            self._deposits = InPlaceGradients(weights, deposits, place)
-        else:
-            self._deposits = PublishedGradients(
-                replica,
-                weights,
-                pieces,
-                deposits,
-                place,
-                factored,
-                sums_lie_together=levels.inter_node.world_size > 1,
-            )
-        self._own = ShardedOptimizer(replica, weights, pieces, levels.intra_node)
-        self._chunk = chunk(deposits[place].tensor, chunks, place) if pieces else torch.empty(0)
-        """Where the sums of this worker's pieces lie together, to be exchanged across hosts."""
-        self._must_wait_for_update = chunks > 1 or place > 0
-        """Who alone updates everything can go on: nobody else changes what it reads, and a barrier
-        of shared memory counts as soon as it is begun."""
-
-    def _layers_to_factor(self) -> list[nn.Linear]:
-        """None where a compiler has taken the forward pass, or where one worker is alone."""
-        replica = self.replica
-        if replica.forward is not replica.model or self._levels.intra_node.world_size == 1:
-            return []
-        return layers_to_factor(replica.model, self._trained)
-
-    def step(self) -> None:
-        replica, host = self.replica, self._levels.intra_node
-        with replica.exposed_communication():
-            self._sum_chunk()
-        self._own.update()
-        self._deposits.drop_sums()
-        with replica.exposed_communication():
-            updated = host.barrier()
-            if self._must_wait_for_update:
-                updated.wait()
-        replica.clock.enter("update")
-        self._deposits.clear()
-
-    def _sum_chunk(self) -> None:
-        levels, traffic = self._levels, self.replica.communicator.traffic
-        given_bytes = self._deposits.publish()
-        giving = traffic.begin("gradients", bytes_sent=given_bytes, messages=bool(given_bytes))
-        given = levels.intra_node.barrier()
-        if self._chunk.numel():
-            given.wait()
-            read_bytes = self._deposits.reduce()
-            traffic.end(traffic.begin("gradients", bytes_received=read_bytes))
-        traffic.end(giving)
-        levels.inter_node.all_reduce(self._chunk, "gradients").wait()
-
-    def finish(self) -> None:
-        """Every worker leaves with weights of its own."""
-        for weight in self._trained:
-            weight.data = weight.data.clone(memory_format=torch.preserve_format)
-        self._deposits.release()
-        # Not before all have copied: what one does with its model then is its own affair.
-        self._levels.intra_node.barrier().wait()
-        self._levels.close()
-        # A last checkpoint may follow.
-        self._own.gather_over(self.replica.communicator)
-
-    def cost(self, shape: ModelShape, network: Network) -> Cost:
-        """On one host: two meetings, and each worker reads one chunk of all other buffers."""
-        peers = shape.workers - 1
-        size_bytes = padded_bytes(shape.tensor_bytes, shape.workers)
-        moved = peers * size_bytes / shape.workers
-        messages = 2 if peers else 0
-        return Cost(network.seconds(messages, moved, moved), bytes_sent=moved, messages=peers)
