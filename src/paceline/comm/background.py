@@ -1,8 +1,8 @@
-"""The order of work on a GPU when one thread submits it and another carries it out.
+"""A communication thread, which runs blocking collectives while the caller computes.
 
-Each thread gives its work to a stream of its own, and streams run independently of one another.
-
-Communication beside computation: operations that run in order on a thread of their own."""
+On a GPU, the caller and the thread use different streams, which run independently. `DeviceOrder`
+makes the thread's work start after the caller's.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +21,18 @@ if TYPE_CHECKING:
 
 
 class DeviceOrder(Protocol):
+    """Orders the work that two threads submit to a device."""
+
     def mark(self) -> object:
-        """The work that the calling thread has given to the device so far."""
+        """Mark the work that the calling thread has submitted so far."""
 
     def behind(self, mark: object) -> AbstractContextManager[None]:
-        """Start the block's work after the marked work, and leave the block when it is done."""
+        """Start the work of the block after the marked work, and exit the block when it is done."""
 
 
 class GpuOrder:
+    """Orders work by CUDA streams and events."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
@@ -48,16 +52,16 @@ class GpuOrder:
 
 
 def order_on(device: torch.device) -> DeviceOrder | None:
-    """None where work is done when its call returns, as on a CPU."""
+    """Return the order for a device; None for CPUs, whose work is done when a call returns."""
     return GpuOrder(device) if device.type == "cuda" else None
 
 
 class CommunicationThread:
-    """Runs blocking communication without blocking the caller.
+    """Runs blocking communication in order on a separate thread.
 
-    It talks through a fork of the communicator it is given, so that its messages never mix with
-    those of the caller's thread. Making one is collective, and all ranks submit the same operations
-    in the same order. An algorithm's all-reduce in non-blocking form is
+    It uses a duplicate of the communicator, so that its messages never mix with those of the
+    caller's thread. Creating one is collective, and all ranks submit the same operations in the
+    same order. For example, a non-blocking all-reduce by an algorithm is
 
         background.submit(
             lambda communicator: algorithm.all_reduce(communicator, tensor, kind), tensor.device
@@ -68,7 +72,7 @@ class CommunicationThread:
         self._communicator = communicator.dup()
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._orders: dict[torch.device, DeviceOrder | None] = {}
-        # A daemon, so that a failing program ends even where nobody closed its communicators.
+        # A daemon, so that a failed program exits even if its communicators are still open.
         self._thread = Thread(
             target=self._run, name=f"paceline-communication-{communicator.rank}", daemon=True
         )
@@ -77,11 +81,11 @@ class CommunicationThread:
     def submit(
         self, operation: Callable[[Communicator], None], device: torch.device | None = None
     ) -> Work:
-        """Run an operation after those submitted before it.
+        """Run an operation after all operations submitted before.
 
-        `device`: where its tensors are. On a GPU the operation starts after the work that the
-        caller's current stream has so far, and is complete once the GPU has finished its work, so
-        whatever is started after `wait()` sees the result, on any stream.
+        `device` is the device of its tensors. On a GPU, the operation starts after the work on the
+        caller's current stream and completes once the GPU has finished it, so work that is
+        submitted after `wait()` sees the result on any stream.
         """
         task = _Task(operation, self._after_caller(device))
         self._tasks.put(task)
@@ -96,16 +100,16 @@ class CommunicationThread:
         return nullcontext() if order is None else order.behind(order.mark())
 
     def close(self) -> None:
-        """End the thread; what was submitted and never waited for is given up."""
+        """Stop the thread; operations that are still in progress fail."""
         self._tasks.put(None)
         self._communicator.close()
         self._thread.join()
 
     def _run(self) -> None:
-        broken: Exception | None = None
+        failure: Exception | None = None
         while (task := self._tasks.get()) is not None:
-            # After a failure the ranks are out of step, so nothing more may be sent.
-            broken = task.run(self._communicator) if broken is None else task.fail(broken)
+            # After a failure, messages of different ranks no longer match, so nothing more is sent.
+            failure = task.run(self._communicator) if failure is None else task.fail(failure)
 
 
 class _Task(Work):
@@ -122,7 +126,7 @@ class _Task(Work):
         try:
             with self._after_caller:
                 self._operation(communicator)
-        except Exception as error:  # noqa: BLE001 - raised again by whoever waits
+        except Exception as error:  # noqa: BLE001 - raised again in wait()
             self._failure = error
         self._finished.set()
         self._complete()

@@ -1,9 +1,9 @@
-"""A flat tensor cut into as many chunks as there are ranks, which differ by at most one element.
+"""Flat buffers: chunk bounds, contiguous staging copies, memcpy.
 
-Where the elements do not divide evenly, the first chunks are the larger ones; where there are fewer
-elements than ranks, the last chunks are empty.
-
-Flat, contiguous stand-ins for callers' tensors, which have any strides and any device."""
+Collectives split a flat tensor into one chunk per rank. Chunk sizes differ by at most one element:
+the first chunks are larger if the elements do not divide evenly, and the last chunks are empty if
+there are fewer elements than ranks.
+"""
 
 from __future__ import annotations
 
@@ -15,40 +15,42 @@ from torch import Tensor
 
 
 def chunk_begin(elements: int, chunks: int, index: int) -> int:
-    """The first element of a chunk; that of chunk number `chunks` is the end."""
+    """Return the first element of a chunk; for `index == chunks`, the number of elements."""
     small, larger = divmod(elements, chunks)
     return index * small + min(index, larger)
 
 
 def chunk_elements(elements: int, chunks: int, index: int) -> int:
-    """How many elements a chunk has; indices wrap around, as ranks on a ring do."""
+    """Return the number of elements of a chunk; indices wrap around, as ranks on a ring do."""
     small, larger = divmod(elements, chunks)
     return small + (index % chunks < larger)
 
 
 def chunk(flat: Tensor, chunks: int, index: int, count: int = 1) -> Tensor:
-    """A view of `count` neighbouring chunks from `index` on."""
+    """Return a view of `count` adjacent chunks, starting at `index`."""
     elements = flat.numel()
     return flat[chunk_begin(elements, chunks, index) : chunk_begin(elements, chunks, index + count)]
 
 
 @dataclass(frozen=True, slots=True)
 class StagingBuffer:
+    """A flat, contiguous version of a tensor with any strides, on any device."""
+
     flat: Tensor
-    """One dimension, contiguous, on the device asked for; the tensor's memory where possible."""
+    """Shares the memory of the original if that is contiguous and on the requested device."""
     original: Tensor
     is_copy: bool
 
     @classmethod
     def of(cls, tensor: Tensor, device: torch.device | None = None) -> StagingBuffer:
-        """Stand in for a tensor whose values are needed."""
+        """Stage a tensor with its values."""
         original = tensor.detach()
-        placed = original.to(device or tensor.device).contiguous()
-        return cls(placed.view(-1), original, is_copy=placed.data_ptr() != original.data_ptr())
+        staged = original.to(device or tensor.device).contiguous()
+        return cls(staged.view(-1), original, is_copy=staged.data_ptr() != original.data_ptr())
 
     @classmethod
     def to_fill(cls, tensor: Tensor, device: torch.device | None = None) -> StagingBuffer:
-        """Stand in for a tensor that will be overwritten, whose values need not be copied."""
+        """Stage a tensor that will be overwritten, without copying its values."""
         original = tensor.detach()
         device = device or original.device
         if original.is_contiguous() and original.device == device:
@@ -57,14 +59,14 @@ class StagingBuffer:
         return cls(flat, original, is_copy=True)
 
     def copy_back(self) -> None:
-        """Write the result to where the caller wants it."""
+        """Copy the result to the original tensor if `flat` is a copy."""
         if self.is_copy:
             self.original.copy_(self.flat.view(self.original.shape))
 
 
 def memcpy(target: Tensor, source: Tensor) -> None:
-    """Copy between contiguous tensors in main memory, as many bytes as both have.
+    """Copy between contiguous CPU tensors, up to the size of the smaller one.
 
-    The C library does that in a third to a half less time than `Tensor.copy_` (docs/log.md).
+    The C library needs a third to a half less time than `Tensor.copy_` (docs/log.md).
     """
     ctypes.memmove(target.data_ptr(), source.data_ptr(), min(target.nbytes, source.nbytes))

@@ -1,9 +1,9 @@
-"""What communication should take: the model that every algorithm's `cost()` speaks in.
+"""Alpha-beta cost model of communication, used by the `cost()` of every algorithm.
 
-A message of `n` bytes takes `latency + n / bandwidth`, and summing `n` bytes into a buffer takes `n
-/ reduce_bytes_per_second`. A worker can send one message and receive another at the same time, at
-full bandwidth each. What several workers send at once does not slow any of them down, unless they
-send to the same one.
+A message of `n` bytes takes `latency + n / bandwidth`, and summing `n` bytes into a buffer takes
+`n / reduce_bytes_per_second`. A worker can send one message and receive another at the same time,
+each at full bandwidth. Messages of different workers do not slow each other down unless they have
+the same receiver.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Network:
+    """Parameters of the network between workers."""
+
     latency_seconds: float
-    """From the start of a send of next to nothing until it has been received."""
+    """From the start of an empty send until it is received."""
     bandwidth_bytes_per_second: float
-    """Of one worker's link, in each direction."""
+    """Of the link of one worker, in each direction."""
     reduce_bytes_per_second: float | None = None
-    """How fast a worker adds a received buffer to its own; None: in no time."""
+    """Rate at which a worker adds a received buffer to its own; None means infinitely fast."""
 
     def seconds(self, messages: float, moved_bytes: float, reduced_bytes: float = 0.0) -> float:
-        """The time of messages that follow one another, with the bytes they move and sum in all."""
+        """Return the time of sequential messages that move and reduce these bytes in total."""
         reducing = (
             reduced_bytes / self.reduce_bytes_per_second if self.reduce_bytes_per_second else 0.0
         )
@@ -34,11 +36,11 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one operation."""
+    """Predicted cost of one operation."""
 
     seconds: float
     """From its start until every worker has the result."""
     bytes_sent: float
-    """By the worker that sends most."""
+    """By the worker that sends the most bytes."""
     messages: int
-    """Sent by the worker that sends most of them."""
+    """By the worker that sends the most messages."""

@@ -1,4 +1,4 @@
-"""Small structured values between workers: JSON only, so that nothing received can run anything."""
+"""JSON values, bytes and scalars between ranks; never pickle, so received data cannot run code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.comm.communicator import Communicator
 
 
 def broadcast_json(communicator: Communicator, value: Any, root: int = 0) -> Any:
-    """Every rank gets the root's value."""
+    """Return the root's value on all ranks. Collective."""
     if communicator.world_size == 1:
         return value
     payload = _encode(value) if communicator.rank == root else torch.empty(0, dtype=torch.uint8)
@@ -25,30 +25,33 @@ def broadcast_json(communicator: Communicator, value: Any, root: int = 0) -> Any
 
 
 def gather_json(communicator: Communicator, value: Any) -> list[Any] | None:
-    """Rank 0 gets every rank's value, in the ranks' order; the others get None."""
+    """Return the values of all ranks, by rank, on rank 0; None on other ranks. Collective."""
     payloads = gather_bytes(communicator, _encode(value), "control")
     return None if payloads is None else [_decode(payload) for payload in payloads]
 
 
 def gather_bytes(communicator: Communicator, payload: Tensor, kind: str) -> list[Tensor] | None:
-    """Rank 0 gets every rank's bytes, each of its own length; the others get None."""
+    """Return the bytes of all ranks, by rank, on rank 0; None on other ranks. Collective.
+
+    Payloads may have different sizes.
+    """
     if communicator.world_size == 1:
         return [payload]
     sizes = gather_scalars(communicator, torch.tensor(payload.numel()), kind)
     if communicator.rank:
         communicator.send(payload, 0, kind).wait()
         return None
-    parts = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
-    parts[0] = payload
+    payloads = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
+    payloads[0] = payload
     for rank in communicator.peers:
-        communicator.recv(parts[rank], rank, kind).wait()
-    return parts
+        communicator.recv(payloads[rank], rank, kind).wait()
+    return payloads
 
 
 def gather_scalars(communicator: Communicator, values: Tensor, kind: str = "control") -> Tensor:
-    """Return the values of every rank, one row per rank, on all ranks. Collective.
+    """Return the values of all ranks, one row per rank, on all ranks. Collective.
 
-    This is an all_reduce of a table in which each rank fills its own row: adding zeros is exact.
+    It is an all_reduce of a table in which each rank fills its own row; adding zeros is exact.
     """
     table = values.new_zeros((communicator.world_size, *values.shape))
     table[communicator.rank] = values

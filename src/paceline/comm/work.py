@@ -1,4 +1,4 @@
-"""An operation under way: every operation of a communicator returns a `Work`."""
+"""Handles of operations in progress: every operation of a communicator returns a `Work`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from time import perf_counter
 
 
 class Work(ABC):
-    """`wait()` finishes the operation; a blocking call is `communicator.send(...).wait()`.
+    """An operation in progress; a blocking call is `communicator.send(...).wait()`.
 
-    Until `wait()` has returned, the tensors given to the operation must be neither changed nor
-    read, and the operation is not sure to have any effect. A Work is used by one thread at a time.
+    Until `wait()` returns, the caller must neither modify nor read the tensors of the operation,
+    and results may be missing. A Work is used by one thread at a time.
     """
 
     def __init__(self) -> None:
@@ -24,11 +24,11 @@ class Work(ABC):
         self._on_completion: list[Callable[[float], None]] = []
         self._completing = Lock()
         self._callbacks_done: Event | None = None
-        """Only where there are callbacks; set once all of them have run."""
+        """Set once all done callbacks have run; None if there are none."""
         self._callback_thread: int | None = None
 
     def wait(self) -> None:
-        """Return once the operation is complete here; raise what went wrong, each time asked."""
+        """Block until the operation is complete; raise its error, also when called again."""
         if not self._ended:
             self._ended = True
             try:
@@ -40,31 +40,32 @@ class Work(ABC):
                 raise
             finally:
                 self._complete()
-                self._await_callbacks()
+                self._wait_for_callbacks()
                 for action in self._on_end:
                     action()
         elif self._error is not None:
             raise self._error
 
     def is_completed(self) -> bool:
-        """Whether `wait()` would return, or raise, without blocking."""
+        """Return whether `wait()` would return, or raise, without blocking."""
         return self._ended or self._poll()
 
     def on_success(self, action: Callable[[], None]) -> Work:
-        """Let `wait()` do this before it returns, for example copy a buffer to its place."""
+        """Run `action` in `wait()` if the operation succeeds, for example to copy a buffer."""
         self._on_success.append(action)
         return self
 
     def on_end(self, action: Callable[[], None]) -> Work:
-        """Let `wait()` do this last, whether the operation succeeded or not."""
+        """Run `action` at the end of `wait()`, whether or not the operation succeeds."""
         self._on_end.append(action)
         return self
 
     def add_done_callback(self, action: Callable[[float], None]) -> None:
-        """Call this with the moment (of `perf_counter`) at which the operation was complete.
+        """Call `action` with the completion time of the operation (`perf_counter`).
 
-        On any thread, as soon as one notices it, and before `wait()` returns. The moment is that of
-        the completion, even where it is noticed later. No lock is held meanwhile.
+        The call may happen on any thread, once one detects the completion, and before `wait()`
+        returns. The time is that of the completion, even if it is detected later. No lock is held
+        during the call.
         """
         with self._completing:
             if self._completed is None:
@@ -73,9 +74,9 @@ class Work(ABC):
         action(self._completed)
 
     def _complete(self, moment: float | None = None) -> None:
-        """Note that the operation is complete, since `moment` or now; only the first call counts.
+        """Record the completion time (default: now) and run done callbacks; only the first counts.
 
-        For operations that are complete before somebody waits for them.
+        Subclasses call this for operations that complete before `wait()`.
         """
         with self._completing:
             if self._completed is not None:
@@ -90,22 +91,22 @@ class Work(ABC):
         finally:
             self._callbacks_done.set()
 
-    def _await_callbacks(self) -> None:
-        """Wait until the callbacks have run, unless one of them is asking."""
+    def _wait_for_callbacks(self) -> None:
+        """Wait until all done callbacks have run, unless this call comes from one of them."""
         if self._callbacks_done is not None and self._callback_thread != get_ident():
             self._callbacks_done.wait()
 
     @abstractmethod
     def _block(self) -> None:
-        """Wait for the end of the operation."""
+        """Wait until the operation is complete; raise its error."""
 
     @abstractmethod
     def _poll(self) -> bool:
-        """Whether `_block` would come back at once."""
+        """Return whether `_block` would return, or raise, without blocking."""
 
 
 class CompletedWork(Work):
-    """An operation that had nothing left to do when it was started."""
+    """An operation that was complete when it started."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,30 +122,30 @@ class CompletedWork(Work):
 class CombinedWork(Work):
     """Several operations as one."""
 
-    def __init__(self, parts: Sequence[Work]) -> None:
+    def __init__(self, works: Sequence[Work]) -> None:
         super().__init__()
-        self._parts = parts
-        self._last = 0.0
-        self._incomplete = len(parts)
+        self._works = works
+        self._last_completion = 0.0
+        self._incomplete = len(works)
 
     def add_done_callback(self, action: Callable[[float], None]) -> None:
         is_first = not self._on_completion
         super().add_done_callback(action)
         if is_first:
-            for part in self._parts:
-                part.add_done_callback(self._note_part)
+            for work in self._works:
+                work.add_done_callback(self._record_completion)
 
-    def _note_part(self, moment: float) -> None:
+    def _record_completion(self, moment: float) -> None:
         with self._completing:
-            self._last = max(self._last, moment)
+            self._last_completion = max(self._last_completion, moment)
             self._incomplete -= 1
             is_last = self._incomplete == 0
         if is_last:
-            self._complete(self._last)
+            self._complete(self._last_completion)
 
     def _block(self) -> None:
-        for part in self._parts:
-            part.wait()
+        for work in self._works:
+            work.wait()
 
     def _poll(self) -> bool:
-        return all(part.is_completed() for part in self._parts)
+        return all(work.is_completed() for work in self._works)
