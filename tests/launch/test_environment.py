@@ -46,7 +46,7 @@ def test_torchruns_variables_are_taken_as_they_are() -> None:
         world_size=6,
         local_rank=1,
         local_world_size=2,
-        node=2,
+        node_rank=2,
         nnodes=3,
         master_addr="10.0.0.7",
         master_port=1234,
@@ -65,7 +65,7 @@ def test_srun_gives_rank_node_and_the_first_host() -> None:
     assert place is not None
     assert (place.rank, place.world_size) == (5, 6)
     assert (place.local_rank, place.local_world_size) == (1, 2)
-    assert (place.node, place.nnodes) == (2, 3)
+    assert (place.node_rank, place.nnodes) == (2, 3)
     assert place.master_addr == "node03"
     assert not place.has_external_store
 

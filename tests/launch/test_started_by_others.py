@@ -23,7 +23,7 @@ ONLY = RankInfo(
     world_size=1,
     local_rank=0,
     local_world_size=1,
-    node=0,
+    node_rank=0,
     nnodes=1,
     master_addr="127.0.0.1",
     master_port=0,
@@ -42,7 +42,7 @@ def run_workers(outs: list[Path], nnodes: int) -> list[Ended]:
                 world_size=len(outs),
                 local_rank=rank % local,
                 local_world_size=local,
-                node=rank // local,
+                node_rank=rank // local,
                 nnodes=nnodes,
                 master_addr="127.0.0.1",
                 master_port=port,
@@ -81,7 +81,9 @@ def test_another_node_removes_only_what_is_its_own_and_untrained(
     """Workers 2 and 3 are of the second node; the first node reads what is in a shared folder."""
     config = from_mapping({"out": str(tmp_path), "name": "run", "nnodes": 2, "nproc_per_node": 2})
     folder = RunFolder.create(config)
-    place = dataclasses.replace(ONLY, rank=2, world_size=4, local_world_size=2, node=1, nnodes=2)
+    place = dataclasses.replace(
+        ONLY, rank=2, world_size=4, local_world_size=2, node_rank=1, nnodes=2
+    )
     values = {**report_of(2), **REJECTED}
     report = parse_report(values, "report", 2)
     peer = {**report_of(3), **REJECTED, "iterations": peer_iterations}

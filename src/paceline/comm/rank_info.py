@@ -1,4 +1,4 @@
-"""Which of the workers a process is, and where all of them meet."""
+"""The rank of a process and its rendezvous address, as environment variables of torchrun."""
 
 from __future__ import annotations
 
@@ -7,27 +7,29 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
+    """The rank of a worker process in a run, and where all workers rendezvous."""
+
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
-    node: int
+    node_rank: int
     nnodes: int
     master_addr: str
     master_port: int
     has_external_store: bool
-    """Whether somebody other than rank 0 serves the store that the workers meet at."""
+    """Whether a process other than rank 0, such as a launcher, serves the rendezvous store."""
     restart_count: int = 0
-    """How often the workers were started before; a store that is kept knows those as well."""
+    """How often the workers were restarted; an external store outlives a restart."""
 
     def to_environment(self) -> dict[str, str]:
-        """The same words that torchrun uses."""
+        """Return the environment variables that torchrun sets."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_RANK": str(self.local_rank),
             "LOCAL_WORLD_SIZE": str(self.local_world_size),
-            "GROUP_RANK": str(self.node),
+            "GROUP_RANK": str(self.node_rank),
             "GROUP_WORLD_SIZE": str(self.nnodes),
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": str(self.master_port),
@@ -41,10 +43,10 @@ SINGLE_PROCESS = RankInfo(
     world_size=1,
     local_rank=0,
     local_world_size=1,
-    node=0,
+    node_rank=0,
     nnodes=1,
     master_addr="127.0.0.1",
     master_port=0,
     has_external_store=False,
 )
-"""The place of a worker that has no others."""
+"""The only worker of a run."""

@@ -143,7 +143,7 @@ def _start_workers(spec: BenchmarkSpec, quiet: bool, port: int, processes: Local
             world_size=machines.workers,
             local_rank=local_rank,
             local_world_size=machines.nproc_per_node,
-            node=machines.node_rank,
+            node_rank=machines.node_rank,
             nnodes=machines.nnodes,
             master_addr=machines.master_addr,
             master_port=port,

@@ -100,7 +100,7 @@ def run(
         communicators: dict[str, Communicator] = {"torch": network}
         if "hierarchical" in spec.communicators:
             communicators["hierarchical"] = stack.enter_context(
-                hierarchical.connect(network, rank_info.node)
+                hierarchical.connect(network, rank_info.node_rank)
             )
         device = choose_device(config, rank_info.local_rank)
         buffer = run_collectively(network, lambda: _allocate(spec, rank_info.world_size, device))

@@ -87,7 +87,7 @@ class NodeWorkers:
             world_size=config.workers,
             local_rank=rank - self._ranks.start if rank in self._ranks else 0,
             local_world_size=config.nproc_per_node,
-            node=config.node_rank,
+            node_rank=config.node_rank,
             nnodes=config.nnodes,
             master_addr=config.master_addr,
             master_port=self._port,

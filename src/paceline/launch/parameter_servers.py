@@ -184,11 +184,11 @@ def local_parameter_servers(
     config: RunConfig, folder: RunFolder, place: RankInfo
 ) -> Iterator[None]:
     """Where workers were started by torchrun or srun: the first one of a node has its servers."""
-    ranks = server_ranks(config, place.node) if place.local_rank == 0 else []
+    ranks = server_ranks(config, place.node_rank) if place.local_rank == 0 else []
     if not ranks:
         yield
         return
-    launch_file = folder.launch_file(place.node)
+    launch_file = folder.launch_file(place.node_rank)
     write_json(launch_file, {"schema": SCHEMA, "config": config.to_dict()})
     with LocalProcesses(folder, place.world_size) as servers:
         try:

@@ -328,7 +328,7 @@ def parse_gathered(gathered: Iterable[torch.Tensor]) -> list[RankReport]:
 def _hand_in_files(
     folder: RunFolder, place: RankInfo, communicator: Communicator, shares_folder: bool
 ) -> None:
-    rank, node = place.rank, place.node
+    rank, node = place.rank, place.node_rank
     for file in (folder.events_file(rank), folder.trace_file(rank), folder.resources_file(node)):
         kind = file.name.partition("-")[0]
         # Somebody may have removed the folder meanwhile; whoever writes the result says so.

@@ -129,7 +129,7 @@ def _conclude(
         if report.status != "finished" and not report.is_secondary:
             error = Termination.of_report(report).error()
             # The first worker of the same machine finds the report, and tells.
-            error.already_reported = place.node == 0 or report.status == "stopped"
+            error.already_reported = place.node_rank == 0 or report.status == "stopped"
             raise error
         return RunOutcome(folder, None, report.exit_code)
     reports = reports or collect_reports(folder, place.world_size, expected=place.world_size)
@@ -165,9 +165,9 @@ def _make_ready_or_discard(
 def _sampler(config: RunConfig, folder: RunFolder, place: RankInfo) -> ResourceSampler:
     """Samples a single worker itself, otherwise the parent of the node's workers."""
     return ResourceSampler(
-        folder.resources_file(place.node),
+        folder.resources_file(place.node_rank),
         [os.getpid() if place == SINGLE_PROCESS else os.getppid()],
-        node=place.node,
+        node=place.node_rank,
         interval_seconds=config.sample_seconds if place.local_rank == 0 else 0,
     )
 
@@ -202,7 +202,7 @@ def connect_workers(
         if config.communicator == "torch":
             yield network
             return
-        with hierarchical.connect(network, place.node) as communicator:
+        with hierarchical.connect(network, place.node_rank) as communicator:
             yield communicator
 
 

@@ -164,7 +164,7 @@ def account_of(
     after_first = steady.to_dict()
     return {
         "rank": place.rank,
-        "node": place.node,
+        "node": place.node_rank,
         "samples": samples,
         "wall_seconds": sum(phases.values()),
         "iteration_seconds": summarize_iterations(iteration_seconds),

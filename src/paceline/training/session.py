@@ -83,7 +83,7 @@ class Session:
             forward=model,
             scaler=torch.amp.GradScaler(self.device.type, enabled=False),
             communicator=self.communicator,
-            node=self._place.node,
+            node=self._place.node_rank,
         )
         self._strategy.setup(replica)
         self._meter = self._strategy.meter or StepMeter()

@@ -268,7 +268,9 @@ class Trainer:
         place = self.team.place
         offset_seconds = self.coordinator.clock_offset.at(tracer.began)
         try:
-            tracer.write(self.folder.trace_file(place.rank), place.rank, place.node, offset_seconds)
+            tracer.write(
+                self.folder.trace_file(place.rank), place.rank, place.node_rank, offset_seconds
+            )
         except OSError as error:
             self.warnings.append(f"the trace of rank {place.rank} is missing: {error.strerror}")
 
@@ -392,7 +394,7 @@ def _build_replica(
         forward=torch.compile(model) if config.compile else model,
         scaler=torch.amp.GradScaler(prepared.device.type, enabled=config.precision == "fp16"),
         communicator=communicator,
-        node=team.place.node,
+        node=team.place.node_rank,
         clip_norm=config.clip_norm,
         servers=team.servers,
     )
