@@ -1,4 +1,4 @@
-"""The table of faults in docs/launching.md: every cell is backed by tests that there are."""
+"""The table of faults in docs/fault-tolerance.md: every cell is backed by existing tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1] / "launch"
-PAGE = (TESTS.parents[1] / "docs" / "launching.md").read_text()
+PAGE = (TESTS.parents[1] / "docs" / "fault-tolerance.md").read_text()
 
 
 def test_each_number_of_the_table_leads_to_tests() -> None:

@@ -1,6 +1,6 @@
 """The pictures of docs/, made again: `make pictures`.
 
-    python -m tests.ui.pictures [--study FOLDER] [--out docs]
+    python -m tests.ui.pictures [--study FOLDER] [--out docs/images]
 
 The study is the newest of `make demo`; one is run where there is none. Beside it the live page
 shows a run with two workers that goes on while it is looked at, and one that diverged.
@@ -54,7 +54,7 @@ LOOKS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--study", type=Path)
-    parser.add_argument("--out", type=Path, default=Path("docs"))
+    parser.add_argument("--out", type=Path, default=Path("docs/images"))
     arguments = parser.parse_args()
     study = arguments.study or newest_demo()
     with tempfile.TemporaryDirectory() as temporary:

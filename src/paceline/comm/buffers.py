@@ -67,6 +67,6 @@ class StagingBuffer:
 def memcpy(target: Tensor, source: Tensor) -> None:
     """Copy between contiguous CPU tensors, up to the size of the smaller one.
 
-    The C library needs a third to a half less time than `Tensor.copy_` (docs/log.md).
+    The C library needs a third to a half less time than `Tensor.copy_` (docs/design-notes.md).
     """
     ctypes.memmove(target.data_ptr(), source.data_ptr(), min(target.nbytes, source.nbytes))

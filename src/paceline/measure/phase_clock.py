@@ -7,7 +7,7 @@ On a GPU, kernels run after they are launched, while the program is already in a
 `CudaPhaseClock` therefore records a mark (a CUDA event) at each phase change, and a phase ends when
 the GPU reaches the mark. An idle GPU reaches it immediately, so the times between marks add up to
 the wall time, too. Marks are read in batches: waiting for the GPU at each phase change would leave
-it idle until the next launch (docs/log.md).
+it idle until the next launch (docs/design-notes.md).
 """
 
 from __future__ import annotations

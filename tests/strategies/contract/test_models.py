@@ -26,7 +26,7 @@ from tests.support.worker_pool import WorkerPool
 
 ROUNDING = 1e-5
 ROUNDING_OF_DOUBLES = 1e-10
-"""A hundred times what `vgg11` shows after twenty steps (docs/log.md)."""
+"""A hundred times what `vgg11` shows after twenty steps (docs/design-notes.md)."""
 
 LENET: dict[str, Any] = {
     "model": "lenet",
