@@ -54,7 +54,8 @@ def damaged(tmp_path: Path) -> Path:
 
 
 def test_damaged_foreign_and_newer_records_are_named_and_left_out(damaged: Path) -> None:
-    page, collection = write_report(damaged)
+    report = write_report(damaged)
+    page, collection = report.page, report.collection
     assert {one.name for one in collection.left_out} == set(DAMAGES)
     assert {run.id for run in collection.runs} == {"one", "two"}
     for name in DAMAGES:
@@ -168,7 +169,7 @@ def test_lines_of_another_shape_do_no_harm(tmp_path: Path) -> None:
     (path / "trace-0.json").write_text(json.dumps(trace))
     (path / "comm.json").write_text('{"schema": 1, "workers": "x", "measurements": [{}]}')
     (path / "events-x.jsonl").write_text("")
-    page, _ = write_report(path)
+    page = write_report(path).page
     assert page.is_file()
     assert collect(path).cells[0].iteration_means == before
 
@@ -180,6 +181,7 @@ def test_a_fifo_among_the_records_does_not_block_the_report(name: str, tmp_path:
     (odd / name).unlink(missing_ok=True)
     os.mkfifo(odd / name)
     with time_limit(15):
-        page, collection = write_report(tmp_path)
+        report = write_report(tmp_path)
+        page, collection = report.page, report.collection
     assert "whole" in {run.id for run in collection.runs}
     assert "whole" in page.read_text()

@@ -120,7 +120,7 @@ def test_the_example_section_is_in_the_report(add: Add, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "tests" / "training" / "recorded_runs" / "single", folder)
     (folder / "uninterrupted.json").rename(folder / "result.json")
     result = json.loads((folder / "result.json").read_text())
-    page, _ = write_report(folder)
+    page = write_report(folder).page
     text = page.with_suffix(".md").read_text()
     section = text[text.index("## Samples per step") :]
     assert f"{result['samples'] / result['iterations']:,.0f} |" in section

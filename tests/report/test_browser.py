@@ -30,7 +30,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     service = webdriver.ChromeService(executable_path="/usr/bin/chromedriver")
     driver = webdriver.Chrome(options=options, service=service)
     try:
-        driver.get(f"file://{write_report(folder)[0]}")
+        driver.get(f"file://{write_report(folder).page}")
         yield driver
     finally:
         driver.quit()

@@ -63,7 +63,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_page_is_one_whole_file_that_asks_for_nothing_else(folder: Path) -> None:
-    page, _ = write_report(folder)
+    page = write_report(folder).page
     text = page.read_text()
     outline = Outline(text)
     assert outline.sources == []
@@ -80,7 +80,7 @@ def test_the_page_is_one_whole_file_that_asks_for_nothing_else(folder: Path) -> 
 
 
 def test_the_verdict_comes_first_in_both(folder: Path) -> None:
-    page, _ = write_report(folder)
+    page = write_report(folder).page
     for file in (page, page.with_suffix(".md")):
         text = file.read_text()
         assert text.index("Verdict") < text.index("Overview")
@@ -88,7 +88,7 @@ def test_the_verdict_comes_first_in_both(folder: Path) -> None:
 
 
 def test_every_figure_is_a_file_beside_the_markdown(folder: Path) -> None:
-    page, _ = write_report(folder)
+    page = write_report(folder).page
     named = re.findall(r"\]\((report-figures/[^)]+)\)", page.with_suffix(".md").read_text())
     files = {str(path.relative_to(folder)) for path in (folder / "report-figures").iterdir()}
     assert set(named) == files
@@ -97,14 +97,14 @@ def test_every_figure_is_a_file_beside_the_markdown(folder: Path) -> None:
 
 
 def test_the_same_records_make_the_same_page(folder: Path) -> None:
-    first = write_report(folder)[0].read_bytes()
-    assert write_report(folder)[0].read_bytes() == first
+    first = write_report(folder).page.read_bytes()
+    assert write_report(folder).page.read_bytes() == first
 
 
 def test_names_are_text_and_never_markup(tmp_path: Path) -> None:
     write_run(tmp_path, FakeRun("<script>alert(1)<b>", {"model": "a.b:<img src=x>"}))
     write_run(tmp_path, FakeRun("two", {"model": "a.b:|_c_|"}, status="failed", cause="<i>&`x`"))
-    page, _ = write_report(tmp_path)
+    page = write_report(tmp_path).page
     outline = Outline(page.read_text())
     assert outline.sources == []
     assert "<script>alert" not in page.read_text()
@@ -115,7 +115,7 @@ def test_names_are_text_and_never_markup(tmp_path: Path) -> None:
 def test_runs_that_did_not_finish_are_shown_with_their_cause(folder: Path) -> None:
     write_run(folder, FakeRun("cut", {"lr": 0.3}, status="failed", cause="the cable was cut"))
     write_run(folder, FakeRun("going", {"lr": 0.4}, status="unfinished"))
-    text = write_report(folder)[0].read_text()
+    text = write_report(folder).page.read_text()
     assert "cut: failed.</b> the cable was cut" in text
     assert "going: unfinished.</b> no result.json" in text
 
@@ -183,7 +183,8 @@ def test_phases_of_real_runs_explain_their_difference(
     """A worker slowed down tenfold differs by far more than a busy machine adds."""
     for name, slow in (("plain", []), ("slowed", ["--slow", "0=10"])):
         assert main(["train", *SMALL, *slow, "--out", str(tmp_path), "--name", name]) == 0
-    page, collection = write_report(tmp_path)
+    report = write_report(tmp_path)
+    page, collection = report.page, report.collection
     by_id = {cell.runs[0].id: cell for cell in collection.cells}
     found = explain(by_id["plain"], by_id["slowed"])
     assert found is not None

@@ -45,7 +45,8 @@ def write_study(root: Path) -> StudyFolder:
 
 def test_a_study_is_told_part_by_part_with_the_sections_it_wants(tmp_path: Path) -> None:
     folder = write_study(tmp_path)
-    page, collection = write_report(folder.path)
+    report = write_report(folder.path)
+    page, collection = report.page, report.collection
     text = page.read_text()
     assert collection.title == "Two rates"
     assert "What does it ask?" in text

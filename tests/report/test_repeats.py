@@ -118,7 +118,7 @@ def test_each_repeat_has_a_row_on_the_page_and_in_markdown(tmp_path: Path) -> No
     text = to_markdown(document)
     assert "**Each repeat**" in text
     assert "| a-1 |" in text[text.index("**Each repeat**") :]
-    page, _ = write_report(tmp_path)
+    page = write_report(tmp_path).page
     assert "<details>\n<summary>Each repeat</summary>" in page.read_text()
 
 

@@ -24,7 +24,7 @@ def test_the_start_up_is_the_mean_over_the_workers(tmp_path: Path) -> None:
         {"imports": 2.0, "rendezvous": 1.0, "data": 0.5, "model": 0.0},
         {"imports": 4.0, "rendezvous": 2.0, "data": 0.5, "model": 0.0},
     )
-    page, _ = write_report(path)
+    page = write_report(path).page
     text = page.with_suffix(".md").read_text()
     (heading,) = [line for line in text.splitlines() if "before the first iteration" in line]
     assert [cell.strip() for cell in heading.split("|")[2:-1]] == [
@@ -39,5 +39,5 @@ def test_records_without_or_with_damaged_start_up_times_have_no_table(tmp_path: 
     for damaged in (None, {}, {"imports": "2"}, [1.0]):
         if damaged is not None:
             with_startup(path, damaged)  # type: ignore[arg-type]
-        page, _ = write_report(path)
+        page = write_report(path).page
         assert "before the first iteration" not in page.with_suffix(".md").read_text()

@@ -56,7 +56,8 @@ def test_a_recorded_run_resumes_to_the_weights_of_an_uninterrupted_one(killed_ru
 def test_a_recorded_run_reports_its_accuracy_and_phases(killed_run: Path) -> None:
     (killed_run / "uninterrupted.json").rename(killed_run / "result.json")
     expected = json.loads((killed_run / "result.json").read_text())
-    page, collection = write_report(killed_run)
+    report = write_report(killed_run)
+    page, collection = report.page, report.collection
     assert not collection.left_out
     text = page.with_suffix(".md").read_text()
     assert f"{expected['final']['test_accuracy']:.4f}" in text

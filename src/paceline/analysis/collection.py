@@ -87,20 +87,6 @@ class RunCollection:
     comm: list[Path] = field(default_factory=list)
     """Measurements of the network that lie beside the runs, as `paceline comm --json` writes."""
 
-    headlines: list[str] = field(default_factory=list)
-    """The verdict of each chapter, once a report was made."""
-
-    @property
-    def answers(self) -> list[str]:
-        """The headlines; of several chapters each with its title."""
-        if len(self.chapters) == 1:
-            return self.headlines
-        leads = [f"{chapter.title}: " for chapter in self.chapters]
-        # A part of one cell may have its name.
-        return [
-            lead + told.removeprefix(lead) for lead, told in zip(leads, self.headlines, strict=True)
-        ]
-
     @property
     def cells(self) -> list[RunGroup]:
         """Each once, also where two chapters show it."""

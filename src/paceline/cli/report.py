@@ -22,13 +22,13 @@ def run(arguments: argparse.Namespace) -> int:
     from paceline.terminal import open_console, paragraph
 
     out = None if arguments.out is None else Path(arguments.out)
-    page, collection = write_report(arguments.path, out)
+    report = write_report(arguments.path, out)
     console = open_console()
-    for answer in collection.answers:
-        console.print(paragraph(answer, console))
-    for line in left_out_lines(collection.left_out):
+    for headline in report.headlines:
+        console.print(paragraph(headline, console))
+    for line in left_out_lines(report.collection.left_out):
         console.print(line)
     # Paths are not broken: they are there to be copied.
-    console.print(f"report      {page}", soft_wrap=True)
-    console.print(f"report      {page.with_suffix('.md')}", soft_wrap=True)
+    console.print(f"report      {report.page}", soft_wrap=True)
+    console.print(f"report      {report.page.with_suffix('.md')}", soft_wrap=True)
     return 0

@@ -145,11 +145,11 @@ def _report(folder: StudyFolder, console: Console) -> None:
     from paceline.report.build import write_report
     from paceline.terminal import paragraph
 
-    page, collection = write_report(folder.path)
+    report = write_report(folder.path)
     console.print()
-    for answer in collection.answers:
-        console.print(paragraph(answer, console))
-    console.print(f"\nreport      {page}", soft_wrap=True)
+    for headline in report.headlines:
+        console.print(paragraph(headline, console))
+    console.print(f"\nreport      {report.page}", soft_wrap=True)
 
 
 def _print_dry_run(console: Console, plan: Plan, folder: StudyFolder, only: str | None) -> None:

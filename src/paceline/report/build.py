@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.analysis.collection import Chapter, RunCollection, collect
@@ -22,11 +23,19 @@ TOGETHER = "all-parts"
 """Name of the chapter about all parts of a study."""
 
 
-def write_report(path: Path | str, out: Path | None = None) -> tuple[Path, RunCollection]:
-    """Build the report of whatever is at `path`; into that folder unless `out` names another."""
+@dataclass(frozen=True, slots=True)
+class Report:
+    page: Path
+    collection: RunCollection
+    headlines: list[str]
+    """The answer of each chapter; of several chapters each with its title."""
+
+
+def write_report(path: Path | str, out: Path | None = None) -> Report:
+    """Build the report of the records at `path`, into that folder or `out`."""
     collection = collect(path)
     folder = out or collection.path
-    document = to_document(collection)
+    document, headlines = build_report(collection)
     page = folder / "report.html"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -35,7 +44,7 @@ def write_report(path: Path | str, out: Path | None = None) -> tuple[Path, RunCo
         _write_figures(document, folder / FIGURES)
     except OSError as error:
         raise RecordsError(f"cannot write the report to {folder}: {error.strerror}") from None
-    return page, collection
+    return Report(page, collection, headlines)
 
 
 def _write_figures(document: Document, folder: Path) -> None:
@@ -55,6 +64,11 @@ def _write_figures(document: Document, folder: Path) -> None:
 
 
 def to_document(collection: RunCollection) -> Document:
+    return build_report(collection)[0]
+
+
+def build_report(collection: RunCollection) -> tuple[Document, list[str]]:
+    """The document, and the headlines of its chapters."""
     verdicts = [make_verdict(chapter.cells, collection.comm) for chapter in collection.chapters]
     chapters, answers = [], []
     names = _names([chapter.title for chapter in collection.chapters])
@@ -62,7 +76,6 @@ def to_document(collection: RunCollection) -> Document:
         page, answer = _page(name, chapter, verdict, collection.comm, is_alone=len(verdicts) == 1)
         chapters.append(page)
         answers.append(answer)
-    collection.headlines = answers
     if len(verdicts) > 1:
         chapters.append(_together(collection))
     document = Document(
@@ -80,8 +93,8 @@ def to_document(collection: RunCollection) -> Document:
         document.points = _points(verdicts[0])
         document.next_steps = next_steps(verdicts[0])
     else:
-        _sum_up(document, collection)
-    return document
+        _sum_up(document, collection, answers)
+    return document, _with_titles(collection.chapters, answers)
 
 
 def _about(collection: RunCollection, chapters: Sequence[ChapterPage]) -> str:
@@ -114,7 +127,15 @@ def _together(collection: RunCollection) -> ChapterPage:
     return ChapterPage(TOGETHER, "All parts together", "", "", sections)
 
 
-def _sum_up(document: Document, collection: RunCollection) -> None:
+def _with_titles(chapters: Sequence[Chapter], answers: Sequence[str]) -> list[str]:
+    if len(chapters) == 1:
+        return list(answers)
+    leads = [f"{chapter.title}: " for chapter in chapters]
+    # A part with a single configuration may have its name.
+    return [lead + text.removeprefix(lead) for lead, text in zip(leads, answers, strict=True)]
+
+
+def _sum_up(document: Document, collection: RunCollection, answers: Sequence[str]) -> None:
     """Of several parts: the answer of each, and what went wrong anywhere."""
     troubled = [cell for cell in collection.cells if _did_not_finish(cell)]
     count = _count(collection.cells)
@@ -124,7 +145,7 @@ def _sum_up(document: Document, collection: RunCollection) -> None:
     )
     document.points = [
         (chapter.title, answer.removeprefix(f"{chapter.title}: "))
-        for chapter, answer in zip(collection.chapters, collection.headlines, strict=True)
+        for chapter, answer in zip(collection.chapters, answers, strict=True)
     ]
 
 

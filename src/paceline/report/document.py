@@ -36,7 +36,6 @@ class Figure:
     """Of its file, without folder and ending."""
     title: str
     svg: str
-    note: str = ""
     is_wide: bool = False
 
 

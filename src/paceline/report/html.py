@@ -170,11 +170,10 @@ def _with_spread(cell: str) -> str:
 
 
 def _figure(block: Figure) -> str:
-    note = f" <span>{_inline(block.note)}</span>" if block.note else ""
     wide = " wide" if block.is_wide else ""
     return (
         f'<figure class="figure{wide}" id="{block.name}">\n<figcaption><b>{escape(block.title)}</b>'
-        f'{note}<a class="download" href="{FIGURES}/{block.name}.svg"'
+        f'<a class="download" href="{FIGURES}/{block.name}.svg"'
         f' download="{block.name}.svg">SVG</a></figcaption>\n'
         f'<div class="canvas">{block.svg}</div>\n</figure>\n'
     )

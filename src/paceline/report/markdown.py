@@ -72,8 +72,7 @@ def _table(block: Table) -> str:
 
 
 def _figure(block: Figure) -> str:
-    note = f"\n\n{_plain(block.note)}" if block.note else ""
-    return f"![{_plain(block.title)}]({FIGURES}/{block.name}.svg){note}"
+    return f"![{_plain(block.title)}]({FIGURES}/{block.name}.svg)"
 
 
 def _items(block: BulletList) -> str:

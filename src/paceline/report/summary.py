@@ -66,8 +66,6 @@ def phase_table(result: Result) -> Table:
 
 def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, str]]:
     """`step_seconds`: of an asynchronous run, as a report defines it."""
-    if not result["workers"]:
-        return [("status", f"{result['status']} before any worker could say how far it had come")]
     final, checkpoints = result["final"], result["checkpoints"]
     rows = [("status", result["status"])]
     if final["test_accuracy"] is not None or final["test_loss"] is not None:
