@@ -269,7 +269,7 @@ def _groups_document(compared: Comparison) -> Document:
         note = wording.interval_note([one.difference for one in tests])
         blocks: list[Block] = [
             Text(f"{groups[0].label} against the {others}, as a share of the other's figure:"),
-            Table(("figure", "against", "difference"), rows, words=3),
+            Table(("figure", "against", "difference"), rows, text_columns=3),
             *([Text(note, "note")] if note else []),
         ]
         sections.append(Section("significance", "What is significant", blocks))

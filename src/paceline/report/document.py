@@ -26,8 +26,8 @@ class BulletList:
 class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    words: int = 1
-    """Columns at the left that hold words; the others hold figures."""
+    text_columns: int = 1
+    """Columns at the left that hold text; the others hold numbers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ def to_html(document: Document, before: str = "") -> str:
     body.append(_contents(document, single))
     body += [_chapter(chapter, single) for chapter in document.chapters]
     body.append(_left_out(document))
-    style = _page_file("report.css") + _page_file("chart.css")
+    style = _asset("report.css") + _asset("chart.css")
     page = (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -48,11 +48,11 @@ def to_html(document: Document, before: str = "") -> str:
 
 def script() -> str:
     """The only one of the page, as it stands between its tags."""
-    return f"\n{_page_file('report.js')}"
+    return f"\n{_asset('report.js')}"
 
 
-def _page_file(name: str) -> str:
-    return (resources.files("paceline.report") / "page" / name).read_text("utf-8")
+def _asset(name: str) -> str:
+    return (resources.files("paceline.report") / "assets" / name).read_text("utf-8")
 
 
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:us|ms|s|B|kB|MB|GB)\b|%)")
@@ -152,8 +152,8 @@ def _items(block: BulletList) -> str:
 def _table(block: Table) -> str:
     def row(cells: Sequence[str], tag: str) -> str:
         return "".join(
-            f"<{tag}{'' if index < block.words else ' class=n'}>"
-            f"{_inline(cell) if index < block.words else _with_spread(cell)}</{tag}>"
+            f"<{tag}{'' if index < block.text_columns else ' class=n'}>"
+            f"{_inline(cell) if index < block.text_columns else _with_spread(cell)}</{tag}>"
             for index, cell in enumerate(cells)
         )
 

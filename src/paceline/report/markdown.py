@@ -65,7 +65,7 @@ def _plain(text: str) -> str:
 
 
 def _table(block: Table) -> str:
-    rule = ["---" if index < block.words else "---:" for index in range(len(block.columns))]
+    rule = ["---" if index < block.text_columns else "---:" for index in range(len(block.columns))]
     head = [_plain(name) or " " for name in block.columns]
     rows = [[_plain(cell) for cell in row] for row in block.rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))

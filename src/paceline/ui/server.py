@@ -213,7 +213,7 @@ def _index(request: Request) -> RunIndex:
 
 def _page_text(name: str) -> str:
     package = FILES[name][0] if name in FILES else "paceline.ui"
-    return (resources.files(package) / "page" / name).read_text("utf-8")
+    return (resources.files(package) / "assets" / name).read_text("utf-8")
 
 
 _CRUMB = '<p class="crumb"><a href="/">All runs</a></p>\n'

@@ -37,7 +37,6 @@ _UNITS: dict[str, Sequence[Unit]] = {
         Unit("MiB", 2.0**20),
         Unit("GiB", 2.0**30),
     ),
-    "percent": (Unit("%", 1.0),),
     "share": (Unit("%", 0.01),),
     "": (Unit("", 1.0),),
 }

@@ -85,4 +85,4 @@ def standalone(svg: str) -> str:
 
 
 def chart_style() -> str:
-    return (resources.files("paceline.report") / "page" / "chart.css").read_text("utf-8")
+    return (resources.files("paceline.report") / "assets" / "chart.css").read_text("utf-8")
