@@ -22,8 +22,8 @@ def test_curves_that_coincide_take_turns_and_others_are_whole() -> None:
     x, y = [1.0, 2.0, 3.0, 4.0], [3.0, 2.0, 1.0, 0.5]
     same, apart = [value + 1e-9 for value in y], [value + 1 for value in y]
     series = [
-        Series(name, x, values, place=place)
-        for place, (name, values) in enumerate({"a": y, "b": apart, "c": same, "d": y}.items())
+        Series(name, x, values, color_index=index)
+        for index, (name, values) in enumerate({"a": y, "b": apart, "c": same, "d": y}.items())
     ]
     svg = draw_lines(LineChart("", "x", "y", series))
     first, other, second, third = dashes(svg)
@@ -58,8 +58,8 @@ def test_a_logarithmic_axis_places_equal_ratios_equally_far_apart() -> None:
     assert y1 - y0 == pytest.approx(y2 - y1, abs=0.02)
 
 
-def linear(colour: str) -> list[float]:
-    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+def linear(color: str) -> list[float]:
+    parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     return [one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in parts]
 
 
@@ -93,7 +93,7 @@ EYES = {
 
 @pytest.mark.parametrize("eye", EYES)
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_all_eyes_tell_the_colours_of_curves_apart(theme: str, eye: str) -> None:
+def test_all_eyes_tell_the_colors_of_curves_apart(theme: str, eye: str) -> None:
     light, dark = chart_style().split("prefers-color-scheme: dark")
     found = re.findall(r"\.s\d \{ --c: (#\w{6})", light if theme == "light" else dark)
     assert len(found) == len(PALETTE)

@@ -24,7 +24,7 @@ from paceline.analysis.run_group import RunGroup
 from paceline.analysis.trace import read_step
 from paceline.analysis.tradeoffs import checkpoint_costs, summarize_batch_sizes
 from paceline.records import PHASES
-from paceline.report.charts.timeline import MOST_SPANS, Span, merged
+from paceline.report.charts.timeline import MAX_SPANS, Span, merged
 from paceline.report.document import BulletList, Table
 from paceline.report.sections import build_sections
 from paceline.report.sections.common import section_context
@@ -208,7 +208,7 @@ def test_the_traced_step_of_median_length_is_drawn_with_what_overlaps(tmp_path: 
 def test_a_crowded_lane_is_drawn_with_a_bounded_number_of_spans() -> None:
     spans = [Span("gradients", 0.001 * index, 0.001 * index + 0.0005) for index in range(20_000)]
     few = merged(spans)
-    assert len(few) <= MOST_SPANS
+    assert len(few) <= MAX_SPANS
     assert few[0].begin_seconds == 0.0
     assert few[-1].end_seconds == pytest.approx(19.9995)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.commbench.render import rate_text, seconds_text
 from paceline.report.charts import svg
-from paceline.report.charts.axes import LEGEND_ROW, WIDTH, clip, colour, tone
+from paceline.report.charts.axes import LEGEND_ROW, WIDTH, clip, series_class, series_color
 from paceline.report.charts.lines import (
     HEIGHT_WITHOUT_LEGEND,
     LEFT,
@@ -57,7 +57,7 @@ def _draw_operation(
     """The panels and legend of an operation, and their height."""
     algorithms = list(dict.fromkeys(entry["algorithm"] for entry in entries))
     cases = list(dict.fromkeys(map(_case, entries)))
-    places = {case: _place(case, algorithms) for case in cases}
+    color_indices = {case: _color_index(case, algorithms) for case in cases}
     sizes = sorted({float(entry["bytes"]) for entry in entries})
     times, rates = [], []
     for case in cases:
@@ -67,8 +67,8 @@ def _draw_operation(
             [entry["seconds"][name] for entry in own] for name in ("least", "median", "p95")
         )
         bandwidths = [entry["bus_bytes_per_second"] for entry in own]
-        times.append(Series(_name(case), x, median, low, high, place=places[case]))
-        rates.append(Series(_name(case), x, bandwidths, place=places[case]))
+        times.append(Series(_name(case), x, median, low, high, color_index=color_indices[case]))
+        rates.append(Series(_name(case), x, bandwidths, color_index=color_indices[case]))
     known_limits = [(kind, limit) for kind, limit in limits.items() if limit]
     ends = [sizes[0], sizes[-1]]
     rates += [
@@ -97,8 +97,8 @@ def _draw_operation(
     ]  # fmt: skip
     by_case = {_case(fit): fit for fit in fits}
     rows = [
-        (f"swatch {tone(places[case])}", colour(places[case]), _name(case),
-         *_fit_texts(by_case.get(case)))
+        (f"swatch {series_class(color_indices[case])}", series_color(color_indices[case]),
+         _name(case), *_fit_texts(by_case.get(case)))
         for case in cases
     ]  # fmt: skip
     rows += [
@@ -151,7 +151,7 @@ def _name(case: CaseKey) -> str:
     return algorithm if communicator == "torch" else f"{algorithm}, {communicator}"
 
 
-def _place(case: CaseKey, algorithms: list[str]) -> int:
+def _color_index(case: CaseKey, algorithms: list[str]) -> int:
     """The color of the algorithm; another communicator has the same color with dashes."""
     colors = len(svg.PALETTE)
     index = algorithms.index(case[1]) % colors

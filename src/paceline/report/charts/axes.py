@@ -1,6 +1,4 @@
-"""From values to places: round ticks, and units that keep numbers short.
-
-What charts with axes share: the room that each part has, grid, ticks and legend."""
+"""Scales, ticks, units, grid and legend of charts."""
 
 from __future__ import annotations
 
@@ -16,10 +14,10 @@ from paceline.report.charts import svg
 class Unit:
     name: str
     factor: float
-    """Of the base unit: a value is shown divided by it."""
+    """Size in base units; values are shown divided by it."""
 
-    def label(self, what: str) -> str:
-        return f"{what} ({self.name})" if self.name else what
+    def label(self, quantity: str) -> str:
+        return f"{quantity} ({self.name})" if self.name else quantity
 
 
 _UNITS: dict[str, Sequence[Unit]] = {
@@ -50,7 +48,7 @@ def unit_for(quantity: str, largest: float) -> Unit:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Values from `low` to `high` laid out from `begin` to `end`."""
+    """Maps values from `low` to `high` to coordinates from `begin` to `end`."""
 
     low: float
     high: float
@@ -66,7 +64,7 @@ class Scale:
 
 
 def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers within the limits: at most `most` of them."""
+    """At most `most` round numbers within the limits."""
     if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
         return [low]
     step = _nice_step((high - low) / most)
@@ -89,7 +87,7 @@ def _nice_step(least: float) -> float:
 
 
 def tick_texts(ticks: Sequence[float], unit: Unit) -> list[str]:
-    """With as many decimals as tell the ticks apart, and the same for all."""
+    """Labels with the fewest decimals that tell the ticks apart, the same for all."""
     shown = [tick / unit.factor for tick in ticks]
     if max(map(abs, shown)) >= 1e7:
         return [f"{value:.3g}" for value in shown]
@@ -131,7 +129,7 @@ def log_tick_texts(ticks: Sequence[float], quantity: str) -> list[str]:
 
 
 def limits(values: Iterable[float], *, from_zero: bool = False) -> tuple[float, float]:
-    """Of an axis that shows all values, with a little air; of none at all, from 0 to 1."""
+    """Limits of an axis that shows all values, with a small margin; 0 to 1 without values."""
     known = [value for value in values if math.isfinite(value)]
     if not known:
         return 0.0, 1.0
@@ -139,23 +137,23 @@ def limits(values: Iterable[float], *, from_zero: bool = False) -> tuple[float, 
     if from_zero:
         low = min(low, 0.0)
     if high == low:
-        air = abs(high) * 0.1 or 1.0
-        return (low if from_zero and low == 0 else low - air), high + air
-    air = 0.04 * (high - low)
-    return (low if from_zero and low == 0 else low - air), high + air
+        margin = abs(high) * 0.1 or 1.0
+        return (low if from_zero and low == 0 else low - margin), high + margin
+    margin = 0.04 * (high - low)
+    return (low if from_zero and low == 0 else low - margin), high + margin
 
 
 WIDTH = 480.0
-"""Of a chart; two stand side by side on a screen, one on a phone at three quarters of it."""
+"""Of a chart; a screen shows two side by side, a phone one at three quarters of its size."""
 LEGEND_ROW = 20.0
-LETTERS = 15.0
-"""Size of the legend's letters on a phone, where they are drawn larger."""
+LEGEND_FONT_SIZE = 15.0
+"""On a phone, where it is larger than elsewhere."""
 LONGEST_LABEL = 44
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The place of the plot inside a chart."""
+    """The area of the plot inside a chart."""
 
     left: float
     top: float
@@ -175,25 +173,25 @@ def clip(label: str, longest: int = LONGEST_LABEL) -> str:
     return label if len(label) <= longest else f"{label[: longest - 1].rstrip()}…"
 
 
-def width_of(text: str, size: float = LETTERS) -> float:
-    """About what a text takes up, in a font that is rather wide."""
+def width_of(text: str, size: float = LEGEND_FONT_SIZE) -> float:
+    """Approximate width of a text in a wide font."""
     narrow, wide = "fijlrtI.,:;'|!() ", "mwMW%@+=<>—…"
     shares = (0.38 if one in narrow else 0.88 if one in wide else 0.62 for one in text)
     return size * sum(shares)
 
 
-def tone(place: int) -> str:
-    """Class of the series at a place: its colour, and a dash once all colours are taken."""
-    colours = len(svg.PALETTE)
-    return f"s{place % colours}" + (f" d{min(place // colours, 2)}" if place >= colours else "")
+def series_class(color_index: int) -> str:
+    """CSS class of a series: its color, and a dash pattern beyond the palette."""
+    dashes, color = divmod(color_index, len(svg.PALETTE))
+    return f"s{color} d{min(dashes, 2)}" if dashes else f"s{color}"
 
 
-def colour(place: int) -> str:
-    return svg.PALETTE[place % len(svg.PALETTE)]
+def series_color(color_index: int) -> str:
+    return svg.PALETTE[color_index % len(svg.PALETTE)]
 
 
 def horizontal_grid(box: Box, scale: Scale, unit: Unit, quantity: str = "") -> str:
-    """Lines and figures for the y axis; a logarithmic one takes its units from the quantity."""
+    """Grid lines and labels of the y axis; a logarithmic one derives its units from `quantity`."""
     if scale.is_log:
         ticks = log_ticks(scale.low, scale.high)
         texts = log_tick_texts(ticks, quantity)
@@ -216,7 +214,7 @@ def vertical_ticks(
     most: int = 5,
     quantity: str = "",
 ) -> str:
-    """Marks and figures for the x axis; a logarithmic one takes its units from the quantity."""
+    """Ticks and labels of the x axis; a logarithmic one derives its units from `quantity`."""
     if scale.is_log:
         ticks = log_ticks(scale.low, scale.high) if ticks is None else list(ticks)
         texts = log_tick_texts(ticks, quantity)
@@ -238,7 +236,7 @@ def vertical_ticks(
 def legend(
     entries: Sequence[tuple[str, str, str]], left: float, top: float, width: float
 ) -> tuple[str, float]:
-    """Keys for (label, class, colour) in columns that fit; returns them and their height."""
+    """A legend of (label, class, color) in as many columns as fit, and its height."""
     if not entries:
         return "", 0.0
     parts: list[str] = []

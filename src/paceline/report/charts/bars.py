@@ -1,4 +1,4 @@
-"""Horizontal bars: parts of a whole, or values with their spread. Labels stand above their bar."""
+"""Horizontal bars: stacked parts, or values with whiskers. Labels are above their bar."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from paceline.report.charts.axes import (
     Box,
     Scale,
     clip,
-    colour,
     legend,
-    tone,
+    series_class,
+    series_color,
     unit_for,
     vertical_ticks,
 )
@@ -25,12 +25,12 @@ LEFT, RIGHT, TOP = 8.0, 16.0, 6.0
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One piece of a bar; `kind` decides its colour, as a name of chart.css."""
+    """One part of a bar; `kind` selects its color, also in chart.css."""
 
     kind: str
     value: float
     text: str = ""
-    """What to show of it."""
+    """Shown in the tooltip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ class Bar:
     label: str
     parts: Sequence[Part]
     text: str = ""
-    """The figure at the end of the label's line."""
+    """At the right end of the label."""
     low: float | None = None
     high: float | None = None
-    """The spread of the whole bar."""
-    place: int | None = None
-    """The colour of a bar that is one cell's, instead of its parts'."""
+    """Min and max of the whole bar."""
+    color_index: int | None = None
+    """Color of a bar that stands for one configuration, instead of the colors of its parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +53,17 @@ class BarChart:
     bars: Sequence[Bar] = field(default_factory=tuple)
     quantity: str = ""
     kinds: Sequence[str] = ()
-    """In the order of the legend; without them there is none."""
+    """Entries of the legend, in order; empty for no legend."""
     x_high: float | None = None
 
 
-COLOURS = {
+KIND_COLORS = {
     "input": "#8fbdf0", "forward": "#3f86c6", "backward": "#0b4378", "update": "#2f9f72",
     "exchange": "#c8501e", "wait": "#f0b73f", "evaluate": "#b5aca4", "checkpoint": "#77706a",
     "other": "#dedad6", "gradients": "#e08a5e", "parameters": "#0b62a4", "buffers": "#14a298",
     "metrics": "#bd9616", "control": "#77706a",
 }  # fmt: skip
-"""Computing is blue, communication warm, what is beside training grey."""
+"""Compute is blue and green, communication warm, phases between iterations gray."""
 
 
 def draw_bars(chart: BarChart) -> str:
@@ -78,7 +78,7 @@ def draw_bars(chart: BarChart) -> str:
         svg.text(unit.label(chart.x_label), box.right, box.bottom + 40, class_="axis-label",
                  text_anchor="end")
     )  # fmt: skip
-    keys = [(kind, f"swatch k-{kind}", COLOURS[kind]) for kind in chart.kinds]
+    keys = [(kind, f"swatch k-{kind}", KIND_COLORS[kind]) for kind in chart.kinds]
     legend_text, legend_height = legend(keys, LEFT, box.bottom + 64, WIDTH - 2 * LEFT)
     return svg.drawing(
         "bars", WIDTH, box.bottom + 48 + legend_height, chart.label, [*inside, legend_text]
@@ -112,9 +112,9 @@ def _bar(index: int, bar: Bar, box: Box, scale: Scale) -> str:
 
 
 def _paint(bar: Bar, part: Part) -> tuple[str, str]:
-    if bar.place is not None:
-        return tone(bar.place), colour(bar.place)
-    return f"k-{part.kind}", COLOURS.get(part.kind, "#888")
+    if bar.color_index is not None:
+        return series_class(bar.color_index), series_color(bar.color_index)
+    return f"k-{part.kind}", KIND_COLORS.get(part.kind, "#888")
 
 
 def _whisker(left: float, right: float, y: float, bar: Bar) -> str:

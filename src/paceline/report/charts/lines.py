@@ -1,7 +1,7 @@
-"""Curves over a common axis, with their spread, as SVG.
+"""Line charts with min and max of each point.
 
-Each series carries its numbers in data attributes: what is shown when the pointer rests on it, and
-what the page redraws from when a reader looks closer.
+Each series has its values in data attributes, from which the page shows tooltips and redraws the
+chart when zooming.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from paceline.report.charts.axes import (
     WIDTH,
     Box,
     Scale,
-    colour,
     horizontal_grid,
     legend,
     limits,
     log_limits,
-    tone,
+    series_class,
+    series_color,
     unit_for,
     vertical_ticks,
 )
@@ -29,30 +29,30 @@ PLOT_HEIGHT = 216.0
 LEFT, TOP, RIGHT = 58.0, 34.0, 14.0
 HEIGHT_WITHOUT_LEGEND = TOP + PLOT_HEIGHT + 46
 DOTS_UP_TO = 30
-"""Where no curve has more points than this, each is marked."""
-SAME = 0.5
-"""Curves that are nowhere further apart than this on the screen cannot be told apart."""
-STRIPE = 10.0
-"""Length of the stripes in which such curves take turns."""
+"""Points are marked if no series has more of them."""
+MAX_COINCIDING_DISTANCE = 0.5
+"""Lines that are nowhere further apart coincide."""
+STRIPE_LENGTH = 10.0
 
-Places = list[tuple[float, float]]
+Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Stripe:
-    """Of a curve among those that lie on one another: which one it is, of how many."""
+    """The position of a line among coinciding lines, and their number."""
 
     number: int
     of: int
 
     @property
     def style(self) -> str | None:
-        """The first is drawn whole, below the others."""
+        """None for the first line, which is solid and below the others."""
         if self.number == 0:
             return None
+        gap = STRIPE_LENGTH * (self.of - 1)
         return (
-            f"stroke-dasharray:{svg.number(STRIPE)} {svg.number(STRIPE * (self.of - 1))};"
-            f"stroke-dashoffset:{svg.number(-self.number * STRIPE)}"
+            f"stroke-dasharray:{svg.number(STRIPE_LENGTH)} {svg.number(gap)};"
+            f"stroke-dashoffset:{svg.number(-self.number * STRIPE_LENGTH)}"
         )
 
 
@@ -63,17 +63,17 @@ class Series:
     y: Sequence[float]
     low: Sequence[float] = ()
     high: Sequence[float] = ()
-    """The spread at each point; none where it is not known."""
-    place: int = 0
-    """Decides the colour: the same cell has the same place in all figures of a report."""
+    """Min and max at each point; empty if unknown."""
+    color_index: int = 0
+    """The same for a configuration in all figures of a report."""
     is_guide: bool = False
-    """A line to hold others against, such as the ideal."""
+    """A reference line, such as the ideal."""
 
 
 @dataclass(frozen=True, slots=True)
 class LineChart:
     label: str
-    """What is seen, for those who do not see it."""
+    """Title for screen readers."""
     x_label: str
     y_label: str
     series: Sequence[Series] = field(default_factory=tuple)
@@ -82,7 +82,7 @@ class LineChart:
     from_zero: bool = False
     x_ticks: Sequence[float] | None = None
     y_top: float | None = None
-    """Where the axis ends, if not at the greatest value; what is beyond is cut off."""
+    """Upper limit of the axis, if not the maximum; values beyond it are cut off."""
     is_x_log: bool = False
     is_y_log: bool = False
     """Logarithmic axes are for standalone figures: the page's zoom redraws linear ones only."""
@@ -94,17 +94,23 @@ def draw_lines(chart: LineChart) -> str:
     all_x = (value for series in shown for value in series.x)
     x_low, x_high = log_limits(all_x) if chart.is_x_log else limits(all_x)
     top = math.inf if chart.y_top is None else chart.y_top
-    every = (value for series in shown for values in (series.y, series.low, series.high)
+    all_values = (value for series in shown for values in (series.y, series.low, series.high)
              for value in values)  # fmt: skip
-    all_y = (value for value in every if abs(value) <= top)
+    all_y = (value for value in all_values if abs(value) <= top)
     y_low, y_high = (
         log_limits(all_y) if chart.is_y_log else limits(all_y, from_zero=chart.from_zero)
     )
     y_high = min(y_high, top)
     keys = [
-        (series.label, f"swatch {tone(series.place)}" if not series.is_guide else "swatch guide",
-         colour(series.place) if not series.is_guide else "#888") for series in shown
-    ]  # fmt: skip
+        (series.label, "swatch guide", "#888")
+        if series.is_guide
+        else (
+            series.label,
+            f"swatch {series_class(series.color_index)}",
+            series_color(series.color_index),
+        )
+        for series in shown
+    ]
     box = Box(LEFT, TOP, WIDTH - LEFT - RIGHT, PLOT_HEIGHT)
     legend_text, legend_height = legend(
         keys if chart.has_legend else [], 8, box.bottom + 60, WIDTH - 16
@@ -114,11 +120,11 @@ def draw_lines(chart: LineChart) -> str:
     x_unit = unit_for(chart.x_quantity, x_high)
     y_unit = unit_for(chart.y_quantity, y_high)
     has_dots = max((len(series.x) for series in shown), default=0) <= DOTS_UP_TO
-    routes = [
+    lines = [
         [(x_scale(x), y_scale(y)) for x, y in zip(series.x, series.y, strict=True)]
         for series in shown
     ]
-    turns = assign_stripes(routes)
+    stripes = assign_stripes(lines)
     frame = f"{svg.data((box.left, box.top, box.width, box.height))}"
     inside = [
         svg.text(chart.y_label if chart.is_y_log else y_unit.label(chart.y_label), 8, 14,
@@ -130,7 +136,7 @@ def draw_lines(chart: LineChart) -> str:
         svg.element(
             "svg",
             *(
-                _draw(index, series, (x_scale, y_scale), routes[index], turns[index], has_dots)
+                _draw(index, series, (x_scale, y_scale), lines[index], stripes[index], has_dots)
                 for index, series in enumerate(shown)
             ),
             x=box.left, y=box.top, width=box.width, height=box.height, class_="plot",
@@ -149,25 +155,25 @@ def draw_lines(chart: LineChart) -> str:
     )  # fmt: skip
 
 
-def assign_stripes(routes: Sequence[Places]) -> list[Stripe]:
-    """Curves that lie on one another are drawn in stripes, so that all are seen."""
+def assign_stripes(lines: Sequence[Points]) -> list[Stripe]:
+    """Coinciding lines are drawn as alternating stripes, so that all are visible."""
     groups: list[list[int]] = []
-    for index, route in enumerate(routes):
+    for index, line in enumerate(lines):
         for group in groups:
-            if _coincide(routes[group[0]], route):
+            if _coincide(lines[group[0]], line):
                 group.append(index)
                 break
         else:
             groups.append([index])
-    turns = {
+    stripes = {
         index: Stripe(number, len(group)) for group in groups for number, index in enumerate(group)
     }
-    return [turns[index] for index in range(len(routes))]
+    return [stripes[index] for index in range(len(lines))]
 
 
-def _coincide(one: Places, other: Places) -> bool:
+def _coincide(one: Points, other: Points) -> bool:
     return len(one) == len(other) > 1 and all(
-        abs(a[0] - b[0]) <= SAME and abs(a[1] - b[1]) <= SAME
+        abs(a[0] - b[0]) <= MAX_COINCIDING_DISTANCE and abs(a[1] - b[1]) <= MAX_COINCIDING_DISTANCE
         for a, b in zip(one, other, strict=True)
     )
 
@@ -176,18 +182,18 @@ def _draw(
     index: int,
     series: Series,
     scales: tuple[Scale, Scale],
-    places: Places,
-    turn: Stripe,
+    points: Points,
+    stripe: Stripe,
     has_dots: bool,
 ) -> str:
-    paint = colour(series.place)
+    paint = series_color(series.color_index)
     x_scale, y_scale = scales
     has_spread = len(series.low) == len(series.x) and list(series.low) != list(series.high)
     marks = []
     if has_spread:
         upper = [(x_scale(x), y_scale(y)) for x, y in zip(series.x, series.high, strict=True)]
         lower = [(x_scale(x), y_scale(y)) for x, y in zip(series.x, series.low, strict=True)]
-        if len(places) <= DOTS_UP_TO:
+        if len(points) <= DOTS_UP_TO:
             marks += [
                 svg.element("line", x1=top[0], x2=top[0], y1=top[1], y2=bottom[1],
                             class_="whisker", stroke=paint)
@@ -199,17 +205,18 @@ def _draw(
                             fill=paint, fill_opacity="0.18")
             )  # fmt: skip
     marks.append(
-        svg.element("polyline", points=svg.points(places), class_="line", stroke=paint, fill="none",
-                    style=turn.style)
+        svg.element("polyline", points=svg.points(points), class_="line", stroke=paint, fill="none",
+                    style=stripe.style)
     )  # fmt: skip
-    if (has_dots or len(places) == 1) and not series.is_guide:
+    if (has_dots or len(points) == 1) and not series.is_guide:
         marks += [
             svg.element("circle", cx=x, cy=y, r=3, class_="dot", fill=paint, data_at=at)
-            for at, (x, y) in enumerate(places)
-            if at % turn.of == turn.number
+            for at, (x, y) in enumerate(points)
+            if at % stripe.of == stripe.number
         ]
     return svg.element(
-        "g", *marks, class_="series guide" if series.is_guide else f"series {tone(series.place)}",
+        "g", *marks,
+        class_=f"series {'guide' if series.is_guide else series_class(series.color_index)}",
         data_series=index, data_label=series.label, data_x=svg.data(series.x),
         data_y=svg.data(series.y), data_low=svg.data(series.low) if has_spread else None,
         data_high=svg.data(series.high) if has_spread else None,

@@ -1,4 +1,4 @@
-"""SVG as text: elements, and figures that can stand alone."""
+"""SVG elements and documents as text."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from importlib import resources
 PALETTE = (
     "#0b62a4", "#c8501e", "#14a298", "#a376f5", "#bd9616", "#5e3229", "#14176e", "#1a1512",
 )  # fmt: skip
-"""Series by their place, with dashes beyond these.
+"""Colors of series; further series reuse them with dashes.
 
-They differ in lightness as much as in hue, so that those who do not tell red from green, or blue
-from yellow, tell them apart; the dark ones of chart.css do too.
+They differ in lightness as much as in hue, which keeps them distinct for color-blind readers, like
+the colors of the dark theme in chart.css.
 """
 
 Attribute = str | float | int | None
 
 
 def element(name: str, *inside: str, **attributes: Attribute) -> str:
-    """An element; underscores in names of attributes stand for hyphens, None leaves one out."""
+    """An element; underscores in attribute names become hyphens, and None omits an attribute."""
     words = [name]
     for key, value in attributes.items():
         if value is not None:
@@ -34,17 +34,17 @@ def text(content: str, x: float, y: float, **attributes: Attribute) -> str:
 
 
 def title(content: str) -> str:
-    """What a reader sees who rests on a mark, also without scripts."""
+    """A tooltip that works without scripts."""
     return element("title", escape(content, quote=False))
 
 
 def number(value: float) -> str:
-    """Short, for coordinates: a hundredth of a pixel is nothing."""
+    """A coordinate, rounded to a hundredth of a pixel."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
 
 
 def datum(value: float) -> str:
-    """Of a data attribute: all the digits that a reader could want."""
+    """A value of a data attribute, with seven digits."""
     return f"{value:.7g}"
 
 
@@ -78,7 +78,7 @@ def drawing(
 
 
 def standalone(svg: str) -> str:
-    """A drawing with the style that the page would give it, as a file of its own."""
+    """A drawing as a file, with the style that the page gives it."""
     head, separator, rest = svg.partition(">")
     style = f"<style>{chart_style()}</style>"
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{head}{separator}{style}{rest}\n'

@@ -1,4 +1,4 @@
-"""One step of several cells: what was computed, and beside it what was sent, over the same time."""
+"""Timelines of iterations: phases, and transfers below them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from paceline import formatting
 from paceline.report.charts import svg
 from paceline.report.charts.axes import Box, Scale, clip, legend, unit_for, vertical_ticks
-from paceline.report.charts.bars import COLOURS
+from paceline.report.charts.bars import KIND_COLORS
 
 WIDE = 980.0
 LANE = 17.0
 GAP = 4.0
 LEFT, RIGHT = 96.0, 14.0
-MOST_SPANS = 500
-"""In a lane; shorter ones of a kind that touch are drawn as one beyond that."""
+MAX_SPANS = 500
+"""Per lane; beyond that, adjacent spans of a kind are merged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The lanes of one cell, from 0 to the end of its step."""
+    """The lanes of one iteration, in seconds since it began."""
 
     label: str
     text: str
@@ -64,7 +64,9 @@ def draw_timeline(label: str, steps: Sequence[Step]) -> str:
                  class_="axis-label", text_anchor="end")
     )  # fmt: skip
     used = {span.kind for step in steps for lane in step.lanes for span in lane.spans}
-    keys = [(kind, f"swatch k-{kind}", paint) for kind, paint in COLOURS.items() if kind in used]
+    keys = [
+        (kind, f"swatch k-{kind}", paint) for kind, paint in KIND_COLORS.items() if kind in used
+    ]
     keys_text, height = legend(keys, 8, y + 52, WIDE - 16)
     return svg.drawing("timeline", WIDE, y + 40 + height, label, [*inside, keys_text])
 
@@ -82,7 +84,7 @@ def _lane(label: str, lane: Lane, y: float, scale: Scale) -> str:
             svg.element(
                 "rect", svg.title(f"{span.kind} {shown}"), x=left, y=y,
                 width=max(right - left, 0.6), height=LANE, class_=f"part k-{span.kind}",
-                fill=COLOURS.get(span.kind, "#888"), data_label=f"{label}, {lane.label}",
+                fill=KIND_COLORS.get(span.kind, "#888"), data_label=f"{label}, {lane.label}",
                 data_kind=span.kind, data_text=shown, data_begin=svg.datum(span.begin_seconds),
                 data_end=svg.datum(span.end_seconds),
             )
@@ -90,8 +92,8 @@ def _lane(label: str, lane: Lane, y: float, scale: Scale) -> str:
     return svg.element("g", *marks)
 
 
-def merged(spans: Sequence[Span], most: int = MOST_SPANS) -> list[Span]:
-    """At most `most` spans: neighbours of a kind become one where the gap between is shortest."""
+def merged(spans: Sequence[Span], most: int = MAX_SPANS) -> list[Span]:
+    """At most `most` spans: adjacent spans of a kind are merged across the shortest gaps."""
     spans = sorted(spans, key=lambda span: span.begin_seconds)
     whole = spans[-1].end_seconds - spans[0].begin_seconds if spans else 0.0
     bound = 0.0

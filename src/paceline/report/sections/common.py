@@ -157,7 +157,7 @@ def curve_series(label: str, curve: Curve, color_index: int) -> Series:
         curve.middle.tolist(),
         curve.low.tolist() if has_spread else (),
         curve.high.tolist() if has_spread else (),
-        place=color_index,
+        color_index=color_index,
     )
 
 
