@@ -288,8 +288,6 @@ def collect_records(
     None on the others, and on all of them where the workers did not end together.
     `shares_folder`: whether the folder is the first worker's.
     """
-    if communicator.world_size == 1:
-        return [report]
     if not final_barrier(communicator, report):
         return None
     payload = json.dumps(dataclasses.asdict(report)).encode()

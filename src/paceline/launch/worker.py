@@ -103,7 +103,9 @@ def run(config: RunConfig, place: RankInfo, resumed: RunFolder | None, quiet: bo
                     report.warnings.append(trouble)
                     if place.world_size > 1:
                         write_report(folder, place.rank, report)
-                reports = collect_records(folder, place, communicator, report, shares_folder)
+                reports: list[RankReport] | None = [report]
+                if place.world_size > 1:
+                    reports = collect_records(folder, place, communicator, report, shares_folder)
         except PacelineError as error:
             error.already_reported = place.rank > 0
             raise
