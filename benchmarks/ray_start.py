@@ -12,7 +12,7 @@ import statistics
 from time import perf_counter
 
 from paceline.launch.ray.cluster import connected, load
-from paceline.launch.ray.machines import ResourceRequest, ray_fleet
+from paceline.launch.ray.machines import ResourceRequest, ray_machines
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
         seconds = []
         for _ in range(arguments.repeats):
             begun = perf_counter()
-            with ray_fleet(wanted, connection.head, 60.0, print):
+            with ray_machines(wanted, connection.head, 60.0, print):
                 seconds.append(perf_counter() - begun)
     print(
         f"{wanted}: an actor on each after {statistics.median(seconds):.2f} s (median of"

@@ -33,7 +33,7 @@ def test_a_worker_with_another_setting_is_refused_on_all_by_the_settings_name() 
         lr = 0.2 if communicator.rank == 2 else 0.1
         agree_on_config(from_mapping({"lr": lr, "nproc_per_node": 3}), communicator)
 
-    line = "--lr: rank 2 was started with 0.2, rank 0 with 0.1: give all the same"
+    line = "--lr: rank 2 was started with 0.2, rank 0 with 0.1: use the same value for all"
     assert refusals(3, work) == [line] * 3
 
 
@@ -87,7 +87,7 @@ def test_a_failure_of_unknown_order_is_not_the_first_whatever_its_clock_says() -
 @pytest.mark.parametrize(("code", "lines"), [(1, 1), (2, 20), (130, 1)])
 def test_an_ending_of_another_process_has_a_bounded_number_of_lines(code: int, lines: int) -> None:
     told = dataclasses.asdict(Termination("line\n" * 500_000, code))
-    error = Termination.of_message(told, "ending").error()
+    error = Termination.of_message(told, "termination").error()
     assert len(str(error).splitlines()) == lines
     assert len(str(error)) <= LONGEST_LINE
 

@@ -58,8 +58,8 @@ def run_in(cluster: EmulatedCluster, out: Path, **settings: Any) -> RunOutcome:
     fleet = WarmFleet(cluster, Command.starter)
     values = {**TINY, **PATIENT, "cluster": "nodes=2", "out": str(out), "name": "run"}
     config = from_mapping({**values, **settings})
-    with SignalMonitor() as interruptions:
-        return remote.run_on(fleet, config, None, True, interruptions)
+    with SignalMonitor() as signals:
+        return remote.run_on(fleet, config, None, True, signals)
 
 
 @contextlib.contextmanager

@@ -44,7 +44,7 @@ pytestmark = pytest.mark.timeout(300)
 SAMPLES, BATCH = 96, 12
 """Of own_code.data, and of TINY."""
 ITERATIONS = 600
-LOST = "node 1 lost (no sign of life for 6 s)"
+LOST = "node 1 lost (no heartbeat for 6 s)"
 SETTINGS: dict[str, Any] = {
     "model": "own_code:Recording",
     "iterations": ITERATIONS,
@@ -127,11 +127,11 @@ def test_each_restart_is_one_line_on_the_first_node(story: Story) -> None:
     worlds = story.result["worlds"]
     begins = [f"from iteration {world['iteration']}" for world in worlds]
     assert story.ends["first"].err.splitlines() == [
-        f"paceline: a node joined: going on {begins[1]} with 2 workers",
+        f"paceline: a node joined: resuming {begins[1]} with 2 workers",
         "paceline: worker lost on node 1 (rank 1 was killed by SIGKILL): restart 1 of 2"
         f" {begins[2]} with 2 workers",
         f"paceline: {LOST}: restart 2 of 2 {begins[3]} with 1 worker",
-        f"paceline: a node joined: going on {begins[4]} with 2 workers",
+        f"paceline: a node joined: resuming {begins[4]} with 2 workers",
     ]
     assert story.ends["second"].err == ""
 

@@ -17,7 +17,7 @@ from paceline.launch.signals import SignalMonitor
 from paceline.records import Result, RunFolder
 from tests.launch.test_fleet import LocalFleet
 
-KILLED_EARLY = NodeExit(2, -9, has_begun=True, ended=60.0)
+KILLED_EARLY = NodeExit(2, -9, has_started=True, ended=60.0)
 DIVERGED = "the loss is nan at iteration 70"
 
 
@@ -72,8 +72,8 @@ def test_a_loss_that_the_run_got_over_is_not_the_cause_of_a_later_end(
         folder.events_file(0).write_text("")
         folder.write_result(result_of(config, folder, status, DIVERGED))
         news = {"identity": folder.identity()}
-        first = NodeExit(0, code, DIVERGED, has_begun=True, news=news, ended=90.0)
-        return [first, NodeExit(1, code, DIVERGED, has_begun=True, ended=91.0), KILLED_EARLY]
+        first = NodeExit(0, code, DIVERGED, has_started=True, news=news, ended=90.0)
+        return [first, NodeExit(1, code, DIVERGED, has_started=True, ended=91.0), KILLED_EARLY]
 
     outcome = run(monkeypatch, config, None, happen, lost={2})
     assert outcome.result is not None
@@ -101,8 +101,8 @@ def test_without_the_first_node_the_records_of_the_others_are_fetched(
         return True
 
     monkeypatch.setattr(remote, "download", download)
-    ends = [NodeExit(0, -9, has_begun=True, ended=60.0)]
-    ends += [NodeExit(node, 1, "lost contact", has_begun=True, ended=75.0) for node in (1, 2)]
+    ends = [NodeExit(0, -9, has_started=True, ended=60.0)]
+    ends += [NodeExit(node, 1, "lost client", has_started=True, ended=75.0) for node in (1, 2)]
     outcome = run(monkeypatch, config, folder if is_resumed else None, lambda: ends, lost=set())
     assert asked == [0, 1, 2]
     assert outcome.result is not None

@@ -40,9 +40,9 @@ def test_a_node_that_is_cut_off_is_done_without(
     assert (outcome.result["status"], outcome.result["iterations"]) == ("finished", 60)
     assert [world["workers"] for world in outcome.result["worlds"]] == [2, 1]
     [restart] = outcome.result["restarts"]
-    assert restart["cause"] == "node 1 lost (no sign of life for 6 s)"
+    assert restart["cause"] == "node 1 lost (no heartbeat for 6 s)"
     told = capfd.readouterr().err
-    assert "going on without node 1: lost contact with the first node" in told
+    assert "continuing without node 1: lost contact with the first node" in told
 
 
 def test_a_link_that_comes_back_leaves_the_weights_as_they_would_be(

@@ -33,14 +33,14 @@ def store() -> Store:
 
 
 @pytest.fixture
-def contact(store: Store) -> Iterator[StoreClient]:
-    with closing(StoreClient(store, "here")) as contact:
-        yield contact
+def client(store: Store) -> Iterator[StoreClient]:
+    with closing(StoreClient(store, "here")) as client:
+        yield client
 
 
-def given(contact: StoreClient) -> runs._Given:
+def given(client: StoreClient) -> runs._Setup:
     config = from_mapping({"elastic": "1:2", "nproc_per_node": 1})
-    return runs._Given(config, contact, 1, None, True, SignalMonitor())
+    return runs._Setup(config, client, 1, None, True, SignalMonitor())
 
 
 def received(store: Store, node: int) -> dict[str, bytes]:
@@ -50,52 +50,52 @@ def received(store: Store, node: int) -> dict[str, bytes]:
 
 
 def test_what_fails_in_the_line_to_the_store_is_told_to_who_asked(
-    contact: StoreClient, tmp_path: Path
+    client: StoreClient, tmp_path: Path
 ) -> None:
     with pytest.raises(FileNotFoundError):
-        contact.ask(lambda _: (tmp_path / "gone").read_bytes())
-    contact.set("key", 5)
-    assert contact.get("key") == 5, "the line holds"
+        client.ask(lambda _: (tmp_path / "gone").read_bytes())
+    client.set("key", 5)
+    assert client.get("key") == 5, "the line holds"
 
 
 def test_a_node_beats_after_each_part_that_it_hands_in(
-    contact: StoreClient, monkeypatch: pytest.MonkeyPatch
+    client: StoreClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contacts, "BEAT_SECONDS", 1000.0)
-    node = contact.register()
-    contact.hand_in((f"part/{number}", b"x") for number in range(5))
-    assert contact.heartbeats()[node] >= 5
-    assert contact.parts_handed_in([node]) == 5
+    monkeypatch.setattr(contacts, "HEARTBEAT_SECONDS", 1000.0)
+    node = client.register()
+    client.send_parts((f"part/{number}", b"x") for number in range(5))
+    assert client.heartbeats()[node] >= 5
+    assert client.parts_sent([node]) == 5
 
 
 def test_a_file_of_several_parts_arrives_whole(
-    store: Store, contact: StoreClient, tmp_path: Path
+    store: Store, client: StoreClient, tmp_path: Path
 ) -> None:
     contents = bytes(range(256)) * (PART_BYTES // 256) + b"rest"
     (tmp_path / "events-1.jsonl").write_bytes(contents)
-    contact.hand_in(parts_of(1, tmp_path, ["events-1.jsonl"]))
+    client.send_parts(parts_of(1, tmp_path, ["events-1.jsonl"]))
     assert received(store, 1) == {"events-1.jsonl": contents}
 
 
 class Traceless:
     """Workers of a round that has ended."""
 
-    def clear_traces(self, reports: bool) -> None:
+    def remove_transient(self, reports: bool) -> None:
         pass
 
 
 def test_a_node_whose_rank_has_changed_hands_in_what_there_is(
-    store: Store, contact: StoreClient, tmp_path: Path
+    store: Store, client: StoreClient, tmp_path: Path
 ) -> None:
     """Reports are removed from round to round, while their names are remembered."""
-    node = runs._OtherNode(given(contact), {})
+    node = runs._OtherNode(given(client), {})
     node.folder, node._shares_folder = RunFolder(tmp_path), False
     (tmp_path / "events-1.jsonl").write_bytes(b"{}\n")
-    node._agent.crew = cast("NodeWorkers", Traceless())
+    node._agent.workers = cast("NodeWorkers", Traceless())
     node._agent.records = {"events-1.jsonl", "report-2.json"}
     node.conclude(None)
     assert received(store, 0) == {"events-1.jsonl": b"{}\n"}
-    assert contact.get("left/0") is True
+    assert client.get("left/0") is True
 
 
 class Living:
@@ -106,13 +106,13 @@ class Living:
 
 
 def gather(
-    contact: StoreClient,
+    client: StoreClient,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     step: Callable[[float], None],
 ) -> float:
     """Have a first node gather; `step` is what happens between two looks, 4 s apart, at a time."""
-    node = runs._FirstNode(given(contact))
+    node = runs._FirstNode(given(client))
     node.folder, node._leader = RunFolder(folder), cast("RoundLeader", Living())
     now = 0.0
 
@@ -123,12 +123,12 @@ def gather(
 
     monkeypatch.setattr(runs, "monotonic", lambda: now)
     monkeypatch.setattr(runs, "sleep", pass_time)
-    node._gather_records()
+    node._receive_records()
     return now
 
 
 def test_records_that_come_slowly_are_waited_for(
-    store: Store, contact: StoreClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, client: StoreClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     for folder in (here, there):
@@ -137,19 +137,19 @@ def test_records_that_come_slowly_are_waited_for(
 
     def step(now: float) -> None:
         store.add("parts/1", 1)
-        if now > 5 * runs.FAREWELL_SECONDS:
+        if now > 5 * runs.PART_SECONDS:
             send_files(store, 1, there, ["events-1.jsonl"])
             store.set("left/1", "true")
 
-    gather(contact, here, monkeypatch, step)
+    gather(client, here, monkeypatch, step)
     assert (here / "events-1.jsonl").read_bytes() == b"{}\n"
 
 
 def test_a_node_that_lives_and_hands_nothing_in_is_not_waited_for(
-    contact: StoreClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: StoreClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waited = gather(contact, tmp_path, monkeypatch, lambda _: None)
-    assert runs.FAREWELL_SECONDS <= waited <= runs.FAREWELL_SECONDS + 4
+    waited = gather(client, tmp_path, monkeypatch, lambda _: None)
+    assert runs.PART_SECONDS <= waited <= runs.PART_SECONDS + 4
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
@@ -161,7 +161,7 @@ def test_files_that_would_lie_outside_the_folder_are_not_taken_from_the_store(
     store.set("file/1/events-1.jsonl/0", "good")
     with caplog.at_level(logging.WARNING, "paceline"):
         assert received(store, 1) == {"events-1.jsonl": b"good"}
-    assert f"ignored {name!r} handed in by node 1" in caplog.text
+    assert f"ignored {name!r} from node 1" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["../up", ".hidden", 5])
@@ -179,7 +179,7 @@ def test_files_that_would_lie_outside_the_folder_are_not_taken_from_workers(
 
     monkeypatch.setattr(record_collection, "gather_json", gathered)
     monkeypatch.setattr(record_collection, "gather_bytes", payloads)
-    record_collection._hand_in_files(
+    record_collection._collect_files(
         folder, SINGLE_PROCESS, cast("Communicator", None), shares_folder=False
     )
     assert list(tmp_path.rglob("*")) == before

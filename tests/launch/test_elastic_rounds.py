@@ -18,7 +18,7 @@ from paceline.launch.elastic import rendezvous as leaders
 from paceline.launch.elastic import store_client as contacts
 from paceline.launch.elastic.agent import ElasticAgent
 from paceline.launch.elastic.rendezvous import (
-    LAST_CALL_SECONDS,
+    JOIN_SECONDS,
     LOST_SECONDS,
     ElasticRendezvous,
     JoinRequest,
@@ -44,8 +44,8 @@ def _beat(store: Store, node: int) -> None:
 class Table:
     """A leader and what it sees of the nodes; all of them beat unless they are lost."""
 
-    def __init__(self, contact: StoreClient, monkeypatch: pytest.MonkeyPatch, elastic: str) -> None:
-        self.contact = contact
+    def __init__(self, client: StoreClient, monkeypatch: pytest.MonkeyPatch, elastic: str) -> None:
+        self.client = client
         self.seconds = 1000.0
         self.checkpoint: int | None = None
         self.lost: set[int] = set()
@@ -53,60 +53,60 @@ class Table:
         monkeypatch.setattr(leaders, "monotonic", lambda: self.seconds)
         settings = {"elastic": elastic, "max_restarts": 2, "rendezvous_seconds": WAIT_SECONDS}
         config = from_mapping({**settings, "nproc_per_node": 2})
-        self.leader = RoundLeader(config, contact, lambda: self.checkpoint)
+        self.leader = RoundLeader(config, client, lambda: self.checkpoint)
 
     def come(self, count: int) -> None:
         self._nodes += count
-        self.contact.ask(lambda store: store.add("nodes", count))
+        self.client.ask(lambda store: store.add("nodes", count))
 
     def apply(self, *nodes: int, number: int = 0, cause: Termination | None = None) -> None:
         told = dataclasses.asdict(cause) if cause else None
         for node in nodes:
             application = dataclasses.asdict(JoinRequest(number, told))
-            self.contact.set(f"application/{node}", application)
+            self.client.set(f"application/{node}", application)
 
     def withdraw(self) -> None:
         """All have begun the round that they were given."""
         for node in range(self._nodes):
-            self.contact.set(f"application/{node}", None)
+            self.client.set(f"application/{node}", None)
 
     def pass_time(self, seconds: float, consider: bool = True) -> None:
         """In steps that are shorter than a node may be silent."""
         for _ in range(round(seconds)):
             self.seconds += 1.0
             for node in set(range(self._nodes)) - self.lost:
-                self.contact.ask(partial(_beat, node=node))
-            self.leader.try_form_round() if consider else self.leader.living()
+                self.client.ask(partial(_beat, node=node))
+            self.leader.try_form_round() if consider else self.leader.live_nodes()
 
     @property
     def nodes(self) -> list[int] | None:
-        told = self.contact.get("round")
+        told = self.client.get("round")
         return told["nodes"] if told else None
 
     def begin(self, count: int) -> None:
         """A first round of all."""
         self.come(count)
         self.apply(*range(count))
-        self.pass_time(LAST_CALL_SECONDS + 2)
+        self.pass_time(JOIN_SECONDS + 2)
         assert self.nodes == list(range(count))
         self.withdraw()
 
 
 @pytest.fixture
-def contact() -> Iterator[StoreClient]:
-    with closing(StoreClient(HashStore(), "here")) as contact:
-        yield contact
+def client() -> Iterator[StoreClient]:
+    with closing(StoreClient(HashStore(), "here")) as client:
+        yield client
 
 
 @pytest.fixture
-def table(contact: StoreClient, monkeypatch: pytest.MonkeyPatch) -> Table:
-    return Table(contact, monkeypatch, "2:3")
+def table(client: StoreClient, monkeypatch: pytest.MonkeyPatch) -> Table:
+    return Table(client, monkeypatch, "2:3")
 
 
 def test_the_first_round_waits_a_moment_for_more_than_the_fewest(table: Table) -> None:
     table.come(3)
     table.apply(0, 1)
-    table.pass_time(LAST_CALL_SECONDS)
+    table.pass_time(JOIN_SECONDS)
     assert table.nodes is None
     table.pass_time(2)
     assert table.nodes == [0, 1]
@@ -123,12 +123,12 @@ def test_a_round_waits_for_all_who_live_and_goes_on_without_the_lost(table: Tabl
     table.begin(3)
     table.apply(0, 2, number=1, cause=ECHO)
     table.pass_time(LOST_SECONDS + 5)
-    assert table.contact.get("round")["number"] == 0, "node 1 lives, and has not come yet"
+    assert table.client.get("round")["number"] == 0, "node 1 lives, and has not come yet"
     table.lost = {1}
     table.pass_time(LOST_SECONDS + 1)
-    assert table.contact.get("round") == {"number": 1, "nodes": [0, 2], "iteration": None}
+    assert table.client.get("round") == {"number": 1, "nodes": [0, 2], "iteration": None}
     [restart] = table.leader.restarts
-    assert restart["cause"] == "node 1 lost (no sign of life for 6 s)"
+    assert restart["cause"] == "node 1 lost (no heartbeat for 6 s)"
 
 
 def test_the_cause_of_a_restart_is_no_echo(table: Table, capfd: pytest.CaptureFixture[str]) -> None:
@@ -146,10 +146,10 @@ def test_who_joins_asks_for_a_planned_regrouping_which_is_no_restart(table: Tabl
     table.come(1)
     table.pass_time(1, consider=False)
     table.leader.check_round()
-    assert table.contact.get("regroup") is None
+    assert table.client.get("regroup") is None
     table.apply(2)
     table.leader.check_round()
-    assert table.contact.get("regroup") == {"number": 0, "is_planned": True}
+    assert table.client.get("regroup") == {"number": 0, "is_planned": True}
     stopped = Termination("stopped by another worker", 130, "stopped", is_secondary=True)
     table.apply(0, 1, number=1, cause=stopped)
     table.pass_time(1)
@@ -164,11 +164,11 @@ def test_a_full_world_is_left_in_peace_and_the_one_who_waits_replaces_a_lost_one
     table.apply(3)
     table.pass_time(1, consider=False)
     table.leader.check_round()
-    assert table.contact.get("regroup") is None
+    assert table.client.get("regroup") is None
     table.lost = {1}
     table.pass_time(LOST_SECONDS + 1, consider=False)
     table.leader.check_round()
-    assert table.contact.get("regroup") == {"number": 0, "is_planned": False}
+    assert table.client.get("regroup") == {"number": 0, "is_planned": False}
     table.apply(0, 2, number=1, cause=ECHO)
     table.pass_time(1)
     assert table.nodes == [0, 2, 3]
@@ -181,7 +181,7 @@ def test_too_few_nodes_end_the_run_with_its_cause(table: Table) -> None:
     with pytest.raises(RunEndedError) as caught:
         table.pass_time(WAIT_SECONDS + 2)
     assert str(caught.value) == (
-        "node 1 lost (no sign of life for 6 s): 1 of at least 2 nodes came within 50 s"
+        "node 1 lost (no heartbeat for 6 s): 1 of at least 2 nodes joined within 50 s"
     )
 
 
@@ -194,18 +194,18 @@ def test_restarts_are_counted_and_come_to_an_end(table: Table) -> None:
     table.apply(0, 1, number=3, cause=KILLED)
     with pytest.raises(RunEndedError) as caught:
         table.pass_time(1)
-    assert caught.value.ending == dataclasses.replace(
+    assert caught.value.termination == dataclasses.replace(
         KILLED, cause=f"worker lost on node 0 ({KILLED.cause}) (--max-restarts 2 are used up)"
     )
 
 
-def test_the_first_to_end_the_run_gives_the_cause(contact: StoreClient) -> None:
-    one, other = (ElasticRendezvous(contact, number, "127.0.0.1", 1) for number in range(2))
+def test_the_first_to_end_the_run_gives_the_cause(client: StoreClient) -> None:
+    one, other = (ElasticRendezvous(client, number, "127.0.0.1", 1) for number in range(2))
     one.end(KILLED)
     other.end(ECHO)
     with pytest.raises(RunEndedError) as caught:
         other.check_end()
-    assert caught.value.ending == KILLED
+    assert caught.value.termination == KILLED
 
 
 class Silent:
@@ -224,29 +224,29 @@ def test_a_first_node_that_falls_silent_is_lost_after_a_while(
 ) -> None:
     monkeypatch.setattr(contacts, "CLOSING_SECONDS", 0.0)
     store = Silent()
-    with closing(StoreClient(cast("Store", store), "10.0.0.1:29500")) as contact:
+    with closing(StoreClient(cast("Store", store), "10.0.0.1:29500")) as client:
         with pytest.raises(LostContactError, match="lost contact with the first node"):
-            contact.ask(lambda store: store.add("nodes", 0), limit_seconds=0.05)
+            client.ask(lambda store: store.add("nodes", 0), limit_seconds=0.05)
         with pytest.raises(LostContactError):
-            contact.get("round")
+            client.get("round")
         store.link.set()
 
 
 class Stopped:
     """Workers that a signal has ended before they began to train, and what the others saw of it."""
 
-    def __init__(self, code: int, ending: Termination) -> None:
-        self._code, self._ending = code, ending
+    def __init__(self, code: int, termination: Termination) -> None:
+        self._code, self._ending = code, termination
 
     def terminate(self, grace_seconds: float) -> dict[int, int | None]:
         return {0: self._code}
 
-    def termination(self, codes: Any, interruptions: Any) -> Termination:
+    def termination(self, codes: Any, signals: Any) -> Termination:
         return self._ending
 
 
 @pytest.mark.parametrize(
-    ("code", "ending", "is_failure"),
+    ("code", "termination", "is_failure"),
     [
         (-signal.SIGTERM, Termination("rank 0 was killed by SIGTERM"), False),
         (130, Termination("stopped by SIGTERM", 130, "stopped"), False),
@@ -255,10 +255,10 @@ class Stopped:
     ],
 )
 def test_what_a_planned_regrouping_does_to_workers_is_no_failure(
-    code: int, ending: Termination, is_failure: bool, contact: StoreClient
+    code: int, termination: Termination, is_failure: bool, client: StoreClient
 ) -> None:
-    rounds = ElasticRendezvous(contact, 0, "127.0.0.1", 1)
+    rounds = ElasticRendezvous(client, 0, "127.0.0.1", 1)
     agent = ElasticAgent(rounds, 1, lambda *_: cast("NodeWorkers", None), SignalMonitor())
-    agent.crew = cast("NodeWorkers", Stopped(code, ending))
-    assert agent._end_round(is_planned=True) == (ending if is_failure else None)
-    assert agent._end_round(is_planned=False) == ending
+    agent.workers = cast("NodeWorkers", Stopped(code, termination))
+    assert agent._end_round(is_planned=True) == (termination if is_failure else None)
+    assert agent._end_round(is_planned=False) == termination

@@ -117,20 +117,20 @@ def test_ctrl_c_at_the_start_leaves_nothing(tmp_path: Path) -> None:
 def test_ctrl_c_does_not_wait_for_a_worker_that_waits_for_a_stopped_one(tmp_path: Path) -> None:
     """Deep in the library that connects them, where it would hear no signal for a long time."""
     config = from_mapping({**TINY, "out": str(tmp_path), "name": "run", "nproc_per_node": 2})
-    folder, interruptions = RunFolder.create(config), SignalMonitor()
-    crew = NodeWorkers(config, folder, port=0, resumed=False, quiet=True)
+    folder, signals = RunFolder.create(config), SignalMonitor()
+    workers = NodeWorkers(config, folder, port=0, resumed=False, quiet=True)
     line = "stopped by SIGINT before training began"
     write_failure(folder, 0, Termination(line, StoppedError.exit_code, "stopped"))
-    processes = crew._processes._processes
+    processes = workers._processes._processes
     deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(80)"
     for rank, program in enumerate(["raise SystemExit(130)", deaf]):
         processes[rank] = subprocess.Popen([sys.executable, "-I", "-S", "-c", program])
     processes[0].wait()
-    interruptions.received.append(signal.SIGINT)
-    ending = supervise(crew, NodeCoordinator(from_mapping({})), interruptions)
+    signals.received.append(signal.SIGINT)
+    termination = supervise(workers, NodeCoordinator(from_mapping({})), signals)
     assert processes[1].returncode == -signal.SIGKILL
-    assert ending is not None
-    assert (ending.cause, ending.exit_code) == (line, 130)
+    assert termination is not None
+    assert (termination.cause, termination.exit_code) == (line, 130)
 
 
 def test_the_worker_that_was_killed_first_is_named(tmp_path: Path) -> None:
@@ -142,9 +142,9 @@ def test_the_worker_that_was_killed_first_is_named(tmp_path: Path) -> None:
         workers._processes._processes[rank].kill()
         workers._processes._processes[rank].wait()
         codes = workers.codes()
-    ending = workers.termination(codes, SignalMonitor())
-    assert ending is not None
-    assert ending.cause == "rank 1 was killed by SIGKILL"
+    termination = workers.termination(codes, SignalMonitor())
+    assert termination is not None
+    assert termination.cause == "rank 1 was killed by SIGKILL"
 
 
 def test_on_a_shared_folder_only_reports_of_the_own_node_are_put_in_order(tmp_path: Path) -> None:
@@ -163,9 +163,9 @@ def test_on_a_shared_folder_only_reports_of_the_own_node_are_put_in_order(tmp_pa
         write_report(
             folder, rank, parse_report({**told, "cause": f"rank {rank} failed"}, "report", rank)
         )
-    ending = workers.termination(workers.codes(), SignalMonitor())
-    assert ending is not None
-    assert (ending.cause, ending.order) == ("rank 1 failed", 1)
+    termination = workers.termination(workers.codes(), SignalMonitor())
+    assert termination is not None
+    assert (termination.cause, termination.order) == ("rank 1 failed", 1)
 
 
 def test_a_process_that_cannot_be_started_is_no_write_error(

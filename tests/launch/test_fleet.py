@@ -88,7 +88,7 @@ def test_what_several_nodes_tell_is_of_the_whole_run() -> None:
 
 
 def test_a_node_that_is_killed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_module, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(fleet_module, "GRACE_SECONDS", 0.1)
     kill = "import os; print(1, flush=True); os.kill(os.getpid(), 9)"
     with pytest.raises(RunError, match=r"^node 2 \(c\) was killed by SIGKILL$"):
         run(UNTIL_LET_GO, UNTIL_LET_GO, kill)
@@ -104,7 +104,7 @@ def test_the_last_words_of_a_node_that_failed_are_told_once(
 
 
 def test_a_node_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_module, "ENDING_SECONDS", 0.2)
+    monkeypatch.setattr(fleet_module, "KILL_SECONDS", 0.2)
     stubborn = f"import time; time.sleep({LIMIT_SECONDS})"
     with pytest.raises(RunError, match=r"^node 0 \(a\) ended with exit code 3: no output$"):
         run("import sys; sys.exit(3)", stubborn, stubborn)
@@ -185,7 +185,7 @@ def test_an_elastic_run_goes_on_without_a_lost_node(capfd: pytest.CaptureFixture
     assert supervisor.lost_nodes == {1}
     out, err = capfd.readouterr()
     assert out == "done\n"
-    assert err.startswith("paceline: going on without node 1: node 1 (b) ended with exit code 4")
+    assert err.startswith("paceline: continuing without node 1: node 1 (b) ended with exit code 4")
 
 
 class Records:

@@ -188,7 +188,7 @@ def test_an_option_that_the_strategy_has_not_is_refused() -> None:
 
 
 def test_a_strategy_with_servers_is_refused() -> None:
-    with pytest.raises(UsageError, match="is not for loops of one's own"):
+    with pytest.raises(UsageError, match="does not support custom loops"):
         paceline.join("parameter_server").__enter__()
 
 

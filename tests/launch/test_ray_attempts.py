@@ -78,15 +78,15 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             folder.write_result(end)
             return RunOutcome(folder, end, 0 if end["status"] == "finished" else 1)
 
-        monkeypatch.setattr(run, "ray_fleet", fleet)
+        monkeypatch.setattr(run, "ray_machines", fleet)
         monkeypatch.setattr(run, "run_on", attempt)
         monkeypatch.setattr(run, "has_gpus", lambda *_: False)
         config = from_mapping({"out": str(tmp_path), "name": "run", "nnodes": 2, **settings})
-        with SignalMonitor() as interruptions:
+        with SignalMonitor() as signals:
             head: Any = SimpleNamespace(
                 address="head:6379", is_lost=script.headless, answers=lambda: not script.headless
             )
-            return run.RestartLoop(config, head, False, interruptions).run(None)
+            return run.RestartLoop(config, head, False, signals).run(None)
 
     return play
 

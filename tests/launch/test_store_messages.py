@@ -30,7 +30,7 @@ from paceline.launch.elastic.rendezvous import ElasticRendezvous, RoundLeader
 from paceline.launch.elastic.store_client import StoreClient
 from paceline.launch.node import NodeCoordinator
 from paceline.launch.record_collection import PART_BYTES
-from paceline.launch.remote.control_channel import NEWS_MARK, NodeExit, NodeProcess, popen_piped
+from paceline.launch.remote.control_channel import STATUS_MARK, NodeExit, NodeProcess, popen_piped
 from paceline.launch.remote.folder_transfer import download
 from paceline.launch.result import assemble
 from paceline.launch.signals import SignalMonitor
@@ -54,9 +54,9 @@ def store() -> Store:
 
 
 @pytest.fixture
-def contact(store: Store) -> Iterator[StoreClient]:
-    with closing(StoreClient(store, "here")) as contact:
-        yield contact
+def client(store: Store) -> Iterator[StoreClient]:
+    with closing(StoreClient(store, "here")) as client:
+        yield client
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def short_waits(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
             return store
 
     monkeypatch.setattr(node_module, "Rendezvous", Rendezvous)
-    monkeypatch.setattr(node_module, "FAREWELL_SECONDS", 0.2)
+    monkeypatch.setattr(node_module, "EXCHANGE_SECONDS", 0.2)
 
 
 def settings(out: Path, rank: int) -> dict[str, Any]:
@@ -162,12 +162,12 @@ def test_a_run_name_from_the_first_worker_is_checked_as_well(
 
 
 def test_a_run_name_of_an_elastic_run_is_checked_as_well(
-    contact: StoreClient, tmp_path: Path
+    client: StoreClient, tmp_path: Path
 ) -> None:
     config = from_mapping({"elastic": "1:2", "out": str(tmp_path / "deep" / "out")})
-    given = elastic._Given(config, contact, 1, None, True, SignalMonitor())
+    given = elastic._Setup(config, client, 1, None, True, SignalMonitor())
     told = {"id": "../../up", "mark": "launch-0.json", "config": config.to_dict()}
-    contact.set("run", told)
+    client.set("run", told)
     with pytest.raises(RunError, match="malformed run name"):
         elastic._OtherNode(given, elastic._await_run(given)).joined().__enter__()
     assert not any(tmp_path.iterdir())
@@ -202,11 +202,11 @@ def test_a_malformed_ending_of_another_node_is_a_failure_in_one_line(
     here = joined(store, tmp_path)
     folder = here.agree_on_folder(RunFolder.create(from_mapping(settings(tmp_path, 0))))
     store.set("ended/1", told)
-    ending = here.exchange_terminations(None, folder, [])
-    assert ending is not None
-    assert (ending.status, ending.exit_code) == ("failed", 1)
-    assert "malformed" in ending.cause
-    assert "\n" not in ending.cause
+    termination = here.exchange_terminations(None, folder, [])
+    assert termination is not None
+    assert (termination.status, termination.exit_code) == ("failed", 1)
+    assert "malformed" in termination.cause
+    assert "\n" not in termination.cause
 
 
 def collected(store: Store, out: Path) -> RunFolder:
@@ -300,7 +300,7 @@ def test_workers_hand_in_only_their_own_files(
     monkeypatch.setattr(
         record_collection, "gather_bytes", lambda _, payload, __: [payload, payload]
     )
-    record_collection._hand_in_files(
+    record_collection._collect_files(
         folder, SINGLE_PROCESS, cast("Communicator", None), shares_folder=False
     )
     assert names_in(folder.path) == {"config.json"}
@@ -308,10 +308,10 @@ def test_workers_hand_in_only_their_own_files(
 
 
 @pytest.mark.parametrize("told", ['{"number": "x"}', "5", "{", '{"number": 1, "cause": {}}'])
-def test_a_malformed_application_is_one_line(told: str, store: Store, contact: StoreClient) -> None:
+def test_a_malformed_application_is_one_line(told: str, store: Store, client: StoreClient) -> None:
     config = from_mapping({"elastic": "1:2"})
-    leader = RoundLeader(config, contact, lambda: None)
-    contact.register()
+    leader = RoundLeader(config, client, lambda: None)
+    client.register()
     store.set("application/0", told)
     with pytest.raises(RunError, match="malformed") as error:
         leader.try_form_round()
@@ -321,14 +321,14 @@ def test_a_malformed_application_is_one_line(told: str, store: Store, contact: S
 @pytest.mark.parametrize("key", ["round", "regroup", "end"])
 @pytest.mark.parametrize("told", ["5", "{", '{"number": "x", "nodes": [0], "iteration": null}'])
 def test_a_malformed_round_is_one_line(
-    key: str, told: str, store: Store, contact: StoreClient, monkeypatch: pytest.MonkeyPatch
+    key: str, told: str, store: Store, client: StoreClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rounds = ElasticRendezvous(contact, 0, "127.0.0.1", 1)
+    rounds = ElasticRendezvous(client, 0, "127.0.0.1", 1)
     store.set("round", '{"number": 0, "nodes": [0], "iteration": null}')
     if key != "round":
         rounds.next_rendezvous()
     store.set(key, told)
-    rounds._looked = -1000.0
+    rounds._checked_at = -1000.0
     with pytest.raises(RunError, match="malformed") as error:
         rounds.next_rendezvous() if key == "round" else rounds.num_nodes_waiting()
     one_line(error)
@@ -358,6 +358,6 @@ def test_an_answer_that_is_none_is_one_line(tmp_path: Path) -> None:
 def test_malformed_news_of_a_node_are_ignored(news: str) -> None:
     with popen_piped(["cat"], b"") as process:
         node_process = NodeProcess(0, process, "")
-        node_process._take_err(f"{NEWS_MARK}{news}\n".encode())
+        node_process._take_err(f"{STATUS_MARK}{news}\n".encode())
         node_process.close()
     assert node_process.end.news == {}

@@ -47,9 +47,9 @@ def measure(spec: BenchmarkSpec, quiet: bool = False) -> dict[str, Any] | None:
     if spec.machines.launcher == "ray":
         return _measure_on_ray(spec, quiet)
     if spec.machines.hosts or spec.machines.cluster:
-        from paceline.launch.remote.run import fleet_of
+        from paceline.launch.remote.run import machines_of
 
-        machines = fleet_of(spec.machines, quiet)
+        machines = machines_of(spec.machines, quiet)
         with SignalMonitor("measuring") as signals, machines as fleet:
             return _measure_on(fleet, spec, quiet, signals)
     return _measure_here(spec, quiet)

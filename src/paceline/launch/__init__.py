@@ -1,10 +1,10 @@
-"""Where processes come from, and how they end."""
+"""Launchers: how the processes of a run start, and how they end."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-# torch asks only once, when it is loaded; what it says of lost peers would bury the first cause.
+# torch reads it once, when it loads. Its messages about lost peers would hide the root cause.
 if "torch" not in sys.modules:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -1,4 +1,4 @@
-"""What all workers must agree on before they train; who is refused is refused on all of them."""
+"""Agreement of all workers before training: the same configuration, and errors on all ranks."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ NODE_FIELDS = (*LOCATION_FIELDS, "node_rank", "data_dir", "threads")
 def config_mismatches(
     own: dict[str, Any], first: dict[str, Any], noun: str, number: int
 ) -> list[str]:
-    """A line for each setting that a worker or node does not have in common with the first."""
+    """A line for each setting in which a rank or node differs from the first one."""
     return [
         f"{flag_of(item.name)}: {noun} {number} was started with {own[item.name]!r},"
-        f" {noun} 0 with {first[item.name]!r}: give all the same"
+        f" {noun} 0 with {first[item.name]!r}: use the same value for all"
         for item in fields()
         if item.name not in NODE_FIELDS and own[item.name] != first[item.name]
     ]
 
 
 def agree_on_config(config: RunConfig, communicator: Communicator) -> None:
-    """Refuse workers that were started with other settings than the first one. Collective."""
+    """ConfigError on all ranks if a rank has other settings than rank 0. Collective."""
     first = broadcast_json(communicator, config.to_dict())
     problems = config_mismatches(config.to_dict(), first, "rank", communicator.rank)
 
-    def refuse() -> None:
+    def check() -> None:
         if problems:
             raise ConfigError(problems)
 
-    run_collectively(communicator, refuse)
+    run_collectively(communicator, check)
 
 
 def run_collectively(communicator: Communicator, action: Callable[[], T]) -> T:
-    """Do something that a worker may find to be refused; all are then, by its words. Collective.
+    """Run an action that may raise UsageError; if it does on one rank, all raise it. Collective.
 
-    So nobody waits for one who has left, and nobody sees only that it has.
+    So no rank waits for one that has left, or reports only that it has.
     """
     if communicator.world_size == 1:
         return action()
-    refusal, result = None, None
+    message, result = None, None
     try:
         result = action()
     except UsageError as error:
-        refusal = str(error)
-    refusals = gather_json(communicator, refusal)
-    told = broadcast_json(communicator, next(filter(None, refusals or []), None))
-    if told is not None:
-        raise ConfigError.from_text(told)
-    return result  # type: ignore[return-value]  # the action succeeded, here as everywhere
+        message = str(error)
+    messages = gather_json(communicator, message)
+    first = broadcast_json(communicator, next(filter(None, messages or []), None))
+    if first is not None:
+        raise ConfigError.from_text(first)
+    return result  # type: ignore[return-value]  # the action succeeded on all ranks

@@ -1,4 +1,4 @@
-"""`paceline.join`: bring the workers of a user's own program together."""
+"""`paceline.join`: connect the workers of a user's own training loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.training.device import choose_device
 from paceline.training.session import Session
 
 _JOINS = itertools.count()
-"""A program may join several times, one after the other; every time is a meeting of its own."""
+"""A program may join several times; each time has its own rendezvous."""
 
 
 @contextmanager
@@ -30,11 +30,11 @@ def join(
     timeout_seconds: float = 300.0,
     **options: Any,
 ) -> Iterator[Session]:
-    """Meet the other workers that torchrun, srun or paceline has started; alone otherwise.
+    """Connect to the other workers that torchrun, srun or paceline started, if any.
 
     `options` are the strategy's. At the end of the block every worker has the final weights.
     """
-    place = environment.detect() or SINGLE_PROCESS
+    rank_info = environment.detect() or SINGLE_PROCESS
     config = from_mapping(
         {
             "strategy": strategy,
@@ -42,21 +42,21 @@ def join(
             "communicator": communicator,
             "rendezvous_seconds": rendezvous_seconds,
             "timeout_seconds": timeout_seconds,
-            "nnodes": place.nnodes,
-            "nproc_per_node": place.local_world_size,
+            "nnodes": rank_info.nnodes,
+            "nproc_per_node": rank_info.local_world_size,
         }
     )
     chosen = check_strategy(config)
     if isinstance(chosen, ServerStrategy):
         raise UsageError(
-            f"strategy {strategy}: is not for loops of one's own, whose workers go in step:"
-            " choose another, or train with `paceline train`"
+            f"strategy {strategy}: does not support custom loops: choose a synchronous one, or"
+            " train with `paceline train`"
         )
-    device = choose_device(config, place.local_rank)
+    device = choose_device(config, rank_info.local_rank)
     name = f"join-{next(_JOINS)}"
-    with connect_workers(config, place, name, is_agreed=False) as connected:
-        team = Session(config, place, connected, chosen, device)
-        yield team
-        # Not after an exception: the others learn of it because the connections are closed.
-        team.finish()
+    with connect_workers(config, rank_info, name, is_agreed=False) as connected:
+        session = Session(config, rank_info, connected, chosen, device)
+        yield session
+        # Not after an exception: the others notice it by the closed connections.
+        session.finish()
         connected.barrier().wait()

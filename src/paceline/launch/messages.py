@@ -1,4 +1,4 @@
-"""Values that other nodes put into the store, checked before they are used.
+"""Validation of values that other nodes put into the store.
 
 Anyone who can reach the store's port can write to it, so every value may be malformed or forged.
 """
@@ -13,9 +13,9 @@ from paceline.errors import RunError, UsageError, few_lines, one_line
 from paceline.records import is_number
 
 MESSAGE_BYTES_MAX = 1 << 20
-"""Far more than any message needs; files travel in parts of their own (record_collection.py)."""
+"""Far more than any message needs; files are sent in parts (record_collection.py)."""
 NAME_BYTES_MAX = 255
-"""What file systems allow."""
+"""The limit of file systems."""
 DEPTH_MAX = 32
 """Far deeper than any message is nested."""
 
@@ -25,7 +25,7 @@ Kinds = Mapping[str, type | tuple[type, ...]]
 
 
 class MalformedError(RunError):
-    """Another node sent something that no node of this version sends."""
+    """Another node sent a value that no node of this version sends."""
 
     def __init__(self, what: str, why: str) -> None:
         super().__init__(
@@ -35,7 +35,7 @@ class MalformedError(RunError):
 
 
 def decode(received: bytes, what: str, bytes_max: int | None = MESSAGE_BYTES_MAX) -> Any:
-    """A JSON value; `what` names it in the error. `bytes_max`: None where the size was checked."""
+    """Decode a JSON value; `what` names it in errors. `bytes_max`: None if the size was checked."""
     if bytes_max is not None and len(received) > bytes_max:
         raise MalformedError(what, f"{len(received)} bytes")
     try:
@@ -45,7 +45,7 @@ def decode(received: bytes, what: str, bytes_max: int | None = MESSAGE_BYTES_MAX
 
 
 def check_fields(value: object, what: str, kinds: Kinds) -> Any:
-    """An object with exactly these keys, each of its kind (`object`: any); numbers are bounded."""
+    """Check that an object has exactly these keys and types (`object`: any), and finite numbers."""
     if not isinstance(value, dict) or value.keys() != kinds.keys():
         raise MalformedError(what, "other keys than expected")
     for name, kind in kinds.items():
@@ -53,17 +53,17 @@ def check_fields(value: object, what: str, kinds: Kinds) -> Any:
         allowed = kind if isinstance(kind, tuple) else (kind,)
         if object in allowed:
             continue
-        is_flag_for_number = isinstance(item, bool) and bool not in allowed
+        is_bool_for_number = isinstance(item, bool) and bool not in allowed
         is_bad_number = (
             isinstance(item, (int, float)) and not isinstance(item, bool) and not is_number(item)
         )
-        if is_flag_for_number or is_bad_number or not isinstance(item, allowed):
+        if is_bool_for_number or is_bad_number or not isinstance(item, allowed):
             raise MalformedError(what, f"bad value of {name}")
     return value
 
 
 def clean(value: Any, what: str, depth: int = DEPTH_MAX) -> Any:
-    """A JSON value whose numbers are bounded and whose texts are single lines, at every level."""
+    """A JSON value with finite numbers and single-line strings at every level."""
     if depth == 0:
         raise MalformedError(what, "nested too deeply")
     if isinstance(value, dict):
@@ -78,12 +78,12 @@ def clean(value: Any, what: str, depth: int = DEPTH_MAX) -> Any:
 
 
 def clean_cause(text: str, exit_code: int) -> str:
-    """What another process says ended it: one line, or a few where several settings are invalid."""
+    """The cause that another process reported: one line, or a few for several invalid settings."""
     return few_lines(text) if exit_code == UsageError.exit_code else one_line(text)
 
 
 def is_file_name(value: object) -> bool:
-    """Whether it is a plain name of one file or folder, which stays where it is put."""
+    """Whether it is a plain file name, without a path."""
     return (
         isinstance(value, str)
         and 0 < len(value.encode(errors="replace")) <= NAME_BYTES_MAX
@@ -94,7 +94,7 @@ def is_file_name(value: object) -> bool:
 
 
 def check_run_name(value: object) -> str:
-    """The name of the run's folder, which the first node chose."""
+    """Check the name of the run folder, which node 0 chose."""
     if not isinstance(value, str) or not is_file_name(value):
         raise MalformedError("run name", f"{value!r:.80} is not a plain folder name")
     return value

@@ -37,28 +37,28 @@ T = TypeVar("T")
 
 logger = logging.getLogger("paceline")
 
-NEWS_SECONDS = 0.5
-"""How often the launchers look for one another's alarm."""
-FAREWELL_SECONDS = 4.0
-"""How long, after a failure, a launcher waits to hear from the others."""
+FAILURE_POLL_SECONDS = 0.5
+"""How often a launcher checks whether another one has signaled a failure."""
+EXCHANGE_SECONDS = 4.0
+"""How long a launcher waits, after a failure, for the terminations of the others."""
 
 
 def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> RunOutcome:
-    """Start this node's workers, watch over them, and on the first node write the result."""
-    with ExitStack() as held:
+    """Start and supervise this node's workers; node 0 writes the result."""
+    with ExitStack() as stack:
         folder = resumed
         if folder is None and config.node_rank == 0:
             folder = RunFolder.create(config)
-        with SignalMonitor() as interruptions:
+        with SignalMonitor() as signals:
             try:
                 nodes = NodeCoordinator(config)
-                folder = _agree_on_folder(nodes, folder, held)
+                folder = _agree_on_folder(nodes, folder, stack)
             except PacelineError:
                 if folder is not None and resumed is None:
                     folder.discard()
                 raise
-            interruptions.raise_on_signal = False
-            crew = NodeWorkers(
+            signals.raise_on_signal = False
+            workers = NodeWorkers(
                 config,
                 folder,
                 nodes.port,
@@ -67,51 +67,51 @@ def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> RunOutcome
                 board=nodes.board,
                 servers=server_ranks(config, config.node_rank),
             )
-            with _started(crew, nodes, is_new=resumed is None):
-                ending = supervise(crew, nodes, interruptions)
-            # The records are complete only now, with the last sample of the resources.
-            ending = nodes.exchange_terminations(ending, folder, crew.records())
-        reports = crew.reports()
-        crew.clear_traces(reports=nodes.is_first or not nodes.shares_folder)
+            with _started(workers, nodes, is_new=resumed is None):
+                termination = supervise(workers, nodes, signals)
+            # Only now are the records complete: they include the last sample of the resources.
+            termination = nodes.exchange_terminations(termination, folder, workers.records())
+        reports = workers.reports()
+        workers.remove_transient(reports=nodes.is_first or not nodes.shares_folder)
         return finish_run(
             config,
             folder,
             reports,
-            ending,
+            termination,
             is_new=resumed is None,
-            records=crew.files(),
-            sampler_warning=crew.trouble,
+            records=workers.files(),
+            sampler_warning=workers.sampler_warning,
             is_first=nodes.is_first,
         )
 
 
 def _agree_on_folder(
-    nodes: NodeCoordinator, folder: RunFolder | None, held: ExitStack
+    nodes: NodeCoordinator, folder: RunFolder | None, stack: ExitStack
 ) -> RunFolder:
-    """The first node locks it, for as long as `held` is open."""
+    """Node 0 locks the folder, until `stack` closes."""
     try:
         if folder is not None and nodes.is_first:
-            held.enter_context(folder.locked())
+            stack.enter_context(folder.locked())
         return nodes.agree_on_folder(folder)
     except PacelineError as error:
-        nodes.refuse(Termination(str(error), error.exit_code))
+        nodes.reject(Termination(str(error), error.exit_code))
         raise
 
 
 @contextmanager
-def _started(crew: NodeWorkers, nodes: NodeCoordinator, is_new: bool) -> Iterator[None]:
-    """With the workers running; where they cannot be started, other nodes learn why."""
+def _started(workers: NodeWorkers, nodes: NodeCoordinator, is_new: bool) -> Iterator[None]:
+    """Run the workers for the duration of the block; if they cannot start, tell the other nodes."""
     try:
-        crew.__enter__()
+        workers.__enter__()
     except PacelineError as error:
-        nodes.refuse(Termination(str(error), error.exit_code))
+        nodes.reject(Termination(str(error), error.exit_code))
         if is_new:
-            crew.folder.discard(crew.files())
+            workers.folder.discard(workers.files())
         raise
     try:
         yield
     finally:
-        crew.__exit__()
+        workers.__exit__()
 
 
 def supervise(
@@ -142,7 +142,7 @@ def supervise(
 
 class NodeCoordinator:
     def __init__(self, config: RunConfig) -> None:
-        """Meet the others; refuses those who were started with other settings, on all nodes."""
+        """Join the other nodes; ConfigError on all of them if their configurations differ."""
         self._config = config
         self._node = config.node_rank
         self._others = [node for node in range(config.nnodes) if node != self._node]
@@ -156,11 +156,11 @@ class NodeCoordinator:
             noun="node",
         ).join()
         self.port = store_port(config, config.nnodes) or port_of(self._store)
-        self._looked = monotonic()
+        self._checked_at = monotonic()
         self._lost = False
         self.board = FailureBoard(self._ask)
         self.shares_folder = True
-        """Whether this node's folder is the very one of the first node."""
+        """Whether this node and node 0 share the run folder."""
         self._compare_configs()
 
     def _compare_configs(self) -> None:
@@ -176,7 +176,7 @@ class NodeCoordinator:
             for problem in config_mismatches(settings[node], settings[0], "node", node)
         ]
         if problems:
-            self._part(self._others)
+            self._leave(self._others)
             raise ConfigError(problems)
 
     @property
@@ -184,97 +184,99 @@ class NodeCoordinator:
         return self._node == 0
 
     def agree_on_folder(self, folder: RunFolder | None) -> RunFolder:
-        """The first node's; the others make one of the same name, or see the very same one."""
+        """Node 0's folder; the others use the same one if they see it, or make one of its name."""
         if folder is not None and self._node == 0:
             self._try_set("folder", {"id": folder.id, "identity": folder.identity()})
             return folder
-        told = check_fields(self._await("folder"), "run folder", {"id": object, "identity": list})
-        folder = folder or RunFolder.open_or_create(self._config, check_run_name(told["id"]))
-        self.shares_folder = folder.identity() == told["identity"]
+        first = check_fields(self._await("folder"), "run folder", {"id": object, "identity": list})
+        folder = folder or RunFolder.open_or_create(self._config, check_run_name(first["id"]))
+        self.shares_folder = folder.identity() == first["identity"]
         return folder
 
-    def refuse(self, ending: Termination) -> None:
-        """Tell the others why this node takes no part."""
+    def reject(self, termination: Termination) -> None:
+        """Report to the other nodes why this node does not take part."""
         self.signal_failure()
-        counted = dataclasses.replace(ending, order=self.board.next_order())
+        counted = dataclasses.replace(termination, order=self.board.next_order())
         self._try_set(f"ended/{self._node}", dataclasses.asdict(counted))
 
     def signal_failure(self) -> None:
-        """Let the others know that the run has failed, before it is known why."""
+        """Tell the other nodes that the run has failed, before the cause is known."""
         if self._others:
             self._try_set("alarm", True)
 
     def failure_signaled(self) -> bool:
-        """Whether another one has raised it, or the first node's launcher is gone."""
-        if not self._others or monotonic() - self._looked < NEWS_SECONDS:
+        """Whether another node has signaled a failure, or node 0's launcher is gone."""
+        if not self._others or monotonic() - self._checked_at < FAILURE_POLL_SECONDS:
             return False
-        self._looked = monotonic()
+        self._checked_at = monotonic()
         return self._has("alarm") or self._lost
 
     def exchange_terminations(
-        self, ending: Termination | None, folder: RunFolder, files: list[str]
+        self, termination: Termination | None, folder: RunFolder, files: list[str]
     ) -> Termination | None:
-        """Tell the others how it ended here and hear how it did there; returns the first cause.
+        """Exchange with the other nodes how the run ended; returns the root cause.
 
-        The first node gets the named files of the others' folders.
+        Node 0 receives `files` of the other nodes' folders.
         """
         if not self._others:
-            return ending
-        if ending and ending.status != "stopped":
+            return termination
+        if termination and termination.status != "stopped":
             self.signal_failure()
         if not self.shares_folder:
-            self._hand_in(folder, files)
-        self._try_set(f"ended/{self._node}", dataclasses.asdict(ending) if ending else None)
-        told = self._hear_endings()
+            self._send_records(folder, files)
+        own = dataclasses.asdict(termination) if termination else None
+        self._try_set(f"ended/{self._node}", own)
+        received = self._receive_terminations()
         not_collected = self._collect_or_fail(folder) if self._node == 0 else None
-        self._part([node for node in self._others if node in told])
-        known = root_cause([each for each in (ending, *told.values()) if each]) or not_collected
+        self._leave([node for node in self._others if node in received])
+        terminations = [each for each in (termination, *received.values()) if each]
+        known = root_cause(terminations) or not_collected
         if self._lost and (known is None or known.is_secondary):
             cause = f"lost contact with the first node at {self._config.master_addr}"
             return Termination(cause, is_loss=True)
-        silent = [self._name(node) for node in self._others if node not in told]
+        silent = [self._name(node) for node in self._others if node not in received]
         if silent and (known is None or known.is_secondary):
-            echo = f": {known.cause}" if known else ""
-            cause = f"lost contact with node {' and '.join(silent)}{echo}"
+            consequence = f": {known.cause}" if known else ""
+            cause = f"lost contact with node {' and '.join(silent)}{consequence}"
             return Termination(cause, is_loss=True)
         return known
 
     def _name(self, node: int) -> str:
-        """Its number, with what the user calls it."""
+        """The node's number, with the user's name for it."""
         hosts = self._config.hosts
         return f"{node} ({hosts[node]})" if hosts else str(node)
 
-    def _hear_endings(self) -> dict[int, Termination | None]:
-        """Of those who say how they ended; after a failure they have little time for that."""
-        told: dict[int, Termination | None] = {}
-        begun = monotonic()
-        while len(told) < len(self._others) and not self._lost:
+    def _receive_terminations(self) -> dict[int, Termination | None]:
+        """How the other nodes ended; after a failure, of those that report it soon."""
+        received: dict[int, Termination | None] = {}
+        began = monotonic()
+        while len(received) < len(self._others) and not self._lost:
             for node in self._others:
-                if node not in told and self._has(f"ended/{node}"):
-                    told[node] = self._ending(node)
-            failed = self._has("alarm")
-            limit = FAREWELL_SECONDS if failed else self._config.timeout_seconds
-            if monotonic() - begun > limit:
+                if node not in received and self._has(f"ended/{node}"):
+                    received[node] = self._termination(node)
+            has_failed = self._has("alarm")
+            limit = EXCHANGE_SECONDS if has_failed else self._config.timeout_seconds
+            if monotonic() - began > limit:
                 break
             sleep(POLL_SECONDS)
-        return told
+        return received
 
-    def _ending(self, node: int) -> Termination | None:
+    def _termination(self, node: int) -> Termination | None:
         try:
             values = self._get(f"ended/{node}")
-            return (
-                None if values is None else Termination.of_message(values, f"ending of node {node}")
-            )
+            if values is None:
+                return None
+            return Termination.of_message(values, f"termination of node {node}")
         except MalformedError as error:
             return Termination(str(error), is_secondary=True)
 
-    def _hand_in(self, folder: RunFolder, files: list[str]) -> None:
+    def _send_records(self, folder: RunFolder, files: list[str]) -> None:
         try:
             send_files(self._store, self._node, folder.path, files)
         except RuntimeError:
             self._lost = True
         except OSError as error:
-            logger.warning("records of node %d stay here: %s", self._node, error)
+            logger.warning("records of node %d were not sent to node 0: %s", self._node, error)
 
     def _collect_or_fail(self, folder: RunFolder) -> Termination | None:
         try:
@@ -294,10 +296,10 @@ class NodeCoordinator:
                 expected={file.name for file in folder.record_files(ranks, [node])},
             )
 
-    def _part(self, others: list[int]) -> None:
-        """The first node, which serves the store, lets these others go first."""
+    def _leave(self, others: list[int]) -> None:
+        """Leave; node 0, which serves the store, waits until these others have left."""
         self._try_set(f"left/{self._node}", True)
-        deadline = monotonic() + FAREWELL_SECONDS
+        deadline = monotonic() + EXCHANGE_SECONDS
         keys = [f"left/{node}" for node in others]
         while self._node == 0 and monotonic() < deadline and not self._lost:
             if all(self._has(key) for key in keys):
@@ -305,7 +307,7 @@ class NodeCoordinator:
             sleep(POLL_SECONDS)
 
     def _ask(self, action: Callable[[Store], T]) -> T:
-        """RunError where the store is gone."""
+        """Run an action with the store; RunError if the store is gone."""
         try:
             if not self._lost:
                 return action(self._store)
@@ -317,7 +319,7 @@ class NodeCoordinator:
         return decode(self._store.get(key), f"value of {key}")
 
     def _await(self, key: str) -> Any:
-        """What another node is about to tell."""
+        """The value of a key that another node sets soon."""
         deadline = monotonic() + self._config.rendezvous_seconds
         while not self._has(key):
             if self._lost or self._has("alarm") or monotonic() > deadline:

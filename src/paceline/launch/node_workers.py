@@ -39,7 +39,7 @@ class NodeWorkers:
         `board`: where failures of all nodes are put in order; without one, clocks decide.
         """
         self.folder = folder
-        self.trouble: str | None = None
+        self.sampler_warning: str | None = None
         """What kept the resources from being sampled."""
         self.config = config
         self._port = port
@@ -60,7 +60,7 @@ class NodeWorkers:
 
     def __enter__(self) -> Self:
         try:
-            self.clear_traces(reports=True)
+            self.remove_transient(reports=True)
             write_json(self._launch_file, {"schema": SCHEMA, "config": self.config.to_dict()})
             for rank in self._process_ranks:
                 self._start(rank)
@@ -123,7 +123,7 @@ class NodeWorkers:
         return self._processes.terminate(grace_seconds, self._servers)
 
     def termination(
-        self, codes: dict[int, int | None], interruptions: SignalMonitor
+        self, codes: dict[int, int | None], signals: SignalMonitor
     ) -> Termination | None:
         """Why the workers did not finish, as far as this node knows."""
         if not self.folder.path.is_dir():
@@ -132,8 +132,8 @@ class NodeWorkers:
         known = root_cause(self._reported())
         if (known and not known.is_secondary) or not any(code != 0 for code in codes.values()):
             return known
-        if interruptions.received:
-            name = interruptions.received[0].name
+        if signals.received:
+            name = signals.received[0].name
             when = "" if known else " before training began"
             cause = f"stopped by {name}{when}"
             order = self._first_order()
@@ -165,7 +165,7 @@ class NodeWorkers:
 
     def _end(self) -> None:
         self._processes.kill()
-        self.trouble = self._sampler.stop()
+        self.sampler_warning = self._sampler.stop()
         self._launch_file.unlink(missing_ok=True)
 
     def reports(self) -> list[RankReport]:
@@ -177,7 +177,7 @@ class NodeWorkers:
         files = self.folder.record_files(self._ranks, [self.config.node_rank])
         return [file.name for file in files if file.exists()]
 
-    def clear_traces(self, reports: bool) -> None:
+    def remove_transient(self, reports: bool) -> None:
         """Remove what is only of use between workers and launcher; `reports`: those, too."""
         files = [*map(self.folder.failure_file, self._process_ranks)]
         files += map(self._processes.output_file, self._process_ranks)

@@ -1,8 +1,8 @@
-"""Parameter servers: processes beside the workers, and how the two come together.
+"""Parameter servers: their processes, and their connections to the workers.
 
-Among all processes of a run the workers have the first ranks and the servers the following ones;
-only workers are counted as workers. They meet at the workers' store, and each worker gets a pair
-with each server (strategies/parameter_server/protocol.py), and heartbeats beside it
+Servers have the ranks after those of the workers and do not count as workers. They join at the
+workers' store. Each worker has a connection to each server
+(strategies/parameter_server/protocol.py) and exchanges heartbeats with it
 (strategies/parameter_server/heartbeat.py).
 """
 
@@ -40,11 +40,11 @@ from paceline.training.device import computing
 from paceline.training.optimizer import build_optimizer
 
 LEAVING_SECONDS = 3.0
-"""What servers get to notice that their workers have left."""
+"""Time for servers to notice that their workers have left."""
 
 
 def server_ranks(config: RunConfig, node: int) -> list[int]:
-    """The ranks of the servers that run on a node; none unless the strategy has servers."""
+    """Ranks of the servers on a node; none unless the strategy has servers."""
     nodes = _server_nodes(config, config.nnodes)
     return [config.workers + number for number, where in enumerate(nodes) if where == node]
 
@@ -55,24 +55,24 @@ def main(arguments: list[str]) -> int:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     config = from_record(read_json(Path(arguments[0]))["config"])
-    place = environment.detect()
-    assert place is not None
+    rank_info = environment.detect()
+    assert rank_info is not None
     try:
-        serve(config, place)
+        serve(config, rank_info)
     except PeerError as error:
         if error.noticed_at:
             raise
-        # Not secondary: what a server fails by, its workers cannot know.
+        # Not secondary: the workers do not know the cause.
         raise RunError(str(error)) from None
     return 0
 
 
-def serve(config: RunConfig, place: RankInfo) -> None:
-    """Meet the workers, and serve them until all have left."""
-    with computing(config), _pairs_with_workers(config, place) as workers:
+def serve(config: RunConfig, rank_info: RankInfo) -> None:
+    """Connect to the workers and serve them until all have left."""
+    with computing(config), _pairs_with_workers(config, rank_info) as workers:
         strategy = create_strategy(config.strategy, config.options)
         assert isinstance(strategy, ServerStrategy)
-        number = place.rank - place.world_size
+        number = rank_info.rank - rank_info.world_size
         strategy.serve(number, workers, lambda weights: build_optimizer(config, [weights]))
         for rank, pair in enumerate(workers):
             if pair.silent_seconds is not None:
@@ -85,38 +85,38 @@ def serve(config: RunConfig, place: RankInfo) -> None:
 
 @contextmanager
 def connect_servers(
-    config: RunConfig, place: RankInfo, traffic: Traffic
+    config: RunConfig, rank_info: RankInfo, traffic: Traffic
 ) -> Iterator[Sequence[Communicator]]:
-    """A worker's connections, counted in its traffic; none where the strategy has no servers."""
-    count = _server_count(config, place)
+    """A worker's connections to the servers, counted in its traffic; none without servers."""
+    count = _server_count(config, rank_info)
     if not count:
         yield []
         return
-    meeting = _meeting(config, place)
-    store = meeting.join()
+    rendezvous = _rendezvous(config, rank_info)
+    store = rendezvous.join()
     with Heartbeats(config.timeout_seconds) as heartbeats, ExitStack() as stack:
         for number in range(count):
-            _connect_heartbeats(heartbeats, store, number, config, place)
+            _connect_heartbeats(heartbeats, store, number, config, rank_info)
         heartbeats.start()
-        names = [f"{number}/{place.rank}" for number in range(count)]
-        yield _pairs(config, meeting, store, names, WORKER, traffic, heartbeats, stack)
+        names = [f"{number}/{rank_info.rank}" for number in range(count)]
+        yield _pairs(config, rendezvous, store, names, WORKER, traffic, heartbeats, stack)
 
 
 @contextmanager
-def _pairs_with_workers(config: RunConfig, place: RankInfo) -> Iterator[Sequence[Pair]]:
-    number = place.rank - place.world_size
-    meeting = _meeting(config, place)
-    store = meeting.join()
+def _pairs_with_workers(config: RunConfig, rank_info: RankInfo) -> Iterator[Sequence[Pair]]:
+    number = rank_info.rank - rank_info.world_size
+    rendezvous = _rendezvous(config, rank_info)
+    store = rendezvous.join()
     with Heartbeats(config.timeout_seconds) as heartbeats, ExitStack() as stack:
-        address = heartbeats.listen(meeting.local_address())
+        address = heartbeats.listen(rendezvous.local_address())
         store.set(_heartbeat_key(number), address.encode())
         heartbeats.start()
-        names = [f"{number}/{rank}" for rank in range(place.world_size)]
-        yield _pairs(config, meeting, store, names, SERVER, Traffic(), heartbeats, stack)
+        names = [f"{number}/{rank}" for rank in range(rank_info.world_size)]
+        yield _pairs(config, rendezvous, store, names, SERVER, Traffic(), heartbeats, stack)
 
 
-def _server_count(config: RunConfig, place: RankInfo) -> int:
-    return len(_server_nodes(config, place.nnodes))
+def _server_count(config: RunConfig, rank_info: RankInfo) -> int:
+    return len(_server_nodes(config, rank_info.nnodes))
 
 
 def _server_nodes(config: RunConfig, nnodes: int) -> list[int]:
@@ -124,16 +124,16 @@ def _server_nodes(config: RunConfig, nnodes: int) -> list[int]:
     return strategy.server_nodes(nnodes) if isinstance(strategy, ServerStrategy) else []
 
 
-def _meeting(config: RunConfig, place: RankInfo) -> Rendezvous:
+def _rendezvous(config: RunConfig, rank_info: RankInfo) -> Rendezvous:
     return Rendezvous(
-        place.rank,
-        place.world_size + _server_count(config, place),
-        place.master_addr,
-        place.master_port,
+        rank_info.rank,
+        rank_info.world_size + _server_count(config, rank_info),
+        rank_info.master_addr,
+        rank_info.master_port,
         timeout_seconds=config.rendezvous_seconds,
         serves_store=False,
         noun="process",
-        name=f"servers/{place.restart_count}",
+        name=f"servers/{rank_info.restart_count}",
     )
 
 
@@ -142,19 +142,19 @@ def _heartbeat_key(number: int) -> str:
 
 
 def _connect_heartbeats(
-    heartbeats: Heartbeats, store: Store, number: int, config: RunConfig, place: RankInfo
+    heartbeats: Heartbeats, store: Store, number: int, config: RunConfig, rank_info: RankInfo
 ) -> None:
     try:
         address = Address.decode(store.get(_heartbeat_key(number)).decode())
-        heartbeats.connect(address, place.rank, number, config.rendezvous_seconds)
+        heartbeats.connect(address, rank_info.rank, number, config.rendezvous_seconds)
     except (OSError, DistError) as error:
         cause = error_line(error)
-        raise PeerError(f"rank {place.rank}: server {number}: no heartbeats: {cause}") from None
+        raise PeerError(f"rank {rank_info.rank}: server {number}: no heartbeats: {cause}") from None
 
 
 def _pairs(
     config: RunConfig,
-    meeting: Rendezvous,
+    rendezvous: Rendezvous,
     store: Store,
     names: Sequence[str],
     side: int,
@@ -162,14 +162,14 @@ def _pairs(
     heartbeats: Heartbeats,
     stack: ExitStack,
 ) -> list[Pair]:
-    """One pair for each name, in the order of the peers' numbers."""
+    """A connection for each name, in the order of the peers' numbers."""
     pairs = []
     for number, name in enumerate(names):
         pair = Pair(
             PrefixStore(name, store),
             side,
             2,
-            address=meeting.local_address(),
+            address=rendezvous.local_address(),
             timeout_seconds=config.rendezvous_seconds,
             traffic=traffic,
         )
@@ -181,20 +181,20 @@ def _pairs(
 
 @contextmanager
 def local_parameter_servers(
-    config: RunConfig, folder: RunFolder, place: RankInfo
+    config: RunConfig, folder: RunFolder, rank_info: RankInfo
 ) -> Iterator[None]:
-    """Where workers were started by torchrun or srun: the first one of a node has its servers."""
-    ranks = server_ranks(config, place.node_rank) if place.local_rank == 0 else []
+    """Under torchrun or srun, run the node's servers as children of its first worker."""
+    ranks = server_ranks(config, rank_info.node_rank) if rank_info.local_rank == 0 else []
     if not ranks:
         yield
         return
-    launch_file = folder.launch_file(place.node_rank)
+    launch_file = folder.launch_file(rank_info.node_rank)
     write_json(launch_file, {"schema": SCHEMA, "config": config.to_dict()})
-    with LocalProcesses(folder, place.world_size) as servers:
+    with LocalProcesses(folder, rank_info.world_size) as servers:
         try:
             for rank in ranks:
-                rank_info = replace(place, rank=rank, local_rank=0)
-                servers.start("server", rank_info, [str(launch_file), str(folder.path)])
+                own = replace(rank_info, rank=rank, local_rank=0)
+                servers.start("server", own, [str(launch_file), str(folder.path)])
             yield
         finally:
             servers.terminate(LEAVING_SECONDS)

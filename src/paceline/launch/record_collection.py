@@ -1,6 +1,9 @@
-"""Files on their way to the first node, through the store at which the nodes meet.
+"""Collection of reports and record files on node 0.
 
-The end of a worker: its report, and its records on their way to the first worker's folder."""
+Launchers of several nodes send files through the store (`send_files`, `receive_files`). Workers
+that torchrun or srun started send them through the communicator (`collect_records`), reports from
+memory, so that a full or slow shared disk does not lose them. Everything received is validated.
+"""
 
 from __future__ import annotations
 
@@ -47,21 +50,21 @@ from paceline.training.rank_report import RankReport
 logger = logging.getLogger("paceline")
 
 PART_BYTES = 256 << 10
-"""A file travels in parts of this size, which slow links carry between two signs of life."""
+"""Files are sent in parts of this size, so that slow links transmit heartbeats in between."""
 FILES_MAX = 4096
-"""A node hands in a few files for each of its workers."""
+"""A node sends a few files for each of its workers."""
 PARTS_MAX = 1 << 16
-"""16 GiB, far beyond what records take."""
+"""16 GiB, far more than records need."""
 
 
 def send_files(store: Store, node: int, folder: Path, names: Iterable[str]) -> None:
-    """Hand in these files of a folder."""
+    """Send these files of a folder to node 0."""
     for key, part in parts_of(node, folder, names):
         store.set(key, part)  # type: ignore[arg-type]  # it takes both
 
 
 def parts_of(node: int, folder: Path, names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
-    """What a node has to set in the store, in this order, to hand in these files of a folder."""
+    """Keys and values to set in the store, in this order, to send these files of a folder."""
     parts = {}
     for name in names:
         contents = (folder / name).read_bytes()
@@ -75,23 +78,21 @@ def parts_of(node: int, folder: Path, names: Iterable[str]) -> Iterator[tuple[st
 def receive_files(
     store: Store, node: int, put: Callable[[str, bytes], object], expected: Container[str]
 ) -> None:
-    """`put` what a node has handed in, file by file; nothing where it has not.
+    """Call `put` for each file that a node has sent, if it has.
 
-    Only `expected` names are taken. Anyone who reaches the port could have written the rest, which
-    is ignored with a warning: the run is none the worse for it.
+    Only `expected` names are accepted. Anyone who reaches the port could have written others, which
+    are ignored with a warning.
     """
     if not store.check([f"files/{node}"]):
         return
     try:
-        listed = _listed(decode(store.get(f"files/{node}"), f"file list of node {node}"), node)
+        listed = _check_list(decode(store.get(f"files/{node}"), f"file list of node {node}"), node)
     except MalformedError as error:
         logger.warning("%s", error)
         return
     for name, parts in listed.items():
         if name not in expected:
-            logger.warning(
-                "ignored %.80r handed in by node %d: not a file of that node", name, node
-            )
+            logger.warning("ignored %.80r from node %d: not a file of that node", name, node)
             continue
         contents = _contents(store, node, name, parts)
         if contents is None:
@@ -100,8 +101,8 @@ def receive_files(
             put(name, contents)
 
 
-def _listed(value: object, node: int) -> dict[str, int]:
-    """Numbers of parts by file name."""
+def _check_list(value: object, node: int) -> dict[str, int]:
+    """The number of parts by file name."""
     what = f"file list of node {node}"
     if not isinstance(value, dict) or len(value) > FILES_MAX:
         raise MalformedError(what, "not a short list of files")
@@ -113,11 +114,11 @@ def _listed(value: object, node: int) -> dict[str, int]:
 
 
 def _contents(store: Store, node: int, name: str, parts: int) -> bytes | None:
-    """None where a part is missing or too large."""
+    """The contents of a file; None if a part is missing or too large."""
     contents = bytearray()
     for number in range(parts):
         key = f"file/{node}/{name}/{number}"
-        # To get a key that is not there would wait for it.
+        # Getting a key that is not set would block.
         part = store.get(key) if store.check([key]) else None
         if part is None or len(part) > PART_BYTES:
             return None
@@ -144,7 +145,7 @@ REPORT: Kinds = {
     "warnings": list,
     "samples_before": int,
 }
-"""Types of a report's fields, for those that other nodes send."""
+"""Types of a report's fields, for reports that other nodes send."""
 ACCOUNT: Kinds = {
     "rank": int,
     "node": int,
@@ -155,18 +156,18 @@ ACCOUNT: Kinds = {
     "hidden_exchange_seconds": NUMBER,
     "traffic": dict,
 }
-"""Those of its account of the worker; strategies may add others."""
+"""Types of its worker record; strategies may add fields."""
 TIMES: Kinds = dict.fromkeys(("first", "mean", "median", "p95"), (*NUMBER, type(None)))
-"""Those of its seconds per iteration; None where it did none."""
+"""Types of its iteration times; None without iterations."""
 LATER: Kinds = {"iterations": int, "phases": dict, "hidden_exchange_seconds": NUMBER}
-"""Those of what it tells of the iterations after the first."""
+"""Types of its totals over the iterations after the first."""
 ITERATION_PHASES = [name for name in PHASES if name not in BETWEEN_ITERATIONS]
 COUNTS = [field.name for field in dataclasses.fields(Count)]
 WARNINGS_MAX = 20
-"""What a report may tell; more would hide the result that they are shown with."""
+"""More would hide the result that they are shown with."""
 
 OTHERS_SECONDS = 3.0
-"""How long the first worker waits, after a failure, for what the others say about it."""
+"""How long rank 0 waits, after a failure, for the reports of the others."""
 
 
 def write_report(folder: RunFolder, rank: int, report: RankReport) -> None:
@@ -175,7 +176,7 @@ def write_report(folder: RunFolder, rank: int, report: RankReport) -> None:
 
 
 def read_reports(folder: RunFolder, ranks: Iterable[int]) -> list[RankReport]:
-    """Those of these ranks that are there; a malformed one is ignored with a warning."""
+    """The existing reports of these ranks; a malformed one is ignored with a warning."""
     reports = []
     for rank in ranks:
         file = folder.report_file(rank)
@@ -191,7 +192,7 @@ def read_reports(folder: RunFolder, ranks: Iterable[int]) -> list[RankReport]:
 
 
 def parse_report(value: object, what: str, rank: int) -> RankReport:
-    """The report of this rank, which another process wrote, perhaps on another machine."""
+    """Validate the report of a rank, which another process wrote, perhaps on another machine."""
     values = check_fields(value, what, REPORT)
     if values["status"] not in ("finished", *STATUSES) or not 0 <= values["exit_code"] < 256:
         raise MalformedError(what, "no such status or exit code")
@@ -214,7 +215,7 @@ def parse_report(value: object, what: str, rank: int) -> RankReport:
 
 
 def _check_account(worker: dict[str, Any], what: str, rank: int) -> None:
-    """What results, summaries and reports compute with."""
+    """Check the fields that results, summaries and reports compute with."""
     check_fields({name: worker.get(name) for name in ACCOUNT}, what, ACCOUNT)
     if worker["rank"] != rank or worker["node"] < 0:
         raise MalformedError(what, "no such rank or node")
@@ -249,10 +250,10 @@ def _check_history(history: list[object], what: str) -> None:
 
 
 def put_record(folder: RunFolder, name: str, contents: bytes) -> None:
-    """Write a file that another node handed in; a malformed report is ignored with a warning."""
+    """Write a file from another node; a malformed report is ignored with a warning."""
     if name.startswith("report-"):
         try:
-            # It came in parts, whose number is limited: a long run has many evaluations.
+            # Its size is limited by the number of parts; a long run has many evaluations.
             value = decode(contents, name, bytes_max=None)
             if isinstance(value, dict):
                 value.pop("schema", None)
@@ -269,7 +270,7 @@ def put_record(folder: RunFolder, name: str, contents: bytes) -> None:
 
 
 def final_barrier(communicator: Communicator, report: RankReport) -> bool:
-    """Where the workers ended together, leave only when all have come so far. Collective then."""
+    """If the workers ended together, wait until all have come this far. Collective then."""
     if report.is_together:
         with contextlib.suppress(PeerError):
             communicator.barrier().wait()
@@ -278,15 +279,15 @@ def final_barrier(communicator: Communicator, report: RankReport) -> bool:
 
 def collect_records(
     folder: RunFolder,
-    place: RankInfo,
+    rank_info: RankInfo,
     communicator: Communicator,
     report: RankReport,
     shares_folder: bool,
 ) -> list[RankReport] | None:
-    """Bring all reports and the other nodes' records to the first worker, which gets the reports.
+    """Collect the reports of all ranks and the records of other nodes on rank 0.
 
-    None on the others, and on all of them where the workers did not end together.
-    `shares_folder`: whether the folder is the first worker's.
+    Returns the reports on rank 0; None on the others, and on all if they did not end together.
+    `shares_folder`: whether the folder is that of rank 0.
     """
     if not final_barrier(communicator, report):
         return None
@@ -295,23 +296,23 @@ def collect_records(
         gathered = gather_bytes(
             communicator, torch.frombuffer(bytearray(payload), dtype=torch.uint8), "control"
         )
-        _hand_in_files(folder, place, communicator, shares_folder)
+        _collect_files(folder, rank_info, communicator, shares_folder)
         communicator.barrier().wait()
     except PeerError:
         return None
     reports = None if gathered is None else parse_gathered(gathered)
-    if cleans_folder(place, shares_folder):
-        folder.remove_transient(map(folder.report_file, range(place.world_size)))
+    if cleans_folder(rank_info, shares_folder):
+        folder.remove_transient(map(folder.report_file, range(rank_info.world_size)))
     return reports
 
 
-def cleans_folder(place: RankInfo, shares_folder: bool) -> bool:
-    """Whether this worker may remove files from its folder: one does, and it has read them."""
-    return place.rank == 0 or (place.local_rank == 0 and not shares_folder)
+def cleans_folder(rank_info: RankInfo, shares_folder: bool) -> bool:
+    """Whether this rank removes files from its folder: exactly one rank does, after reading."""
+    return rank_info.rank == 0 or (rank_info.local_rank == 0 and not shares_folder)
 
 
 def parse_gathered(gathered: Iterable[torch.Tensor]) -> list[RankReport]:
-    """The reports in these bytes, in the ranks' order; malformed ones are ignored."""
+    """Decode reports in rank order; malformed ones are ignored."""
     reports = []
     for rank, packed in enumerate(gathered):
         what = f"report of rank {rank}"
@@ -323,13 +324,13 @@ def parse_gathered(gathered: Iterable[torch.Tensor]) -> list[RankReport]:
     return reports
 
 
-def _hand_in_files(
-    folder: RunFolder, place: RankInfo, communicator: Communicator, shares_folder: bool
+def _collect_files(
+    folder: RunFolder, rank_info: RankInfo, communicator: Communicator, shares_folder: bool
 ) -> None:
-    rank, node = place.rank, place.node_rank
+    rank, node = rank_info.rank, rank_info.node_rank
     for file in (folder.events_file(rank), folder.trace_file(rank), folder.resources_file(node)):
         kind = file.name.partition("-")[0]
-        # Somebody may have removed the folder meanwhile; whoever writes the result says so.
+        # The folder may have been removed; writing the result reports that.
         wanted = not shares_folder and file.exists()
         contents = file.read_bytes() if wanted else b""
         payload = torch.frombuffer(bytearray(contents or b"\0"), dtype=torch.uint8)
@@ -338,18 +339,18 @@ def _hand_in_files(
         for sender, (name, part) in enumerate(zip(names or [], parts or [], strict=True)):
             if name is None:
                 continue
-            # The first node's own files are here already, and nobody else has them.
-            numbers = range(1, place.nnodes) if kind == "resources" else [sender] * bool(sender)
+            # Rank 0 already has the files of its own node.
+            numbers = range(1, rank_info.nnodes) if kind == "resources" else [sender] * bool(sender)
             if name in [f"{kind}-{number}{file.suffix}" for number in numbers]:
                 put_record(folder, name, part.numpy().tobytes())
             else:
-                logger.warning("ignored %.80r handed in by rank %d", name, sender)
+                logger.warning("ignored %.80r from rank %d", name, sender)
 
 
 def collect_reports(folder: RunFolder, workers: int, expected: int) -> list[RankReport]:
-    """After a failure: what workers have written to this folder, each as soon as it ended.
+    """After a failure: the reports that workers have written to this folder.
 
-    `expected`: how many of the `workers` write to it.
+    Waits a few seconds for `expected` of them.
     """
     deadline = monotonic() + OTHERS_SECONDS
     files = [folder.report_file(rank) for rank in range(workers)]

@@ -1,6 +1,4 @@
-"""How a run ended, for whoever started it.
-
-The reports of all workers and the samples of all nodes, put together as result.json."""
+"""The end of a run: result.json from the reports of all workers and the samples of all nodes."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ logger = logging.getLogger("paceline")
 class RunOutcome(NamedTuple):
     folder: RunFolder
     result: Result | None
-    """None in a process that is one worker of several: the first one has the result."""
+    """None in a process that is one of several workers or nodes; rank 0 has the result."""
     exit_code: int
 
 
@@ -34,7 +32,7 @@ def finish_run(
     config: RunConfig,
     folder: RunFolder,
     reports: list[RankReport],
-    ending: Termination | None,
+    termination: Termination | None,
     *,
     is_new: bool,
     records: Iterable[Path],
@@ -46,44 +44,44 @@ def finish_run(
 
     `records` are the files to discard; `more` are keys that only some launchers add to the result.
     """
-    if ending and is_rejection(ending, reports, is_new):
+    if termination and is_rejection(termination, reports, is_new):
         # Nothing was trained: a rejected run leaves no files, and its name stays free.
         if is_new:
             folder.discard(records)
-        raise ending.error()
+        raise termination.error()
     if not is_first:
-        if ending:
-            raise ending.error()
+        if termination:
+            raise termination.error()
         return RunOutcome(folder, None, 0)
     if sampler_warning and reports:
         reports[0].warnings.append(sampler_warning)
-    result = write_result(config, folder, reports, ending, **more)
-    return RunOutcome(folder, result, ending.exit_code if ending else 0)
+    result = write_result(config, folder, reports, termination, **more)
+    return RunOutcome(folder, result, termination.exit_code if termination else 0)
 
 
-def is_rejection(ending: Termination, reports: list[RankReport], is_new: bool) -> bool:
+def is_rejection(termination: Termination, reports: list[RankReport], is_new: bool) -> bool:
     """Whether the run was rejected before training; a strategy may reject a model only then."""
-    if reports and is_new and ending.exit_code == UsageError.exit_code:
+    if reports and is_new and termination.exit_code == UsageError.exit_code:
         return not any(report.iterations for report in reports)
-    return not reports and ending.exit_code != RunError.exit_code
+    return not reports and termination.exit_code != RunError.exit_code
 
 
 def write_result(
     config: RunConfig,
     folder: RunFolder,
     reports: list[RankReport],
-    ending: Termination | None = None,
+    termination: Termination | None = None,
     **more: Any,
 ) -> Result:
-    """`ending` is what the launcher knows of the first cause; without it the reports tell.
+    """Write result.json. `termination` is the launcher's root cause; without it, the reports'.
 
-    `more` is what only some launchers have to tell.
+    `more` are keys that only some launchers add.
     """
-    result = {**assemble(config, folder, reports, ending), **more}
+    result = {**assemble(config, folder, reports, termination), **more}
     try:
         folder.write_result(result)
     except RunError as error:
-        # What ended the run comes first: this may be no more than its consequence.
+        # The cause that ended the run comes first, because this may be its consequence.
         cause = f"{result['cause']}; " if result["cause"] else ""
         raise RunError(f"{cause}{error}") from None
     return result
@@ -93,10 +91,10 @@ def assemble(
     config: RunConfig,
     folder: RunFolder,
     reports: list[RankReport],
-    ending: Termination | None = None,
+    termination: Termination | None = None,
 ) -> Result:
     first = reports[0] if reports else None
-    ending = ending or first_cause(reports) or _missing_report(reports)
+    termination = termination or first_cause(reports) or _missing_report(reports)
     nodes = [_summarize_node(folder, node) for node in range(config.nnodes)]
     history = first.history if first else []
     last = history[-1] if history else {}
@@ -104,9 +102,9 @@ def assemble(
     return {
         "schema": SCHEMA,
         "id": folder.id,
-        "status": ending.status if ending else "finished",
-        "cause": ending.cause if ending else None,
-        "is_loss": bool(ending and ending.is_loss),
+        "status": termination.status if termination else "finished",
+        "cause": termination.cause if termination else None,
+        "is_loss": bool(termination and termination.is_loss),
         "config": config.to_dict(),
         "software": software(),
         "hardware": hardware(),
@@ -132,13 +130,13 @@ def assemble(
         "warnings": [
             *(cluster["warnings"] if cluster else []),
             *dict.fromkeys(text for report in reports for text in report.warnings),
-            *_missing_records(config, reports, ending),
+            *_missing_records(config, reports, termination),
         ],
     }
 
 
 def _summarize_node(folder: RunFolder, node: int) -> dict[str, Any]:
-    """What was sampled of a node; nothing where its file, which it sent itself, is malformed."""
+    """Summarize the samples of a node; empty if the file, which it sent, is malformed."""
     file = folder.resources_file(node)
     try:
         summary: dict[str, Any] = clean(summarize(file, node), file.name)
@@ -146,37 +144,37 @@ def _summarize_node(folder: RunFolder, node: int) -> dict[str, Any]:
         if not all(value is None or is_number(value) for value in figures):
             raise MalformedError(file.name, "not all are numbers")
     except (MalformedError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-        logger.warning("ignored %s: it has samples that no node takes", file.name)
+        logger.warning("ignored %s: its samples are malformed", file.name)
         return summarize(file.with_suffix(".none"), node)
     return summary
 
 
 def first_cause(reports: list[RankReport]) -> Termination | None:
-    """Why the run did not finish, as its workers tell it."""
+    """Why the run did not finish, by the reports of its workers."""
     unfinished = [report for report in reports if report.status != "finished"]
     return root_cause(Termination.of_report(report) for report in unfinished)
 
 
 def _missing_records(
-    config: RunConfig, reports: list[RankReport], ending: Termination | None
+    config: RunConfig, reports: list[RankReport], termination: Termination | None
 ) -> list[str]:
-    """Workers of a finished run whose figures did not arrive; after a failure some never do."""
+    """A warning for a finished run whose records are incomplete; after a failure, none."""
     known = {report.worker["rank"] for report in reports}
     missing = [rank for rank in range(config.workers) if rank not in known]
-    if ending or not missing:
+    if termination or not missing:
         return []
     return [f"no records from {format_ranks(missing)}: totals do not include them"]
 
 
 def _missing_report(reports: list[RankReport]) -> Termination | None:
-    """Why a run did not finish whose first worker, which tells its iterations, said nothing."""
+    """A run without a report of rank 0 did not finish."""
     if any(report.worker["rank"] == 0 for report in reports):
         return None
     return Termination("rank 0 ended without a report")
 
 
 def mean_train_loss(reports: list[RankReport]) -> float | None:
-    """Of all workers, each with the weight of its samples."""
+    """The mean over all workers, weighted by their samples."""
     known = [
         (report.train_loss, report.worker["samples"])
         for report in reports
@@ -189,7 +187,7 @@ def mean_train_loss(reports: list[RankReport]) -> float | None:
 def measurement_overhead(
     reports: list[RankReport], nodes: list[dict[str, Any]]
 ) -> dict[str, float]:
-    """What measuring took of a step: inside the loop, and by the sampler on shared cores."""
+    """The fraction of a step spent on measuring: in the loop, and by the sampler."""
     in_loop = max((report.measuring_fraction for report in reports), default=0.0)
     busiest = max(node["sampler_cpu_percent"] or 0.0 for node in nodes)
     sampler = busiest / 100 / cores_usable()

@@ -1,4 +1,4 @@
-"""Ctrl-C and termination signals outside the training loop, which has its own way with them."""
+"""Ctrl-C and termination signals in launchers; the training loop has its own handlers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def signal_name(exit_code: int) -> str:
-    """Of what ended a process with a code below zero; some signals have numbers only."""
+    """The name of the signal that a negative exit code stands for; some have only numbers."""
     try:
         return signal.Signals(-exit_code).name
     except ValueError:
@@ -29,28 +29,26 @@ def describe_exit(process: str, exit_code: int, last_line: str) -> str:
 
 
 class SignalMonitor:
-    """Notes the signals that come; while `raise_on_signal` is set, one ends what is being done."""
+    """Records signals; while `raise_on_signal` is set, a signal raises StoppedError."""
 
     def __init__(self, before: str = "training") -> None:
-        """`before`: what has not begun yet while `raise_on_signal` is set."""
+        """`before`: what has not begun while `raise_on_signal` is set, for the error message."""
         self.raise_on_signal = True
-        self._before_what = before
+        self._activity = before
         self.received: list[signal.Signals] = []
 
     def __enter__(self) -> Self:
-        self._before = []
-        # Elsewhere Python does not allow it; the main thread then decides about signals.
+        self._previous_handlers = []
+        # Python allows handlers only in the main thread.
         if threading.current_thread() is threading.main_thread():
-            self._before = [signal.signal(number, self._receive) for number in SIGNALS]
+            self._previous_handlers = [signal.signal(number, self._receive) for number in SIGNALS]
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in zip(SIGNALS, self._before, strict=False):
+        for number, handler in zip(SIGNALS, self._previous_handlers, strict=False):
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received.append(signal.Signals(number))
         if self.raise_on_signal:
-            raise StoppedError(
-                f"stopped by {self.received[0].name} before {self._before_what} began"
-            )
+            raise StoppedError(f"stopped by {self.received[0].name} before {self._activity} began")

@@ -1,4 +1,7 @@
-"""Why a run did not finish, as workers tell their launcher and launchers one another."""
+"""Why a process or a run ended early, and how that reaches launchers: by file or by the store.
+
+The root cause is chosen from the terminations of all workers, servers and nodes.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +37,13 @@ class Termination:
     exit_code: int = 1
     status: str = "failed"
     is_secondary: bool = False
-    """Whether it is only what was seen of another one's failure."""
+    """Whether it is a consequence of a failure elsewhere."""
     ended: float = 0.0
-    """Unix time by this machine's clock; 0 where the process could not say when."""
+    """Unix time by this machine's clock; 0 if unknown."""
     is_loss: bool = False
-    """Whether a process or a machine went away, which another attempt may survive."""
+    """Whether a process or a machine was lost, so that a restart may succeed."""
     order: int = 0
-    """The store's count of failures when it was noticed, the same for all nodes; 0: not known."""
+    """The store's count of failures when it was noticed, common to all nodes; 0: unknown."""
 
     @classmethod
     def of_report(cls, report: RankReport) -> Termination:
@@ -49,7 +52,7 @@ class Termination:
 
     @classmethod
     def of_message(cls, value: object, what: str) -> Termination:
-        """What another process sent; MalformedError where it is not an ending."""
+        """Parse what another process sent; MalformedError if it is not a termination."""
         values = check_fields(value, what, KINDS)
         if values["status"] not in STATUSES or not 0 < values["exit_code"] < 256:
             raise MalformedError(what, "no such status or exit code")
@@ -69,24 +72,24 @@ KINDS: Kinds = {
     "is_loss": bool,
     "order": int,
 }
-"""Types of an ending's fields, for those that other processes send."""
+"""Types of the fields, for terminations that other processes send."""
 
 
-def root_cause(endings: Iterable[Termination]) -> Termination | None:
-    """The root cause: errors before losses, losses before echoes, and then the first of its kind.
+def root_cause(terminations: Iterable[Termination]) -> Termination | None:
+    """The root cause: errors before losses, losses before consequences, then the earliest.
 
-    Endings of different machines are ordered by the store's count, since clocks differ; those of
+    Those of different machines are ordered by the store's count, because clocks differ; those of
     one machine that were noticed together, by its clock. Those without a count come last.
     """
     return min(
-        endings,
+        terminations,
         key=lambda each: (each.is_secondary, each.is_loss, each.order or math.inf, each.ended),
         default=None,
     )
 
 
-def write_failure(folder: RunFolder, rank: int, ending: Termination) -> None:
-    write_json(folder.failure_file(rank), {"schema": SCHEMA, **dataclasses.asdict(ending)})
+def write_failure(folder: RunFolder, rank: int, termination: Termination) -> None:
+    write_json(folder.failure_file(rank), {"schema": SCHEMA, **dataclasses.asdict(termination)})
 
 
 def read_failure(folder: RunFolder, rank: int) -> Termination | None:
@@ -116,30 +119,33 @@ def read_failures(
 
 
 POST_SECONDS = 3.0
-"""How long a worker tries to reach the store; after a failure it is ended soon."""
+"""How long a worker tries to reach the store; after a failure it is killed soon."""
 
 
-class Asks(Protocol):
-    """Runs an action with the store; RunError where the store is gone."""
+class StoreCall(Protocol):
+    """Runs an action with the store; RunError if the store is gone."""
 
     def __call__(self, action: Callable[[Store], T]) -> T: ...
 
 
 class FailureBoard:
-    """One attempt's failures. Where the store is gone, nothing is known and nothing is raised."""
+    """Failures of one attempt in the store: their order on all nodes, and causes without a file.
 
-    def __init__(self, ask: Asks, attempt: int = 0) -> None:
+    If the store is gone, nothing is known and nothing is raised.
+    """
+
+    def __init__(self, ask: StoreCall, attempt: int = 0) -> None:
         self._ask = ask
         self._attempt = attempt
 
     def next_order(self) -> int:
-        """A number that grows with each failure on any node; 0 where the store is gone."""
+        """A number that grows with each failure on any node; 0 if the store is gone."""
         with contextlib.suppress(RunError):
             return self._ask(lambda store: store.add("failures", 1))
         return 0
 
     def read(self, rank: int) -> Termination | None:
-        """What a worker posted."""
+        """The failure that a process posted, if any."""
         key = _key(self._attempt, rank)
 
         def look(store: Store) -> Any:
@@ -163,27 +169,27 @@ def report_failure(error: BaseException, folder: RunFolder) -> int:
     status, cause, code = explain(error, folder)
     is_secondary = isinstance(error, PacelineError) and error.is_secondary
     noticed_at = error.noticed_at if isinstance(error, PeerError) else None
-    ending = Termination(cause, code, status, is_secondary, noticed_at or time.time())
+    termination = Termination(cause, code, status, is_secondary, noticed_at or time.time())
     try:
-        write_failure(folder, rank_info.rank, ending)
+        write_failure(folder, rank_info.rank, termination)
     except OSError:
-        post_failure(rank_info, ending)
+        post_failure(rank_info, termination)
     return code
 
 
-def post_failure(place: RankInfo, ending: Termination) -> None:
-    """Tell the launcher through the store, because the run folder cannot be written to."""
+def post_failure(rank_info: RankInfo, termination: Termination) -> None:
+    """Report a failure through the store, because the run folder cannot be written to."""
     with contextlib.suppress(RuntimeError):
         store = TCPStore(
-            place.master_addr,
-            place.master_port,
+            rank_info.master_addr,
+            rank_info.master_port,
             is_master=False,
             timeout=timedelta(seconds=POST_SECONDS),
             wait_for_workers=False,
         )
         for prefix in ("nodes", "elastic"):
-            value = json.dumps(dataclasses.asdict(ending))
-            PrefixStore(prefix, store).set(_key(place.restart_count, place.rank), value)
+            value = json.dumps(dataclasses.asdict(termination))
+            PrefixStore(prefix, store).set(_key(rank_info.restart_count, rank_info.rank), value)
 
 
 def _key(attempt: int, rank: int) -> str:

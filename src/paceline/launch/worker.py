@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
     place = environment.detect()
     assert place is not None
     with (
-        SignalMonitor() as interruptions,
+        SignalMonitor() as signals,
         connect_workers(config, place) as communicator,
         connect_servers(config, place, communicator.traffic) as servers,
     ):
@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
         ready.team.servers = servers
         report = _train(config, folder, ready, quiet, clock)
         write_report(folder, place.rank, report)
-        interruptions.raise_on_signal = False
+        signals.raise_on_signal = False
         if report.status != "finished" and not folder.report_file(place.rank).exists():
             post_failure(place, Termination.of_report(report))
         final_barrier(communicator, report)
@@ -79,7 +79,7 @@ def run(config: RunConfig, place: RankInfo, resumed: RunFolder | None, quiet: bo
     """Train as the only worker, or as one of those that torchrun or srun started."""
     clock = PhaseClock()
     clock.startup.begin("rendezvous" if place.world_size > 1 else "model")
-    with SignalMonitor() as interruptions, contextlib.ExitStack() as held:
+    with SignalMonitor() as signals, contextlib.ExitStack() as held:
         try:
             with connect_workers(config, place, is_agreed=False) as communicator:
                 folder = _agree_on_folder(config, resumed, communicator, held)
@@ -88,7 +88,7 @@ def run(config: RunConfig, place: RankInfo, resumed: RunFolder | None, quiet: bo
                     config, folder, place, communicator, resumed, shares_folder, clock.startup
                 )
                 # Whoever watches over the workers ends all when one fails; the result comes first.
-                interruptions.raise_on_signal = False
+                signals.raise_on_signal = False
                 with (
                     local_parameter_servers(config, folder, place),
                     connect_servers(config, place, communicator.traffic) as servers,
@@ -187,7 +187,7 @@ def connect_workers(
             yield communicator
         return
     device = choose_device(config, place.local_rank)
-    meeting = Rendezvous(
+    rendezvous = Rendezvous(
         place.rank,
         place.world_size,
         place.master_addr,
@@ -198,7 +198,7 @@ def connect_workers(
         name=f"{name}/{place.restart_count}",
     )
     gpu = device if has_own_gpu(place) and device.type == "cuda" else None
-    with connect(meeting, gpu=gpu, timeout_seconds=config.timeout_seconds) as network:
+    with connect(rendezvous, gpu=gpu, timeout_seconds=config.timeout_seconds) as network:
         if not is_agreed:
             agree_on_config(config, network)
         if config.communicator == "torch":

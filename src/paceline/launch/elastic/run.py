@@ -1,4 +1,4 @@
-"""One node's part in an elastic run, from the command given there to its result."""
+"""One node of an elastic run: join it, train from round to round, and finish."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ from paceline.records import SCHEMA, RunFolder, write_json
 from paceline.training.checkpoint import iterations
 
 FILES_SECONDS = 60.0
-"""What the records of a node may take on their way from the store to the first one's disk."""
-FAREWELL_SECONDS = 10.0
-"""How long the first node waits for the next part of what the others hand in."""
+"""How long the records of a node may take from the store to node 0's disk."""
+PART_SECONDS = 10.0
+"""How long node 0 waits for the next part of another node's records."""
 
 
 def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> RunOutcome:
-    """Take part until the run has ended; on the first node, write the result."""
+    """Take part until the run ends; the first node writes the result."""
     limits = config.elastic_limits
     assert limits is not None
-    meeting = Rendezvous(
+    rendezvous = Rendezvous(
         config.node_rank,
         limits[1],
         config.master_addr,
@@ -58,43 +58,45 @@ def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> RunOutcome
         timeout_seconds=config.rendezvous_seconds,
         noun="node",
     )
-    with SignalMonitor() as interruptions:
-        store, leads = meeting.join_or_host(may_serve=config.node_rank == 0)
+    with SignalMonitor() as signals:
+        store, leads = rendezvous.join_or_host(may_serve=config.node_rank == 0)
         port = port_of(store)
-        contact = StoreClient(PrefixStore("elastic", store), f"{config.master_addr}:{port}")
-        with contextlib.closing(contact):
-            given = _Given(config, contact, port, resumed, quiet, interruptions)
-            node = _FirstNode(given) if leads else _OtherNode(given, _await_run(given))
+        client = StoreClient(PrefixStore("elastic", store), f"{config.master_addr}:{port}")
+        with contextlib.closing(client):
+            setup = _Setup(config, client, port, resumed, quiet, signals)
+            node = _FirstNode(setup) if leads else _OtherNode(setup, _await_run(setup))
             with node.joined():
                 return node.conclude(node.train())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Given:
-    """What a node begins with."""
+class _Setup:
+    """What every node starts with."""
 
     config: RunConfig
-    contact: StoreClient
+    client: StoreClient
     port: int
     resumed: RunFolder | None
     quiet: bool
-    interruptions: SignalMonitor
+    signals: SignalMonitor
 
 
-def _await_run(given: _Given) -> dict[str, Any]:
-    """What the first node tells about the run; it enlists before, and so has the first number."""
-    deadline = monotonic() + given.config.rendezvous_seconds
+def _await_run(setup: _Setup) -> dict[str, Any]:
+    """The description of the run from the first node, which registers before it sets that."""
+    deadline = monotonic() + setup.config.rendezvous_seconds
     while monotonic() < deadline:
-        told = given.contact.get("run")
-        if told is not None:
-            return _check_run(told, given.config)
+        description = setup.client.get("run")
+        if description is not None:
+            return _check_run(description, setup.config)
         sleep(POLL_SECONDS)
-    place = f"{given.config.master_addr}:{given.port}"
-    raise RunError(f"what listens at {place} is no elastic run: check --master-port")
+    endpoint = f"{setup.config.master_addr}:{setup.port}"
+    raise RunError(f"{endpoint} is not an elastic run: check --master-port")
 
 
-def _check_run(told: object, config: RunConfig) -> dict[str, Any]:
-    values: dict[str, Any] = check_fields(told, "run", {"id": str, "mark": str, "config": dict})
+def _check_run(description: object, config: RunConfig) -> dict[str, Any]:
+    values: dict[str, Any] = check_fields(
+        description, "run", {"id": str, "mark": str, "config": dict}
+    )
     check_run_name(values["id"])
     if not is_file_name(values["mark"]):
         raise MalformedError("run", "bad value of mark")
@@ -103,33 +105,33 @@ def _check_run(told: object, config: RunConfig) -> dict[str, Any]:
 
 
 class _Node:
-    """What all nodes do alike."""
+    """What the first node and the others have in common."""
 
     folder: RunFolder
 
-    def __init__(self, given: _Given) -> None:
-        self._config = given.config
-        self._contact = given.contact
-        self._port = given.port
-        self._resumed = given.resumed
-        self._quiet = given.quiet
-        self._interruptions = given.interruptions
-        self._number = given.contact.register()
+    def __init__(self, setup: _Setup) -> None:
+        self._config = setup.config
+        self._client = setup.client
+        self._port = setup.port
+        self._resumed = setup.resumed
+        self._quiet = setup.quiet
+        self._signals = setup.signals
+        self._number = setup.client.register()
         self._rounds = ElasticRendezvous(
-            given.contact, self._number, given.config.master_addr, given.port
+            setup.client, self._number, setup.config.master_addr, setup.port
         )
         self._agent = ElasticAgent(
-            self._rounds, given.config.nproc_per_node, self._make_crew, given.interruptions
+            self._rounds, setup.config.nproc_per_node, self._make_workers, setup.signals
         )
 
     def train(self) -> Termination | None:
-        """Go from round to round; why the run ended before it was done."""
-        self._interruptions.raise_on_signal = False
+        """Train from round to round; returns why the run ended early."""
+        self._signals.raise_on_signal = False
         self._rounds.check_stop = self._check_stop
         try:
             self._agent.run()
-        except RunEndedError as over:
-            return over.ending
+        except RunEndedError as end:
+            return end.termination
         except LostContactError:
             raise
         except PacelineError as error:
@@ -138,10 +140,10 @@ class _Node:
         return None
 
     def _check_stop(self) -> None:
-        if self._interruptions.received:
-            raise StoppedError(f"stopped by {self._interruptions.received[0].name} between rounds")
+        if self._signals.received:
+            raise StoppedError(f"stopped by {self._signals.received[0].name} between rounds")
 
-    def _make_crew(self, rank: int, nodes: int) -> NodeWorkers:
+    def _make_workers(self, rank: int, nodes: int) -> NodeWorkers:
         current = self._rounds.current
         assert current is not None
         return NodeWorkers(
@@ -151,12 +153,12 @@ class _Node:
             current.iteration is not None,
             self._quiet,
             attempt=current.number,
-            board=FailureBoard(self._contact.ask, current.number),
+            board=FailureBoard(self._client.ask, current.number),
         )
 
 
 class _FirstNode(_Node):
-    """Serves the store, leads, has the checkpoints, and writes the result."""
+    """Serves the store, is the leader, has the checkpoints and writes the result."""
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:
@@ -171,15 +173,13 @@ class _FirstNode(_Node):
                 f"{self.folder.path} is finished and has no checkpoint: train it again under"
                 " another --name"
             )
-        # Whoever sees this file has the very same folder.
+        # A node that sees this file shares the folder.
         mark = self.folder.launch_file(secrets.token_hex(8))
         write_json(mark, {"schema": SCHEMA})
-        self._leader = RoundLeader(
-            self._config, self._contact, self._newest_checkpoint, self._quiet
-        )
+        self._leader = RoundLeader(self._config, self._client, self._newest_checkpoint, self._quiet)
         self._rounds.leader = self._leader
         config = self._config.to_dict()
-        self._contact.set("run", {"id": self.folder.id, "mark": mark.name, "config": config})
+        self._client.set("run", {"id": self.folder.id, "mark": mark.name, "config": config})
         try:
             yield
         finally:
@@ -188,102 +188,103 @@ class _FirstNode(_Node):
     def _newest_checkpoint(self) -> int | None:
         return next(iter(iterations(self.folder.checkpoints)), None)
 
-    def conclude(self, ending: Termination | None) -> RunOutcome:
-        self._rounds.end(ending)
-        self._gather_records()
-        crew = self._agent.crew
-        reports = crew.reports() if crew else []
-        # Of lost nodes as well.
+    def conclude(self, termination: Termination | None) -> RunOutcome:
+        self._rounds.end(termination)
+        self._receive_records()
+        workers = self._agent.workers
+        reports = workers.reports() if workers else []
+        # Includes files of lost nodes.
         self.folder.remove_transient()
         is_new = self._resumed is None and self._newest_checkpoint() is None
-        if ending and crew is None:
+        if termination and workers is None:
             # No worker was started.
             if is_new:
                 self.folder.discard()
-            raise ending.error()
+            raise termination.error()
         return finish_run(
-            crew.config if crew else self._config,
+            workers.config if workers else self._config,
             self.folder,
             reports,
-            ending,
+            termination,
             is_new=is_new,
-            records=crew.files() if crew else (),
-            sampler_warning=crew.trouble if crew else None,
+            records=workers.files() if workers else (),
+            sampler_warning=workers.sampler_warning if workers else None,
             restarts=self._leader.restarts,
             worlds=self._leader.worlds,
         )
 
-    def _gather_records(self) -> None:
-        """Of the others, as they leave; this node, which serves the store, goes last."""
-        others = self._leader.living() - {self._number}
+    def _receive_records(self) -> None:
+        """Receive the others' records as they leave; this node serves the store and leaves last."""
+        others = self._leader.live_nodes() - {self._number}
         local, limits = self._config.nproc_per_node, self._config.elastic_limits
         assert limits is not None
-        # A node may have had several ranks, but never those of the first one.
+        # A node may have had several ranks, but never those of the first node.
         ranks, nodes = range(local, limits[1] * local), range(1, limits[1])
         names = {file.name for file in self.folder.record_files(ranks, nodes)}
         receive = partial(receive_files, put=self._put, expected=names)
         parts, since = 0, monotonic()
-        while others and monotonic() - since < FAREWELL_SECONDS:
-            if (come := self._contact.parts_handed_in(others)) != parts:
-                parts, since = come, monotonic()
-            left = {node for node in others if self._contact.get(f"left/{node}")}
+        while others and monotonic() - since < PART_SECONDS:
+            if (received := self._client.parts_sent(others)) != parts:
+                parts, since = received, monotonic()
+            left = {node for node in others if self._client.get(f"left/{node}")}
             for node in left:
-                self._contact.ask(partial(receive, node=node), FILES_SECONDS)
-            others = (others - left) & self._leader.living()
+                self._client.ask(partial(receive, node=node), FILES_SECONDS)
+            others = (others - left) & self._leader.live_nodes()
             sleep(POLL_SECONDS)
 
     def _put(self, name: str, contents: bytes) -> None:
         path = self.folder.path / name
         if path.suffix == ".jsonl" and path.exists():
-            # Two nodes have had the same rank, one after the other.
-            contents = _merged(path.read_bytes(), contents)
+            # Two nodes had the same rank in different rounds.
+            contents = _merge_by_time(path.read_bytes(), contents)
         put_record(self.folder, name, contents)
 
 
 class _OtherNode(_Node):
-    def __init__(self, given: _Given, told: dict[str, Any]) -> None:
-        super().__init__(given)
-        self._told = told
+    def __init__(self, setup: _Setup, description: dict[str, Any]) -> None:
+        super().__init__(setup)
+        self._description = description
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:
-        told = self._told
-        first = told["config"]
-        # What each of them knows about earlier rounds does not matter.
+        first = self._description["config"]
+        # The number of nodes differs between nodes that joined in different rounds.
         own = {**self._config.to_dict(), "nnodes": first["nnodes"]}
         if problems := config_mismatches(own, first, "node", self._number):
             raise ConfigError(problems)
-        self.folder = self._resumed or RunFolder.open_or_create(self._config, told["id"])
-        self._shares_folder = (self.folder.path / told["mark"]).exists()
+        self.folder = self._resumed or RunFolder.open_or_create(
+            self._config, self._description["id"]
+        )
+        self._shares_folder = (self.folder.path / self._description["mark"]).exists()
         yield
 
-    def conclude(self, ending: Termination | None) -> RunOutcome:
-        if ending:
-            self._rounds.end(ending)
-        crew = self._agent.crew
-        if crew:
-            crew.clear_traces(reports=False)
+    def conclude(self, termination: Termination | None) -> RunOutcome:
+        if termination:
+            self._rounds.end(termination)
+        workers = self._agent.workers
+        if workers:
+            workers.remove_transient(reports=False)
             if not self._shares_folder:
-                # The reports of earlier rounds, in which ranks were others, are gone.
+                # Reports of earlier rounds, which had other ranks, no longer exist.
                 names = [
                     name
                     for name in sorted(self._agent.records)
                     if (self.folder.path / name).exists()
                 ]
-                self._contact.hand_in(parts_of(self._number, self.folder.path, names))
-        self._contact.set(f"left/{self._number}", True)
-        if ending:
-            raise ending.error()
+                self._client.send_parts(parts_of(self._number, self.folder.path, names))
+        self._client.set(f"left/{self._number}", True)
+        if termination:
+            raise termination.error()
         return RunOutcome(self.folder, None, 0)
 
 
-def _merged(one: bytes, other: bytes) -> bytes:
-    """The lines of two JSON-lines files, in the order of their times."""
+def _merge_by_time(one: bytes, other: bytes) -> bytes:
+    """The lines of two JSON-lines files, sorted by time."""
 
-    def moment(line: bytes) -> float:
+    def time_of(line: bytes) -> float:
         with contextlib.suppress(ValueError, AttributeError, TypeError):
             return float(json.loads(line).get("time", 0.0))
         return 0.0
 
     lines = [line for line in (*one.splitlines(), *other.splitlines()) if line]
-    return b"".join(line + b"\n" for line in sorted(lines, key=moment))
+    return b"".join(line + b"\n" for line in sorted(lines, key=time_of))

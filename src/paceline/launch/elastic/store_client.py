@@ -1,8 +1,8 @@
-"""A node's line to the store of an elastic run: it shows that the node lives, and never hangs.
+"""A client of the store of an elastic run that never hangs, and that sends heartbeats.
 
-The store's own client would wait for ever for a machine that has fallen silent. So a thread asks in
-our place, and whoever gets no answer in time is told that the first node is lost. The same thread
-beats, however busy the node is otherwise.
+torch's client blocks forever if the machine that serves the store falls silent. Here a thread makes
+the calls, and a caller that gets no answer in time gets a LostContactError. The same thread sends
+heartbeats, however busy the node is.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from paceline.launch.messages import decode
 T = TypeVar("T")
 
 ANSWER_SECONDS = 15.0
-"""How long the first node may be silent before it counts as lost."""
-BEAT_SECONDS = 0.5
+"""How long the store may not answer before it counts as lost."""
+HEARTBEAT_SECONDS = 0.5
 CLOSING_SECONDS = 1.0
 
 
 class LostContactError(RunError):
-    """The first node, which serves the store, is gone."""
+    """The first node, which serves the store, does not answer."""
 
 
 class StoreClient:
-    """To be closed when the node leaves the run."""
+    """JSON values in the store; close it when the node leaves the run."""
 
-    def __init__(self, store: Store, place: str) -> None:
+    def __init__(self, store: Store, endpoint: str) -> None:
         self._store = store
-        self._place = place
+        self._endpoint = endpoint
         self._is_lost = False
-        self._questions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = Thread(target=self._work, name="contact", daemon=True)
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = Thread(target=self._work, name="store client", daemon=True)
         self._number: int | None = None
-        """Of this node, once it beats."""
+        """This node's number, once it is registered."""
         self._thread.start()
 
     def register(self) -> int:
-        """From now on this node beats; its number, in the order in which nodes came."""
+        """Start heartbeats; returns this node's number, in the order of registration."""
         number = self.ask(lambda store: store.add("nodes", 1)) - 1
         self._number = number
         return number
 
     def heartbeats(self) -> list[int]:
-        """How often each of the nodes that came has beaten."""
+        """The number of heartbeats of each registered node."""
 
         def count(store: Store) -> list[int]:
             return [store.add(f"beat/{number}", 0) for number in range(store.add("nodes", 0))]
@@ -61,7 +61,7 @@ class StoreClient:
         return self.ask(count)
 
     def get(self, key: str) -> Any:
-        """None where nobody has told it."""
+        """The value of a key, or None if it is not set."""
 
         def look(store: Store) -> Any:
             return decode(store.get(key), f"value of {key}") if store.check([key]) else None
@@ -72,43 +72,43 @@ class StoreClient:
         self.ask(lambda store: store.set(key, json.dumps(value)))
 
     def set_once(self, key: str, value: Any) -> None:
-        """Unless another one was quicker."""
+        """Set a key unless another node has set it before."""
         self.ask(lambda store: store.compare_set(key, "", json.dumps(value)))
 
-    def hand_in(self, parts: Iterable[tuple[str, bytes]]) -> None:
-        """Set something large, part by part; the node beats after each, so none may be too large.
+    def send_parts(self, parts: Iterable[tuple[str, bytes]]) -> None:
+        """Set large values part by part, with a heartbeat after each.
 
-        The answer to the count comes when the part has arrived: no beat waits behind several.
+        The answer to the count arrives after the part, so no heartbeat waits behind several parts.
         """
 
         def set_part(store: Store, key: str, part: bytes) -> None:
             store.set(key, part)  # type: ignore[arg-type]  # it takes both
             store.add(f"parts/{self._number}", 1)
-            self._beat()
+            self._send_heartbeat()
 
         for key, part in parts:
             self.ask(partial(set_part, key=key, part=part))
 
-    def parts_handed_in(self, nodes: Iterable[int]) -> int:
-        """How many parts have come from these nodes, all together."""
+    def parts_sent(self, nodes: Iterable[int]) -> int:
+        """The total number of parts that these nodes have sent."""
         return self.ask(lambda store: sum(store.add(f"parts/{node}", 0) for node in nodes))
 
     def ask(self, action: Callable[[Store], T], limit_seconds: float = ANSWER_SECONDS) -> T:
-        """What the store answers to an action, which must not wait for anybody.
+        """Run an action with the store and return its result; the action must not block.
 
-        What the action raises is raised here; where the store fails it, contact is lost.
+        Raises what the action raises, and LostContactError if the store fails or does not answer.
         """
         if self._is_lost:
             raise self._lost()
         answers: SimpleQueue[tuple[T] | Exception] = SimpleQueue()
 
-        def question() -> None:
+        def call() -> None:
             try:
                 answers.put((action(self._store),))
-            except Exception as error:  # noqa: BLE001 - raised to who asked
+            except Exception as error:  # noqa: BLE001 - raised to the caller
                 answers.put(error)
 
-        self._questions.put(question)
+        self._calls.put(call)
         try:
             answer = answers.get(timeout=limit_seconds)
         except Empty:
@@ -122,29 +122,29 @@ class StoreClient:
     def _lost(self) -> LostContactError:
         self._is_lost = True
         return LostContactError(
-            f"lost contact with the first node at {self._place}, and the run cannot go on without"
-            " it: start it again with --resume, and the others as before"
+            f"lost contact with the first node at {self._endpoint}, and the run cannot continue"
+            " without it: restart it with --resume, and the others as before"
         )
 
     def _work(self) -> None:
         due = monotonic()
         while True:
             with contextlib.suppress(Empty):
-                question = self._questions.get(timeout=max(0.0, due - monotonic()))
-                if question is None:
+                call = self._calls.get(timeout=max(0.0, due - monotonic()))
+                if call is None:
                     return
-                question()
+                call()
             if monotonic() >= due:
-                due = monotonic() + BEAT_SECONDS
-                self._beat()
+                due = monotonic() + HEARTBEAT_SECONDS
+                self._send_heartbeat()
 
-    def _beat(self) -> None:
-        # What is wrong is told to whoever asks next.
+    def _send_heartbeat(self) -> None:
+        # The next call reports what is wrong.
         if self._number is not None:
             with contextlib.suppress(RuntimeError):
                 self._store.add(f"beat/{self._number}", 1)
 
     def close(self) -> None:
-        """The node beats no more."""
-        self._questions.put(None)
+        """Stop heartbeats."""
+        self._calls.put(None)
         self._thread.join(CLOSING_SECONDS)

@@ -124,7 +124,7 @@ def _exit_code_of(error: BaseException) -> int:
 
 
 def _end_at_once(exit_code: int) -> None:
-    """Before Ray's own ways of ending, since what is registered last comes first."""
+    """Before Ray's own ways of termination, since what is registered last comes first."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

@@ -252,7 +252,7 @@ def _variables() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def ray_fleet(
+def ray_machines(
     wanted: ResourceRequest, head: HeadMonitor, seconds: float, say: Say, first: str | None = None
 ) -> Iterator[RayMachines]:
     """Machines of the connected cluster, for as long as the block lasts."""

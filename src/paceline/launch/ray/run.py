@@ -23,7 +23,7 @@ from paceline.launch.ray.machines import (
     ResourceRequest,
     TooFewError,
     has_gpus,
-    ray_fleet,
+    ray_machines,
 )
 from paceline.launch.remote.run import run_on
 from paceline.launch.result import RunOutcome
@@ -34,8 +34,8 @@ from paceline.training.checkpoint import iterations
 
 def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> RunOutcome:
     """Train on a Ray cluster; the records are here at the end."""
-    with _cluster(config, quiet) as (connection, interruptions):
-        outcome = RestartLoop(config, connection.head, quiet, interruptions).run(resumed)
+    with _cluster(config, quiet) as (connection, signals):
+        outcome = RestartLoop(config, connection.head, quiet, signals).run(resumed)
         connection.exit_code = outcome.exit_code
         return outcome
 
@@ -43,10 +43,10 @@ def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> RunOutcome
 @contextlib.contextmanager
 def machines_for(config: RunConfig, quiet: bool) -> Iterator[tuple[RayMachines, SignalMonitor]]:
     """Reserve the machines that a configuration needs, for any command, and monitor signals."""
-    with _cluster(config, quiet) as (connection, interruptions):
+    with _cluster(config, quiet) as (connection, signals):
         patience, say = config.rendezvous_seconds, _say_nothing if quiet else _say
-        with ray_fleet(wanted_for(config), connection.head, patience, say) as fleet:
-            yield fleet, interruptions
+        with ray_machines(resources_for(config), connection.head, patience, say) as machines:
+            yield machines, signals
 
 
 @contextlib.contextmanager
@@ -54,8 +54,8 @@ def _cluster(config: RunConfig, quiet: bool) -> Iterator[tuple[Connection, Signa
     """Ray takes signals for itself when it connects, so they are noted after that."""
     _check(config)
     say = _say_nothing if quiet else _say
-    with connected(config.nproc_per_node, say) as connection, SignalMonitor() as interruptions:
-        yield connection, interruptions
+    with connected(config.nproc_per_node, say) as connection, SignalMonitor() as signals:
+        yield connection, signals
 
 
 def _check(config: RunConfig) -> None:
@@ -69,7 +69,7 @@ def _check(config: RunConfig) -> None:
         raise ConfigError(problems)
 
 
-def wanted_for(config: RunConfig) -> ResourceRequest:
+def resources_for(config: RunConfig) -> ResourceRequest:
     """The machines and slots of a run; GPUs where it is to use them and the cluster has them."""
     each = config.nproc_per_node
     is_on_gpus = config.device == "cuda" or (
@@ -108,7 +108,7 @@ class RestartLoop:
     config: RunConfig
     head: HeadMonitor
     quiet: bool
-    interruptions: SignalMonitor
+    signals: SignalMonitor
     last: RunOutcome | None = None
     """Of the last attempt that came so far."""
     first: str | None = None
@@ -142,31 +142,33 @@ class RestartLoop:
 
     def _attempt(self, resumed: RunFolder | None) -> _Ended:
         config, say = self.config, _say_nothing if self.quiet else _say
-        self.interruptions.raise_on_signal = True
+        self.signals.raise_on_signal = True
         patience = config.rendezvous_seconds
         try:
-            with ray_fleet(wanted_for(config), self.head, patience, say, self.first) as fleet:
-                self.first = fleet.first_node_id
-                return self._run_on(fleet, resumed)
+            with ray_machines(
+                resources_for(config), self.head, patience, say, self.first
+            ) as machines:
+                self.first = machines.first_node_id
+                return self._run_on(machines, resumed)
         except LostError as error:
             return _Ended(None, error, is_loss=True)
 
-    def _run_on(self, fleet: RayMachines, resumed: RunFolder | None) -> _Ended:
+    def _run_on(self, machines: RayMachines, resumed: RunFolder | None) -> _Ended:
         for path, name in self.aside:
-            fleet.set_aside(path, name)
-        config = replace(self.config, master_port=fleet.free_port())
+            machines.set_aside(path, name)
+        config = replace(self.config, master_port=machines.free_port())
         outcome, error = None, None
         try:
-            outcome = run_on(fleet, config, resumed, self.quiet, self.interruptions)
+            outcome = run_on(machines, config, resumed, self.quiet, self.signals)
         except PacelineError as raised:
             error = raised
         self.last = outcome or self.last
-        return _Ended(outcome, error, self._is_loss(fleet, outcome, error))
+        return _Ended(outcome, error, self._is_loss(machines, outcome, error))
 
     def _is_loss(
-        self, fleet: RayMachines, outcome: RunOutcome | None, error: PacelineError | None
+        self, machines: RayMachines, outcome: RunOutcome | None, error: PacelineError | None
     ) -> bool:
-        if self.interruptions.received or isinstance(error, UsageError):
+        if self.signals.received or isinstance(error, UsageError):
             return False
         result = outcome.result if outcome else None
         if result and result["status"] == "finished":
@@ -176,7 +178,7 @@ class RestartLoop:
             return True
         if isinstance(error, StoppedError):
             return False
-        return bool(fleet.lost or (result and result.get("is_loss")))
+        return bool(machines.lost or (result and result.get("is_loss")))
 
     def _go_on_from(self, ended: _Ended, resumed: RunFolder | None) -> RunFolder | None:
         """The folder with a checkpoint; where there is none, what was done is set aside."""

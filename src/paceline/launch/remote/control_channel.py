@@ -28,9 +28,9 @@ from paceline import __version__
 from paceline.errors import ERROR_PREFIX, PacelineError, UsageError
 from paceline.launch.signals import SIGNALS
 
-NEWS_MARK = "\x1e"
+STATUS_MARK = "\x1e"
 """Begins the lines of standard error that are for the starter and not for the user."""
-BEAT_SECONDS = 2.0
+HEARTBEAT_SECONDS = 2.0
 """How often the starter sends a sign of life."""
 SILENCE_SECONDS = 20.0
 """Without any, the connection is held to be cut; many beats, since machines may be overloaded."""
@@ -89,7 +89,7 @@ class NodeTask:
 
 def send_status(**news: Any) -> None:
     """Let the starter know something that the user need not see."""
-    sys.stderr.write(f"{NEWS_MARK}{json.dumps(news)}\n")
+    sys.stderr.write(f"{STATUS_MARK}{json.dumps(news)}\n")
     sys.stderr.flush()
 
 
@@ -144,7 +144,7 @@ class NodeExit:
     """The error that it told."""
     last_line: str = ""
     """Of what else it said on standard error."""
-    has_begun: bool = False
+    has_started: bool = False
     """Whether it gave a sign of being there."""
     news: dict[str, Any] = field(default_factory=dict)
     """What it told its starter (launch/remote/control_channel.py)."""
@@ -252,7 +252,7 @@ class NodeProcess:
                 os.write(stdin.fileno(), words)
 
     def close_stdin(self) -> None:
-        """Tell the process that it is to end, by ending its input."""
+        """Tell the process that it is to end, by termination its input."""
         if self._process.stdin is not None:
             self._process.stdin.close()
 
@@ -287,10 +287,10 @@ class NodeProcess:
             self._hear(line.decode(errors="replace").rstrip("\r"))
 
     def _hear(self, line: str) -> None:
-        if line.startswith(NEWS_MARK):
+        if line.startswith(STATUS_MARK):
             self._begin()
             with contextlib.suppress(ValueError, RecursionError):
-                news = json.loads(line.removeprefix(NEWS_MARK))
+                news = json.loads(line.removeprefix(STATUS_MARK))
                 self.end.news |= news if isinstance(news, dict) else {}
         elif line.startswith(ERROR_PREFIX):
             told = line.removeprefix(ERROR_PREFIX)
@@ -303,14 +303,14 @@ class NodeProcess:
     def _show_latest(self) -> None:
         if self._latest is None:
             return
-        if self.end.has_begun:
+        if self.end.has_started:
             self._show(self._latest[0], sys.stderr.write)
         else:
             self._held.append(self._latest[0])
         self._latest = None
 
     def _begin(self) -> None:
-        self.end.has_begun = True
+        self.end.has_started = True
         for line in self._held:
             self._show(line, sys.stderr.write)
         self._held.clear()

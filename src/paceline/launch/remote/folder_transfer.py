@@ -172,34 +172,36 @@ logger = logging.getLogger("paceline")
 
 
 def download(
-    fleet: Machines, node: int, path: str, folder: RunFolder, replace: bool = True
+    machines: Machines, node: int, path: str, folder: RunFolder, replace: bool = True
 ) -> bool:
     """Bring a node's records into a folder here; False where the node has none.
 
     Where both are one folder there is nothing to do. Without `replace`, only what is missing here.
     """
-    with _parcel(fleet, node, "send", {"folder": path, "identity": _identity(folder)}) as (
+    with _parcel(machines, node, "send", {"folder": path, "identity": _identity(folder)}) as (
         process,
         answer,
     ):
         if answer["state"] != "ready":
             return bool(answer["state"] == "same")
         assert process.stdout is not None
-        unpack(process.stdout, folder.path, _shown(answer["bytes"], fleet.addresses[node]), replace)
+        unpack(
+            process.stdout, folder.path, _shown(answer["bytes"], machines.addresses[node]), replace
+        )
         return True
 
 
-def upload(fleet: Machines, node: int, path: str, folder: RunFolder) -> bool:
+def upload(machines: Machines, node: int, path: str, folder: RunFolder) -> bool:
     """See to it that a node has the run that is to be resumed there; whether it shares `folder`."""
     request = {
         "folder": path,
         "identity": _identity(folder),
         "config": folder.read_config().to_dict(),
     }
-    with _parcel(fleet, node, "take", request) as (process, answer):
+    with _parcel(machines, node, "take", request) as (process, answer):
         if answer["state"] == "other":
             raise UsageError(
-                f"{fleet.addresses[node]}: {answer['path']} there is another run: move it away"
+                f"{machines.addresses[node]}: {answer['path']} there is another run: move it away"
             )
         if answer["state"] != "same":
             assert process.stdin is not None
@@ -215,10 +217,10 @@ def _identity(folder: RunFolder) -> list[int | str] | None:
 
 @contextlib.contextmanager
 def _parcel(
-    fleet: Machines, node: int, action: str, request: dict[str, Any]
+    machines: Machines, node: int, action: str, request: dict[str, Any]
 ) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
-    words = [fleet.python, "-m", "paceline.launch.remote.folder_transfer", action]
-    process = fleet.start(node, words, json.dumps(request).encode() + b"\n")
+    words = [machines.python, "-m", "paceline.launch.remote.folder_transfer", action]
+    process = machines.start(node, words, json.dumps(request).encode() + b"\n")
     assert process.stdin is not None
     assert process.stdout is not None
     watchdog = Timer(ANSWER_SECONDS, process.kill)
@@ -227,13 +229,15 @@ def _parcel(
         line = process.stdout.readline()
         watchdog.cancel()
         if not line:
-            raise RunError(_complaint(process) or f"no answer from {fleet.addresses[node]}")
-        yield process, _answer(line, fleet.addresses[node])
+            raise RunError(_complaint(process) or f"no answer from {machines.addresses[node]}")
+        yield process, _answer(line, machines.addresses[node])
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
         told = _complaint(process)
         if process.wait():
-            raise RecordsError(f"{fleet.addresses[node]}: {told or 'the records did not arrive'}")
+            raise RecordsError(
+                f"{machines.addresses[node]}: {told or 'the records did not arrive'}"
+            )
     finally:
         watchdog.cancel()
         watchdog.join()

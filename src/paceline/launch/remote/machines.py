@@ -19,15 +19,20 @@ from typing import NamedTuple, Protocol, Self
 from paceline.child_process import pythonpath
 from paceline.emulation.cluster import EmulatedCluster
 from paceline.errors import PacelineError, RunError, UsageError, from_exit_code
-from paceline.launch.remote.control_channel import BEAT_SECONDS, NodeExit, NodeProcess, popen_piped
+from paceline.launch.remote.control_channel import (
+    HEARTBEAT_SECONDS,
+    NodeExit,
+    NodeProcess,
+    popen_piped,
+)
 from paceline.launch.signals import SignalMonitor, describe_exit
 
 POLL_SECONDS = 0.1
-PATIENCE_SECONDS = 10.0
+GRACE_SECONDS = 10.0
 """What the others get, after a failure, to notice it themselves and to hand in their records."""
 FAREWELL_SECONDS = 3.0
 """What they get once the first node, where they meet, has ended."""
-ENDING_SECONDS = 12.0
+KILL_SECONDS = 12.0
 """How long a node may take to end when it is told that the starter is gone; then it is killed."""
 
 
@@ -88,14 +93,14 @@ def run_on_nodes(
     return NodeExits(exits, failure, error_of(machines, failure, exits) if failure else None)
 
 
-def error_of(fleet: Machines, failure: NodeExit, ends: Sequence[NodeExit]) -> PacelineError:
+def error_of(machines: Machines, failure: NodeExit, ends: Sequence[NodeExit]) -> PacelineError:
     """A failure by the words of its node where it had any."""
     if not failure.complaint:
-        return fleet.explain(failure)
+        return machines.explain(failure)
     # What several tell is about the whole run, and not about one of them.
     others = (end for end in ends if end is not failure)
     is_shared = any(end.complaint == failure.complaint for end in others)
-    where = "" if is_shared else f"{fleet.addresses[failure.node]}: "
+    where = "" if is_shared else f"{machines.addresses[failure.node]}: "
     return from_exit_code(failure.code or 1, where + failure.complaint)
 
 
@@ -108,17 +113,17 @@ class NodeSupervisor:
     """Over one process on each node, from their start to their end; none outlives the block."""
 
     def __init__(
-        self, fleet: Machines, interruptions: SignalMonitor, min_nodes: int | None = None
+        self, machines: Machines, signals: SignalMonitor, min_nodes: int | None = None
     ) -> None:
         """`min_nodes`: how many must remain, node 0 among them; None: all."""
-        self._fleet = fleet
+        self._machines = machines
         self._min_nodes = min_nodes
         self.lost_nodes: set[int] = set()
         """Nodes that ended, and that the run went on without."""
-        self._interruptions = interruptions
+        self._signals = signals
         self._nodes: list[NodeProcess] = []
         self._selector = selectors.DefaultSelector()
-        self._let_go_at: float | None = None
+        self._stop_at: float | None = None
         """When those that still run are told to end."""
         self._passed_on = 0
         """How many signals the nodes have been told of."""
@@ -136,12 +141,12 @@ class NodeSupervisor:
         self, words_of: Callable[[int], list[str]], given_of: Callable[[int], bytes]
     ) -> list[NodeExit]:
         """Start all, and come back when all have ended; signals are passed on meanwhile."""
-        for number, address in enumerate(self._fleet.addresses):
-            process = self._fleet.start(number, words_of(number), given_of(number))
+        for number, address in enumerate(self._machines.addresses):
+            process = self._machines.start(number, words_of(number), given_of(number))
             prefix = f"[{address}] " if number else ""
             self._nodes.append(NodeProcess(number, process, prefix))
             self._nodes[-1].register(self._selector)
-        self._interruptions.raise_on_signal = False
+        self._signals.raise_on_signal = False
         while any(node.is_running for node in self._nodes):
             for key, _ in self._selector.select(POLL_SECONDS):
                 key.data(self._selector)
@@ -158,7 +163,7 @@ class NodeSupervisor:
         return [node.end for node in self._nodes]
 
     def _pass_signals_on(self) -> None:
-        received = self._interruptions.received
+        received = self._signals.received
         for number in received[self._passed_on :]:
             for node in self._nodes:
                 node.send(f"{number.name}\n".encode())
@@ -166,11 +171,11 @@ class NodeSupervisor:
             for node in self._nodes:
                 node.kill()
         elif len(received) == 2 and self._passed_on < 2:
-            self._let_go_at = monotonic()
+            self._stop_at = monotonic()
         self._passed_on = len(received)
 
     def _give_sign_of_life(self) -> None:
-        if monotonic() - self._beaten > BEAT_SECONDS:
+        if monotonic() - self._beaten > HEARTBEAT_SECONDS:
             self._beaten = monotonic()
             for node in self._nodes:
                 node.send(b"\n")
@@ -181,27 +186,27 @@ class NodeSupervisor:
         failed = [node.end for node in self._nodes if node.end.code]
         if self._can_go_on(failed):
             return
-        if failed and self._let_go_at is None:
+        if failed and self._stop_at is None:
             first = min(failed, key=lambda end: end.ended)
             # The others wait for one that was never there, or that refused to begin.
-            is_refusal = not first.has_begun or first.code == UsageError.exit_code
-            self._let_go_at = now + (0.0 if is_refusal else PATIENCE_SECONDS)
+            is_refusal = not first.has_started or first.code == UsageError.exit_code
+            self._stop_at = now + (0.0 if is_refusal else GRACE_SECONDS)
         if not self._nodes[0].is_running:
             # It has heard the others out, and without it they can do nothing.
             ended = self._nodes[0].end.ended
-            latest = ended + (FAREWELL_SECONDS if failed else PATIENCE_SECONDS)
-            self._let_go_at = latest if self._let_go_at is None else min(self._let_go_at, latest)
-        if self._let_go_at is None or now < self._let_go_at:
+            latest = ended + (FAREWELL_SECONDS if failed else GRACE_SECONDS)
+            self._stop_at = latest if self._stop_at is None else min(self._stop_at, latest)
+        if self._stop_at is None or now < self._stop_at:
             return
         for node in self._nodes:
             with contextlib.suppress(OSError):
                 node.close_stdin()
-            if now > self._let_go_at + ENDING_SECONDS:
+            if now > self._stop_at + KILL_SECONDS:
                 node.kill()
 
     def _can_go_on(self, failed: Sequence[NodeExit]) -> bool:
         """Whether nodes were lost that the run can do without; tells of each."""
-        if self._min_nodes is None or self._let_go_at is not None:
+        if self._min_nodes is None or self._stop_at is not None:
             return False
         is_enough = len(self._nodes) - len(failed) >= self._min_nodes
         if not is_enough or any(end.node == 0 for end in failed):
@@ -209,8 +214,8 @@ class NodeSupervisor:
         for end in failed:
             if end.node not in self.lost_nodes:
                 self.lost_nodes.add(end.node)
-                cause = end.complaint or self._fleet.explain(end)
-                sys.stderr.write(f"paceline: going on without node {end.node}: {cause}\n")
+                cause = end.complaint or self._machines.explain(end)
+                sys.stderr.write(f"paceline: continuing without node {end.node}: {cause}\n")
         return True
 
 

@@ -32,16 +32,16 @@ LOOPBACK = "127.0.0.1"
 
 
 def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> RunOutcome:
-    with SignalMonitor() as interruptions, fleet_of(config, quiet) as fleet:
+    with SignalMonitor() as signals, machines_of(config, quiet) as machines:
         try:
-            return run_on(fleet, config, resumed, quiet, interruptions)
+            return run_on(machines, config, resumed, quiet, signals)
         finally:
             # The machines are taken down in peace.
-            interruptions.raise_on_signal = False
+            signals.raise_on_signal = False
 
 
 @contextlib.contextmanager
-def fleet_of(config: RunConfig, quiet: bool = False) -> Iterator[Machines]:
+def machines_of(config: RunConfig, quiet: bool = False) -> Iterator[Machines]:
     """The machines that a config names or describes, for as long as the block lasts."""
     if config.hosts:
         yield SshMachines(config.hosts)
@@ -56,38 +56,38 @@ def fleet_of(config: RunConfig, quiet: bool = False) -> Iterator[Machines]:
 
 
 def run_on(
-    fleet: Machines,
+    machines: Machines,
     config: RunConfig,
     resumed: RunFolder | None,
     quiet: bool,
-    interruptions: SignalMonitor,
+    signals: SignalMonitor,
 ) -> RunOutcome:
     # Node 0 makes the folder if it shares it.
     folder = resumed or RunFolder.unused(config)
-    config = _settle(config, fleet, folder)
+    config = _settle(config, machines, folder)
     with contextlib.ExitStack() as held:
         if resumed:
             held.enter_context(folder.locked())
             if folder.readable_result() is None:
                 folder.archive_result()
-            if upload(fleet, 0, _path(config), folder):
+            if upload(machines, 0, _path(config), folder):
                 # The first node locks the same folder.
                 held.close()
-        return _run_on_locked(fleet, config, folder, resumed, quiet, interruptions)
+        return _run_on_locked(machines, config, folder, resumed, quiet, signals)
 
 
 def _run_on_locked(
-    fleet: Machines,
+    machines: Machines,
     config: RunConfig,
     folder: RunFolder,
     resumed: RunFolder | None,
     quiet: bool,
-    interruptions: SignalMonitor,
+    signals: SignalMonitor,
 ) -> RunOutcome:
     before = folder.read_result() if resumed else None
     exits, failure, error = run_tasks(
-        fleet,
-        interruptions,
+        machines,
+        signals,
         TRAIN,
         lambda node: replace(config, node_rank=node).to_dict(),
         is_resumed=resumed is not None,
@@ -95,11 +95,11 @@ def _run_on_locked(
         min_nodes=config.elastic_limits[0] if config.elastic_limits else None,
     )
     try:
-        interruptions.raise_on_signal = True
-        _bring_home(fleet, config, folder, before, exits[0], error)
+        signals.raise_on_signal = True
+        _bring_home(machines, config, folder, before, exits[0], error)
     except StoppedError:
         raise StoppedError(
-            f"stopped before all records had come from {fleet.addresses[0]}"
+            f"stopped before all records had come from {machines.addresses[0]}"
         ) from None
     if error is None:
         result = _new_result(folder, before)
@@ -109,7 +109,7 @@ def _run_on_locked(
     has_trained = _has_trained(config, folder, before, error)
     if has_trained:
         is_told = bool(failure and failure.complaint)
-        result = _result_of_failure(config, folder, before, error, is_told, fleet.cluster_file)
+        result = _result_of_failure(config, folder, before, error, is_told, machines.cluster_file)
     # A first node that refused to begin may have found another run's folder in its place.
     if has_trained or not exits[0].complaint:
         _clear(config, folder, is_void=resumed is None and not has_trained)
@@ -146,7 +146,7 @@ def master_address(config: RunConfig, machines: Machines) -> str:
     return machines.addresses[0]
 
 
-def _settle(config: RunConfig, fleet: Machines, folder: RunFolder) -> RunConfig:
+def _settle(config: RunConfig, machines: Machines, folder: RunFolder) -> RunConfig:
     """What all nodes have in common, where the run is and where they meet included."""
     out = folder.path.parent
     # The hosts may have the current folder elsewhere.
@@ -154,9 +154,9 @@ def _settle(config: RunConfig, fleet: Machines, folder: RunFolder) -> RunConfig:
         out = out.absolute().relative_to(Path.cwd())
     return replace(
         config,
-        nnodes=len(fleet.addresses),
+        nnodes=len(machines.addresses),
         node_rank=0,
-        master_addr=master_address(config, fleet),
+        master_addr=master_address(config, machines),
         out=str(out),
         name=folder.id,
     )
@@ -167,7 +167,7 @@ def _path(config: RunConfig) -> str:
 
 
 def _bring_home(
-    fleet: Machines,
+    machines: Machines,
     config: RunConfig,
     folder: RunFolder,
     before: Result | None,
@@ -182,18 +182,18 @@ def _bring_home(
     if is_here or isinstance(error, UsageError):
         return
     try:
-        download(fleet, 0, _path(config), folder)
+        download(machines, 0, _path(config), folder)
     except StoppedError:
         raise
     except PacelineError as trouble:
         if error is None:
-            where = f"{fleet.addresses[0]}:{_path(config)}"
+            where = f"{machines.addresses[0]}:{_path(config)}"
             raise RunError(f"the run is finished, its records are in {where}: {trouble}") from None
     if error is None or _new_result(folder, before) is not None:
         return
-    for node in range(1, len(fleet.addresses)):
+    for node in range(1, len(machines.addresses)):
         with contextlib.suppress(RunError, RecordsError):
-            download(fleet, node, _path(config), folder, replace=False)
+            download(machines, node, _path(config), folder, replace=False)
 
 
 def _new_result(folder: RunFolder, before: Result | None) -> Result | None:
@@ -228,10 +228,10 @@ def _result_of_failure(
         folder.archive_result()
         status = "stopped" if isinstance(error, StoppedError) else "failed"
         reports = read_reports(folder, range(config.workers))
-        ending = Termination(str(error), error.exit_code, status)
+        termination = Termination(str(error), error.exit_code, status)
         cluster = cluster_record(cluster_file) if cluster_file else None
         more = {"cluster": cluster} if cluster else {}
-        result = write_result(config, folder, reports, ending, **more)
+        result = write_result(config, folder, reports, termination, **more)
     elif not is_told:
         # The nodes have seen only what came of it.
         result |= {"status": "failed", "cause": str(error)}

@@ -99,7 +99,7 @@ class SshMachines:
 
     def explain(self, end: NodeExit) -> PacelineError:
         host, last = self._hosts[end.node].text, end.last_line
-        if end.code == _OF_SSH and end.has_begun:
+        if end.code == _OF_SSH and end.has_started:
             return RunError(f"lost contact with node {end.node} ({host}){f': {last}' * bool(last)}")
         if end.code == _OF_SSH:
             trial = shlex.join(["ssh", *self._hosts[end.node].words(), "true"])
@@ -107,11 +107,11 @@ class SshMachines:
                 f"{host}: ssh does not get there ({last or 'it said nothing'}): `{trial}`"
                 " must work without a question"
             )
-        if end.code in (_NOT_FOUND, _NOT_A_PROGRAM) and not end.has_begun:
+        if end.code in (_NOT_FOUND, _NOT_A_PROGRAM) and not end.has_started:
             return UsageError(
                 f"{host}: has no Python at {self.python}: name the one there in ${PYTHON}"
             )
-        if "No module named" in last and "paceline" in last and not end.has_begun:
+        if "No module named" in last and "paceline" in last and not end.has_started:
             return UsageError(
                 f"{host}: paceline {__version__} is not installed for {self.python} there: install"
                 f" it, or name another Python in ${PYTHON}"
