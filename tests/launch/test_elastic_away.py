@@ -72,7 +72,7 @@ def test_a_loss_that_the_run_got_over_is_not_the_cause_of_a_later_end(
         folder.events_file(0).write_text("")
         folder.write_result(result_of(config, folder, status, DIVERGED))
         news = {"identity": folder.identity()}
-        first = NodeExit(0, code, DIVERGED, has_started=True, news=news, ended=90.0)
+        first = NodeExit(0, code, DIVERGED, has_started=True, status=news, ended=90.0)
         return [first, NodeExit(1, code, DIVERGED, has_started=True, ended=91.0), KILLED_EARLY]
 
     outcome = run(monkeypatch, config, None, happen, lost={2})

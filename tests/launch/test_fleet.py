@@ -22,7 +22,7 @@ from paceline.launch.remote import folder_transfer
 from paceline.launch.remote import machines as fleet_module
 from paceline.launch.remote.control_channel import NodeExit, popen_piped
 from paceline.launch.remote.folder_transfer import is_plain, unpack
-from paceline.launch.remote.machines import NodeSupervisor, describe_end, run_on_nodes
+from paceline.launch.remote.machines import NodeSupervisor, describe_node_exit, run_on_nodes
 from paceline.launch.signals import SignalMonitor, signal_name
 from paceline.records import RunFolder
 from tests.support.commands import LIMIT_SECONDS
@@ -40,12 +40,12 @@ class LocalFleet:
     def __init__(self) -> None:
         self.started: list[subprocess.Popen[bytes]] = []
 
-    def start(self, node: int, words: Sequence[str], given: bytes) -> subprocess.Popen[bytes]:
-        self.started.append(popen_piped(words, given))
+    def start(self, node: int, argv: Sequence[str], request: bytes) -> subprocess.Popen[bytes]:
+        self.started.append(popen_piped(argv, request))
         return self.started[-1]
 
     def explain(self, end: NodeExit) -> PacelineError:
-        return RunError(describe_end(end, self.addresses[end.node]))
+        return RunError(describe_node_exit(end, self.addresses[end.node]))
 
 
 def run(*programs: str, given: str = "") -> list[int]:
@@ -94,7 +94,7 @@ def test_a_node_that_is_killed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         run(UNTIL_LET_GO, UNTIL_LET_GO, kill)
 
 
-def test_the_last_words_of_a_node_that_failed_are_told_once(
+def test_the_last_argv_of_a_node_that_failed_are_told_once(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     fail = "import sys; print(1); sys.stderr.write('before\\nthe end\\n'); sys.exit(9)"
@@ -113,11 +113,11 @@ def test_a_node_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> 
 def test_ctrl_c_reaches_every_node(capfd: pytest.CaptureFixture[str]) -> None:
     program = """if True:
         import signal, sys, time
-        from paceline.launch.remote.control_channel import exit_with_launcher, read_given
+        from paceline.launch.remote.control_channel import exit_with_launcher, read_request
         def stop(number, frame):
             sys.exit(sys.stderr.write(f"paceline: error: stopped by {number}\\n") and 130)
         signal.signal(signal.SIGINT, stop)
-        print(read_given(), flush=True)
+        print(read_request(), flush=True)
         exit_with_launcher()
         time.sleep(90)
     """
@@ -149,7 +149,7 @@ def bound_to_starter(silence_seconds: float = 60.0) -> Iterator[subprocess.Popen
         starter.LAST_ITERATION_SECONDS = starter.CLEARING_SECONDS = 0.1
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        starter.read_given()
+        starter.read_request()
         starter.exit_with_launcher()
         print("ready", flush=True)
         time.sleep({LIMIT_SECONDS})

@@ -72,7 +72,8 @@ def test_a_node_with_another_setting_is_refused_everywhere(tmp_path: Path) -> No
         node(tmp_path, 1, port, nnodes=2, lr=0.2) as other,
     ):
         ended = [one.end(), other.end()]
-    line = "paceline: error: --lr: node 1 was started with 0.2, node 0 with 0.1: use the same value for all\n"
+    problem = "--lr: node 1 was started with 0.2, node 0 with 0.1: use the same value for all"
+    line = f"paceline: error: {problem}\n"
     assert [(each.code, each.err) for each in ended] == [(2, line)] * 2
     assert not names_in(tmp_path)
 

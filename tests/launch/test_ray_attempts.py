@@ -135,7 +135,9 @@ def test_without_checkpoints_a_run_begins_anew_and_says_so(
     assert script.aside == [(tmp_path / "run", "run~lost-1")], "on the machines as well"
     assert (tmp_path / "run~lost-1" / "result.json").is_file()
     said = capsys.readouterr().err
-    assert said.endswith("restart 1 of 3 from the beginning, for want of --checkpoint-every\n")
+    assert said.endswith(
+        "restart 1 of 3 from the beginning, because --checkpoint-every is not set\n"
+    )
 
 
 def test_a_workers_own_error_is_not_tried_again(play: Any) -> None:
@@ -158,17 +160,17 @@ def test_an_attempt_that_is_lost_at_its_start_does_not_lose_the_checkpoint(play:
 
 
 @pytest.mark.parametrize(
-    ("end", "came_to"),
+    ("end", "situation"),
     [
         (KILLED, "rank 1 was killed by SIGKILL"),
         (STOPPED, "stopped after iteration 5"),
     ],
 )
-def test_without_rays_head_a_run_ends_and_says_so(play: Any, end: Any, came_to: str) -> None:
+def test_without_rays_head_a_run_ends_and_says_so(play: Any, end: Any, situation: str) -> None:
     """Workers that still answer are stopped by us; no restart is tried, as Ray would hang."""
     script = Script([end], headless=True)
     outcome = play(script, checkpoint_every=7)
-    cause = f"lost Ray's head at head:6379: {came_to}"
+    cause = f"lost Ray's head at head:6379: {situation}"
     assert (outcome.exit_code, outcome.result["cause"]) == (1, cause)
     assert outcome.result["status"] == "failed"
 
@@ -226,7 +228,7 @@ def test_what_is_needed_reads_well(wanted: ResourceRequest, text: str) -> None:
     "settings", [{"hosts": "a,b"}, {"cluster": "nodes=2"}, {"elastic": "1:2", "nnodes": 2}]
 )
 def test_other_ways_to_get_machines_are_refused_beside_ray(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="not with --launcher ray"):
+    with pytest.raises(ConfigError, match="cannot be combined with --launcher ray"):
         run.run(from_mapping({"launcher": "ray", **settings}), None, quiet=True)
 
 

@@ -17,9 +17,9 @@ from paceline.launch.ray.machines import ResourceRequest, reserve_nodes
 
 
 def test_a_head_that_is_silent_for_a_moment_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.launch.ray.cluster.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("paceline.launch.ray.cluster.POLL_SECONDS", 0.01)
     told = iter([None, "no route to host", "timed out", None])
-    monkeypatch.setattr("paceline.launch.ray.cluster.try_to_connect", lambda _: next(told, None))
+    monkeypatch.setattr("paceline.launch.ray.cluster.connection_error", lambda _: next(told, None))
     with contextlib.closing(HeadMonitor("10.0.0.1:6379")) as head:
         assert head.answers()
 
@@ -42,7 +42,7 @@ def server() -> Iterator[socket.socket]:
 @pytest.fixture
 def head(server: socket.socket, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeadMonitor]:
     """Lost soon after it falls silent."""
-    monkeypatch.setattr("paceline.launch.ray.cluster.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("paceline.launch.ray.cluster.POLL_SECONDS", 0.01)
     monkeypatch.setattr("paceline.launch.ray.cluster.SILENCE_SECONDS", 0.1)
     with contextlib.closing(HeadMonitor(f"127.0.0.1:{server.getsockname()[1]}")) as head:
         yield head
@@ -61,7 +61,7 @@ class StandIn:
         self.asked: list[str] = []
         group = SimpleNamespace(wait=lambda timeout_seconds: is_ready())
         method = SimpleNamespace(remote=lambda: ("node", "10.0.0.1"))
-        actor = SimpleNamespace(remote=lambda: SimpleNamespace(whereabouts=method))
+        actor = SimpleNamespace(remote=lambda: SimpleNamespace(node_info=method))
         self.ray = SimpleNamespace(
             get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "node"),
             nodes=list,
@@ -140,12 +140,12 @@ from paceline import errors
 from paceline.launch.ray import cluster
 
 atexit.register(time.sleep, 100)  # as Ray would hang, which registers its own end
-cluster.LOOK_SECONDS, cluster.SILENCE_SECONDS = 0.01, 0.1
+cluster.POLL_SECONDS, cluster.SILENCE_SECONDS = 0.01, 0.1
 ray = SimpleNamespace(shutdown=lambda: time.sleep(100))
 server = socket.create_server(("127.0.0.1", 0))
 address = f"127.0.0.1:{server.getsockname()[1]}"
 try:
-    with cluster._left(ray, cluster.HeadMonitor(address)) as connection:
+    with cluster._disconnecting(ray, cluster.HeadMonitor(address)) as connection:
         server.close()
         exec(sys.argv[1])
 except errors.PacelineError:

@@ -28,7 +28,7 @@ from tests.support.commands import TINY, names_in
 )
 def test_hosts_are_given_as_for_ssh(text: str, address: str, words: list[str]) -> None:
     host = Host.parse(text)
-    assert (host.address, host.words()) == (address, words)
+    assert (host.address, host.arguments()) == (address, words)
 
 
 @pytest.mark.parametrize("text", ["-oProxyCommand=x", "me@", "@node1", "a b", "-l@node1", "a:b"])
@@ -38,7 +38,7 @@ def test_what_is_no_host_is_refused(text: str) -> None:
 
 
 def test_a_machine_given_twice_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^--hosts: each machine once"):
+    with pytest.raises(ConfigError, match=r"^--hosts: duplicate machine"):
         SshMachines(["me@a", "a"])
 
 
@@ -72,21 +72,21 @@ def pretended_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[
 FAKES = {
     "unreachable": (
         "echo ssh: connect to host 127.0.0.2 port 22: No route to host >&2; exit 255",
-        "127.0.0.2: ssh does not get there (ssh: connect to host 127.0.0.2 port 22: No route to"
-        " host): `ssh 127.0.0.2 true` must work without a question",
+        "127.0.0.2: ssh cannot connect (ssh: connect to host 127.0.0.2 port 22: No route to"
+        " host): `ssh 127.0.0.2 true` must work without a prompt",
     ),
     "without Python": (
         "word='sh -c /nowhere/python'; eval $word; exit",
-        f"127.0.0.2: has no Python at {sys.executable}: name the one there in $PACELINE_PYTHON",
+        f"127.0.0.2: has no Python at {sys.executable}: set its path in $PACELINE_PYTHON",
     ),
     "without paceline": (
         f"exec {sys.executable} -I -S -m paceline.launch.remote.node_main",
-        f"127.0.0.2: paceline 0.1.0 is not installed for {sys.executable} there: install it, or"
-        " name another Python in $PACELINE_PYTHON",
+        f"127.0.0.2: paceline 0.1.0 is not installed for {sys.executable}: install it, or"
+        " set another Python in $PACELINE_PYTHON",
     ),
     "another version": (
         f"sed -u 1s/0.1.0/0.0.9/ | {sys.executable} -m paceline.launch.remote.node_main; exit 2",
-        "127.0.0.2: has paceline 0.1.0, and the command that starts it 0.0.9: install the same"
+        "127.0.0.2: has paceline 0.1.0, but the launcher has 0.0.9: install the same"
         " version on all machines",
     ),
 }

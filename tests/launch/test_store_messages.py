@@ -341,8 +341,8 @@ class Chatty:
     cluster_file = None
     python = sys.executable
 
-    def start(self, node: int, words: Sequence[str], given: bytes) -> subprocess.Popen[bytes]:
-        return popen_piped(["sh", "-c", "echo Welcome; cat > /dev/null"], given)
+    def start(self, node: int, argv: Sequence[str], request: bytes) -> subprocess.Popen[bytes]:
+        return popen_piped(["sh", "-c", "echo Welcome; cat > /dev/null"], request)
 
     def explain(self, end: NodeExit) -> PacelineError:
         raise AssertionError(end)
@@ -360,4 +360,4 @@ def test_malformed_news_of_a_node_are_ignored(news: str) -> None:
         node_process = NodeProcess(0, process, "")
         node_process._take_err(f"{STATUS_MARK}{news}\n".encode())
         node_process.close()
-    assert node_process.end.news == {}
+    assert node_process.end.status == {}

@@ -33,9 +33,9 @@ class WarmFleet(EmulatedMachines):
         assert not cluster.state.groups, "a node would have to enter its group as well"
         self._nursery = starter
 
-    def start(self, node: int, words: Sequence[str], given: bytes) -> subprocess.Popen[bytes]:
-        if list(words[1:]) != ["-m", NODE]:
-            return super().start(node, words, given)
+    def start(self, node: int, argv: Sequence[str], request: bytes) -> subprocess.Popen[bytes]:
+        if list(argv[1:]) != ["-m", NODE]:
+            return super().start(node, argv, request)
         holder = self._cluster.state.nodes[node].holder
         theirs, ours = os.pipe()
         variables = {
@@ -54,7 +54,7 @@ class WarmFleet(EmulatedMachines):
             name=f"node {node}",
         )
         process.stdin = os.fdopen(ours, "wb")
-        process.stdin.write(given)
+        process.stdin.write(request)
         process.stdin.flush()
         # Its first word tells that it has opened the other end.
         assert process.stderr is not None

@@ -79,7 +79,7 @@ def _measure_on(
     exits, _, error = run_tasks(fleet, signals, __name__, config_of, quiet=quiet)
     if error:
         raise error
-    record = exits[0].news.get("record")
+    record = exits[0].status.get("record")
     if not isinstance(record, dict):
         raise RunError("the first machine ended without a record")
     return {**record, "plan": spec.to_dict()}

@@ -1,9 +1,8 @@
-"""A Ray cluster: connecting to it, and asking its actors.
+"""The connection to a Ray cluster, and a monitor of its head.
 
-Ray's head, the process that knows all of a cluster: whether it still answers.
-
-Ray ends every program that has not reached its head for a minute, at once and in its own words, and
-most questions to Ray hang until then. So it is watched from here, and a run ends before that."""
+Ray kills every program that has not reached the cluster's head for a minute, and most calls to Ray
+hang until then. `HeadMonitor` detects a lost head earlier, so that a run can end properly.
+"""
 
 from __future__ import annotations
 
@@ -26,77 +25,78 @@ from typing import Any
 from paceline.errors import PacelineError, RunError, StoppedError, UsageError, error_line
 
 FIRST_SECONDS = 5.0
-"""How long a cluster may take to answer when it is first asked."""
+"""How long a cluster may take to answer at first."""
 ANSWER_POLL_SECONDS = 0.5
 STORE_BYTES = 100_000_000
-"""Of a Ray that is started here, which has few and small objects to hold."""
+"""Object store size of a Ray that is started here, which holds few and small objects."""
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
 }
-"""Variables that keep Ray from reporting home and from warning of what does not concern us."""
+"""Variables that turn off usage statistics and irrelevant warnings of Ray."""
 
 Say = Callable[[str], None]
 
 
 class LostError(RunError):
-    """An actor is gone, or its machine with it."""
+    """An actor or its machine is lost."""
 
 
 class HeadLostError(LostError):
-    """Ray's head, and with it all that it would still have to do."""
+    """Ray's head is lost."""
 
-    def __init__(self, head: HeadMonitor, came_to: str) -> None:
-        super().__init__(f"lost Ray's head at {head.address}: {came_to}")
+    def __init__(self, head: HeadMonitor, situation: str) -> None:
+        super().__init__(f"lost Ray's head at {head.address}: {situation}")
 
 
 @dataclass(slots=True)
 class Connection:
-    """To a Ray cluster."""
+    """A connection to a Ray cluster."""
 
     head: HeadMonitor
     exit_code: int = 0
-    """What this process ends with where the head is lost; an error that leaves the block has its
+    """The exit code of this process if the head is lost; an error that leaves the block sets its
     own."""
 
 
 def load() -> ModuleType:
-    """Ray itself, which not everybody has, and which takes a second to load."""
+    """Import Ray, which is optional and slow to load."""
     return importlib.import_module("ray")
 
 
-def _check_that_it_is_installed() -> None:
+def _check_installed() -> None:
     if importlib.util.find_spec("ray") is None:
         raise UsageError("--launcher ray: Ray is not installed: pip install 'paceline[ray]'")
 
 
 @contextlib.contextmanager
 def connected(slots: int, say: Say) -> Iterator[Connection]:
-    """Inside, this process drives a Ray cluster, whose head is watched meanwhile.
+    """Connect to a Ray cluster and monitor its head, for the duration of the block.
 
-    $RAY_ADDRESS names it, else one that runs on this machine is found, else one of this machine
-    alone, with at least so many slots, is started and ended with the block.
+    The cluster is the one at $RAY_ADDRESS, otherwise one that runs on this machine, otherwise a
+    local one with at least this many slots, which ends with the block.
     """
     address = os.environ.get("RAY_ADDRESS")
-    _check_that_it_is_installed()
-    _check_that_it_answers(address)
+    _check_installed()
+    _check_reachable(address)
     with _variables(QUIET), contextlib.ExitStack() as stack:
         ray = load()
         if ray.is_initialized():
             raise UsageError("--launcher ray: this process is connected to Ray already")
-        # What was lost is told by us, in a line; Ray would tell it at length as well.
+        # Losses are reported here in one line; Ray would report them at length as well.
         vars(importlib.import_module("ray._private.worker"))["_worker_logs_enabled"] = False
         if not _is_connected(ray, address):
             say("no Ray cluster is running: starting one on this machine")
             _start(ray, slots, stack.enter_context(_short_folder()))
-        with _left(ray, HeadMonitor(str(ray.get_runtime_context().gcs_address))) as connection:
+        head = HeadMonitor(str(ray.get_runtime_context().gcs_address))
+        with _disconnecting(ray, head) as connection:
             yield connection
 
 
 @contextlib.contextmanager
-def _left(ray: ModuleType, head: HeadMonitor) -> Iterator[Connection]:
-    """At the end of the block, if Ray can still be taken leave of."""
+def _disconnecting(ray: ModuleType, head: HeadMonitor) -> Iterator[Connection]:
+    """Disconnect from Ray at the end of the block, if its head still answers."""
     connection = Connection(head)
     try:
         yield connection
@@ -104,43 +104,43 @@ def _left(ray: ModuleType, head: HeadMonitor) -> Iterator[Connection]:
         connection.exit_code = _exit_code_of(error)
         raise
     finally:
-        is_there = False
+        is_reachable = False
         try:
-            is_there = head.answers()
+            is_reachable = head.answers()
         finally:
             head.close()
-            if is_there:
+            if is_reachable:
                 ray.shutdown()
             else:
-                # Taking leave would hang, now or at the end of this process.
-                atexit.register(_end_at_once, connection.exit_code)
+                # Disconnecting would hang, now or at the end of this process.
+                atexit.register(_exit_at_once, connection.exit_code)
 
 
 def _exit_code_of(error: BaseException) -> int:
-    """Of the command that it ends."""
+    """The exit code of a command that fails with this error."""
     if isinstance(error, KeyboardInterrupt):
         return StoppedError.exit_code
     return error.exit_code if isinstance(error, PacelineError) else RunError.exit_code
 
 
-def _end_at_once(exit_code: int) -> None:
-    """Before Ray's own ways of termination, since what is registered last comes first."""
+def _exit_at_once(exit_code: int) -> None:
+    """Exit before Ray's own exit handlers: the handler registered last runs first."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
 
 
 def _short_folder() -> tempfile.TemporaryDirectory[str]:
-    """Ray's sockets lie in it, whose paths must be short."""
-    place = "/tmp" if Path("/tmp").is_dir() else None
-    return tempfile.TemporaryDirectory(prefix="ray-", dir=place, ignore_cleanup_errors=True)
+    """A folder for Ray's sockets, whose paths must be short."""
+    parent = "/tmp" if Path("/tmp").is_dir() else None
+    return tempfile.TemporaryDirectory(prefix="ray-", dir=parent, ignore_cleanup_errors=True)
 
 
 def _is_connected(ray: ModuleType, address: str | None) -> bool:
-    """Connect, if there is a cluster."""
+    """Connect if there is a cluster; returns whether there is."""
     try:
         ray.init(address=address or "auto", log_to_driver=False, logging_level="ERROR")
-    except Exception as error:  # noqa: BLE001 - whatever Ray found, it cannot be used
+    except Exception as error:  # noqa: BLE001 - Ray raises many kinds
         if address is None and isinstance(error, ConnectionError):
             return False
         raise UsageError(_unreachable(address or "auto", error_line(error))) from None
@@ -159,20 +159,20 @@ def _start(ray: ModuleType, slots: int, folder: str) -> None:
             logging_level="ERROR",
             _temp_dir=folder,
         )
-    except Exception as error:  # noqa: BLE001 - Ray has many reasons
+    except Exception as error:  # noqa: BLE001 - Ray raises many kinds
         raise RunError(f"--launcher ray: Ray cannot start here ({error_line(error)})") from None
 
 
-def _check_that_it_answers(address: str | None) -> None:
-    """Ray itself would try for a minute, and then end this process."""
-    if address is not None and (problem := try_to_connect(address, FIRST_SECONDS)):
+def _check_reachable(address: str | None) -> None:
+    """Check it first, because Ray would try for a minute and then kill this process."""
+    if address is not None and (problem := connection_error(address, FIRST_SECONDS)):
         raise UsageError(_unreachable(address, problem))
 
 
 def _unreachable(address: str, why: str) -> str:
     return (
         f"--launcher ray: no Ray cluster can be used at {address} ({why}): start one with"
-        " `ray start --head`, or name another in $RAY_ADDRESS"
+        " `ray start --head`, or set another in $RAY_ADDRESS"
     )
 
 
@@ -189,7 +189,7 @@ def _variables(values: dict[str, str]) -> Iterator[None]:
 
 
 def ask_all(answers: list[Any], head: HeadMonitor, seconds: float) -> list[Any]:
-    """What actors answer, all of them."""
+    """Wait for the results of calls to actors; LostError if one does not answer."""
     ray, deadline = load(), monotonic() + seconds
     while True:
         try:
@@ -204,38 +204,38 @@ def ask_all(answers: list[Any], head: HeadMonitor, seconds: float) -> list[Any]:
 
 
 def cause_of(error: Exception) -> str:
-    """The last line of what Ray quotes, which is what the other machine said."""
+    """The last line of Ray's message, which is the error on the other machine."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
 
 SILENCE_SECONDS = 12.0
-"""Without an answer it is held to be lost: longer than a cable is out, and far below a minute."""
-LOOK_SECONDS = 1.0
+"""Without an answer for this long, the head is lost: longer than brief network outages."""
+POLL_SECONDS = 1.0
 CONNECT_SECONDS = 2.0
 
 
 class HeadMonitor:
-    """Watches a head until it is closed; one that was never reached from here is never lost."""
+    """Monitors a head until it is closed; a head that was never reachable is never lost."""
 
     def __init__(self, address: str) -> None:
         self.address = address
         self.is_lost = False
-        """Once it is, nothing more may be asked of Ray itself; actors still answer for a while."""
+        """Once it is, calls to Ray itself hang; actors still answer for a while."""
         self.lost_at = float("inf")
         self._answered = monotonic()
         self._is_closed = Event()
-        # Through a proxy, Ray may know it by an address that is none here.
-        self._is_watched = try_to_connect(address) is None
+        # Behind a proxy, Ray may report an address that is not reachable from here.
+        self._is_watched = connection_error(address) is None
         self._thread = Thread(target=self._watch, name="ray head", daemon=True)
         self._thread.start()
 
     def answers(self) -> bool:
-        """Whether it does; if it is silent now, waits until it is lost or back."""
+        """Whether the head answers; if it is silent, waits until it is lost or back."""
         while self._is_watched and not self.is_lost:
-            if try_to_connect(self.address) is None:
+            if connection_error(self.address) is None:
                 return True
-            sleep(LOOK_SECONDS)
+            sleep(POLL_SECONDS)
         return not self.is_lost
 
     def close(self) -> None:
@@ -243,16 +243,16 @@ class HeadMonitor:
         self._thread.join()
 
     def _watch(self) -> None:
-        while self._is_watched and not self.is_lost and not self._is_closed.wait(LOOK_SECONDS):
-            if try_to_connect(self.address) is None:
+        while self._is_watched and not self.is_lost and not self._is_closed.wait(POLL_SECONDS):
+            if connection_error(self.address) is None:
                 self._answered = monotonic()
             elif monotonic() - self._answered > SILENCE_SECONDS:
                 self.lost_at = monotonic()
                 self.is_lost = True
 
 
-def try_to_connect(address: str, seconds: float = CONNECT_SECONDS) -> str | None:
-    """Why nothing is reached at `host:port`; None where something is, or it is no such address."""
+def connection_error(address: str, seconds: float = CONNECT_SECONDS) -> str | None:
+    """Why `host:port` cannot be reached; None if it can, or if the address has another form."""
     match = re.fullmatch(r"(?:ray://)?\[?([^\[\]]+)\]?:(\d+)", address)
     if match is None:
         return None

@@ -1,6 +1,7 @@
-"""A part of a Ray cluster, claimed for a while: machines with free slots, and an actor on each.
+"""Machines of a Ray cluster, reserved by a placement group, with an actor on each.
 
-The claimed machines of a Ray cluster, as a fleet that commands can be started on."""
+`ray_machines` yields them as `Machines` (launch/remote/machines.py) on which commands can start.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +21,19 @@ from paceline.errors import PacelineError, RunError, UsageError
 from paceline.launch.ray.cluster import HeadLostError, HeadMonitor, Say, ask_all, load
 from paceline.launch.ray.process import LOST, PYTHON, NodeActor, RayProcess
 from paceline.launch.remote.control_channel import NodeExit
-from paceline.launch.remote.machines import describe_end
+from paceline.launch.remote.machines import describe_node_exit
 
 PREFERRED_SECONDS = 2.0
-"""How long to hope for the machine that suits best; after that any will do."""
-TELL_SECONDS = 3.0
-"""After which those who wait for machines are told so."""
-A_LITTLE = 0.001
-"""Of the resource that stands for a machine, to be placed there."""
+"""How long to wait for the preferred first machine; after that any machine is used."""
+REPORT_SECONDS = 3.0
+"""After which the user learns that the run waits for machines."""
+PLACEMENT_AMOUNT = 0.001
+"""Amount of a machine's own resource, to be placed on that machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResourceRequest:
-    """What is claimed: as many machines, each with so many slots for workers."""
+    """Machines to reserve, each with slots for its workers."""
 
     machines: int
     slots: int
@@ -48,75 +49,78 @@ class ResourceRequest:
 
 
 class TooFewError(UsageError):
-    """`situation` tells what is needed and what there is."""
+    """Not enough resources; `situation` says what is needed and what is available."""
 
     def __init__(self, situation: str) -> None:
         super().__init__(
-            f"--launcher ray: {situation}: ask for fewer with --nnodes and --nproc-per-node, or"
-            " add machines"
+            f"--launcher ray: {situation}: reduce --nnodes or --nproc-per-node, or add machines"
         )
         self.situation = situation
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One that is claimed."""
+    """A reserved machine."""
 
-    post: Any
-    """The handle of its actor, a `NodeActor`."""
+    actor: Any
+    """The handle of its `NodeActor`."""
     node_id: str
     address: str
 
 
 @contextlib.contextmanager
 def reserve_nodes(
-    wanted: ResourceRequest, head: HeadMonitor, seconds: float, say: Say, first: str | None = None
+    request: ResourceRequest, head: HeadMonitor, seconds: float, say: Say, first: str | None = None
 ) -> Iterator[list[Machine]]:
-    """Inside, these machines' slots are ours, with an actor on each; refused if there are too few.
+    """Reserve machines for the duration of the block, with an actor on each.
 
-    Waits so long for machines to come or to get free. If it can be had, the machine `first`, or
-    else this one, is the first of them, so that records need not travel.
+    Waits up to `seconds` for machines; TooFewError if there are not enough. If possible, the
+    machine `first`, otherwise this one, is the first of them, so that records stay on it.
     """
     ray = load()
     first = first or str(ray.get_runtime_context().get_node_id())
-    posts: list[Any] = []
-    with _placed(wanted, head, seconds, say, first) as group:
+    actors: list[Any] = []
+    with _placed(request, head, seconds, say, first) as group:
         try:
-            posts += (_start_post(ray, group, wanted, number) for number in range(wanted.machines))
-            told = ask_all([post.whereabouts.remote() for post in posts], head, seconds)
-            machines = [Machine(post, *where) for post, where in zip(posts, told, strict=True)]
+            actors += (
+                _start_actor(ray, group, request, number) for number in range(request.machines)
+            )
+            infos = ask_all([actor.node_info.remote() for actor in actors], head, seconds)
+            machines = [Machine(actor, *where) for actor, where in zip(actors, infos, strict=True)]
             yield sorted(machines, key=lambda machine: machine.node_id != first)
         finally:
             if head.answers():
-                for post in posts:
-                    ray.kill(post)
+                for actor in actors:
+                    ray.kill(actor)
 
 
 @contextlib.contextmanager
 def _placed(
-    wanted: ResourceRequest, head: HeadMonitor, seconds: float, say: Say, first: str
+    request: ResourceRequest, head: HeadMonitor, seconds: float, say: Say, first: str
 ) -> Iterator[Any]:
-    """A placement group, ready, with a bundle for each machine."""
+    """A placement group with a bundle for each machine, once it is ready."""
     util = importlib.import_module("ray.util")
-    each = {"CPU": float(wanted.slots)} | ({"GPU": float(wanted.gpus)} if wanted.gpus else {})
-    strategy = "STRICT_SPREAD" if wanted.machines > 1 else "PACK"
-    others = [each] * (wanted.machines - 1)
+    each = {"CPU": float(request.slots)} | ({"GPU": float(request.gpus)} if request.gpus else {})
+    strategy = "STRICT_SPREAD" if request.machines > 1 else "PACK"
+    others = [each] * (request.machines - 1)
     if machine := _resource_of(first, each):
-        group = util.placement_group([{**each, machine: A_LITTLE}, *others], strategy=strategy)
+        group = util.placement_group(
+            [{**each, machine: PLACEMENT_AMOUNT}, *others], strategy=strategy
+        )
         with _removed(group, head):
             if group.wait(timeout_seconds=PREFERRED_SECONDS):
                 yield group
                 return
-    _check(head, wanted)
+    _check(head, request)
     group = util.placement_group([each, *others], strategy=strategy)
     with _removed(group, head):
-        _wait(group, wanted, head, seconds, say)
+        _wait(group, request, head, seconds, say)
         yield group
 
 
 @contextlib.contextmanager
 def _removed(group: Any, head: HeadMonitor) -> Iterator[None]:
-    """At the end of the block."""
+    """Remove the placement group at the end of the block."""
     try:
         yield
     finally:
@@ -124,35 +128,37 @@ def _removed(group: Any, head: HeadMonitor) -> Iterator[None]:
             importlib.import_module("ray.util").remove_placement_group(group)
 
 
-def _resource_of(node_id: str, wanted: dict[str, float]) -> str | None:
-    """The resource that only this machine has, if it lives and is large enough."""
+def _resource_of(node_id: str, amounts: dict[str, float]) -> str | None:
+    """The resource that only this machine has, if it is alive and large enough."""
     for node in load().nodes():
         has: dict[str, float] = node["Resources"]
         if node["NodeID"] == node_id and node["Alive"]:
-            enough = all(has.get(kind, 0.0) >= amount for kind, amount in wanted.items())
+            enough = all(has.get(kind, 0.0) >= amount for kind, amount in amounts.items())
             names = (name for name in has if name == f"node:{node['NodeManagerAddress']}")
             return next(names, None) if enough else None
     return None
 
 
-def _wait(group: Any, wanted: ResourceRequest, head: HeadMonitor, seconds: float, say: Say) -> None:
-    begun, is_told = monotonic(), False
+def _wait(
+    group: Any, request: ResourceRequest, head: HeadMonitor, seconds: float, say: Say
+) -> None:
+    begun, is_reported = monotonic(), False
     while not group.wait(timeout_seconds=0.5):
-        _check(head, wanted)
+        _check(head, request)
         if monotonic() - begun > seconds:
-            raise TooFewError(f"needs {wanted}; {_what_there_is(head.address)}")
-        if not is_told and monotonic() - begun > TELL_SECONDS:
-            say(f"waiting for {wanted}; {_what_there_is(head.address)}")
-            is_told = True
+            raise TooFewError(f"needs {request}; {_available(head.address)}")
+        if not is_reported and monotonic() - begun > REPORT_SECONDS:
+            say(f"waiting for {request}; {_available(head.address)}")
+            is_reported = True
 
 
-def _check(head: HeadMonitor, wanted: ResourceRequest) -> None:
-    """Without its head Ray would find no machine, and hang if it were asked."""
+def _check(head: HeadMonitor, request: ResourceRequest) -> None:
+    """Without its head, Ray finds no machine and calls to it hang."""
     if not head.answers():
-        raise HeadLostError(head, f"was waiting for {wanted}")
+        raise HeadLostError(head, f"was waiting for {request}")
 
 
-def _what_there_is(at: str) -> str:
+def _available(at: str) -> str:
     ray = load()
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     free = ray.available_resources()
@@ -166,16 +172,16 @@ def _what_there_is(at: str) -> str:
 
 
 def has_gpus(machines: int, each: int) -> bool:
-    """Whether as many machines of the cluster have so many GPUs each, free or not."""
+    """Whether this many machines of the cluster have `each` GPUs, free or not."""
     nodes = [node["Resources"] for node in load().nodes() if node["Alive"]]
     return len([node for node in nodes if node.get("GPU", 0) >= each]) >= machines
 
 
-def _start_post(ray: ModuleType, group: Any, wanted: ResourceRequest, number: int) -> Any:
+def _start_actor(ray: ModuleType, group: Any, request: ResourceRequest, number: int) -> Any:
     strategies = importlib.import_module("ray.util.scheduling_strategies")
     options = {
-        "num_cpus": wanted.slots,
-        "num_gpus": wanted.gpus,
+        "num_cpus": request.slots,
+        "num_gpus": request.gpus,
         "max_restarts": 0,
         "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(
             group, placement_group_bundle_index=number
@@ -185,13 +191,13 @@ def _start_post(ray: ModuleType, group: Any, wanted: ResourceRequest, number: in
 
 
 ANSWER_SECONDS = 30.0
-"""How long an actor may take for something small; the machine may have much else to do."""
-PASSED_ON = ("PACELINE_", "OMP_", "MKL_")
-"""Beginnings of the variables that processes get from here."""
+"""How long an actor may take for a short call; the machine may be busy."""
+INHERITED = ("PACELINE_", "OMP_", "MKL_")
+"""Prefixes of environment variables that processes get from this one."""
 
 
 class RayMachines:
-    """`lost` has the nodes whose actor is gone."""
+    """Reserved machines as `Machines`; `lost` lists the nodes whose actor is gone."""
 
     python = PYTHON
     cluster_file = None
@@ -204,30 +210,30 @@ class RayMachines:
         self._processes: list[tuple[int, RayProcess]] = []
 
     def free_port(self) -> int:
-        """On the first machine."""
+        """A free TCP port on the first machine."""
         first = self._machines[0]
-        return int(self._ask([first.post.free_port.remote(first.address)])[0])
+        return int(self._ask([first.actor.free_port.remote(first.address)])[0])
 
     def set_aside(self, path: Path, name: str) -> None:
-        """On all machines, give a folder another name beside it, where it exists."""
+        """Rename a folder on all machines on which it exists."""
         asked = [
-            machine.post.set_aside.remote(str(path), name, str(Path.cwd()))
+            machine.actor.set_aside.remote(str(path), name, str(Path.cwd()))
             for machine in self._machines
         ]
         self._ask(asked)
 
-    def start(self, node: int, words: Sequence[str], given: bytes) -> subprocess.Popen[bytes]:
+    def start(self, node: int, argv: Sequence[str], request: bytes) -> subprocess.Popen[bytes]:
         machine, folder = self._machines[node], str(Path.cwd())
-        process = RayProcess(machine.post, self._head, words, given, _variables(), folder)
+        process = RayProcess(machine.actor, self._head, argv, request, _variables(), folder)
         self._processes.append((node, process))
-        # It has all that is asked of a process that a fleet starts.
+        # It has the attributes of Popen that launch/remote/ uses.
         return cast("subprocess.Popen[bytes]", process)
 
     def explain(self, end: NodeExit) -> PacelineError:
         address = self.addresses[end.node]
         if end.code != LOST:
-            return RunError(describe_end(end, address))
-        return RunError(f"lost node {end.node} ({address}): {self._how_it_was_lost(end.node)}")
+            return RunError(describe_node_exit(end, address))
+        return RunError(f"lost node {end.node} ({address}): {self._cause_of_loss(end.node)}")
 
     @property
     def lost(self) -> list[int]:
@@ -236,25 +242,25 @@ class RayMachines:
     def _ask(self, answers: list[Any]) -> list[Any]:
         return ask_all(answers, self._head, ANSWER_SECONDS)
 
-    def _how_it_was_lost(self, node: int) -> str:
+    def _cause_of_loss(self, node: int) -> str:
         if not self._head.answers():
             return "no answer"
-        living = {each["NodeID"] for each in load().nodes() if each["Alive"]}
-        if self._machines[node].node_id not in living:
+        alive = {each["NodeID"] for each in load().nodes() if each["Alive"]}
+        if self._machines[node].node_id not in alive:
             return "the machine left the Ray cluster"
         return "its Ray actor was killed"
 
 
 def _variables() -> dict[str, str]:
-    """What the processes' surroundings share with this one, whatever Ray was started with."""
-    passed = {name: text for name, text in os.environ.items() if name.startswith(PASSED_ON)}
+    """Environment variables for the processes, whatever Ray was started with."""
+    passed = {name: text for name, text in os.environ.items() if name.startswith(INHERITED)}
     return {**passed, "PYTHONPATH": pythonpath()}
 
 
 @contextlib.contextmanager
 def ray_machines(
-    wanted: ResourceRequest, head: HeadMonitor, seconds: float, say: Say, first: str | None = None
+    request: ResourceRequest, head: HeadMonitor, seconds: float, say: Say, first: str | None = None
 ) -> Iterator[RayMachines]:
-    """Machines of the connected cluster, for as long as the block lasts."""
-    with reserve_nodes(wanted, head, seconds, say, first) as machines:
+    """Reserve machines of the connected cluster for the duration of the block."""
+    with reserve_nodes(request, head, seconds, say, first) as machines:
         yield RayMachines(machines, head)

@@ -44,25 +44,29 @@ def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> RunOutcome
 def machines_for(config: RunConfig, quiet: bool) -> Iterator[tuple[RayMachines, SignalMonitor]]:
     """Reserve the machines that a configuration needs, for any command, and monitor signals."""
     with _cluster(config, quiet) as (connection, signals):
-        patience, say = config.rendezvous_seconds, _say_nothing if quiet else _say
-        with ray_machines(resources_for(config), connection.head, patience, say) as machines:
+        timeout, say = config.rendezvous_seconds, _ignore if quiet else _print
+        with ray_machines(resources_for(config), connection.head, timeout, say) as machines:
             yield machines, signals
 
 
 @contextlib.contextmanager
 def _cluster(config: RunConfig, quiet: bool) -> Iterator[tuple[Connection, SignalMonitor]]:
-    """Ray takes signals for itself when it connects, so they are noted after that."""
+    """Connect to Ray; signals are monitored after that, because Ray installs handlers."""
     _check(config)
-    say = _say_nothing if quiet else _say
+    say = _ignore if quiet else _print
     with connected(config.nproc_per_node, say) as connection, SignalMonitor() as signals:
         yield connection, signals
 
 
 def _check(config: RunConfig) -> None:
-    given = {"--hosts": config.hosts, "--cluster": config.cluster, "--elastic": config.elastic}
+    conflicting = {
+        "--hosts": config.hosts,
+        "--cluster": config.cluster,
+        "--elastic": config.elastic,
+    }
     problems = [
-        f"{flag}: not with --launcher ray, which finds its machines itself: leave one of them out"
-        for flag, value in given.items()
+        f"{flag}: cannot be combined with --launcher ray, which chooses its machines"
+        for flag, value in conflicting.items()
         if value
     ]
     if problems:
@@ -70,7 +74,7 @@ def _check(config: RunConfig) -> None:
 
 
 def resources_for(config: RunConfig) -> ResourceRequest:
-    """The machines and slots of a run; GPUs where it is to use them and the cluster has them."""
+    """The machines and slots of a run; GPUs if it uses them and the cluster has them."""
     each = config.nproc_per_node
     is_on_gpus = config.device == "cuda" or (
         config.device == "auto" and has_gpus(config.nnodes, each)
@@ -78,12 +82,12 @@ def resources_for(config: RunConfig) -> ResourceRequest:
     return ResourceRequest(config.nnodes, each, each if is_on_gpus else 0)
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stderr.write(f"paceline: {text}\n")
     sys.stderr.flush()
 
 
-def _say_nothing(text: str) -> None: ...
+def _ignore(text: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +95,10 @@ class _Ended:
     """How an attempt ended."""
 
     outcome: RunOutcome | None
-    """None where nobody had begun to train."""
+    """None if no worker began to train."""
     error: PacelineError | None
     is_loss: bool
-    """Whether a worker or a machine went away, so that another attempt is worth while."""
+    """Whether a worker or a machine was lost, so that a restart may succeed."""
 
     @property
     def cause(self) -> str:
@@ -110,43 +114,42 @@ class RestartLoop:
     quiet: bool
     signals: SignalMonitor
     last: RunOutcome | None = None
-    """Of the last attempt that came so far."""
+    """Outcome of the last attempt that trained."""
     first: str | None = None
-    """The machine that has the run's folder, by Ray's name for it."""
+    """Ray's id of the machine that has the run folder."""
     aside: list[tuple[Path, str]] = field(default_factory=list)
-    """Folders of attempts that nobody can go on from, and what they are called from then on."""
+    """Folders of attempts without a checkpoint, and their new names."""
     restarts: list[dict[str, Any]] = field(default_factory=list)
-    """For each its cause, the iteration that it went on from, and when it was, by the wall clock
-    since the first attempt."""
+    """Cause, resumed iteration and seconds since the first attempt of each restart."""
 
     def run(self, resumed: RunFolder | None) -> RunOutcome:
-        begun = monotonic()
+        began = monotonic()
         ended = self._attempt(resumed)
         while ended.is_loss:
             if not self.head.answers():
                 return self._give_up(self._headless(ended))
             if len(self.restarts) >= self.config.max_restarts:
                 return self._give_up(f"{ended.cause}{self._used_up()}")
-            resumed = self._go_on_from(ended, resumed)
+            resumed = self._folder_to_resume(ended, resumed)
             iteration = iterations(resumed.checkpoints)[0] if resumed else 0
-            seconds = monotonic() - begun
+            seconds = monotonic() - began
             self.restarts.append({"cause": ended.cause, "iteration": iteration, "seconds": seconds})
-            self._tell_restart(ended.cause, iteration)
+            self._report_restart(ended.cause, iteration)
             try:
                 ended = self._attempt(resumed)
             except TooFewError as error:
                 return self._give_up(f"{ended.cause}; a restart {error.situation}")
         if ended.outcome is None:
-            raise ended.error or RunError("the run ended without a word")
-        return self._told(ended.outcome)
+            raise ended.error or RunError("the run ended without an error message")
+        return self._with_restarts(ended.outcome)
 
     def _attempt(self, resumed: RunFolder | None) -> _Ended:
-        config, say = self.config, _say_nothing if self.quiet else _say
+        config, say = self.config, _ignore if self.quiet else _print
         self.signals.raise_on_signal = True
-        patience = config.rendezvous_seconds
+        timeout = config.rendezvous_seconds
         try:
             with ray_machines(
-                resources_for(config), self.head, patience, say, self.first
+                resources_for(config), self.head, timeout, say, self.first
             ) as machines:
                 self.first = machines.first_node_id
                 return self._run_on(machines, resumed)
@@ -174,14 +177,14 @@ class RestartLoop:
         if result and result["status"] == "finished":
             return False
         if self.head.is_lost:
-            # Then it was stopped by us.
+            # Then this process stopped the run.
             return True
         if isinstance(error, StoppedError):
             return False
         return bool(machines.lost or (result and result.get("is_loss")))
 
-    def _go_on_from(self, ended: _Ended, resumed: RunFolder | None) -> RunFolder | None:
-        """The folder with a checkpoint; where there is none, what was done is set aside."""
+    def _folder_to_resume(self, ended: _Ended, resumed: RunFolder | None) -> RunFolder | None:
+        """The folder to resume; without a checkpoint, it is renamed and the run starts over."""
         if ended.outcome is None:
             return resumed
         folder = ended.outcome.folder
@@ -193,25 +196,25 @@ class RestartLoop:
         self.aside.append((folder.path, name))
         return None
 
-    def _tell_restart(self, cause: str, iteration: int) -> None:
+    def _report_restart(self, cause: str, iteration: int) -> None:
         count, most = len(self.restarts), self.config.max_restarts
         begin = f"after iteration {iteration}"
         if not iteration:
             begin = "from the beginning"
             if self.config.checkpoint_every == "never":
-                begin += ", for want of --checkpoint-every"
+                begin += ", because --checkpoint-every is not set"
         if not self.quiet:
-            _say(f"{cause}: restart {count} of {most} {begin}")
+            _print(f"{cause}: restart {count} of {most} {begin}")
 
     def _headless(self, ended: _Ended) -> str:
         if isinstance(ended.error, HeadLostError):
             return str(ended.error)
         result = ended.outcome.result if ended.outcome else None
         if result and result["status"] == "stopped":
-            came_to = f"stopped after iteration {result['iterations']}"
+            situation = f"stopped after iteration {result['iterations']}"
         else:
-            came_to = ended.cause
-        return str(HeadLostError(self.head, came_to))
+            situation = ended.cause
+        return str(HeadLostError(self.head, situation))
 
     def _used_up(self) -> str:
         most = self.config.max_restarts
@@ -222,14 +225,14 @@ class RestartLoop:
             raise RunError(cause)
         folder = self.last.folder
         if not folder.path.is_dir():
-            # It was set aside for an attempt that did not come about.
+            # It was renamed for an attempt that did not start.
             path, name = self.aside.pop()
             path.with_name(name).rename(path)
         result = {**self.last.result, "status": "failed", "cause": cause}
-        return self._told(RunOutcome(folder, result, RunError.exit_code))
+        return self._with_restarts(RunOutcome(folder, result, RunError.exit_code))
 
-    def _told(self, outcome: RunOutcome) -> RunOutcome:
-        """With the restarts in its result."""
+    def _with_restarts(self, outcome: RunOutcome) -> RunOutcome:
+        """The outcome with the restarts in its result."""
         if outcome.result is None:
             return outcome
         result = outcome.result | ({"restarts": self.restarts} if self.restarts else {})

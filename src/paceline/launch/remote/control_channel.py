@@ -29,22 +29,22 @@ from paceline.errors import ERROR_PREFIX, PacelineError, UsageError
 from paceline.launch.signals import SIGNALS
 
 STATUS_MARK = "\x1e"
-"""Begins the lines of standard error that are for the starter and not for the user."""
+"""Starts the lines of standard error that are for the launcher and not for the user."""
 HEARTBEAT_SECONDS = 2.0
-"""How often the starter sends a sign of life."""
+"""How often the launcher sends a heartbeat."""
 SILENCE_SECONDS = 20.0
-"""Without any, the connection is held to be cut; many beats, since machines may be overloaded."""
+"""Without a heartbeat for this long, the connection is lost; machines may be overloaded."""
 LAST_ITERATION_SECONDS = 5.0
-"""What workers get to agree on a last iteration when the starter is gone."""
+"""Time for workers to agree on a last iteration when the launcher is gone."""
 CLEARING_SECONDS = 3.0
-"""What a launcher gets to end its workers after that."""
+"""Time for this node's launcher to end its workers after that."""
 
 _INPUT = 0
 
 
-def read_given() -> dict[str, Any]:
-    """The first line of standard input, an object of JSON; empty where nothing came."""
-    # Byte by byte: what follows the line belongs to whoever reads on.
+def read_request() -> dict[str, Any]:
+    """The first line of standard input, a JSON object; empty at the end of the input."""
+    # Byte by byte, because the following lines are read elsewhere.
     line = bytearray()
     while (byte := os.read(_INPUT, 1)) not in (b"", b"\n"):
         line += byte
@@ -77,24 +77,24 @@ class NodeTask:
 
     @classmethod
     def read(cls) -> NodeTask:
-        values = read_given()
+        values = read_request()
         theirs = values.get("version")
         if theirs != __version__:
             raise UsageError(
-                f"has paceline {__version__}, and the command that starts it {theirs}: install the"
+                f"has paceline {__version__}, but the launcher has {theirs}: install the"
                 " same version on all machines"
             )
         return cls(**values)
 
 
-def send_status(**news: Any) -> None:
-    """Let the starter know something that the user need not see."""
-    sys.stderr.write(f"{STATUS_MARK}{json.dumps(news)}\n")
+def send_status(**values: Any) -> None:
+    """Send values to the launcher that the user does not see."""
+    sys.stderr.write(f"{STATUS_MARK}{json.dumps(values)}\n")
     sys.stderr.flush()
 
 
 def report_errors(action: Callable[[], object]) -> int:
-    """Do something; returns 0, or the exit code of an error, which is told as commands do."""
+    """Run an action; returns 0, or the exit code of an error, which is printed."""
     try:
         action()
     except PacelineError as error:
@@ -106,8 +106,8 @@ def report_errors(action: Callable[[], object]) -> int:
 
 
 def exit_with_launcher() -> None:
-    """From now on, pass on the starter's signals, and end soon after it."""
-    Thread(target=_watch, name="starter", daemon=True).start()
+    """From now on, forward the launcher's signals, and exit soon after it does."""
+    Thread(target=_watch, name="launcher", daemon=True).start()
 
 
 def _watch() -> None:
@@ -119,77 +119,78 @@ def _watch() -> None:
             for number in SIGNALS:
                 if word == number.name:
                     os.kill(os.getpid(), number)
-    # A first signal lets workers finish their iteration, a second one ends them at once.
+    # The first signal lets workers finish their iteration, the second one kills them.
     for seconds in (LAST_ITERATION_SECONDS, CLEARING_SECONDS):
         os.kill(os.getpid(), signal.SIGTERM)
         sleep(seconds)
-    # Whatever still holds this process up, its children are tied to it and end as well.
+    # Its children are tied to this process and end as well.
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 DRAIN_SECONDS = 1.0
-"""How long to wait for the last words of a process that has ended, whose pipes others may hold."""
+"""How long to read the output of a process that has ended; others may hold its pipes open."""
 LATEST_SECONDS = 0.5
-"""How long a line of standard error is kept back in case that the process ends with it."""
+"""How long a line of standard error is held back, in case the process fails with it."""
 READ_BYTES = 1 << 16
 
 
 @dataclass(slots=True)
 class NodeExit:
-    """How a node's process ended, as far as it has."""
+    """What is known about the process on a node and how it ended."""
 
     node: int
     code: int | None = None
-    complaint: str = ""
-    """The error that it told."""
+    error_message: str = ""
+    """The error that it reported."""
     last_line: str = ""
-    """Of what else it said on standard error."""
+    """The last line of its other standard error."""
     has_started: bool = False
-    """Whether it gave a sign of being there."""
-    news: dict[str, Any] = field(default_factory=dict)
-    """What it told its starter (launch/remote/control_channel.py)."""
+    """Whether it wrote output or a status."""
+    status: dict[str, Any] = field(default_factory=dict)
+    """What it sent with `send_status`."""
     ended: float = 0.0
+    """By the monotonic clock."""
 
 
 def popen_piped(
-    words: Sequence[str], given: bytes, environment: Mapping[str, str] | None = None
+    argv: Sequence[str], request: bytes, environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """A process as fleets start it: pipes on all sides, `given` on its way, the input left open."""
+    """Start a process with three pipes and write `request` to its input, which stays open."""
     process = subprocess.Popen(
-        words,
+        argv,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=environment,
-        # Ctrl-C reaches the whole foreground group; whoever watches over the nodes passes it on.
+        # Ctrl-C reaches the whole foreground group; the supervisor forwards it.
         start_new_session=True,
     )
     assert process.stdin is not None
-    # One that ended at once says why in another way.
+    # A process that ended at once reports why by other means.
     with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(given)
+        process.stdin.write(request)
         process.stdin.flush()
     return process
 
 
 class NodeProcess:
-    """Shows what a process says, all but its complaints, which it keeps."""
+    """The process on a node: shows its output and keeps its errors."""
 
     def __init__(self, node: int, process: subprocess.Popen[bytes], prefix: str) -> None:
         self.end = NodeExit(node)
         self._process = process
         self._prefix = prefix
-        """Before each of its lines."""
-        # A live line has no end; elsewhere whole lines are kept apart from those of others.
+        """Printed before each line."""
+        # A live line has no end. Without one, whole lines keep the output of nodes apart.
         self._is_live = not prefix and sys.stdout.isatty()
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._out, self._err = b"", b""
-        """Lines that have begun."""
+        """Incomplete lines."""
         self._held: list[str] = []
-        """What came on standard error before any sign of the process: how it was not reached."""
+        """Standard error before the process started: why it was not reached."""
         self._latest: tuple[str, float] | None = None
-        """A line of standard error and when it came; if it was the last one of a process that
-        failed without a word, it is told as the cause instead."""
+        """The latest line of standard error and its time; if the process then fails without an
+        error, the line is its cause and is not shown."""
         self._open: set[int] = set()
         self._exited: float | None = None
         assert process.stdin is not None
@@ -220,8 +221,8 @@ class NodeProcess:
 
         return read
 
-    def look(self, selector: selectors.BaseSelector) -> None:
-        """Note the end, once the last words have come."""
+    def poll(self, selector: selectors.BaseSelector) -> None:
+        """Check whether the process has ended and its output is complete."""
         if not self.is_running:
             return
         code = self._process.poll()
@@ -239,20 +240,20 @@ class NodeProcess:
         self._take_err(b"\n" if self._err else b"")
         self.end.code, self.end.ended = code, self._exited
         if code == 0:
-            self._begin()
-        if code == 0 or self.end.complaint:
+            self._mark_started()
+        if code == 0 or self.end.error_message:
             self._show_latest()
         self.close()
 
-    def send(self, words: bytes) -> None:
-        """To its input; what does not get through, a later sign of life may."""
+    def send(self, data: bytes) -> None:
+        """Write to its input; data that the pipe does not accept is dropped."""
         stdin = self._process.stdin
         if stdin is not None and not stdin.closed:
             with contextlib.suppress(OSError):
-                os.write(stdin.fileno(), words)
+                os.write(stdin.fileno(), data)
 
     def close_stdin(self) -> None:
-        """Tell the process that it is to end, by termination its input."""
+        """Tell the process to end, by closing its input."""
         if self._process.stdin is not None:
             self._process.stdin.close()
 
@@ -261,7 +262,7 @@ class NodeProcess:
             self._process.kill()
 
     def close(self) -> None:
-        """Be done with it, whatever it is doing."""
+        """Kill it if it still runs, and close its pipes."""
         self.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
@@ -271,7 +272,7 @@ class NodeProcess:
 
     def _take_out(self, received: bytes) -> None:
         if received:
-            self._begin()
+            self._mark_started()
         if self._is_live:
             sys.stdout.write(self._decode(received))
             sys.stdout.flush()
@@ -284,17 +285,17 @@ class NodeProcess:
     def _take_err(self, received: bytes) -> None:
         *lines, self._err = (self._err + received).split(b"\n")
         for line in lines:
-            self._hear(line.decode(errors="replace").rstrip("\r"))
+            self._take_line(line.decode(errors="replace").rstrip("\r"))
 
-    def _hear(self, line: str) -> None:
+    def _take_line(self, line: str) -> None:
         if line.startswith(STATUS_MARK):
-            self._begin()
+            self._mark_started()
             with contextlib.suppress(ValueError, RecursionError):
-                news = json.loads(line.removeprefix(STATUS_MARK))
-                self.end.news |= news if isinstance(news, dict) else {}
+                status = json.loads(line.removeprefix(STATUS_MARK))
+                self.end.status |= status if isinstance(status, dict) else {}
         elif line.startswith(ERROR_PREFIX):
-            told = line.removeprefix(ERROR_PREFIX)
-            self.end.complaint = "\n".join(filter(None, (self.end.complaint, told)))
+            text = line.removeprefix(ERROR_PREFIX)
+            self.end.error_message = "\n".join(filter(None, (self.end.error_message, text)))
         else:
             self.end.last_line = line.strip() or self.end.last_line
             self._show_latest()
@@ -309,13 +310,13 @@ class NodeProcess:
             self._held.append(self._latest[0])
         self._latest = None
 
-    def _begin(self) -> None:
+    def _mark_started(self) -> None:
         self.end.has_started = True
         for line in self._held:
             self._show(line, sys.stderr.write)
         self._held.clear()
 
     def _show(self, line: str, write: Callable[[str], Any]) -> None:
-        # The first node may have a live line there, which it draws anew.
+        # Clear node 0's live line, which it draws again.
         clear = "\r\x1b[2K" if self._prefix and sys.stdout.isatty() else ""
         write(f"{clear}{self._prefix}{line}\n")

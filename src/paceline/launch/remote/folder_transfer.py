@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from paceline.config import RunConfig, fields, from_record, option_of
 from paceline.errors import ERROR_PREFIX, RecordsError, RunError, UsageError
-from paceline.launch.remote.control_channel import read_given, report_errors
+from paceline.launch.remote.control_channel import read_request, report_errors
 from paceline.launch.remote.machines import Machines
 from paceline.records import LAUNCHER_FILES, LOCATION_FIELDS, RunFolder
 
@@ -120,7 +120,7 @@ def main(action: str) -> None:
     None; and for `take` the run's `config`. The answer holds `state`: same (nothing follows),
     absent, other (there is another run) or ready.
     """
-    given = read_given()
+    given = read_request()
     folder = RunFolder(Path(given["folder"]))
     state = _state(folder, given)
     size = size_of(folder.path) if state == "ready" and action == "send" else 0

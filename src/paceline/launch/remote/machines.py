@@ -29,34 +29,34 @@ from paceline.launch.signals import SignalMonitor, describe_exit
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0
-"""What the others get, after a failure, to notice it themselves and to hand in their records."""
-FAREWELL_SECONDS = 3.0
-"""What they get once the first node, where they meet, has ended."""
+"""Time for the other nodes, after a failure, to notice it and send their records."""
+AFTER_FIRST_SECONDS = 3.0
+"""Time for the other nodes once node 0, which serves the store, has ended."""
 KILL_SECONDS = 12.0
-"""How long a node may take to end when it is told that the starter is gone; then it is killed."""
+"""How long a node may take to end after its input is closed; then it is killed."""
 
 
 class Machines(Protocol):
     @property
     def addresses(self) -> Sequence[str]:
-        """One for each node, by which the nodes reach one another and messages name them."""
+        """The address of each node for the other nodes and in messages."""
 
     @property
     def cluster_file(self) -> str | None:
-        """The state file of an emulated cluster; None for machines that are not emulated."""
+        """The state file of an emulated cluster; None for real machines."""
 
     @property
     def python(self) -> str:
-        """The Python that has paceline on these machines."""
+        """The Python interpreter on these machines that has paceline."""
 
-    def start(self, node: int, words: Sequence[str], given: bytes) -> subprocess.Popen[bytes]:
+    def start(self, node: int, argv: Sequence[str], request: bytes) -> subprocess.Popen[bytes]:
         """Start a command on a node, with pipes for its input, output and errors.
 
-        `given` is written to its input, which stays open: its end tells that the starter is gone.
+        `request` is written to its input, which stays open as long as the launcher runs.
         """
 
     def explain(self, end: NodeExit) -> PacelineError:
-        """Why a command failed that did not say so itself."""
+        """Why a command failed that reported no error."""
 
 
 class NodeExits(NamedTuple):
@@ -94,23 +94,23 @@ def run_on_nodes(
 
 
 def error_of(machines: Machines, failure: NodeExit, ends: Sequence[NodeExit]) -> PacelineError:
-    """A failure by the words of its node where it had any."""
-    if not failure.complaint:
+    """The error that the failed node reported, otherwise what the machines know of it."""
+    if not failure.error_message:
         return machines.explain(failure)
-    # What several tell is about the whole run, and not about one of them.
+    # An error that several nodes report concerns the whole run.
     others = (end for end in ends if end is not failure)
-    is_shared = any(end.complaint == failure.complaint for end in others)
+    is_shared = any(end.error_message == failure.error_message for end in others)
     where = "" if is_shared else f"{machines.addresses[failure.node]}: "
-    return from_exit_code(failure.code or 1, where + failure.complaint)
+    return from_exit_code(failure.code or 1, where + failure.error_message)
 
 
-def describe_end(end: NodeExit, address: str) -> str:
+def describe_node_exit(end: NodeExit, address: str) -> str:
     """A failure for which the node reported no error."""
     return describe_exit(f"node {end.node} ({address})", end.code or 0, end.last_line)
 
 
 class NodeSupervisor:
-    """Over one process on each node, from their start to their end; none outlives the block."""
+    """Supervises one process on each node; none outlives the block."""
 
     def __init__(
         self, machines: Machines, signals: SignalMonitor, min_nodes: int | None = None
@@ -119,15 +119,15 @@ class NodeSupervisor:
         self._machines = machines
         self._min_nodes = min_nodes
         self.lost_nodes: set[int] = set()
-        """Nodes that ended, and that the run went on without."""
+        """Nodes that ended, and that the run continued without."""
         self._signals = signals
         self._nodes: list[NodeProcess] = []
         self._selector = selectors.DefaultSelector()
         self._stop_at: float | None = None
-        """When those that still run are told to end."""
-        self._passed_on = 0
-        """How many signals the nodes have been told of."""
-        self._beaten = monotonic()
+        """When to close the input of the nodes that still run."""
+        self._forwarded = 0
+        """How many signals were forwarded."""
+        self._heartbeat_at = monotonic()
 
     def __enter__(self) -> Self:
         return self
@@ -138,11 +138,11 @@ class NodeSupervisor:
         self._selector.close()
 
     def run(
-        self, words_of: Callable[[int], list[str]], given_of: Callable[[int], bytes]
+        self, argv_of: Callable[[int], list[str]], request_of: Callable[[int], bytes]
     ) -> list[NodeExit]:
-        """Start all, and come back when all have ended; signals are passed on meanwhile."""
+        """Start all, forward signals, and return when all have ended."""
         for number, address in enumerate(self._machines.addresses):
-            process = self._machines.start(number, words_of(number), given_of(number))
+            process = self._machines.start(number, argv_of(number), request_of(number))
             prefix = f"[{address}] " if number else ""
             self._nodes.append(NodeProcess(number, process, prefix))
             self._nodes[-1].register(self._selector)
@@ -151,50 +151,50 @@ class NodeSupervisor:
             for key, _ in self._selector.select(POLL_SECONDS):
                 key.data(self._selector)
             for node in self._nodes:
-                node.look(self._selector)
-            self._pass_signals_on()
-            self._give_sign_of_life()
+                node.poll(self._selector)
+            self._forward_signals()
+            self._send_heartbeat()
             self._end_together()
         if sys.stdout.isatty():
-            # A first node that was killed has left its live line, and the cursor hidden.
+            # If node 0 was killed, its live line remains and the cursor is hidden.
             sys.stdout.write("\r\x1b[2K\x1b[?25h")
         sys.stdout.flush()
         sys.stderr.flush()
         return [node.end for node in self._nodes]
 
-    def _pass_signals_on(self) -> None:
+    def _forward_signals(self) -> None:
         received = self._signals.received
-        for number in received[self._passed_on :]:
+        for number in received[self._forwarded :]:
             for node in self._nodes:
                 node.send(f"{number.name}\n".encode())
-        if len(received) > max(2, self._passed_on):
+        if len(received) > max(2, self._forwarded):
             for node in self._nodes:
                 node.kill()
-        elif len(received) == 2 and self._passed_on < 2:
+        elif len(received) == 2 and self._forwarded < 2:
             self._stop_at = monotonic()
-        self._passed_on = len(received)
+        self._forwarded = len(received)
 
-    def _give_sign_of_life(self) -> None:
-        if monotonic() - self._beaten > HEARTBEAT_SECONDS:
-            self._beaten = monotonic()
+    def _send_heartbeat(self) -> None:
+        if monotonic() - self._heartbeat_at > HEARTBEAT_SECONDS:
+            self._heartbeat_at = monotonic()
             for node in self._nodes:
                 node.send(b"\n")
 
     def _end_together(self) -> None:
-        """After the first failure, see to it that the others end as well, one way or another."""
+        """After the first failure, end the other nodes as well."""
         now = monotonic()
         failed = [node.end for node in self._nodes if node.end.code]
-        if self._can_go_on(failed):
+        if self._can_continue(failed):
             return
         if failed and self._stop_at is None:
             first = min(failed, key=lambda end: end.ended)
-            # The others wait for one that was never there, or that refused to begin.
-            is_refusal = not first.has_started or first.code == UsageError.exit_code
-            self._stop_at = now + (0.0 if is_refusal else GRACE_SECONDS)
+            # The others wait in vain for a node that did not start or rejected the run.
+            is_rejection = not first.has_started or first.code == UsageError.exit_code
+            self._stop_at = now + (0.0 if is_rejection else GRACE_SECONDS)
         if not self._nodes[0].is_running:
-            # It has heard the others out, and without it they can do nothing.
+            # It waited for the others, which cannot continue without it.
             ended = self._nodes[0].end.ended
-            latest = ended + (FAREWELL_SECONDS if failed else GRACE_SECONDS)
+            latest = ended + (AFTER_FIRST_SECONDS if failed else GRACE_SECONDS)
             self._stop_at = latest if self._stop_at is None else min(self._stop_at, latest)
         if self._stop_at is None or now < self._stop_at:
             return
@@ -204,8 +204,8 @@ class NodeSupervisor:
             if now > self._stop_at + KILL_SECONDS:
                 node.kill()
 
-    def _can_go_on(self, failed: Sequence[NodeExit]) -> bool:
-        """Whether nodes were lost that the run can do without; tells of each."""
+    def _can_continue(self, failed: Sequence[NodeExit]) -> bool:
+        """Whether the run continues without the failed nodes; reports each of them."""
         if self._min_nodes is None or self._stop_at is not None:
             return False
         is_enough = len(self._nodes) - len(failed) >= self._min_nodes
@@ -214,21 +214,23 @@ class NodeSupervisor:
         for end in failed:
             if end.node not in self.lost_nodes:
                 self.lost_nodes.add(end.node)
-                cause = end.complaint or self._machines.explain(end)
+                cause = end.error_message or self._machines.explain(end)
                 sys.stderr.write(f"paceline: continuing without node {end.node}: {cause}\n")
         return True
 
 
 class EmulatedMachines:
+    """Nodes of an emulated cluster (`--cluster`)."""
+
     def __init__(self, cluster: EmulatedCluster) -> None:
         self._cluster = cluster
         self.addresses = cluster.addresses
         self.cluster_file = str(cluster.state.path)
         self.python = sys.executable
 
-    def start(self, node: int, words: Sequence[str], given: bytes) -> subprocess.Popen[bytes]:
+    def start(self, node: int, argv: Sequence[str], request: bytes) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "PYTHONPATH": pythonpath()}
-        return popen_piped(self._cluster.command(node, words), given, environment)
+        return popen_piped(self._cluster.command(node, argv), request, environment)
 
     def explain(self, end: NodeExit) -> PacelineError:
-        return RunError(describe_end(end, self.addresses[end.node]))
+        return RunError(describe_node_exit(end, self.addresses[end.node]))

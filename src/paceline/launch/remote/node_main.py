@@ -31,7 +31,7 @@ from paceline.training.display import COLUMNS_VARIABLE
 
 def main() -> None:
     for number in SIGNALS:
-        signal.signal(number, _leave)
+        signal.signal(number, _exit_on_signal)
     task = NodeTask.read()
     send_status(version=__version__)
     exit_with_launcher()
@@ -43,8 +43,8 @@ def main() -> None:
         importlib.import_module(task.program).run_task(task)
 
 
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    """While torch is loaded, which takes seconds, an exception might be lost among its own."""
+def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
+    """Exit at once: while torch loads, an exception might get lost."""
     sys.stderr.write(f"{ERROR_PREFIX}stopped by {signal.Signals(number).name}\n")
     sys.stderr.flush()
     os._exit(StoppedError.exit_code)
@@ -67,7 +67,7 @@ def _train(task: NodeTask) -> None:
 
 def _resumed(config: RunConfig) -> RunFolder:
     assert config.name is not None
-    # The other nodes get the checkpoint from the first one.
+    # The other nodes get the checkpoint from node 0.
     if config.node_rank:
         return RunFolder.open_or_create(config, config.name)
     return RunFolder.open(Path(config.out) / config.name)

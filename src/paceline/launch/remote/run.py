@@ -108,10 +108,10 @@ def _run_on_locked(
         return RunOutcome(folder, result, 0)
     has_trained = _has_trained(config, folder, before, error)
     if has_trained:
-        is_told = bool(failure and failure.complaint)
+        is_told = bool(failure and failure.error_message)
         result = _result_of_failure(config, folder, before, error, is_told, machines.cluster_file)
     # A first node that refused to begin may have found another run's folder in its place.
-    if has_trained or not exits[0].complaint:
+    if has_trained or not exits[0].error_message:
         _clear(config, folder, is_void=resumed is None and not has_trained)
     if not has_trained:
         raise error
@@ -178,7 +178,7 @@ def _bring_home(
 
     `before`: what a resumed run said of itself until now.
     """
-    is_here = folder.config_file.is_file() and first.news.get("identity") == folder.identity()
+    is_here = folder.config_file.is_file() and first.status.get("identity") == folder.identity()
     if is_here or isinstance(error, UsageError):
         return
     try:

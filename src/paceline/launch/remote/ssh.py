@@ -14,45 +14,45 @@ from pathlib import Path
 from paceline import __version__
 from paceline.errors import ConfigError, PacelineError, RunError, UsageError, shown
 from paceline.launch.remote.control_channel import NodeExit, popen_piped
-from paceline.launch.remote.machines import describe_end
+from paceline.launch.remote.machines import describe_node_exit
 
 SSH = "PACELINE_SSH"
-"""The ssh command, with options, where it is not just `ssh`."""
+"""Environment variable: the ssh command with options, if it is not `ssh`."""
 PYTHON = "PACELINE_PYTHON"
-"""The Python on the hosts, where it is not where it is here."""
+"""Environment variable: the Python on the hosts, if its path differs from here."""
 
 OPTIONS = (
-    # Nobody is there to type a password, or to say yes to an unknown host.
+    # No prompts for a password or an unknown host.
     *("-o", "BatchMode=yes"),
     *("-o", "ConnectTimeout=10"),
-    # A connection that is cut must be noticed within seconds.
+    # Detect a lost connection within seconds.
     *("-o", "ServerAliveInterval=5"),
     *("-o", "ServerAliveCountMax=3"),
-    # A connection that others share would not look for signs of life, nor end with ours.
+    # A shared connection would not send keepalives, nor end with this process.
     *("-o", "ControlMaster=no"),
     *("-o", "ControlPath=none"),
     "-T",
 )
-_OF_SSH, _NOT_FOUND, _NOT_A_PROGRAM = 255, 127, 126
+_SSH_FAILED, _NOT_FOUND, _NOT_A_PROGRAM = 255, 127, 126
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
     text: str
-    """As the user gave it."""
+    """As on the command line."""
     address: str
     user: str | None
     port: str | None
 
     @classmethod
     def parse(cls, text: str) -> Host:
-        """`[user@]host[:port]`; an IPv6 address with a port stands in brackets."""
+        """Parse `[user@]host[:port]`; an IPv6 address with a port is in brackets."""
         user, at, rest = text.rpartition("@")
         match = re.fullmatch(
             r"\[([^\]]+)\](?::(\d+))?|([^:\[\]]+)(?::(\d+))?|([^\[\]]*:[^\[\]]*:[^\[\]]*)", rest
         )
         address = next(filter(None, (match[1], match[3], match[5])), "") if match else ""
-        # What begins with a dash, ssh would take for an option.
+        # ssh would take a leading dash for an option.
         is_name = re.fullmatch(r"[\w.:%][\w.:%-]*", address)
         if match is None or not is_name or not re.fullmatch(r"([\w.][\w.@+-]*)?", user):
             raise ConfigError([f"--hosts: must be host, user@host or host:port, got {shown(text)}"])
@@ -60,7 +60,7 @@ class Host:
             raise ConfigError([f"--hosts: the user before @ is missing in {shown(text)}"])
         return cls(text, address, user or None, match[2] or match[4])
 
-    def words(self) -> list[str]:
+    def arguments(self) -> list[str]:
         target = f"{self.user}@{self.address}" if self.user else self.address
         return [*(["-p", self.port] if self.port else []), target]
 
@@ -76,44 +76,42 @@ class SshMachines:
         seen = {(host.address, host.port) for host in self._hosts}
         if len(seen) < len(hosts):
             raise ConfigError(
-                ["--hosts: each machine once; for more workers on each, give --nproc-per-node"]
+                ["--hosts: duplicate machine; for more workers on each, set --nproc-per-node"]
             )
 
-    def start(self, node: int, words: Sequence[str], given: bytes) -> subprocess.Popen[bytes]:
-        # The same folder where there is one, so that relative paths and own code are found.
+    def start(self, node: int, argv: Sequence[str], request: bytes) -> subprocess.Popen[bytes]:
+        # The same folder if it exists, so that relative paths and user code are found.
         folder = shlex.quote(str(Path.cwd()))
-        script = f"cd {folder} 2>/dev/null; exec {shlex.join(words)}"
+        script = f"cd {folder} 2>/dev/null; exec {shlex.join(argv)}"
         command = [
             *self._ssh,
             *OPTIONS,
-            *self._hosts[node].words(),
+            *self._hosts[node].arguments(),
             shlex.join(["sh", "-c", script]),
         ]
         try:
-            return popen_piped(command, given)
+            return popen_piped(command, request)
         except OSError as error:
             raise UsageError(
-                f"--hosts: cannot start {self._ssh[0]} ({error.strerror}): install ssh, or name"
+                f"--hosts: cannot start {self._ssh[0]} ({error.strerror}): install ssh, or set"
                 f" another command in ${SSH}"
             ) from None
 
     def explain(self, end: NodeExit) -> PacelineError:
         host, last = self._hosts[end.node].text, end.last_line
-        if end.code == _OF_SSH and end.has_started:
+        if end.code == _SSH_FAILED and end.has_started:
             return RunError(f"lost contact with node {end.node} ({host}){f': {last}' * bool(last)}")
-        if end.code == _OF_SSH:
-            trial = shlex.join(["ssh", *self._hosts[end.node].words(), "true"])
+        if end.code == _SSH_FAILED:
+            trial = shlex.join(["ssh", *self._hosts[end.node].arguments(), "true"])
             return UsageError(
-                f"{host}: ssh does not get there ({last or 'it said nothing'}): `{trial}`"
-                " must work without a question"
+                f"{host}: ssh cannot connect ({last or 'no output'}): `{trial}` must work without a"
+                " prompt"
             )
         if end.code in (_NOT_FOUND, _NOT_A_PROGRAM) and not end.has_started:
-            return UsageError(
-                f"{host}: has no Python at {self.python}: name the one there in ${PYTHON}"
-            )
+            return UsageError(f"{host}: has no Python at {self.python}: set its path in ${PYTHON}")
         if "No module named" in last and "paceline" in last and not end.has_started:
             return UsageError(
-                f"{host}: paceline {__version__} is not installed for {self.python} there: install"
-                f" it, or name another Python in ${PYTHON}"
+                f"{host}: paceline {__version__} is not installed for {self.python}: install it,"
+                f" or set another Python in ${PYTHON}"
             )
-        return RunError(describe_end(end, host))
+        return RunError(describe_node_exit(end, host))
