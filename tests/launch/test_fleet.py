@@ -230,7 +230,7 @@ def test_a_run_is_sent_to_where_it_is_resumed(tmp_path: Path) -> None:
 def test_another_run_is_not_written_over(tmp_path: Path) -> None:
     records = Records(tmp_path)
     other = RunFolder.create(from_mapping({"out": str(tmp_path), "name": "other", "seed": 5}))
-    with pytest.raises(UsageError, match=r"^a: .*other there is another run: move it away$"):
+    with pytest.raises(UsageError, match=r"^a: .*other is a different run: move it away$"):
         folder_transfer.upload(LocalFleet(), 0, str(other.path), records.there)
     assert other.read_config().seed == 5
 
@@ -251,7 +251,7 @@ def test_what_is_no_regular_file_is_refused(kind: bytes, tmp_path: Path) -> None
         entry.type, entry.linkname = kind, "/etc/passwd"
         archive.addfile(entry)
     packed.seek(0)
-    with pytest.raises(RecordsError, match="a run has no file such as"):
+    with pytest.raises(RecordsError, match="not a file of a run"):
         unpack(packed, tmp_path, lambda _: None)
     assert not list(tmp_path.iterdir())
 

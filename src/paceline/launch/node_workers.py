@@ -23,6 +23,8 @@ from paceline.training.rank_report import RankReport
 
 
 class NodeWorkers:
+    """Runs the processes of a node for the duration of the block."""
+
     def __init__(
         self,
         config: RunConfig,
@@ -34,13 +36,14 @@ class NodeWorkers:
         board: FailureBoard | None = None,
         servers: Sequence[int] = (),
     ) -> None:
-        """`attempt`: of several, where the workers of each meet at the same store.
+        """`attempt` separates the restarts of a run at the same store.
 
-        `board`: where failures of all nodes are put in order; without one, clocks decide.
+        `board` orders failures across nodes; without one, clocks do. `servers` are the ranks of
+        this node's parameter servers.
         """
         self.folder = folder
         self.sampler_warning: str | None = None
-        """What kept the resources from being sampled."""
+        """Why resources were not sampled, if so."""
         self.config = config
         self._port = port
         self._attempt = attempt
@@ -66,7 +69,7 @@ class NodeWorkers:
                 self._start(rank)
             self._sampler.start()
         except OSError as error:
-            # Of a file: what else may fail is a RunError already.
+            # Concerns a file: other failures are RunErrors.
             self._end()
             file = Path(error.filename or self.folder.path)
             raise RunError(
@@ -107,9 +110,9 @@ class NodeWorkers:
         self._processes.signal(number)
 
     def has_failed(self, codes: Mapping[int, int | None]) -> bool:
-        """Whether one has ended that the others cannot go on without.
+        """Whether a process has ended that the others cannot continue without.
 
-        One that was asked to stop may be done while another still writes a checkpoint; but where it
+        A worker that was asked to stop may end while another still writes a checkpoint; but if it
         had not begun to train, others may wait for it in vain.
         """
         return any(
@@ -144,7 +147,7 @@ class NodeWorkers:
         busy = [rank for rank in self._ranks if codes[rank] is None]
         if known and busy:
             return replace(known, cause=f"{known.cause}; {format_ranks(busy)} was still busy")
-        # Ended from here because another node signaled a failure, whose cause it knows.
+        # This node ended them because another node, which knows the cause, signaled a failure.
         return known or Termination(
             "another node reported a failure without a cause", is_secondary=True
         )
@@ -169,16 +172,16 @@ class NodeWorkers:
         self._launch_file.unlink(missing_ok=True)
 
     def reports(self) -> list[RankReport]:
-        """All that are there: this node's, and on the first node those handed in by the others."""
+        """The existing reports; on node 0 also those of the other nodes."""
         return read_reports(self.folder, range(self.config.workers))
 
     def records(self) -> list[str]:
-        """The names of the files that belong on the first node."""
+        """Names of the existing files to send to node 0."""
         files = self.folder.record_files(self._ranks, [self.config.node_rank])
         return [file.name for file in files if file.exists()]
 
     def remove_transient(self, reports: bool) -> None:
-        """Remove what is only of use between workers and launcher; `reports`: those, too."""
+        """Remove this node's transient files; `reports`: the reports as well."""
         files = [*map(self.folder.failure_file, self._process_ranks)]
         files += map(self._processes.output_file, self._process_ranks)
         if reports:

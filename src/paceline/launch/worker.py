@@ -51,90 +51,96 @@ from paceline.training.trainer import Prepared, RankContext, check_work_is_left,
 
 
 def main(arguments: list[str]) -> int:
-    """A child of launch/processes.py: `CONFIG FOLDER new|resumed quiet|shown`."""
+    """Run a worker process (launch/child_main.py): `CONFIG FOLDER new|resumed quiet|shown`."""
     clock = PhaseClock()
     clock.startup.begin("rendezvous")
     config = from_record(read_json(Path(arguments[0]))["config"])
     folder = RunFolder(Path(arguments[1]))
     resumed, quiet = arguments[2] == "resumed", arguments[3] == "quiet"
-    place = environment.detect()
-    assert place is not None
+    rank_info = environment.detect()
+    assert rank_info is not None
     with (
         SignalMonitor() as signals,
-        connect_workers(config, place) as communicator,
-        connect_servers(config, place, communicator.traffic) as servers,
+        connect_workers(config, rank_info) as communicator,
+        connect_servers(config, rank_info, communicator.traffic) as servers,
     ):
-        ready = prepare_worker(config, folder, place, communicator, resumed, clock.startup)
-        ready.team.servers = servers
+        ready = prepare_worker(config, folder, rank_info, communicator, resumed, clock.startup)
+        ready.context.servers = servers
         report = _train(config, folder, ready, quiet, clock)
-        write_report(folder, place.rank, report)
+        write_report(folder, rank_info.rank, report)
         signals.raise_on_signal = False
-        if report.status != "finished" and not folder.report_file(place.rank).exists():
-            post_failure(place, Termination.of_report(report))
+        if report.status != "finished" and not folder.report_file(rank_info.rank).exists():
+            post_failure(rank_info, Termination.of_report(report))
         final_barrier(communicator, report)
         return report.exit_code
 
 
-def run(config: RunConfig, place: RankInfo, resumed: RunFolder | None, quiet: bool) -> RunOutcome:
+def run(
+    config: RunConfig, rank_info: RankInfo, resumed: RunFolder | None, quiet: bool
+) -> RunOutcome:
     """Train as the only worker, or as one of those that torchrun or srun started."""
     clock = PhaseClock()
-    clock.startup.begin("rendezvous" if place.world_size > 1 else "model")
-    with SignalMonitor() as signals, contextlib.ExitStack() as held:
+    clock.startup.begin("rendezvous" if rank_info.world_size > 1 else "model")
+    with SignalMonitor() as signals, contextlib.ExitStack() as stack:
         try:
-            with connect_workers(config, place, is_agreed=False) as communicator:
-                folder = _agree_on_folder(config, resumed, communicator, held)
+            with connect_workers(config, rank_info, is_agreed=False) as communicator:
+                folder = _agree_on_folder(config, resumed, communicator, stack)
                 shares_folder = _shares_folder(folder, communicator)
-                ready = _make_ready_or_discard(
-                    config, folder, place, communicator, resumed, shares_folder, clock.startup
+                ready = _prepare_or_discard(
+                    config, folder, rank_info, communicator, resumed, shares_folder, clock.startup
                 )
-                # Whoever watches over the workers ends all when one fails; the result comes first.
+                # torchrun signals all workers when one fails; the result is written first.
                 signals.raise_on_signal = False
                 with (
-                    local_parameter_servers(config, folder, place),
-                    connect_servers(config, place, communicator.traffic) as servers,
-                    _sampler(config, folder, place) as sampler,
+                    local_parameter_servers(config, folder, rank_info),
+                    connect_servers(config, rank_info, communicator.traffic) as servers,
+                    _sampler(config, folder, rank_info) as sampler,
                 ):
-                    ready.team.servers = servers
+                    ready.context.servers = servers
                     report = _train(config, folder, ready, quiet, clock)
-                    if place.world_size > 1:
-                        # At once: rank 0 waits only for seconds.
-                        write_report(folder, place.rank, report)
-                if trouble := sampler.stop():
-                    report.warnings.append(trouble)
-                    if place.world_size > 1:
-                        write_report(folder, place.rank, report)
+                    if rank_info.world_size > 1:
+                        # Before servers and sampler end: rank 0 waits only seconds for it.
+                        write_report(folder, rank_info.rank, report)
+                if warning := sampler.stop():
+                    report.warnings.append(warning)
+                    if rank_info.world_size > 1:
+                        write_report(folder, rank_info.rank, report)
                 reports: list[RankReport] | None = [report]
-                if place.world_size > 1:
-                    reports = collect_records(folder, place, communicator, report, shares_folder)
+                if rank_info.world_size > 1:
+                    reports = collect_records(
+                        folder, rank_info, communicator, report, shares_folder
+                    )
         except PacelineError as error:
-            error.already_reported = place.rank > 0
+            error.already_reported = rank_info.rank > 0
             raise
         is_new = resumed is None
-        return _conclude(config, folder, place, report, reports, shares_folder, is_new)
+        return _conclude(config, folder, rank_info, report, reports, shares_folder, is_new)
 
 
 def _conclude(
     config: RunConfig,
     folder: RunFolder,
-    place: RankInfo,
+    rank_info: RankInfo,
     report: RankReport,
     reports: list[RankReport] | None,
     shares_folder: bool,
     is_new: bool,
 ) -> RunOutcome:
-    records = folder.record_files(range(place.world_size), range(place.nnodes))
-    if place.rank:
-        if cleans_folder(place, shares_folder) and _is_rejection([report], is_new):
-            own = collect_reports(folder, place.world_size, expected=place.local_world_size)
+    records = folder.record_files(range(rank_info.world_size), range(rank_info.nnodes))
+    if rank_info.rank:
+        if cleans_folder(rank_info, shares_folder) and _is_rejection([report], is_new):
+            own = collect_reports(folder, rank_info.world_size, expected=rank_info.local_world_size)
             if _is_rejection(own, is_new):
                 folder.discard(records)
         if report.status != "finished" and not report.is_secondary:
             error = Termination.of_report(report).error()
-            # The first worker of the same machine finds the report, and tells.
-            error.already_reported = place.node_rank == 0 or report.status == "stopped"
+            # Rank 0 of the same machine reads the report and prints the error.
+            error.already_reported = rank_info.node_rank == 0 or report.status == "stopped"
             raise error
         return RunOutcome(folder, None, report.exit_code)
-    reports = reports or collect_reports(folder, place.world_size, expected=place.world_size)
+    reports = reports or collect_reports(
+        folder, rank_info.world_size, expected=rank_info.world_size
+    )
     outcome = finish_run(
         config, folder, reports, first_cause(reports), is_new=is_new, records=records
     )
@@ -146,92 +152,92 @@ def _is_rejection(reports: list[RankReport], is_new: bool) -> bool:
     return cause is not None and is_rejection(cause, reports, is_new)
 
 
-def _make_ready_or_discard(
+def _prepare_or_discard(
     config: RunConfig,
     folder: RunFolder,
-    place: RankInfo,
+    rank_info: RankInfo,
     communicator: Communicator,
     resumed: RunFolder | None,
     shares_folder: bool,
     startup: StartupTimer,
 ) -> _Ready:
     try:
-        return prepare_worker(config, folder, place, communicator, resumed is not None, startup)
+        return prepare_worker(config, folder, rank_info, communicator, resumed is not None, startup)
     except BaseException:
         # Nothing was trained: a rejected run leaves no files, and its name stays free.
-        if resumed is None and cleans_folder(place, shares_folder):
+        if resumed is None and cleans_folder(rank_info, shares_folder):
             folder.discard()
         raise
 
 
-def _sampler(config: RunConfig, folder: RunFolder, place: RankInfo) -> ResourceSampler:
+def _sampler(config: RunConfig, folder: RunFolder, rank_info: RankInfo) -> ResourceSampler:
     """Samples a single worker itself, otherwise the parent of the node's workers."""
     return ResourceSampler(
-        folder.resources_file(place.node_rank),
-        [os.getpid() if place == SINGLE_PROCESS else os.getppid()],
-        node=place.node_rank,
-        interval_seconds=config.sample_seconds if place.local_rank == 0 else 0,
+        folder.resources_file(rank_info.node_rank),
+        [os.getpid() if rank_info == SINGLE_PROCESS else os.getppid()],
+        node=rank_info.node_rank,
+        interval_seconds=config.sample_seconds if rank_info.local_rank == 0 else 0,
     )
 
 
 @contextlib.contextmanager
 def connect_workers(
-    config: RunConfig, place: RankInfo, name: str = "workers", *, is_agreed: bool = True
+    config: RunConfig, rank_info: RankInfo, name: str = "workers", *, is_agreed: bool = True
 ) -> Iterator[Communicator]:
     """Connect to the other workers, for the duration of the block. Collective.
 
     `is_agreed`: all are known to have the same configuration; otherwise they compare it first.
     """
-    if place.world_size == 1:
+    if rank_info.world_size == 1:
         with in_process.single() as communicator:
             yield communicator
         return
-    device = choose_device(config, place.local_rank)
+    device = choose_device(config, rank_info.local_rank)
     rendezvous = Rendezvous(
-        place.rank,
-        place.world_size,
-        place.master_addr,
-        place.master_port,
+        rank_info.rank,
+        rank_info.world_size,
+        rank_info.master_addr,
+        rank_info.master_port,
         timeout_seconds=config.rendezvous_seconds,
-        serves_store=False if place.has_external_store else None,
-        # Whoever starts failed workers anew keeps the store.
-        name=f"{name}/{place.restart_count}",
+        serves_store=False if rank_info.has_external_store else None,
+        # The store outlives restarts of the workers.
+        name=f"{name}/{rank_info.restart_count}",
     )
-    gpu = device if has_own_gpu(place) and device.type == "cuda" else None
+    gpu = device if has_own_gpu(rank_info) and device.type == "cuda" else None
     with connect(rendezvous, gpu=gpu, timeout_seconds=config.timeout_seconds) as network:
         if not is_agreed:
             agree_on_config(config, network)
         if config.communicator == "torch":
             yield network
             return
-        with hierarchical.connect(network, place.node_rank) as communicator:
+        with hierarchical.connect(network, rank_info.node_rank) as communicator:
             yield communicator
 
 
-def has_own_gpu(place: RankInfo) -> bool:
-    """Whether every worker of this machine has one to itself, as NCCL needs."""
+def has_own_gpu(rank_info: RankInfo) -> bool:
+    """Whether every worker of this machine has a GPU of its own, as NCCL requires."""
     if CLUSTER_VARIABLE in os.environ:
-        # All nodes of an emulated cluster have the same GPUs, and NCCL would go round their links.
+        # Nodes of an emulated cluster share GPUs, and NCCL would bypass their links.
         return False
-    return torch.cuda.is_available() and torch.cuda.device_count() >= place.local_world_size
+    return torch.cuda.is_available() and torch.cuda.device_count() >= rank_info.local_world_size
 
 
 def _agree_on_folder(
     config: RunConfig,
     resumed: RunFolder | None,
     communicator: Communicator,
-    held: contextlib.ExitStack,
+    stack: contextlib.ExitStack,
 ) -> RunFolder:
-    """The first worker makes the run's folder; the others use or make one of the same name.
+    """Rank 0 creates the run folder; the others use it or create one of the same name.
 
-    The first one locks it, for as long as `held` is open.
+    Rank 0 locks it until `stack` closes.
     """
 
     def make() -> RunFolder | None:
         if communicator.rank:
             return None
         folder = resumed or RunFolder.create(config)
-        held.enter_context(folder.locked())
+        stack.enter_context(folder.locked())
         return folder
 
     made = run_collectively(communicator, make)
@@ -244,16 +250,16 @@ def _agree_on_folder(
 
 
 def _shares_folder(folder: RunFolder, communicator: Communicator) -> bool:
-    """Whether this worker's folder is the very one of the first worker. Collective."""
+    """Whether this worker and rank 0 share the run folder. Collective."""
     identity = folder.identity()
     return bool(broadcast_json(communicator, identity) == identity)
 
 
 @dataclass(slots=True)
 class _Ready:
-    """All that a worker needs to begin."""
+    """What a worker needs to train."""
 
-    team: RankContext
+    context: RankContext
     prepared: Prepared
     checkpoint: Checkpoint | None
 
@@ -261,14 +267,14 @@ class _Ready:
 def prepare_worker(
     config: RunConfig,
     folder: RunFolder,
-    place: RankInfo,
+    rank_info: RankInfo,
     communicator: Communicator,
     resumed: bool,
     startup: StartupTimer,
 ) -> _Ready:
-    """Load what is needed; what one worker finds to be refused is refused on all. Collective."""
-    prepared = _prepare_in_turns(config, place, communicator, startup)
-    is_first = place.rank == 0
+    """Load data, model and checkpoint; a UsageError on one rank is raised on all. Collective."""
+    prepared = _prepare_in_turns(config, rank_info, communicator, startup)
+    is_first = rank_info.rank == 0
     store = run_collectively(
         communicator, lambda: _open_store(config, folder) if is_first else None
     )
@@ -277,9 +283,9 @@ def prepare_worker(
         found = checkpoint
 
         def check() -> None:
-            # On every worker, so that all of them begin with the same weights.
+            # On every rank, so that all start with the same weights.
             check_fits(found.state, config, prepared.model)
-            # Workers of an elastic run may be lost after the last iteration, and the result too.
+            # An elastic run may lose its workers between the last iteration and the result.
             if is_first and not config.elastic:
                 check_work_is_left(config, prepared, found, folder.is_finished)
 
@@ -287,22 +293,22 @@ def prepare_worker(
     if is_first:
         folder.change_config(config)
         folder.archive_result()
-    return _Ready(RankContext(place, communicator, store), prepared, checkpoint)
+    return _Ready(RankContext(rank_info, communicator, store), prepared, checkpoint)
 
 
 def _prepare_in_turns(
-    config: RunConfig, place: RankInfo, communicator: Communicator, startup: StartupTimer
+    config: RunConfig, rank_info: RankInfo, communicator: Communicator, startup: StartupTimer
 ) -> Prepared:
-    """The first of each node loads before the others, so that what it caches is made once."""
+    """The first rank of each node loads before the others, so that caches are built once."""
 
     def load() -> Prepared:
-        prepared = prepare(config, place.local_rank, startup)
-        if place.world_size > 1:
+        prepared = prepare(config, rank_info.local_rank, startup)
+        if rank_info.world_size > 1:
             # From here on it waits for the other workers.
             startup.enter("rendezvous")
         return prepared
 
-    leads = place.local_rank == 0
+    leads = rank_info.local_rank == 0
     prepared = run_collectively(communicator, lambda: load() if leads else None)
     return run_collectively(communicator, lambda: prepared or load())
 
@@ -314,10 +320,7 @@ def _open_store(config: RunConfig, folder: RunFolder) -> CheckpointStore:
 def broadcast_checkpoint(
     store: CheckpointStore | None, communicator: Communicator
 ) -> Checkpoint | None:
-    """Rank 0 reads it; the others may be on machines that do not have the file.
-
-    None on all of them where there is no checkpoint yet.
-    """
+    """Rank 0 reads the newest checkpoint and broadcasts it; None on all ranks without one."""
     found = run_collectively(communicator, lambda: store.newest() if store else None)
     if communicator.world_size == 1:
         return found
@@ -340,6 +343,6 @@ def broadcast_checkpoint(
 def _train(
     config: RunConfig, folder: RunFolder, ready: _Ready, quiet: bool, clock: PhaseClock
 ) -> RankReport:
-    team = ready.team
-    display = open_display(quiet or team.place.rank > 0)
-    return run_worker(config, folder, ready.prepared, team, ready.checkpoint, display, clock)
+    context = ready.context
+    display = open_display(quiet or context.place.rank > 0)
+    return run_worker(config, folder, ready.prepared, context, ready.checkpoint, display, clock)

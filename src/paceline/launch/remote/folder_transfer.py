@@ -28,16 +28,16 @@ from paceline.launch.remote.control_channel import read_request, report_errors
 from paceline.launch.remote.machines import Machines
 from paceline.records import LAUNCHER_FILES, LOCATION_FIELDS, RunFolder
 
-MOST_LEVELS = 6
-"""How deep a run's folders are nested; far less is used."""
+MAX_DEPTH = 6
+"""Maximum depth of folders; a run needs far less."""
 
 
 Progress = Callable[[int], None]
-"""Told the bytes that have come so far."""
+"""Gets the number of bytes received so far."""
 
 
 def files_of(folder: Path) -> Iterator[Path]:
-    """The files of a run, relative to its folder."""
+    """The files of a run to transfer, relative to its folder."""
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         is_hidden = any(part.startswith(".") for part in name.parts)
@@ -56,15 +56,15 @@ def pack(folder: Path, out: IO[bytes]) -> None:
             with (folder / name).open("rb") as file:
                 entry = tarfile.TarInfo(str(PurePosixPath(name)))
                 entry.size = os.fstat(file.fileno()).st_size
-                # A file that still grows is sent as long as it was.
+                # A file that grows meanwhile is sent with this size.
                 archive.addfile(entry, file)
 
 
 def unpack(source: IO[bytes], folder: Path, progress: Progress, replace: bool = True) -> int:
-    """Write what comes into a folder, each file whole or not at all; returns how many there were.
+    """Write received files into a folder, each atomically; returns how many.
 
-    Without `replace`, files that are there already stay as they are. Of what is only ever appended
-    to, the longer one is kept in any case: the other would be an older state of the same file.
+    Without `replace`, existing files stay. Of JSON-lines files, which only grow, the longer one is
+    kept in any case.
     """
     count = done = 0
     try:
@@ -72,7 +72,7 @@ def unpack(source: IO[bytes], folder: Path, progress: Progress, replace: bool = 
             for entry in archive:
                 contents = archive.extractfile(entry) if entry.isreg() else None
                 if contents is None or not is_plain(entry.name):
-                    raise RecordsError(f"a run has no file such as {entry.name!r}: not taken")
+                    raise RecordsError(f"rejected {entry.name!r}: not a file of a run")
                 target = folder / entry.name
                 if _is_wanted(target, entry.size, replace):
                     _write(target, contents)
@@ -80,8 +80,8 @@ def unpack(source: IO[bytes], folder: Path, progress: Progress, replace: bool = 
                 done += entry.size
                 progress(done)
     except (tarfile.TarError, ValueError, EOFError) as error:
-        # A forged header makes the module raise more than its own errors.
-        raise RecordsError(f"the records came damaged or not at all ({error})") from None
+        # A forged header makes tarfile raise other errors than its own.
+        raise RecordsError(f"the records are damaged or incomplete ({error})") from None
     except OSError as error:
         raise RecordsError(f"cannot write to {folder}: {error.strerror or error}") from None
     return count
@@ -94,9 +94,9 @@ def _is_wanted(target: Path, size_bytes: int, replace: bool) -> bool:
 
 
 def is_plain(name: str) -> bool:
-    """Whether a name stays inside the folder that it is put into."""
+    """Whether a name is a relative path inside the folder."""
     parts = name.split("/")
-    return len(parts) <= MOST_LEVELS and all(
+    return len(parts) <= MAX_DEPTH and all(
         part and part.isprintable() and not part.startswith(".") and "\\" not in part
         for part in parts
     )
@@ -116,13 +116,13 @@ def _write(target: Path, contents: IO[bytes]) -> None:
 def main(action: str) -> None:
     """On the other machine: `send` or `take` the folder that the first line of the input names.
 
-    It holds `folder`, a path as that machine sees it; `identity`, that of the starter's folder, or
-    None; and for `take` the run's `config`. The answer holds `state`: same (nothing follows),
-    absent, other (there is another run) or ready.
+    The line holds `folder`, a path on that machine; `identity` of the launcher's folder, or None;
+    and for `take` the run's `config`. The answer holds `state`: same (nothing follows), absent,
+    other (a different run) or ready.
     """
-    given = read_request()
-    folder = RunFolder(Path(given["folder"]))
-    state = _state(folder, given)
+    request = read_request()
+    folder = RunFolder(Path(request["folder"]))
+    state = _state(folder, request)
     size = size_of(folder.path) if state == "ready" and action == "send" else 0
     answer = {"state": state, "bytes": size, "path": str(folder.path.absolute())}
     sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
@@ -131,23 +131,23 @@ def main(action: str) -> None:
         pack(folder.path, sys.stdout.buffer)
         sys.stdout.buffer.flush()
     elif action == "take" and state in ("ready", "absent"):
-        # A run that goes on there is not to be written over.
+        # A run that is active there must not be overwritten.
         with folder.locked() if state == "ready" else contextlib.nullcontext():
             unpack(sys.stdin.buffer, folder.path, lambda _: None)
 
 
-def _state(folder: RunFolder, given: dict[str, Any]) -> str:
+def _state(folder: RunFolder, request: dict[str, Any]) -> str:
     if not folder.config_file.is_file():
         return "absent"
-    if folder.identity() == given["identity"]:
+    if folder.identity() == request["identity"]:
         return "same"
-    wanted = given.get("config")
-    if wanted is not None and not _are_of_one_run(folder.read_config(), from_record(wanted)):
+    config = request.get("config")
+    if config is not None and not _is_same_run(folder.read_config(), from_record(config)):
         return "other"
     return "ready"
 
 
-def _are_of_one_run(one: RunConfig, other: RunConfig) -> bool:
+def _is_same_run(one: RunConfig, other: RunConfig) -> bool:
     """Whether two configurations agree on everything that a resumed run keeps."""
     kept = [
         item.name
@@ -160,12 +160,8 @@ def _are_of_one_run(one: RunConfig, other: RunConfig) -> bool:
     )
 
 
-if __name__ == "__main__":
-    sys.exit(report_errors(lambda: main(sys.argv[1])))
-
-
 ANSWER_SECONDS = 30.0
-"""How long a machine may take to say how it stands with a folder there."""
+"""How long a machine may take to answer with the state of a folder."""
 SHOW_SECONDS = 0.5
 
 logger = logging.getLogger("paceline")
@@ -174,11 +170,11 @@ logger = logging.getLogger("paceline")
 def download(
     machines: Machines, node: int, path: str, folder: RunFolder, replace: bool = True
 ) -> bool:
-    """Bring a node's records into a folder here; False where the node has none.
+    """Download a node's records into a folder; False if the node has none.
 
-    Where both are one folder there is nothing to do. Without `replace`, only what is missing here.
+    Does nothing if both are the same folder. Without `replace`, only missing files.
     """
-    with _parcel(machines, node, "send", {"folder": path, "identity": _identity(folder)}) as (
+    with _transfer(machines, node, "send", {"folder": path, "identity": _identity(folder)}) as (
         process,
         answer,
     ):
@@ -192,20 +188,20 @@ def download(
 
 
 def upload(machines: Machines, node: int, path: str, folder: RunFolder) -> bool:
-    """See to it that a node has the run that is to be resumed there; whether it shares `folder`."""
+    """Upload the run to resume to a node; returns whether the node shares `folder`."""
     request = {
         "folder": path,
         "identity": _identity(folder),
         "config": folder.read_config().to_dict(),
     }
-    with _parcel(machines, node, "take", request) as (process, answer):
+    with _transfer(machines, node, "take", request) as (process, answer):
         if answer["state"] == "other":
             raise UsageError(
-                f"{machines.addresses[node]}: {answer['path']} there is another run: move it away"
+                f"{machines.addresses[node]}: {answer['path']} is a different run: move it away"
             )
         if answer["state"] != "same":
             assert process.stdin is not None
-            # One that cannot take it says why.
+            # A node that cannot receive it reports why.
             with contextlib.suppress(BrokenPipeError):
                 pack(folder.path, process.stdin)
         return bool(answer["state"] == "same")
@@ -216,11 +212,11 @@ def _identity(folder: RunFolder) -> list[int | str] | None:
 
 
 @contextlib.contextmanager
-def _parcel(
+def _transfer(
     machines: Machines, node: int, action: str, request: dict[str, Any]
 ) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
-    words = [machines.python, "-m", "paceline.launch.remote.folder_transfer", action]
-    process = machines.start(node, words, json.dumps(request).encode() + b"\n")
+    argv = [machines.python, "-m", "paceline.launch.remote.folder_transfer", action]
+    process = machines.start(node, argv, json.dumps(request).encode() + b"\n")
     assert process.stdin is not None
     assert process.stdout is not None
     watchdog = Timer(ANSWER_SECONDS, process.kill)
@@ -229,14 +225,14 @@ def _parcel(
         line = process.stdout.readline()
         watchdog.cancel()
         if not line:
-            raise RunError(_complaint(process) or f"no answer from {machines.addresses[node]}")
+            raise RunError(_error_message(process) or f"no answer from {machines.addresses[node]}")
         yield process, _answer(line, machines.addresses[node])
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
-        told = _complaint(process)
+        message = _error_message(process)
         if process.wait():
             raise RecordsError(
-                f"{machines.addresses[node]}: {told or 'the records did not arrive'}"
+                f"{machines.addresses[node]}: {message or 'the records did not arrive'}"
             )
     finally:
         watchdog.cancel()
@@ -262,16 +258,16 @@ def _answer(line: bytes, address: str) -> dict[str, Any]:
     )
 
 
-def _complaint(process: subprocess.Popen[bytes]) -> str:
-    """Its error if it told one, or else the last line that it said."""
+def _error_message(process: subprocess.Popen[bytes]) -> str:
+    """The error that the process reported, otherwise its last line of output."""
     assert process.stderr is not None
     lines = process.stderr.read().decode(errors="replace").strip().splitlines()
-    told = [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]
-    return (told or lines or [""])[-1]
+    errors = [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]
+    return (errors or lines or [""])[-1]
 
 
 def _shown(total_bytes: int, address: str) -> Progress:
-    """Tells on a terminal how far it has come."""
+    """Shows the progress on a terminal."""
     begun = shown = monotonic()
 
     def show(done_bytes: int) -> None:
@@ -279,8 +275,12 @@ def _shown(total_bytes: int, address: str) -> Progress:
         if sys.stderr.isatty() and monotonic() - shown > SHOW_SECONDS:
             shown = monotonic()
             part = f"{done_bytes / 1e6:.1f} of {total_bytes / 1e6:.1f} MB"
-            sys.stderr.write(f"\r\x1b[2Kfetching the records from {address}: {part}")
+            sys.stderr.write(f"\r\x1b[2Kdownloading the records from {address}: {part}")
         if done_bytes >= total_bytes and shown > begun:
             sys.stderr.write("\r\x1b[2K")
 
     return show
+
+
+if __name__ == "__main__":
+    sys.exit(report_errors(lambda: main(sys.argv[1])))

@@ -1,7 +1,7 @@
 """A run on machines that this command starts: over ssh (`--hosts`) or emulated (`--cluster`).
 
-A node process on each of them does what a command given there by hand would do. This one shows what
-they say, ends them together, and has all records at the end, as if the run had been here.
+A process on each node does what a user's command there would do. This process shows their output,
+ends them together, and has all records at the end, like a run on this machine.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> RunOutcome
         try:
             return run_on(machines, config, resumed, quiet, signals)
         finally:
-            # The machines are taken down in peace.
+            # A signal must not interrupt removing the machines.
             signals.raise_on_signal = False
 
 
 @contextlib.contextmanager
 def machines_of(config: RunConfig, quiet: bool = False) -> Iterator[Machines]:
-    """The machines that a config names or describes, for as long as the block lasts."""
+    """The machines that a configuration names or describes, for the duration of the block."""
     if config.hosts:
         yield SshMachines(config.hosts)
         return
-    # Only here, since it is of no use to those who have machines.
+    # Imported here because runs on real machines do not need it.
     from paceline.emulation.cluster import EmulatedCluster
     from paceline.launch.remote.machines import EmulatedMachines
 
@@ -64,15 +64,15 @@ def run_on(
 ) -> RunOutcome:
     # Node 0 makes the folder if it shares it.
     folder = resumed or RunFolder.unused(config)
-    config = _settle(config, machines, folder)
-    with contextlib.ExitStack() as held:
+    config = _common_config(config, machines, folder)
+    with contextlib.ExitStack() as stack:
         if resumed:
-            held.enter_context(folder.locked())
+            stack.enter_context(folder.locked())
             if folder.readable_result() is None:
                 folder.archive_result()
             if upload(machines, 0, _path(config), folder):
-                # The first node locks the same folder.
-                held.close()
+                # Node 0 locks the same folder.
+                stack.close()
         return _run_on_locked(machines, config, folder, resumed, quiet, signals)
 
 
@@ -96,10 +96,10 @@ def _run_on_locked(
     )
     try:
         signals.raise_on_signal = True
-        _bring_home(machines, config, folder, before, exits[0], error)
+        _download_records(machines, config, folder, before, exits[0], error)
     except StoppedError:
         raise StoppedError(
-            f"stopped before all records had come from {machines.addresses[0]}"
+            f"stopped before all records were downloaded from {machines.addresses[0]}"
         ) from None
     if error is None:
         result = _new_result(folder, before)
@@ -108,11 +108,13 @@ def _run_on_locked(
         return RunOutcome(folder, result, 0)
     has_trained = _has_trained(config, folder, before, error)
     if has_trained:
-        is_told = bool(failure and failure.error_message)
-        result = _result_of_failure(config, folder, before, error, is_told, machines.cluster_file)
-    # A first node that refused to begin may have found another run's folder in its place.
+        is_recorded = bool(failure and failure.error_message)
+        result = _result_of_failure(
+            config, folder, before, error, is_recorded, machines.cluster_file
+        )
+    # If node 0 rejected the run, the folder may belong to another run.
     if has_trained or not exits[0].error_message:
-        _clear(config, folder, is_void=resumed is None and not has_trained)
+        _remove_leftovers(config, folder, is_untrained=resumed is None and not has_trained)
     if not has_trained:
         raise error
     return RunOutcome(folder, result, error.exit_code)
@@ -146,10 +148,10 @@ def master_address(config: RunConfig, machines: Machines) -> str:
     return machines.addresses[0]
 
 
-def _settle(config: RunConfig, machines: Machines, folder: RunFolder) -> RunConfig:
-    """What all nodes have in common, where the run is and where they meet included."""
+def _common_config(config: RunConfig, machines: Machines, folder: RunFolder) -> RunConfig:
+    """The configuration for all nodes, with the run folder and the address of node 0."""
     out = folder.path.parent
-    # The hosts may have the current folder elsewhere.
+    # The current folder may have another path on the hosts.
     with contextlib.suppress(ValueError):
         out = out.absolute().relative_to(Path.cwd())
     return replace(
@@ -166,7 +168,7 @@ def _path(config: RunConfig) -> str:
     return str(Path(config.out) / (config.name or ""))
 
 
-def _bring_home(
+def _download_records(
     machines: Machines,
     config: RunConfig,
     folder: RunFolder,
@@ -174,21 +176,21 @@ def _bring_home(
     first: NodeExit,
     error: PacelineError | None,
 ) -> None:
-    """Get the records from the first node, which has those of all; without it, from the others.
+    """Download the records from node 0, which has those of all; without it, from the others.
 
-    `before`: what a resumed run said of itself until now.
+    `before`: the previous result of a resumed run.
     """
-    is_here = folder.config_file.is_file() and first.status.get("identity") == folder.identity()
-    if is_here or isinstance(error, UsageError):
+    is_shared = folder.config_file.is_file() and first.status.get("identity") == folder.identity()
+    if is_shared or isinstance(error, UsageError):
         return
     try:
         download(machines, 0, _path(config), folder)
     except StoppedError:
         raise
-    except PacelineError as trouble:
+    except PacelineError as problem:
         if error is None:
             where = f"{machines.addresses[0]}:{_path(config)}"
-            raise RunError(f"the run is finished, its records are in {where}: {trouble}") from None
+            raise RunError(f"the run is finished, its records are in {where}: {problem}") from None
     if error is None or _new_result(folder, before) is not None:
         return
     for node in range(1, len(machines.addresses)):
@@ -197,7 +199,7 @@ def _bring_home(
 
 
 def _new_result(folder: RunFolder, before: Result | None) -> Result | None:
-    """`before`: what a resumed run said of itself until now."""
+    """The result, unless it is the previous one of a resumed run."""
     result = folder.read_result() if folder.config_file.is_file() else None
     return None if result == before else result
 
@@ -205,11 +207,11 @@ def _new_result(folder: RunFolder, before: Result | None) -> Result | None:
 def _has_trained(
     config: RunConfig, folder: RunFolder, before: Result | None, error: PacelineError
 ) -> bool:
-    """Whether there is something to account for, since nobody refused the run before it began."""
+    """Whether training began, so that there is something to record."""
     if isinstance(error, UsageError):
         return False
     if before is not None and isinstance(error, StoppedError):
-        # The events of a resumed run are there anyway.
+        # A resumed run has events in any case.
         return _new_result(folder, before) is not None
     return any(folder.events_file(rank).exists() for rank in range(config.workers))
 
@@ -219,10 +221,10 @@ def _result_of_failure(
     folder: RunFolder,
     before: Result | None,
     error: PacelineError,
-    is_told: bool,
+    is_recorded: bool,
     cluster_file: str | None,
 ) -> Result:
-    """`is_told`: by the nodes, so that they have written it down where they could."""
+    """`is_recorded`: the nodes reported the error, so their result has the cause."""
     result = _new_result(folder, before)
     if result is None:
         folder.archive_result()
@@ -232,16 +234,16 @@ def _result_of_failure(
         cluster = cluster_record(cluster_file) if cluster_file else None
         more = {"cluster": cluster} if cluster else {}
         result = write_result(config, folder, reports, termination, **more)
-    elif not is_told:
-        # The nodes have seen only what came of it.
+    elif not is_recorded:
+        # The nodes know only its consequences.
         result |= {"status": "failed", "cause": str(error)}
         folder.write_result(result)
     return result
 
 
-def _clear(config: RunConfig, folder: RunFolder, is_void: bool) -> None:
-    """What nodes could not remove when they were killed; `is_void`: all, as nobody has trained."""
+def _remove_leftovers(config: RunConfig, folder: RunFolder, is_untrained: bool) -> None:
+    """Remove what killed nodes left behind; `is_untrained`: the whole folder."""
     folder.remove_transient()
-    if is_void:
+    if is_untrained:
         resources = map(folder.resources_file, range(config.nnodes))
         folder.discard([*resources, *folder.path.glob("output-*.txt")])
