@@ -101,7 +101,7 @@ def test_a_node_whose_rank_has_changed_hands_in_what_there_is(
 class Living:
     """A leader that sees two nodes, both of which beat."""
 
-    def living(self) -> set[int]:
+    def live_nodes(self) -> set[int]:
         return {0, 1}
 
 

@@ -208,7 +208,7 @@ def test_machines_that_are_lost_for_good_end_the_run_with_the_first_cause(
 
 
 def test_too_few_machines_at_the_start_are_refused(play: Any) -> None:
-    with pytest.raises(UsageError, match="--launcher ray: needs 2 machines; there is 1: ask for"):
+    with pytest.raises(UsageError, match="--launcher ray: needs 2 machines; there is 1: reduce"):
         play(Script([TooFewError("needs 2 machines; there is 1")]))
 
 
