@@ -111,6 +111,6 @@ def test_what_slurm_refuses_is_told_in_a_line_and_leaves_nothing(
     assert submit(tmp_path, 1, "--partition", "absent") == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith("paceline: error: sbatch refused the job: ")
+    assert said.err.startswith("paceline: error: sbatch rejected the job: ")
     assert said.err.count("\n") == 1
     assert not names_in(tmp_path)

@@ -102,7 +102,7 @@ def test_without_sbatch_there_is_one_line_and_no_script(
 ) -> None:
     assert cli.main(["slurm", *OWN, "--out", str(tmp_path / "runs")]) == 2
     err = capsys.readouterr().err
-    assert err.startswith("paceline: error: sbatch is not on this machine: ")
+    assert err.startswith("paceline: error: sbatch is not installed on this machine: ")
     assert err.count("\n") == 1
     assert not names_in(tmp_path / "runs")
 

@@ -49,34 +49,33 @@ def measure(spec: BenchmarkSpec, quiet: bool = False) -> dict[str, Any] | None:
     if spec.machines.hosts or spec.machines.cluster:
         from paceline.launch.remote.run import machines_of
 
-        machines = machines_of(spec.machines, quiet)
-        with SignalMonitor("measuring") as signals, machines as fleet:
-            return _measure_on(fleet, spec, quiet, signals)
+        with SignalMonitor("measuring") as signals, machines_of(spec.machines, quiet) as machines:
+            return _measure_on(machines, spec, quiet, signals)
     return _measure_here(spec, quiet)
 
 
 def _measure_on_ray(spec: BenchmarkSpec, quiet: bool) -> dict[str, Any]:
     from paceline.launch.ray.run import machines_for
 
-    with machines_for(spec.machines, quiet) as (fleet, signals):
-        machines = replace(spec.machines, master_port=fleet.free_port())
-        return _measure_on(fleet, replace(spec, machines=machines), quiet, signals)
+    with machines_for(spec.machines, quiet) as (machines, signals):
+        config = replace(spec.machines, master_port=machines.free_port())
+        return _measure_on(machines, replace(spec, machines=config), quiet, signals)
 
 
 def _measure_on(
-    fleet: Machines, spec: BenchmarkSpec, quiet: bool, signals: SignalMonitor
+    machines: Machines, spec: BenchmarkSpec, quiet: bool, signals: SignalMonitor
 ) -> dict[str, Any]:
-    """Start workers on every machine of a fleet."""
+    """Run the benchmark on several machines."""
     from paceline.launch.remote.run import master_address, run_tasks
 
-    machines = replace(spec.machines, master_addr=master_address(spec.machines, fleet))
+    config = replace(spec.machines, master_addr=master_address(spec.machines, machines))
 
     def config_of(node: int) -> dict[str, Any]:
         # A node does not need to know how to reach the others.
-        own = replace(machines, node_rank=node, hosts=(), cluster=None)
+        own = replace(config, node_rank=node, hosts=(), cluster=None)
         return replace(spec, machines=own).to_dict()
 
-    exits, _, error = run_tasks(fleet, signals, __name__, config_of, quiet=quiet)
+    exits, _, error = run_tasks(machines, signals, __name__, config_of, quiet=quiet)
     if error:
         raise error
     record = exits[0].status.get("record")

@@ -117,7 +117,7 @@ class LocalProcesses:
     def exit_cause(
         self, codes: Mapping[int, int | None], reported: Termination | None
     ) -> Termination | None:
-        """The root cause by exit codes, given what was `reported`, which may be secondary."""
+        """The root cause by exit codes, unless `reported` is one; it may be secondary."""
         from paceline.launch.termination import Termination
 
         if reported and not reported.is_secondary:

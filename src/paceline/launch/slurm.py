@@ -1,6 +1,6 @@
-"""A run as a batch job of SLURM: its script, submitting it, and waiting for its end.
+"""A run as a SLURM batch job: write the script, submit it, and follow the job.
 
-Inside the job srun starts the workers, and launch/environment.py finds out who each one is.
+Inside the job srun starts the workers, and launch/environment.py detects their ranks.
 """
 
 from __future__ import annotations
@@ -19,53 +19,53 @@ from paceline.errors import RecordsError, RunError, UsageError
 from paceline.records import RunFolder
 
 POLL_SECONDS = 2.0
-"""How often a job that is waited for is asked after."""
+"""How often to query the state of a job."""
 SILENCE_SECONDS = 300.0
-"""How long SLURM may give no answer before waiting is given up; controllers are restarted."""
+"""How long SLURM may not answer before waiting fails; controllers may restart."""
 LINGER_SECONDS = 30
-"""What the other workers get to end by themselves and write down why, once one has ended."""
+"""Time for the other workers to end and record the cause, once one has ended."""
 
 ACTIVE_STATES = {
     *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING"),
     *("STAGE_OUT", "RESIZING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"),
 }
 GONE = "UNKNOWN"
-"""The state of a job that SLURM has forgotten, as it does some minutes after a job's end."""
+"""The state of a job that SLURM does not know any more, some minutes after its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What SLURM is asked for."""
+    """Resources and options of a batch job."""
 
     nodes: int
     ntasks_per_node: int
     options: tuple[str, ...] = ()
-    """Further options of sbatch, without their dashes: `time=01:00:00`, `exclusive`."""
+    """Other options of sbatch without dashes: `time=01:00:00`, `exclusive`."""
     setup: tuple[str, ...] = ()
-    """Lines of shell that come before the run."""
+    """Shell commands before the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job that SLURM has taken."""
+    """A submitted job."""
 
     id: str
     output: Path
 
 
 def output_path(folder: RunFolder, job_id: str) -> Path:
-    """Beside the run, since SLURM opens it before the run makes its folder."""
+    """The job's output, beside the run folder, because SLURM opens it before that exists."""
     return folder.path.with_name(f"{folder.id}.slurm-{job_id}.txt")
 
 
 def output_pattern(folder: RunFolder) -> str:
-    """The same as SLURM takes it, which puts the job's number in place of %j."""
+    """The same path for sbatch, which replaces %j by the job's id."""
     doubled = RunFolder(Path(str(folder.path).replace("%", "%%")))
     return str(output_path(doubled, "%j"))
 
 
 def script_path(folder: RunFolder, resumed: bool) -> Path:
-    """Beside the run; a run that is resumed has a script for each time."""
+    """The batch script, beside the run folder; each time a run is resumed has its own."""
     first = folder.path.with_name(f"{folder.id}.sbatch")
     if not resumed:
         return first
@@ -73,10 +73,10 @@ def script_path(folder: RunFolder, resumed: bool) -> Path:
     return next(path for path in names if not path.exists())
 
 
-def batch_script(request: Request, folder: RunFolder, train_words: Sequence[str]) -> str:
-    """Plain shell that a user can read, edit and submit again; `train_words` are flags of train.
+def batch_script(request: Request, folder: RunFolder, train_flags: Sequence[str]) -> str:
+    """A shell script that users can edit and submit again; `train_flags` are flags of train.
 
-    It runs in the folder, and with the Python, of whoever writes it.
+    It runs in the current folder with this Python.
     """
     options = [
         f"job-name={folder.id}",
@@ -85,7 +85,7 @@ def batch_script(request: Request, folder: RunFolder, train_words: Sequence[str]
         *request.options,
         f"chdir={Path.cwd()}",
         f"output={output_pattern(folder)}",
-        # A job that SLURM starts anew would find the folder of the run taken.
+        # A requeued job would find that the run folder exists.
         "no-requeue",
     ]
     # srun does not take this one from the job.
@@ -99,10 +99,10 @@ def batch_script(request: Request, folder: RunFolder, train_words: Sequence[str]
         "",
         *request.setup,
         *([""] if request.setup else []),
-        "# A worker for each task. When one fails the others notice, and write down why; whoever",
-        f"# still runs {LINGER_SECONDS} s after the first one's end is ended by srun.",
+        "# One worker per task. When one fails, the others notice and record the cause; srun kills",
+        f"# workers that still run {LINGER_SECONDS} s after the first one ended.",
         " \\\n  ".join(
-            [srun, shlex.join([sys.executable, "-m", "paceline", "train"]), *_grouped(train_words)]
+            [srun, shlex.join([sys.executable, "-m", "paceline", "train"]), *_grouped(train_flags)]
         ),
     ]
     return "\n".join(lines) + "\n"
@@ -114,7 +114,7 @@ def _quoted(option: str) -> str:
 
 
 def _grouped(words: Sequence[str]) -> list[str]:
-    """A line for each flag, with its value."""
+    """One line per flag with its value."""
     lines: list[str] = []
     for word in words:
         if word.startswith("-") or not lines:
@@ -125,7 +125,7 @@ def _grouped(words: Sequence[str]) -> list[str]:
 
 
 def submit(script: str, path: Path, folder: RunFolder) -> Job:
-    """Keep the script at `path` and hand it to SLURM; what SLURM refuses leaves no script."""
+    """Write the script to `path` and submit it; a rejected job leaves no script."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("x", encoding="utf-8") as file:
@@ -143,33 +143,33 @@ def submit(script: str, path: Path, folder: RunFolder) -> Job:
         raise
     if answer.returncode:
         path.unlink(missing_ok=True)
-        raise UsageError(f"sbatch refused the job: {_complaint(answer)}")
-    # On a cluster of clusters the id comes with a cluster's name.
+        raise UsageError(f"sbatch rejected the job: {_error_message(answer)}")
+    # In a multi-cluster setup, the cluster's name follows the id.
     number = answer.stdout.strip().partition(";")[0]
     return Job(number, output_path(folder, number))
 
 
 def follow(job: Job) -> str:
-    """Show what a job says until its end; returns its last state, such as COMPLETED.
+    """Show the output of a job until it ends; returns its final state, such as COMPLETED.
 
-    Interrupting it leaves the job alone.
+    Ctrl-C does not affect the job.
     """
     tail = _Tail(job.output)
-    answered = time.monotonic()
+    answered_at = time.monotonic()
     while True:
         state = job_state(job)
         tail.show()
         if state is not None:
-            answered = time.monotonic()
+            answered_at = time.monotonic()
             if state not in ACTIVE_STATES:
                 return state
-        if time.monotonic() - answered > SILENCE_SECONDS:
-            raise RunError(f"job {job.id}: SLURM gives no answer; see {job.output}")
+        if time.monotonic() - answered_at > SILENCE_SECONDS:
+            raise RunError(f"job {job.id}: SLURM does not answer; see {job.output}")
         time.sleep(POLL_SECONDS)
 
 
 def job_state(job: Job) -> str | None:
-    """None where SLURM gives no answer."""
+    """The state of a job; None if SLURM does not answer."""
     answer = _ask("scontrol", "--oneliner", "show", "job", job.id)
     if "Invalid job id" in answer.stderr:
         return GONE
@@ -178,7 +178,7 @@ def job_state(job: Job) -> str | None:
 
 
 class _Tail:
-    """Copies what is added to a file to our own output."""
+    """Copies data that is appended to a file to standard output."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -208,13 +208,13 @@ def _ask(program: str, *words: str) -> subprocess.CompletedProcess[str]:
         )
     except FileNotFoundError:
         raise UsageError(
-            f"{program} is not on this machine: submit from one of a SLURM cluster, or see the"
+            f"{program} is not installed on this machine: submit on a SLURM cluster, or print the"
             " script with --dry-run"
         ) from None
 
 
-def _complaint(answer: subprocess.CompletedProcess[str]) -> str:
-    """What a program of SLURM says is wrong, in a line."""
+def _error_message(answer: subprocess.CompletedProcess[str]) -> str:
+    """The error message of a SLURM program, in one line."""
     lines = [
         re.sub(r"^\w+: (error: |fatal: )?", "", line.strip()) for line in answer.stderr.splitlines()
     ]
