@@ -62,7 +62,7 @@ def test_every_operation_is_measured_at_every_size_through_both_communicators(
     }
 
 
-def test_workers_of_one_machine_are_held_against_its_memory(measured: tuple[Ended, Path]) -> None:
+def test_workers_of_one_machine_are_compared_with_its_memory(measured: tuple[Ended, Path]) -> None:
     memory = read_json(measured[1] / "comm.json")["limits"]["memory"]["bytes_per_second"]
     for each in entries(measured):
         assert each["share_of_limit"] == pytest.approx(each["bus_bytes_per_second"] / memory)
@@ -109,7 +109,7 @@ def test_the_legend_of_the_figure_has_the_fits(measured: tuple[Ended, Path]) -> 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
-def test_gpus_that_are_not_there_are_refused_in_one_line() -> None:
+def test_missing_gpus_are_rejected_in_one_line() -> None:
     ended = run("--device", "cuda", "--sizes", "1k")
     assert (ended.code, ended.err) == (
         2, "paceline: error: --device: there is no CUDA device here; use cpu or auto\n"
@@ -117,7 +117,7 @@ def test_gpus_that_are_not_there_are_refused_in_one_line() -> None:
 
 
 @pytest.mark.gpu
-def test_tensors_on_gpus_are_summed_right_and_said_to_be_there(tmp_path: Path) -> None:
+def test_tensors_on_gpus_are_summed_correctly_and_reported(tmp_path: Path) -> None:
     ended = run("--sizes", "1k,1m", "--operations", ",".join(OPERATIONS), "--repeats", "2",
                 "--json", str(tmp_path / "comm.json"))  # fmt: skip
     assert (ended.code, ended.err) == (0, "")
@@ -144,7 +144,7 @@ def test_tensors_on_gpus_are_summed_right_and_said_to_be_there(tmp_path: Path) -
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_cannot_be_measured_is_refused_in_one_line(
+def test_invalid_benchmarks_are_rejected_in_one_line(
     words: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["comm", *words]) == 2
@@ -153,7 +153,7 @@ def test_what_cannot_be_measured_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize("words", ["--help", "--sizes=1x"])
-def test_help_and_refusals_come_before_torch_is_loaded(words: str) -> None:
+def test_help_and_usage_errors_do_not_import_torch(words: str) -> None:
     program = f"""
 import sys, paceline.cli
 try:
@@ -173,7 +173,7 @@ sys.exit("torch" in sys.modules)
         ("command", signal.SIGINT, 130, "stopped by SIGINT"),
     ],
 )
-def test_a_killed_worker_or_a_stopped_command_leaves_nobody_behind(
+def test_a_killed_worker_or_a_stopped_command_leaves_no_process(
     victim: str, number: signal.Signals, code: int, told: str
 ) -> None:
     with Command(["-m", "paceline", "comm", *ENDLESS, "--threads", "1", "--quiet"]) as command:

@@ -18,7 +18,7 @@ def test_the_factor_is_what_a_ring_sends(operation: str, workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [2, 5])
-def test_the_root_keeps_its_own_part_of_what_it_gathers_or_scatters(workers: int) -> None:
+def test_the_root_keeps_its_own_part_of_a_gather_or_scatter(workers: int) -> None:
     others = (workers - 1) * 10
     for operation in ("gather", "scatter"):
         assert BUS_FACTORS[operation](workers) * workers * 10 == pytest.approx(others)

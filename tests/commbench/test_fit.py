@@ -41,7 +41,7 @@ def test_the_truth_is_within_the_error_bars_of_noisy_times() -> None:
 
 
 @pytest.mark.parametrize("sizes", [2, 3])
-def test_errors_are_given_only_where_more_than_a_line_is_known(sizes: int) -> None:
+def test_a_fit_has_errors_only_with_more_than_two_sizes(sizes: int) -> None:
     line = fit([Point(size, times(size, 0.9, 1.0, 1.1)) for size in SIZES[:sizes]])
     assert line is not None
     assert (line.latency_error_seconds is not None) == (sizes > 2)

@@ -16,7 +16,7 @@ def test_a_letter_is_a_power_of_1024(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "3", "k", "1.5m", "-1k", "9g", "1t", "nan"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_an_invalid_size_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="a size from 4 to 8g"):
         parse_size(text)
 

@@ -28,7 +28,7 @@ def refusals(workers: int, work: Callable[[Communicator], object]) -> list[str]:
     return in_process.run(workers, one)
 
 
-def test_a_worker_with_another_setting_is_refused_on_all_by_the_settings_name() -> None:
+def test_different_settings_are_rejected_on_all_ranks_with_their_name() -> None:
     def work(communicator: Communicator) -> None:
         lr = 0.2 if communicator.rank == 2 else 0.1
         agree_on_config(from_mapping({"lr": lr, "nproc_per_node": 3}), communicator)
@@ -49,7 +49,7 @@ def test_what_belongs_to_one_machine_may_differ() -> None:
     assert refusals(2, work) == ["", ""]
 
 
-def test_a_refusal_on_one_worker_reaches_all_in_its_own_words() -> None:
+def test_a_usage_error_on_one_rank_is_raised_on_all() -> None:
     def work(communicator: Communicator) -> None:
         def load() -> None:
             if communicator.rank == 1:
@@ -60,7 +60,7 @@ def test_a_refusal_on_one_worker_reaches_all_in_its_own_words() -> None:
     assert refusals(3, work) == ["the disk of rank 1 is empty"] * 3
 
 
-def test_everyone_keeps_its_own_result_where_all_succeed() -> None:
+def test_each_rank_keeps_its_own_result_if_all_succeed() -> None:
     def work(communicator: Communicator) -> int:
         return run_collectively(communicator, lambda: communicator.rank * 10)
 
@@ -75,7 +75,7 @@ def test_an_echo_is_never_the_first_cause_though_it_came_first() -> None:
     assert root_cause([]) is None
 
 
-def test_a_failure_of_unknown_order_is_not_the_first_whatever_its_clock_says() -> None:
+def test_a_failure_of_unknown_order_is_not_the_root_cause() -> None:
     uncounted = Termination("noticed while the store was gone", ended=1.0)
     later = Termination("the second failure", ended=2.0, order=2)
     first = Termination("the first failure", ended=3.0, order=1)

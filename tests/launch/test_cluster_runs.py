@@ -194,7 +194,7 @@ def test_a_killed_node_ends_the_run(
     check_failed(outcome, f"node {node} ({cluster.addresses[node]}) was killed by SIGKILL")
 
 
-def test_a_link_that_stays_cut_ends_the_run(
+def test_a_link_that_stays_down_ends_the_run(
     cluster: EmulatedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OWN_SLEEP_SECONDS", "0.05")
@@ -206,7 +206,7 @@ def test_a_link_that_stays_cut_ends_the_run(
     check_failed(outcome, "lost contact with node 1")
 
 
-def test_a_link_that_comes_back_does_no_harm(
+def test_a_link_that_recovers_has_no_effect(
     cluster: EmulatedCluster,
     talkative_run: tuple[Path, Ended],
     tmp_path: Path,

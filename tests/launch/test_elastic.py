@@ -136,7 +136,7 @@ def test_each_restart_is_one_line_on_the_first_node(story: Story) -> None:
     assert story.ends["second"].err == ""
 
 
-def test_the_result_tells_the_worlds(story: Story) -> None:
+def test_the_result_lists_the_worlds(story: Story) -> None:
     worlds = story.result["worlds"]
     causes = [restart["cause"] for restart in story.result["restarts"]]
     assert causes == ["worker lost on node 1 (rank 1 was killed by SIGKILL)", LOST]
@@ -180,7 +180,7 @@ def test_every_epoch_has_each_sample_once(story: Story) -> None:
     assert all(epoch == epochs[0] for epoch in epochs)
 
 
-def test_the_weights_are_those_of_an_undisturbed_run(story: Story) -> None:
+def test_the_weights_are_those_of_an_uninterrupted_run(story: Story) -> None:
     begin, end = weights(story.undisturbed, 0), weights(story.undisturbed, -1)
     assert distance(begin, end) > 1e-4, "the last iterations change too little to tell"
     assert distance(weights(story.folder, -1), end) < 1e-5
@@ -197,7 +197,7 @@ def distance(one: Tensor, other: Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
-def test_restarted_workers_end_with_the_very_weights_of_undisturbed_ones(
+def test_restarted_workers_have_the_weights_of_an_uninterrupted_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One node, two workers, of which the first is killed in the middle."""
@@ -222,7 +222,7 @@ def test_restarted_workers_end_with_the_very_weights_of_undisturbed_ones(
     assert result["weights_sha256"] == undisturbed["weights_sha256"]
 
 
-def test_when_the_restarts_are_used_up_the_first_cause_is_told(tmp_path: Path) -> None:
+def test_the_root_cause_is_reported_when_no_restarts_are_left(tmp_path: Path) -> None:
     settings = {"model": "own_code:Breaking", "nproc_per_node": 2, "checkpoint_every": 2}
     outcome = launch(tmp_path, elastic="1:1", max_restarts=1, **settings)
     traceback = f"traceback in {tmp_path / 'run' / 'traceback.txt'}"
@@ -296,7 +296,7 @@ def test_ctrl_c_on_one_node_stops_all_with_a_checkpoint(tmp_path: Path) -> None:
         ("--checkpoint-every 5 --elastic 3:2", "--elastic: must be min:max such as 2:4"),
     ],
 )
-def test_what_cannot_be_elastic_is_refused_in_one_line(
+def test_settings_that_cannot_be_elastic_are_rejected_in_one_line(
     words: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     fixed = ["--elastic", "2:4", "--strategy", "allreduce", "--out", str(tmp_path)]

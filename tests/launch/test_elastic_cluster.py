@@ -22,7 +22,7 @@ __all__ = ["cluster"]
 pytestmark = [pytest.mark.root, pytest.mark.iproute, pytest.mark.timeout(300)]
 
 
-def test_a_node_that_is_cut_off_is_done_without(
+def test_the_run_continues_without_a_disconnected_node(
     cluster: EmulatedCluster,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -45,7 +45,7 @@ def test_a_node_that_is_cut_off_is_done_without(
     assert "continuing without node 1: lost contact with the first node" in told
 
 
-def test_a_link_that_comes_back_leaves_the_weights_as_they_would_be(
+def test_a_link_that_recovers_does_not_change_the_weights(
     cluster: EmulatedCluster,
     talkative_run: tuple[Path, Ended],
     tmp_path: Path,

@@ -49,7 +49,7 @@ def received(store: Store, node: int) -> dict[str, bytes]:
     return files
 
 
-def test_what_fails_in_the_line_to_the_store_is_told_to_who_asked(
+def test_an_error_in_the_store_client_reaches_the_caller(
     client: StoreClient, tmp_path: Path
 ) -> None:
     with pytest.raises(FileNotFoundError):
@@ -127,7 +127,7 @@ def gather(
     return now
 
 
-def test_records_that_come_slowly_are_waited_for(
+def test_node_0_waits_for_slow_records(
     store: Store, client: StoreClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, there = tmp_path / "here", tmp_path / "there"

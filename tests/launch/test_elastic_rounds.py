@@ -112,14 +112,14 @@ def test_the_first_round_waits_a_moment_for_more_than_the_fewest(table: Table) -
     assert table.nodes == [0, 1]
 
 
-def test_a_round_begins_at_once_when_nobody_else_can_come(table: Table) -> None:
+def test_a_round_starts_at_once_when_no_other_node_can_join(table: Table) -> None:
     table.come(3)
     table.apply(0, 1, 2)
     table.pass_time(1)
     assert table.nodes == [0, 1, 2]
 
 
-def test_a_round_waits_for_all_who_live_and_goes_on_without_the_lost(table: Table) -> None:
+def test_a_round_waits_for_live_nodes_and_starts_without_lost_ones(table: Table) -> None:
     table.begin(3)
     table.apply(0, 2, number=1, cause=ECHO)
     table.pass_time(LOST_SECONDS + 5)
@@ -141,7 +141,7 @@ def test_the_cause_of_a_restart_is_no_echo(table: Table, capfd: pytest.CaptureFi
     assert capfd.readouterr().err == f"paceline: {line} with 6 workers\n"
 
 
-def test_who_joins_asks_for_a_planned_regrouping_which_is_no_restart(table: Table) -> None:
+def test_a_joining_node_causes_a_planned_round_that_is_not_a_restart(table: Table) -> None:
     table.begin(2)
     table.come(1)
     table.pass_time(1, consider=False)
@@ -156,7 +156,7 @@ def test_who_joins_asks_for_a_planned_regrouping_which_is_no_restart(table: Tabl
     assert (table.nodes, table.leader.restarts) == ([0, 1, 2], [])
 
 
-def test_a_full_world_is_left_in_peace_and_the_one_who_waits_replaces_a_lost_one(
+def test_a_waiting_node_replaces_a_lost_one_and_does_not_disturb_a_full_world(
     table: Table,
 ) -> None:
     table.begin(3)
@@ -185,7 +185,7 @@ def test_too_few_nodes_end_the_run_with_its_cause(table: Table) -> None:
     )
 
 
-def test_restarts_are_counted_and_come_to_an_end(table: Table) -> None:
+def test_restarts_are_counted_and_limited(table: Table) -> None:
     table.begin(2)
     for number in (1, 2):
         table.apply(0, 1, number=number, cause=KILLED)

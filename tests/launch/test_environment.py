@@ -36,7 +36,7 @@ SRUN = {
 }
 
 
-def test_without_a_launcher_there_is_no_place() -> None:
+def test_without_a_launcher_there_is_no_rank() -> None:
     assert detect({"HOME": "/root", "WORLD_SIZE": "4"}) is None
 
 
@@ -54,7 +54,7 @@ def test_torchruns_variables_are_taken_as_they_are() -> None:
     )
 
 
-def test_a_place_survives_its_way_through_the_environment() -> None:
+def test_rank_info_survives_a_round_trip_through_the_environment() -> None:
     place = detect(SRUN)
     assert place is not None
     assert detect(place.to_environment()) == place
@@ -83,7 +83,7 @@ def test_a_step_may_use_a_part_of_the_jobs_tasks() -> None:
     assert (place.world_size, place.nnodes, place.local_world_size) == (2, 1, 2)
 
 
-def test_the_script_of_a_batch_job_is_nobodys_rank() -> None:
+def test_the_script_of_a_batch_job_has_no_rank() -> None:
     script = {name: value for name, value in SRUN.items() if "STEP" not in name}
     assert detect(script) is None
 
@@ -127,12 +127,14 @@ def test_an_address_that_the_user_gives_counts_under_srun() -> None:
         ({**SRUN, "SLURM_PROCID": "x"}, "SLURM_PROCID"),
     ],
 )
-def test_what_is_no_number_is_refused_by_its_name(variables: dict[str, str], name: str) -> None:
+def test_a_variable_that_is_not_a_number_is_rejected_by_name(
+    variables: dict[str, str], name: str
+) -> None:
     with pytest.raises(UsageError, match=f"environment variable {name}: must be a whole number"):
         detect(variables)
 
 
-def test_unequal_numbers_of_tasks_are_refused() -> None:
+def test_unequal_numbers_of_tasks_are_rejected() -> None:
     with pytest.raises(UsageError, match="--ntasks-per-node"):
         detect({**SRUN, "SLURM_STEP_NUM_TASKS": "5"})
 

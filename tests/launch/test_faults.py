@@ -147,7 +147,7 @@ def test_the_worker_that_was_killed_first_is_named(tmp_path: Path) -> None:
     assert termination.cause == "rank 1 was killed by SIGKILL"
 
 
-def test_on_a_shared_folder_only_reports_of_the_own_node_are_put_in_order(tmp_path: Path) -> None:
+def test_only_reports_of_this_node_get_an_order_in_a_shared_folder(tmp_path: Path) -> None:
     """Those of other nodes have no order here, and clocks differ."""
 
     values = {**TINY, "out": str(tmp_path), "name": "run", "nnodes": 2, "node_rank": 1}
@@ -212,7 +212,7 @@ def test_what_the_user_can_mend_is_one_line(
         ("--strategy fsdp --communicator hierarchical", "strategy fsdp requires torch"),
     ],
 )
-def test_what_a_strategy_cannot_do_is_refused_before_any_process_starts(
+def test_unsupported_settings_are_rejected_before_any_process_starts(
     words: str,
     said: str,
     tmp_path: Path,

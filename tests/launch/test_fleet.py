@@ -62,7 +62,7 @@ def run(*programs: str, given: str = "") -> list[int]:
     return [each.code or 0 for each in exits]
 
 
-def test_the_first_node_is_shown_plainly_and_the_others_by_name(
+def test_output_of_the_first_node_is_plain_and_of_the_others_prefixed(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     say = "import sys; print(sys.stdin.readline() + 'out'); sys.stderr.write('err')"
@@ -72,7 +72,7 @@ def test_the_first_node_is_shown_plainly_and_the_others_by_name(
     assert sorted(err.splitlines()) == ["[b] err", "err"]
 
 
-def test_the_first_failure_stops_all_and_is_told_by_its_own_words(
+def test_the_first_failure_stops_all_and_its_error_is_reported(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     complain = "import sys; sys.exit(sys.stderr.write('paceline: error: no disk\\n') and 2)"
@@ -81,7 +81,7 @@ def test_the_first_failure_stops_all_and_is_told_by_its_own_words(
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_several_nodes_tell_is_of_the_whole_run() -> None:
+def test_an_error_of_several_nodes_is_reported_without_an_address() -> None:
     complain = "import sys; sys.exit(sys.stderr.write('paceline: error: it broke\\n') and 1)"
     with pytest.raises(RunError, match=r"^it broke$"):
         run(complain, "print(1)", complain)
@@ -94,7 +94,7 @@ def test_a_node_that_is_killed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         run(UNTIL_LET_GO, UNTIL_LET_GO, kill)
 
 
-def test_the_last_argv_of_a_node_that_failed_are_told_once(
+def test_the_last_line_of_a_failed_node_is_reported_once(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     fail = "import sys; print(1); sys.stderr.write('before\\nthe end\\n'); sys.exit(9)"
@@ -163,7 +163,7 @@ def bound_to_starter(silence_seconds: float = 60.0) -> Iterator[subprocess.Popen
             process.kill()
 
 
-def test_a_node_ends_when_its_starter_is_gone() -> None:
+def test_a_node_ends_when_its_launcher_is_gone() -> None:
     """Though it hears no signal but the last."""
     with bound_to_starter() as process:
         assert process.stdin is not None
@@ -171,12 +171,12 @@ def test_a_node_ends_when_its_starter_is_gone() -> None:
         assert process.wait(LIMIT_SECONDS) == -signal.SIGKILL
 
 
-def test_a_node_ends_when_nothing_comes_from_its_starter_any_more() -> None:
+def test_a_node_ends_when_its_launcher_is_silent() -> None:
     with bound_to_starter(silence_seconds=0.3) as process:
         assert process.wait(LIMIT_SECONDS) == -signal.SIGKILL
 
 
-def test_an_elastic_run_goes_on_without_a_lost_node(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_elastic_run_continues_without_a_lost_node(capfd: pytest.CaptureFixture[str]) -> None:
     fleet = LocalFleet()
     programs = ["import time; time.sleep(1); print('done')", "import sys; sys.exit(4)", ""]
     with SignalMonitor() as signals, NodeSupervisor(fleet, signals, min_nodes=2) as supervisor:
@@ -239,12 +239,12 @@ def test_another_run_is_not_written_over(tmp_path: Path) -> None:
     "name",
     ["../up", "/etc/passwd", "a/../../b", "", ".hidden", "a//b", "a\nb", "/".join("abcdefgh")],
 )
-def test_names_that_lead_out_of_the_folder_are_refused(name: str) -> None:
+def test_names_outside_the_folder_are_rejected(name: str) -> None:
     assert not is_plain(name)
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE])
-def test_what_is_no_regular_file_is_refused(kind: bytes, tmp_path: Path) -> None:
+def test_entries_that_are_not_regular_files_are_rejected(kind: bytes, tmp_path: Path) -> None:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w|") as archive:
         entry = tarfile.TarInfo("events-0.jsonl")
@@ -258,7 +258,7 @@ def test_what_is_no_regular_file_is_refused(kind: bytes, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("replace", [True, False])
 @pytest.mark.parametrize(("there", "kept"), [(b"1\n2\n3\n", b"1\n2\n3\n"), (b"1\n", b"1\n2\n")])
-def test_events_are_replaced_only_by_more_of_them(
+def test_events_are_replaced_only_by_a_longer_file(
     there: bytes, kept: bytes, replace: bool, tmp_path: Path
 ) -> None:
     (tmp_path / "events-0.jsonl").write_bytes(there)
@@ -272,5 +272,5 @@ def test_events_are_replaced_only_by_more_of_them(
     assert (tmp_path / "events-0.jsonl").read_bytes() == kept
 
 
-def test_a_signal_without_a_name_is_told_by_its_number() -> None:
+def test_a_signal_without_a_name_is_reported_by_number() -> None:
     assert [signal_name(-9), signal_name(-40)] == ["SIGKILL", "signal 40"]

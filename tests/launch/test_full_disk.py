@@ -93,7 +93,7 @@ def _is_removed(folder: Path) -> bool:
     return not folder.exists()
 
 
-def test_a_run_folder_that_is_removed_under_torchrun_is_told_in_a_line(tmp_path: Path) -> None:
+def test_a_run_folder_removed_under_torchrun_is_reported_in_one_line(tmp_path: Path) -> None:
     settings = {**TINY, **ENDLESS, "iterations": 60, "out": tmp_path, "name": "run", "quiet": True}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with Command([*torchrun, "-m", "paceline", "train", *flags(settings)], SLOW) as command:

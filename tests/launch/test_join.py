@@ -172,7 +172,7 @@ def test_the_account_adds_up() -> None:
 
 
 @pytest.mark.parametrize("batch_size", [0, SAMPLES + 1])
-def test_a_batch_that_cannot_be_is_refused(batch_size: int) -> None:
+def test_an_impossible_batch_is_rejected(batch_size: int) -> None:
     own = model()
     optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
     with (
@@ -182,12 +182,12 @@ def test_a_batch_that_cannot_be_is_refused(batch_size: int) -> None:
         team.prepare(own, optimizer, tensors(), batch_size=batch_size)
 
 
-def test_an_option_that_the_strategy_has_not_is_refused() -> None:
+def test_an_unknown_strategy_option_is_rejected() -> None:
     with pytest.raises(UsageError, match="-o speed: strategy ring has no such option"):
         paceline.join("ring", speed=3).__enter__()
 
 
-def test_a_strategy_with_servers_is_refused() -> None:
+def test_a_strategy_with_servers_is_rejected() -> None:
     with pytest.raises(UsageError, match="does not support custom loops"):
         paceline.join("parameter_server").__enter__()
 

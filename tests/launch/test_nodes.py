@@ -65,7 +65,7 @@ def test_the_first_of_three_nodes_gets_all_records_and_waits_for_a_late_one(tmp_
     assert all(each["rss_bytes_peak"] for each in result["nodes"])
 
 
-def test_a_node_with_another_setting_is_refused_everywhere(tmp_path: Path) -> None:
+def test_different_settings_of_a_node_are_rejected_on_all_nodes(tmp_path: Path) -> None:
     port = free_port()
     with (
         node(tmp_path, 0, port, nnodes=2, lr=0.1) as one,
@@ -78,7 +78,7 @@ def test_a_node_with_another_setting_is_refused_everywhere(tmp_path: Path) -> No
     assert not names_in(tmp_path)
 
 
-def test_a_failure_on_another_node_is_told_everywhere(tmp_path: Path) -> None:
+def test_a_failure_on_one_node_is_reported_on_all(tmp_path: Path) -> None:
     outs = [tmp_path / "disk-0", tmp_path / "disk-1"]
     ended = run_nodes(outs, model="own_code:Breaking", iterations=100_000)
     cause = f"ValueError: the model broke (traceback in {outs[1]}/run/traceback.txt)"
@@ -89,9 +89,7 @@ def test_a_failure_on_another_node_is_told_everywhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("second", ["killed", "raises"])
-def test_the_first_error_is_the_cause_whatever_the_clock_of_another_node_says(
-    second: str, tmp_path: Path
-) -> None:
+def test_the_root_cause_does_not_depend_on_clocks(second: str, tmp_path: Path) -> None:
     outs, port = [tmp_path / "disk-0", tmp_path / "disk-1"], free_port()
     variables = {"OWN_NOTES": str(tmp_path), "OWN_SECOND": second}
     settings = {"nnodes": 2, "model": "own_code:FailingTwice", "iterations": 100_000}
@@ -106,7 +104,7 @@ def test_the_first_error_is_the_cause_whatever_the_clock_of_another_node_says(
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_node_that_is_gone_ends_the_others(victim: int, tmp_path: Path) -> None:
+def test_a_lost_node_ends_the_others(victim: int, tmp_path: Path) -> None:
     outs, port = [tmp_path / "disk-0", tmp_path / "disk-1"], free_port()
     with contextlib.ExitStack() as stack:
         commands = [
@@ -154,19 +152,19 @@ def two_nodes(out: Path, **settings: Any) -> None:
     launch(out, nnodes=2, rendezvous_seconds=0.5, **settings)
 
 
-def test_a_node_that_never_comes_is_named(tmp_path: Path) -> None:
+def test_a_node_that_does_not_join_is_named(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"node 1 did not come to 127\.0\.0\.1:\d+ within 0\.5 s"):
         two_nodes(tmp_path, master_port=free_port())
     assert not names_in(tmp_path)
 
 
-def test_a_first_node_that_does_not_answer_is_told(tmp_path: Path) -> None:
+def test_a_first_node_that_does_not_answer_is_reported(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"nobody answered at .*--master-addr and --master-port"):
         two_nodes(tmp_path, node_rank=1, master_port=free_port())
     assert not names_in(tmp_path)
 
 
-def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
+def test_a_port_in_use_is_rejected(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UsageError, match=f"port {port} .* in use: choose another"):
@@ -182,7 +180,7 @@ def test_on_one_machine_a_port_in_use_is_no_hindrance() -> None:
     assert nodes.port != port
 
 
-def test_nobody_can_take_the_port_of_a_run_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_port_of_a_run_on_one_machine_cannot_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another program is quick to bind each port that is given up."""
     plain, taken = socket.socket, []
 

@@ -56,7 +56,7 @@ def test_each_worker_has_its_events(rank: int, talkative_run: Run) -> None:
     assert sum(len(e["seconds"]) for e in events if e["event"] == "iterations") == 12
 
 
-def test_only_records_and_what_was_said_is_left(talkative_run: Run) -> None:
+def test_only_records_and_output_remain(talkative_run: Run) -> None:
     assert names_in(talkative_run[0]) == {
         "config.json", "result.json", "events-0.jsonl", "events-1.jsonl", "resources-0.jsonl",
         "checkpoints", "output-0.txt", "output-1.txt",

@@ -112,12 +112,12 @@ def test_a_run_on_ray_gives_the_weights_of_a_local_one(
     assert quiet_run.result["weights_sha256"] == local["weights_sha256"]
 
 
-def test_ray_itself_says_nothing(quiet_run: Run) -> None:
+def test_ray_prints_nothing(quiet_run: Run) -> None:
     lines = quiet_run.ended.err.splitlines()
     assert [line for line in lines if not line.startswith("paceline: waiting for ")] == []
 
 
-def test_all_records_come_to_the_command(quiet_run: Run) -> None:
+def test_all_records_are_downloaded(quiet_run: Run) -> None:
     assert names_in(quiet_run.folder) == RECORDS
     assert [worker["node"] for worker in quiet_run.result["workers"]] == [0, 1]
     assert all(node["rss_bytes_peak"] for node in quiet_run.result["nodes"])
@@ -128,14 +128,14 @@ def test_the_progress_of_the_first_worker_is_shown(quiet_run: Run) -> None:
     assert ["1.50", "0"] in [row[:2] for row in rows], "the evaluation at the end"
 
 
-def test_what_was_lost_and_gone_on_with_has_the_weights_of_an_undisturbed_run(
+def test_a_run_restarted_after_losses_has_the_weights_of_an_uninterrupted_one(
     struck_run: Run, quiet_run: Run
 ) -> None:
     assert struck_run.ended.code == 0, struck_run.ended.err
     assert struck_run.result["weights_sha256"] == quiet_run.result["weights_sha256"]
 
 
-def test_each_loss_is_told_in_a_line_and_in_the_result(struck_run: Run) -> None:
+def test_each_loss_is_reported_in_one_line_and_in_the_result(struck_run: Run) -> None:
     lines = struck_run.ended.err.splitlines()
     restarts = struck_run.result["restarts"]
     causes = [restart["cause"] for restart in restarts]
@@ -151,7 +151,7 @@ def test_each_loss_is_told_in_a_line_and_in_the_result(struck_run: Run) -> None:
     assert all(line.startswith("paceline: ") for line in lines), "Ray is to say nothing"
 
 
-def test_a_machine_that_is_cut_off_is_replaced(cut_off_run: Run, quiet_run: Run) -> None:
+def test_a_disconnected_machine_is_replaced(cut_off_run: Run, quiet_run: Run) -> None:
     assert cut_off_run.ended.code == 0, cut_off_run.ended.err
     assert cut_off_run.result["weights_sha256"] == quiet_run.result["weights_sha256"]
     assert "node 1" in cut_off_run.result["restarts"][0]["cause"]
@@ -188,7 +188,7 @@ def test_the_network_between_rays_machines_can_be_measured(
     assert [each["algorithm"] for each in record["measurements"]] == ["ring"]
 
 
-def test_too_few_slots_are_refused(machines: RayMachines) -> None:
+def test_too_few_slots_are_rejected(machines: RayMachines) -> None:
     with machines.train("refused", nproc_per_node=2, rendezvous_seconds=1) as process:
         ended = end_of(process)
     assert ended.code == 2
@@ -197,7 +197,7 @@ def test_too_few_slots_are_refused(machines: RayMachines) -> None:
     assert not (machines.records / "refused").exists()
 
 
-def test_too_few_machines_that_are_left_are_told_with_the_first_cause(
+def test_too_few_remaining_machines_are_reported_with_the_root_cause(
     machines: RayMachines, cut_off_run: Run
 ) -> None:
     """Of three machines one is gone already."""

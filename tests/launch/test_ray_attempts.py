@@ -113,7 +113,7 @@ RAISED = {
 }
 
 
-def test_a_loss_is_gone_on_from_where_the_folder_is(
+def test_a_restart_prefers_the_machine_that_has_the_folder(
     play: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = Script([KILLED, FINISHED])
@@ -126,7 +126,7 @@ def test_a_loss_is_gone_on_from_where_the_folder_is(
     assert [each["iteration"] for each in read_json(outcome.folder.result_file)["restarts"]] == [7]
 
 
-def test_without_checkpoints_a_run_begins_anew_and_says_so(
+def test_without_checkpoints_a_run_restarts_from_the_beginning_and_reports_it(
     play: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     script = Script([KILLED, FINISHED])
@@ -140,7 +140,7 @@ def test_without_checkpoints_a_run_begins_anew_and_says_so(
     )
 
 
-def test_a_workers_own_error_is_not_tried_again(play: Any) -> None:
+def test_an_error_of_a_worker_is_not_retried(play: Any) -> None:
     script = Script([RAISED])
     outcome = play(script, checkpoint_every=7)
     assert outcome.result["cause"] == "ValueError: the model broke"
@@ -166,7 +166,9 @@ def test_an_attempt_that_is_lost_at_its_start_does_not_lose_the_checkpoint(play:
         (STOPPED, "stopped after iteration 5"),
     ],
 )
-def test_without_rays_head_a_run_ends_and_says_so(play: Any, end: Any, situation: str) -> None:
+def test_a_run_ends_with_an_error_when_rays_head_is_lost(
+    play: Any, end: Any, situation: str
+) -> None:
     """Workers that still answer are stopped by us; no restart is tried, as Ray would hang."""
     script = Script([end], headless=True)
     outcome = play(script, checkpoint_every=7)
@@ -175,7 +177,7 @@ def test_without_rays_head_a_run_ends_and_says_so(play: Any, end: Any, situation
     assert outcome.result["status"] == "failed"
 
 
-def test_without_rays_head_a_run_whose_records_stay_away_says_so_too(play: Any) -> None:
+def test_missing_records_are_reported_when_rays_head_is_lost(play: Any) -> None:
     """Its workers were stopped because of that, and by nobody else."""
     stopped = StoppedError("b: stopped by SIGTERM after iteration 5")
     with pytest.raises(RunError, match=rf"^lost Ray's head at head:6379: {stopped}$"):
@@ -207,7 +209,7 @@ def test_machines_that_are_lost_for_good_end_the_run_with_the_first_cause(
     assert (tmp_path / "run" / "result.json").is_file(), "its records have their name again"
 
 
-def test_too_few_machines_at_the_start_are_refused(play: Any) -> None:
+def test_too_few_machines_at_the_start_are_rejected(play: Any) -> None:
     with pytest.raises(UsageError, match="--launcher ray: needs 2 machines; there is 1: reduce"):
         play(Script([TooFewError("needs 2 machines; there is 1")]))
 
@@ -227,7 +229,7 @@ def test_what_is_needed_reads_well(wanted: ResourceRequest, text: str) -> None:
 @pytest.mark.parametrize(
     "settings", [{"hosts": "a,b"}, {"cluster": "nodes=2"}, {"elastic": "1:2", "nnodes": 2}]
 )
-def test_other_ways_to_get_machines_are_refused_beside_ray(settings: dict[str, Any]) -> None:
+def test_other_machine_flags_are_rejected_with_ray(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="cannot be combined with --launcher ray"):
         run.run(from_mapping({"launcher": "ray", **settings}), None, quiet=True)
 
@@ -239,7 +241,7 @@ def test_a_missing_ray_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.ray
-def test_an_address_where_nobody_answers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_address_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")

@@ -96,7 +96,7 @@ def say_nothing(text: str) -> None: ...
 
 
 @pytest.mark.parametrize(("is_silent", "asked"), [(False, ["kill", "kill", "remove"]), (True, [])])
-def test_what_was_claimed_is_given_back_only_to_a_head_that_answers(
+def test_reservations_are_released_only_if_the_head_answers(
     is_silent: bool, asked: list[str], server: socket.socket, head: HeadMonitor, stand_in: Any
 ) -> None:
     """A head that has just fallen silent is not lost yet, and what it were asked would hang."""
@@ -108,7 +108,7 @@ def test_what_was_claimed_is_given_back_only_to_a_head_that_answers(
     assert ray.asked == asked
 
 
-def test_a_head_that_is_lost_while_machines_are_waited_for_is_told(
+def test_a_head_lost_while_waiting_for_machines_is_reported(
     server: socket.socket, head: HeadMonitor, stand_in: Any
 ) -> None:
     def is_ready() -> bool:
@@ -121,7 +121,7 @@ def test_a_head_that_is_lost_while_machines_are_waited_for_is_told(
         pass
 
 
-def test_a_head_that_is_lost_while_actors_are_asked_is_told(
+def test_a_head_lost_during_a_call_to_actors_is_reported(
     server: socket.socket, head: HeadMonitor, stand_in: Any
 ) -> None:
     def get(answers: Any, timeout: float) -> Any:
@@ -162,7 +162,7 @@ except errors.PacelineError:
         ("raise errors.UsageError('too few')", 2),
     ],
 )
-def test_a_command_that_lost_rays_head_ends_at_once_with_its_own_exit_code(
+def test_a_command_that_lost_rays_head_exits_at_once_with_its_exit_code(
     end: str, code: int
 ) -> None:
     done = subprocess.run(

@@ -153,7 +153,7 @@ def test_a_report_is_read_as_it_was_written(folder: RunFolder) -> None:
 
 
 @pytest.mark.parametrize(("value", "path"), BAD, ids=IDS)
-def test_a_malformed_value_at_any_level_costs_only_its_report(
+def test_a_malformed_value_at_any_level_drops_only_its_report(
     value: object, path: str, folder: RunFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "paceline"):
@@ -182,7 +182,7 @@ def test_a_malformed_value_at_any_level_costs_only_its_report(
         [{"started": 1, "seconds": 1, "gpus": 5}],
     ],
 )
-def test_malformed_samples_of_a_node_cost_only_its_resources(
+def test_malformed_samples_of_a_node_drop_only_its_resources(
     lines: list[dict[str, Any]], folder: RunFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
     put_record(folder, "resources-1.jsonl", "\n".join(map(json.dumps, lines)).encode())
@@ -195,7 +195,7 @@ def test_malformed_samples_of_a_node_cost_only_its_resources(
 
 
 @pytest.mark.parametrize("contents", [packed(changed(NAN, "worker.phases.forward")), b"{", b"5"])
-def test_a_malformed_report_in_a_shared_folder_costs_only_itself(
+def test_a_malformed_report_in_a_shared_folder_is_ignored(
     contents: bytes, folder: RunFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_report(folder, 0, parse_report(report_of(0), "report", 0))
@@ -247,7 +247,7 @@ def test_only_rejected_settings_have_several_lines(code: int, lines: int) -> Non
     assert len(cause) <= LONGEST_LINE
 
 
-def test_a_malformed_report_from_a_worker_costs_only_itself(
+def test_a_malformed_report_from_a_worker_is_ignored(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     sent = [packed(report_of(0)), b"{", packed(report_of(0)), packed(report_of(3))]

@@ -94,7 +94,7 @@ def weights_after(folder: Path) -> Tensor:
 
 
 @pytest.mark.parametrize("workers", [3, 1])
-def test_another_number_of_workers_goes_on_with_the_same_samples(
+def test_another_number_of_workers_resumes_with_the_same_samples(
     workers: int,
     talkative_run: tuple[Path, Ended],
     tmp_path: Path,
@@ -142,7 +142,7 @@ def records(folder: RunFolder) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in files if not path.name.startswith("resources-")}
 
 
-def test_workers_refuse_a_model_that_the_checkpoint_does_not_fit_and_change_nothing(
+def test_a_model_that_does_not_fit_the_checkpoint_is_rejected_without_changes(
     tmp_path: Path,
 ) -> None:
     launch(tmp_path, nproc_per_node=2, checkpoint_every=12, model="softmax")

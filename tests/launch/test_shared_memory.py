@@ -125,7 +125,7 @@ def resume_under(strategy: str, run: Path, copy: Path, workers: int) -> Result:
 
 
 @pytest.mark.parametrize("strategy", ["shared", "overlap"])
-def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(
+def test_a_killed_and_resumed_run_has_the_weights_of_an_uninterrupted_one(
     strategy: str, killed_run: Path, tmp_path: Path, talkative_run: tuple[Path, Ended]
 ) -> None:
     """Under the strategy that it began with, and under another."""
@@ -134,14 +134,14 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(
     assert result["weights_sha256"] == expected["weights_sha256"]
 
 
-def test_one_worker_can_go_on_with_what_shared_workers_began(
+def test_one_worker_can_resume_a_run_of_shared_workers(
     killed_run: Path, tmp_path: Path, talkative_run: tuple[Path, Ended]
 ) -> None:
     resume_under("single", killed_run, tmp_path / "run", workers=1)
     assert distance(weights_of(tmp_path / "run"), weights_of(talkative_run[0])) < 1e-6
 
 
-def test_shared_workers_can_go_on_with_what_others_began(
+def test_shared_workers_can_resume_a_run_of_others(
     tmp_path: Path, talkative_run: tuple[Path, Ended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OWN_NOTES", str(tmp_path))
@@ -155,7 +155,7 @@ def test_shared_workers_can_go_on_with_what_others_began(
     assert result["weights_sha256"] == expected["weights_sha256"]
 
 
-def test_a_killed_worker_is_the_cause_that_is_told(
+def test_a_killed_worker_is_the_reported_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OWN_SLEEP_SECONDS", "0.01")
@@ -166,7 +166,7 @@ def test_a_killed_worker_is_the_cause_that_is_told(
 
 
 @pytest.mark.root
-def test_too_little_shared_memory_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_too_little_shared_memory_is_rejected_in_one_line(tmp_path: Path) -> None:
     """In a mount namespace, where nobody else sees the small one."""
     words = flags({**TINY, "strategy": "shared", "out": tmp_path, "nproc_per_node": 2})
     command = [sys.executable, "-m", "paceline", "train"]

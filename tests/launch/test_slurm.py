@@ -105,7 +105,7 @@ def test_a_cancelled_job_stops_workers_and_servers(
     assert not [name for name in names_in(tmp_path / "run") if name.startswith(passing)]
 
 
-def test_what_slurm_refuses_is_told_in_a_line_and_leaves_nothing(
+def test_a_job_that_slurm_rejects_is_reported_and_leaves_no_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert submit(tmp_path, 1, "--partition", "absent") == 2

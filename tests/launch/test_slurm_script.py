@@ -33,7 +33,7 @@ def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_the_script_has_srun_start_train_with_the_flags_that_were_given(
+def test_the_script_runs_train_under_srun_with_the_users_flags(
     tmp_path: Path, programs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [*OWN, "--out", str(tmp_path / "my runs"), "--name", "run", "--no-tensorboard"]
@@ -86,7 +86,7 @@ def test_a_run_is_resumed_with_as_many_workers_as_it_had(
         (["--model", "resnet", "--lr", "1"], ["unknown model 'resnet': did you mean"]),
     ],
 )
-def test_wrong_flags_are_refused_before_anything_is_submitted(
+def test_invalid_flags_are_rejected_before_submission(
     words: list[str], said: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["slurm", *OWN, *words, "--out", str(tmp_path)]) == 2
@@ -108,7 +108,7 @@ def test_without_sbatch_there_is_one_line_and_no_script(
 
 
 @pytest.mark.parametrize("taken", ["run", "run.sbatch"])
-def test_a_name_that_is_taken_is_refused(
+def test_an_existing_name_is_rejected(
     taken: str, programs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stand_in(programs, "sbatch", "echo 1")
@@ -140,7 +140,7 @@ def test_a_job_that_leaves_no_result_is_a_failure(
     assert capsys.readouterr().err == told
 
 
-def test_whoever_stops_waiting_leaves_the_job_alone(
+def test_ctrl_c_while_waiting_does_not_affect_the_job(
     programs: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

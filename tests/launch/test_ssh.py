@@ -26,18 +26,18 @@ from tests.support.commands import TINY, names_in
         ("me@[fe80::1]:2222", "fe80::1", ["-p", "2222", "me@fe80::1"]),
     ],
 )
-def test_hosts_are_given_as_for_ssh(text: str, address: str, words: list[str]) -> None:
+def test_hosts_have_the_syntax_of_ssh(text: str, address: str, words: list[str]) -> None:
     host = Host.parse(text)
     assert (host.address, host.arguments()) == (address, words)
 
 
 @pytest.mark.parametrize("text", ["-oProxyCommand=x", "me@", "@node1", "a b", "-l@node1", "a:b"])
-def test_what_is_no_host_is_refused(text: str) -> None:
+def test_an_invalid_host_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^--hosts: "):
         Host.parse(text)
 
 
-def test_a_machine_given_twice_is_refused() -> None:
+def test_a_duplicate_machine_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"^--hosts: duplicate machine"):
         SshMachines(["me@a", "a"])
 
@@ -93,7 +93,7 @@ FAKES = {
 
 
 @pytest.mark.parametrize("fake", FAKES)
-def test_a_host_that_cannot_take_part_is_told_in_one_line(
+def test_an_unusable_host_is_reported_in_one_line(
     fake: str,
     pretended_ssh: Callable[[str], None],
     tmp_path: Path,

@@ -127,7 +127,7 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
             machines.close()
 
 
-def test_hosts_train_what_one_machine_trains_and_all_records_come_here(
+def test_hosts_train_like_one_machine_and_all_records_are_downloaded(
     machines: Machines, talkative_run: tuple[Path, Ended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped by Ctrl-C and resumed, the hosts in another order: the run travels both ways."""
@@ -182,7 +182,7 @@ def test_a_killed_worker_on_a_host_ends_all_with_one_cause(
     wait_until(lambda: are_gone(processes), "the hosts have stopped")
 
 
-def test_hosts_stop_when_their_starter_is_killed(
+def test_hosts_stop_when_their_launcher_is_killed(
     machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A process of its own from the start, with no pipe but its own.

@@ -75,7 +75,7 @@ REJECTED = {"status": "failed", "exit_code": 2, "cause": "no such model", "itera
     [(True, 0, False), (False, 0, True), (False, 5, False)],
     ids=["shared folder", "own folder", "own folder, another worker trained"],
 )
-def test_another_node_removes_only_what_is_its_own_and_untrained(
+def test_another_node_discards_only_its_own_untrained_folder(
     shares_folder: bool, peer_iterations: int, is_removed: bool, tmp_path: Path
 ) -> None:
     """Workers 2 and 3 are of the second node; the first node reads what is in a shared folder."""
@@ -98,7 +98,7 @@ def test_another_node_removes_only_what_is_its_own_and_untrained(
     assert ("report-2.json" in left) == shares_folder
 
 
-def test_what_kept_resources_from_being_sampled_is_a_warning_of_the_result(
+def test_a_sampler_failure_is_a_warning_of_the_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(sampler: ResourceSampler) -> None:

@@ -124,9 +124,7 @@ def test_a_result_without_the_report_of_rank_0_is_not_finished(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["../up", "/tmp/absolute", "a/b", "..", ".hidden", "", 5, None])
-def test_a_run_name_that_leads_elsewhere_is_rejected(
-    name: object, store: Store, tmp_path: Path
-) -> None:
+def test_a_run_name_with_a_path_is_rejected(name: object, store: Store, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "out"
     store.set("folder", json.dumps({"id": name, "identity": [1, 2, "3"]}))
     other = joined(store, out, rank=1)
@@ -291,7 +289,7 @@ def test_a_malformed_report_is_not_taken(
 
 
 @pytest.mark.parametrize("name", ["config.json", "events-0.jsonl", "result.json", ["a"]])
-def test_workers_hand_in_only_their_own_files(
+def test_workers_send_only_their_own_files(
     name: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = RunFolder.create(from_mapping({"out": str(tmp_path), "name": "run"}))
@@ -308,7 +306,7 @@ def test_workers_hand_in_only_their_own_files(
 
 
 @pytest.mark.parametrize("told", ['{"number": "x"}', "5", "{", '{"number": 1, "cause": {}}'])
-def test_a_malformed_application_is_one_line(told: str, store: Store, client: StoreClient) -> None:
+def test_a_malformed_join_request_is_one_line(told: str, store: Store, client: StoreClient) -> None:
     config = from_mapping({"elastic": "1:2"})
     leader = RoundLeader(config, client, lambda: None)
     client.register()
