@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.comm import ALGORITHMS
+from paceline.comm.algorithms import ALGORITHMS
 from paceline.comm.background import CommunicationThread
 from paceline.comm.communicator import Communicator
 from paceline.measure.traffic import Traffic
@@ -91,7 +91,7 @@ def sums_in_background(communicator: Communicator, name: str) -> list[bytes]:
     return [*(bits(tensor) for tensor in tensors), bits(other)]
 
 
-def test_the_sum_is_exact_on_every_rank(team: Team, name: str) -> None:
+def test_sum_is_exact_on_every_rank(team: Team, name: str) -> None:
     plain = [
         bits(sum((integers_of(rank, size) for rank in range(team.world_size)), torch.zeros(()))
              .to(dtype))
@@ -107,12 +107,12 @@ def test_every_rank_has_the_same_bits(team: Team, name: str) -> None:
     assert all(other == first for other in others)
 
 
-def test_a_second_run_gives_the_same_bits(team_of_three: Team, name: str) -> None:
+def test_second_run_has_the_same_bits(team_of_three: Team, name: str) -> None:
     first, second = (team_of_three.run(sums_of_fractions, name) for _ in range(2))
     assert first == second
 
 
-def test_counted_bytes_are_those_of_the_formula(team: Team, name: str) -> None:
+def test_counted_bytes_match_the_formula(team: Team, name: str) -> None:
     algorithm = ALGORITHMS.load(name)()
     for rank, counted in enumerate(team.run(bytes_counted, name)):
         for (size, dtype), got in zip(CASES, counted, strict=True):
@@ -120,7 +120,7 @@ def test_counted_bytes_are_those_of_the_formula(team: Team, name: str) -> None:
             assert got == (algorithm.bytes_sent(*where), algorithm.bytes_received(*where)), where
 
 
-def test_it_runs_beside_other_messages(team_of_three: Team, name: str) -> None:
+def test_algorithm_runs_concurrently_with_other_messages(team_of_three: Team, name: str) -> None:
     first = sum(integers_of(rank, 1009) for rank in range(3))
     second = sum(integers_of(rank + 5, 64) for rank in range(3))
     assert isinstance(first, Tensor)

@@ -36,7 +36,7 @@ def pass_gate(gate: Event) -> None:
     gate.wait(20)
 
 
-def test_the_caller_does_not_wait() -> None:
+def test_submit_does_not_block_the_caller() -> None:
     gate = Event()
     with InProcessGroup(1) as hub:
         background = CommunicationThread(hub.communicators[0])
@@ -49,7 +49,7 @@ def test_the_caller_does_not_wait() -> None:
     assert work.is_completed()
 
 
-def test_after_a_failure_nothing_more_is_sent() -> None:
+def test_nothing_is_sent_after_a_failure() -> None:
     sent: list[int] = []
 
     def fail(_: Communicator) -> None:
@@ -65,7 +65,7 @@ def test_after_a_failure_nothing_more_is_sent() -> None:
     assert sent == []
 
 
-def test_of_workers_in_threads_the_first_failure_is_told_and_not_its_echoes() -> None:
+def test_run_raises_the_first_failure_and_not_its_consequences() -> None:
     def work(communicator: Communicator) -> None:
         if communicator.rank == 1:
             raise ZeroDivisionError("the cause")
@@ -95,7 +95,7 @@ class LazyDevice:
             work()
 
 
-def test_an_operation_follows_the_device_work_of_its_caller_and_completes_with_its_own(
+def test_operation_runs_after_the_callers_device_work_and_completes_with_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without an order between the streams, the sum would be computed before the gradient."""
@@ -135,12 +135,12 @@ def sum_on_side_stream(communicator: Communicator) -> list[int]:
 
 
 @pytest.mark.gpu
-def test_gradients_that_a_side_stream_computes_are_summed_after_it(pool: WorkerPool) -> None:
+def test_gradients_computed_on_a_side_stream_are_summed_after_it(pool: WorkerPool) -> None:
     assert pool.run(2, sum_on_side_stream) == [[3], [3]]
 
 
 @pytest.mark.gpu
-def test_an_operation_waits_for_the_callers_stream_on_a_real_gpu() -> None:
+def test_operation_waits_for_the_callers_stream_on_a_real_gpu() -> None:
     gradient = torch.zeros(1000, device="cuda:0")
     doubled = torch.zeros_like(gradient)
     torch.cuda.synchronize()

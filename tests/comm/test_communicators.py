@@ -79,7 +79,7 @@ def receive_in_reverse(communicator: Communicator) -> list[float]:
     return [float(tensor[0]) for tensor in tensors]
 
 
-def test_messages_keep_their_order_in_whatever_order_they_are_waited_for(
+def test_messages_keep_their_order_for_any_order_of_waits(
     team_of_three: Team,
 ) -> None:
     assert team_of_three.run(receive_in_reverse)[1] == [0.0, 1.0, 2.0, 3.0]
@@ -105,7 +105,7 @@ def poll_a_receive(communicator: Communicator) -> list[bool]:
     return [before, after, bool((tensor == 5).all())]
 
 
-def test_a_receive_is_done_once_its_message_is_there(team_of_three: Team) -> None:
+def test_receive_completes_when_its_message_arrives(team_of_three: Team) -> None:
     assert team_of_three.run(poll_a_receive)[1] == [False, True, True]
 
 
@@ -128,7 +128,7 @@ def poll_a_collective(communicator: Communicator) -> list[bool]:
     return [before, after, bool((tensor == 3).all())]
 
 
-def test_a_collective_goes_on_while_the_caller_does_other_things(team_of_three: Team) -> None:
+def test_collective_progresses_while_the_caller_does_other_work(team_of_three: Team) -> None:
     assert team_of_three.run(poll_a_collective) == [[False, True, True]] * 3
 
 
@@ -143,7 +143,7 @@ def broadcast_from_each(communicator: Communicator) -> list[str]:
     return wrong
 
 
-def test_broadcast_gives_everybody_the_roots_tensor(team_of_three: Team) -> None:
+def test_broadcast_copies_the_roots_tensor_to_all_ranks(team_of_three: Team) -> None:
     assert team_of_three.run(broadcast_from_each) == [[], [], []]
 
 
@@ -155,7 +155,7 @@ def gather_at_one(communicator: Communicator) -> list[list[float]] | None:
     return None if parts is None else [part.tolist() for part in parts]
 
 
-def test_gather_collects_the_ranks_tensors_in_order(team_of_three: Team) -> None:
+def test_gather_collects_tensors_in_rank_order(team_of_three: Team) -> None:
     expected = [[0.0], [10.0, 11.0], [20.0, 21.0, 22.0]]
     assert team_of_three.run(gather_at_one) == [None, expected, None]
 
@@ -168,7 +168,7 @@ def scatter_from_one(communicator: Communicator) -> list[float]:
     return tensor.tolist()
 
 
-def test_scatter_deals_out_the_roots_parts(team_of_three: Team) -> None:
+def test_scatter_distributes_the_roots_parts(team_of_three: Team) -> None:
     assert team_of_three.run(scatter_from_one) == [[0.0], [10.0, 11.0], [20.0, 21.0, 22.0]]
 
 
@@ -180,9 +180,7 @@ def reduce_scatter_chunks(communicator: Communicator, size: int) -> list[float]:
 
 
 @pytest.mark.parametrize("size", [6, 7, 2])
-def test_reduce_scatter_leaves_each_rank_the_sum_of_its_chunk(
-    team_of_three: Team, size: int
-) -> None:
+def test_reduce_scatter_sums_the_chunk_of_each_rank(team_of_three: Team, size: int) -> None:
     chunks = team_of_three.run(reduce_scatter_chunks, size)
     assert [value for part in chunks for value in part] == [30.0 + 3 * i for i in range(size)]
 
@@ -198,7 +196,7 @@ def all_gather_chunks(communicator: Communicator, size: int, dtype: torch.dtype)
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.float32])
 @pytest.mark.parametrize("size", [6, 7, 2])
-def test_all_gather_fills_in_the_chunks_of_all(
+def test_all_gather_collects_the_chunks_of_all_ranks(
     team_of_three: Team, size: int, dtype: torch.dtype
 ) -> None:
     assert team_of_three.run(all_gather_chunks, size, dtype) == [True] * 3
@@ -214,7 +212,7 @@ def all_reduce_strided(communicator: Communicator) -> list[str]:
     return wrong
 
 
-def test_all_reduce_sums_in_place_any_dtype_and_strides(team_of_three: Team) -> None:
+def test_all_reduce_supports_any_dtype_and_strides(team_of_three: Team) -> None:
     assert team_of_three.run(all_reduce_strided) == [[], [], []]
 
 
@@ -224,7 +222,7 @@ def all_reduce_bools(communicator: Communicator) -> list[bool]:
     return flags.tolist()
 
 
-def test_the_sum_of_bools_is_whether_any_is_true(team_of_three: Team) -> None:
+def test_sum_of_bools_is_a_logical_or(team_of_three: Team) -> None:
     assert team_of_three.run(all_reduce_bools) == [[True, False, True]] * 3
 
 
@@ -236,7 +234,7 @@ def arrive_late(communicator: Communicator) -> tuple[float, float]:
     return arrived, time.monotonic()
 
 
-def test_nobody_leaves_a_barrier_before_the_last_has_come(team_of_three: Team) -> None:
+def test_barrier_waits_for_all_ranks(team_of_three: Team) -> None:
     times = team_of_three.run(arrive_late)
     assert min(left for _, left in times) >= max(arrived for arrived, _ in times)
 
@@ -260,7 +258,7 @@ def send_on_two(communicator: Communicator) -> list[float]:
         fork.close()
 
 
-def test_messages_of_a_fork_do_not_mix_with_the_originals(team_of_three: Team) -> None:
+def test_messages_of_a_duplicate_do_not_mix_with_the_originals(team_of_three: Team) -> None:
     assert team_of_three.run(send_on_two)[1] == [2.0, 1.0]
 
 
@@ -307,7 +305,7 @@ def count_collectives(communicator: Communicator) -> list[tuple[int, int]]:
     return counted
 
 
-def test_collectives_are_counted_alike_whoever_carries_them_out(team_of_three: Team) -> None:
+def test_all_communicators_count_collectives_equally(team_of_three: Team) -> None:
     # Down the tree from rank 1, ranks 2 and 0 get a copy each from it; the rings of three ranks
     # send two chunks of 8 bytes a lap.
     rings = [(16, 16), (16, 16), (32, 32)]
@@ -333,13 +331,13 @@ def expect_silence(communicator: Communicator, operation: str) -> str:
     return "no error"
 
 
-def test_a_silent_peer_ends_a_receive_with_one_line_that_names_it(team_of_three: Team) -> None:
+def test_receive_from_a_silent_peer_is_a_one_line_error_that_names_it(team_of_three: Team) -> None:
     said = team_of_three.run_fresh(expect_silence, "recv", timeout_seconds=0.4)
     assert said[1] == "rank 1: recv from rank 0: no answer within the timeout of 0.4 s"
     assert said[2] == "rank 2: recv from rank 0: no answer within the timeout of 0.4 s"
 
 
-def test_a_silent_peer_ends_a_collective_with_one_line(team_of_three: Team) -> None:
+def test_collective_with_a_silent_peer_is_a_one_line_error(team_of_three: Team) -> None:
     said = team_of_three.run_fresh(expect_silence, "all_reduce", timeout_seconds=0.4)
     for rank in (1, 2):
         assert said[rank].startswith(f"rank {rank}: ")
@@ -359,7 +357,7 @@ def expect_departure(communicator: Communicator) -> str:
     return "no error"
 
 
-def test_a_peer_that_leaves_is_noticed_at_once(team_of_three: Team) -> None:
+def test_peer_that_closes_is_detected_immediately(team_of_three: Team) -> None:
     said = team_of_three.run_fresh(expect_departure, timeout_seconds=20.0)
     assert said[1] == "rank 1: recv from rank 0: the connection was closed"
     assert said[2] == "rank 2: recv from rank 0: the connection was closed"
@@ -380,7 +378,7 @@ def misuse(communicator: Communicator) -> list[str]:
     return said
 
 
-def test_misuse_is_refused_before_anything_is_sent(team_of_three: Team) -> None:
+def test_invalid_arguments_are_rejected_before_sending(team_of_three: Team) -> None:
     assert team_of_three.run(misuse)[1] == [
         "rank 1 of 3 has no peer 1",
         "rank 1 of 3 has no peer 3",

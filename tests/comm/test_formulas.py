@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.comm import ALGORITHMS, in_process
+from paceline.comm import in_process
+from paceline.comm.algorithms import ALGORITHMS
 from paceline.comm.algorithms.base import Algorithm
 from paceline.comm.buffers import chunk, chunk_elements
 from paceline.comm.communicator import Communicator
@@ -24,7 +25,7 @@ def load(name: str) -> Algorithm:
 
 
 @all_algorithms
-def test_what_is_sent_is_received(name: str) -> None:
+def test_total_bytes_sent_equal_total_bytes_received(name: str) -> None:
     for world_size in WORLD_SIZES:
         for elements in ELEMENTS:
             ranks = range(world_size)
@@ -36,14 +37,14 @@ def test_what_is_sent_is_received(name: str) -> None:
 
 
 @all_algorithms
-def test_a_single_worker_sends_nothing_and_takes_no_time(name: str) -> None:
+def test_single_worker_costs_nothing(name: str) -> None:
     cost = load(name).cost(1, EVEN_BYTES, Network(1.0, 1.0, 1.0))
     assert (cost.seconds, cost.bytes_sent, cost.messages) == (0.0, 0.0, 0)
     assert load(name).bytes_sent(0, 1, 100, 4) == 0
 
 
 @all_algorithms
-def test_the_cost_names_the_bytes_of_the_busiest_rank(name: str) -> None:
+def test_cost_reports_the_bytes_of_the_busiest_rank(name: str) -> None:
     for world_size in range(1, 17):
         busiest = max(
             load(name).bytes_sent(rank, world_size, EVEN_BYTES // 4, 4)
@@ -55,7 +56,7 @@ def test_the_cost_names_the_bytes_of_the_busiest_rank(name: str) -> None:
 
 @all_algorithms
 @pytest.mark.parametrize("world_size", range(1, 9))
-def test_the_cost_names_the_messages_of_the_busiest_rank(name: str, world_size: int) -> None:
+def test_cost_reports_the_messages_of_the_busiest_rank(name: str, world_size: int) -> None:
     def messages(communicator: Communicator) -> int:
         load(name).all_reduce(communicator, torch.zeros(64), "gradients")
         return communicator.traffic.counts["gradients"].messages
@@ -64,7 +65,7 @@ def test_the_cost_names_the_messages_of_the_busiest_rank(name: str, world_size: 
     assert load(name).cost(world_size, 256, Network(1.0, 1.0)).messages == busiest
 
 
-def test_a_ring_of_divisible_size_sends_two_times_all_but_one_part() -> None:
+def test_ring_sends_all_chunks_but_one_twice() -> None:
     for world_size in range(2, 9):
         elements = 840  # a multiple of all of them
         for rank in range(world_size):
@@ -72,7 +73,7 @@ def test_a_ring_of_divisible_size_sends_two_times_all_but_one_part() -> None:
             assert sent * world_size == 2 * (world_size - 1) * elements * 4
 
 
-def test_the_root_receives_the_tensor_of_every_other_rank() -> None:
+def test_root_receives_the_tensors_of_all_other_ranks() -> None:
     assert load("root").bytes_received(0, 5, 1009, 4) == 4 * 1009 * 4
     assert load("root").bytes_received(3, 5, 1009, 4) == 1009 * 4
 
@@ -87,17 +88,17 @@ def test_the_root_receives_the_tensor_of_every_other_rank() -> None:
         ("halving_doubling", (1 + 4 + 4) + (1 + 2 + 2) + (1 + 2) + (1 + 4)),
     ],
 )
-def test_cost_of_four_workers_step_by_step(name: str, seconds: float) -> None:
+def test_cost_of_four_workers(name: str, seconds: float) -> None:
     assert load(name).cost(4, 8, Network(1.0, 1.0, 1.0)).seconds == pytest.approx(seconds)
 
 
-def test_one_worker_too_many_for_a_power_of_two_costs_two_whole_transfers_more() -> None:
+def test_extra_worker_beyond_a_power_of_two_costs_two_more_transfers() -> None:
     network = Network(1.0, 1.0, 1.0)
     four, five = (load("halving_doubling").cost(size, 8, network).seconds for size in (4, 5))
     assert five - four == pytest.approx((1 + 8 + 8) + (1 + 8))
 
 
-def test_few_steps_win_when_small_and_few_bytes_when_large() -> None:
+def test_fewest_steps_win_for_small_and_fewest_bytes_for_large_tensors() -> None:
     ethernet = Network(latency_seconds=50e-6, bandwidth_bytes_per_second=125e6)
     small, large = (
         {name: load(name).cost(15, size, ethernet).seconds for name in ("root", "tree", "ring")}
@@ -107,7 +108,7 @@ def test_few_steps_win_when_small_and_few_bytes_when_large() -> None:
     assert large["ring"] < large["tree"] < large["root"]
 
 
-def test_chunks_cover_the_tensor_and_differ_by_at_most_one() -> None:
+def test_chunks_cover_the_tensor_and_differ_by_at_most_one_element() -> None:
     for elements in ELEMENTS:
         for chunks in WORLD_SIZES:
             flat = torch.arange(elements)

@@ -30,7 +30,7 @@ def values(rank: int, size: int, dtype: torch.dtype) -> Tensor:
     return ((torch.arange(size) * 3 + rank) % 5).to(dtype)
 
 
-def collectives_that_are_wrong(communicator: Communicator) -> list[str]:
+def wrong_collectives(communicator: Communicator) -> list[str]:
     wrong = []
     for nodes in LAYOUTS:
         with connect(communicator, nodes) as team:
@@ -65,8 +65,8 @@ def check(team: Communicator, size: int, dtype: torch.dtype) -> list[str]:
     return wrong
 
 
-def test_collectives_on_two_levels_do_what_they_should(pool: WorkerPool) -> None:
-    assert pool.run(4, collectives_that_are_wrong) == [[]] * 4
+def test_two_level_collectives_are_correct(pool: WorkerPool) -> None:
+    assert pool.run(4, wrong_collectives) == [[]] * 4
 
 
 def bytes_on_each_level(communicator: Communicator) -> dict[str, list[int]]:
@@ -89,7 +89,7 @@ def bytes_on_each_level(communicator: Communicator) -> dict[str, list[int]]:
     return counted
 
 
-def test_all_workers_carry_equal_parts_across_and_each_byte_once(pool: WorkerPool) -> None:
+def test_each_byte_crosses_nodes_once_and_ranks_share_the_load(pool: WorkerPool) -> None:
     # Each worker has half of its host's 4000 bytes; a ring of two hosts sends half of that a lap.
     expected = {"all_reduce": [2000, 4000], "reduce_scatter": [1000, 2000]}
     expected["all_gather"] = expected["reduce_scatter"]
@@ -104,7 +104,7 @@ def kinds_of_connection(communicator: Communicator) -> list[str]:
     return kinds
 
 
-def test_one_host_is_shared_memory_itself_and_lone_workers_the_network(pool: WorkerPool) -> None:
+def test_one_node_uses_shared_memory_and_single_rank_nodes_the_network(pool: WorkerPool) -> None:
     expected = [SharedMemoryCommunicator.__name__, TorchCommunicator.__name__]
     assert pool.run(2, kinds_of_connection) == [expected] * 2
 
@@ -136,7 +136,7 @@ def help_a_neighbour(communicator: Communicator) -> float:
         return float(word)
 
 
-def test_a_message_in_a_host_goes_on_while_its_sender_waits_for_another_host(
+def test_message_within_a_node_progresses_while_its_sender_waits_for_another_node(
     pool: WorkerPool,
 ) -> None:
     assert pool.run(4, help_a_neighbour) == [10.0] * 4
@@ -166,7 +166,7 @@ def names_in_errors(communicator: Communicator) -> list[str]:
     return said
 
 
-def test_errors_name_workers_by_their_ranks_in_the_run(pool: WorkerPool) -> None:
+def test_errors_name_global_ranks(pool: WorkerPool) -> None:
     outcome = pool.run(4, names_in_errors, fresh=True)
     assert outcome[3] == [
         "rank 3: barrier with rank 2: the connection was closed",

@@ -61,7 +61,7 @@ def run_on_gpus(
 
 
 @pytest.mark.parametrize("elements", [0, 1, WORLD_SIZE - 1, WORLD_SIZE, WORLD_SIZE + 1])
-def test_a_ring_finishes_however_few_elements_there_are(
+def test_ring_completes_with_fewer_elements_than_ranks(
     run_on_gpus: Callable[..., list[object]], elements: int
 ) -> None:
     def work(communicator: Communicator) -> None:
@@ -71,7 +71,7 @@ def test_a_ring_finishes_however_few_elements_there_are(
     run_on_gpus(work)
 
 
-def test_a_send_matches_the_receiving_half_of_an_exchange(
+def test_send_matches_the_receive_of_a_sendrecv(
     run_on_gpus: Callable[..., list[object]],
 ) -> None:
     """Rank 0 only sends, rank 3 only receives, and those between do both."""
@@ -121,7 +121,7 @@ def test_two_ranks_that_send_to_each_other_start_in_opposite_orders(
     assert all(handle.is_completed() for handle in handles) == finishes
 
 
-def test_an_error_in_a_group_is_not_hidden_by_the_end_of_the_group() -> None:
+def test_error_in_a_group_is_not_hidden_by_ending_the_group() -> None:
     """The stand-in, like torch, refuses to end a group of nothing."""
     zero, _ = connected_pair()
     with pytest.raises(IndexError):
@@ -155,7 +155,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> type[_RecordedNccl]:
     return Nccl
 
 
-def test_nccl_listens_on_the_interface_of_the_run(
+def test_nccl_listens_on_the_interface_of_the_rendezvous(
     recorded: type[_RecordedNccl], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
@@ -164,7 +164,7 @@ def test_nccl_listens_on_the_interface_of_the_run(
     assert "NCCL_SOCKET_IFNAME" not in os.environ
 
 
-def test_an_interface_that_the_user_chose_for_nccl_is_kept(
+def test_nccl_interface_set_by_the_user_is_kept(
     recorded: type[_RecordedNccl], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
@@ -173,7 +173,7 @@ def test_an_interface_that_the_user_chose_for_nccl_is_kept(
     assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0"
 
 
-def test_every_rank_creates_its_nccl_communicator_when_it_connects(
+def test_every_rank_creates_its_nccl_communicator_on_connect(
     recorded: type[_RecordedNccl],
 ) -> None:
     """Otherwise a rank with nothing to send would not take part, and the others wait for it."""
@@ -189,7 +189,7 @@ def real_nccl() -> Any:
 
 
 @pytest.mark.gpu
-def test_a_message_to_oneself_arrives_through_real_nccl(real_nccl: Any) -> None:
+def test_message_to_self_arrives_through_real_nccl(real_nccl: Any) -> None:
     outgoing = torch.arange(10.0, device="cuda:0")
     incoming = torch.zeros_like(outgoing)
     handle = start_nccl_messages(real_nccl, send=(outgoing, 0), recv=(incoming, 0))

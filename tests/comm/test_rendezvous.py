@@ -37,7 +37,7 @@ def failures(*meetings: Rendezvous) -> list[str]:
         return list(threads.map(join, meetings))
 
 
-def test_a_port_in_use_is_named(taken_port: int) -> None:
+def test_port_in_use_is_reported(taken_port: int) -> None:
     with pytest.raises(UsageError) as caught:
         Rendezvous(0, 2, "127.0.0.1", taken_port, timeout_seconds=1.0).join()
     assert str(caught.value) == (
@@ -45,7 +45,7 @@ def test_a_port_in_use_is_named(taken_port: int) -> None:
     )
 
 
-def test_that_no_port_is_free_is_told_without_a_flag_that_would_not_help(
+def test_exhausted_ports_are_reported_without_the_port_flag(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def bind(*_: object) -> None:
@@ -57,57 +57,59 @@ def test_that_no_port_is_free_is_told_without_a_flag_that_would_not_help(
     assert "--master-port" not in str(caught.value)
 
 
-def test_any_free_port_can_be_asked_for() -> None:
+def test_port_zero_selects_a_free_port() -> None:
     store = Rendezvous(0, 2, "127.0.0.1", 0, timeout_seconds=5.0).join_or_host(may_serve=True)[0]
     others = Rendezvous(1, 2, "127.0.0.1", port_of(store), timeout_seconds=5.0)
     assert others.join_or_host(may_serve=False)[1] is False
 
 
-def test_an_address_of_another_machine_is_refused_on_rank_zero() -> None:
-    with pytest.raises(UsageError, match=r"^192\.0\.2\.1 is no address of this machine") as caught:
+def test_rank_zero_rejects_an_address_of_another_machine() -> None:
+    with pytest.raises(
+        UsageError, match=r"^192\.0\.2\.1 is not an address of this machine"
+    ) as caught:
         Rendezvous(0, 2, "192.0.2.1", 29500, timeout_seconds=1.0).join()
     assert "--master-addr" in str(caught.value)
 
 
-def test_a_name_that_does_not_resolve_is_refused() -> None:
+def test_unresolvable_name_is_rejected() -> None:
     with pytest.raises(
         UsageError, match=r"^cannot resolve no\.such\.host\.invalid .*--master-addr"
     ):
         Rendezvous(1, 2, "no.such.host.invalid", 29500, timeout_seconds=1.0).join()
 
 
-def test_nobody_at_the_address_is_an_error_after_the_time_limit() -> None:
+def test_missing_store_is_an_error_after_the_timeout() -> None:
     port = free_port()
     with pytest.raises(RunError) as caught:
         Rendezvous(1, 2, "127.0.0.1", port, timeout_seconds=0.2).join()
     assert str(caught.value) == (
-        f"rank 1: nobody answered at 127.0.0.1:{port} for 0.2 s: is rank 0 running, and are "
-        "--master-addr and --master-port right?"
+        f"rank 1: no response from 127.0.0.1:{port} within 0.2 s: is rank 0 running, and are "
+        "--master-addr and --master-port correct?"
     )
 
 
-def test_something_else_at_the_address_is_no_hang(taken_port: int) -> None:
+def test_another_program_at_the_address_is_an_error(taken_port: int) -> None:
     with pytest.raises(RunError) as caught:
         Rendezvous(1, 2, "127.0.0.1", taken_port, timeout_seconds=0.2).join()
     assert str(caught.value) == (
-        f"rank 1: what listens at 127.0.0.1:{taken_port} is not a paceline run: "
+        f"rank 1: the program that listens at 127.0.0.1:{taken_port} is not a paceline run: "
         "check --master-addr and --master-port"
     )
 
 
-def test_ranks_that_never_come_are_named() -> None:
+def test_missing_ranks_are_named() -> None:
     port = free_port()
     with pytest.raises(RunError) as caught:
         Rendezvous(0, 4, "127.0.0.1", port, timeout_seconds=0.2).join()
-    assert str(caught.value) == (f"rank 0: ranks 1-3 did not come to 127.0.0.1:{port} within 0.2 s")
+    assert str(caught.value) == (f"rank 0: ranks 1-3 did not join 127.0.0.1:{port} within 0.2 s")
 
 
-def test_workers_who_all_come_meet() -> None:
+def test_rendezvous_completes_when_all_ranks_join() -> None:
     port = free_port()
     assert failures(*(Rendezvous(rank, 3, "127.0.0.1", port) for rank in range(3))) == ["met"] * 3
 
 
-def test_workers_who_expect_different_numbers_are_told() -> None:
+def test_different_world_sizes_are_reported() -> None:
     port = free_port()
     said = failures(
         Rendezvous(0, 2, "127.0.0.1", port, timeout_seconds=2.0),
@@ -119,7 +121,7 @@ def test_workers_who_expect_different_numbers_are_told() -> None:
     )
 
 
-def test_a_rank_that_comes_twice_is_refused() -> None:
+def test_duplicate_rank_is_rejected() -> None:
     port = free_port()
     said = failures(
         Rendezvous(0, 3, "127.0.0.1", port, timeout_seconds=1.0),

@@ -54,7 +54,7 @@ def names_and_modes(communicator: Communicator, folder: Path) -> list[object]:
     return seen
 
 
-def test_memory_is_the_users_alone_and_has_no_name_once_all_are_connected(
+def test_segment_is_private_to_the_user_and_unlinked_once_connected(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
     assert pool.run(3, names_and_modes, tmp_path) == [["0o600", []]] * 3
@@ -67,28 +67,28 @@ def stay_away(communicator: Communicator, folder: Path) -> None:
         shared_memory.connect(communicator)
 
 
-def test_a_peer_that_does_not_come_leaves_no_name(pool: WorkerPool, tmp_path: Path) -> None:
+def test_missing_peer_leaves_no_name(pool: WorkerPool, tmp_path: Path) -> None:
     first, _ = pool.outcomes(2, stay_away, tmp_path, fresh=True)
     assert isinstance(first.error, PeerError)
     assert not list(tmp_path.iterdir())
 
 
-def die_while_connecting(communicator: Communicator, folder: Path) -> None:
+def exit_while_connecting(communicator: Communicator, folder: Path) -> None:
     with files_in(folder, lambda _: os.kill(os.getpid(), signal.SIGKILL)):
         shared_memory.connect(communicator)
 
 
-def test_what_is_left_where_all_were_killed_while_connecting_the_next_removes(
+def test_next_segment_unlinks_names_of_processes_killed_while_connecting(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
     with WorkerPool(2) as mortals:
-        assert all(each.died for each in mortals.outcomes(2, die_while_connecting, tmp_path))
+        assert all(each.died for each in mortals.outcomes(2, exit_while_connecting, tmp_path))
     assert len(list(tmp_path.iterdir())) == 1, "they were to be killed before they removed the name"
     assert pool.run(2, names_and_modes, tmp_path) == [["0o600", []]] * 2
 
 
 @contextmanager
-def process_of_another() -> Iterator[int]:
+def other_process() -> Iterator[int]:
     with subprocess.Popen(["sleep", "60"]) as other:
         try:
             yield other.pid
@@ -96,17 +96,17 @@ def process_of_another() -> Iterator[int]:
             other.kill()
 
 
-def test_only_names_of_ended_processes_are_removed(
+def test_only_names_of_exited_processes_are_unlinked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segment, "FOLDER", tmp_path)
     space, own = segment.pid_namespace(), os.getpid()
-    with process_of_another() as ended:
+    with other_process() as ended:
         left = {
             f"paceline-{segment._owner(ended)}-aa",
             f"paceline-{space}-{own}-1-number-used-anew",
         }
-    with process_of_another() as living:
+    with other_process() as living:
         stays = {
             f"paceline-{segment._owner(living)}-bb",
             f"paceline-{space + 1}-{ended}-1-of-another-container",
@@ -121,7 +121,7 @@ def test_only_names_of_ended_processes_are_removed(
 
 
 @pytest.mark.root
-def test_names_of_other_users_are_not_removed(
+def test_names_of_other_users_are_not_unlinked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segment, "FOLDER", tmp_path)
@@ -142,7 +142,9 @@ def connect_in(communicator: Communicator, folder: Path) -> str:
 
 
 @pytest.mark.root
-def test_too_little_memory_is_one_line_on_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
+def test_insufficient_memory_is_a_one_line_error_on_every_rank(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     small = ["mount", "-t", "tmpfs", "-o", "size=1m", "small", str(tmp_path)]
     subprocess.run(small, check=True)
     try:
@@ -182,7 +184,7 @@ def lose_rank_three(communicator: Communicator) -> tuple[str, float]:
         return said, seconds
 
 
-def test_a_killed_peer_is_named_long_before_the_time_is_up() -> None:
+def test_killed_peer_is_named_long_before_the_timeout() -> None:
     with WorkerPool(4) as mortals:
         *others, lost = mortals.outcomes(4, lose_rank_three, fresh=True, timeout_seconds=1000.0)
     assert lost.died
@@ -214,7 +216,7 @@ def stall(communicator: Communicator) -> str:
     return "no error"
 
 
-def test_a_peer_that_stalls_is_given_up_after_the_time_limit(pool: WorkerPool) -> None:
+def test_stalled_peer_is_an_error_after_the_timeout(pool: WorkerPool) -> None:
     said = pool.run(2, stall, fresh=True, timeout_seconds=1.0)[0]
     assert said == "rank 0: all_reduce with rank 1: no answer within the timeout of 1 s"
 
@@ -237,7 +239,7 @@ def poll(work: Work) -> str:
     return "no error"
 
 
-def poll_after_a_death(communicator: Communicator, operation: int) -> str:
+def poll_after_exit(communicator: Communicator, operation: int) -> str:
     with shared_memory.connect(communicator) as team:
         team.barrier().wait()
         if team.rank == 1:
@@ -248,16 +250,16 @@ def poll_after_a_death(communicator: Communicator, operation: int) -> str:
 @pytest.mark.parametrize(
     ("operation", "name"), [(0, "recv from"), (1, "all_reduce with"), (2, "barrier with")]
 )
-def test_an_operation_with_a_dead_peer_is_done_and_raises(operation: int, name: str) -> None:
+def test_polling_completes_with_an_error_if_a_peer_exits(operation: int, name: str) -> None:
     with WorkerPool(2) as mortals:
         survivor, lost = mortals.outcomes(
-            2, poll_after_a_death, operation, fresh=True, timeout_seconds=1000.0
+            2, poll_after_exit, operation, fresh=True, timeout_seconds=1000.0
         )
     assert lost.died
     assert survivor.value == f"rank 0: {name} rank 1: its process has ended"
 
 
-def poll_after_a_stop(communicator: Communicator) -> str:
+def poll_after_stop(communicator: Communicator) -> str:
     """Rank 1 is stopped, until rank 0 has given up on it."""
     processes = torch.zeros(2, dtype=torch.int64)
     processes[communicator.rank] = os.getpid()
@@ -273,8 +275,8 @@ def poll_after_a_stop(communicator: Communicator) -> str:
             os.kill(int(processes[1]), signal.SIGCONT)
 
 
-def test_an_operation_with_a_silent_peer_is_done_after_the_timeout(pool: WorkerPool) -> None:
-    said = pool.run(2, poll_after_a_stop, fresh=True, timeout_seconds=1.0)[0]
+def test_polling_completes_with_an_error_after_the_timeout(pool: WorkerPool) -> None:
+    said = pool.run(2, poll_after_stop, fresh=True, timeout_seconds=1.0)[0]
     assert said == "rank 0: all_reduce with rank 1: no answer within the timeout of 1 s"
 
 
@@ -306,7 +308,7 @@ def searches_while_polling(communicator: Communicator) -> int:
         return len(searches)
 
 
-def test_polling_does_not_look_for_lost_peers_every_time(pool: WorkerPool) -> None:
+def test_polling_checks_for_exited_peers_at_intervals(pool: WorkerPool) -> None:
     assert pool.run(2, searches_while_polling, fresh=True)[0] == 2
 
 
@@ -318,7 +320,7 @@ def poll_a_closed_connection(communicator: Communicator) -> str:
         return "" if work is None else poll(work)
 
 
-def test_an_operation_on_a_closed_connection_is_done_and_raises(pool: WorkerPool) -> None:
+def test_polling_completes_with_an_error_after_close(pool: WorkerPool) -> None:
     said = pool.run(2, poll_a_closed_connection, fresh=True)[0]
     assert said == "rank 0: all_reduce with rank 1: the connection was closed"
 
@@ -337,7 +339,7 @@ def seconds_of_computing(communicator: Communicator) -> float:
 
 
 @pytest.mark.parametrize("workers", [2, 4])
-def test_those_who_wait_leave_the_cores_to_others(pool: WorkerPool, workers: int) -> None:
+def test_waiting_ranks_yield_their_cores(pool: WorkerPool, workers: int) -> None:
     assert max(pool.run(workers, seconds_of_computing)) < 0.2
 
 
@@ -363,7 +365,7 @@ def _held() -> int:
     return sum("/paceline-" in text or "pidfd" in text for text in maps + opened)
 
 
-def test_closing_gives_everything_back(pool: WorkerPool) -> None:
+def test_closing_releases_memory_and_descriptors(pool: WorkerPool) -> None:
     assert pool.run(2, held_after_closing) == [0, 0]
 
 
@@ -382,7 +384,7 @@ def sum_parts_in_place(communicator: Communicator, dtype: torch.dtype) -> list[t
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16])
 @pytest.mark.parametrize("workers", [2, 3, 4])
-def test_tensors_in_shared_memory_are_summed_where_they_lie_and_nothing_beside_them(
+def test_symmetric_memory_is_reduced_in_place_without_touching_other_slices(
     pool: WorkerPool, workers: int, dtype: torch.dtype
 ) -> None:
     start = torch.arange(300_001) % 7
@@ -396,7 +398,7 @@ def test_tensors_in_shared_memory_are_summed_where_they_lie_and_nothing_beside_t
         assert torch.equal(last, total.tensor_split(3)[2])
 
 
-def outboxes_changed(communicator: Communicator) -> list[bool]:
+def slots_changed(communicator: Communicator) -> list[bool]:
     """Whether a sum in place changes what is in the outboxes, and whether another does."""
     with shared_memory.connect(communicator) as team:
         tensor = team.zeros(100_000, torch.float32, torch.device("cpu")).fill_(1)
@@ -411,11 +413,11 @@ def outboxes_changed(communicator: Communicator) -> list[bool]:
         return changed
 
 
-def test_a_sum_in_place_copies_nothing_into_outboxes(pool: WorkerPool) -> None:
-    assert pool.run(3, outboxes_changed) == [[False, True]] * 3
+def test_in_place_sum_does_not_use_slots(pool: WorkerPool) -> None:
+    assert pool.run(3, slots_changed) == [[False, True]] * 3
 
 
-def sum_without_room(communicator: Communicator) -> tuple[float, int]:
+def sum_without_shared_memory(communicator: Communicator) -> tuple[float, int]:
     """A tensor of `zeros` where no more memory can be shared: its sum, and how many are shared."""
 
     def refuse(size_bytes: int) -> Path:
@@ -428,10 +430,10 @@ def sum_without_room(communicator: Communicator) -> tuple[float, int]:
         return float(tensor.sum()), len(team._symmetric_memory)
 
 
-def test_tensors_for_which_there_is_no_room_in_shared_memory_lie_elsewhere(
+def test_zeros_falls_back_to_ordinary_memory(
     pool: WorkerPool,
 ) -> None:
-    assert pool.run(3, sum_without_room) == [(600_000.0, 0)] * 3
+    assert pool.run(3, sum_without_shared_memory) == [(600_000.0, 0)] * 3
 
 
 def completions(communicator: Communicator, elements: int) -> tuple[int, int]:
@@ -450,6 +452,6 @@ def completions(communicator: Communicator, elements: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("elements", [5, 3_000_000])
-def test_a_sum_is_complete_when_its_last_step_is_done(pool: WorkerPool, elements: int) -> None:
+def test_sum_completes_with_its_last_step(pool: WorkerPool, elements: int) -> None:
     """And not only when somebody waits for it, which may be long after."""
     assert pool.run(2, completions, elements) == [(1, 1)] * 2

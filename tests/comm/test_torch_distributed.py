@@ -43,7 +43,7 @@ def lose_rank_one(communicator: Communicator) -> str:
     return "no error"
 
 
-def test_a_killed_peer_is_an_error_and_not_a_hang() -> None:
+def test_killed_peer_is_an_error() -> None:
     with WorkerPool(3) as mortals:
         # A time limit far beyond the pool's, so that only the loss itself can end the operations.
         lost = mortals.outcomes(3, lose_rank_one, fresh=True, timeout_seconds=1000.0)
@@ -57,7 +57,7 @@ def default_group_is_untouched(communicator: Communicator) -> bool:
     return not dist.is_initialized()
 
 
-def test_communicators_leave_the_default_group_alone(pool: WorkerPool) -> None:
+def test_communicator_does_not_create_the_default_group(pool: WorkerPool) -> None:
     assert pool.run(2, default_group_is_untouched) == [True, True]
 
 
@@ -72,7 +72,7 @@ def listening_addresses(communicator: Communicator) -> set[str]:
     }
 
 
-def test_workers_listen_on_the_address_of_the_meeting_alone(pool: WorkerPool) -> None:
+def test_workers_listen_only_on_the_rendezvous_address(pool: WorkerPool) -> None:
     for addresses in pool.run(2, listening_addresses, fresh=True):
         assert addresses == {"127.0.0.1"}
 
@@ -92,7 +92,7 @@ def gradient_of_ddp(communicator: Communicator) -> list[float]:
     return [*gradient.flatten().tolist(), *model.weight.flatten().tolist()]
 
 
-def test_its_process_group_serves_torchs_ddp(pool: WorkerPool) -> None:
+def test_default_process_group_works_with_ddp(pool: WorkerPool) -> None:
     # The mean of the inputs 0, 1 and 2, and the weights of rank 0 everywhere.
     assert pool.run(3, gradient_of_ddp, fresh=True) == [[1.0, 1.0, 1.0, 0.0, 0.0, 0.0]] * 3
 
@@ -105,7 +105,7 @@ def close_twice(communicator: Communicator) -> bool:
     return not dist.is_initialized()
 
 
-def test_closing_gives_the_default_group_back_and_may_be_repeated(pool: WorkerPool) -> None:
+def test_closing_destroys_the_default_group_and_can_be_repeated(pool: WorkerPool) -> None:
     assert pool.run(2, close_twice, fresh=True) == [True, True]
 
 
@@ -124,7 +124,7 @@ def pair() -> Iterator[list[Pair]]:
         end.close()
 
 
-def test_a_second_thread_that_closes_meanwhile_has_nothing_left_to_do(
+def test_concurrent_close_aborts_only_once(
     pair: list[Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the heartbeats and a server's thread do when a peer is lost."""
@@ -141,13 +141,13 @@ def test_a_second_thread_that_closes_meanwhile_has_nothing_left_to_do(
     assert aborted[0] is not None
 
 
-def test_an_operation_on_a_closed_communicator_says_so(pair: list[Pair]) -> None:
+def test_operation_on_a_closed_communicator_is_an_error(pair: list[Pair]) -> None:
     pair[0].close()
     with pytest.raises(PeerError, match="rank 0: send to rank 1: this communicator is closed"):
         pair[0].send(torch.ones(3), 1, "control")
 
 
-def test_a_programming_error_is_not_taken_for_a_closed_communicator(
+def test_programming_error_is_not_reported_as_a_closed_communicator(
     pair: list[Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pair[0], "_gloo", SimpleNamespace())
@@ -199,13 +199,13 @@ def traffic_seconds_added(communicator: Communicator, codec: str) -> int:
 
 
 @pytest.mark.parametrize(("codec", "steps"), [("none", 3), ("bf16", 0)])
-def test_ddp_times_only_what_nccl_transfers(pool: WorkerPool, codec: str, steps: int) -> None:
+def test_ddp_times_only_nccl_transfers(pool: WorkerPool, codec: str, steps: int) -> None:
     """With a codec, the communicator of the background thread has timed the transfers already."""
     assert pool.run(2, traffic_seconds_added, codec, fresh=True) == [steps, steps]
 
 
 @pytest.mark.gpu
-def test_tensors_on_a_shared_gpu_go_through_main_memory(pool: WorkerPool) -> None:
+def test_tensors_on_a_shared_gpu_use_cpu_memory(pool: WorkerPool) -> None:
     assert pool.run(2, sum_on_gpu) == [[3.0] * 5] * 2
 
 
@@ -216,7 +216,7 @@ def sum_on_gpu(communicator: Communicator) -> list[float]:
 
 
 @pytest.mark.root
-def test_threads_that_communicate_come_before_the_one_that_made_them() -> None:
+def test_communication_threads_have_a_higher_priority() -> None:
     usual, seen = os.getpriority(os.PRIO_PROCESS, 0), []
     with high_priority_threads():
         thread = Thread(target=lambda: seen.append(os.getpriority(os.PRIO_PROCESS, 0)))
@@ -225,7 +225,7 @@ def test_threads_that_communicate_come_before_the_one_that_made_them() -> None:
     assert seen[0] < usual == os.getpriority(os.PRIO_PROCESS, 0)
 
 
-def test_who_may_not_raise_priorities_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_priority_is_unchanged_without_permission(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: int) -> None:
         raise PermissionError
 

@@ -11,16 +11,16 @@ from paceline.measure.traffic import Traffic
 from paceline.records import TRAFFIC_KINDS
 
 
-def test_it_has_every_kind_of_the_records() -> None:
+def test_traffic_has_every_kind_of_the_records() -> None:
     assert tuple(Traffic().to_dict()) == TRAFFIC_KINDS
 
 
-def test_an_unknown_kind_is_refused() -> None:
+def test_unknown_kind_is_rejected() -> None:
     with pytest.raises(ValueError, match="unknown traffic kind 'gossip'"):
         Traffic().begin("gossip")
 
 
-def test_a_restored_counter_goes_on_from_where_it_was() -> None:
+def test_restored_counts_continue() -> None:
     traffic, resumed = Traffic(), Traffic()
     traffic.end(traffic.begin("buffers", bytes_sent=5, bytes_received=7, messages=1))
     resumed.restore(traffic.to_dict())
@@ -30,7 +30,7 @@ def test_a_restored_counter_goes_on_from_where_it_was() -> None:
     assert after.seconds >= before.seconds > 0
 
 
-def test_seconds_in_which_transfers_overlap_are_counted_once() -> None:
+def test_overlapping_transfers_are_timed_once() -> None:
     traffic = Traffic()
     begin = time.perf_counter()
     transfers = [traffic.begin("gradients") for _ in range(3)]
@@ -40,7 +40,7 @@ def test_seconds_in_which_transfers_overlap_are_counted_once() -> None:
     assert 0.02 <= traffic.counts["gradients"].seconds <= time.perf_counter() - begin
 
 
-def test_threads_lose_no_count() -> None:
+def test_counting_is_thread_safe() -> None:
     traffic = Traffic()
 
     def count() -> None:

@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parent
 
 
 @pytest.mark.root
-def test_what_is_counted_is_what_goes_over_the_wire() -> None:
+def test_counted_bytes_match_the_bytes_of_the_kernel() -> None:
     probe = f"ip link set lo up && exec {sys.executable} {FOLDER / 'wire_probe.py'}"
     done = subprocess.run(
         ["unshare", "--net", "sh", "-c", probe],

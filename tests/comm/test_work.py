@@ -19,7 +19,7 @@ class Interrupted(Work):
         return True
 
 
-def test_what_was_interrupted_does_not_pass_for_complete_when_waited_for_again() -> None:
+def test_second_wait_raises_the_error_of_an_interrupted_wait() -> None:
     work = Interrupted()
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
@@ -45,7 +45,7 @@ class Controlled(Work):
 
 
 @pytest.mark.parametrize("is_combined", [False, True])
-def test_a_callback_may_wait_for_another_thread_that_uses_the_work(is_combined: bool) -> None:
+def test_callback_can_wait_for_another_thread_that_uses_the_work(is_combined: bool) -> None:
     part = Controlled()
     work = CombinedWork([part]) if is_combined else part
     answers: list[bool] = []
@@ -61,7 +61,7 @@ def test_a_callback_may_wait_for_another_thread_that_uses_the_work(is_combined: 
     assert answers == [True]
 
 
-def test_a_work_is_waited_for_until_its_callbacks_have_run() -> None:
+def test_wait_returns_after_all_callbacks() -> None:
     work, may_end, has_begun = Controlled(), Event(), Event()
     has_run: list[bool] = []
 
@@ -82,7 +82,7 @@ def test_a_work_is_waited_for_until_its_callbacks_have_run() -> None:
     release.join()
 
 
-def test_a_callback_may_wait_for_its_own_work() -> None:
+def test_callback_can_wait_for_its_own_work() -> None:
     work = Controlled()
     results: list[str] = []
 

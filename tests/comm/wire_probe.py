@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from paceline.comm import ALGORITHMS, hierarchical
+from paceline.comm import hierarchical
+from paceline.comm.algorithms import ALGORITHMS
 from paceline.comm.communicator import Communicator
 from paceline.comm.hierarchical import HierarchicalCommunicator
 from paceline.comm.work import Work

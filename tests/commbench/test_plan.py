@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.comm import ALGORITHMS
+from paceline.comm.algorithms import ALGORITHMS
 from paceline.commbench.spec import OPERATIONS, BenchmarkSpec, Case, make_spec
 from paceline.errors import ConfigError
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import paceline
-from paceline.comm import ALGORITHMS, in_process
+from paceline.comm import in_process
+from paceline.comm.algorithms import ALGORITHMS
 from paceline.comm.communicator import Communicator
 from paceline.compression import CODECS
 from paceline.compression import create as create_codec

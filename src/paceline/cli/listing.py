@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
-from paceline.comm import ALGORITHMS
+from paceline.comm.algorithms import ALGORITHMS
 from paceline.compression import CODECS
 from paceline.data import DATASETS
 from paceline.models import MODELS

@@ -1,35 +1,19 @@
-"""Communicators and all-reduce algorithms. docs/communication.md is the guided tour.
+"""Communication between ranks; docs/communication.md is an introduction.
 
-`communicator.py` is the contract; `in_process.py`, `torch_distributed.py`, `shared_memory.py` and
-`hierarchical.py` fulfil it. An entry of `ALGORITHMS` is an `Algorithm` class: one way to carry out
-an all-reduce over sends and receives.
+Modules in reading order:
+
+- `communicator`: the `Communicator` contract, with default collectives over send and recv, and the
+  formulas that count traffic
+- `work`: handles of operations in progress
+- `algorithms`: all-reduce algorithms over send and recv
+- `in_process`: ranks as threads of one process
+- `process_groups`, `torch_distributed`: gloo and NCCL process groups, and the communicator over
+  them
+- `shm`: the ranks of one node over shared memory
+- `hierarchical`: several nodes: shared memory within a node, torch.distributed across nodes
+- `background`: a thread that runs blocking collectives
+- `buffers`: chunk bounds, contiguous staging copies
+- `objects`: JSON, bytes and scalars between ranks
+- `rank_info`, `rendezvous`: which rank a process is, and how ranks find each other
+- `cost`: the alpha-beta cost model
 """
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from paceline.registry import Registry
-
-if TYPE_CHECKING:
-    from paceline.comm.algorithms.base import Algorithm
-
-ALGORITHMS: Registry[type[Algorithm]] = Registry("algorithm")
-
-ALGORITHMS.register(
-    "root", "paceline.comm.algorithms.root:Root", "all to rank 0, which sums and sends back"
-)
-ALGORITHMS.register(
-    "tree", "paceline.comm.algorithms.tree:Tree", "up a binomial tree, summing, and down again"
-)
-ALGORITHMS.register(
-    "ring", "paceline.comm.algorithms.ring:Ring", "chunk by chunk around a ring, twice"
-)
-ALGORITHMS.register(
-    "halving_doubling",
-    "paceline.comm.algorithms.halving_doubling:HalvingDoubling",
-    "pairs exchange halves, then quarters, and back",
-)
-ALGORITHMS.register(
-    "library", "paceline.comm.algorithms.ring:Library", "the communicator's own all-reduce"
-)

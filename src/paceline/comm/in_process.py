@@ -1,4 +1,4 @@
-"""Workers that are threads of one process: for tests, for teaching, for trying an algorithm out.
+"""Communicator for ranks that are threads of one process: for tests and experiments.
 
 def work(communicator):
     tensor = torch.full((4,), float(communicator.rank))
@@ -25,51 +25,46 @@ from paceline.measure.traffic import Traffic
 T = TypeVar("T")
 
 Channel = tuple[int, ...]
-"""Which fork of which fork: messages on one channel never meet those on another."""
+"""A duplicate, by the indices of its ancestors; messages on different channels never mix."""
 
 Route = tuple[Channel, int, int]
 """Channel, sender, receiver."""
 
 
 class InProcessGroup:
-    """The post office of `world_size` workers, which makes their communicators."""
+    """Creates the communicators of `world_size` ranks and delivers their messages."""
 
     def __init__(self, world_size: int, timeout_seconds: float = 30.0) -> None:
         self._changed = Condition()
-        self._letters: dict[tuple[Route, int], Tensor] = {}
+        self._messages: dict[tuple[Route, int], Tensor] = {}
         self._closed: set[tuple[Channel, int]] = set()
         self.communicators = [
             InProcessCommunicator(self, rank, world_size, timeout_seconds, None, ())
             for rank in range(world_size)
         ]
 
-    def put(self, route: Route, number: int, letter: Tensor) -> None:
+    def put(self, route: Route, number: int, message: Tensor) -> None:
         with self._changed:
-            self._letters[route, number] = letter
+            self._messages[route, number] = message
             self._changed.notify_all()
 
-    def has(self, route: Route, number: int) -> bool:
-        """Whether `take` would come back at once."""
+    def is_ready(self, route: Route, number: int) -> bool:
+        """Return whether `take` would return, or raise, without blocking."""
         with self._changed:
             return self._is_decided(route, number)
 
-    def take(
-        self, route: Route, number: int, seconds: float, operation: OperationContext
-    ) -> Tensor:
-        """The letter, once it is there; an error where its sender left or the time is up."""
+    def take(self, route: Route, number: int, seconds: float, context: OperationContext) -> Tensor:
+        """Wait for a message; PeerError if its sender or receiver closes, or after a timeout."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_decided(route, number), timeout=seconds)
-            if (route, number) in self._letters:
-                return self._letters.pop((route, number))
-            if self._is_cut(route):
-                raise operation.failed("the connection was closed")
-            raise operation.timed_out(seconds)
+            if (route, number) in self._messages:
+                return self._messages.pop((route, number))
+            if self._is_closed(route):
+                raise context.failed("the connection was closed")
+            raise context.timed_out(seconds)
 
     def leave(self, channel: Channel, rank: int) -> None:
-        """Nothing more comes from or goes to this rank, on this channel and on forks of it.
-
-        What it has sent can still be received.
-        """
+        """Disconnect a rank from a channel and its duplicates; sent messages remain receivable."""
         with self._changed:
             self._closed.add((channel, rank))
             self._changed.notify_all()
@@ -85,9 +80,9 @@ class InProcessGroup:
         self.close()
 
     def _is_decided(self, route: Route, number: int) -> bool:
-        return (route, number) in self._letters or self._is_cut(route)
+        return (route, number) in self._messages or self._is_closed(route)
 
-    def _is_cut(self, route: Route) -> bool:
+    def _is_closed(self, route: Route) -> bool:
         channel, sender, receiver = route
         return any(
             (channel[:depth], rank) in self._closed
@@ -97,9 +92,11 @@ class InProcessGroup:
 
 
 class InProcessCommunicator(Communicator):
+    """Created by `InProcessGroup`."""
+
     def __init__(
         self,
-        hub: InProcessGroup,
+        group: InProcessGroup,
         rank: int,
         world_size: int,
         timeout_seconds: float,
@@ -107,20 +104,20 @@ class InProcessCommunicator(Communicator):
         channel: Channel,
     ) -> None:
         super().__init__(rank, world_size, timeout_seconds, traffic)
-        self._hub = hub
+        self._group = group
         self._channel = channel
-        self._forks = 0
-        # Letters are numbered, so that receives may be waited for in any order.
+        self._duplicates = 0
+        # Messages are numbered, so that receives can be waited for in any order.
         self._sent: Counter[int] = Counter()
-        self._awaited: Counter[int] = Counter()
+        self._received: Counter[int] = Counter()
 
     def send(self, tensor: Tensor, to: int, kind: str) -> Work:
         self.check_peer(to)
         if tensor.numel() == 0:
             return CompletedWork()
         transfer = self.traffic.begin(kind, bytes_sent=tensor.nbytes, messages=1)
-        letter = StagingBuffer.of(tensor).flat.clone()
-        self._hub.put((self._channel, self.rank, to), self._sent[to], letter)
+        message = StagingBuffer.of(tensor).flat.clone()
+        self._group.put((self._channel, self.rank, to), self._sent[to], message)
         self._sent[to] += 1
         return self.track_transfer(CompletedWork(), transfer)
 
@@ -129,52 +126,52 @@ class InProcessCommunicator(Communicator):
         if tensor.numel() == 0:
             return CompletedWork()
         transfer = self.traffic.begin(kind, bytes_received=tensor.nbytes)
-        work = _Receive(self, self._hub, self._channel, tensor, source, self._awaited[source])
-        self._awaited[source] += 1
+        work = _Receive(self, self._group, self._channel, tensor, source, self._received[source])
+        self._received[source] += 1
         return self.track_transfer(work, transfer)
 
     def dup(self, traffic: Traffic | None = None) -> Self:
-        self._forks += 1
+        self._duplicates += 1
         return type(self)(
-            self._hub,
+            self._group,
             self.rank,
             self.world_size,
             self.timeout_seconds,
             traffic or self.traffic,
-            (*self._channel, self._forks),
+            (*self._channel, self._duplicates),
         )
 
     def _disconnect(self) -> None:
-        self._hub.leave(self._channel, self.rank)
+        self._group.leave(self._channel, self.rank)
 
 
 class _Receive(Work):
     def __init__(
         self,
         communicator: Communicator,
-        hub: InProcessGroup,
+        group: InProcessGroup,
         channel: Channel,
         tensor: Tensor,
         source: int,
         number: int,
     ) -> None:
         super().__init__()
-        self._operation = communicator.context("recv from", (source,))
-        self._seconds = communicator.timeout_seconds
-        self._hub, self._tensor, self._number = hub, tensor.detach(), number
+        self._context = communicator.context("recv from", (source,))
+        self._timeout_seconds = communicator.timeout_seconds
+        self._group, self._tensor, self._number = group, tensor.detach(), number
         self._route = (channel, source, communicator.rank)
 
     def _block(self) -> None:
-        letter = self._hub.take(self._route, self._number, self._seconds, self._operation)
-        if letter.dtype != self._tensor.dtype or letter.numel() != self._tensor.numel():
+        message = self._group.take(self._route, self._number, self._timeout_seconds, self._context)
+        if message.dtype != self._tensor.dtype or message.numel() != self._tensor.numel():
             raise ValueError(
-                f"rank {self._route[1]} sent {letter.numel()} x {letter.dtype} where rank "
+                f"rank {self._route[1]} sent {message.numel()} x {message.dtype} but rank "
                 f"{self._route[2]} receives {self._tensor.numel()} x {self._tensor.dtype}"
             )
-        self._tensor.copy_(letter.view(self._tensor.shape))
+        self._tensor.copy_(message.view(self._tensor.shape))
 
     def _poll(self) -> bool:
-        return self._hub.has(self._route, self._number)
+        return self._group.is_ready(self._route, self._number)
 
 
 def single() -> Communicator:
@@ -185,27 +182,27 @@ def single() -> Communicator:
 def run(
     world_size: int, work: Callable[[Communicator], T], timeout_seconds: float = 30.0
 ) -> list[T]:
-    """Call `work` once a rank, each in a thread with its communicator; the results, by rank.
+    """Call `work` for every rank, each in its own thread; return the results by rank.
 
-    When one fails, its communicator is closed, so that the others end too; the first failure in
-    time is raised.
+    If a call fails, its communicator is closed, so that the other ranks fail too, and the first
+    error is raised.
     """
     results: dict[int, T] = {}
-    failures: list[Exception] = []
+    errors: list[Exception] = []
 
     def worker(communicator: Communicator) -> None:
         try:
             results[communicator.rank] = work(communicator)
         except Exception as error:  # noqa: BLE001 - raised again below
-            failures.append(error)
-            hub.leave((), communicator.rank)
+            errors.append(error)
+            group.leave((), communicator.rank)
 
-    with InProcessGroup(world_size, timeout_seconds) as hub:
-        threads = [Thread(target=worker, args=(each,)) for each in hub.communicators]
+    with InProcessGroup(world_size, timeout_seconds) as group:
+        threads = [Thread(target=worker, args=(each,)) for each in group.communicators]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    if failures:
-        raise failures[0]
+    if errors:
+        raise errors[0]
     return [results[rank] for rank in range(world_size)]

@@ -1,6 +1,6 @@
-"""torch.distributed's backends, gloo and NCCL, as far as paceline needs them.
+"""Process groups of torch.distributed, gloo and NCCL: creation, abort, errors, interfaces.
 
-Both are made straight from a store and an address; an operation's handle becomes a `Work`.
+Both are created directly from a store and an address.
 """
 
 from __future__ import annotations
@@ -31,26 +31,29 @@ SUMMABLE_DTYPES = frozenset(
         torch.int64,
     }
 )
-"""The dtypes that both backends can sum."""
+"""Dtypes that both gloo and NCCL can sum."""
 
-URGENCY = 10
-"""By how much the threads of a backend are nearer to the front than those that compute (nice)."""
+PRIORITY_BOOST = 10
+"""By how much the nice value of communication threads is lower than that of the caller."""
 
-BREAKING_TAG = 1
-"""Of messages that nobody sends; all others have tag 0."""
+ABORT_TAG = 1
+"""Tag of receives that no message matches; all messages have tag 0."""
 
 NCCL_WATCHDOG_SECONDS = 60.0
-"""NCCL's own watchdog ends the whole process; it must come after the time limit that says why."""
+"""Delay of NCCL's watchdog, which ends the process, behind the timeout that reports the cause."""
+
+INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
+"""Environment variables that select the network interface; to NCCL, a bare name is a prefix."""
 
 
 def create_gloo(
     store: Store, rank: int, world_size: int, address: str, timeout_seconds: float
 ) -> Any:
-    """Gloo, listening on the given address of this machine alone."""
+    """Create a gloo process group that listens only on `address`."""
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout_seconds)
     options._threads = 2
-    # Within a machine no link stands still, and the computing thread had better not be interrupted.
+    # On loopback no link idles, and a higher priority would only interrupt computation.
     with nullcontext() if is_loopback(address) else high_priority_threads():
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         return dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, options)
@@ -58,32 +61,32 @@ def create_gloo(
 
 @contextmanager
 def high_priority_threads() -> Iterator[None]:
-    """Let threads that are started in here, of any language, come before others on a busy core.
+    """Raise the priority of threads that are started in this context, also by C++ code.
 
-    They have little to do, and a link stands still until it is done. Needs the right to raise
-    priorities, as root has it; for others nothing changes.
+    Communication threads have little to do, but a link idles until they have done it. Without the
+    permission to raise priorities, which root has, nothing changes.
     """
-    usual = os.getpriority(os.PRIO_PROCESS, 0)  # on Linux that of this thread; new ones inherit it
+    previous = os.getpriority(os.PRIO_PROCESS, 0)  # On Linux per thread; new threads inherit it.
     is_raised = False
     with suppress(PermissionError):
-        os.setpriority(os.PRIO_PROCESS, 0, usual - URGENCY)
+        os.setpriority(os.PRIO_PROCESS, 0, previous - PRIORITY_BOOST)
         is_raised = True
     try:
         yield
     finally:
         if is_raised:
-            os.setpriority(os.PRIO_PROCESS, 0, usual)
+            os.setpriority(os.PRIO_PROCESS, 0, previous)
 
 
 def abort_gloo(gloo: Any, peers: Iterable[int]) -> None:
-    """Cut gloo's connections, so that what is under way on them fails, here and at the peers.
+    """Close gloo's connections, so that operations in progress fail here and on the peers.
 
-    Gloo offers no such thing, and waits for what is under way before it goes; but a receive that is
-    given up cuts the connection that it was on.
+    Gloo has no abort, and its destructor waits for operations in progress. A receive that times
+    out, however, closes its connection.
     """
     for peer in peers:
         with suppress(RuntimeError):
-            gloo.recv([torch.empty(1)], peer, BREAKING_TAG).wait(timedelta(milliseconds=1))
+            gloo.recv([torch.empty(1)], peer, ABORT_TAG).wait(timedelta(milliseconds=1))
 
 
 def create_nccl(
@@ -94,11 +97,11 @@ def create_nccl(
     gpu: torch.device,
     timeout_seconds: float,
 ) -> Any:
-    """NCCL between the GPUs of all ranks, on the network interface of the given address.
+    """Create an NCCL process group on the network interface of `address`. Collective.
 
-    Collective. The NCCL communicator is created here, where every rank takes part: on its first use
-    it would be created by the ranks that have something to send, which then wait, without a
-    timeout, for those that have nothing.
+    The NCCL communicator is created here, where every rank takes part. On first use, it would be
+    created by the ranks that have something to send, which would wait without a timeout for the
+    ranks that have nothing.
     """
     options: Any = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_seconds + NCCL_WATCHDOG_SECONDS)
@@ -114,11 +117,11 @@ def start_nccl_messages(
     send: tuple[torch.Tensor, int] | None = None,
     recv: tuple[torch.Tensor, int] | None = None,
 ) -> Any:
-    """Start sending a tensor to one rank and receiving one from another, or one of the two.
+    """Start a send, a receive, or both; each is a tensor and its peer.
 
-    Always in a group, however many messages there are: torch carries out groups on the communicator
-    of all ranks and single messages on one of two ranks, and the two never match. Outside a group
-    NCCL also runs messages one after the other, so two ranks that both send first never finish.
+    Messages are always grouped, even a single one: torch runs groups on the communicator of all
+    ranks and single messages on a communicator of two ranks, and the two never match. Outside a
+    group, NCCL also runs messages sequentially, so two ranks that both send first would deadlock.
     """
     nccl._start_coalescing()
     try:
@@ -127,7 +130,7 @@ def start_nccl_messages(
         if send is not None:
             nccl.send([send[0]], send[1], 0)
     except BaseException:
-        # What went wrong first is the cause; closing the group may fail because of it.
+        # Raise the first error; ending the group may fail because of it.
         with suppress(Exception):
             nccl._end_coalescing()
         raise
@@ -158,20 +161,16 @@ class PeerErrors:
         return self._context.failed(str(error).splitlines()[0])
 
 
-INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
-"""How each library is told its network interface; to NCCL a bare name is a prefix."""
-
-
 @contextmanager
 def sockets_on(address: str) -> Iterator[None]:
     """Make torch's default group and NCCL listen on the network interface with this address.
 
-    They read it from the environment and offer no other way; a value that the user set is kept.
+    They read it from the environment and offer no other way. Values that the user has set are kept.
     """
     interface = interface_of(address)
     added = {
-        variable: form.format(interface)
-        for variable, form in INTERFACE_VARIABLES.items()
+        variable: template.format(interface)
+        for variable, template in INTERFACE_VARIABLES.items()
         if interface is not None and variable not in os.environ
     }
     os.environ.update(added)
@@ -183,7 +182,7 @@ def sockets_on(address: str) -> Iterator[None]:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface with this address, such as `lo`; 127.x.y.z is all one interface."""
+    """Return the network interface with this address, such as `lo` for any 127.x.y.z."""
     loopback = is_loopback(address)
     for interface, addresses in psutil.net_if_addrs().items():
         for each in addresses:

@@ -1,8 +1,7 @@
-"""How workers find one another: a small key-value store at an address that all of them know.
+"""Rendezvous: how workers find each other, by a TCPStore at an address that all of them know.
 
-Rank 0 serves it, unless a launcher does already. It listens on that address and on no other.
-Whatever keeps the workers from meeting becomes one line that names the address and says what to
-check.
+Rank 0 serves the store unless a launcher does. The store listens only on that address. Every
+failure is one line that names the address and what to check.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ POLL_SECONDS = 0.02
 
 
 def port_of(store: Store) -> int:
-    """The port at which a store that `Rendezvous` gave is served."""
+    """Return the port of a store that `Rendezvous` returned."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     assert isinstance(store, TCPStore)
@@ -38,49 +37,51 @@ def port_of(store: Store) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where and when to meet."""
+    """The address and timeout of a rendezvous, and the rank of this process in it."""
 
     rank: int
     world_size: int
     address: str
     port: int
-    """0: any free one, for meetings whose others learn it from whoever serves the store."""
+    """0 means any free port; the process that serves the store then tells it to the others."""
     timeout_seconds: float = 60.0
-    """How long to wait for the others."""
+    """How long to wait for all ranks."""
     serves_store: bool | None = None
-    """Whether this process serves the store; None: rank 0 does. False on every rank where a
-    launcher has opened one at the address."""
+    """Whether this process serves the store; None means that rank 0 does. False on every rank if a
+    launcher serves it."""
     noun: str = "rank"
-    """What those who meet are called in messages: worker ranks, or nodes."""
+    """What error messages call a participant: "rank" or "node"."""
     name: str = "paceline"
-    """Keeps groups apart that meet at one store, such as the attempts of a restarted run."""
+    """Separates groups that use the same store, such as the restarts of a run."""
 
     @property
-    def place(self) -> str:
+    def endpoint(self) -> str:
         return f"{self.address}:{self.port}"
 
     @property
-    def _who(self) -> str:
+    def _label(self) -> str:
         return f"{self.noun} {self.rank}"
 
     def join(self) -> Store:
-        """The store, once all workers have come to it."""
+        """Wait for all ranks and return the store."""
         deadline = monotonic() + self.timeout_seconds
         serves = self.rank == 0 if self.serves_store is None else self.serves_store
         try:
             store = self._serve() if serves else self._connect(deadline)
             store = PrefixStore(self.name, store)
-            self._sign_in(store)
-            self._await_others(store, deadline)
+            self._announce(store)
+            self._wait_for_others(store, deadline)
         except DistError as error:
             cause = str(error).splitlines()[0]
-            raise RunError(f"{self._who}: the meeting at {self.place} broke: {cause}") from None
+            raise RunError(
+                f"{self._label}: the rendezvous at {self.endpoint} failed: {cause}"
+            ) from None
         return store
 
     def join_or_host(self, may_serve: bool) -> tuple[Store, bool]:
-        """The store, whoever else has come; and whether it is served here.
+        """Return the store without waiting for others, and whether this process serves it.
 
-        Of those who may, and whose machine has the address, the first serves it.
+        The first process that may serve, and whose machine has the address, serves it.
         """
         deadline = monotonic() + self.timeout_seconds
         try:
@@ -88,31 +89,28 @@ class Rendezvous:
                 return self._store_at(self._listen()), True
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
-                raise self._explain_bind(error) from None
+                raise self._bind_error(error) from None
         try:
             return self._connect(deadline), False
         except DistError as error:
             cause = str(error).splitlines()[0]
-            raise RunError(f"cannot join the run at {self.place}: {cause}") from None
+            raise RunError(f"cannot join the run at {self.endpoint}: {cause}") from None
 
     def local_address(self) -> str:
-        """This machine's address on the network on which the meeting is."""
+        """Return the address of this machine on the network of the rendezvous."""
         family, _, _, _, target = self._resolve()
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)  # sends nothing; it only chooses the route
+            probe.connect(target)  # Sends nothing; it only selects the route.
             return str(probe.getsockname()[0])
 
     def _serve(self) -> Store:
         try:
             return self._store_at(self._listen())
         except OSError as error:
-            raise self._explain_bind(error) from None
+            raise self._bind_error(error) from None
 
     def _listen(self) -> socket.socket:
-        """A socket that listens at the address, and at no other.
-
-        The store's own server would listen on all addresses, so it is given this one instead.
-        """
+        """Open a socket that listens only on the address; TCPStore would listen on all of them."""
         family, kind, protocol, _, target = self._resolve()
         listener = socket.socket(family, kind, protocol)
         try:
@@ -125,12 +123,12 @@ class Rendezvous:
         return listener
 
     def _store_at(self, listener: socket.socket) -> Store:
-        """Served by this process; the socket is never closed in between, so nobody can take it."""
+        """Serve the store on an open socket, so that no other process can take the port."""
         port = int(listener.getsockname()[1])
         return replace(self, port=port)._store(serves=True, listener=listener.detach())
 
     def _connect(self, deadline: float) -> Store:
-        # The store's own client would retry noisily, and beyond its limit.
+        # TCPStore would log every retry and exceed the timeout.
         target = self._resolve()[4]
         while True:
             try:
@@ -140,20 +138,20 @@ class Rendezvous:
             except OSError:
                 if monotonic() > deadline:
                     raise RunError(
-                        f"{self._who}: nobody answered at {self.place} for "
+                        f"{self._label}: no response from {self.endpoint} within "
                         f"{self.timeout_seconds:g} s: is {self.noun} 0 running, and are "
-                        "--master-addr and --master-port right?"
+                        "--master-addr and --master-port correct?"
                     ) from None
                 sleep(POLL_SECONDS)
-        # Something else that listens there and says nothing would hold up the client for ever.
+        # Another program that listens there without responding would block TCPStore forever.
         stores: SimpleQueue[Store | DistError] = SimpleQueue()
         Thread(target=lambda: stores.put(self._store_or_error()), daemon=True).start()
         try:
             store = stores.get(timeout=max(deadline - monotonic(), 1.0))
         except Empty:
             raise RunError(
-                f"{self._who}: what listens at {self.place} is not a paceline run: "
-                "check --master-addr and --master-port"
+                f"{self._label}: the program that listens at {self.endpoint} is not a paceline run:"
+                " check --master-addr and --master-port"
             ) from None
         if isinstance(store, DistError):
             raise store
@@ -175,37 +173,37 @@ class Rendezvous:
             master_listen_fd=listener,
         )
 
-    def _sign_in(self, store: Store) -> None:
+    def _announce(self, store: Store) -> None:
         if store.add(f"joined/{self.rank}", 1) > 1:
             raise UsageError(
-                f"two came to {self.place} as {self.noun} {self.rank}: check --node-rank"
+                f"two processes joined {self.endpoint} as {self._label}: check --node-rank"
             )
-        store.set(self._seat(self.rank), str(self.world_size))
+        store.set(self._key(self.rank), str(self.world_size))
 
-    def _await_others(self, store: Store, deadline: float) -> None:
+    def _wait_for_others(self, store: Store, deadline: float) -> None:
         for rank in range(self.world_size):
-            while not store.check([self._seat(rank)]):
+            while not store.check([self._key(rank)]):
                 if monotonic() > deadline:
                     missing = [
                         each
                         for each in range(rank, self.world_size)
-                        if not store.check([self._seat(each)])
+                        if not store.check([self._key(each)])
                     ]
                     raise RunError(
-                        f"{self._who}: {format_ranks(missing, self.noun)} did not come to "
-                        f"{self.place} within {self.timeout_seconds:g} s"
+                        f"{self._label}: {format_ranks(missing, self.noun)} did not join "
+                        f"{self.endpoint} within {self.timeout_seconds:g} s"
                     )
                 sleep(POLL_SECONDS)
-            expected = int(store.get(self._seat(rank)))
+            expected = int(store.get(self._key(rank)))
             if expected != self.world_size:
                 raise UsageError(
-                    f"{self._who} expects {self.world_size} {self.noun}s at {self.place}, "
+                    f"{self._label} expects {self.world_size} {self.noun}s at {self.endpoint}, "
                     f"{self.noun} {rank} expects {expected}: start all with the same --nnodes and "
                     "--nproc-per-node"
                 )
 
-    def _seat(self, rank: int) -> str:
-        return f"seat/{rank}"
+    def _key(self, rank: int) -> str:
+        return f"world_size/{rank}"
 
     def _resolve(self) -> tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[str, int]]:
         try:
@@ -217,11 +215,11 @@ class Rendezvous:
         family, kind, protocol, name, target = found[0]
         return family, kind, protocol, name, (str(target[0]), int(target[1]))
 
-    def _explain_bind(self, error: OSError) -> UsageError:
+    def _bind_error(self, error: OSError) -> UsageError:
         if error.errno == errno.EADDRINUSE and not self.port:
             return UsageError(
-                f"no port of {self.address} is free (net.ipv4.ip_local_port_range): end programs"
-                " that have many connections open"
+                f"no port of {self.address} is free (net.ipv4.ip_local_port_range): stop programs"
+                " that have many open connections"
             )
         if error.errno == errno.EADDRINUSE:
             return UsageError(
@@ -229,7 +227,9 @@ class Rendezvous:
             )
         if error.errno == errno.EADDRNOTAVAIL:
             return UsageError(
-                f"{self.address} is no address of this machine, which has rank 0: "
+                f"{self.address} is not an address of this machine, which has rank 0: "
                 "check --master-addr"
             )
-        return UsageError(f"cannot listen at {self.place} ({error.strerror}): check --master-port")
+        return UsageError(
+            f"cannot listen at {self.endpoint} ({error.strerror}): check --master-port"
+        )

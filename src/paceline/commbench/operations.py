@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from paceline.comm import ALGORITHMS
+from paceline.comm.algorithms import ALGORITHMS
 from paceline.comm.buffers import chunk
 from paceline.comm.communicator import Communicator
 from paceline.commbench.spec import Case

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm import ALGORITHMS
+from paceline.comm.algorithms import ALGORITHMS
 from paceline.comm.algorithms.ring import Library
 from paceline.comm.communicator import Communicator
 from paceline.comm.cost import Cost, Network

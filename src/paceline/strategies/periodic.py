@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm import ALGORITHMS
+from paceline.comm.algorithms import ALGORITHMS
 from paceline.comm.cost import Cost
 from paceline.strategies.checkpoint_state import CheckpointState
 from paceline.strategies.flat_buffer import FlatBuffer

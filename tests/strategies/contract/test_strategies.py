@@ -7,7 +7,8 @@ from functools import cache
 import pytest
 import torch
 
-from paceline.comm import ALGORITHMS, in_process
+from paceline.comm import in_process
+from paceline.comm.algorithms import ALGORITHMS
 from paceline.comm.communicator import Communicator
 from paceline.strategies import STRATEGIES
 from paceline.strategies.options import create_strategy

@@ -1,5 +1,35 @@
-"""All-reduce algorithms, one a file, each with its formulas beside it.
+"""All-reduce algorithms, one per module, each with its cost formulas.
 
-Read them in this order: algorithm.py (the contract), root.py, tree.py, chunks.py, ring.py,
-halving_doubling.py, library.py.
+Read them in this order: `base` (the contract), `root`, `tree`, `ring` (also `Library`),
+`halving_doubling`. An entry of `ALGORITHMS` is an `Algorithm` class; the registry imports it when
+it is used, so this module does not import torch.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.registry import Registry
+
+if TYPE_CHECKING:
+    from paceline.comm.algorithms.base import Algorithm
+
+ALGORITHMS: Registry[type[Algorithm]] = Registry("algorithm")
+
+ALGORITHMS.register(
+    "root", "paceline.comm.algorithms.root:Root", "all to rank 0, which sums and sends back"
+)
+ALGORITHMS.register(
+    "tree", "paceline.comm.algorithms.tree:Tree", "up a binomial tree, summing, and down again"
+)
+ALGORITHMS.register(
+    "ring", "paceline.comm.algorithms.ring:Ring", "chunk by chunk around a ring, twice"
+)
+ALGORITHMS.register(
+    "halving_doubling",
+    "paceline.comm.algorithms.halving_doubling:HalvingDoubling",
+    "pairs exchange halves, then quarters, and back",
+)
+ALGORITHMS.register(
+    "library", "paceline.comm.algorithms.ring:Library", "the communicator's own all-reduce"
+)

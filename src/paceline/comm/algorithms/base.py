@@ -14,33 +14,33 @@ if TYPE_CHECKING:
 
 
 class Algorithm(ABC):
-    """One way to sum a tensor over all workers and give every worker the sum.
+    """Sums a tensor over all ranks and distributes the sum to all of them.
 
-    An algorithm uses nothing of a communicator but its rank, its world size, `send`, `recv` and
-    `exchange`. It is for any number of workers and elements, and keeps two promises:
+    An algorithm uses only the rank, world size, `send`, `recv` and `sendrecv` of a communicator. It
+    supports any number of ranks and elements, and makes two guarantees:
 
-    - Every rank ends with the same bits. Floating-point sums depend on their order, so each element
-      is summed on one rank and the sum is handed out; ranks that each summed for themselves, in
-      their own order, would drift apart, step by step.
-    - The order of that sum depends on the world size, the number of elements and the element's
-      place alone, never on who came first. Hence the same input gives the same bits in every run.
-      Two algorithms may differ in the last bits from one another; each file says what its order is.
+    - All ranks get the same bits. Floating-point sums depend on their order, so each element is
+      summed on one rank and the sum is distributed. If each rank summed in its own order, replicas
+      would diverge.
+    - The order of summation depends only on the world size, the number of elements and the index of
+      the element, never on the order of arrival. The same input gives the same bits in every run.
+      Different algorithms may differ in the last bits; each module documents its order.
 
-    Partial sums have the tensor's dtype, so a bf16 sum is rounded to bf16 at each addition.
+    Partial sums have the dtype of the tensor, so a bf16 sum is rounded to bf16 after each addition.
     """
 
     @abstractmethod
     def all_reduce(self, communicator: Communicator, tensor: Tensor, kind: str) -> None:
-        """Replace a contiguous tensor by the sum over all ranks; returns when it is there."""
+        """Replace a contiguous tensor by the sum over all ranks; return when it is complete."""
 
     @abstractmethod
     def bytes_sent(self, rank: int, world_size: int, elements: int, element_bytes: int) -> int:
-        """What one rank sends, to the byte. In elements, since no element is ever split."""
+        """Return the exact number of bytes that a rank sends; elements are never split."""
 
     @abstractmethod
     def bytes_received(self, rank: int, world_size: int, elements: int, element_bytes: int) -> int:
-        """What one rank receives, to the byte."""
+        """Return the exact number of bytes that a rank receives."""
 
     @abstractmethod
     def cost(self, world_size: int, size_bytes: float, network: Network) -> Cost:
-        """What it should take when every worker starts at the same moment."""
+        """Return the predicted cost if all ranks start at the same time."""

@@ -1,16 +1,17 @@
-"""Halving and doubling: pairs exchange halves, then quarters, and so on, and back.
+"""Halving and doubling: pairs exchange halves of the tensor, then quarters, and back.
 
-Of eight ranks, 0 and 4 are partners, 1 and 5, and so on: each takes half of the tensor, sends its
-partner the other half and adds what it receives. Then partners at distance 2 do the same with that
-half, and partners at distance 1 with the quarter. Each rank is left with the sum of its own eighth,
-and the same steps backwards, without the adding, double what everybody has until it is all of it.
-It moves no more than the ring does, in 2 log2(P) steps instead of 2 (P - 1).
+With eight ranks, ranks 0 and 4 are partners, 1 and 5, and so on. Each rank keeps one half of the
+tensor, sends the other half to its partner and adds what it receives. Then partners at distance 2
+do the same with this half, and partners at distance 1 with the quarter. Each rank ends with the sum
+of its own eighth, and the same steps in reverse, without adding, double the data of every rank
+until it is complete. This moves no more data than a ring, in 2 log2(P) instead of 2 (P - 1) steps.
 
-That needs a power of two. With some ranks too many, the first few pair up beforehand: the odd one
-of a pair hands its whole tensor to the even one, sits out, and gets the whole result at the end.
+The algorithm requires a power of two. Otherwise, the first ranks form pairs beforehand: the odd
+rank of a pair sends its whole tensor to the even rank, is idle, and receives the whole result at
+the end.
 
-Order of the sum: the members of a pair beforehand, then partners at the largest distance first, so
-a balanced binary tree over the ranks.
+Order of summation: the ranks of a pair first, then partners at the largest distance first: a
+balanced binary tree over the ranks.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class HalvingDoubling(Algorithm):
             communicator.send(flat, rank + 1, kind).wait()
 
     def bytes_sent(self, rank: int, world_size: int, elements: int, element_bytes: int) -> int:
-        """Halving sends all but the member's own chunk; doubling sends what it has at each step."""
+        """Halving sends all chunks but the own one; doubling sends all complete chunks."""
         folded = _folded_pairs(world_size)
         if rank < 2 * folded and rank % 2 == 1:
             return elements * element_bytes
@@ -60,7 +61,7 @@ class HalvingDoubling(Algorithm):
         return (halving + doubling + folding) * element_bytes
 
     def bytes_received(self, rank: int, world_size: int, elements: int, element_bytes: int) -> int:
-        """As much as it sends: a member receives in halving what it sends in doubling, and back."""
+        """Return as much as it sends: a rank receives in halving what it sends in doubling."""
         return self.bytes_sent(rank, world_size, elements, element_bytes)
 
     def cost(self, world_size: int, size_bytes: float, network: Network) -> Cost:
@@ -77,9 +78,9 @@ class HalvingDoubling(Algorithm):
 
 
 def _halve_and_double(communicator: Communicator, flat: Tensor, kind: str) -> None:
-    """Among the members: as many ranks as the largest power of two, once the odd ones sit out.
+    """All-reduce among the members, the ranks that are not idle: a power of two.
 
-    The members cut the tensor into one chunk each, and `width` is the number of chunks in a block.
+    The tensor is split into one chunk per member, and `width` is the number of chunks in a block.
     """
     folded = _folded_pairs(communicator.world_size)
     members, member = communicator.world_size - folded, _member(communicator.rank, folded)
@@ -99,12 +100,12 @@ def _halve_and_double(communicator: Communicator, flat: Tensor, kind: str) -> No
 
 
 def _folded_pairs(world_size: int) -> int:
-    """How many ranks are too many for a power of two."""
+    """Return the number of ranks beyond the largest power of two, and so of pairs."""
     return world_size - (1 << world_size.bit_length() - 1)
 
 
 def _member(rank: int, folded: int) -> int:
-    """The place of a rank that does not sit out among those that do not."""
+    """Return the index of a rank that is not idle among the members."""
     return rank // 2 if rank < 2 * folded else rank - folded
 
 
@@ -113,5 +114,5 @@ def _rank(member: int, folded: int) -> int:
 
 
 def _widths(members: int) -> list[int]:
-    """1, 2, 4, ... up to half of the members."""
+    """Return 1, 2, 4, ... up to half of the members."""
     return [1 << bit for bit in range(members.bit_length() - 1)]

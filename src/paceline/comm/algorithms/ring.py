@@ -1,23 +1,18 @@
-"""Ring: the tensor travels around a ring in chunks, once to be summed and once to be handed out.
+"""Ring: the tensor travels around a ring in chunks, first to be summed and then to be copied.
 
-Each rank sends to its right and receives from its left, both at once. The tensor is cut into one
-chunk a rank. In the first half (reduce-scatter) every chunk goes once around, and each rank adds
-its part as the chunk comes by; the chunk ends, complete, at the rank it belongs to. In the second
-half
-(all-gather) the complete chunks go around, and each rank keeps a copy. Every link is busy all the
-time and nobody sends more than twice the tensor, however many workers there are; but there are
-2 (P - 1) steps, each with its latency.
+Each rank sends to its right neighbor and receives from its left neighbor at the same time. The
+tensor is split into one chunk per rank. In the first half (reduce-scatter), every chunk travels
+around the ring once, each rank adds its values, and the chunk ends, complete, at its own rank. In
+the second half (all-gather), the complete chunks travel around and each rank keeps a copy. All
+links are always busy, and a rank sends less than twice the tensor for any number of ranks. But
+there are 2 (P - 1) steps, each with its latency.
 
-Order of the sum: chunk c starts at rank c + 1 and collects the ranks to the right in turn; rank c
-comes last.
+Order of summation: chunk c starts at rank c + 1 and adds the ranks to the right in turn; rank c is
+last.
 
-Library: whatever the communicator's own all-reduce does.
-
-Gloo runs a ring; NCCL picks a ring or a tree by size and topology; the in-process communicator runs
-ring.py. What a library does inside cannot be counted from outside, so its traffic is counted as a
-ring's and its cost is a ring's too: the least that an all-reduce of a large tensor can move.
-
-Order of the sum: the library's own."""
+`Library` is the communicator's own all-reduce, such as that of gloo or NCCL. It is opaque, so its
+traffic and cost are those of a ring: the minimum that an all-reduce of a large tensor can move.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +36,13 @@ class Ring(Algorithm):
         all_gather(communicator, flat, kind)
 
     def bytes_sent(self, rank: int, world_size: int, elements: int, element_bytes: int) -> int:
-        """2 (P - 1) / P of the tensor: each half of the ring leaves one chunk out."""
+        """Return 2 (P - 1) / P of the tensor: each half sends all chunks but one."""
         return reduce_scatter_bytes_sent(
             rank, world_size, elements, element_bytes
         ) + all_gather_bytes_sent(rank, world_size, elements, element_bytes)
 
     def bytes_received(self, rank: int, world_size: int, elements: int, element_bytes: int) -> int:
-        """What its left neighbour sends."""
+        """Return what the left neighbor sends."""
         return self.bytes_sent((rank - 1) % world_size, world_size, elements, element_bytes)
 
     def cost(self, world_size: int, size_bytes: float, network: Network) -> Cost:
@@ -57,42 +52,44 @@ class Ring(Algorithm):
 
 
 def reduce_scatter(communicator: Communicator, flat: Tensor, kind: str) -> None:
-    """Leave the sum of chunk `rank` on each rank, and partial sums in its other chunks."""
+    """Reduce chunk `rank` on each rank; its other chunks are left with partial sums."""
     rank, world_size = communicator.rank, communicator.world_size
-    buffer = torch.empty_like(chunk(flat, world_size, 0))  # chunk 0 is as large as any
+    buffer = torch.empty_like(chunk(flat, world_size, 0))  # chunk 0 is the largest
     for step in range(1, world_size):
         outgoing = chunk(flat, world_size, (rank - step) % world_size)
         summed = chunk(flat, world_size, (rank - step - 1) % world_size)
         arriving = buffer[: summed.numel()]
-        _pass_on(communicator, outgoing, arriving, kind)
+        _shift(communicator, outgoing, arriving, kind)
         summed.add_(arriving)
 
 
 def all_gather(communicator: Communicator, flat: Tensor, kind: str) -> None:
-    """Give every rank the chunks of all; each begins with its own."""
+    """Copy chunk `rank` of each rank to all ranks."""
     rank, world_size = communicator.rank, communicator.world_size
     for step in range(world_size - 1):
         outgoing = chunk(flat, world_size, (rank - step) % world_size)
         arriving = chunk(flat, world_size, (rank - step - 1) % world_size)
-        _pass_on(communicator, outgoing, arriving, kind)
+        _shift(communicator, outgoing, arriving, kind)
 
 
 def reduce_scatter_bytes_sent(rank: int, world_size: int, elements: int, element_bytes: int) -> int:
-    """All chunks but its own."""
+    """Return the size of all chunks but the own one."""
     return (elements - chunk_elements(elements, world_size, rank)) * element_bytes
 
 
 def all_gather_bytes_sent(rank: int, world_size: int, elements: int, element_bytes: int) -> int:
-    """All chunks but the one that its right neighbour began with."""
+    """Return the size of all chunks but that of the right neighbor."""
     return (elements - chunk_elements(elements, world_size, rank + 1)) * element_bytes
 
 
-def _pass_on(communicator: Communicator, outgoing: Tensor, arriving: Tensor, kind: str) -> None:
+def _shift(communicator: Communicator, outgoing: Tensor, arriving: Tensor, kind: str) -> None:
     right = (communicator.rank + 1) % communicator.world_size
     left = (communicator.rank - 1) % communicator.world_size
     communicator.sendrecv(outgoing, right, arriving, left, kind).wait()
 
 
 class Library(Ring):
+    """The communicator's own all-reduce; the order of summation is that of the library."""
+
     def all_reduce(self, communicator: Communicator, tensor: Tensor, kind: str) -> None:
         communicator.all_reduce(tensor, kind).wait()

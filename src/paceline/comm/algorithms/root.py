@@ -1,9 +1,9 @@
-"""Root: everybody sends to rank 0, which sums and sends the sum back.
+"""Root: all ranks send to rank 0, which sums and sends the sum back.
 
-The first thing one would write, and a good one for two or three workers. Everything goes through
-one worker's link, so the time grows with the number of workers.
+Simple, and fast enough for two or three ranks. All data passes through the link of one rank, so
+the time grows linearly with the number of ranks.
 
-Order of the sum: ((x0 + x1) + x2) + ..., by rank.
+Order of summation: ((x0 + x1) + x2) + ..., by rank.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Root(Algorithm):
             communicator.send(flat, 0, kind).wait()
             communicator.recv(flat, 0, kind).wait()
             return
-        # All receives are posted before the first is waited for: a slow rank holds up no other's
-        # transfer, at the price of a buffer for each rank.
+        # Start all receives before the first wait: a slow rank then does not delay the transfers of
+        # others, at the cost of one buffer per rank.
         arriving = {peer: torch.empty_like(flat) for peer in communicator.peers}
         receives = {peer: communicator.recv(arriving[peer], peer, kind) for peer in arriving}
         for peer, receive in receives.items():
@@ -45,7 +45,7 @@ class Root(Algorithm):
         return self.bytes_sent(rank, world_size, elements, element_bytes)
 
     def cost(self, world_size: int, size_bytes: float, network: Network) -> Cost:
-        """The latencies of the peers overlap; their bytes queue at the root's link."""
+        """Latencies of the peers overlap; their bytes share the link of the root."""
         peers = world_size - 1
         through_root = peers * size_bytes
         seconds = network.seconds(2, 2 * through_root, through_root) if peers else 0.0
