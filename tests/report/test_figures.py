@@ -274,7 +274,7 @@ def test_ways_within_noise_have_no_reason(tmp_path: Path) -> None:
     assert "more per iteration" not in items.items[0][1]
 
 
-def test_only_cells_that_differ_in_the_same_axis_are_in_a_contest(tmp_path: Path) -> None:
+def test_only_groups_that_differ_in_the_same_axis_are_ranked_by_condition(tmp_path: Path) -> None:
     """A study with three axes includes two cells that lack the last of them."""
     axes: list[dict[str, str]] = [
         {"batch_size": "32", "cluster.nodes": "2", "strategy": "ddp"},
@@ -287,6 +287,6 @@ def test_only_cells_that_differ_in_the_same_axis_are_in_a_contest(tmp_path: Path
         dataclasses.replace(cell, axes=own)
         for cell, own in zip(collect(tmp_path).cells, axes, strict=True)
     ]
-    (contest,) = rank_by_condition(cells)
-    assert contest.condition == "batch size 32, nodes 2"
-    assert {one.cell.label for one in contest.ranking.ranking} == {"ddp", "overlap"}
+    (ranked,) = rank_by_condition(cells)
+    assert ranked.condition == "batch size 32, nodes 2"
+    assert {one.cell.label for one in ranked.ranking.ranking} == {"ddp", "overlap"}

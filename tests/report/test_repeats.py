@@ -52,7 +52,7 @@ def test_a_repeat_without_such_an_epoch_is_counted_out_loud(tmp_path: Path) -> N
     assert row["epochs to 0.20"] == "2 (2 of 3 repeats)"
 
 
-def test_the_epoch_at_which_a_loss_settled_is_of_all_repeats(tmp_path: Path) -> None:
+def test_the_epoch_at_which_a_loss_converged_is_of_all_repeats(tmp_path: Path) -> None:
     """Of the last three of ten evaluations in one run, and of the last seven in another."""
     write_accuracies(tmp_path, 0.9, 0.9)
     for number, begin in ((0, 8), (1, 4)):
@@ -64,8 +64,8 @@ def test_the_epoch_at_which_a_loss_settled_is_of_all_repeats(tmp_path: Path) -> 
             for epoch in range(1, 11)
         ]  # fmt: skip
         path.write_text(json.dumps(result))
-    (row,) = rows_of(collect(tmp_path).cells, "accuracy", "settled")
-    assert row["settled after epoch"] == "6 (4 to 8)"
+    (row,) = rows_of(collect(tmp_path).cells, "accuracy", "converged")
+    assert row["converged after epoch"] == "6 (4 to 8)"
 
 
 def test_the_workers_of_a_cell_are_means_over_its_repeats(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ WANTED: dict[str, dict[str, str]] = {
     },
     "parameter-server": {
         "regression": "Training loss against epoch; Test loss against epoch;"
-        " Test accuracy against epoch; settled after epoch",
+        " Test accuracy against epoch; converged after epoch",
         "nodes": "training time; CPU, mean; memory, mean; network sent; test accuracy;"
         " node 0 over the mean of the other nodes",
         "softmax-batch": "time; test loss; test accuracy; peak memory; CPU, mean",

@@ -67,12 +67,12 @@ def traffic(context: SectionContext) -> Iterator[Block]:
         text_columns=2,
     )
     text = (
-        "Sent by all workers together, payload only, on average over the finished repeats."
+        "Total over all workers, payload only, mean over the finished repeats."
         " In flight: time with a transfer open, maximum over ranks."
     )
     if any(run.is_resized for group, _ in found for run in group.finished):
         text += (
-            " Where the number of workers changed, it is what those at the end sent, each since it"
+            " Where the world size changed, traffic is that of the final workers, each since it"
             " joined."
         )
     yield note(text)
@@ -103,12 +103,12 @@ def bandwidth(context: SectionContext) -> Iterator[Block]:
     if rates:
         yield _bandwidth_table(rates)
         yield note(
-            "Per iteration: gradients summed, and T, the time with their transfers in flight at the"
-            " worker that waited least. Algorithm bandwidth is bytes / T; bus bandwidth is that"
+            "Per iteration: gradients reduced, and T, the time with their transfers in flight,"
+            " minimum over ranks. Algorithm bandwidth is bytes / T; bus bandwidth is that"
             " times 2 (P - 1) / P; the reference's is bytes log2 P / T, with utilization"
             " 2 (P - 1) bytes / T over it. Overlapped communication takes longer without"
-            " blocking training. The link is as measured: in an emulated cluster, or the limit that"
-            " `paceline comm` found with as many workers."
+            " blocking training. The link bandwidth is measured in an emulated cluster, or the"
+            " limit that `paceline comm` found with the same number of workers."
         )
     if measured:
         yield _measured_table(measured[:MAX_MEASUREMENTS])
@@ -134,7 +134,7 @@ def _bandwidth_table(rates: Sequence[AllReduceBandwidth]) -> Table:
 def _measured_table(measured: Sequence[Measured]) -> Table:
     return table(
         measured,
-        Column("measured alone", lambda one: one.operation),
+        Column("operation", lambda one: one.operation),
         Column("workers", lambda one: one.workers, formatting.count),
         Column("size", lambda one: one.bytes, formatting.size),
         Column("time, median", lambda one: one.seconds, formatting.seconds),
@@ -156,9 +156,9 @@ def resources(context: SectionContext) -> Iterator[Block]:
     yield from blocks
     if blocks:
         yield note(
-            "Of all processes of a run; 100% of CPU is one core. Memory is resident memory"
-            " added up over processes. Network is what the node's interfaces carried, whoever"
-            " sent it. Curves are of the first finished run of a configuration."
+            "Totals over all processes of a run; 100% of CPU is one core. Memory is the sum of"
+            " resident memory. Network is all traffic of the node's interfaces, including that of"
+            " other processes. Curves show the first finished run of a configuration."
         )
 
 

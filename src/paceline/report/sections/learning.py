@@ -85,10 +85,10 @@ def curves(context: SectionContext) -> Iterator[Block]:
             yield Tabs(context.figure_name("tabs", key.replace("_", "-")), figures)
     if has_figures:
         yield note(
-            "Shading and whiskers: min–max of the repeats that are as long as the first, and in"
-            " long runs of the iterations that share a point. Against time, the training loss is"
-            " that of the first repeat. Training time excludes evaluation. Coinciding curves are"
-            " drawn as alternating stripes."
+            "Shading and whiskers: min–max over the repeats that are as long as the first, and in"
+            " long runs over the iterations of a point. Against time, the training loss is that of"
+            " the first repeat. Training time excludes evaluation. Coinciding curves are drawn as"
+            " alternating stripes."
         )
         yield from context.plotted_note()
 
@@ -172,16 +172,17 @@ def accuracy(context: SectionContext) -> Iterator[Block]:
         Column("test loss", lambda one: one.losses, formatting.number),
         Column("best accuracy", lambda one: one.best, formatting.number),
         *([to_common] if is_comparable else []),
-        Column("settled after epoch", lambda one: _epochs_text(one.convergence_epochs, one)),
+        Column("converged after epoch", lambda one: _epochs_text(one.convergence_epochs, one)),
     )
     text = (
-        "Settled: the epoch from which on, and for a fifth of the run at least, the test loss"
-        f" stayed within {formatting.share(CONVERGENCE_TOLERANCE)} of where it ended."
+        "Converged: the epoch from which the test loss stays within"
+        f" {formatting.share(CONVERGENCE_TOLERANCE)} of its final value, for at least a fifth of"
+        " the run."
     )
     if is_comparable:
         text = (
-            f"Epochs to {common:.2f}: to the first evaluation with the accuracy that all finished"
-            f" runs reached. {text}"
+            f"Epochs to {common:.2f}: to the first evaluation with the accuracy that every"
+            f" finished run reached. {text}"
         )
     yield note(text)
 
@@ -228,9 +229,9 @@ def _single_accuracy(only: AccuracySummary) -> str:
     if not only.can_converge:
         return text
     if not only.convergence_epochs:
-        return f"{text}; the test loss was still moving at the end"
+        return f"{text}; the test loss had not converged"
     epoch = _epochs_text(only.convergence_epochs, only)
-    return f"{text}; the test loss settled after epoch {epoch}"
+    return f"{text}; the test loss converged after epoch {epoch}"
 
 
 @section("evaluations", "Evaluations")
@@ -263,7 +264,7 @@ class _Epoch(NamedTuple):
     samples: Sequence[int]
 
 
-@section("order", "The order of the samples")
+@section("order", "Sampling order")
 def order(context: SectionContext) -> Iterator[Block]:
     if all(group.config.reshuffle for group in context.finished):
         return
@@ -292,5 +293,5 @@ def _order_text(one: SamplingOrder) -> str:
     if not one.has_all_epochs:
         epochs = f"the first {epochs}"
     if one.distinct == count:
-        return f"{one.label}: each of {epochs} has an order of its own"
+        return f"{one.label}: {epochs}, each in a different order"
     return f"{one.label}: {epochs} in {one.distinct} order{'s' * (one.distinct != 1)}"

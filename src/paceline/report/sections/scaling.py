@@ -91,8 +91,7 @@ def winners(context: SectionContext) -> Iterator[Block]:
     )
     yield note(
         "In asynchronous runs, an iteration is the time in which all workers together process"
-        " as many samples as a global batch has. Compute, communication and waiting are of a"
-        " worker's own iteration."
+        " one global batch. Compute, communication and waiting are those of a worker's iteration."
     )
 
 
@@ -216,8 +215,8 @@ def _change(series: ScalingSeries) -> str:
     ideal = before * base.workers / last.workers if series.kind == "strong" else before
     little = 0.005 * last.split.total
     parts = [
-        f", {name} from {formatting.seconds(first) if first > little else 'nothing'} to"
-        f" {formatting.seconds(then) if then > little else 'nothing'}"
+        f", {name} from {formatting.seconds(first) if first > little else '0'} to"
+        f" {formatting.seconds(then) if then > little else '0'}"
         for name, phase in (("communication", "exchange"), ("waiting", "wait"))
         if max(first := base.split.seconds[phase], then := last.split.seconds[phase]) > little
     ]
@@ -384,7 +383,7 @@ def checkpoint(context: SectionContext) -> Iterator[Block]:
     text = (
         f"Compared: {'; '.join(pairs)}."
         if pairs
-        else "There is no run that differs only in having no checkpoints to compare with."
+        else "Not compared: no run differs only in having no checkpoints."
     )
     gaps = [gap for cost in costs for gap in (cost.longer, cost.more_memory) if gap is not None]
     yield note(" ".join(filter(None, (text, interval_note(gaps)))))
@@ -438,7 +437,7 @@ def _longer_text(longer: Difference) -> str:
     sign = "+" if longer.amount >= 0 else ""
     text = f"{sign}{formatting.seconds(longer.amount)} ({100 * longer.share:+.1f}%)"
     if not longer.has_interval:
-        return f"{text}, spread unknown"
+        return f"{text}, significance unknown"
     span = f"{100 * longer.low:+.1f}% to {100 * longer.high:+.1f}%"
     return f"{text}, {interval_name(longer)} {span}{_noise(longer, ', within noise')}"
 

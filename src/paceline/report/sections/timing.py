@@ -414,8 +414,8 @@ def _first_rank_items(
             alike.append(group.label)
     if alike:
         yield (
-            "Rank 0 is like the others,",
-            f"no phase by more than {formatting.share(NOTABLE)} of an iteration apart, in"
+            "Rank 0 is like the others:",
+            f"no phase differs by more than {formatting.share(NOTABLE)} of an iteration in"
             f" {'; '.join(alike)}.",
         )
 
@@ -433,15 +433,15 @@ def _first_rank_text(work: Sequence[RankWork]) -> str:
         sizes = f"{formatting.size(moved)}, each of the others {formatting.size(by_others)}"
         if not parts:
             return (
-                f"rank 0 sends and receives {sizes} an iteration; as the others wait for the same"
-                f" transfers, no phase of theirs is over {formatting.share(NOTABLE)} of an"
-                " iteration longer or shorter."
+                f"rank 0 sends and receives {sizes} per iteration; the others wait for the same"
+                f" transfers, so no phase differs by more than {formatting.share(NOTABLE)} of an"
+                " iteration."
             )
         parts.append(f"and sends and receives {sizes}")
     if not parts:
         return ""
     whole = formatting.seconds(found.iteration_seconds)
-    return f"of an iteration of {whole} rank 0 is {', '.join(parts)}."
+    return f"rank 0 takes {', '.join(parts)} (iteration: {whole})."
 
 
 @section("timeline", "Timeline of one iteration")
@@ -456,9 +456,8 @@ def timeline(context: SectionContext) -> Iterator[Block]:
     title = "One iteration: phases, and transfers below them"
     yield Figure(context.figure_name("timeline"), title, draw_timeline(title, steps), is_wide=True)
     yield note(
-        "Of the first and the last worker, the step that was of median length at the first. A"
-        " transfer below"
-        " backward is overlapped communication; one below exchange is exposed."
+        "The first and the last rank, in the first rank's iteration of median length. A transfer"
+        " below backward is overlapped communication; one below exchange is exposed."
     )
 
 

@@ -27,7 +27,7 @@ from tests.support.records import FakeRun, write_run
         ([0.5, 0.5], None),
     ],
 )
-def test_a_loss_has_settled_once_it_stays_near_its_end(
+def test_a_loss_has_converged_once_it_stays_near_its_end(
     losses: list[float], epoch: int | None
 ) -> None:
     history = [{"epoch": number + 1, "test_loss": loss} for number, loss in enumerate(losses)]
