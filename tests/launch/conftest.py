@@ -19,7 +19,7 @@ def warm(starter: PrewarmedStarter) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def talkative_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
-    """Two workers started cold by the command line, with all that is said and written.
+    """Two workers started cold by the command line, with their output and records.
 
     Of its twelve iterations it keeps checkpoints after the sixth and the last.
     """

@@ -1,4 +1,4 @@
-"""Before they train: what is refused on one worker is refused on all; the first cause counts."""
+"""Errors before training are raised on all ranks; the root cause is chosen."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.launch.termination import Termination, root_cause
 
 
 def refusals(workers: int, work: Callable[[Communicator], object]) -> list[str]:
-    """What each worker was refused with; none: nothing."""
+    """The error of each worker, if any."""
 
     def one(communicator: Communicator) -> str:
         try:

@@ -1,4 +1,4 @@
-"""Elastic runs outlive killed workers and nodes, and compute what undisturbed ones compute.
+"""Elastic runs survive killed workers and nodes, and compute what uninterrupted runs compute.
 
 Several commands on this machine stand for nodes. That no process, shared memory or socket is left
 is checked after every test (tests/support/leaks.py).
@@ -71,7 +71,7 @@ def newest(folder: Path) -> int:
 
 
 def await_progress(folder: Path) -> None:
-    """Until checkpoints have come since now."""
+    """Wait for new checkpoints."""
     before = newest(folder)
     wait_until(lambda: newest(folder) >= before + 11, "the run goes on")
 

@@ -1,4 +1,4 @@
-"""What the starter of an elastic run on other machines makes of how their processes ended."""
+"""The outcome of an elastic run on other machines, by how their processes ended."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_loss_that_the_run_got_over_is_not_the_cause_of_a_later_end(
 def test_without_the_first_node_the_records_of_the_others_are_fetched(
     is_resumed: bool, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A resumed run has a result already, which tells nothing of what came after."""
+    """A resumed run already has a result, of its earlier part."""
     folder = RunFolder(Path(config.out) / "run")
     if is_resumed:
         folder = RunFolder.create(config)

@@ -28,7 +28,7 @@ def test_the_run_continues_without_a_disconnected_node(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Nobody is told that the link is down: nodes and workers only hear nothing any more."""
+    """No error reports that the link is down: nodes and workers only receive nothing."""
     monkeypatch.setenv("OWN_SLEEP_SECONDS", "0.1")
     settings = {"model": "own_code:Slow", "iterations": 60, "checkpoint_every": 5}
     try:

@@ -1,4 +1,4 @@
-"""Who takes part in an elastic run, as the first node decides it, by a clock turned by hand."""
+"""Which nodes take part in an elastic run, as the leader decides, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _beat(store: Store, node: int) -> None:
 
 
 class Table:
-    """A leader and what it sees of the nodes; all of them beat unless they are lost."""
+    """A leader and the nodes in its store; nodes send heartbeats unless they are lost."""
 
     def __init__(self, client: StoreClient, monkeypatch: pytest.MonkeyPatch, elastic: str) -> None:
         self.client = client
@@ -66,7 +66,7 @@ class Table:
             self.client.set(f"application/{node}", application)
 
     def withdraw(self) -> None:
-        """All have begun the round that they were given."""
+        """All nodes have started the latest round."""
         for node in range(self._nodes):
             self.client.set(f"application/{node}", None)
 

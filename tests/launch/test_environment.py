@@ -1,4 +1,4 @@
-"""Finding out who one is, from what torchrun or srun has set."""
+"""Rank detection from the variables of torchrun and srun."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_settings_are_checked_against_the_workers_that_srun_started(
 def test_a_node_of_an_emulated_cluster_has_no_gpu_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its GPU is that of all nodes, which NCCL refuses."""
+    """All nodes share one GPU, which NCCL rejects."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.delenv("PACELINE_CLUSTER", raising=False)

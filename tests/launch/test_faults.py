@@ -41,7 +41,7 @@ from tests.support.commands import (
 
 TWO: dict[str, Any] = {**ENDLESS, "nproc_per_node": 2}
 PASSING = ("launch-", "report-", "failure-")
-"""How the names of files begin that are of use only while a run goes on."""
+"""Prefixes of files that exist only during a run."""
 
 
 def check_failed(outcome: RunOutcome, cause: str, gone: tuple[str, ...]) -> None:

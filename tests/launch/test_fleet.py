@@ -1,4 +1,4 @@
-"""Commands on several machines: what is shown of them, and how they end together."""
+"""Commands on several machines: their output, and how they end together."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class LocalFleet:
 
 
 def run(*programs: str, given: str = "") -> list[int]:
-    """One Python program for each node, for a limited time."""
+    """Run one Python program on each node."""
     with SignalMonitor() as signals:
         exits, _, error = run_on_nodes(
             LocalFleet(),
@@ -141,7 +141,7 @@ def test_ctrl_c_reaches_every_node(capfd: pytest.CaptureFixture[str]) -> None:
 
 @contextlib.contextmanager
 def bound_to_starter(silence_seconds: float = 60.0) -> Iterator[subprocess.Popen[bytes]]:
-    """A program that would run on, with its starter's line at one's disposal."""
+    """A program that runs until its control channel ends it."""
     program = f"""if True:
         import signal, time
         from paceline.launch.remote import control_channel as starter
@@ -164,7 +164,7 @@ def bound_to_starter(silence_seconds: float = 60.0) -> Iterator[subprocess.Popen
 
 
 def test_a_node_ends_when_its_launcher_is_gone() -> None:
-    """Though it hears no signal but the last."""
+    """Even if it ignores all signals but SIGKILL."""
     with bound_to_starter() as process:
         assert process.stdin is not None
         process.stdin.close()
@@ -189,7 +189,7 @@ def test_an_elastic_run_continues_without_a_lost_node(capfd: pytest.CaptureFixtu
 
 
 class Records:
-    """A run's folder, here and on another machine."""
+    """A run folder here and on another machine."""
 
     def __init__(self, root: Path) -> None:
         config = from_mapping({"out": str(root / "there"), "name": "run"})

@@ -1,4 +1,4 @@
-"""Several nodes, each started by a command of its own; here all of them are this machine."""
+"""Several nodes, each started by its own command; here all are this machine."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_a_port_in_use_is_rejected(tmp_path: Path) -> None:
 
 
 def test_on_one_machine_a_port_in_use_is_no_hindrance() -> None:
-    """The launcher meets its workers at another one."""
+    """The launcher serves its store on another port."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         nodes = NodeCoordinator(from_mapping({"nproc_per_node": 2, "master_port": port}))
@@ -181,7 +181,7 @@ def test_on_one_machine_a_port_in_use_is_no_hindrance() -> None:
 
 
 def test_the_port_of_a_run_on_one_machine_cannot_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another program is quick to bind each port that is given up."""
+    """Another program binds each port as soon as it is released."""
     plain, taken = socket.socket, []
 
     class Watched(socket.socket):

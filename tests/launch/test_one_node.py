@@ -91,7 +91,7 @@ def test_two_workers_learn_what_one_learns(talkative_run: Run, tmp_path: Path) -
 
 
 def test_a_plain_script_gets_the_result_of_two_workers(tmp_path: Path) -> None:
-    """Without the guard that multiprocessing needs: nobody imports the script again."""
+    """Without the `__main__` guard that multiprocessing needs: the script is not imported again."""
     settings = {**TINY, "nproc_per_node": 2, "out": str(tmp_path), "name": "run"}
     script = tmp_path / "script.py"
     script.write_text(

@@ -92,7 +92,7 @@ def cut_off_run(machines: RayMachines, struck_run: Run) -> Run:
 def next_worker(
     machines: RayMachines, name: str, seen: int, before: psutil.Process | None
 ) -> psutil.Process:
-    """The second worker, once it is another one than before and a new checkpoint is there."""
+    """The second worker, once it has restarted and written a new checkpoint."""
 
     def goes_on() -> bool:
         is_new = machines.worker(1) not in (None, before)

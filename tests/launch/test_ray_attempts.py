@@ -1,4 +1,4 @@
-"""Which attempts follow one another on a Ray cluster, told without one."""
+"""The restart loop on a Ray cluster, with scripted attempts instead of Ray."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from paceline.records import SCHEMA, RunFolder, read_json
 
 @dataclass
 class Script:
-    """What comes of each attempt, and what each was started with."""
+    """The outcome of each attempt, and what it was started with."""
 
     ends: list[Any]
-    """Results, errors that running raises, or a refusal to give machines."""
+    """Results, errors of the run, or TooFewError."""
     lost: bool = False
     """Whether the actors of a failed attempt are gone."""
     headless: bool = False
@@ -178,7 +178,7 @@ def test_a_run_ends_with_an_error_when_rays_head_is_lost(
 
 
 def test_missing_records_are_reported_when_rays_head_is_lost(play: Any) -> None:
-    """Its workers were stopped because of that, and by nobody else."""
+    """Its workers were stopped because of that, not by the user."""
     stopped = StoppedError("b: stopped by SIGTERM after iteration 5")
     with pytest.raises(RunError, match=rf"^lost Ray's head at head:6379: {stopped}$"):
         play(Script([stopped], headless=True))

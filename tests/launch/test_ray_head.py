@@ -99,7 +99,7 @@ def say_nothing(text: str) -> None: ...
 def test_reservations_are_released_only_if_the_head_answers(
     is_silent: bool, asked: list[str], server: socket.socket, head: HeadMonitor, stand_in: Any
 ) -> None:
-    """A head that has just fallen silent is not lost yet, and what it were asked would hang."""
+    """A head that has just fallen silent is not lost yet, but calls to it would hang."""
     ray = stand_in(lambda: True)
     with reserve_nodes(WANTED, head, 60.0, say_nothing) as machines:
         assert [machine.address for machine in machines] == ["10.0.0.1"] * 2
@@ -151,7 +151,7 @@ try:
 except errors.PacelineError:
     pass
 """
-"""A command that loses Ray's head and then comes to the end that it is given."""
+"""A command that loses Ray's head and then ends in the given way."""
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ EVALUATION = {
 
 
 def report_of(rank: int) -> dict[str, Any]:
-    """What a worker that has finished tells."""
+    """The report of a worker that has finished."""
     phases = dict.fromkeys(PHASES, 0.125)
     steady = {name: 0.1 for name in PHASES if name not in BETWEEN_ITERATIONS}
     return {
@@ -82,7 +82,7 @@ def report_of(rank: int) -> dict[str, Any]:
 
 
 def changed(value: Any, path: str, rank: int = 1) -> dict[str, Any]:
-    """A report with another value at this place."""
+    """A report with another value at this path."""
     report: dict[str, Any] = json.loads(json.dumps(report_of(rank)))
     *way, last = path.split(".")
     place: Any = report

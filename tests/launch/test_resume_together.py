@@ -1,4 +1,4 @@
-"""Workers that are stopped or killed, and resumed, end where undisturbed ones end.
+"""Workers that are stopped or killed, and resumed, end like uninterrupted ones.
 
 Also where others than before go on.
 """

@@ -167,7 +167,7 @@ def test_a_killed_worker_is_the_reported_cause(
 
 @pytest.mark.root
 def test_too_little_shared_memory_is_rejected_in_one_line(tmp_path: Path) -> None:
-    """In a mount namespace, where nobody else sees the small one."""
+    """In a mount namespace, so that other processes do not see the small one."""
     words = flags({**TINY, "strategy": "shared", "out": tmp_path, "nproc_per_node": 2})
     command = [sys.executable, "-m", "paceline", "train"]
     script = 'mount -t tmpfs -o size=1m small /dev/shm && "$@"; code=$?; ls -A /dev/shm; exit $code'

@@ -1,4 +1,4 @@
-"""The batch script, and what is said about a job, without a SLURM."""
+"""The batch script and the messages about a job, without SLURM."""
 
 from __future__ import annotations
 

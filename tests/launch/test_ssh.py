@@ -1,4 +1,4 @@
-"""Machines reached over ssh: what is refused before anything trains."""
+"""Machines over ssh: what is rejected before training."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_hosts_are_not_for_workers_that_torchrun_has_started(
 
 @pytest.fixture
 def pretended_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """An ssh that runs commands here; what befalls those for the second host, the test says."""
+    """A fake ssh that runs commands here; the test chooses what happens for the second host."""
 
     def pretend(on_b: str) -> None:
         script = tmp_path / "ssh"

@@ -111,7 +111,7 @@ class Machines:
 
 
 def command_of(process: psutil.Process) -> str:
-    # Shells and helpers come and go meanwhile.
+    # Shells and helpers start and end meanwhile.
     with contextlib.suppress(psutil.Error):
         return " ".join(process.cmdline())
     return ""
@@ -185,7 +185,7 @@ def test_a_killed_worker_on_a_host_ends_all_with_one_cause(
 def test_hosts_stop_when_their_launcher_is_killed(
     machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A process of its own from the start, with no pipe but its own.
+    # A separate process without inherited pipes.
     monkeypatch.setattr(Command, "starter", None)
     settings = {**ENDLESS, "hosts": ",".join(machines.hosts), "threads": 1, "name": "killed"}
     with train(machines.out, {SSH: machines.ssh}, **settings) as command:

@@ -84,7 +84,7 @@ def settings(out: Path, rank: int) -> dict[str, Any]:
 
 
 def joined(store: Store, out: Path, rank: int = 0) -> NodeCoordinator:
-    """One of two nodes, when the other one has told its settings."""
+    """One of two nodes, once the other has set its configuration."""
     other = from_mapping(settings(out, 1 - rank))
     store.set(f"config/{1 - rank}", json.dumps(other.to_dict()))
     return NodeCoordinator(from_mapping(settings(out, rank)))
@@ -333,7 +333,7 @@ def test_a_malformed_round_is_one_line(
 
 
 class Chatty:
-    """A machine whose shell greets everybody on standard output."""
+    """A machine whose shell prints a greeting on standard output."""
 
     addresses = ("host",)
     cluster_file = None

@@ -113,7 +113,7 @@ class NodeWorkers:
         """Whether a process has ended that the others cannot continue without.
 
         A worker that was asked to stop may end while another still writes a checkpoint; but if it
-        had not begun to train, others may wait for it in vain.
+        had not begun to train, others may wait for it until they time out.
         """
         return any(
             code not in (None, 0, StoppedError.exit_code)

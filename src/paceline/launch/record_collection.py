@@ -270,7 +270,7 @@ def put_record(folder: RunFolder, name: str, contents: bytes) -> None:
 
 
 def final_barrier(communicator: Communicator, report: RankReport) -> bool:
-    """If the workers ended together, wait until all have come this far. Collective then."""
+    """If the workers ended together, wait until all have reached this point. Collective then."""
     if report.is_together:
         with contextlib.suppress(PeerError):
             communicator.barrier().wait()

@@ -113,10 +113,10 @@ def _quoted(option: str) -> str:
     return f"{name}{sign}{shlex.quote(value) if value else ''}"
 
 
-def _grouped(words: Sequence[str]) -> list[str]:
+def _grouped(flags: Sequence[str]) -> list[str]:
     """One line per flag with its value."""
     lines: list[str] = []
-    for word in words:
+    for word in flags:
         if word.startswith("-") or not lines:
             lines.append(shlex.quote(word))
         else:
@@ -196,10 +196,10 @@ class _Tail:
         sys.stdout.flush()
 
 
-def _ask(program: str, *words: str) -> subprocess.CompletedProcess[str]:
+def _ask(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
-            [program, *words],
+            [program, *arguments],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

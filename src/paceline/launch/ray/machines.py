@@ -142,12 +142,12 @@ def _resource_of(node_id: str, amounts: dict[str, float]) -> str | None:
 def _wait(
     group: Any, request: ResourceRequest, head: HeadMonitor, seconds: float, say: Say
 ) -> None:
-    begun, is_reported = monotonic(), False
+    began, is_reported = monotonic(), False
     while not group.wait(timeout_seconds=0.5):
         _check(head, request)
-        if monotonic() - begun > seconds:
+        if monotonic() - began > seconds:
             raise TooFewError(f"needs {request}; {_available(head.address)}")
-        if not is_reported and monotonic() - begun > REPORT_SECONDS:
+        if not is_reported and monotonic() - began > REPORT_SECONDS:
             say(f"waiting for {request}; {_available(head.address)}")
             is_reported = True
 

@@ -268,7 +268,7 @@ def _error_message(process: subprocess.Popen[bytes]) -> str:
 
 def _shown(total_bytes: int, address: str) -> Progress:
     """Shows the progress on a terminal."""
-    begun = shown = monotonic()
+    began = shown = monotonic()
 
     def show(done_bytes: int) -> None:
         nonlocal shown
@@ -276,7 +276,7 @@ def _shown(total_bytes: int, address: str) -> Progress:
             shown = monotonic()
             part = f"{done_bytes / 1e6:.1f} of {total_bytes / 1e6:.1f} MB"
             sys.stderr.write(f"\r\x1b[2Kdownloading the records from {address}: {part}")
-        if done_bytes >= total_bytes and shown > begun:
+        if done_bytes >= total_bytes and shown > began:
             sys.stderr.write("\r\x1b[2K")
 
     return show
