@@ -260,7 +260,7 @@ def test_the_loss_of_the_first_node_ends_the_others_and_can_be_resumed(
     assert (result["status"], result["iterations"]) == ("finished", more["iterations"])
 
 
-WITHOUT_IT = "cannot go on without it: start it again with --resume, and the others as before"
+WITHOUT_IT = "cannot continue without it: restart it with --resume, and the others as before"
 
 
 def test_ctrl_c_on_one_node_stops_all_with_a_checkpoint(tmp_path: Path) -> None:
