@@ -1,4 +1,4 @@
-"""The teams and the pool of worker processes, as fixtures."""
+"""Fixtures: communicators of several ranks, and the pool of worker processes."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def team(request: pytest.FixtureRequest, pool: WorkerPool) -> Team:
 
 @pytest.fixture(params=["in_process", "torch_distributed", "shared_memory", "hierarchical"])
 def team_of_three(request: pytest.FixtureRequest, pool: WorkerPool) -> Team:
-    """Three: neither a pair nor a power of two."""
+    """Three ranks: neither a pair nor a power of two."""
     return make_team(pool, request.param, 3)

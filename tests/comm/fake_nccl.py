@@ -1,4 +1,4 @@
-"""A stand-in for torch's NCCL backend: which message matches which, without a GPU.
+"""A fake of torch's NCCL backend that matches messages without a GPU.
 
 As in torch, messages inside a group use the communicator of all ranks, and single messages one of
 the two ranks. A communicator starts to work once all of its ranks have created their part of it.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 GPU = torch.device("meta")
-"""Tensors without values: only sizes and partners matter here."""
+"""Tensors without values, because only sizes and peers matter."""
 
 Members = frozenset[int]
 
@@ -27,7 +27,7 @@ class _Message:
     sender: int
     receiver: int
     number: int
-    """Of those on this route."""
+    """Index of the message on its route."""
 
 
 @dataclass(eq=False)
@@ -39,7 +39,7 @@ class _Group:
 
 @dataclass
 class FakeNetwork:
-    """What the fake backends of all ranks share."""
+    """State that the fake backends of all ranks share."""
 
     world_size: int
     lock: Lock = field(default_factory=Lock)
@@ -47,7 +47,7 @@ class FakeNetwork:
     started: Counter[tuple[int, Members, int, int]] = field(default_factory=Counter)
     """Messages by the rank that started its half, and by route."""
     streams: dict[int, deque[_Group]] = field(default_factory=dict)
-    """The groups of each rank that have not ended, in the order in which they were started."""
+    """Groups of each rank in progress, in the order in which they were started."""
 
     def create(self, members: Members, rank: int) -> None:
         with self.lock:
@@ -73,7 +73,7 @@ class FakeNetwork:
             return not group.waiting
 
     def _advance(self) -> bool:
-        """Deliver what both ranks have come to; whether a stream moved."""
+        """Deliver messages that both ranks have reached; return whether a stream progressed."""
         heads = {rank: stream[0] for rank, stream in self.streams.items() if stream}
         for group in heads.values():
             for message in list(group.waiting):
@@ -103,11 +103,11 @@ class FakeHandle:
 class FakeNccl:
     def __init__(self, network: FakeNetwork, rank: int) -> None:
         self._network, self._rank = network, rank
-        self._everybody = frozenset(range(network.world_size))
+        self._all_ranks = frozenset(range(network.world_size))
         self._group: list[_Message] | None = None
 
     def eager_connect_single_device(self, _device: torch.device) -> None:
-        self._network.create(self._everybody, self._rank)
+        self._network.create(self._all_ranks, self._rank)
 
     def _start_coalescing(self) -> None:
         self._group = []
@@ -126,7 +126,7 @@ class FakeNccl:
     def _message(self, tensors: list[Tensor], sender: int, receiver: int) -> FakeHandle | None:
         assert all(tensor.numel() > 0 for tensor in tensors)
         network, rank = self._network, self._rank
-        members = frozenset((sender, receiver)) if self._group is None else self._everybody
+        members = frozenset((sender, receiver)) if self._group is None else self._all_ranks
         network.create(members, rank)
         message = network.message(rank, members, sender, receiver)
         if self._group is None:

@@ -1,4 +1,4 @@
-"""What every registered algorithm promises, on every kind of communicator.
+"""Contract of all registered algorithms, on every communicator.
 
 A new algorithm is tested by being registered. Where sums are compared, values are small integers,
 so that they are exact in every dtype and in every order. Results travel as bytes: equal means equal
@@ -28,12 +28,12 @@ pytestmark = pytest.mark.parametrize("name", ALGORITHMS.names())
 
 
 def integers_of(rank: int, size: int) -> Tensor:
-    """Small, and different for every rank and element."""
+    """Return small integers that differ by rank and element."""
     return torch.arange(size) * 7 % 13 + rank
 
 
 def fractions_of(rank: int, size: int, dtype: torch.dtype) -> Tensor:
-    """Numbers whose sum depends on the order of adding, in bf16 and in float32."""
+    """Return numbers whose sum depends on the order of summation, in bf16 and in float32."""
     return torch.randn(size, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
@@ -71,7 +71,7 @@ def bytes_counted(communicator: Communicator, name: str) -> list[tuple[int, int]
 
 
 def sums_in_background(communicator: Communicator, name: str) -> list[bytes]:
-    """Two all-reduces under way while the caller sends messages of its own."""
+    """Run two all-reduces while the caller sends messages."""
     algorithm, rank = ALGORITHMS.load(name)(), communicator.rank
     tensors = [integers_of(rank, 1009), integers_of(rank + 5, 64)]
     background = CommunicationThread(communicator)

@@ -1,4 +1,4 @@
-"""Operations on a thread of their own."""
+"""The communication thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from threading import Event
 import pytest
 import torch
 
-from paceline.comm import background as gpu_order
+from paceline.comm import background as background_module
 from paceline.comm.background import CommunicationThread
 from paceline.comm.communicator import Communicator
 from paceline.comm.in_process import InProcessGroup, run
@@ -76,7 +76,7 @@ def test_run_raises_the_first_failure_and_not_its_consequences() -> None:
 
 
 class LazyDevice:
-    """Does the work of a stream only when somebody waits for it; one stream for each thread."""
+    """Runs the work of a stream only when a thread waits for it; one stream per thread."""
 
     def __init__(self) -> None:
         self.callers: list[Callable[[], None]] = []
@@ -100,7 +100,7 @@ def test_operation_runs_after_the_callers_device_work_and_completes_with_its_own
 ) -> None:
     """Without an order between the streams, the sum would be computed before the gradient."""
     device, memory = LazyDevice(), {"gradient": 0, "sum": 0}
-    monkeypatch.setattr(gpu_order, "order_on", lambda _: device)
+    monkeypatch.setattr(background_module, "order_on", lambda _: device)
 
     def add(_: Communicator) -> None:
         device.threads.append(lambda: memory.update(sum=memory["gradient"] + 1))
@@ -119,7 +119,7 @@ SLEEP_CYCLES = 10**9
 
 
 def sum_on_side_stream(communicator: Communicator) -> list[int]:
-    """A sum that a thread of this process computes (gloo has none of this dtype)."""
+    """Sum in a thread of this process (gloo does not sum this dtype)."""
     tensor = torch.zeros(1000, dtype=torch.int16, device="cuda:0")
     side, other = torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""What every communicator promises; three workers, of every kind."""
+"""Contract of communicators, checked for every implementation with three ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def values_of(rank: int, size: int, dtype: torch.dtype = torch.float32) -> Tenso
 
 
 def receives_what_was_sent(communicator: Communicator, make: Callable[[int], Tensor]) -> bool:
-    """Rank 0 sends to both others, who receive into tensors of the same make."""
+    """Send from rank 0 to both other ranks, which receive into tensors of the same layout."""
     if communicator.rank == 0:
         for peer in communicator.peers:
             communicator.send(make(0), peer, "control").wait()
@@ -86,7 +86,7 @@ def test_messages_keep_their_order_for_any_order_of_waits(
 
 
 def poll_a_receive(communicator: Communicator) -> list[bool]:
-    """Rank 1 asks before rank 0 may send, and after."""
+    """Poll on rank 1 before and after rank 0 sends."""
     tensor, word = torch.zeros(3), torch.zeros(1)
     if communicator.rank == 0:
         communicator.recv(word, 1, "control").wait()
@@ -110,7 +110,7 @@ def test_receive_completes_when_its_message_arrives(team_of_three: Team) -> None
 
 
 def poll_a_collective(communicator: Communicator) -> list[bool]:
-    """Rank 0 joins only when it is told that the others have asked."""
+    """Poll before rank 0 joins, and after."""
     tensor, word = torch.ones(3), torch.zeros(1)
     if communicator.rank == 0:
         for peer in communicator.peers:
@@ -148,7 +148,7 @@ def test_broadcast_copies_the_roots_tensor_to_all_ranks(team_of_three: Team) -> 
 
 
 def gather_at_one(communicator: Communicator) -> list[list[float]] | None:
-    """Tensors of different sizes."""
+    """Gather tensors of different sizes."""
     rank = communicator.rank
     parts = [torch.zeros(size + 1) for size in range(3)] if rank == 1 else None
     communicator.gather(values_of(rank, rank + 1), parts, 1, "metrics").wait()
@@ -227,7 +227,7 @@ def test_sum_of_bools_is_a_logical_or(team_of_three: Team) -> None:
 
 
 def arrive_late(communicator: Communicator) -> tuple[float, float]:
-    """When this rank came to the barrier, and when it was let through."""
+    """Return when this rank started the barrier and when it completed."""
     time.sleep(0.1 * communicator.rank)
     arrived = time.monotonic()
     communicator.barrier().wait()
@@ -240,22 +240,22 @@ def test_barrier_waits_for_all_ranks(team_of_three: Team) -> None:
 
 
 def send_on_two(communicator: Communicator) -> list[float]:
-    """Rank 0 sends on the communicator first; rank 1 receives on the fork first."""
-    fork = communicator.dup()
+    """Rank 0 sends on the communicator first; rank 1 receives on the duplicate first."""
+    duplicate = communicator.dup()
     try:
         if communicator.rank == 0:
             first = communicator.send(torch.tensor([1.0]), 1, "control")
-            fork.send(torch.tensor([2.0]), 1, "control").wait()
+            duplicate.send(torch.tensor([2.0]), 1, "control").wait()
             first.wait()
             return []
         if communicator.rank == 2:
             return []
-        on_fork, on_original = torch.zeros(1), torch.zeros(1)
-        fork.recv(on_fork, 0, "control").wait()
+        on_duplicate, on_original = torch.zeros(1), torch.zeros(1)
+        duplicate.recv(on_duplicate, 0, "control").wait()
         communicator.recv(on_original, 0, "control").wait()
-        return [float(on_fork), float(on_original)]
+        return [float(on_duplicate), float(on_original)]
     finally:
-        fork.close()
+        duplicate.close()
 
 
 def test_messages_of_a_duplicate_do_not_mix_with_the_originals(team_of_three: Team) -> None:
@@ -288,7 +288,7 @@ def test_transfers_are_counted_by_kind(team_of_three: Team) -> None:
 
 
 def count_collectives(communicator: Communicator) -> list[tuple[int, int]]:
-    """Six elements of four bytes: two a chunk."""
+    """Count collectives of six elements of four bytes: two elements per chunk."""
     tensor = torch.zeros(6)
     counted = []
     starts: list[Callable[[], Work]] = [
@@ -306,8 +306,8 @@ def count_collectives(communicator: Communicator) -> list[tuple[int, int]]:
 
 
 def test_all_communicators_count_collectives_equally(team_of_three: Team) -> None:
-    # Down the tree from rank 1, ranks 2 and 0 get a copy each from it; the rings of three ranks
-    # send two chunks of 8 bytes a lap.
+    # In the tree, rank 1 sends a copy to ranks 2 and 0. Each half of a ring of three ranks sends
+    # two chunks of 8 bytes.
     rings = [(16, 16), (16, 16), (32, 32)]
     assert team_of_three.run(count_collectives) == [
         [(0, 24), *rings],
@@ -317,7 +317,7 @@ def test_all_communicators_count_collectives_equally(team_of_three: Team) -> Non
 
 
 def expect_silence(communicator: Communicator, operation: str) -> str:
-    """Rank 0 stays silent, but present until the others have given up."""
+    """Rank 0 stays silent but connected until the other ranks time out."""
     if communicator.rank == 0:
         time.sleep(1.5)
         return ""
@@ -332,18 +332,18 @@ def expect_silence(communicator: Communicator, operation: str) -> str:
 
 
 def test_receive_from_a_silent_peer_is_a_one_line_error_that_names_it(team_of_three: Team) -> None:
-    said = team_of_three.run_fresh(expect_silence, "recv", timeout_seconds=0.4)
-    assert said[1] == "rank 1: recv from rank 0: no answer within the timeout of 0.4 s"
-    assert said[2] == "rank 2: recv from rank 0: no answer within the timeout of 0.4 s"
+    errors = team_of_three.run_fresh(expect_silence, "recv", timeout_seconds=0.4)
+    assert errors[1] == "rank 1: recv from rank 0: no answer within the timeout of 0.4 s"
+    assert errors[2] == "rank 2: recv from rank 0: no answer within the timeout of 0.4 s"
 
 
 def test_collective_with_a_silent_peer_is_a_one_line_error(team_of_three: Team) -> None:
-    said = team_of_three.run_fresh(expect_silence, "all_reduce", timeout_seconds=0.4)
+    errors = team_of_three.run_fresh(expect_silence, "all_reduce", timeout_seconds=0.4)
     for rank in (1, 2):
-        assert said[rank].startswith(f"rank {rank}: ")
-        assert "no answer within the timeout of 0.4 s" in said[rank] or "closed" in said[rank]
-        assert "\n" not in said[rank]
-    assert any("no answer" in line for line in said)
+        assert errors[rank].startswith(f"rank {rank}: ")
+        assert "no answer within the timeout of 0.4 s" in errors[rank] or "closed" in errors[rank]
+        assert "\n" not in errors[rank]
+    assert any("no answer" in line for line in errors)
 
 
 def expect_departure(communicator: Communicator) -> str:
@@ -358,13 +358,13 @@ def expect_departure(communicator: Communicator) -> str:
 
 
 def test_peer_that_closes_is_detected_immediately(team_of_three: Team) -> None:
-    said = team_of_three.run_fresh(expect_departure, timeout_seconds=20.0)
-    assert said[1] == "rank 1: recv from rank 0: the connection was closed"
-    assert said[2] == "rank 2: recv from rank 0: the connection was closed"
+    errors = team_of_three.run_fresh(expect_departure, timeout_seconds=20.0)
+    assert errors[1] == "rank 1: recv from rank 0: the connection was closed"
+    assert errors[2] == "rank 2: recv from rank 0: the connection was closed"
 
 
 def misuse(communicator: Communicator) -> list[str]:
-    said = []
+    errors = []
     calls: list[Callable[[], Work]] = [
         lambda: communicator.send(torch.zeros(1), communicator.rank, "control"),
         lambda: communicator.recv(torch.zeros(1), 3, "control"),
@@ -374,8 +374,8 @@ def misuse(communicator: Communicator) -> list[str]:
         try:
             call()
         except ValueError as error:
-            said.append(str(error))
-    return said
+            errors.append(str(error))
+    return errors
 
 
 def test_invalid_arguments_are_rejected_before_sending(team_of_three: Team) -> None:

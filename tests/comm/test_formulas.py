@@ -1,4 +1,4 @@
-"""The formulas of traffic and cost, against what can be said without running anything."""
+"""Formulas of traffic and cost."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_root_receives_the_tensors_of_all_other_ranks() -> None:
 @pytest.mark.parametrize(
     ("name", "seconds"),
     [
-        # Four workers, 8 bytes; 1 s a message, 1 s a byte moved, 1 s a byte summed.
+        # Four workers, 8 bytes; 1 s per message, per byte moved and per byte summed.
         ("root", 2 * (1 + 3 * 8) + 3 * 8),
         ("tree", 2 * (1 + 8 + 8) + 2 * (1 + 8)),
         ("ring", 3 * (1 + 2 + 2) + 3 * (1 + 2)),

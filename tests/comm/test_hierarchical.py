@@ -1,4 +1,4 @@
-"""What is particular to workers on several hosts: here two hosts of two workers each."""
+"""Hierarchical communicators, on two nodes with two ranks each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.errors import PeerError
 from tests.support.worker_pool import WorkerPool
 
 LAYOUTS = ([0, 0, 1, 1], [1, 0, 1, 0])
-"""By rank, its node: neighbours, and every second one."""
+"""Node of each rank: adjacent ranks, and alternating ranks."""
 TENSORS = ((1, torch.bool), (3, torch.int16), (8, torch.float32), (1009, torch.bfloat16))
 
 
@@ -40,13 +40,13 @@ def wrong_collectives(communicator: Communicator) -> list[str]:
 
 
 def check(team: Communicator, size: int, dtype: torch.dtype) -> list[str]:
-    """Against what each of them means."""
+    """Return the collectives whose result is wrong."""
     rank, wrong = team.rank, []
-    everybody = [values(each, size, dtype) for each in range(4)]
-    total = torch.stack(everybody).any(0) if dtype == torch.bool else sum(everybody)
+    inputs = [values(each, size, dtype) for each in range(4)]
+    total = torch.stack(inputs).any(0) if dtype == torch.bool else sum(inputs)
     assert isinstance(total, Tensor)
 
-    scattered = everybody[rank].clone()
+    scattered = inputs[rank].clone()
     team.reduce_scatter(scattered, "gradients").wait()
     if not torch.equal(chunk(scattered, 4, rank), chunk(total, 4, rank)):
         wrong.append("reduce_scatter")
@@ -58,9 +58,9 @@ def check(team: Communicator, size: int, dtype: torch.dtype) -> list[str]:
         wrong.append("all_gather")
 
     for root in range(4):
-        given = everybody[rank].clone()
-        team.broadcast(given, root, "gradients").wait()
-        if not torch.equal(given, everybody[root]):
+        received = inputs[rank].clone()
+        team.broadcast(received, root, "gradients").wait()
+        if not torch.equal(received, inputs[root]):
             wrong.append(f"broadcast from {root}")
     return wrong
 
@@ -69,8 +69,8 @@ def test_two_level_collectives_are_correct(pool: WorkerPool) -> None:
     assert pool.run(4, wrong_collectives) == [[]] * 4
 
 
-def bytes_on_each_level(communicator: Communicator) -> dict[str, list[int]]:
-    """Of 1000 elements, by collective: across hosts, and inside."""
+def bytes_by_level(communicator: Communicator) -> dict[str, list[int]]:
+    """Return the bytes sent across and within nodes by each collective of 1000 elements."""
     counted = {}
     with connect(communicator, [0, 0, 1, 1]) as team:
         assert isinstance(team, HierarchicalCommunicator)
@@ -90,13 +90,13 @@ def bytes_on_each_level(communicator: Communicator) -> dict[str, list[int]]:
 
 
 def test_each_byte_crosses_nodes_once_and_ranks_share_the_load(pool: WorkerPool) -> None:
-    # Each worker has half of its host's 4000 bytes; a ring of two hosts sends half of that a lap.
+    # Each rank transfers half of the 4000 bytes, and each half of a ring of two nodes half of that.
     expected = {"all_reduce": [2000, 4000], "reduce_scatter": [1000, 2000]}
     expected["all_gather"] = expected["reduce_scatter"]
-    assert pool.run(4, bytes_on_each_level) == [expected] * 4
+    assert pool.run(4, bytes_by_level) == [expected] * 4
 
 
-def kinds_of_connection(communicator: Communicator) -> list[str]:
+def communicator_types(communicator: Communicator) -> list[str]:
     kinds = []
     for nodes in ([7, 7], [0, 1]):
         with connect(communicator, nodes) as team:
@@ -106,17 +106,17 @@ def kinds_of_connection(communicator: Communicator) -> list[str]:
 
 def test_one_node_uses_shared_memory_and_single_rank_nodes_the_network(pool: WorkerPool) -> None:
     expected = [SharedMemoryCommunicator.__name__, TorchCommunicator.__name__]
-    assert pool.run(2, kinds_of_connection) == [expected] * 2
+    assert pool.run(2, communicator_types) == [expected] * 2
 
 
 LARGE = 2**18
-"""Elements: more than the slots between two workers of a host hold."""
+"""Elements: more than fit into the slots of a channel."""
 
 
-def help_a_neighbour(communicator: Communicator) -> float:
-    """Rank 0 has not waited for what it sends to rank 1 when it waits for others.
+def wait_for_another_node(communicator: Communicator) -> float:
+    """Rank 0 waits for rank 2 before it waits for its send to rank 1.
 
-    They answer only once rank 1 has all of it.
+    Rank 2 answers only once rank 1 has received everything.
     """
     with connect(communicator, [0, 0, 1, 1]) as team:
         tensor, word = torch.full((LARGE,), float(team.rank)), torch.zeros(1)
@@ -139,12 +139,12 @@ def help_a_neighbour(communicator: Communicator) -> float:
 def test_message_within_a_node_progresses_while_its_sender_waits_for_another_node(
     pool: WorkerPool,
 ) -> None:
-    assert pool.run(4, help_a_neighbour) == [10.0] * 4
+    assert pool.run(4, wait_for_another_node) == [10.0] * 4
 
 
-def names_in_errors(communicator: Communicator) -> list[str]:
-    """Of the second host, whose workers are numbers 0 and 1 there. All others leave."""
-    said = []
+def errors_on_rank_three(communicator: Communicator) -> list[str]:
+    """Return the errors on rank 3, local rank 1 of its node, after all other ranks close."""
+    errors = []
     levels = split_by_node(communicator, communicator.rank // 2)
     with connect(communicator, [0, 0, 1, 1]) as team:
         communicator.barrier().wait()
@@ -161,13 +161,13 @@ def names_in_errors(communicator: Communicator) -> list[str]:
                 try:
                     start().wait()
                 except PeerError as error:
-                    said.append(str(error))
+                    errors.append(str(error))
         communicator.barrier().wait()
-    return said
+    return errors
 
 
 def test_errors_name_global_ranks(pool: WorkerPool) -> None:
-    outcome = pool.run(4, names_in_errors, fresh=True)
+    outcome = pool.run(4, errors_on_rank_three, fresh=True)
     assert outcome[3] == [
         "rank 3: barrier with rank 2: the connection was closed",
         "rank 3: recv from rank 1: the connection was closed",

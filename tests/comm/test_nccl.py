@@ -1,4 +1,4 @@
-"""Messages between GPUs, and how NCCL is set up."""
+"""Messages between GPUs, and setup of NCCL."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TIMEOUT_SECONDS = 10.0
 def run_on_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[[Callable[[Communicator], object]], list[object]]:
-    """Runs a function on every rank, in threads, with the fake NCCL between them."""
+    """Return a function that runs another one on every rank, in threads, with a fake NCCL."""
     network = FakeNetwork(WORLD_SIZE)
 
     def make(_store: object, rank: int, *_: object) -> FakeNccl:
@@ -74,7 +74,7 @@ def test_ring_completes_with_fewer_elements_than_ranks(
 def test_send_matches_the_receive_of_a_sendrecv(
     run_on_gpus: Callable[..., list[object]],
 ) -> None:
-    """Rank 0 only sends, rank 3 only receives, and those between do both."""
+    """Rank 0 only sends, rank 3 only receives, and the ranks in between do both."""
 
     def work(communicator: Communicator) -> None:
         rank, tensor, arriving = communicator.rank, torch.empty(3, device=GPU), torch.empty(3)
@@ -98,7 +98,7 @@ def connected_pair() -> list[FakeNccl]:
 
 
 def exchange(order: Sequence[str], nccl: FakeNccl, peer: int) -> list[FakeHandle]:
-    """A send and a receive, each in a group of its own."""
+    """A send and a receive, each in its own group."""
     return [
         start_nccl_messages(nccl, **{half: (torch.empty(3, device=GPU), peer)}) for half in order
     ]
@@ -115,21 +115,21 @@ def exchange(order: Sequence[str], nccl: FakeNccl, peer: int) -> list[FakeHandle
 def test_two_ranks_that_send_to_each_other_start_in_opposite_orders(
     first: Sequence[str], second: Sequence[str], finishes: bool
 ) -> None:
-    """The rule for `Communicator.send` on GPUs, as far as the stand-in can tell."""
+    """The rule of `Communicator.send` on GPUs, as far as the fake implements it."""
     zero, one = connected_pair()
     handles = exchange(first, zero, 1) + exchange(second, one, 0)
     assert all(handle.is_completed() for handle in handles) == finishes
 
 
 def test_error_in_a_group_is_not_hidden_by_ending_the_group() -> None:
-    """The stand-in, like torch, refuses to end a group of nothing."""
+    """The fake, like torch, does not end an empty group."""
     zero, _ = connected_pair()
     with pytest.raises(IndexError):
         start_nccl_messages(zero, recv=cast("Any", (torch.empty(3, device=GPU),)))
 
 
 class _RecordedNccl:
-    """Notes the environment at each of NCCL's steps that reads it."""
+    """Records the environment in each step in which NCCL reads it."""
 
     Options = SimpleNamespace
     interfaces: list[str | None]
@@ -176,7 +176,7 @@ def test_nccl_interface_set_by_the_user_is_kept(
 def test_every_rank_creates_its_nccl_communicator_on_connect(
     recorded: type[_RecordedNccl],
 ) -> None:
-    """Otherwise a rank with nothing to send would not take part, and the others wait for it."""
+    """Otherwise a rank without messages would not take part, and the others would wait for it."""
     create_nccl(HashStore(), 0, 1, "127.0.0.1", GPU, 5.0)
     assert recorded.connected == [GPU]
 

@@ -1,4 +1,4 @@
-"""What keeps workers from meeting is one line that names the place and says what to check."""
+"""Every failure of a rendezvous is one line that names the endpoint and what to check."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def taken_port() -> Iterator[int]:
 
 
 def failures(*meetings: Rendezvous) -> list[str]:
-    """What each worker is told when all come at once, in threads of this process."""
+    """Return the error of each rank when all of them join at once, in threads."""
     stores = []  # a store that nobody holds any more is gone for the others too
 
     def join(meeting: Rendezvous) -> str:
@@ -31,7 +31,7 @@ def failures(*meetings: Rendezvous) -> list[str]:
             stores.append(meeting.join())
         except PacelineError as error:
             return str(error)
-        return "met"
+        return "joined"
 
     with ThreadPoolExecutor(len(meetings)) as threads:
         return list(threads.map(join, meetings))
@@ -106,16 +106,18 @@ def test_missing_ranks_are_named() -> None:
 
 def test_rendezvous_completes_when_all_ranks_join() -> None:
     port = free_port()
-    assert failures(*(Rendezvous(rank, 3, "127.0.0.1", port) for rank in range(3))) == ["met"] * 3
+    assert (
+        failures(*(Rendezvous(rank, 3, "127.0.0.1", port) for rank in range(3))) == ["joined"] * 3
+    )
 
 
 def test_different_world_sizes_are_reported() -> None:
     port = free_port()
-    said = failures(
+    errors = failures(
         Rendezvous(0, 2, "127.0.0.1", port, timeout_seconds=2.0),
         Rendezvous(1, 3, "127.0.0.1", port, timeout_seconds=2.0),
     )
-    assert said[0] == (
+    assert errors[0] == (
         f"rank 0 expects 2 ranks at 127.0.0.1:{port}, rank 1 expects 3: start all with the same "
         "--nnodes and --nproc-per-node"
     )
@@ -123,11 +125,11 @@ def test_different_world_sizes_are_reported() -> None:
 
 def test_duplicate_rank_is_rejected() -> None:
     port = free_port()
-    said = failures(
+    errors = failures(
         Rendezvous(0, 3, "127.0.0.1", port, timeout_seconds=1.0),
         Rendezvous(1, 3, "127.0.0.1", port, timeout_seconds=1.0),
         Rendezvous(1, 3, "127.0.0.1", port, timeout_seconds=1.0),
     )
-    refused = [line for line in said[1:] if f"127.0.0.1:{port} as rank 1" in line]
-    assert len(refused) == 1
-    assert refused[0].endswith("check --node-rank")
+    rejected = [line for line in errors[1:] if f"127.0.0.1:{port} as rank 1" in line]
+    assert len(rejected) == 1
+    assert rejected[0].endswith("check --node-rank")

@@ -1,4 +1,4 @@
-"""What is particular to workers that share memory: what they leave, and what becomes of faults."""
+"""Shared-memory communicators: segments, lost peers, polling, in-place sums."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tests.support.worker_pool import WorkerPool
 
 @contextmanager
 def files_in(folder: Path, on_map: Callable[[Path], None]) -> Iterator[None]:
-    """Let this process make its shared memory elsewhere, and look at each file before it maps it.
+    """Create segments in `folder` and call `on_map` before each is mapped.
 
-    Many programs share /dev/shm.
+    Other programs also use /dev/shm.
     """
     make_map = segment._map
 
@@ -42,14 +42,14 @@ def files_in(folder: Path, on_map: Callable[[Path], None]) -> Iterator[None]:
         yield
 
 
-def names_and_modes(communicator: Communicator, folder: Path) -> list[object]:
-    """While the memory is shared, and when all are connected."""
+def modes_and_names(communicator: Communicator, folder: Path) -> list[object]:
+    """Return the mode of each segment, and the names left once all ranks are connected."""
     seen: list[object] = []
     with (
         files_in(folder, lambda path: seen.append(oct(S_IMODE(path.stat().st_mode)))),
-        shared_memory.connect(communicator) as team,
+        shared_memory.connect(communicator) as shm,
     ):
-        team.all_reduce(torch.ones(3), "control").wait()
+        shm.all_reduce(torch.ones(3), "control").wait()
         seen.append(list(folder.iterdir()))
     return seen
 
@@ -57,18 +57,18 @@ def names_and_modes(communicator: Communicator, folder: Path) -> list[object]:
 def test_segment_is_private_to_the_user_and_unlinked_once_connected(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
-    assert pool.run(3, names_and_modes, tmp_path) == [["0o600", []]] * 3
+    assert pool.run(3, modes_and_names, tmp_path) == [["0o600", []]] * 3
 
 
-def stay_away(communicator: Communicator, folder: Path) -> None:
+def fail_on_rank_one(communicator: Communicator, folder: Path) -> None:
     with files_in(folder, lambda _: None):
         if communicator.rank == 1:
-            raise RuntimeError("out of memory, say")
+            raise RuntimeError("out of memory")
         shared_memory.connect(communicator)
 
 
 def test_missing_peer_leaves_no_name(pool: WorkerPool, tmp_path: Path) -> None:
-    first, _ = pool.outcomes(2, stay_away, tmp_path, fresh=True)
+    first, _ = pool.outcomes(2, fail_on_rank_one, tmp_path, fresh=True)
     assert isinstance(first.error, PeerError)
     assert not list(tmp_path.iterdir())
 
@@ -81,10 +81,12 @@ def exit_while_connecting(communicator: Communicator, folder: Path) -> None:
 def test_next_segment_unlinks_names_of_processes_killed_while_connecting(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
-    with WorkerPool(2) as mortals:
-        assert all(each.died for each in mortals.outcomes(2, exit_while_connecting, tmp_path))
-    assert len(list(tmp_path.iterdir())) == 1, "they were to be killed before they removed the name"
-    assert pool.run(2, names_and_modes, tmp_path) == [["0o600", []]] * 2
+    with WorkerPool(2) as workers:
+        assert all(each.died for each in workers.outcomes(2, exit_while_connecting, tmp_path))
+    assert len(list(tmp_path.iterdir())) == 1, (
+        "the processes must be killed before they unlink the name"
+    )
+    assert pool.run(2, modes_and_names, tmp_path) == [["0o600", []]] * 2
 
 
 @contextmanager
@@ -158,38 +160,38 @@ def test_insufficient_memory_is_a_one_line_error_on_every_rank(
     assert "\n" not in first
 
 
-def kinds_of_waiting(team: Communicator, absent: int) -> list[Callable[[], Work]]:
+def waiting_operations(shm: Communicator, absent: int) -> list[Callable[[], Work]]:
     return [
-        lambda: team.recv(torch.zeros(3), absent, "control"),
-        lambda: team.all_reduce(torch.zeros(1000), "gradients"),
-        team.barrier,
+        lambda: shm.recv(torch.zeros(3), absent, "control"),
+        lambda: shm.all_reduce(torch.zeros(1000), "gradients"),
+        shm.barrier,
     ]
 
 
 def lose_rank_three(communicator: Communicator) -> tuple[str, float]:
-    """Each of the others waits for it in another way; what is said, and after how long."""
-    with shared_memory.connect(communicator) as team:
-        team.barrier().wait()
-        if team.rank == 3:
+    """Each other rank waits for it in a different way; return its error and the seconds it took."""
+    with shared_memory.connect(communicator) as shm:
+        shm.barrier().wait()
+        if shm.rank == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         began = time.monotonic()
         try:
-            kinds_of_waiting(team, 3)[team.rank]().wait()
+            waiting_operations(shm, 3)[shm.rank]().wait()
         except PeerError as error:
-            said = str(error)
+            message = str(error)
         seconds = time.monotonic() - began
-        # Not to be mistaken for the one who was killed.
+        # Stay alive, so that peers do not report this rank instead of the killed one.
         communicator.close()
         time.sleep(0.2)
-        return said, seconds
+        return message, seconds
 
 
 def test_killed_peer_is_named_long_before_the_timeout() -> None:
-    with WorkerPool(4) as mortals:
-        *others, lost = mortals.outcomes(4, lose_rank_three, fresh=True, timeout_seconds=1000.0)
+    with WorkerPool(4) as workers:
+        *others, lost = workers.outcomes(4, lose_rank_three, fresh=True, timeout_seconds=1000.0)
     assert lost.died
     values = [each.value for each in others if each.value is not None]
-    assert [said for said, _ in values] == [
+    assert [error for error, _ in values] == [
         "rank 0: recv from rank 3: its process has ended",
         "rank 1: all_reduce with rank 3: its process has ended",
         "rank 2: barrier with rank 3: its process has ended",
@@ -198,17 +200,17 @@ def test_killed_peer_is_named_long_before_the_timeout() -> None:
 
 
 def stall(communicator: Communicator) -> str:
-    """Rank 1 is stopped, until rank 0 has given it up."""
+    """Rank 1 is stopped until rank 0 times out."""
     processes = torch.zeros(2, dtype=torch.int64)
     processes[communicator.rank] = os.getpid()
     communicator.all_reduce(processes, "control").wait()
-    with shared_memory.connect(communicator) as team:
-        team.barrier().wait()
-        if team.rank == 1:
+    with shared_memory.connect(communicator) as shm:
+        shm.barrier().wait()
+        if shm.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
             return ""
         try:
-            team.all_reduce(torch.zeros(1000), "gradients").wait()
+            shm.all_reduce(torch.zeros(1000), "gradients").wait()
         except PeerError as error:
             return str(error)
         finally:
@@ -217,20 +219,20 @@ def stall(communicator: Communicator) -> str:
 
 
 def test_stalled_peer_is_an_error_after_the_timeout(pool: WorkerPool) -> None:
-    said = pool.run(2, stall, fresh=True, timeout_seconds=1.0)[0]
-    assert said == "rank 0: all_reduce with rank 1: no answer within the timeout of 1 s"
+    error = pool.run(2, stall, fresh=True, timeout_seconds=1.0)[0]
+    assert error == "rank 0: all_reduce with rank 1: no answer within the timeout of 1 s"
 
 
 POLLING_SECONDS = 20.0
-"""How long a test looks on; with the defect that it is about, it would do so forever."""
+"""How long a test polls; with the defect that it checks for, polling never ends."""
 
 
 def poll(work: Work) -> str:
-    """Ask whether an operation is done until it is; then what `wait()` says."""
+    """Poll an operation until it is complete; return the error of `wait()`."""
     deadline = time.monotonic() + POLLING_SECONDS
     while not work.is_completed():
         if time.monotonic() > deadline:
-            return "never done"
+            return "never completed"
         time.sleep(0.001)
     try:
         work.wait()
@@ -240,19 +242,19 @@ def poll(work: Work) -> str:
 
 
 def poll_after_exit(communicator: Communicator, operation: int) -> str:
-    with shared_memory.connect(communicator) as team:
-        team.barrier().wait()
-        if team.rank == 1:
+    with shared_memory.connect(communicator) as shm:
+        shm.barrier().wait()
+        if shm.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        return poll(kinds_of_waiting(team, 1)[operation]())
+        return poll(waiting_operations(shm, 1)[operation]())
 
 
 @pytest.mark.parametrize(
     ("operation", "name"), [(0, "recv from"), (1, "all_reduce with"), (2, "barrier with")]
 )
 def test_polling_completes_with_an_error_if_a_peer_exits(operation: int, name: str) -> None:
-    with WorkerPool(2) as mortals:
-        survivor, lost = mortals.outcomes(
+    with WorkerPool(2) as workers:
+        survivor, lost = workers.outcomes(
             2, poll_after_exit, operation, fresh=True, timeout_seconds=1000.0
         )
     assert lost.died
@@ -260,37 +262,37 @@ def test_polling_completes_with_an_error_if_a_peer_exits(operation: int, name: s
 
 
 def poll_after_stop(communicator: Communicator) -> str:
-    """Rank 1 is stopped, until rank 0 has given up on it."""
+    """Rank 1 is stopped until rank 0 times out."""
     processes = torch.zeros(2, dtype=torch.int64)
     processes[communicator.rank] = os.getpid()
     communicator.all_reduce(processes, "control").wait()
-    with shared_memory.connect(communicator) as team:
-        team.barrier().wait()
-        if team.rank == 1:
+    with shared_memory.connect(communicator) as shm:
+        shm.barrier().wait()
+        if shm.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
             return ""
         try:
-            return poll(team.all_reduce(torch.zeros(1000), "gradients"))
+            return poll(shm.all_reduce(torch.zeros(1000), "gradients"))
         finally:
             os.kill(int(processes[1]), signal.SIGCONT)
 
 
 def test_polling_completes_with_an_error_after_the_timeout(pool: WorkerPool) -> None:
-    said = pool.run(2, poll_after_stop, fresh=True, timeout_seconds=1.0)[0]
-    assert said == "rank 0: all_reduce with rank 1: no answer within the timeout of 1 s"
+    error = pool.run(2, poll_after_stop, fresh=True, timeout_seconds=1.0)[0]
+    assert error == "rank 0: all_reduce with rank 1: no answer within the timeout of 1 s"
 
 
 def searches_while_polling(communicator: Communicator) -> int:
-    """How often 200 polls at two moments look for peers that are gone."""
-    with shared_memory.connect(communicator) as team:
-        if team.rank == 1:
+    """Return how often 200 polls at two times check for exited peers."""
+    with shared_memory.connect(communicator) as shm:
+        if shm.rank == 1:
             communicator.barrier().wait()
-            team.barrier().wait()
+            shm.barrier().wait()
             return 0
-        work = team.barrier()
+        work = shm.barrier()
         now = [1000.0]
         searches: list[float] = []
-        find_gone = team._signals.gone
+        find_gone = shm._signals.gone
 
         def gone() -> tuple[Sequence[int], Sequence[int]]:
             searches.append(now[0])
@@ -298,7 +300,7 @@ def searches_while_polling(communicator: Communicator) -> int:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(shared_memory, "monotonic", lambda: now[0])
-            patch.setattr(team._signals, "gone", gone)
+            patch.setattr(shm._signals, "gone", gone)
             for _ in range(2):
                 now[0] += 1.0
                 for _ in range(100):
@@ -313,28 +315,28 @@ def test_polling_checks_for_exited_peers_at_intervals(pool: WorkerPool) -> None:
 
 
 def poll_a_closed_connection(communicator: Communicator) -> str:
-    with shared_memory.connect(communicator) as team:
-        team.barrier().wait()
-        work = team.all_reduce(torch.zeros(1000), "gradients") if team.rank == 0 else None
-        team.close()
+    with shared_memory.connect(communicator) as shm:
+        shm.barrier().wait()
+        work = shm.all_reduce(torch.zeros(1000), "gradients") if shm.rank == 0 else None
+        shm.close()
         return "" if work is None else poll(work)
 
 
 def test_polling_completes_with_an_error_after_close(pool: WorkerPool) -> None:
-    said = pool.run(2, poll_a_closed_connection, fresh=True)[0]
-    assert said == "rank 0: all_reduce with rank 1: the connection was closed"
+    error = pool.run(2, poll_a_closed_connection, fresh=True)[0]
+    assert error == "rank 0: all_reduce with rank 1: the connection was closed"
 
 
 def seconds_of_computing(communicator: Communicator) -> float:
-    """While rank 0 sleeps and all others wait for it."""
-    with shared_memory.connect(communicator) as team:
-        team.barrier().wait()
-        if team.rank == 0:
+    """Return the CPU time of a rank while rank 0 sleeps and the others wait for it."""
+    with shared_memory.connect(communicator) as shm:
+        shm.barrier().wait()
+        if shm.rank == 0:
             time.sleep(1.0)
         before = time.process_time()
-        team.all_reduce(torch.zeros(1000), "gradients").wait()
+        shm.all_reduce(torch.zeros(1000), "gradients").wait()
         spent = time.process_time() - before
-        team.barrier().wait()
+        shm.barrier().wait()
     return spent
 
 
@@ -344,15 +346,15 @@ def test_waiting_ranks_yield_their_cores(pool: WorkerPool, workers: int) -> None
 
 
 def held_after_closing(communicator: Communicator) -> int:
-    """Shared memory and descriptors of processes, beyond those before."""
-    gc.collect()  # what other tests left in cycles must not go away in between
+    """Return how many mappings and pidfds remain after closing."""
+    gc.collect()  # Collect reference cycles of other tests first.
     before = _held()
     for _ in range(3):
-        with shared_memory.connect(communicator) as team, team.dup() as fork:
-            team.all_reduce(torch.ones(3), "control").wait()
-            [peer] = fork.peers
-            fork.sendrecv(torch.ones(3), peer, torch.ones(3), peer, "control").wait()
-        del team, fork
+        with shared_memory.connect(communicator) as shm, shm.dup() as duplicate:
+            shm.all_reduce(torch.ones(3), "control").wait()
+            [peer] = duplicate.peers
+            duplicate.sendrecv(torch.ones(3), peer, torch.ones(3), peer, "control").wait()
+        del shm, duplicate
     return _held() - before
 
 
@@ -360,7 +362,7 @@ def _held() -> int:
     maps = Path("/proc/self/maps").read_text().splitlines()
     opened = []
     for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # the one that lists them
+        with suppress(FileNotFoundError):  # The descriptor of this listing.
             opened.append(str(descriptor.readlink()))
     return sum("/paceline-" in text or "pidfd" in text for text in maps + opened)
 
@@ -370,14 +372,14 @@ def test_closing_releases_memory_and_descriptors(pool: WorkerPool) -> None:
 
 
 def sum_parts_in_place(communicator: Communicator, dtype: torch.dtype) -> list[torch.Tensor]:
-    """A whole tensor of `zeros`, then three neighbouring parts of one, all under way together."""
+    """Reduce a whole `zeros` tensor and two of three slices of another at the same time."""
     elements, cpu = 300_001, torch.device("cpu")
-    with shared_memory.connect(communicator) as team:
-        whole, cut = (team.zeros(elements, dtype, cpu) for _ in range(2))
+    with shared_memory.connect(communicator) as shm:
+        whole, cut = (shm.zeros(elements, dtype, cpu) for _ in range(2))
         for tensor in (whole, cut):
-            tensor.copy_(torch.arange(elements) % 7 + team.rank)
+            tensor.copy_(torch.arange(elements) % 7 + shm.rank)
         parts = cut.tensor_split(3)
-        for work in [team.all_reduce(each, "gradients") for each in (whole, parts[0], parts[2])]:
+        for work in [shm.all_reduce(each, "gradients") for each in (whole, parts[0], parts[2])]:
             work.wait()
         return [whole.clone(), *(part.clone() for part in parts)]
 
@@ -399,17 +401,17 @@ def test_symmetric_memory_is_reduced_in_place_without_touching_other_slices(
 
 
 def slots_changed(communicator: Communicator) -> list[bool]:
-    """Whether a sum in place changes what is in the outboxes, and whether another does."""
-    with shared_memory.connect(communicator) as team:
-        tensor = team.zeros(100_000, torch.float32, torch.device("cpu")).fill_(1)
+    """Return whether an in-place sum changes the slots, and whether an ordinary sum does."""
+    with shared_memory.connect(communicator) as shm:
+        tensor = shm.zeros(100_000, torch.float32, torch.device("cpu")).fill_(1)
         changed = []
         for each in (tensor, tensor.clone()):
-            team.barrier().wait()
-            before = team._buffers._memory.clone()
-            team.barrier().wait()
-            team.all_reduce(each, "gradients").wait()
-            team.barrier().wait()
-            changed.append(not torch.equal(team._buffers._memory, before))
+            shm.barrier().wait()
+            before = shm._buffers._memory.clone()
+            shm.barrier().wait()
+            shm.all_reduce(each, "gradients").wait()
+            shm.barrier().wait()
+            changed.append(not torch.equal(shm._buffers._memory, before))
         return changed
 
 
@@ -418,16 +420,16 @@ def test_in_place_sum_does_not_use_slots(pool: WorkerPool) -> None:
 
 
 def sum_without_shared_memory(communicator: Communicator) -> tuple[float, int]:
-    """A tensor of `zeros` where no more memory can be shared: its sum, and how many are shared."""
+    """Return the sum of a `zeros` tensor without free shared memory, and how many are shared."""
 
     def refuse(size_bytes: int) -> Path:
         raise OSError(errno.ENOSPC, "no space left")
 
-    with shared_memory.connect(communicator) as team, pytest.MonkeyPatch.context() as patch:
+    with shared_memory.connect(communicator) as shm, pytest.MonkeyPatch.context() as patch:
         patch.setattr(segment, "_create", refuse)
-        tensor = team.zeros(100_000, torch.float32, torch.device("cpu")).fill_(team.rank + 1)
-        team.all_reduce(tensor, "gradients").wait()
-        return float(tensor.sum()), len(team._symmetric_memory)
+        tensor = shm.zeros(100_000, torch.float32, torch.device("cpu")).fill_(shm.rank + 1)
+        shm.all_reduce(tensor, "gradients").wait()
+        return float(tensor.sum()), len(shm._symmetric_memory)
 
 
 def test_zeros_falls_back_to_ordinary_memory(
@@ -437,21 +439,21 @@ def test_zeros_falls_back_to_ordinary_memory(
 
 
 def completions(communicator: Communicator, elements: int) -> tuple[int, int]:
-    """How often a sum said that it was complete: after its last step, and after `wait()`."""
-    with shared_memory.connect(communicator) as team:
+    """Return how many callbacks ran before `wait()`, and after it."""
+    with shared_memory.connect(communicator) as shm:
         moments: list[object] = []
-        work = team.all_reduce(torch.ones(elements), "gradients")
+        work = shm.all_reduce(torch.ones(elements), "gradients")
         work.add_done_callback(lambda *moment: moments.append(moment))
         deadline = time.monotonic() + 30
         while not work.is_completed() and time.monotonic() < deadline:
             time.sleep(0.001)
         done = len(moments)
         work.wait()
-        team.barrier().wait()
+        shm.barrier().wait()
         return done, len(moments)
 
 
 @pytest.mark.parametrize("elements", [5, 3_000_000])
 def test_sum_completes_with_its_last_step(pool: WorkerPool, elements: int) -> None:
-    """And not only when somebody waits for it, which may be long after."""
+    """Completion is not delayed until `wait()`."""
     assert pool.run(2, completions, elements) == [(1, 1)] * 2

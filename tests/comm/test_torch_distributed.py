@@ -1,4 +1,4 @@
-"""What is particular to workers that are processes connected by torch.distributed."""
+"""Communicators over torch.distributed."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def lose_rank_one(communicator: Communicator) -> str:
 
 
 def test_killed_peer_is_an_error() -> None:
-    with WorkerPool(3) as mortals:
-        # A time limit far beyond the pool's, so that only the loss itself can end the operations.
-        lost = mortals.outcomes(3, lose_rank_one, fresh=True, timeout_seconds=1000.0)
+    with WorkerPool(3) as workers:
+        # A timeout far beyond that of the pool, so that only the lost peer can end the operations.
+        lost = workers.outcomes(3, lose_rank_one, fresh=True, timeout_seconds=1000.0)
     assert lost[1].died
     assert lost[0].value == "rank 0: recv from rank 1: the connection was closed"
     assert lost[2].value == "rank 2: all_reduce with ranks 0, 1: the connection was closed"
@@ -62,7 +62,7 @@ def test_communicator_does_not_create_the_default_group(pool: WorkerPool) -> Non
 
 
 def listening_addresses(communicator: Communicator) -> set[str]:
-    """Of every socket on which this worker listens, torch's default group included."""
+    """Return the addresses on which this worker listens, including torch's default group."""
     assert isinstance(communicator, TorchCommunicator)
     communicator.default_process_group()
     return {
@@ -78,7 +78,7 @@ def test_workers_listen_only_on_the_rendezvous_address(pool: WorkerPool) -> None
 
 
 def gradient_of_ddp(communicator: Communicator) -> list[float]:
-    """Of the mean over the workers of `w * rank`."""
+    """Return the gradient and weights of the mean of `w * rank` over the workers."""
     assert isinstance(communicator, TorchCommunicator)
     model = nn.Linear(3, 1, bias=False)
     with torch.no_grad():
@@ -93,7 +93,7 @@ def gradient_of_ddp(communicator: Communicator) -> list[float]:
 
 
 def test_default_process_group_works_with_ddp(pool: WorkerPool) -> None:
-    # The mean of the inputs 0, 1 and 2, and the weights of rank 0 everywhere.
+    # The mean of the inputs 0, 1 and 2, and the weights of rank 0 on every rank.
     assert pool.run(3, gradient_of_ddp, fresh=True) == [[1.0, 1.0, 1.0, 0.0, 0.0, 0.0]] * 3
 
 
@@ -111,7 +111,7 @@ def test_closing_destroys_the_default_group_and_can_be_repeated(pool: WorkerPool
 
 @pytest.fixture
 def pair() -> Iterator[list[Pair]]:
-    """Both ends of a connection between a worker and a server, in this process."""
+    """Return both ends of a connection between a worker and a server, in this process."""
     store = HashStore()
 
     def make(rank: int) -> Pair:
@@ -127,7 +127,7 @@ def pair() -> Iterator[list[Pair]]:
 def test_concurrent_close_aborts_only_once(
     pair: list[Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the heartbeats and a server's thread do when a peer is lost."""
+    """Heartbeats and a server thread both close the connection when a peer is lost."""
     aborted = []
 
     def abort(gloo: object, peers: object) -> None:
@@ -182,9 +182,9 @@ def test_all_reduce_calls_the_process_group_directly(
 
 
 def traffic_seconds_added(communicator: Communicator, codec: str) -> int:
-    """How many steps of ddp add seconds, where gradients are on a GPU of this worker alone.
+    """Return how many steps of ddp add seconds if each worker has its own GPU.
 
-    The CPU stands for that GPU.
+    The CPU stands in for that GPU.
     """
     assert isinstance(communicator, TorchCommunicator)
     added: list[float] = []
@@ -200,7 +200,7 @@ def traffic_seconds_added(communicator: Communicator, codec: str) -> int:
 
 @pytest.mark.parametrize(("codec", "steps"), [("none", 3), ("bf16", 0)])
 def test_ddp_times_only_nccl_transfers(pool: WorkerPool, codec: str, steps: int) -> None:
-    """With a codec, the communicator of the background thread has timed the transfers already."""
+    """With a codec, the communicator of the communication thread times the transfers."""
     assert pool.run(2, traffic_seconds_added, codec, fresh=True) == [steps, steps]
 
 

@@ -1,4 +1,4 @@
-"""The traffic counter by itself."""
+"""Traffic counters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The count of bytes against the kernel's own, library collectives included."""
+"""Counted bytes against those of the kernel, including library collectives."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def test_counted_bytes_match_the_bytes_of_the_kernel() -> None:
         timeout=100,
     )
     for name, account in json.loads(done.stdout).items():
-        # Framing and acknowledgements take a little, more where a busy machine sends small
-        # segments; so does the barrier. A transfer counted wrongly is off by a tenth at least.
+        # Framing, acknowledgements and the barrier add a little, more if a busy machine sends small
+        # packets. A transfer that is counted incorrectly is off by at least 10%.
         assert 1.0 <= account["seen"] / account["counted"] <= 1.05, (name, account)

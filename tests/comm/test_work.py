@@ -1,4 +1,4 @@
-"""What holds for an operation under way, whatever it is."""
+"""Work handles: waits, errors and callbacks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_second_wait_raises_the_error_of_an_interrupted_wait() -> None:
 
 
 class Controlled(Work):
-    """Completes when a test says so, on the thread that says it."""
+    """Completes when the test calls it, on the calling thread."""
 
     def __init__(self) -> None:
         super().__init__()

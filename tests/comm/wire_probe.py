@@ -1,6 +1,6 @@
-"""Run in a network namespace of its own: prints what was counted and what the kernel saw go by.
+"""Print the counted bytes and the bytes of the kernel; runs in its own network namespace.
 
-Nobody else sends there, so what the loopback device sent is what these workers sent.
+No other process sends there, so the loopback device sends only what these workers send.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def counted_and_seen(communicator: Communicator, name: str) -> tuple[int, int]:
     return measure(communicator, communicator, communicator.traffic, name)
 
 
-def counted_across_and_seen(communicator: Communicator, name: str) -> tuple[int, int]:
-    """Of two hosts with two workers each: what shared memory carries, the kernel does not see."""
+def counted_across_nodes_and_seen(communicator: Communicator, name: str) -> tuple[int, int]:
+    """Measure two nodes with two ranks each; shared memory does not use the kernel's network."""
     with hierarchical.connect(communicator, communicator.rank // 2) as team:
         assert isinstance(team, HierarchicalCommunicator)
         return measure(communicator, team, team.network.traffic, name)
@@ -56,7 +56,7 @@ def counted_across_and_seen(communicator: Communicator, name: str) -> tuple[int,
 def measure(
     all_workers: Communicator, team: Communicator, traffic: Traffic, name: str
 ) -> tuple[int, int]:
-    transfer(team, name)  # connections that are made when first used are made now
+    transfer(team, name)  # Creates connections that are created on first use.
     all_workers.barrier().wait()
     count = traffic.counts["gradients"]
     counted, seen = count.bytes_sent, loopback_bytes_sent()
@@ -70,7 +70,7 @@ def main() -> None:
     account = {}
     collectives = ("broadcast", "reduce_scatter", "all_gather")
     cases = [(3, counted_and_seen, name) for name in (*ALGORITHMS.names(), *collectives)]
-    cases += [(4, counted_across_and_seen, name) for name in ("library", *collectives)]
+    cases += [(4, counted_across_nodes_and_seen, name) for name in ("library", *collectives)]
     with WorkerPool(4) as pool:
         for world_size, function, name in cases:
             results = pool.run(world_size, function, name)

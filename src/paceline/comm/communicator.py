@@ -148,10 +148,10 @@ class Communicator(ABC):
     def subgroup(self, ranks: Sequence[int], traffic: Traffic | None = None) -> Communicator:
         """Create a communicator over some ranks, which all call this with the same `ranks`.
 
-        The ranks are renumbered in the given order. The traffic and the caller's duty to close it
-        are those of `dup`.
+        The ranks are renumbered in the given order. It counts into `traffic`, by default that of
+        this communicator. The caller closes it.
         """
-        raise TypeError(f"{type(self).__name__} has no subgroups: use torch.distributed")
+        raise TypeError(f"{type(self).__name__} does not support subgroups: use torch.distributed")
 
     def close(self) -> None:
         """Release threads and connections; may be called repeatedly.

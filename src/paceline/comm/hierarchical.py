@@ -130,8 +130,8 @@ def _connect_intra_node(
 ) -> SharedMemoryCommunicator | None:
     """Connect the ranks of each node by shared memory; None for a node with one rank. Collective.
 
-    Every rank creates a subgroup, even for one rank, because stores number subgroups on all ranks
-    alike.
+    A single rank also creates a subgroup, because subgroups are numbered and all ranks must create
+    the same number of them.
     """
     ranks = layout.intra_node_ranks(network.rank)
     with network.subgroup(ranks) as bootstrap:

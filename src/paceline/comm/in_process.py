@@ -1,11 +1,13 @@
-"""Communicator for ranks that are threads of one process: for tests and experiments.
+"""Communicator for ranks that are threads of one process, for tests and experiments.
 
-def work(communicator):
-    tensor = torch.full((4,), float(communicator.rank))
-    Ring().all_reduce(communicator, tensor, "gradients")
-    return tensor
+For example, to run an algorithm on three ranks:
 
-print(run(3, work))
+    def work(communicator):
+        tensor = torch.full((4,), float(communicator.rank))
+        Ring().all_reduce(communicator, tensor, "gradients")
+        return tensor
+
+    print(run(3, work))
 """
 
 from __future__ import annotations

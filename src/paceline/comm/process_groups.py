@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch lists neither
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch exports neither
 
 from paceline.comm.communicator import OperationContext
 from paceline.errors import PeerError
@@ -40,7 +40,7 @@ ABORT_TAG = 1
 """Tag of receives that no message matches; all messages have tag 0."""
 
 NCCL_WATCHDOG_SECONDS = 60.0
-"""Delay of NCCL's watchdog, which ends the process, behind the timeout that reports the cause."""
+"""How long NCCL's watchdog, which ends the process, waits after the timeout of an operation."""
 
 INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 """Environment variables that select the network interface; to NCCL, a bare name is a prefix."""

@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from time import monotonic, sleep
 
-from torch.distributed import (  # type: ignore[attr-defined]  # torch lists only the first
+from torch.distributed import (  # type: ignore[attr-defined]  # torch exports only the first
     DistError,
     PrefixStore,
     Store,
@@ -43,7 +43,7 @@ class Rendezvous:
     world_size: int
     address: str
     port: int
-    """0 means any free port; the process that serves the store then tells it to the others."""
+    """0 means any free port, which `port_of` returns in the process that serves the store."""
     timeout_seconds: float = 60.0
     """How long to wait for all ranks."""
     serves_store: bool | None = None

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch lists neither
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch exports neither
 
 from paceline.comm.buffers import StagingBuffer, chunk
 from paceline.comm.communicator import (

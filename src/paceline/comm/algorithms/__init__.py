@@ -20,10 +20,10 @@ ALGORITHMS.register(
     "root", "paceline.comm.algorithms.root:Root", "all to rank 0, which sums and sends back"
 )
 ALGORITHMS.register(
-    "tree", "paceline.comm.algorithms.tree:Tree", "up a binomial tree, summing, and down again"
+    "tree", "paceline.comm.algorithms.tree:Tree", "reduce and broadcast along a binomial tree"
 )
 ALGORITHMS.register(
-    "ring", "paceline.comm.algorithms.ring:Ring", "chunk by chunk around a ring, twice"
+    "ring", "paceline.comm.algorithms.ring:Ring", "reduce-scatter and all-gather around a ring"
 )
 ALGORITHMS.register(
     "halving_doubling",

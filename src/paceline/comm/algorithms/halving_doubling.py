@@ -1,6 +1,6 @@
 """Halving and doubling: pairs exchange halves of the tensor, then quarters, and back.
 
-With eight ranks, ranks 0 and 4 are partners, 1 and 5, and so on. Each rank keeps one half of the
+With eight ranks, ranks 0 and 4 are partners, 1 and 5 are, and so on. Each rank keeps a half of the
 tensor, sends the other half to its partner and adds what it receives. Then partners at distance 2
 do the same with this half, and partners at distance 1 with the quarter. Each rank ends with the sum
 of its own eighth, and the same steps in reverse, without adding, double the data of every rank

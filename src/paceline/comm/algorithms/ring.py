@@ -83,6 +83,7 @@ def all_gather_bytes_sent(rank: int, world_size: int, elements: int, element_byt
 
 
 def _shift(communicator: Communicator, outgoing: Tensor, arriving: Tensor, kind: str) -> None:
+    """Send to the right neighbor and receive from the left one."""
     right = (communicator.rank + 1) % communicator.world_size
     left = (communicator.rank - 1) % communicator.world_size
     communicator.sendrecv(outgoing, right, arriving, left, kind).wait()

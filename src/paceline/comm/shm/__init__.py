@@ -15,6 +15,6 @@ Read the modules in this order:
 A segment holds, on separate cache lines: the signals, then the counters and slots of collectives,
 then those of channels. Every integer has a single writer, and x86 preserves the order of writes, so
 data that is written before its counter is visible to every rank that reads the counter. A fence is
-only needed before a read that must follow an own write. A rank that finds a counter unchanged waits
-on its futex and is notified by the rank that changes it.
+needed only where a rank must write before it reads. A rank that finds a counter unchanged waits on
+its futex until the rank that changes the counter notifies it.
 """

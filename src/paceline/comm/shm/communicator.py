@@ -2,7 +2,7 @@
 
 There is no progress thread: communication on one node uses the same cores as computation. An
 operation starts when it is called and progresses during every later call on the same communicator.
-An operation larger than the slots therefore progresses only while all ranks are in some call.
+An operation larger than the slots therefore progresses only while all ranks are inside a call.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ outlasts `MAX_SPIN_SECONDS`, as most do on a busy machine, and reset after a sho
 are more ranks than cores, ranks do not spin.
 
 No notification is lost: a rank marks itself as asleep before the kernel compares its stamp for the
-last time, and a notifier reads that mark after a fence that follows its writes. Sleeps are short
-all the same, to detect peers that have exited.
+last time, and a notifier reads that mark after a fence that follows its writes. Sleeps are
+nevertheless short, to detect peers that have exited.
 """
 
 from __future__ import annotations

@@ -163,5 +163,5 @@ def _owner(process: int) -> str:
 
 
 def pid_namespace() -> int:
-    """Return the PID namespace: containers may share memory and still number processes apart."""
+    """Return the PID namespace; containers that share memory may have different ones."""
     return Path("/proc/self/ns/pid").stat().st_ino
