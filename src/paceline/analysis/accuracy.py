@@ -22,7 +22,7 @@ from paceline.data.manifest import OFFICIAL_SETS
 
 DRAWN_SETS = ("digits", "plain_digits")
 DRAWN_TEST_SAMPLES = 10_000
-"""Of the datasets that are drawn, unless the configuration says otherwise."""
+"""Default of the generated datasets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class AccuracyDifference:
 
 
 def compare_accuracy(one: RunGroup, other: RunGroup, *, comparisons: int = 1) -> AccuracyDifference:
-    """By the repeats, or else by the size of the test set.
+    """Tested over the repeats; for single runs, by the size of the test set.
 
     `comparisons` is the number of pairs that these two were selected from.
     """
@@ -58,7 +58,7 @@ def compare_accuracy(one: RunGroup, other: RunGroup, *, comparisons: int = 1) ->
 
 
 def accuracy_increase(first: RunGroup, other: RunGroup) -> Difference | None:
-    """How much more accurate the first is, as a share of the other; None where one has no value."""
+    """How much more accurate the first is, as a share of the other; None if one has no value."""
     own, others = (cell.finals("test_accuracy") for cell in (first, other))
     if not own or not sum(others):
         return None

@@ -1,8 +1,7 @@
-"""Whether the events of a finished run are whole: its curves and times are made of them.
+"""Reads a run, a folder of runs or a study.
 
-What a report is about: a run, a folder of runs or a study, read from its folder.
-
-What cannot be read is named and left out: one damaged file must not cost the report of the others.
+Records that cannot be read are named and skipped: one damaged file must not cost the report of the
+others.
 """
 
 from __future__ import annotations
@@ -22,28 +21,28 @@ from paceline.study.folder import Part, Study, StudyFolder
 
 
 def missing_events(run: Run) -> list[str]:
-    """What the workers of a finished run must have written and is not there, in words.
+    """Describe the events that a finished run lacks; curves and step times are made of them.
 
-    Elastic runs are passed over: their workers come and go.
+    Elastic runs are not checked: their workers come and go.
     """
     if run.result is None or not run.is_finished or run.config.elastic:
         return []
-    told = []
+    missing = []
     for worker in run.workers:
         path = run.folder.events_file(worker["rank"])
         if not is_number(worker["iteration_seconds"].get("mean")):
             continue
         if not path.is_file():
-            told.append(f"events of rank {worker['rank']} are missing")
+            missing.append(f"events of rank {worker['rank']} are missing")
         else:
             end = _end(run, worker["rank"])
-            # Out of step, a worker's iterations are not those of the run.
+            # In asynchronous runs, a worker's iterations are not those of the run.
             if not has_end(path) or (run.is_synchronous and end < run.iterations):
-                told.append(
+                missing.append(
                     f"events of rank {worker['rank']} end at iteration {end:,}"
                     f" of {run.iterations:,}"
                 )
-    return told
+    return missing
 
 
 def _end(run: Run, rank: int) -> int:
@@ -52,7 +51,7 @@ def _end(run: Run, rank: int) -> int:
 
 
 DEPTH = 3
-"""Runs are looked for so many folders deep."""
+"""Folder levels to search for runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +62,14 @@ class SkippedRecord:
 
 @dataclass(frozen=True, slots=True)
 class Chapter:
-    """Cells that belong together, and what is asked about them."""
+    """Groups that belong together, and the sections to show about them."""
 
     title: str
     cells: list[RunGroup]
     about: str = ""
     context: str = ""
     sections: tuple[str, ...] = ()
-    """Names, in order; empty: all that there is data for."""
+    """Names, in order; empty: all sections with data."""
 
 
 @dataclass(slots=True)
@@ -83,13 +82,13 @@ class RunCollection:
     about: str = ""
     left_out: list[SkippedRecord] = field(default_factory=list)
     sections: tuple[str, ...] = ()
-    """About all cells together, where there are several chapters."""
+    """About all groups together, where there are several chapters."""
     comm: list[Path] = field(default_factory=list)
-    """Measurements of the network that lie beside the runs, as `paceline comm --json` writes."""
+    """Files of `paceline comm --json` beside the runs."""
 
     @property
     def cells(self) -> list[RunGroup]:
-        """Each once, also where two chapters show it."""
+        """Each group once, even where two chapters show it."""
         seen: dict[int, RunGroup] = {}
         for chapter in self.chapters:
             for cell in chapter.cells:
@@ -102,7 +101,7 @@ class RunCollection:
 
 
 def collect(path: Path | str) -> RunCollection:
-    """Whatever records `path` holds; RecordsError where it holds none at all."""
+    """Read all records at `path`; RecordsError if there are none."""
     collection = _collect(path)
     for run in collection.runs:
         texts = [*_config_damage(run), *missing_events(run)]
@@ -112,13 +111,13 @@ def collect(path: Path | str) -> RunCollection:
 
 
 def _config_damage(run: Run) -> list[str]:
-    """What is wrong with a config.json whose copy in the result was read instead."""
+    """What is wrong with config.json, where its copy in result.json is used instead."""
     if run.result is None:
         return []
     try:
         run.folder.read_config()
     except MissingRecordError:
-        # A result is enough, as where only that was kept.
+        # result.json alone is enough.
         return []
     except RecordsError as error:
         why = str(error).replace(f"{run.folder.path}{os.sep}", "")
@@ -159,7 +158,7 @@ def _runs_below(place: Path, depth: int) -> Iterator[Path]:
         with os.scandir(place) as entries:
             folders = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
     except OSError:
-        # Not ours to read, or gone since it was listed.
+        # Not readable, or deleted since it was listed.
         return
     for folder in sorted(folders, key=_by_number):
         if _is_run(folder):
@@ -169,7 +168,7 @@ def _runs_below(place: Path, depth: int) -> Iterator[Path]:
 
 
 def _by_number(folder: Path) -> list[tuple[int, str]]:
-    """Sorts batch-32 before batch-256."""
+    """Sort key: batch-32 before batch-256."""
     parts = re.split(r"(\d+)", folder.name)
     return [(int(part), "") if part.isdecimal() else (0, part) for part in parts]
 
@@ -184,11 +183,11 @@ def _open_all(folders: Iterator[Path], root: Path, left_out: list[SkippedRecord]
 
 
 def _without_copies(runs: list[Run], root: Path, left_out: list[SkippedRecord]) -> list[Run]:
-    """Each run once: a copy of its folder is no repeat, and its numbers prove nothing."""
+    """Each run once: a copy of its folder is not a repeat."""
     originals: dict[str, Run] = {}
     for run in runs:
         kept = originals.setdefault(run.fingerprint, run)
-        # Of several the one that still has the name under which it ran.
+        # Prefer the folder that still has the name of the run.
         if run.result is not None and run.result["id"] == run.id != kept.id:
             originals[run.fingerprint] = run
     for run in runs:
@@ -203,7 +202,7 @@ def _open_or_name(folder: Path, root: Path, left_out: list[SkippedRecord]) -> Ru
     try:
         return open_run(folder)
     except RecordsError as error:
-        # The path is named once, relative to what the report is about.
+        # The skipped record names the path already, relative to the root.
         why = str(error).replace(f"{folder}{os.sep}", "")
         left_out.append(SkippedRecord(str(folder.relative_to(root)), why))
         return None

@@ -1,4 +1,4 @@
-"""How much of the machine other processes had while a run was measured."""
+"""CPU use of other processes during a run."""
 
 from __future__ import annotations
 
@@ -10,29 +10,28 @@ from paceline.analysis.run_group import RunGroup
 from paceline.analysis.validation import is_number
 
 WORTH_TELLING = 0.15
-"""Of the machine; less is the system at work for the run itself."""
+"""Share of the CPU; less is the operating system serving the run itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class CpuContention:
     label: str
     share: float
-    """Of all cores, that others used; of the worst run of the cell."""
+    """Of all cores, used by other processes in the worst run of the group."""
 
 
 def disturbances(cells: Sequence[RunGroup]) -> list[CpuContention]:
-    """Of cells that were disturbed, the worst first."""
+    """Groups with CPU contention, the worst first."""
     found = [
         CpuContention(cell.label, max(shares))
         for cell in cells
         if (shares := [share for run in cell.finished if (share := others_share(run)) is not None])
     ]
-    told = [one for one in found if one.share >= WORTH_TELLING]
-    return sorted(told, key=lambda one: -one.share)
+    return sorted((one for one in found if one.share >= WORTH_TELLING), key=lambda one: -one.share)
 
 
 def others_share(run: Run) -> float | None:
-    """None where nobody sampled it."""
+    """The share of the CPU that other processes used; None if it was not sampled."""
     result = run.result or {}
     cores = result.get("hardware", {}).get("cores_in_machine")
     used = [
@@ -44,7 +43,7 @@ def others_share(run: Run) -> float | None:
     if not used or not is_number(cores) or not cores:
         return None
     if run.config.cluster:
-        # Emulated machines are one: what its other nodes use is the run's as well.
+        # Emulated nodes share one machine, so the CPU use of the other nodes belongs to the run.
         machine = sum(whole for whole, _ in used) / len(used)
         used = [(machine, sum(own for _, own in used))]
     return max(0.0, *(float(whole / 100 - own / 100 / cores) for whole, own in used))

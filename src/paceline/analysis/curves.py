@@ -1,7 +1,7 @@
-"""Long curves made short enough to draw, without losing what stands out.
+"""Curves downsampled for charts without losing outliers.
 
-A curve of any length becomes at most MAX_POINTS stretches of equal length, each with its middle,
-its least and its greatest value: a single slow iteration in a million still shows.
+A curve of any length becomes at most MAX_POINTS intervals of equal length, each with its median or
+mean, minimum and maximum: a single slow iteration in a million still shows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """`x` is where a stretch ends; with at most MAX_POINTS values every stretch is one value."""
+    """`x` is the end of each interval; up to MAX_POINTS values, each interval is one value."""
 
     x: Floats
     middle: Floats
@@ -36,15 +36,15 @@ class Curve:
 
 
 def edges(count: int, buckets: int = MAX_POINTS) -> NDArray[np.int64]:
-    """Where the stretches of `count` values begin, and after them `count`."""
-    stretches = min(count, buckets)
-    if stretches == 0:
+    """The starts of the intervals of `count` values, followed by `count`."""
+    intervals = min(count, buckets)
+    if intervals == 0:
         return np.zeros(0, dtype=np.int64)
-    return np.linspace(0, count, stretches + 1).astype(np.int64)
+    return np.linspace(0, count, intervals + 1).astype(np.int64)
 
 
 def downsample(x: Floats, y: Floats, *, use_mean: bool = False, buckets: int = MAX_POINTS) -> Curve:
-    """Stretches of `y` with their medians (or means); values that are no numbers are left out."""
+    """Intervals of `y` with their medians (or means); NaN and infinite values are skipped."""
     known = np.isfinite(y)
     if not known.all():
         x, y = x[known], y[known]
@@ -65,9 +65,9 @@ def downsample(x: Floats, y: Floats, *, use_mean: bool = False, buckets: int = M
 
 
 def merge_repeats(curves: Sequence[Curve]) -> tuple[Curve, int]:
-    """Curves of repeats as one, from the least to the greatest of all, and how many are in it.
+    """The mean of repeats with their minimum and maximum, and the number of repeats in it.
 
-    Curves that do not have the same points cannot be laid over one another: then it is the first.
+    Only curves with the same points as the first are merged.
     """
     first = curves[0]
     same = [curve for curve in curves if np.array_equal(curve.x, first.x)]

@@ -1,4 +1,4 @@
-"""The iterations of one worker, as its events tell them."""
+"""Readers of the events of one worker."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from paceline.analysis.validation import is_number
 from paceline.records import NUMBER_MAX, open_record, read_lines
 
 IN_ITERATION = ("input", "forward", "backward", "update", "exchange", "wait")
-"""Phases of an iteration: computing first, then what comes of being several."""
+"""Phases of an iteration: compute, then communication."""
 
 TAIL_BYTES = 4096
 """More than the last line of a file, which tells how the worker ended."""
 MOST = 2**53
-"""Whole numbers below this are exact as floats too; no run has as many iterations."""
+"""Integers below this are exact as floats; no run has as many iterations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Iterations that follow one another, `first` and on."""
+    """Consecutive iterations, from `first` on."""
 
     first: int
     seconds: Floats
     losses: Floats
-    """NaN where a loss was no number."""
+    """NaN where a loss was not finite."""
     phases: dict[str, float] | None
-    """Seconds that the process had spent in iterations when it wrote this."""
+    """Seconds by phase that the process had spent in iterations when it wrote the block."""
     process: int
-    """Which of the processes that have had this rank."""
+    """Counts the processes that have had this rank."""
     began: int
-    """The iteration of the run that the process began with."""
+    """The first iteration of the process."""
 
     @property
     def end(self) -> int:
@@ -57,14 +57,14 @@ class Later:
 
 @dataclass(frozen=True)
 class WorkerEvents:
-    """Iterations in their order, each as it was done the last time.
+    """Iterations in order; of repeated ones, the last time counts.
 
-    A worker that was not always there leaves gaps between its blocks.
+    A worker that left and joined again has gaps between its blocks.
     """
 
     blocks: list[Block]
     starts: list[tuple[int, int]] = field(default_factory=list)
-    """Of each process: the iteration that it began with, and how many workers there were."""
+    """First iteration and world size of each process."""
 
     @cached_property
     def index(self) -> NDArray[np.int64]:
@@ -84,15 +84,15 @@ class WorkerEvents:
 
     @property
     def processes(self) -> int:
-        """How many it took, one after the other."""
+        """The number of processes that ran these iterations, one after the other."""
         return len({block.process for block in self.blocks})
 
     def since(self, iteration: int) -> WorkerEvents:
-        """What was done by processes that began there or later."""
+        """The iterations of processes that started at `iteration` or later."""
         return WorkerEvents([block for block in self.blocks if block.began >= iteration])
 
     def phases(self) -> dict[str, float] | None:
-        """Seconds of these iterations by phase; None where they were not written."""
+        """Seconds of these iterations by phase; None if they were not recorded."""
         ends = {block.process: block.phases for block in self.blocks}
         known = [phases for phases in ends.values() if phases is not None]
         if not known or len(known) < len(ends):
@@ -100,7 +100,7 @@ class WorkerEvents:
         return {phase: math.fsum(one[phase] for one in known) for phase in IN_ITERATION}
 
     def later(self) -> Later | None:
-        """What came after the first block; None where phases were not written, or nothing came."""
+        """The iterations after the first block; None without phases or further blocks."""
         first, everything = self.blocks[0], self.phases()
         if everything is None or first.phases is None or len(self.blocks) < 2:
             return None
@@ -112,9 +112,9 @@ class WorkerEvents:
 
 
 def read_iterations(path: Path) -> WorkerEvents:
-    """Lines of another shape are passed over, and so is what follows iterations that are missing.
+    """Skips malformed lines, and blocks after a gap.
 
-    Only a process that has just begun may go on further than the one before it has come.
+    Only the first block of a new process may leave a gap.
     """
     blocks: list[Block] = []
     starts: list[tuple[int, int]] = []
@@ -136,7 +136,7 @@ def read_iterations(path: Path) -> WorkerEvents:
 
 
 def _cut(blocks: list[Block], first: int) -> None:
-    """Remove what is done again."""
+    """Remove iterations from `first` on, which are repeated."""
     while blocks and blocks[-1].end > first:
         last = blocks.pop()
         kept = first - last.first

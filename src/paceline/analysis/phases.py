@@ -24,21 +24,21 @@ from paceline.records import BETWEEN_ITERATIONS, PHASES
 
 COMPUTE_PHASES = ("input", "forward", "backward", "update")
 BESIDE = 0.002
-"""More than this of the iterations' time beside them is worth leaving out."""
+"""Time outside iterations is subtracted if it exceeds this share of their time."""
 OUTSIDE = BETWEEN_ITERATIONS
 MOST = 0.5
-"""A share of an iteration from which on something is what limits it."""
+"""A phase with at least this share of an iteration is its bottleneck."""
 LITTLE = 0.25
-"""With no more exposed communication and waiting than this, compute is the limit."""
+"""With at most this share of exposed communication and waiting, compute is the bottleneck."""
 EXPLAINED = 0.5
-"""The link is the cause of communication if it takes this part of the exposed time."""
+"""The link explains communication if it takes at least this share of the exposed time."""
 TOLERANCE = 0.05
-"""Phases in events must add up to the time of their iterations within this share of it."""
+"""Phases in events must sum to the time of their iterations within this share."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseBreakdown:
-    """Seconds by phase, of a worker or on average over several."""
+    """Seconds by phase, of one worker or the mean over several."""
 
     seconds: dict[str, float]
 
@@ -77,12 +77,12 @@ class Explanation:
 
 
 def of_worker(worker: dict[str, Any]) -> PhaseBreakdown:
-    """A worker's whole wall time."""
+    """The wall time of a worker."""
     return PhaseBreakdown({phase: float(worker["phases"][phase]) for phase in PHASES})
 
 
 def of_iteration(run: Run) -> PhaseBreakdown | None:
-    """One iteration, on average over the run's workers; None where that is not known."""
+    """One iteration, mean over the workers of the run; None if unknown."""
     splits = by_rank(run)
     return mean_split(list(splits.values())) if splits else None
 
@@ -93,9 +93,9 @@ class RankSplit:
 
     split: PhaseBreakdown
     seconds: float | None
-    """Mean time of the same iterations; None where they were not timed."""
+    """Mean time of the same iterations; None if they were not timed."""
     has_first: bool
-    """Whether the first iteration is included, for want of better records."""
+    """Whether the first iteration is included, because the records do not separate it."""
 
 
 def by_rank(run: Run) -> dict[int, PhaseBreakdown]:
@@ -104,7 +104,7 @@ def by_rank(run: Run) -> dict[int, PhaseBreakdown]:
 
 
 def rank_splits(run: Run) -> dict[int, RankSplit]:
-    """The same, with the time that the phases are parts of."""
+    """One iteration of each worker, with its timed duration."""
     timings = {rank.rank: rank for rank in run.timing.ranks} if run.timing else {}
     found = ((int(worker["rank"]), worker) for worker in run.workers)
     splits = ((rank, _rank_split(run, worker, timings.get(rank))) for rank, worker in found)
@@ -146,7 +146,7 @@ def _agree(later: Later) -> bool:
 
 
 def _with_waits(phases: dict[str, float], whole: dict[str, float]) -> dict[str, float]:
-    """Events do not yet tell which part of an exchange was waiting: the whole run's share is."""
+    """Events do not separate waiting from exchange: apply the share of the whole run."""
     both = whole["exchange"] + whole["wait"]
     exchange = phases["exchange"] + phases["wait"]
     waiting = exchange * whole["wait"] / both if both else 0.0
@@ -156,7 +156,7 @@ def _with_waits(phases: dict[str, float], whole: dict[str, float]) -> dict[str, 
 def _with_first(
     run: Run, whole: dict[str, float], timing: RankStepTimes | None
 ) -> tuple[dict[str, float], int]:
-    """A worker's phases in all its iterations, and their number; 0 where they are not known."""
+    """The phases of a worker in all its iterations, and their number; 0 if unknown."""
     if timing is None or not timing.count or timing.phases is None:
         count = (timing.count if timing else 0) or run.iterations
         return whole, 0 if run.is_resized else count
@@ -169,9 +169,9 @@ def _with_first(
 
 
 def hidden_of_run(run: Run) -> float | None:
-    """Overlapped communication of an iteration, on average over the workers.
+    """Overlapped communication of an iteration, mean over the workers; None if not measured.
 
-    None where it was not measured. A single worker has none, whatever its strategy went through.
+    A single worker has none, whatever its strategy.
     """
     if len(run.workers) < 2:
         return 0.0
@@ -182,7 +182,7 @@ def hidden_of_run(run: Run) -> float | None:
 
 
 def hidden_of_cell(cell: RunGroup) -> float | None:
-    """On average over the finished runs; None where it was not measured in one of them."""
+    """Mean over the finished runs; None if one of them did not measure it."""
     values = [hidden_of_run(run) for run in cell.finished]
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known and len(known) == len(values) else None
@@ -201,23 +201,22 @@ def _hidden(run: Run, worker: dict[str, Any], timing: RankStepTimes | None) -> f
 
 
 def iteration_breakdown(cell: RunGroup) -> PhaseBreakdown | None:
-    """One iteration, on average over the finished runs."""
+    """One iteration, mean over the finished runs."""
     splits = [split for run in cell.finished if (split := of_iteration(run)) is not None]
     return mean_split(splits) if splits else None
 
 
 def run_breakdown(cell: RunGroup) -> PhaseBreakdown | None:
-    """All the wall time of the workers, on average over them and the finished runs."""
+    """The wall time of a worker, mean over workers and finished runs."""
     splits = [of_worker(worker) for run in cell.finished for worker in run.workers]
     return mean_split(splits) if splits else None
 
 
 def explain(faster: RunGroup, slower: RunGroup, *, by_samples: bool = False) -> Explanation | None:
-    """The difference of two cells by phase, for as many samples where asked or batches differ.
+    """The difference of two groups by phase, per 1,000 samples if asked or if batches differ.
 
-    None where one has no phases.
-
-    Nor where workers did unequal numbers of iterations: a mean over them explains no pace.
+    None without phases, and for asynchronous runs: their workers do unequal numbers of iterations,
+    so a mean over workers does not explain the step time.
     """
     if not all(run.is_synchronous for cell in (faster, slower) for run in cell.timed):
         return None
@@ -240,7 +239,7 @@ def explain(faster: RunGroup, slower: RunGroup, *, by_samples: bool = False) -> 
 
 
 def _iteration_seconds(cell: RunGroup) -> float | None:
-    """Mean over runs and workers of the iterations that the phases are of."""
+    """Mean over runs and workers of the iterations that the phases cover."""
     means = []
     for run in cell.timed:
         seconds = [one.seconds for one in rank_splits(run).values()]
@@ -262,7 +261,7 @@ def mean_split(splits: Sequence[PhaseBreakdown]) -> PhaseBreakdown:
 
 @dataclass(frozen=True, slots=True)
 class WireTime:
-    """How long the bytes of an iteration are on the link at most."""
+    """An upper bound on the time that the bytes of an iteration take on the link."""
 
     bytes: float
     """Over the busiest link."""
@@ -305,7 +304,7 @@ class Bottleneck:
 
 
 def find_bottleneck(cell: RunGroup, measured: Sequence[Measured] = ()) -> Bottleneck | None:
-    """None where there are no phases to tell; `measured` is what `paceline comm` found."""
+    """None without phases; `measured` are the results of `paceline comm`."""
     split = iteration_breakdown(cell)
     if split is None or not split.total:
         return None
@@ -340,7 +339,7 @@ def find_bottleneck(cell: RunGroup, measured: Sequence[Measured] = ()) -> Bottle
 
 
 def wire_time(cell: RunGroup, measured: Sequence[Measured] = ()) -> WireTime | None:
-    """An upper bound from the first finished run; None where nothing was sent or measured."""
+    """From the first finished run; None if nothing was sent or no link was measured."""
     run = cell.finished[0]
     rate = link_bytes_per_second(run) or measured_limit(measured, cell.workers)
     if not rate or not run.iterations or run.is_resized:
@@ -363,7 +362,7 @@ def wire_time(cell: RunGroup, measured: Sequence[Measured] = ()) -> WireTime | N
 
 
 def _round_trip_seconds(run: Run) -> float:
-    """As measured in the emulated cluster of the run; 0 where it was in none."""
+    """As measured in the emulated cluster of the run; 0 without one."""
     cluster = (run.result or {}).get("cluster")
     found = cluster.get("got") if isinstance(cluster, dict) else None
     times = [
@@ -388,7 +387,7 @@ def _remaining_cause(cell: RunGroup) -> CommunicationCause:
 
 
 def iterations_in_epoch(run: Run) -> float | None:
-    """As the evaluations tell; None where there are none."""
+    """From the evaluations; None if there are none."""
     entries = [entry for entry in run.history if entry["epoch"] > 0 and entry["iteration"] > 0]
     if not entries:
         return None
@@ -396,27 +395,27 @@ def iterations_in_epoch(run: Run) -> float | None:
 
 
 def epoch_seconds(run: Run) -> float | None:
-    """Of an epoch of usual iterations, the first of the run left out."""
+    """The mean step time over an epoch; the first iteration of the run is excluded."""
     count, seconds = iterations_in_epoch(run), run.iteration_seconds
     return None if count is None or seconds is None else seconds * count
 
 
 def first_epoch_seconds(run: Run) -> float | None:
-    """Training time up to the end of the first epoch; None where that was not evaluated."""
+    """Training time up to the end of the first epoch; None if that was not evaluated."""
     return next((float(one["seconds"]) for one in run.history if one["epoch"] == 1), None)
 
 
 def exchange_seconds_in_epoch(run: Run) -> float | None:
-    """Exposed communication, on average over the workers."""
+    """Exposed communication, mean over the workers."""
     if not run.is_synchronous:
-        # Workers did unequal numbers of iterations: only their sums are those of the run.
+        # Workers do unequal numbers of iterations: only their sums are those of the run.
         return _in_epoch(run, [worker["phases"]["exchange"] for worker in run.workers])
     count, split = iterations_in_epoch(run), of_iteration(run)
     return None if count is None or split is None else split.seconds["exchange"] * count
 
 
 def hidden_seconds_in_epoch(run: Run) -> float | None:
-    """Overlapped communication, on average over the workers; None where it was not measured."""
+    """Overlapped communication, mean over the workers; None if not measured."""
     if not run.is_synchronous:
         hidden = [worker.get("hidden_exchange_seconds") for worker in run.workers]
         measured = [seconds for seconds in hidden if seconds is not None]
@@ -426,7 +425,7 @@ def hidden_seconds_in_epoch(run: Run) -> float | None:
 
 
 def _in_epoch(run: Run, spent: Sequence[float]) -> float | None:
-    """The mean of what each worker spent in the whole run, as a part for one epoch."""
+    """The mean over workers of their time in the whole run, scaled to one epoch."""
     count = iterations_in_epoch(run)
     if count is None or not spent or not run.iterations or run.is_resized:
         return None

@@ -46,7 +46,7 @@ def deviation(config: RunConfig) -> Deviation | None:
 
 
 def _averages_every_step(config: RunConfig) -> bool:
-    """Then the mean of the weights is a step with the mean gradient, if a step is linear in it."""
+    """Averaged weights equal a step with the mean gradient, if a step is linear in the gradient."""
     is_linear = config.optimizer == "sgd" and config.clip_norm is None and not config.shares
     return is_linear and str(config.options.get("every", "")) == "1"
 
@@ -66,13 +66,13 @@ TO_TARGET = "to the target"
 
 @dataclass(frozen=True, slots=True)
 class RankedGroup:
-    """A cell's values of the measure, in seconds: less is faster."""
+    """The values of a group, in seconds: less is faster."""
 
     cell: RunGroup
     values: list[float]
-    """One for each finished run."""
+    """One per finished run."""
     blocks: list[float]
-    """Of stretches of the first run, where the measure is made of iterations."""
+    """Means of blocks of iterations of the first run, where iterations are ranked."""
 
     @property
     def mean(self) -> float:
@@ -84,16 +84,16 @@ class Ranking:
     name: str
     """As in `12 ms per iteration`."""
     ranking: list[RankedGroup]
-    """The fastest first; cells without a finished run are not in it."""
+    """The fastest first; groups without a finished run are not in it."""
 
     @property
     def samples(self) -> list[Sample]:
         return [Sample(paced.values, paced.blocks) for paced in self.ranking]
 
     def apart(self) -> tuple[Ranking, Ranking]:
-        """Exact and approximate cells: a step of the latter computes something else.
+        """Exact and approximate groups: a step of the latter computes something else.
 
-        Time to a target is fair to both, so there all stay together.
+        Time to a target is fair to both, so all stay in one ranking.
         """
         if self.name == TO_TARGET:
             return self, Ranking(self.name, [])
@@ -103,7 +103,7 @@ class Ranking:
 
 
 def rank_groups(cells: Sequence[RunGroup]) -> Ranking:
-    """Time to the target where all have the same and some reached it, else time per iteration."""
+    """By time to the target if all have the same and some reached it, else by step time."""
     targets = {cell.config.target_accuracy for cell in cells if cell.finished}
     to_target = [paced for cell in cells if (paced := _to_target(cell)) is not None]
     if to_target and len(targets) == 1:
@@ -112,7 +112,7 @@ def rank_groups(cells: Sequence[RunGroup]) -> Ranking:
 
 
 def iteration_pace(cells: Sequence[RunGroup]) -> Ranking:
-    """Iterations of different batches are not the same work: then it is by 1,000 samples."""
+    """By time per iteration, or per 1,000 samples where batch sizes differ."""
     timed = [cell for cell in cells if cell.timed]
     if len({cell.config.global_batch_size for cell in timed}) <= 1:
         return Ranking("per iteration", _ranked([_scaled(cell, 1.0) for cell in timed]))
@@ -135,7 +135,7 @@ def _scaled(cell: RunGroup, factor: float) -> RankedGroup:
 
 
 def _to_target(cell: RunGroup) -> RankedGroup | None:
-    """None unless every run of the cell was to reach a target, and did."""
+    """None unless every run of the group reached its target."""
     seconds = [spent for run in cell.finished if (spent := run.seconds_to_target) is not None]
     if not seconds or len(seconds) < len(cell.runs):
         return None

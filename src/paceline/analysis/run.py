@@ -1,4 +1,4 @@
-"""One run as a report sees it: its settings, its result, and its iterations as they were timed."""
+"""One run: its configuration, its result and its step times."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Run:
     folder: RunFolder
     config: RunConfig
     result: Result | None
-    """None while there is no result: the run goes on, or was killed."""
+    """None while there is no result.json: the run is still running, or was killed."""
 
     @property
     def id(self) -> str:
@@ -44,14 +44,14 @@ class Run:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for a run and copies of its folder: no two runs have every measured time equal."""
+        """Equal for a run and copies of its folder: no two runs have the same measured times."""
         if self.result is None:
             return str(self.folder.path)
         return hashlib.sha256(json.dumps(self.result, sort_keys=True).encode()).hexdigest()
 
     @property
     def workers(self) -> list[dict[str, Any]]:
-        """What each worker reported; empty where none could."""
+        """The report of each worker; empty if none could write one."""
         return list(self.result["workers"]) if self.result else []
 
     @property
@@ -79,12 +79,12 @@ class Run:
 
     @property
     def seconds_to_target(self) -> float | None:
-        """Of training; None where no target was set, or none reached."""
+        """Training time; None without a target, or if it was not reached."""
         return self.result["seconds_to_target"] if self.result else None
 
     @property
     def iterations_to_target(self) -> int | None:
-        """Up to the first evaluation that reached the target accuracy; None where none did."""
+        """Up to the first evaluation that reached the target accuracy; None if none did."""
         target = self.config.target_accuracy
         reached = (
             int(entry["iteration"])
@@ -96,31 +96,31 @@ class Run:
         return next(reached, None)
 
     def node_sum(self, key: str) -> float | None:
-        """Over all nodes; None where one of them has no such figure."""
+        """Sum over all nodes; None if one of them lacks the figure."""
         values = [value for node in self.nodes if is_number(value := node.get(key))]
         return sum(values) if values and len(values) == len(self.nodes) else None
 
     @property
     def worlds(self) -> list[WorldSize]:
-        """More than one where the number of workers has changed while the run went on."""
+        """More than one if the world size changed during the run."""
         return self.timing.worlds if self.timing else worlds_of(starts_of_result(self.result))
 
     @property
     def is_resized(self) -> bool:
-        """Then times of iterations are those since the last change.
+        """Whether the world size changed; step times then cover the last world size only.
 
-        A worker's account of phases and traffic goes further back, to when it joined: what it comes
-        to per iteration is not known of any number of workers.
+        Phases and traffic of a worker are counted since it joined, so they are not known per
+        iteration for any world size.
         """
         return len(self.worlds) > 1
 
     @cached_property
     def is_synchronous(self) -> bool:
-        """Whether each iteration of the run was one of every worker."""
+        """Whether every worker took part in each iteration of the run."""
         if any("staleness" in worker for worker in self.workers):
             return False
         if not self.is_finished:
-            # Workers of a run that failed may have ended an iteration that it does not count.
+            # Workers of a failed run may have completed an iteration that the run does not count.
             return True
         if self._recorded_timing is not None:
             return all(rank.count <= self.iterations for rank in self._recorded_timing.ranks)
@@ -129,18 +129,18 @@ class Run:
 
     @cached_property
     def iteration_seconds(self) -> float | None:
-        """Mean time of an iteration, the first one left out; None where none was timed.
+        """Step time: the mean without the first iteration; None if no iteration was timed.
 
         In an asynchronous run, some workers do more iterations than others: there it is the time in
-        which all of them together process as many samples as an iteration of the run has.
+        which all workers together process as many samples as an iteration of the run has.
 
-        This is the only definition of a run's step time. It reads events only where the result
-        does not hold all that it takes.
+        This is the only definition of the step time. It reads events only if the result does not
+        suffice.
         """
         timing = self._recorded_timing or self.timing
         if timing is None or self.is_synchronous:
             return None if timing is None else timing.mean
-        # Both counts of a worker, samples and iterations, are since the number of workers changed.
+        # Samples and iterations of a worker are both counted since the world size changed.
         samples = {worker["rank"]: worker.get("samples") or 0 for worker in self.workers}
         per_second = math.fsum(
             samples.get(rank.rank, 0) / rank.count / rank.mean
@@ -154,20 +154,20 @@ class Run:
 
     @cached_property
     def _recorded_timing(self) -> StepTimes | None:
-        """By the result alone; None where it does not say how many iterations each worker did."""
+        """From the result alone; None if it lacks the number of iterations of each worker."""
         if self.result is None or not all(worker.get("after_first") for worker in self.workers):
             return None
         return timing_of_result(self.result)
 
     @cached_property
     def timing(self) -> StepTimes | None:
-        """None where no iteration was timed."""
+        """None if no iteration was timed."""
         timing = read_timing(self.folder, self.result)
         return timing or (None if self.result is None else timing_of_result(self.result))
 
 
 def open_run(path: Path) -> Run:
-    """A run from its folder; RecordsError says why it cannot be had."""
+    """Read a run from its folder; RecordsError if it cannot be read."""
     folder = RunFolder(path)
     result = folder.read_result()
     if result is None:

@@ -1,4 +1,4 @@
-"""Runs that repeat one another as one cell, and names that tell cells apart."""
+"""Repeats of a configuration as one group, and labels that distinguish groups."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ IGNORED_FIELDS = frozenset(
         "resident_limit_mib", "checkpoint_keep",
     )
 )  # fmt: skip
-"""Settings in which repeats of a run may differ."""
+"""Settings in which repeats may differ."""
 
 
 NOT_RUN = "not run yet"
-"""The trouble of a study's cell whose turn has not come."""
+"""The trouble of a study's cell that was not started yet."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class RunGroup:
     label: str
     runs: list[Run]
     trouble: str = ""
-    """Why there is no run, or one less than a study asks for."""
+    """Why a run that the study asks for is missing."""
     axes: dict[str, str] = field(default_factory=dict)
-    """A study's cell's place in its grid: axis -> label of the value."""
+    """Of a study's cell: axis of the grid -> label of its value."""
 
     @cached_property
     def finished(self) -> list[Run]:
@@ -43,12 +43,12 @@ class RunGroup:
 
     @property
     def shown(self) -> list[Run]:
-        """The finished runs; where there are none, those that did not finish."""
+        """The finished runs; if there are none, the others."""
         return self.finished or self.runs
 
     @cached_property
     def timed(self) -> list[Run]:
-        """Finished runs of which iterations were timed: what a ranking is made of."""
+        """Finished runs with step times, which can be ranked."""
         return [run for run in self.finished if run.timing is not None]
 
     @property
@@ -61,7 +61,7 @@ class RunGroup:
 
     @property
     def status(self) -> str:
-        """One word, or each with its count where the repeats ended differently."""
+        """The common status, or each status with its count."""
         counts: dict[str, int] = {}
         for run in self.runs:
             counts[run.status] = counts.get(run.status, 0) + 1
@@ -84,17 +84,17 @@ class RunGroup:
 
     @property
     def is_troubled(self) -> bool:
-        """Whether something went wrong, or was not brought to its end."""
+        """Whether a run failed, did not finish or is missing."""
         return len(self.finished) < len(self.runs) or self.trouble not in ("", NOT_RUN)
 
     @cached_property
     def iteration_means(self) -> list[float]:
-        """Seconds per iteration of each finished run, the first iteration left out."""
+        """Step time of each finished run."""
         return [mean for run in self.timed if (mean := run.iteration_seconds) is not None]
 
     @cached_property
     def samples_in_iteration(self) -> float:
-        """On average over the run: a last, smaller batch of an epoch counts as it is."""
+        """Mean over the run, which includes the smaller last batch of an epoch."""
         for run in self.timed:
             if run.iterations and run.result is not None and run.result["samples"]:
                 return float(run.result["samples"]) / run.iterations
@@ -111,7 +111,7 @@ class RunGroup:
         return self.values(lambda run: run.final(key))
 
     def mean_of(self, key: str) -> float | None:
-        """Of such a figure, over the finished runs."""
+        """The mean of a final figure over the finished runs."""
         values = self.finals(key)
         return fmean(values) if values else None
 
@@ -121,7 +121,7 @@ def known(values: Iterable[float | None]) -> list[float]:
 
 
 def group(runs: Iterable[Run]) -> list[RunGroup]:
-    """Runs by their settings, in the order in which these first come."""
+    """Group runs by their settings, in order of first appearance."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(settings_key(run.config), []).append(run)
@@ -131,7 +131,7 @@ def group(runs: Iterable[Run]) -> list[RunGroup]:
 
 
 def differing(configs: Sequence[RunConfig]) -> list[str]:
-    """The settings that are not the same in all of them, apart from those beside the point."""
+    """The names of settings that differ, except IGNORED_FIELDS."""
     if not configs:
         return []
     first = configs[0]
@@ -144,9 +144,9 @@ def differing(configs: Sequence[RunConfig]) -> list[str]:
 
 
 def label_all(configs: Sequence[RunConfig]) -> list[str]:
-    """A name for each, made of what tells them apart; the same name only for the same settings.
+    """A label for each, of the settings that differ; equal only for equal settings.
 
-    Where several settings differ, what most cells have in common is left unsaid.
+    Where several settings differ, values that most configurations share are omitted.
     """
     names = differing(configs)
     if not names:
@@ -167,13 +167,13 @@ def label_all(configs: Sequence[RunConfig]) -> list[str]:
 
 
 def _usual(values: Sequence[Any]) -> Any:
-    """What more than half have; of settings None is a value like others, so `...` is nobody's."""
+    """The value of more than half; `...` if there is none, since None is a valid setting."""
     most = max(values, key=values.count)
     return most if values.count(most) * 2 > len(values) else ...
 
 
 def label(config: RunConfig, names: Sequence[str]) -> str:
-    """What a legend calls a cell, by these settings of it."""
+    """The label of a configuration, from these settings."""
     order = ("strategy", "options", *(one for one in names if one not in _SPOKEN))
     words = [setting_text(name, getattr(config, name)) for name in order if name in names]
     if "nnodes" in names or "nproc_per_node" in names:
@@ -187,13 +187,13 @@ _SPOKEN = ("strategy", "options", "nnodes", "nproc_per_node", "batch_size", "bat
 
 
 def describe_workers(config: RunConfig) -> str:
-    """How many workers, and over how many nodes where these are several."""
+    """The number of workers, and of nodes if there are several."""
     workers = f"{config.workers} worker{'s' * (config.workers > 1)}"
     return workers if config.nnodes == 1 else f"{workers} on {config.nnodes} nodes"
 
 
 def setting_text(name: str, value: Any) -> str:
-    """A setting in as few words as are clear in a legend."""
+    """A setting as short as is clear in a legend."""
     if name in ("strategy", "model", "data", "optimizer", "precision", "schedule"):
         return str(value)
     if name == "options":

@@ -1,14 +1,14 @@
 """Means with their uncertainty, and whether two of them differ.
 
-Repeats of a run are independent: their means give the interval. With a single run its iterations
-have to do. They follow one another and are not independent, so the run is cut into BLOCKS long
-stretches whose means nearly are.
+Repeats of a run are independent: their means give the interval. A single run has only its
+iterations, which are not independent, so the run is cut into BLOCKS long blocks whose means nearly
+are.
 
 Two or three equal values do not show that a figure never varies, so no variance is taken to be
 smaller than a floor: LEAST_DEVIATION of the mean, and for accuracies that of the test set.
 
 Where several differences are tested together, `correct` applies Holm's method, so that the chance
-of calling any of them significant by accident stays at 5%. The fastest of several cells is chosen
+of calling any of them significant by accident stays at 5%. The fastest of several groups is chosen
 after seeing the data, so its lead counts as one of all pairwise comparisons (`against_first`).
 """
 
@@ -25,7 +25,7 @@ from paceline.analysis.curves import Floats
 BLOCKS = 20
 FEWEST_IN_A_BLOCK = 2
 FEWEST_ITERATIONS = 20
-"""Fewer say too little of how a run's pace varies."""
+"""Fewer show too little of the variation of the step time."""
 ALPHA = 0.05
 """The accepted chance of any false positive among differences that are tested together."""
 POWER = 0.8
@@ -36,7 +36,7 @@ LEAST_DEVIATION = 0.001
 """Of the mean: repeats vary by at least this much, even where a few of them happen to be equal. It
 is also coarser than the clock for every step that takes longer than a microsecond."""
 MOST_PAIRED = 48
-"""With more cells than this, Holm steps over the comparisons with the fastest only: the number of
+"""With more groups than this, Holm steps over the comparisons with the fastest only: the number of
 all pairs grows with the square."""
 
 
@@ -49,7 +49,7 @@ class Difference:
     share: float
     """Of the second; so are the ends of the interval."""
     across_runs: bool
-    """Whether the interval is over repeats; otherwise over stretches of one run each."""
+    """Whether the interval is over repeats; otherwise over blocks of one run each."""
     has_interval: bool
     """Whether there is an interval at all."""
     error: float = 0.0
@@ -104,12 +104,12 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What is known of a cell's figure."""
+    """The values of a figure of one group."""
 
     values: Sequence[float]
-    """One of each repeat."""
+    """One per repeat."""
     blocks: Sequence[float] = ()
-    """Means of stretches of the first run."""
+    """Means of blocks of the first run."""
 
 
 def two_sided_p(statistic: float, degrees: float) -> float:
@@ -198,11 +198,11 @@ def _between(first: Sample, second: Sample) -> Difference:
 
 
 def block_means(values: Floats) -> list[float]:
-    """Means of stretches of equal length; none where there are too few values."""
-    if len(values) < FEWEST_ITERATIONS - 1:  # The first iteration stands apart.
+    """Means of blocks of equal length; empty if there are too few values."""
+    if len(values) < FEWEST_ITERATIONS - 1:  # Without the first iteration.
         return []
     blocks = min(BLOCKS, len(values) // FEWEST_IN_A_BLOCK)
-    # What does not fill a stretch is left out at the beginning, where a run is still warming up.
+    # The remainder is dropped from the beginning, where a run is still warming up.
     length = len(values) // blocks
     return [float(mean) for mean in values[-blocks * length :].reshape(blocks, length).mean(axis=1)]
 

@@ -1,4 +1,4 @@
-"""How long the iterations of a run took: exact figures, and curves short enough to draw."""
+"""Step times of a run: exact statistics, and downsampled curves."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from paceline.analysis.world_sizes import WorldSize, starts_of_result, worlds_of
 from paceline.records import Result, RunFolder
 
 FIGURES = ("first", "mean", "median", "p95")
-"""Of a worker's iterations, as its result has them too."""
+"""Statistics of a worker's iterations, also in its result."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankStepTimes:
-    """Seconds per iteration of one worker; the first iteration is in `first` alone."""
+    """Seconds per iteration of one worker; only `first` and `total` include the first iteration."""
 
     rank: int
     count: int
@@ -32,45 +32,45 @@ class RankStepTimes:
     median: float
     p95: float
     total: float
-    """Of all iterations, the first one too."""
+    """Of all iterations."""
     end: int = 0
-    """The iteration after the last one that the worker told of."""
+    """The iteration after the last recorded one."""
     phases: dict[str, float] | None = None
-    """Seconds of the iterations by phase, where these were written."""
+    """Seconds of the iterations by phase; None if not recorded."""
     later: Later | None = None
-    """The iterations after the first block of events, where their phases were written."""
+    """The iterations after the first block of events; None if their phases are not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Where the number of workers has changed, figures are since then and curves of all the run."""
+    """If the world size changed, statistics cover the last one, and curves the whole run."""
 
     ranks: list[RankStepTimes]
     mean: float
-    """Mean over the workers of each one's, the first iteration left out; so are the next two."""
+    """Mean over workers, without the first iteration; so are the median and p95."""
     median: float
     p95: float
     blocks: list[float]
-    """Means of long stretches, for the uncertainty of `mean`."""
+    """Means of blocks of iterations, for the uncertainty of `mean`."""
     seconds: Curve
-    """Mean over the workers, against the iteration, the first one left out."""
+    """Mean over the workers against iteration, without the first one."""
     loss: Curve
-    """Of the first worker that wrote events, against the iteration."""
+    """Of the first worker with events, against iteration."""
     loss_by_time: Curve
-    """The same against seconds of training."""
+    """The same against training time."""
     worlds: list[WorldSize]
-    """More than one where the number of workers has changed; none where nobody told it."""
+    """More than one if the world size changed; empty if it was not recorded."""
     processes: int
-    """That the first worker's iterations took: more than one where the run was resumed."""
+    """Of the first worker: more than one if the run was resumed."""
 
 
 def read_timing(folder: RunFolder, result: Result | None) -> StepTimes | None:
-    """From the events of all workers; one worker's at a time, to hold little of a long run.
+    """From the events of all workers, one at a time to limit memory.
 
-    None where there are none, or none since the number of workers has changed.
+    None without events of the last world size.
     """
     workers = (result or {}).get("workers") or []
-    in_step = not any("staleness" in worker for worker in workers)
+    is_synchronous = not any("staleness" in worker for worker in workers)
     last_ranks = {int(worker["rank"]) for worker in workers}
     ranks: list[RankStepTimes] = []
     losses = ends = np.zeros(0)
@@ -78,25 +78,25 @@ def read_timing(folder: RunFolder, result: Result | None) -> StepTimes | None:
     processes = 0
     times: _Times | None = None
     for rank in _ranks_with_events(folder):
-        told = read_iterations(folder.events_file(rank))
-        if not told.blocks:
+        events = read_iterations(folder.events_file(rank))
+        if not events.blocks:
             continue
         if times is None:
-            worlds = worlds_of(told.starts or starts_of_result(result))
-            # Out of step, iterations of a worker are not those of the run.
-            times = _Times(told.index, worlds if in_step else [])
-            losses, ends = told.losses, np.cumsum(told.seconds)
-            processes = told.processes
-        times.add(rank, told)
-        latest = told.since(worlds[-1].begin) if len(worlds) > 1 else told
+            worlds = worlds_of(events.starts or starts_of_result(result))
+            # In asynchronous runs, iterations of a worker are not those of the run.
+            times = _Times(events.index, worlds if is_synchronous else [])
+            losses, ends = events.losses, np.cumsum(events.seconds)
+            processes = events.processes
+        times.add(rank, events)
+        latest = events.since(worlds[-1].begin) if len(worlds) > 1 else events
         if latest.blocks and (rank in last_ranks or not last_ranks):
             ranks.append(_of_rank(rank, latest))
-        # Else it would stay until the next worker's are read.
-        del told, latest
+        # Free the memory before the next worker is read.
+        del events, latest
     if times is None or not ranks:
         return None
     index, means = times.over_workers()
-    latest_means = means[index >= worlds[-1].begin] if len(worlds) > 1 and in_step else means
+    latest_means = means[index >= worlds[-1].begin] if len(worlds) > 1 and is_synchronous else means
     return StepTimes(
         ranks=ranks,
         **_over_workers(ranks),
@@ -110,28 +110,28 @@ def read_timing(folder: RunFolder, result: Result | None) -> StepTimes | None:
 
 
 class _Times:
-    """Times of iterations, added up worker by worker."""
+    """Sums of iteration times over workers."""
 
     def __init__(self, index: NDArray[np.int64], worlds: Sequence[WorldSize]) -> None:
-        """`index`: the iterations of the first worker, which is there as long as the run."""
+        """`index`: the iterations of the first worker, which takes part in the whole run."""
         self.index = index
         self._begins = np.array([world.begin for world in worlds[1:]], dtype=np.int64)
         self._sizes = np.array([float(world.workers) for world in worlds] or [math.inf])
-        self._told = np.zeros(len(self._sizes), dtype=np.int64)
+        self._recorded = np.zeros(len(self._sizes), dtype=np.int64)
         self._sums = np.zeros(len(index))
         self._counts = np.zeros(len(index), dtype=np.int32)
 
-    def add(self, rank: int, told: WorkerEvents) -> None:
-        index, seconds = told.index, told.seconds
+    def add(self, rank: int, events: WorkerEvents) -> None:
+        index, seconds = events.index, events.seconds
         if len(self._sizes) == 1 and np.array_equal(index, self.index):
-            self._told += 1
+            self._recorded += 1
             self._sums += seconds
             self._counts += 1
             return
         worlds = self._worlds(index)
-        # A worker that was lost has gone on to where the others no longer had it.
+        # A lost worker may have recorded iterations that the others repeated without it.
         was_there = self._sizes[worlds] > rank
-        self._told[np.unique(worlds[was_there])] += 1
+        self._recorded[np.unique(worlds[was_there])] += 1
         places = np.searchsorted(self.index, index)
         shared = was_there & (places < len(self.index))
         shared[shared] = self.index[places[shared]] == index[shared]
@@ -139,8 +139,8 @@ class _Times:
         self._counts[places[shared]] += 1
 
     def over_workers(self) -> tuple[NDArray[np.int64], Floats]:
-        """The iterations that all their workers told of, and the mean over these."""
-        whole = (self._counts > 0) & (self._counts == self._told[self._worlds(self.index)])
+        """The iterations that all their workers recorded, and the mean over these."""
+        whole = (self._counts > 0) & (self._counts == self._recorded[self._worlds(self.index)])
         if whole.all():
             return self.index, self._sums / self._counts
         return self.index[whole], self._sums[whole] / self._counts[whole]
@@ -149,8 +149,8 @@ class _Times:
         return np.searchsorted(self._begins, index, side="right")
 
 
-def _of_rank(rank: int, told: WorkerEvents) -> RankStepTimes:
-    seconds = told.seconds
+def _of_rank(rank: int, events: WorkerEvents) -> RankStepTimes:
+    seconds = events.seconds
     rest = np.sort(seconds[1:]) if len(seconds) > 1 else seconds
     return RankStepTimes(
         rank=rank,
@@ -160,18 +160,18 @@ def _of_rank(rank: int, told: WorkerEvents) -> RankStepTimes:
         median=float(rest[(len(rest) - 1) // 2] + rest[len(rest) // 2]) / 2,
         p95=float(rest[min(len(rest) - 1, round(0.95 * (len(rest) - 1)))]),
         total=float(seconds.sum()),
-        end=told.end,
-        phases=told.phases(),
-        later=told.later(),
+        end=events.end,
+        phases=events.phases(),
+        later=events.later(),
     )
 
 
 def timing_of_result(result: Result) -> StepTimes | None:
-    """What the result alone tells, where the events are gone.
+    """From the result alone, where there are no events.
 
-    None where the number of workers has changed: its figures are of workers that came and went.
+    None if the world size changed: the figures then mix several world sizes.
     """
-    ranks = [_of_account(worker) for worker in result["workers"] if _is_timed(worker)]
+    ranks = [_of_worker(worker) for worker in result["workers"] if _is_timed(worker)]
     if not ranks or len(worlds_of(starts_of_result(result))) > 1:
         return None
     empty = downsample(np.zeros(0), np.zeros(0))
@@ -191,7 +191,7 @@ def _is_timed(worker: dict[str, Any]) -> bool:
     return all(is_number(worker["iteration_seconds"].get(key)) for key in FIGURES)
 
 
-def _of_account(worker: dict[str, Any]) -> RankStepTimes:
+def _of_worker(worker: dict[str, Any]) -> RankStepTimes:
     figures = {key: worker["iteration_seconds"][key] for key in FIGURES}
     later = worker.get("after_first")
     count = later["iterations"] + 1 if later else 0
@@ -211,5 +211,5 @@ def _ranks_with_events(folder: RunFolder) -> list[int]:
 
 
 def _counted(index: NDArray[np.int64]) -> Floats:
-    """Iterations are counted from one where people see them."""
+    """Charts count iterations from one."""
     return index.astype(np.float64) + 1

@@ -13,44 +13,44 @@ from paceline.analysis.run_group import RunGroup
 from paceline.config.cluster_spec import parse_recorded
 
 WAIT_SHARE = 0.05
-"""Others waiting for less of an iteration than this is no matter."""
+"""Waiting for less than this share of an iteration does not matter."""
 SLOWER = 1.1
-"""A straggler computes so much longer than the others at least."""
+"""A straggler computes at least this many times as long as the others."""
 MOSTLY = 0.5
-"""What it computes longer is so much of the time that they wait for it at least."""
+"""Its extra compute time is at least this share of the time that the others wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
     label: str
-    """Of the cell."""
+    """Of the group."""
     rank: int
     node: int
     computing_seconds: float
-    """Of the straggler, in an iteration."""
+    """Compute time of the straggler per iteration."""
     others_seconds: float
-    """Median of the others' computing."""
+    """Median compute time of the others."""
     wait_seconds: float
-    """That the others wait in an iteration longer than it does, on average."""
+    """Mean time per iteration that the others wait longer than it does."""
     wait_share: float
     """Of the others' iteration."""
     is_injected: bool
-    """Whether the run was told to slow this worker down."""
+    """Whether the configuration slows this worker down."""
     can_rebalance: bool
-    """Whether samples could go to workers by their speed, and do not yet."""
+    """Whether shares by speed are possible and not in use."""
 
 
 def find_straggler(cell: RunGroup) -> Straggler | None:
-    """The worker that computes longest while the others wait; None where nobody holds others up."""
+    """The worker that computes longest while the others wait; None if there is none."""
     found = [one for run in cell.finished if (one := _in_run(cell.label, run)) is not None]
-    # In most repeats, and the same worker: otherwise it is chance.
+    # Chance, unless it is the same worker in most repeats.
     if not found or len(found) * 2 <= len(cell.finished):
         return None
     return found[0] if all(one.rank == found[0].rank for one in found) else None
 
 
 def _slowed_nodes(run: Run) -> Collection[int]:
-    """Of an emulated cluster, those that have less CPU time than the others on purpose."""
+    """Nodes of an emulated cluster that get less CPU time than the others."""
     return parse_recorded(run.config.cluster).slow if run.config.cluster else ()
 
 
@@ -66,7 +66,7 @@ def _in_run(label: str, run: Run) -> Straggler | None:
     usual = statistics.median(computing[rank] for rank in others)
     extra_wait = wait - splits[slowest].seconds["wait"]
     is_slower = 0 < SLOWER * usual <= computing[slowest]
-    # Where they wait for much longer than it computes, it is for something else.
+    # If they wait much longer than it computes, they wait for something else.
     is_cause = computing[slowest] - usual >= MOSTLY * extra_wait
     if not total or extra_wait < WAIT_SHARE * total or not is_slower or not is_cause:
         return None

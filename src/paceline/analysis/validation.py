@@ -1,7 +1,7 @@
-"""Whether a result has the shape that a report relies on.
+"""Validation of result.json.
 
-A file can be whole JSON with the right keys and still hold what no run writes. Everything above
-this file may take what it reads for granted.
+A file can be valid JSON with the right keys and still hold values that no run writes. The other
+modules rely on these checks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ STATUSES = ("finished", "diverged", "failed", "stopped")
 
 
 def check_result(result: Result, name: str) -> None:
-    """Raises RecordsError, naming the first thing that is not as it should be."""
+    """Raise RecordsError for the first invalid value."""
     wrong = _first_wrong(result)
     if wrong:
         raise RecordsError(f"{name} is damaged: {wrong}")
@@ -52,7 +52,7 @@ def _wrong_node(node: Mapping[str, Any]) -> str | None:
 
 
 def _wrong_surroundings(result: Result) -> str | None:
-    """What is told of the machine and the cluster, and what was warned of."""
+    """Hardware, cluster, restarts and warnings."""
     hardware, cluster = result["hardware"], result.get("cluster", {})
     if not isinstance(cluster, dict):
         return "cluster is no object"

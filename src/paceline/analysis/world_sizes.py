@@ -1,4 +1,4 @@
-"""How many workers a run had, and from when on: some are lost, others join."""
+"""The world sizes of a run: workers can be lost or join."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from paceline.records import Result
 @dataclass(frozen=True, slots=True)
 class WorldSize:
     begin: int
-    """The iteration from which on there were so many."""
+    """The first iteration with this world size."""
     workers: int
 
 
 def worlds_of(starts: Iterable[tuple[int, int]]) -> list[WorldSize]:
-    """From the starts of a run, each with its first iteration and its number of workers.
+    """From the starts of a run, each with its first iteration and its world size.
 
-    What a start does again is no longer part of the world before it.
+    Iterations that a start repeats no longer count for the world size before it.
     """
     kept: list[WorldSize] = []
     for begin, workers in starts:
@@ -31,7 +31,7 @@ def worlds_of(starts: Iterable[tuple[int, int]]) -> list[WorldSize]:
 
 
 def starts_of_result(result: Result | None) -> list[tuple[int, int]]:
-    """As an elastic run tells them."""
+    """The starts of an elastic run, from its result."""
     worlds = (result or {}).get("worlds")
     found = [one for one in worlds if isinstance(one, dict)] if isinstance(worlds, list) else []
     keys = ("iteration", "workers")
