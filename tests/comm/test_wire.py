@@ -14,6 +14,7 @@ FOLDER = Path(__file__).parent
 
 
 @pytest.mark.root
+@pytest.mark.iproute
 def test_counted_bytes_match_the_bytes_of_the_kernel() -> None:
     probe = f"ip link set lo up && exec {sys.executable} {FOLDER / 'wire_probe.py'}"
     done = subprocess.run(

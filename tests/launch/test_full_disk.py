@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import RunError
-from paceline.launch import processes
+from paceline.launch import node_workers
 from tests.support.commands import (
     ENDLESS,
     SLOW,
@@ -63,7 +63,7 @@ def test_workers_that_cannot_be_started_for_want_of_space_leave_nothing(
     def write(path: Path, _: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(processes, "write_json", write)
+    monkeypatch.setattr(node_workers, "write_json", write)
     with pytest.raises(RunError, match=r"run/launch-0\.json: No space left") as raised:
         launch(tmp_path, nproc_per_node=2)
     assert "\n" not in str(raised.value)
