@@ -1,4 +1,4 @@
-"""Figures with their units, as short as a table wants them."""
+"""Short texts of numbers with their units, for tables."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def rate(bytes_per_second: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    """Of a value that is a percentage already."""
+    """`value` is a percentage."""
     return "-" if value is None else f"{value:.0f}%"
 
 
 def share(value: float | None) -> str:
-    """Of a fraction of one."""
+    """`value` is a fraction of one."""
     return "-" if value is None else f"{value:.1%}"
 
 

@@ -218,8 +218,8 @@ def test_four_ways_tells_what_the_records_hold(tmp_path: Path) -> None:
     reasons = [one for block in page.blocks("ways") if isinstance(block, BulletList)
                for one in block.items]  # fmt: skip
     (why,) = [text for lead, text in reasons if lead == "gather + scatter:"]
-    assert "longer in exchange" in why
-    assert "shorter in wait" in why
+    assert "more in exchange" in why
+    assert "less in wait" in why
 
 
 def test_the_phases_of_four_ways_explain_its_times(tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ def test_gpu_scaling_tells_what_the_records_hold(tmp_path: Path) -> None:
         assert row["first epoch"] == formatting.seconds(result["history"][0]["seconds"])
 
     # Two workers of batch 2 make the batch of one worker with 4, which is beside the point here.
-    assert "batch 4 a worker" in page.answers("weak")[0]
+    assert "batch 4 per worker" in page.answers("weak")[0]
     one, two = page.results("strong").values()
     _, row = page.table("strong", "speedup")
     rate = [one["samples"] / 100 / mean_iteration(one), two["samples"] / 100 / mean_iteration(two)]

@@ -187,7 +187,7 @@ def _series(
     ordered = [by_workers[count] for count in sorted(by_workers)]
     base = _throughputs(ordered[0])
     mean = sum(base) / len(base)
-    unit = "a worker" if kind == "weak" else "in all"
+    unit = "per worker" if kind == "weak" else "in total"
     points = [
         ScalingPoint(
             group,

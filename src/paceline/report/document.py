@@ -1,4 +1,4 @@
-"""What a report is made of, whatever it is written as: sections of texts, tables and figures."""
+"""The blocks of a report, independent of its format."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True, slots=True)
 class Text:
     text: str
-    """Plain; `backticks` mark what is to be typed."""
+    """Plain text; `backticks` mark code."""
     kind: str = ""
-    """"", answer (to the question of a section), or note: what a reader may skip."""
+    """"", `answer` (to the question of a section) or `note`."""
 
 
 @dataclass(frozen=True, slots=True)
 class BulletList:
-    """A list; each item has a leading word, which may be empty."""
+    """A list of items, each with a bold lead, which may be empty."""
 
     items: Sequence[tuple[str, str]]
 
@@ -33,7 +33,7 @@ class Table:
 @dataclass(frozen=True, slots=True)
 class Figure:
     name: str
-    """Of its file, without folder and ending."""
+    """Of its file, without folder and suffix."""
     title: str
     svg: str
     is_wide: bool = False
@@ -41,7 +41,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Tabs:
-    """Figures of one subject, of which a screen shows one at a time."""
+    """Figures of one subject, shown one at a time."""
 
     name: str
     figures: Sequence[tuple[str, Figure]]
@@ -54,7 +54,7 @@ class Code:
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """What is opened only by those who want it."""
+    """Collapsed by default."""
 
     title: str
     blocks: Sequence[Block]
@@ -90,7 +90,7 @@ class Document:
     chapters: list[ChapterPage]
     left_out: list[tuple[str, str]] = field(default_factory=list)
     context: str = ""
-    """What others measured; of several chapters each has its own."""
+    """Published results; with several chapters, each has its own."""
 
     def figures(self) -> Iterator[Figure]:
         for chapter in self.chapters:
@@ -109,5 +109,5 @@ def _figures(blocks: Sequence[Block]) -> Iterator[Figure]:
 
 
 def slug(text: str) -> str:
-    """A name that can stand in a file's name and in a link."""
+    """A name for files and links."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:48] or "part"

@@ -1,4 +1,4 @@
-"""A document as one HTML file that needs nothing else: no network, no other file."""
+"""Writes a document as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from paceline.report.document import (
 )
 
 FIGURES = "report-figures"
-"""Folder beside the page; a figure's link leads there where scripts are off."""
+"""Folder beside the page, which figures link to if scripts are off."""
 
 
 def to_html(document: Document, before: str = "") -> str:
-    """`before`: HTML above the title, such as a way back to where the page is one of several."""
+    """`before` is HTML above the title, such as a link to the list of pages."""
     body = [before, _head(document)]
     single = len(document.chapters) == 1
     body.append(_contents(document, single))
@@ -42,12 +42,12 @@ def to_html(document: Document, before: str = "") -> str:
         f"<title>{escape(document.title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
         f"<main>\n{''.join(body)}</main>\n<script>{script()}</script>\n</body>\n</html>\n"
     )
-    # A name that is no text in any encoding must not cost the page.
+    # Names of files may not be valid Unicode.
     return page.encode("utf-8", "replace").decode()
 
 
 def script() -> str:
-    """The only one of the page, as it stands between its tags."""
+    """The only script of the page, without its tags."""
     return f"\n{_asset('report.js')}"
 
 
@@ -60,7 +60,7 @@ _TO_TYPE = re.compile(r"`([^`]+)`")
 
 
 def _inline(text: str) -> str:
-    """A figure and its unit stay on one line."""
+    """Keeps a number and its unit on one line."""
     whole = _BEFORE_UNIT.sub("\u00a0", escape(text, quote=False))
     return _TO_TYPE.sub(r"<code>\1</code>", whole)
 
@@ -83,7 +83,7 @@ def _head(document: Document) -> str:
 
 
 def _lead(page: Document | ChapterPage) -> str:
-    """The question, and what others measured."""
+    """The question of a study, and published results."""
     texts = (("about", page.about), ("context", page.context))
     return "".join(f'<p class="{kind}">{_inline(text)}</p>\n' for kind, text in texts if text)
 
@@ -122,7 +122,7 @@ def _chapter(chapter: ChapterPage, single: bool) -> str:
 
 
 def _blocks(blocks: Sequence[Block]) -> str:
-    """Figures that follow one another stand side by side where there is room."""
+    """Consecutive figures are side by side if there is room."""
     parts = []
     for together, group in groupby(blocks, key=_is_in_grid):
         texts = [_WRITERS[type(block)](block) for block in group]
@@ -165,7 +165,7 @@ def _table(block: Table) -> str:
 
 
 def _with_spread(cell: str) -> str:
-    """What stands in brackets goes below the figure, to keep columns narrow."""
+    """Moves parentheses below the number, to keep columns narrow."""
     return re.sub(r" \(([^()]+)\)$", r" <small>\1</small>", _inline(cell))
 
 

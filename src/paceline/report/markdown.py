@@ -1,4 +1,4 @@
-"""A document as Markdown, with its figures as files beside it."""
+"""Writes a document as Markdown, with figures in separate files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def to_markdown(document: Document, figures: str = FIGURES) -> str:
     if document.left_out:
         parts.append("## Left out")
         parts.append("\n".join(f"- `{name}`: {_plain(why)}" for name, why in document.left_out))
-    # A name that is no text in any encoding must not cost the page.
+    # Names of files may not be valid Unicode.
     text = "\n\n".join(parts).replace(f"]({FIGURES}/", f"]({figures}/")
     return f"{text}\n".encode("utf-8", "replace").decode()
 
@@ -55,9 +55,9 @@ def _section(section: Section, level: int) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Names of runs may hold what Markdown would take for its own."""
+    """Escapes Markdown in names of runs."""
     pieces = " ".join(text.split()).split("`")
-    # Between backticks everything stands for itself.
+    # Nothing is special between backticks.
     return "`".join(
         piece if index % 2 else re.sub(r"([\\*_\[\]<>|])", r"\\\1", piece)
         for index, piece in enumerate(pieces)

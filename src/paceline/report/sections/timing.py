@@ -424,7 +424,7 @@ def _first_rank_text(work: Sequence[RankWork]) -> str:
     """Empty if rank 0 does not differ notably."""
     found = compare_first_rank(work)
     parts = [
-        f"{formatting.seconds(abs(seconds))} {'longer' if seconds > 0 else 'shorter'} in {phase}"
+        f"{formatting.seconds(abs(seconds))} {'more' if seconds > 0 else 'less'} in {phase}"
         for phase, seconds in sorted(found.longer_by_phase.items(), key=lambda item: -abs(item[1]))
         if abs(seconds) > NOTABLE * found.iteration_seconds
     ][:3]
@@ -441,7 +441,7 @@ def _first_rank_text(work: Sequence[RankWork]) -> str:
     if not parts:
         return ""
     whole = formatting.seconds(found.iteration_seconds)
-    return f"rank 0 takes {', '.join(parts)} (iteration: {whole})."
+    return f"rank 0 spends {', '.join(parts)} (iteration: {whole})."
 
 
 @section("timeline", "Timeline of one iteration")
