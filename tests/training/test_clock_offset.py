@@ -13,9 +13,9 @@ from paceline.config import RunConfig
 from paceline.strategies.options import create_strategy
 from paceline.training import coordination
 from paceline.training.coordination import (
-    FIRST_CLOCK_SECONDS,
-    HIGHEST_DRIFT,
-    MOST_CLOCK_SECONDS,
+    MAX_CLOCK_INTERVAL_SECONDS,
+    MAX_DRIFT,
+    MIN_CLOCK_INTERVAL_SECONDS,
     ClockOffset,
     OffsetSample,
     StepCoordinator,
@@ -27,7 +27,7 @@ DRIFT = 20e-6
 AHEAD_SECONDS = 7.0
 STEPS = [1.0] * 15 + [10.0] * 12 + [60.0] * 55
 """Over an hour, in seconds between two exchanges."""
-WHOLE_SECONDS = range(1, int(FIRST_CLOCK_SECONDS) + 1)
+WHOLE_SECONDS = range(1, int(MIN_CLOCK_INTERVAL_SECONDS) + 1)
 
 
 class DriftingClocks(threading.local):
@@ -82,7 +82,7 @@ def test_the_offset_is_interpolated_and_then_continues_with_the_drift_since_the_
 
 def test_no_drift_is_higher_than_that_of_clocks() -> None:
     offset = ClockOffset(OffsetSample(10.0, 1.0), OffsetSample(20.0, 2.0))
-    assert offset.at(30.0) == pytest.approx(2.0 + 10 * HIGHEST_DRIFT)
+    assert offset.at(30.0) == pytest.approx(2.0 + 10 * MAX_DRIFT)
 
 
 NOISE_SECONDS = 0.25e-3
@@ -93,13 +93,13 @@ def test_noise_of_the_measurements_is_not_amplified() -> None:
     noise = random.Random(0)
     for _ in range(200):
         samples: list[OffsetSample] = []
-        moment, interval = 0.0, FIRST_CLOCK_SECONDS
+        moment, interval = 0.0, MIN_CLOCK_INTERVAL_SECONDS
         while moment < 600:
             error = noise.uniform(-NOISE_SECONDS, NOISE_SECONDS)
             samples.append(OffsetSample(moment, error, NOISE_SECONDS))
             offset = ClockOffset(*samples)
             moment += interval
-            interval = min(2 * interval, MOST_CLOCK_SECONDS)
+            interval = min(2 * interval, MAX_CLOCK_INTERVAL_SECONDS)
             # Just before the next measurement.
             assert abs(offset.at(moment)) <= NOISE_SECONDS
 

@@ -27,7 +27,7 @@ def test_the_live_line_says_all_it_has_to_in_80_columns(
 ) -> None:
     monkeypatch.setenv(COLUMNS_VARIABLE, "80")
     display = LiveDisplay(80)
-    display.standing(Status(iterations, iterations, 0.1234, 0.0012, 12_345.0, 0.9876, 3723.0))
+    display.update(Status(iterations, iterations, 0.1234, 0.0012, 12_345.0, 0.9876, 3723.0))
     display.close()
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
     line = next(line for line in re.split(r"[\r\n]+", shown) if "loss" in line).rstrip()

@@ -1,9 +1,10 @@
-"""Checkpoints: their files, the state they hold, and the store that writes and keeps the newest.
+"""Checkpoints: file format, snapshots of the state, and the store that keeps the newest ones.
 
 A checkpoint is `iteration-00000123.pt` with its checksum in `iteration-00000123.json`. The checksum
-file is on disk before the state file gets its name, so a checkpoint that can be seen can also be
-verified, whenever the power fails. While a checkpoint replaces another of the same iteration, both
-checksums are listed. The state is made of plain containers and host tensors only."""
+is on disk before the state file gets its name, so every visible checkpoint can be verified, even
+after a power failure. While a checkpoint replaces another of the same iteration, the checksum file
+lists both. The state consists of plain containers and CPU tensors.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +35,12 @@ from paceline.errors import (
 )
 from paceline.records import SCHEMA, make_folder, open_record, read_json, sync_folder, write_json
 
+__all__ = ["Checkpoint", "CheckpointStore", "iterations", "newest_checkpoint"]
+
 _NAME = re.compile(r"iteration-(\d{8,})\.(pt|json)")
 _TEMPORARY = re.compile(r"\.iteration-\d{8,}\.(?:pt|json)\.(\d+)")
 _CHUNK_BYTES = 1 << 20
-"""Small enough to be hashed and written while it is in the processor's cache."""
+"""Small enough to be hashed and written while it is in the CPU cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ class Checkpoint:
     iteration: int
     state: dict[str, Any]
     warnings: tuple[str, ...] = ()
-    """A line for each newer one that was passed over."""
+    """One line per newer checkpoint that was skipped."""
 
 
 def state_file(folder: Path, iteration: int) -> Path:
@@ -57,16 +60,16 @@ def checksum_file(folder: Path, iteration: int) -> Path:
 
 
 def iterations(folder: Path, suffix: str = "pt") -> list[int]:
-    """Those that have a file of this kind, the newest first, whole or not."""
+    """Return the iterations that have a file of this kind, newest first, intact or not."""
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     matches = [match for match in map(_NAME.fullmatch, names) if match]
     return sorted((int(match[1]) for match in matches if match[2] == suffix), reverse=True)
 
 
 def write_checkpoint(folder: Path, iteration: int, state: Mapping[str, Any]) -> int:
-    """Write one so that it is there whole or not at all; returns its size in bytes.
+    """Write a checkpoint atomically; returns its size in bytes.
 
-    A failure leaves no trace but a `RunError` of one line, and every other checkpoint as it was.
+    If writing fails, it raises a one-line `RunError` and leaves other checkpoints unchanged.
     """
     path = state_file(folder, iteration)
     temporary = folder / f".{path.name}.{os.getpid()}"
@@ -74,14 +77,14 @@ def write_checkpoint(folder: Path, iteration: int, state: Mapping[str, Any]) -> 
     try:
         with temporary.open("wb", buffering=_CHUNK_BYTES) as file:
             hashing = _HashingFile(file)
-            torch.save(dict(state), cast("BinaryIO", hashing))  # it calls write and flush alone
+            torch.save(dict(state), cast("BinaryIO", hashing))  # only calls write and flush
             size_bytes = hashing.size_bytes
             hashing.raise_failure()
             file.flush()
             os.fsync(file.fileno())
         _publish(temporary, path, iteration, {"bytes": size_bytes, "sha256": hashing.hexdigest()})
     except OSError as error:
-        _discard(temporary)  # first, so that the free space is told without it
+        _discard(temporary)  # first, so that the reported free space excludes it
         raise RunError(_explain(error, folder, path, size_bytes)) from error
     finally:
         _discard(temporary)
@@ -99,14 +102,14 @@ def _publish(temporary: Path, path: Path, iteration: int, content: dict[str, Any
     temporary.replace(path)
     sync_folder(path.parent)
     if replaced:
-        with contextlib.suppress(OSError):  # the list of both serves as well
+        with contextlib.suppress(OSError):  # a list of both is also valid
             write_json(checksums, {**record, "contents": [content]})
 
 
 def read_checkpoint(folder: Path, iteration: int) -> dict[str, Any]:
-    """The state, if its bytes are those that were written; otherwise a one-line CheckpointError.
+    """Verify and load the state of a checkpoint; raises a one-line CheckpointError.
 
-    It is a DamagedCheckpointError unless another attempt or a newer version can read the files.
+    It raises DamagedCheckpointError unless a retry or a newer version could read the files.
     """
     path = state_file(folder, iteration)
     try:
@@ -136,7 +139,7 @@ def _load(path: Path, file: BinaryIO) -> dict[str, Any]:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except MemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 - what a forged file makes the loader raise is open
+    except Exception as error:  # noqa: BLE001 - a forged file can make the loader raise anything
         cause = f"{type(error).__name__}: {error}".partition("\n")[0].partition(". ")[0]
         raise DamagedCheckpointError(f"{path} is refused: {cause}") from None
     if not isinstance(state, dict):
@@ -145,7 +148,7 @@ def _load(path: Path, file: BinaryIO) -> dict[str, Any]:
 
 
 def _check_size(path: Path, file: BinaryIO) -> None:
-    """Refuse what would take more memory than its file is long: torch.save compresses nothing."""
+    """Reject a file that unpacks to more than its own size: torch.save does not compress."""
     try:
         with zipfile.ZipFile(file) as archive:
             unpacked_bytes = sum(entry.file_size for entry in archive.infolist())
@@ -160,10 +163,10 @@ def _check_size(path: Path, file: BinaryIO) -> None:
 
 
 def newest_checkpoint(folder: Path) -> Checkpoint | None:
-    """The newest that verifies, None where there never was one.
+    """Return the newest valid checkpoint, or None if there are no checkpoints.
 
-    Those that cannot be used are passed over. If none can, that is a CheckpointError: to begin anew
-    is for the user to decide. It is a DamagedCheckpointError if every one is damaged.
+    Unusable checkpoints are skipped. If none is usable, it raises CheckpointError, because the user
+    must decide whether to start over; DamagedCheckpointError if all are damaged.
     """
     warnings: list[str] = []
     is_damaged = True
@@ -171,7 +174,7 @@ def newest_checkpoint(folder: Path) -> Checkpoint | None:
         try:
             return Checkpoint(iteration, read_checkpoint(folder, iteration), tuple(warnings))
         except CheckpointError as error:
-            warnings.append(f"checkpoint of iteration {iteration} is passed over: {error}")
+            warnings.append(f"checkpoint of iteration {iteration} was skipped: {error}")
             is_damaged = is_damaged and isinstance(error, DamagedCheckpointError)
     if warnings:
         raise (DamagedCheckpointError if is_damaged else CheckpointError)(
@@ -181,7 +184,7 @@ def newest_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def remove_checkpoint(folder: Path, iteration: int) -> None:
-    # In this order a crash in between leaves a checksum alone, which nobody takes for a checkpoint.
+    # In this order, a crash in between leaves only a checksum, which is not taken for a checkpoint.
     for path in (state_file(folder, iteration), checksum_file(folder, iteration)):
         try:
             path.unlink(missing_ok=True)
@@ -190,15 +193,15 @@ def remove_checkpoint(folder: Path, iteration: int) -> None:
 
 
 def remove_stale_temporaries(folder: Path) -> None:
-    """Remove what processes that died while writing left here."""
+    """Remove temporary files of processes that died while writing."""
     for path in folder.iterdir():
         match = _TEMPORARY.fullmatch(path.name)
         if match is None:
             continue
         with contextlib.suppress(FileNotFoundError):
             try:
-                # Pids come again, above all in containers: a file from before a process's birth
-                # is not that process's. A second allows for the clocks' different resolutions.
+                # Pids are reused, especially in containers: a file older than the process is not
+                # its own. One second allows for different clock resolutions.
                 born = psutil.Process(int(match[1])).create_time()
                 stale = path.stat().st_mtime < born - 1
             except psutil.NoSuchProcess:
@@ -208,7 +211,7 @@ def remove_stale_temporaries(folder: Path) -> None:
 
 
 def _contents(checksums: Path, iteration: int) -> list[dict[str, Any]]:
-    """What the state's file may hold: size and SHA-256 of each possibility."""
+    """Return size and SHA-256 of each content that the state file may have."""
     record = read_json(checksums)
     contents = record.get("contents")
     whole = isinstance(contents, list) and all(
@@ -234,12 +237,12 @@ def _explain(error: OSError, folder: Path, path: Path, size_bytes: int) -> str:
 
 
 def _explain_space(error: OSError, folder: Path, size_bytes: int) -> str:
-    """What a checkpoint needs and what is free, both as the file system counts them."""
+    """Return the needed and the free disk space, as the file system counts them."""
     disk = os.statvfs(folder)
     free_bytes = disk.f_bavail * disk.f_frsize
     if not size_bytes:
         return f"{free_bytes} bytes are free"
-    # Files take whole blocks; the checksum is a second file, and the folder may need one as well.
+    # Files take whole blocks, and the checksum file and the folder may need one each.
     blocks = -(-size_bytes // disk.f_frsize) + 2
     needed = f"it needs {blocks * disk.f_frsize} bytes with its checksum, and {free_bytes} are free"
     if blocks <= disk.f_bavail and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -253,10 +256,10 @@ def _discard(temporary: Path) -> None:
 
 
 class _HashingFile:
-    """Passes what is written on to a file, hashing it on the way.
+    """Hashes everything that is written to a file.
 
-    A failure is kept for `raise_failure`, and what follows it is only counted: an exception must
-    not pass through the C++ writer that calls this, and the count tells how much space would do.
+    After a failure, which `raise_failure` raises, it only counts bytes: an exception must not pass
+    through the C++ writer that calls this, and the count gives the needed disk space.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -280,7 +283,7 @@ class _HashingFile:
         return view.nbytes
 
     def flush(self) -> None:
-        """Nothing yet: the caller flushes and syncs once, at the end."""
+        """Do nothing: the caller flushes and syncs once at the end."""
 
     def raise_failure(self) -> None:
         if self._failure is not None:
@@ -294,8 +297,11 @@ _SCALARS = (int, float, bool, str, type(None))
 
 
 def without_copy(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state to be written while nothing changes it; tensors are copied only where they must be:
-    off a device, and out of a larger storage, which would otherwise be written whole."""
+    """Return the state for an immediate write.
+
+    Only tensors on a device, or in a larger storage, which torch.save would write completely, are
+    copied.
+    """
     return _plain_dict(state, "state", _compact)
 
 
@@ -307,7 +313,7 @@ def _compact(_path: str, tensor: Tensor) -> Tensor:
 
 
 class HostBuffers:
-    """Copies of states, one after another in the same memory: each overwrites the one before."""
+    """Copies states to host memory that is reused: each copy overwrites the previous one."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
@@ -317,21 +323,21 @@ class HostBuffers:
         return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers.values())
 
     def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state as it is now, untouched by later changes of the original's tensors."""
+        """Return a copy of the state."""
         reusable, self._buffers = self._buffers, {}
         copied: dict[tuple[Any, ...], Tensor] = {}
 
         def copy(path: str, tensor: Tensor) -> Tensor:
             layout = (tensor.dtype, tensor.shape, tensor.stride())
-            # Weights that are tied under several names are copied, and written, once.
-            place = (tensor.device, tensor.data_ptr(), *layout)
-            if place not in copied:
+            # Tied weights are copied, and written, once.
+            source = (tensor.device, tensor.data_ptr(), *layout)
+            if source not in copied:
                 key = (path, tensor.device.type, *layout)
                 buffer = reusable.get(key)
                 if buffer is None:
                     buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-                copied[place] = self._buffers[key] = buffer.copy_(tensor)
-            return copied[place]
+                copied[source] = self._buffers[key] = buffer.copy_(tensor)
+            return copied[source]
 
         return _plain_dict(state, "state", copy)
 
@@ -339,7 +345,7 @@ class HostBuffers:
 def _plain(value: Any, path: str, host: Callable[[str, Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         tensor = value.detach()
-        # A parameter detaches to a plain tensor; what does not would need its class to be loaded.
+        # Loading a tensor subclass would require its class.
         if type(tensor) is not Tensor or tensor.layout != torch.strided:
             raise TypeError(f"{path} is a {type(value).__name__}: a checkpoint holds plain tensors")
         return host(path, tensor)
@@ -347,7 +353,7 @@ def _plain(value: Any, path: str, host: Callable[[str, Tensor], Tensor]) -> Any:
         return _plain_dict(value, path, host)
     if type(value) in (list, tuple):
         return type(value)(_plain(item, f"{path}[{i}]", host) for i, item in enumerate(value))
-    # The exact type counts: numpy's float64 is a float, and would be written as numpy's.
+    # Compare exact types: numpy.float64 is a float, but would be pickled as a numpy type.
     if type(value) in _SCALARS:
         return value
     raise TypeError(
@@ -365,14 +371,11 @@ def _plain_dict(
     return {key: _plain(value, f"{path}[{key!r}]", host) for key, value in mapping.items()}
 
 
-__all__ = ["Checkpoint", "CheckpointStore", "iterations", "newest_checkpoint"]
-
-
 class CheckpointStore:
-    """Writes a folder's checkpoints; made by one process alone, rank 0's.
+    """Writes the checkpoints of a run; only rank 0 has a store.
 
-    Other processes read with `newest_checkpoint`. A failure to write is a `RunError`; in background
-    mode it is raised by the next `save`, by `newest` or by `close`, whichever comes first.
+    Other processes read with `newest_checkpoint`. A failed write raises `RunError`; in background
+    mode, the next call of `save`, `newest` or `close` raises it.
     """
 
     def __init__(self, folder: Path, keep: int, mode: str) -> None:
@@ -381,19 +384,19 @@ class CheckpointStore:
         self.folder = folder
         self.count = 0
         self.bytes = 0
-        """Written so far, removed checkpoints included."""
+        """Written so far, including checkpoints that were removed."""
         self.blocked_seconds = 0.0
-        """Time in `save` and `close`, while training waits."""
+        """Time in `save` and `close`, which block training."""
         self.background_seconds = 0.0
-        """Time of writing beside the training."""
+        """Time of background writes."""
         self._keep = keep
         self._buffers = HostBuffers() if mode == "background" else None
         self._writer: Thread | None = None
         self._failure: BaseException | None = None
         self._reached: int | None = None
-        """The iteration last saved, or last given out to resume from."""
+        """The iteration last saved, or last returned by `newest`."""
         self._unwritten: tuple[int, Mapping[str, Any]] | None = None
-        """What the background thread failed to write last."""
+        """The checkpoint that the background thread failed to write."""
         try:
             make_folder(folder)
             remove_stale_temporaries(folder)
@@ -402,11 +405,11 @@ class CheckpointStore:
 
     @property
     def extra_memory_bytes(self) -> int:
-        """What the copies for writing in the background take; nothing in sync mode."""
+        """Memory for the copies of background writes; 0 in sync mode."""
         return self._buffers.size_bytes if self._buffers else 0
 
     def restore(self, totals: Mapping[str, Any], iteration: int, blocked_seconds: float) -> None:
-        """Count on from the `totals` before the checkpoint that a run is resumed from, and it."""
+        """Continue the totals of a run that resumes from the checkpoint of `iteration`."""
         self.count += totals.get("count", 0) + 1
         with contextlib.suppress(OSError):
             self.bytes += state_file(self.folder, iteration).stat().st_size
@@ -415,10 +418,10 @@ class CheckpointStore:
         self.background_seconds += totals.get("background_seconds", 0.0)
 
     def save(self, iteration: int, state: Mapping[str, Any]) -> None:
-        """Write the state after `iteration`; when it is on disk, remove what is no longer wanted.
+        """Write the state after `iteration`, then remove the oldest checkpoints.
 
-        Returns when it is on disk, or in background mode when the state may change again, which is
-        after the previous write has ended and the tensors are copied.
+        In background mode it returns when the previous write has ended and the state is copied, so
+        that the state may change again.
         """
         began = perf_counter()
         try:
@@ -426,21 +429,18 @@ class CheckpointStore:
                 self._write(iteration, without_copy(state))
                 return
             self._wait()
-            # The copy overwrites the memory of the one before.
+            # The new copy overwrites the previous one.
             self._unwritten = None
             copy = self._buffers.copy(state)
             self._writer = Thread(
-                target=self._write_beside, args=(iteration, copy), name="checkpoint writer"
+                target=self._write_in_background, args=(iteration, copy), name="checkpoint writer"
             )
             self._writer.start()
         finally:
             self.blocked_seconds += perf_counter() - began
 
     def newest(self) -> Checkpoint | None:
-        """The newest that verifies, with a warning for each one passed over; None if there is none.
-
-        A CheckpointError where there are some and none verifies.
-        """
+        """Return the newest valid checkpoint; see `newest_checkpoint`."""
         self._wait()
         checkpoint = newest_checkpoint(self.folder)
         if checkpoint is not None:
@@ -448,7 +448,7 @@ class CheckpointStore:
         return checkpoint
 
     def close(self) -> None:
-        """Wait until everything is on disk; the store may be used again afterwards."""
+        """Wait for background writes; the store can be used again afterwards."""
         began = perf_counter()
         try:
             self._wait()
@@ -456,9 +456,9 @@ class CheckpointStore:
             self.blocked_seconds += perf_counter() - began
 
     def write_again(self) -> int | None:
-        """Write in this thread what could not be written in the background; its iteration.
+        """Repeat a failed background write in this thread; returns its iteration, or None.
 
-        Call it after `close`, whether or not that raised. None if there is nothing to write.
+        Call it after `close`, whether or not that raised.
         """
         if self._unwritten is None:
             return None
@@ -479,7 +479,7 @@ class CheckpointStore:
         if failure is not None:
             raise failure
 
-    def _write_beside(self, iteration: int, state: Mapping[str, Any]) -> None:
+    def _write_in_background(self, iteration: int, state: Mapping[str, Any]) -> None:
         began = perf_counter()
         try:
             self._write(iteration, state)
@@ -499,10 +499,10 @@ class CheckpointStore:
         self._reached = iteration
 
     def _lineage(self, iteration: int) -> list[int]:
-        """The checkpoints that led to this one, the newest first.
+        """Return the checkpoints that led to this one, newest first.
 
-        Those between the resumed one and this one, or beyond it, were damaged when the run was
-        resumed; they count for nothing, lest they crowd out whole ones.
+        Others, newer than the one the run resumed from, were damaged at that time. They do not
+        count, so that they do not displace intact ones.
         """
         return [
             other

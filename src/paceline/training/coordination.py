@@ -1,8 +1,10 @@
-"""Coordination of synchronous workers, about once a second.
+"""Coordination of synchronous ranks, about once a second.
 
-They agree whether to stop, rebalance the next batches by measured throughput, and tell waiting from
-communicating: the moments at which each worker reached an exchange show which one was waited for.
-All workers come to the same conclusions, because all of them see the same numbers."""
+Ranks decide together whether to stop, adapt their shares of the batch to measured throughput, and
+split exposed communication into waiting and transfer: the time at which each rank reached a
+collective shows which rank the others waited for. All ranks take the same decisions, because all
+see the same numbers.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from paceline.strategies.replica import ExposedIntervals, Replica
 from paceline.strategies.strategy import Strategy
 
 SECONDS_BETWEEN = 1.0
-MOST_ITERATIONS_BETWEEN = 1000
+MAX_ITERATIONS_BETWEEN = 1000
 OFFSET_ROUNDS = 9
 
 _STOP, _COMPUTE_SECONDS, _SAMPLES, _SECONDS_PER_ITERATION, _MEASURE_CLOCKS = range(5)
@@ -30,7 +32,7 @@ _STOP, _COMPUTE_SECONDS, _SAMPLES, _SECONDS_PER_ITERATION, _MEASURE_CLOCKS = ran
 
 @dataclass(slots=True)
 class StepStats:
-    """What one worker brings to a huddle, since the last one."""
+    """Measurements of one rank since the last exchange."""
 
     stop: bool = False
     compute_seconds: float = 0.0
@@ -41,23 +43,25 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
+    """The result of an exchange, equal on all ranks."""
+
     stop: bool
     speeds: list[float]
-    """Samples a second of computing, of each worker."""
+    """Samples per second of computation, by rank."""
     iterations_to_next: int
     measure_clocks: bool
-    """Whether to compare the clocks now, as any of the workers wants."""
+    """Whether any rank asks to measure the clock offsets now."""
 
 
-def exchange_stats(communicator: Communicator, notes: StepStats) -> Decision:
-    """Collective."""
+def exchange_stats(communicator: Communicator, stats: StepStats) -> Decision:
+    """Combine the measurements of all ranks into one decision. Collective."""
     own = torch.tensor(
         [
-            notes.stop,
-            notes.compute_seconds,
-            notes.samples,
-            notes.seconds_per_iteration,
-            notes.measure_clocks,
+            stats.stop,
+            stats.compute_seconds,
+            stats.samples,
+            stats.seconds_per_iteration,
+            stats.measure_clocks,
         ],
         dtype=torch.float64,
     )
@@ -68,7 +72,7 @@ def exchange_stats(communicator: Communicator, notes: StepStats) -> Decision:
     return Decision(
         stop=bool(table[:, _STOP].any()),
         speeds=speeds.tolist(),
-        iterations_to_next=min(max(1, iterations), MOST_ITERATIONS_BETWEEN),
+        iterations_to_next=min(max(1, iterations), MAX_ITERATIONS_BETWEEN),
         measure_clocks=bool(table[:, _MEASURE_CLOCKS].any()),
     )
 
@@ -76,9 +80,9 @@ def exchange_stats(communicator: Communicator, notes: StepStats) -> Decision:
 def attribute_waits(
     communicator: Communicator, clock: PhaseClock, exposed: ExposedIntervals, offset: ClockOffset
 ) -> None:
-    """Move from exchange to wait what each exchange spent waiting for the last to come. Collective.
+    """Move the time until the last rank arrived from phase exchange to wait. Collective.
 
-    `offset`: of this worker's clock.
+    `offset` is the offset of this rank's clock.
     """
     own = torch.frombuffer(exposed.began, dtype=torch.float64) if exposed.began else torch.empty(0)
     offsets = [offset.at(moment) for moment in exposed.began]
@@ -95,35 +99,35 @@ def attribute_waits(
 
 @dataclass(frozen=True, slots=True)
 class OffsetSample:
-    """One measurement of what to add to this worker's clock to get the first worker's."""
+    """One measurement of the offset between rank 0's clock and this rank's."""
 
     moment: float
     seconds: float
     error_seconds: float = 0.0
-    """At most so much is the measurement off: half of its round trip."""
+    """Maximum error: half of the round-trip time."""
 
 
-HIGHEST_DRIFT = 200e-6
-"""Seconds per second: more than any two working clocks drift apart."""
+MAX_DRIFT = 200e-6
+"""In seconds per second: more than two intact clocks drift apart."""
 
 
 class ClockOffset:
-    """What to add to this worker's clock to get the first worker's, as measured from time to time.
+    """Seconds to add to this rank's clock to get rank 0's, from repeated measurements.
 
-    The clocks of two machines drift apart, by some 20 us a second. Between two measurements the
-    offset is interpolated. After the last one it continues with the drift between the first and the
-    last, unless errors of measurement can explain that: extrapolation would amplify them.
+    The clocks of two machines drift apart by about 20 us per second. Between two measurements the
+    offset is interpolated. After the last one it is extrapolated by the drift between the first and
+    the last, unless that drift is within the measurement error, which extrapolation would amplify.
     """
 
     def __init__(self, *samples: OffsetSample) -> None:
         self._samples = list(samples) or [OffsetSample(0.0, 0.0)]
 
     def add(self, sample: OffsetSample) -> None:
-        """A later measurement than those before."""
+        """Append a measurement; it must be later than all others."""
         self._samples.append(sample)
 
     def at(self, moment: float) -> float:
-        """At a moment of this worker's own clock."""
+        """Return the offset at a time of this rank's clock."""
         samples = self._samples
         if moment <= samples[0].moment:
             return samples[0].seconds
@@ -134,11 +138,11 @@ class ClockOffset:
         return earlier.seconds + _drift_between(earlier, samples[later]) * (moment - earlier.moment)
 
     def _drift(self) -> float:
-        """Over the longest interval, in which errors of measurement weigh least."""
+        """Return the drift over the longest interval, where measurement errors matter least."""
         first, last = self._samples[0], self._samples[-1]
         if abs(last.seconds - first.seconds) <= first.error_seconds + last.error_seconds:
             return 0.0
-        return max(-HIGHEST_DRIFT, min(_drift_between(first, last), HIGHEST_DRIFT))
+        return max(-MAX_DRIFT, min(_drift_between(first, last), MAX_DRIFT))
 
 
 def _drift_between(first: OffsetSample, second: OffsetSample) -> float:
@@ -146,10 +150,9 @@ def _drift_between(first: OffsetSample, second: OffsetSample) -> float:
 
 
 def measure_clock_offset(communicator: Communicator, node: int | None = None) -> OffsetSample:
-    """Collective.
+    """Measure the offset by the shortest of several round trips to rank 0. Collective.
 
-    The round trip that took least had the least chance to be lopsided. Workers on rank 0's `node`
-    have its clock.
+    The shortest one is the most symmetric. Ranks on rank 0's `node` share its clock.
     """
     clock_and_node = torch.zeros(2, dtype=torch.float64)
     own_node = -1 if node is None else node
@@ -177,92 +180,94 @@ def _one_round(communicator: Communicator, scratch: Tensor) -> OffsetSample:
     return OffsetSample(middle, float(scratch[0]) - middle, (ended - began) / 2)
 
 
-COMPUTING = ("input", "forward", "backward")
-"""The phases that a faster worker would spend less time in."""
+COMPUTE_PHASES = ("input", "forward", "backward")
+"""The phases that depend on the speed of a rank."""
 
 
-FIRST_CLOCK_SECONDS, MOST_CLOCK_SECONDS = 5.0, 120.0
-"""Between two measurements of the clocks' offset: short at first, to know their drift early on,
-then twice as long each time."""
+MIN_CLOCK_INTERVAL_SECONDS, MAX_CLOCK_INTERVAL_SECONDS = 5.0, 120.0
+"""Between two measurements of the clock offset: short at first, to learn the drift early, then
+doubled each time."""
 
 
 class StepCoordinator:
+    """Coordinates one rank with the others after each step."""
+
     def __init__(self, config: RunConfig, strategy: Strategy, replica: Replica) -> None:
         self.shares = config.share_weights
-        """How the next batches are dealt, by rank."""
-        self._follows_speed = config.shares == ("auto",)
+        """Weights of the ranks' shards of the next batches."""
+        self._adapts_shares = config.shares == ("auto",)
         self._replica = replica
         self._clock = replica.clock
         self._communicator = replica.communicator
         self._is_alone = replica.communicator.world_size == 1
-        self._meets = strategy.synchronous and not self._is_alone
+        self._is_coordinated = strategy.synchronous and not self._is_alone
         self.clock_offset = ClockOffset()
-        """What to add to this worker's clock to get the first worker's; 0 where none was asked."""
-        self._clock_seconds = FIRST_CLOCK_SECONDS
+        """Seconds to add to this rank's clock to get rank 0's; 0 if not measured."""
+        self._clock_seconds = MIN_CLOCK_INTERVAL_SECONDS
         self._iterations_left = 1
 
     def start(self) -> None:
         """Call right before the first step. Collective."""
-        if self._meets:
+        if self._is_coordinated:
             sample = measure_clock_offset(self._communicator, self._replica.node)
             self.clock_offset = ClockOffset(sample)
         self._clocks_measured = perf_counter()
         self._settled_phases = dict(self._clock.seconds)
-        self._begin_notes()
+        self._begin_interval()
 
-    def _begin_notes(self) -> None:
+    def _begin_interval(self) -> None:
         self._iterations = 0
         self._seconds = 0.0
         self._samples = 0
-        self._computed_before = self._computing_seconds()
+        self._compute_seconds_before = self._compute_seconds()
 
-    def _computing_seconds(self) -> float:
-        return sum(self._clock.seconds[phase] for phase in COMPUTING)
+    def _compute_seconds(self) -> float:
+        return sum(self._clock.seconds[phase] for phase in COMPUTE_PHASES)
 
     def after_step(self, seconds: float, samples: int, stop: bool) -> bool:
-        """After an iteration of so many seconds and samples: whether to stop now, all of them."""
+        """Report a step of this rank; return whether all ranks stop now. Collective."""
         if self._is_alone:
             return stop
-        if not self._meets:
-            # Out of lockstep that is told when the next turn is claimed.
+        if not self._is_coordinated:
+            # Asynchronous ranks stop by their next assignment.
             return False
         self._iterations += 1
         self._seconds += seconds
         self._samples += samples
         self._iterations_left -= 1
-        return self._iterations_left == 0 and self._meet(stop)
+        return self._iterations_left == 0 and self._coordinate(stop)
 
-    def _meet(self, stop: bool) -> bool:
-        notes = StepStats(
+    def _coordinate(self, stop: bool) -> bool:
+        stats = StepStats(
             stop=stop,
-            compute_seconds=self._computing_seconds() - self._computed_before,
+            compute_seconds=self._compute_seconds() - self._compute_seconds_before,
             samples=self._samples,
             seconds_per_iteration=self._seconds / self._iterations,
-            # One worker decides, so that all measure equally often.
+            # Only rank 0 asks, so that all ranks measure equally often.
             measure_clocks=self._communicator.rank == 0
             and perf_counter() - self._clocks_measured >= self._clock_seconds,
         )
-        # Between iterations, so in no phase of theirs: else phases would not add up to their times.
+        # Not in a phase of a step: otherwise its phases would not add up to its duration.
         with self._clock.during("other"):
-            agreement = exchange_stats(self._communicator, notes)
-            if agreement.measure_clocks:
+            decision = exchange_stats(self._communicator, stats)
+            if decision.measure_clocks:
                 self._measure_clocks()
             self.settle()
-        self._iterations_left = agreement.iterations_to_next
-        if self._follows_speed:
-            self.shares = follow(self.shares, agreement.speeds)
-        self._begin_notes()
-        return agreement.stop
+        self._iterations_left = decision.iterations_to_next
+        if self._adapts_shares:
+            self.shares = follow(self.shares, decision.speeds)
+        self._begin_interval()
+        return decision.stop
 
     def _measure_clocks(self) -> None:
         """Collective."""
         self.clock_offset.add(measure_clock_offset(self._communicator, self._replica.node))
         self._clocks_measured = perf_counter()
-        self._clock_seconds = min(2 * self._clock_seconds, MOST_CLOCK_SECONDS)
+        self._clock_seconds = min(2 * self._clock_seconds, MAX_CLOCK_INTERVAL_SECONDS)
 
     def settle(self) -> None:
-        """Tell waiting from communicating in the exchanges since the last time. Collective."""
-        if self._meets:
+        """Attribute the waits of the exchanges since the last call. Collective."""
+        if self._is_coordinated:
             attribute_waits(
                 self._communicator, self._clock, self._replica.exposed, self.clock_offset
             )
@@ -270,12 +275,12 @@ class StepCoordinator:
 
     @property
     def settled_phase_seconds(self) -> dict[str, float]:
-        """What each phase had taken when waiting was last told from communicating."""
-        return self._settled_phases if self._meets else self._clock.seconds
+        """Seconds by phase when waits were last attributed."""
+        return self._settled_phases if self._is_coordinated else self._clock.seconds
 
 
 def follow(shares: Sequence[float], speeds: Sequence[float]) -> list[float]:
-    """Shares by speed; who has none, having got no sample, keeps its part beside the others."""
+    """Return shares proportional to speed; a rank without a measured speed keeps its fraction."""
     measured = [number for number, speed in enumerate(speeds) if speed > 0]
     if not measured:
         return list(shares)

@@ -1,4 +1,4 @@
-"""Where and in what arithmetic a worker computes."""
+"""Device, precision and threads of a worker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.training.process import pinned
 
 
 def choose_device(config: RunConfig, local_rank: int = 0) -> torch.device:
-    """Each worker of a machine gets a GPU of its own while there are enough; then they share."""
+    """Return the GPU of a local rank; ranks share GPUs if a node has fewer GPUs than workers."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(["--device: there is no CUDA device here; use cpu or auto"])
     use_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
@@ -26,17 +26,17 @@ def choose_device(config: RunConfig, local_rank: int = 0) -> torch.device:
 
 
 def autocast(config: RunConfig, device: torch.device) -> AbstractContextManager[Any]:
-    """The context of forward passes; entered anew each time."""
+    """Return the context of forward passes; it can be entered repeatedly."""
     if config.precision == "fp32":
         return nullcontext()
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[config.precision]
-    # The cache would keep casts of weights across an update when the context is entered again.
+    # With the cache, reentering the context would reuse casts of weights from before an update.
     return torch.autocast(device.type, dtype=kind, cache_enabled=False)
 
 
 @contextmanager
 def computing(config: RunConfig, local_rank: int | None = None) -> Iterator[None]:
-    """Threads, determinism and a worker's cores as the config says, given back afterwards."""
+    """Apply threads, determinism and core pinning of the config, and restore them afterwards."""
     threads, deterministic = torch.get_num_threads(), torch.backends.cudnn.deterministic
     torch.set_num_threads(threads_of(config))
     torch.backends.cudnn.deterministic = True
@@ -50,13 +50,13 @@ def computing(config: RunConfig, local_rank: int | None = None) -> Iterator[None
 
 
 def threads_of(config: RunConfig) -> int:
-    """A worker's share of the cores, unless the config says otherwise."""
-    return config.threads or max(1, cores_usable() // _workers_on_the_same_cores(config))
+    """Return --threads, or an equal part of the usable cores."""
+    return config.threads or max(1, cores_usable() // _workers_sharing_cores(config))
 
 
-def _workers_on_the_same_cores(config: RunConfig) -> int:
+def _workers_sharing_cores(config: RunConfig) -> int:
     spec = parse_recorded(config.cluster) if config.cluster else None
     if spec is None or spec.cpus_of(config.node_rank, cores_usable()) is not None:
         return config.nproc_per_node
-    # Emulated machines share the cores of this one, where no quota parts them.
+    # Emulated nodes without a CPU quota share the cores of this machine.
     return spec.nodes * config.nproc_per_node

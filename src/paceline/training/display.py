@@ -1,4 +1,4 @@
-"""What the user sees while a run goes on: a live line on a terminal, plain lines elsewhere."""
+"""Progress display of a run: a live status line on terminals, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TextIO
 
 COLUMNS_VARIABLE = "PACELINE_COLUMNS"
-"""How wide a terminal is that another process shows this one's output on."""
+"""Width of the terminal if another process displays the output of this one."""
 COLUMNS = "   epoch  rank  val loss  val acc         lr    wall s  samples/s"
-MOST_BAR_COLUMNS = 18
-LARGEST_PLAIN_LOSS = 1e4
-"""From here on four decimals would fill the column up to the one before it."""
+MAX_BAR_COLUMNS = 18
+MAX_FIXED_LOSS = 1e4
+"""Larger losses do not fit the column with four decimals."""
 
 
 @dataclass(slots=True)
 class Status:
-    """Where training stands between two evaluations."""
+    """Status of training between two evaluations."""
 
     iteration: int
     iterations: int
@@ -31,46 +31,46 @@ class Status:
 
 
 class Display(Protocol):
-    def standing(self, standing: Status) -> None:
-        """Called about twice a second."""
+    def update(self, status: Status) -> None:
+        """Show the status; called about twice per second."""
 
     def evaluation(self, entry: dict[str, Any]) -> None:
-        """One row of the console columns: epoch, rank, loss, accuracy, learning rate, wall time."""
+        """Print one row: epoch, rank, loss, accuracy, learning rate, wall time and throughput."""
 
     def say(self, text: str) -> None:
-        """A line to keep."""
+        """Print a permanent line."""
 
     def close(self) -> None: ...
 
 
 class SilentDisplay:
-    def standing(self, standing: Status) -> None: ...
+    def update(self, status: Status) -> None: ...
     def evaluation(self, entry: dict[str, Any]) -> None: ...
     def say(self, text: str) -> None: ...
     def close(self) -> None: ...
 
 
 class PlainDisplay:
-    """Lines for a log file; between evaluations a sign of life every `quiet_seconds`."""
+    """Lines for a log file; between evaluations a status line every `quiet_seconds`."""
 
     def __init__(self, out: TextIO | None = None, quiet_seconds: float = 10.0) -> None:
         self._out = out or sys.stdout
         self._quiet_seconds = quiet_seconds
-        self._spoke = time.monotonic()
-        self._headed = False
+        self._last_output = time.monotonic()
+        self._has_header = False
 
-    def standing(self, standing: Status) -> None:
-        if time.monotonic() - self._spoke >= self._quiet_seconds:
-            self.say(_describe(standing))
+    def update(self, status: Status) -> None:
+        if time.monotonic() - self._last_output >= self._quiet_seconds:
+            self.say(_describe(status))
 
     def evaluation(self, entry: dict[str, Any]) -> None:
-        if not self._headed:
+        if not self._has_header:
             self.say(COLUMNS)
-            self._headed = True
+            self._has_header = True
         self.say(_row(entry))
 
     def say(self, text: str) -> None:
-        self._spoke = time.monotonic()
+        self._last_output = time.monotonic()
         self._out.write(text + "\n")
         self._out.flush()
 
@@ -78,9 +78,9 @@ class PlainDisplay:
 
 
 class LiveDisplay:
-    """Rows as in PlainDisplay, with one live line and bar below them.
+    """Rows as in PlainDisplay, with a live status line and progress bar below.
 
-    Refreshed only from the training loop: a refresh thread would compete with training for a core.
+    Refreshes only when the loop reports: a refresh thread would compete with training for a core.
     """
 
     def __init__(self, width: int | None = None) -> None:
@@ -91,7 +91,7 @@ class LiveDisplay:
         self._console = Console(
             highlight=False, markup=False, width=width, force_terminal=is_terminal
         )
-        self._bar = BarColumn(bar_width=MOST_BAR_COLUMNS)
+        self._bar = BarColumn(bar_width=MAX_BAR_COLUMNS)
         self._progress = Progress(
             self._bar,
             TextColumn("{task.description}"),
@@ -101,22 +101,22 @@ class LiveDisplay:
         self._task = self._progress.add_task("starting ...", total=None)
         self._progress.start()
         self._progress.refresh()
-        self._headed = False
+        self._has_header = False
 
-    def standing(self, standing: Status) -> None:
-        told = _describe(standing)
-        # Words before the bar: it gives way to them, and to the space between.
-        room = self._console.width - len(told) - 1
-        self._bar.bar_width = min(MOST_BAR_COLUMNS, max(1, room))
+    def update(self, status: Status) -> None:
+        text = _describe(status)
+        # The bar shrinks to leave room for the text and a space.
+        columns_left = self._console.width - len(text) - 1
+        self._bar.bar_width = min(MAX_BAR_COLUMNS, max(1, columns_left))
         self._progress.update(
-            self._task, total=standing.iterations, completed=standing.iteration, description=told
+            self._task, total=status.iterations, completed=status.iteration, description=text
         )
         self._progress.refresh()
 
     def evaluation(self, entry: dict[str, Any]) -> None:
-        if not self._headed:
+        if not self._has_header:
             self._console.print(COLUMNS, style="bold")
-            self._headed = True
+            self._has_header = True
         self._console.print(_row(entry))
 
     def say(self, text: str) -> None:
@@ -135,12 +135,12 @@ def open_display(quiet: bool = False) -> Display:
     return LiveDisplay() if sys.stdout.isatty() else PlainDisplay()
 
 
-def _describe(standing: Status) -> str:
-    accuracy = "" if standing.accuracy is None else f" acc {standing.accuracy:.4f}"
-    left = _duration(standing.seconds_left)
+def _describe(status: Status) -> str:
+    accuracy = "" if status.accuracy is None else f" acc {status.accuracy:.4f}"
+    left = _duration(status.seconds_left)
     return (
-        f"{standing.iteration}/{standing.iterations} loss {_loss(standing.loss)}{accuracy}"
-        f" lr {standing.learning_rate:.2g} {standing.samples_per_second:,.0f} samples/s {left} left"
+        f"{status.iteration}/{status.iterations} loss {_loss(status.loss)}{accuracy}"
+        f" lr {status.learning_rate:.2g} {status.samples_per_second:,.0f} samples/s {left} left"
     )
 
 
@@ -153,8 +153,8 @@ def _row(entry: dict[str, Any]) -> str:
 
 
 def _loss(value: float) -> str:
-    """Short enough for its column, however far the loss has gone."""
-    return f"{value:.4f}" if abs(value) < LARGEST_PLAIN_LOSS else f"{value:.3e}"
+    """Format a loss so that it fits its column."""
+    return f"{value:.4f}" if abs(value) < MAX_FIXED_LOSS else f"{value:.3e}"
 
 
 def _duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""The optimizer of a config, in torch's fused form, and the learning rate at each iteration."""
+"""Optimizer (fused) and learning-rate schedule of a configuration."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from paceline.config import RunConfig
 
 ONE_CYCLE_RISE = 0.3
-"""Share of the run in which one_cycle climbs to its peak."""
+"""Fraction of the run in which one_cycle rises to its peak."""
 ONE_CYCLE_START = 1 / 25
-"""Where one_cycle starts, as a share of the peak."""
+"""Initial learning rate of one_cycle, as a fraction of the peak."""
 
 Schedule = Callable[[int], float]
 
 
 def learning_rate(config: RunConfig, batches_per_epoch: int) -> Schedule:
-    """iteration -> learning rate, with scaling by batch size and warm-up applied."""
+    """Return a function from iteration to learning rate, with batch-size scaling and warm-up."""
     total = config.iterations_in_total(batches_per_epoch)
     scale = _batch_scale(config)
     shape = _shape(config, total, batches_per_epoch)
     warmup = round(config.warmup_epochs * batches_per_epoch)
 
     def rate(iteration: int) -> float:
-        # The first update already moves: iteration 0 of a warm-up of n gets 1/n of the rate.
+        # Iteration 0 of a warm-up of n iterations gets 1/n of the rate, not zero.
         risen = min(1.0, (iteration + 1) / warmup) if warmup else 1.0
         return scale * risen * shape(iteration)
 
@@ -50,7 +50,7 @@ def _shape(config: RunConfig, total: int, batches_per_epoch: int) -> Schedule:
 
 
 def _steps(pairs: list[tuple[float, float]], batches_per_epoch: int) -> Schedule:
-    """Each rate for its epochs; the last one for whatever comes after."""
+    """Apply each rate for its epochs, and the last one for all remaining epochs."""
     ends, end = [], 0.0
     for rate, epochs in pairs:
         end += epochs * batches_per_epoch

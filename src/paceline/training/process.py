@@ -1,4 +1,7 @@
-"""What the operating system gives a worker's process: memory that it keeps, cores of its own."""
+"""Operating system settings of a worker process: memory allocation and core pinning.
+
+This module does not import torch, because it runs before torch is loaded.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ _KEPT_BYTES = 2**30
 
 
 def keep_freed_memory() -> None:
-    """Let this process reuse large blocks instead of giving them back when they are freed.
+    """Make malloc reuse large freed blocks instead of returning them to the kernel.
 
-    Every step allocates the same activations and gradients again; fetched anew from the kernel,
-    each of their pages costs a fault. For the whole process and for good, so only where it is ours.
+    Every step allocates the same activations and gradients, and each page that comes from the
+    kernel costs a page fault. The setting is permanent, so only use it in processes of paceline.
     """
     with contextlib.suppress(OSError, AttributeError):  # not on this C library
         library = ctypes.CDLL(None)
@@ -27,9 +30,9 @@ def keep_freed_memory() -> None:
 
 @contextlib.contextmanager
 def pinned(number: int, count: int) -> Iterator[None]:
-    """Inside, run on the cores of worker `number` of `count` on this machine only."""
+    """Run a block only on the cores of worker `number` of `count` on this machine."""
     if not hasattr(os, "sched_setaffinity"):
-        raise ConfigError(["--pin: this system cannot keep a process on some cores; leave it out"])
+        raise ConfigError(["--pin: this system does not support CPU affinity; remove it"])
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores_of(sorted(allowed), number, count))
     try:
@@ -39,7 +42,7 @@ def pinned(number: int, count: int) -> Iterator[None]:
 
 
 def cores_of(cores: list[int], number: int, count: int) -> set[int]:
-    """A worker's part of the cores: neighbours; where workers outnumber cores, they share one."""
+    """Return adjacent cores for a worker; workers share cores if there are more than cores."""
     if count > len(cores):
         return {cores[number % len(cores)]}
     each = len(cores) // count

@@ -1,6 +1,7 @@
-"""What a worker measured, and its report at the end; the launcher merges the reports of all ranks.
+"""Totals of one rank across resumes, and its final report, which the launcher merges with others.
 
-`weights_sha256` is a fingerprint by which two runs can be compared bit for bit."""
+`weights_sha256` is a hash to compare the weights of two runs bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +30,15 @@ from paceline.training.steady import SteadyPhases
 
 
 def weights_sha256(model_state: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes of a state dict's tensors, sorted by name.
+    """Return the SHA-256 of names, dtypes, shapes and bytes of all tensors, sorted by name.
 
-    Neither the device nor the memory format nor the order of the mapping plays a part. Bits count,
-    not values: 0.0 and -0.0 differ.
+    It does not depend on device, memory format or order of the mapping. It compares bits, not
+    values: 0.0 and -0.0 differ.
     """
     digest = hashlib.sha256()
     for name in sorted(model_state):
         tensor = model_state[name].detach()
-        # The header says how many bytes follow it, so that no two states run together the same way.
+        # The header fixes how many bytes follow, so no two states give the same sequence of bytes.
         header = [name, str(tensor.dtype), list(tensor.shape)]
         digest.update(json.dumps(header).encode() + b"\n")
         flat = tensor.cpu().contiguous().reshape(-1)
@@ -46,6 +47,8 @@ def weights_sha256(model_state: Mapping[str, Tensor]) -> str:
 
 
 class RunTotals:
+    """Measurements of one rank since the start of the run, including the time before a resume."""
+
     def __init__(self, clock: PhaseClock, replica: Replica, store: CheckpointStore | None) -> None:
         self._clock = clock
         self._replica = replica
@@ -55,7 +58,7 @@ class RunTotals:
         self._iteration_seconds_before: Sequence[float] = ()
 
     def restore(self, account: Account, events: Path, steps: range, iteration: int) -> None:
-        """Go on from what the checkpoint of `iteration` holds, and `events` of these steps."""
+        """Continue from the checkpoint of `iteration` and the events of `steps`."""
         self._phases_before = account.get("phases", {})
         self._iteration_seconds_before = read_iteration_seconds(events, steps.stop, steps.start)
         self._replica.hidden_exchange_seconds = account.get("hidden_exchange_seconds", 0.0)
@@ -68,7 +71,7 @@ class RunTotals:
             self._store.restore(account.get("checkpoints", {}), iteration, blocked_seconds)
 
     def to_dict(self) -> Account:
-        """As a checkpoint holds it."""
+        """Return the totals for a checkpoint."""
         return {
             "phases": self.phases,
             "traffic": self._replica.communicator.traffic.to_dict(),
@@ -84,7 +87,7 @@ class RunTotals:
 
     @property
     def seconds_before(self) -> float:
-        """Wall time of the earlier parts."""
+        """Wall time before the last resume."""
         return sum(self._phases_before.values())
 
     @property
@@ -104,7 +107,7 @@ class RunTotals:
 
 
 def _read_blocked_seconds(path: Path, iteration: int) -> float:
-    """How long training waited for the checkpoint of this iteration, by a rank's events."""
+    """Return how long the checkpoint of an iteration blocked training, from the events."""
     waits = [
         event["blocked_seconds"]
         for event in read_lines(path)
@@ -115,18 +118,20 @@ def _read_blocked_seconds(path: Path, iteration: int) -> float:
 
 @dataclass(slots=True)
 class RankReport:
+    """The outcome of one rank; a worker process writes it to a file for the launcher."""
+
     status: str
     cause: str | None
     exit_code: int
     is_secondary: bool
-    """Whether the failure is only what this worker saw of another one's."""
+    """Whether the failure is a consequence of another rank's."""
     ended: float
-    """Unix time, to find the first of several failures."""
+    """Unix time, to find the first failure."""
     is_together: bool
-    """Whether all workers ended after the same iteration."""
+    """Whether all ranks ended after the same iteration."""
     iterations: int
     weights_sha256: str | None
-    """None where a run ended while each worker had a part of the weights only."""
+    """None if the run ended while this rank held only a shard of the weights."""
     train_loss: float | None
     seconds_to_target: float | None
     history: list[dict[str, Any]]
@@ -135,11 +140,11 @@ class RankReport:
     measuring_fraction: float
     warnings: list[str]
     samples_before: int = 0
-    """That all workers together had trained on when their number changed last."""
+    """Of all ranks, when the number of ranks last changed."""
 
 
 def summarize_iterations(seconds: Sequence[float]) -> dict[str, float | None]:
-    """The first iteration apart, and the others' mean, median and 95th percentile."""
+    """Return the first duration, and mean, median and 95th percentile of the others."""
     if not seconds:
         return dict.fromkeys(("first", "mean", "median", "p95"))
     rest = sorted(seconds[1:]) or [seconds[0]]
@@ -160,7 +165,7 @@ def account_of(
     strategy: Strategy,
     steady: SteadyPhases,
 ) -> dict[str, Any]:
-    """One worker's part of the result."""
+    """Return the entry of one rank in `workers` of result.json."""
     after_first = steady.to_dict()
     return {
         "rank": place.rank,
@@ -178,7 +183,7 @@ def account_of(
 
 
 def explain(error: BaseException, folder: RunFolder) -> tuple[str, str, int]:
-    """Status, cause in a line, and exit code; the traceback of a surprise goes into a file."""
+    """Return status, one-line cause and exit code; writes the traceback of an unexpected error."""
     if isinstance(error, KeyboardInterrupt):
         error = StoppedError("interrupted")
     if isinstance(error, PacelineError):

@@ -1,4 +1,7 @@
-"""Records of a training loop: cheap to add to at every iteration, written to disk in blocks."""
+"""Logs steps and evaluations to the event file, TensorBoard and the display.
+
+Logging a step is cheap; steps are written to disk in blocks.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,16 @@ from paceline.training.coordination import StepCoordinator
 from paceline.training.display import Display, Status
 
 BLOCK_SECONDS = 0.5
-"""How often a block is written: rarely enough to cost nothing, often enough to watch."""
+"""Interval between blocks: long enough to cost little, short enough for a live display."""
 LOSSES_IN_MEAN = 100
-"""`final.train_loss` is the mean over so many of the last iterations."""
+"""`final.train_loss` is the mean over this many of the last iterations."""
 
 
 class RunLogger:
-    """Iterations in blocks, evaluations one by one: to the event file, TensorBoard and the display.
+    """Writes steps in blocks and evaluations immediately.
 
-    Losses stay tensors until a block is written, and times are asked for only then, so that on a
-    GPU no iteration waits for its loss or its end.
+    Losses stay tensors, and times are not read, until a block is written, so that no step waits for
+    the GPU.
     """
 
     def __init__(
@@ -60,11 +63,11 @@ class RunLogger:
         self._written = perf_counter()
 
     def begin(self) -> None:
-        """The first iteration begins: what the phases took until now belongs to no block."""
+        """Call before the first step: earlier time belongs to no block."""
         self._phases_before = dict(self._coordinator.settled_phase_seconds)
 
     def iteration(self, index: int, loss: Tensor, samples: int, rate: float, now: float) -> None:
-        """Note one iteration that ended at `now`; writes a block when one is due."""
+        """Add a step that ended at `now`; writes a block when one is due."""
         if not self._losses:
             self._first = index
         self._losses.append(loss)
@@ -74,8 +77,8 @@ class RunLogger:
             self.flush()
 
     def flush(self) -> None:
-        """Write the block at hand; a loss that is no finite number ends the run here."""
-        # Until the losses are here a GPU is computing, which is no cost of writing them down.
+        """Write the current block; raises DivergedError if a loss is not finite."""
+        # Waiting for the losses of a GPU is computation, not overhead of logging.
         losses: list[float] = torch.stack(self._losses).tolist() if self._losses else []
         begin = perf_counter()
         if losses:
@@ -102,7 +105,7 @@ class RunLogger:
         done = self._first + len(losses)
         mean_loss = sum(losses) / len(losses)
         samples_per_second = self._samples / spent if spent else math.inf
-        self.display.standing(
+        self.display.update(
             Status(
                 iteration=done,
                 iterations=self._total,
@@ -121,10 +124,10 @@ class RunLogger:
             self._add_phase_fractions(self._tensorboard, done)
 
     def _add_phase_fractions(self, tensorboard: TensorBoardWriter, iteration: int) -> None:
-        """Each phase's share of the time since the last point; phases not in use are left out.
+        """Add each phase's fraction of the time since the last point; unused phases are skipped.
 
-        A later settlement moves time between phases, so that other intervals could have shares
-        below 0 or above 1.
+        Only uses times whose waits are attributed: moving time between phases later could give
+        fractions below 0 or above 1.
         """
         phases, before = dict(self._coordinator.settled_phase_seconds), self._phases_before
         self._phases_before = phases
@@ -148,7 +151,7 @@ class RunLogger:
 
     @property
     def train_loss(self) -> float | None:
-        """Mean over the last iterations that were written; None where that is no finite number."""
+        """Mean loss of the last iterations that were written; None if it is not finite."""
         return (
             _finite_or_none(sum(self.recent_losses) / len(self.recent_losses))
             if self.recent_losses
@@ -156,9 +159,9 @@ class RunLogger:
         )
 
     def close(self) -> None:
-        """End the files; scalars that could not be written are told, and harm nothing else."""
-        if self._tensorboard and (trouble := self._tensorboard.close()):
-            self.warn(trouble)
+        """Close all outputs; warns if TensorBoard scalars could not be written."""
+        if self._tensorboard and (problem := self._tensorboard.close()):
+            self.warn(problem)
         self.display.close()
         self.events.close()
 
@@ -173,5 +176,5 @@ def _check_finite(first: int, losses: list[float]) -> None:
 
 
 def _finite_or_none(value: float) -> float | None:
-    # JSON has no word for NaN, and a strict reader would refuse the whole line.
+    # JSON has no NaN, and a strict reader would reject the whole line.
     return value if math.isfinite(value) else None

@@ -1,4 +1,8 @@
-"""The state that a run resumes from: gathered for a checkpoint, and restored from one."""
+"""The state of a run: progress, model, optimizer, strategy and random generators of all ranks.
+
+`gather` collects it for a checkpoint, `restore` continues from it, and `check_fits` checks before
+any record changes that a checkpoint fits a run.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import Strategy
 
 Account = dict[str, Any]
-"""What a worker has measured so far, as JSON can hold it."""
+"""Measurements of one rank so far, as JSON values."""
 
 
 @dataclass(slots=True)
@@ -43,15 +47,12 @@ class Progress:
 def gather(
     replica: Replica, strategy: Strategy, progress: Progress, account: Account
 ) -> dict[str, Any] | None:
-    """Weights, optimizer, strategies, random state, progress and accounts. Collective.
-
-    Rank 0 gets it, as plain values; the others get None.
-    """
+    """Collect the state of all ranks on rank 0; other ranks return None. Collective."""
     communicator = replica.communicator
     model = strategy.checkpoint.model_state_dict()
     optimizer = strategy.checkpoint.optimizer_state_dict()
     strategies = gather_bytes(communicator, _pack(strategy.state_dict()), "control")
-    owns = gather_bytes(communicator, _pack(_own_state(replica)), "control")
+    owns = gather_bytes(communicator, _pack(_rank_state(replica)), "control")
     workers = gather_json(
         communicator, {"account": account, "progress": dataclasses.asdict(progress)}
     )
@@ -71,7 +72,7 @@ def gather(
 def restore(
     state: dict[str, Any], replica: Replica, strategy: Strategy
 ) -> tuple[Progress, Account]:
-    """Put a gathered state back, so that the next iteration is the one that would have followed."""
+    """Load a gathered state, so that the next step equals that of an uninterrupted run."""
     communicator = replica.communicator
     try:
         strategy.checkpoint.load_model_state_dict(state["model"])
@@ -79,28 +80,27 @@ def restore(
         replica.scaler.load_state_dict(state["scaler"])
         _restore_strategy(state["strategies"], strategy, communicator)
         restore_random_state(state["random"], _device(replica), communicator.rank)
-        _restore_own_state(state.get("owns", []), replica)
-        return _own_part(state["workers"], communicator)
+        _restore_rank_state(state.get("owns", []), replica)
+        return _rank_progress(state["workers"], communicator)
     except (KeyError, ValueError, RuntimeError, TypeError) as error:
         cause = whole_error_line(error)
         raise CheckpointError(f"the checkpoint does not fit this run: {cause}") from error
 
 
 def check_fits(state: dict[str, Any], config: RunConfig, model: nn.Module) -> None:
-    """Refuse a checkpoint that this run cannot be restored from, before any record changes.
+    """Raise if this run cannot resume from a checkpoint; loads its weights into `model`.
 
-    Loads the weights into `model`. Settings that leave the checkpoint usable are not refused here:
-    `changed_settings` warns about them.
+    `changed_settings` warns about other settings that differ.
     """
     saved, settings = state.get("settings", {}), kept_settings(config)
     changed = [name for name, value in settings.items() if saved.get(name, value) != value]
-    # A loaded optimizer keeps the settings of its groups, so another kind cannot take them over.
-    # Another strategy often can: weights and optimizer state have a single worker's layout.
+    # The state of one optimizer does not fit another kind. Another strategy may fit: weights and
+    # optimizer state have the layout of a single process.
     unusable = {"optimizer"}
     if config.precision == "fp16" and not state.get("scaler"):
         unusable.add("precision")
-    misfit = _load_weights(state.get("model", {}), model)
-    if misfit:
+    mismatch = _load_weights(state.get("model", {}), model)
+    if mismatch:
         unusable |= {"model", "data"}
     problems = [
         f"{flag_of(name)} is {settings[name]!r} in config.json, but the checkpoint was written with"
@@ -110,37 +110,37 @@ def check_fits(state: dict[str, Any], config: RunConfig, model: nn.Module) -> No
     ]
     if problems:
         raise ConfigError(problems)
-    if misfit:
-        raise CheckpointError(f"the checkpoint does not fit model {config.model!r}: {misfit}")
+    if mismatch:
+        raise CheckpointError(f"the checkpoint does not fit model {config.model!r}: {mismatch}")
 
 
 def _load_weights(weights: dict[str, Any], model: nn.Module) -> str | None:
-    """Why they cannot be loaded; None if they were."""
+    """Return why the weights do not fit, or None."""
     try:
         model.load_state_dict(weights)
     except (KeyError, ValueError, RuntimeError, TypeError) as error:
-        # torch's first line only says that there are errors.
+        # The first line of torch's message only says that there are errors.
         first, *details = str(error).splitlines() or [error_line(error)]
         return (details or [first])[0].strip()
     return None
 
 
 def kept_settings(config: RunConfig) -> dict[str, Any]:
-    """The settings that a resumed run must keep, by the names of their fields."""
+    """Return the settings that a resumed run must keep, by field name."""
     values = config.to_dict()
     kept = {
         item.name: values[item.name]
         for item in fields()
         if (option := option_of(item)).is_in_checkpoints and not option.mutable_on_resume
     }
-    # With another number of workers the same batch may be given in the other way.
+    # --batch-size and --batch-per-worker can express the same global batch.
     return {**kept, "batch_size": config.global_batch_size}
 
 
 def changed_settings(saved: dict[str, Any], config: RunConfig) -> list[str]:
-    """A line for each setting that is not what it was when a checkpoint was written.
+    """Return one warning per setting that differs from the checkpoint's.
 
-    `saved` is what `kept_settings` returned then; older checkpoints have none.
+    `saved` is the result of `kept_settings` in the checkpoint; old checkpoints have none.
     """
     return [
         f"{flag_of(name)} is {value!r}, but the checkpoint was written with {saved[name]!r}:"
@@ -153,38 +153,38 @@ def changed_settings(saved: dict[str, Any], config: RunConfig) -> list[str]:
 def _restore_strategy(
     states: list[dict[str, Any]], strategy: Strategy, communicator: Communicator
 ) -> None:
-    # With another number of workers there is nobody to give the old ones' memories to.
+    # A resized run starts without the state of the earlier ranks.
     if len(states) == communicator.world_size:
         strategy.load_state_dict(states[communicator.rank])
 
 
-def _own_part(
+def _rank_progress(
     workers: list[dict[str, Any]], communicator: Communicator
 ) -> tuple[Progress, Account]:
     if len(workers) == communicator.world_size:
         mine = workers[communicator.rank]
         return Progress(**mine["progress"]), mine["account"]
-    # A resized run: iteration and history are everybody's; samples, and times of iterations, start
-    # anew. Steps and phases go on where there was a worker of this rank.
+    # A resized run keeps iteration and history, and restarts samples and step times at zero. Steps
+    # and phases continue for ranks that existed before.
     first = workers[0]["progress"]
     before = first.get("samples_before", 0) + sum(each["progress"]["samples"] for each in workers)
     had_rank = communicator.rank < len(workers)
     own = workers[communicator.rank] if had_rank else {**workers[0], "account": {}}
     steps = own["progress"]["steps"]
-    anew = {"steps": steps, "steps_before": steps, "samples": 0, "samples_before": before}
-    return Progress(**{**first, **anew}), own["account"]
+    reset = {"steps": steps, "steps_before": steps, "samples": 0, "samples_before": before}
+    return Progress(**{**first, **reset}), own["account"]
 
 
-def _own_state(replica: Replica) -> dict[str, Any]:
-    """What differs between workers even where their weights do not: the batch-norm statistics of
-    their own samples, and how many random numbers their layers have drawn."""
+def _rank_state(replica: Replica) -> dict[str, Any]:
+    """Return what differs between ranks with equal weights: buffers such as batch-norm statistics,
+    and random generators."""
     buffers = {name: buffer.cpu() for name, buffer in replica.model.named_buffers()}
     return {"buffers": buffers, "random": random_state(_device(replica))}
 
 
-def _restore_own_state(owns: list[dict[str, Any]], replica: Replica) -> None:
+def _restore_rank_state(owns: list[dict[str, Any]], replica: Replica) -> None:
     communicator = replica.communicator
-    # Without one for each of these workers, all go on with the first one's.
+    # Otherwise all ranks continue with rank 0's.
     if len(owns) == communicator.world_size:
         own = owns[communicator.rank]
         for name, buffer in replica.model.named_buffers():
@@ -197,13 +197,13 @@ def _device(replica: Replica) -> torch.device:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """The states of the generators that a rank on this device draws from."""
+    """Return the states of the random generators that a rank on this device uses."""
     cpu = {"cpu": torch.get_rng_state()}
     return {**cpu, "gpu": torch.cuda.get_rng_state(device)} if device.type == "cuda" else cpu
 
 
 def restore_random_state(state: dict[str, Any], device: torch.device, rank: int) -> None:
-    """Restore what `random_state` returned, on any device and with any number of visible GPUs."""
+    """Restore the result of `random_state`, on any device and with any number of visible GPUs."""
     torch.set_rng_state(state["cpu"])
     if device.type != "cuda":
         return
@@ -223,7 +223,7 @@ def _pack(state: dict[str, Any]) -> torch.Tensor:
 
 
 def _unpack(packed: torch.Tensor) -> dict[str, Any]:
-    # To the CPU: another rank's device may not exist here, and its memory is not rank 0's to use.
+    # On the CPU: another rank's device may not exist on this node.
     file = io.BytesIO(packed.numpy().tobytes())
     state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     return state

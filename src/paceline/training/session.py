@@ -1,6 +1,6 @@
-"""For a user's own training loop: shards batches, synchronizes replicas and measures time.
+"""Data-parallel training in a user's own loop: batch shards, synchronization and measurement.
 
-`paceline.join` (launch/join.py) connects the workers and gives each of them a `Session`.
+`paceline.join` (launch/join.py) connects the workers and returns a `Session` to each of them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from paceline.training.rank_report import account_of
 from paceline.training.steady import SteadyPhases
 
 Samples = Dataset[Any] | Sequence[Tensor]
-"""A map-style dataset, or tensors such as (inputs, labels): the first dimension counts samples."""
+"""A map-style dataset, or tensors such as (inputs, labels) whose first dimension is the sample."""
 
 
 class Session:
-    """This worker and the others, as a user's own loop sees them."""
+    """One worker of a user's own training loop."""
 
     def __init__(
         self,
@@ -43,10 +43,10 @@ class Session:
         self.rank = place.rank
         self.world_size = place.world_size
         self.is_first = place.rank == 0
-        """For what only one worker should do, such as printing or saving."""
+        """Whether this is rank 0, for work that only one worker should do, such as saving."""
         self.communicator = communicator
         self.device = device
-        """Where this worker computes; `prepare` moves the model there, and batches come there."""
+        """The device of this worker; `prepare` moves the model to it, and batches are on it."""
         self._config = config
         self._place = place
         self._strategy = strategy
@@ -63,12 +63,12 @@ class Session:
         batch_size: int,
         seed: int = 0,
     ) -> tuple[nn.Module, Optimizer, Batches]:
-        """Bring all workers to the first one's weights; use what is returned. Collective.
+        """Start all workers from rank 0's weights; use the returned objects. Collective.
 
-        `batch_size` samples over all workers make an update; each worker is dealt its share.
+        `batch_size` is the global batch size; each worker gets a shard of each batch.
         """
         if self._replica is not None:
-            raise UsageError("team.prepare: can be called once only; join again for another model")
+            raise UsageError("team.prepare: can be called only once; join again for another model")
         fetch, samples = _fetching(dataset, self.device)
         if not self.world_size <= batch_size <= samples:
             raise UsageError(
@@ -99,10 +99,10 @@ class Session:
         )
 
     def backward(self, loss: Tensor) -> None:
-        """The backward pass of the mean loss over this worker's batch, once for each batch.
+        """Run the backward pass of this worker's mean loss; call it once per batch.
 
-        The loss is weighted by the batch's share of the global one, so that the workers' gradients
-        add up to those of the mean over all samples, however many each of them has.
+        The loss is weighted by this worker's fraction of the global batch, so that the sum of all
+        gradients is the gradient of the mean over the global batch.
         """
         if self._replica is None:
             raise UsageError("team.backward: call team.prepare first")
@@ -111,16 +111,16 @@ class Session:
         self._clock.enter("other")
 
     def step(self) -> None:
-        """Synchronize and update the weights; instead of the optimizer's `step` and `zero_grad`."""
+        """Synchronize and update the weights; replaces `step` and `zero_grad` of the optimizer."""
         self._strategy.step()
         batches = self._batches
-        seconds = self._clock.end_step("other") - batches.dealt
+        seconds = self._clock.end_step("other") - batches.began
         self._samples += batches.own_samples
         self._coordinator.after_step(seconds, batches.own_samples, stop=False)
         self._steady.first_done(self._meter.settle)
 
     def finish(self) -> None:
-        """Leave the final weights on every worker; `join` calls it at its end. Collective."""
+        """Leave the final weights on every worker; `join` calls it at the end. Collective."""
         if self._replica is None:
             return
         self._meter.settle()
@@ -131,9 +131,9 @@ class Session:
             agree_on_buffers(self._replica.model, self.communicator, self._config.buffers)
 
     def account(self) -> dict[str, Any]:
-        """Where this worker's time went and what it sent, as in the `workers` of a result.json.
+        """Return time by phase and traffic of this worker, as in `workers` of result.json.
 
-        Waiting is told from communicating about once a second, and at the end.
+        Waiting is separated from communication about once per second, and at the end.
         """
         if self._replica is None:
             raise UsageError("team.account: call team.prepare first")
@@ -152,17 +152,17 @@ class Session:
 
 
 class Batches:
-    """This worker's part of each global batch; every pass over it is the next epoch."""
+    """This worker's shard of each global batch; each iteration over it is one epoch."""
 
     def __init__(
         self, order: GlobalBatchSampler, replica: Replica, fetch: Callable[[Tensor], Any]
     ) -> None:
         self.epoch = 0
-        """The next one to be dealt; may be set."""
-        self.dealt = 0.0
-        """When the batch at hand was asked for."""
+        """The next epoch; may be set."""
+        self.began = 0.0
+        """When the current batch was requested."""
         self.own_samples = 0
-        """Those of the batch at hand that count."""
+        """Number of samples in this worker's shard of the current batch."""
         self._order = order
         self._replica = replica
         self._fetch = fetch
@@ -174,13 +174,13 @@ class Batches:
         epoch, self.epoch = self.epoch, self.epoch + 1
         clock = self._replica.clock
         for index in range(len(self)):
-            self.dealt = clock.begin_step("input")
-            batch = self._fetch(self._deal(epoch, index))
+            self.began = clock.begin_step("input")
+            batch = self._fetch(self._shard(epoch, index))
             clock.enter("forward")
             yield batch
         clock.enter("other")
 
-    def _deal(self, epoch: int, index: int) -> Tensor:
+    def _shard(self, epoch: int, index: int) -> Tensor:
         communicator = self._replica.communicator
         samples = self._order.batch(epoch, index)
         equal = [1.0] * communicator.world_size
@@ -190,7 +190,7 @@ class Batches:
 
 
 class _Wrapped(nn.Module):
-    """The user's model, called as the strategy wants it."""
+    """The user's model, called through the wrapper of the strategy."""
 
     def __init__(self, model: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class _Wrapped(nn.Module):
 
 
 def _fetching(dataset: Samples, device: torch.device) -> tuple[Callable[[Tensor], Any], int]:
-    """A function from the numbers of samples to a batch, and how many samples there are."""
+    """Return a function from sample indices to a batch, and the number of samples."""
     tensors = dataset.tensors if isinstance(dataset, TensorDataset) else dataset
     if isinstance(tensors, Sequence):
         lengths = {len(tensor) for tensor in tensors}
@@ -210,19 +210,19 @@ def _fetching(dataset: Samples, device: torch.device) -> tuple[Callable[[Tensor]
             raise UsageError("dataset: the tensors must have the same number of samples")
         return lambda chosen: tuple(each[chosen].to(device) for each in tensors), lengths.pop()
     if not hasattr(dataset, "__len__"):
-        raise UsageError("dataset: must have a length; an iterable one has no order to be dealt in")
+        raise UsageError("dataset: must have a length; iterable datasets are not supported")
 
     def fetch(chosen: Tensor) -> Any:
-        return _moved(default_collate([dataset[number] for number in chosen.tolist()]), device)
+        return _to_device(default_collate([dataset[number] for number in chosen.tolist()]), device)
 
     return fetch, len(dataset)
 
 
-def _moved(batch: Any, device: torch.device) -> Any:
+def _to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Tensor):
         return batch.to(device)
     if isinstance(batch, list | tuple):
-        return [_moved(each, device) for each in batch]
+        return [_to_device(each, device) for each in batch]
     if isinstance(batch, dict):
-        return {name: _moved(each, device) for name, each in batch.items()}
+        return {name: _to_device(each, device) for name, each in batch.items()}
     return batch

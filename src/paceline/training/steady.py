@@ -1,4 +1,4 @@
-"""Phases of the iterations after the first: the first one pays for warming up and is left out."""
+"""Phases of the steps after the first, which is excluded because it includes warm-up."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ class _Seconds:
 
 
 class SteadyPhases:
-    """Splits the iterations after the first by phase; what is outside of them is left out.
+    """Splits the steps after the first by phase, without the time between steps.
 
-    Call `first_done` when the first iteration has ended and its waits are settled, and `end` when
-    those of the last one are. A resumed run calls `resume` instead of `first_done`.
+    Call `first_done` after each step, and `end` when the waits of the last step are attributed. A
+    resumed run calls `resume` first.
     """
 
     def __init__(self, clock: PhaseClock, replica: Replica) -> None:
         self._clock = clock
         self._replica = replica
         self._begin: _Seconds | None = None
-        """Of this process, what does not count."""
+        """Seconds of this process that do not count."""
         self._end: _Seconds | None = None
         self._is_known = True
 
     def resume(self, before: Mapping[str, Any] | None) -> None:
         """Continue from `to_dict` of a checkpoint that was written after the first iteration.
 
-        None: the checkpoint is of a version without these figures, so the run has none either.
+        None if the checkpoint is of a version without these values: then the run has none either.
         """
         self._begin = self._now()
         self._is_known = before is not None
@@ -58,34 +58,34 @@ class SteadyPhases:
             self._begin = self._begin.minus(earlier)
 
     def first_done(self, settle: Callable[[], None] = lambda: None) -> None:
-        """After every iteration; only the first one has an effect, after a call of `settle`."""
+        """Start counting after the first step and a call of `settle`; later calls do nothing."""
         if self._begin is None:
             settle()
             self._begin = self._now()
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """What happens in a block between two iterations does not count."""
+        """Exclude a block between two steps."""
         before = self._now()
         try:
             yield
         finally:
-            # After `end` nothing counts anyway, and would be subtracted from what did.
+            # After `end` nothing counts anyway, and excluding it would subtract it twice.
             if self._begin is not None and self._end is None:
                 self._begin = self._begin.plus(self._now().minus(before))
 
     def end(self) -> None:
-        """What follows does not count, unless `end` is called again."""
+        """Stop counting here, or at the last call of several."""
         self._end = self._now()
 
     def leave_out(self) -> None:
-        """What came since `end` does not count, whatever follows."""
+        """Exclude the time since `end` and continue counting."""
         if self._begin is not None and self._end is not None:
             self._begin = self._begin.plus(self._now().minus(self._end))
         self._end = None
 
     def to_dict(self) -> dict[str, Any] | None:
-        """Seconds by phase and overlapped with them; None if unknown."""
+        """Return seconds by phase and of overlapped communication; None if unknown."""
         if not self._is_known:
             return None
         now = self._end or self._now()

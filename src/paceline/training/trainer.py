@@ -1,6 +1,8 @@
-"""One worker of a run: builds data, model and strategy, resumes, trains and reports.
+"""One worker of a run: build data, model and strategy, resume, train, write checkpoints, report.
 
-Ctrl-C and termination signals stop training between two iterations."""
+`prepare` loads and checks everything before any record is written. `run_worker` trains and returns
+a report, whatever ends the run.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +55,8 @@ from paceline.training.step import TrainStep
 
 @dataclass(slots=True)
 class Prepared:
+    """What a worker needs besides the other ranks; nothing of it communicates yet."""
+
     dataset: Dataset
     model: nn.Module
     strategy: Strategy
@@ -62,9 +66,9 @@ class Prepared:
 def prepare(
     config: RunConfig, local_rank: int = 0, startup: StartupTimer | None = None
 ) -> Prepared:
-    """Load and build, refusing with a UsageError what cannot be trained.
+    """Load the dataset and build model and strategy; raises UsageError if they cannot be trained.
 
-    `startup` counts the seconds of it as `data` and `model`, and is left in `model`.
+    `startup` counts the time as `data` and `model`, and continues in `model`.
     """
     startup = startup or StartupTimer(0.0)
     startup.enter("model")
@@ -88,7 +92,7 @@ def prepare(
 def check_work_is_left(
     config: RunConfig, prepared: Prepared, checkpoint: Checkpoint, is_finished: bool
 ) -> None:
-    """Refuse to resume what has come to its end already: its result must stay as it is.
+    """Raise CheckpointError if a run is complete, so that its result is not overwritten.
 
     A run with a checkpoint of its last iteration but without a result can still write one.
     """
@@ -104,60 +108,60 @@ def check_work_is_left(
     if checkpoint.iteration == total and is_finished:
         raise CheckpointError(
             f"the run has done all of its {total:,} iterations:"
-            " give more --epochs or --iterations to go on"
+            " increase --epochs or --iterations to continue"
         )
+
+
+@dataclass(slots=True)
+class RankContext:
+    """Rank, communicators and checkpoint store of one worker."""
+
+    place: RankInfo
+    communicator: Communicator
+    store: CheckpointStore | None
+    """Only on rank 0."""
+    servers: Sequence[Communicator] = ()
+    """Connections to the parameter servers: groups of two in which this worker is rank 1."""
 
 
 def run_worker(
     config: RunConfig,
     folder: RunFolder,
     prepared: Prepared,
-    team: RankContext,
+    context: RankContext,
     checkpoint: Checkpoint | None,
     display: Display,
     clock: PhaseClock,
 ) -> RankReport:
-    """Train, from a checkpoint if one is given; whatever ends the run is told in the report."""
+    """Train, starting from `checkpoint` if there is one; the report says how the run ended."""
     clock.startup.enter("model")
     clock = clock_for(prepared.device, clock)
-    worker = Trainer(config, folder, prepared, team, checkpoint, display, clock)
-    with computing(config, team.place.local_rank), contextlib.closing(worker.logger):
+    trainer = Trainer(config, folder, prepared, context, checkpoint, display, clock)
+    with computing(config, context.place.local_rank), contextlib.closing(trainer.logger):
         try:
-            worker.begin(checkpoint)
-            with worker.stop.on_signals():
-                worker.train()
-            report = worker.report("finished", None, 0)
-        except (KeyboardInterrupt, SystemExit, Exception) as error:  # noqa: BLE001 - told in the report
-            report = worker.report(*explain(error, folder))
+            trainer.begin(checkpoint)
+            with trainer.stop.on_signals():
+                trainer.train()
+            report = trainer.report("finished", None, 0)
+        except (KeyboardInterrupt, SystemExit, Exception) as error:  # noqa: BLE001 - goes into the report
+            report = trainer.report(*explain(error, folder))
             report.is_secondary = isinstance(error, PacelineError) and error.is_secondary
             report.is_together = isinstance(error, AgreedStopError)
-        # A disk that is full has ended the run already, and the result still wants to be written.
+        # A full disk may have ended the run, and the result must still be written.
         with contextlib.suppress(RunError):
-            worker.logger.events.write("end", status=report.status, cause=report.cause)
+            trainer.logger.events.write("end", status=report.status, cause=report.cause)
     return report
 
 
-@dataclass(slots=True)
-class RankContext:
-    """Where this worker is among the others, how it reaches them, and who keeps checkpoints."""
-
-    place: RankInfo
-    communicator: Communicator
-    store: CheckpointStore | None
-    """Rank 0's; the others have none."""
-    servers: Sequence[Communicator] = ()
-    """Pairs with the parameter servers, in each of which this worker is rank 1."""
-
-
 class Trainer:
-    """The parts of one worker, put together."""
+    """Builds the objects of one worker, trains, and reports."""
 
     def __init__(
         self,
         config: RunConfig,
         folder: RunFolder,
         prepared: Prepared,
-        team: RankContext,
+        context: RankContext,
         checkpoint: Checkpoint | None,
         display: Display,
         clock: PhaseClock,
@@ -165,13 +169,13 @@ class Trainer:
         self.config = config
         self.folder = folder
         self.prepared = prepared
-        self.team = team
+        self.context = context
         self.clock = clock
         self.warnings = list(prepared.dataset.warnings)
         self.stop = StopRequest()
         self.progress = Progress()
-        self.replica = _build_replica(config, prepared, team, clock)
-        self.totals = RunTotals(clock, self.replica, team.store)
+        self.replica = _build_replica(config, prepared, context, clock)
+        self.totals = RunTotals(clock, self.replica, context.store)
         self.coordinator = StepCoordinator(config, prepared.strategy, self.replica)
         train = prepared.dataset.train
         self.order = GlobalBatchSampler(
@@ -179,8 +183,8 @@ class Trainer:
         )
         self.total = config.iterations_in_total(self.order.batches_per_epoch)
         self.logger = RunLogger(
-            EventWriter(folder.events_file(team.place.rank)),
-            _open_tensorboard(config, folder, team.place, checkpoint),
+            EventWriter(folder.events_file(context.place.rank)),
+            _open_tensorboard(config, folder, context.place, checkpoint),
             display,
             self.total,
             clock,
@@ -189,16 +193,16 @@ class Trainer:
         )
 
     def begin(self, checkpoint: Checkpoint | None) -> None:
-        """Bring all workers to the same state: the seed's, or the checkpoint's."""
+        """Bring all ranks to the initial state or that of the checkpoint. Collective."""
         strategy = self.prepared.strategy
         strategy.setup(self.replica)
         if checkpoint:
             self.warnings += checkpoint.warnings
-            if self.team.place.rank == 0:
+            if self.context.place.rank == 0:
                 saved = checkpoint.state.get("settings", {})
                 self.warnings += run_state.changed_settings(saved, self.config)
             self.progress, account = run_state.restore(checkpoint.state, self.replica, strategy)
-            events = self.folder.events_file(self.team.place.rank)
+            events = self.folder.events_file(self.context.place.rank)
             steps = range(self.progress.steps_before, self.progress.steps)
             self.totals.restore(account, events, steps, checkpoint.iteration)
             self.logger.recent_losses.extend(account.get("recent_losses", ()))
@@ -207,7 +211,7 @@ class Trainer:
             "start",
             iteration=self.progress.iteration,
             resumed=checkpoint is not None,
-            workers=self.team.place.world_size,
+            workers=self.context.place.world_size,
         )
         for text in self.warnings:
             self.logger.warn(text)
@@ -222,8 +226,8 @@ class Trainer:
         finally:
             if tracer:
                 self._write_trace(tracer)
-        if self.team.store:
-            self._complete_checkpoints(self.team.store)
+        if self.context.store:
+            self._complete_checkpoints(self.context.store)
 
     def _build_loop(self, tracer: Tracer | None) -> TrainingLoop:
         config, dataset, device = self.config, self.prepared.dataset, self.prepared.device
@@ -258,14 +262,14 @@ class Trainer:
         done = self.progress.steps
         return Tracer(
             self.clock,
-            self.team.communicator.traffic,
+            self.context.communicator.traffic,
             iterations=self.config.trace,
             done=done,
             left=self.total - done,
         )
 
     def _write_trace(self, tracer: Tracer) -> None:
-        place = self.team.place
+        place = self.context.place
         offset_seconds = self.coordinator.clock_offset.at(tracer.began)
         try:
             tracer.write(
@@ -275,16 +279,16 @@ class Trainer:
             self.warnings.append(f"the trace of rank {place.rank} is missing: {error.strerror}")
 
     def _checkpoint(self) -> None:
-        store = self.team.store
+        store = self.context.store
         blocked = store.blocked_seconds if store else 0.0
         if store:
-            # Otherwise the checkpoint in flight would be missing from the account.
+            # Otherwise the totals would not include the checkpoint that is being written.
             try:
                 store.close()
             except Exception as error:  # noqa: BLE001 - this checkpoint replaces the failed one
                 self._warn(_cause(error))
         account = {**self.totals.to_dict(), "recent_losses": [*self.logger.recent_losses]}
-        # This checkpoint's event tells how long training waited for it, for that one included.
+        # The event of this checkpoint covers this wait as well.
         account["checkpoints"]["blocked_seconds"] = blocked
         saved = run_state.gather(self.replica, self.prepared.strategy, self.progress, account)
         if saved is None or store is None:
@@ -298,13 +302,13 @@ class Trainer:
         )
 
     def _complete_checkpoints(self, store: CheckpointStore) -> None:
-        """Wait for the last checkpoint, and write it here if the background thread failed to."""
+        """Wait for the last checkpoint; write it in this thread if the background write failed."""
         failure = None
         try:
             store.close()
         except Exception as error:  # noqa: BLE001 - raised again below if it still applies
             failure = error
-        # An earlier call may have raised the failure already, so the store is asked.
+        # An earlier call may have raised the failure, so check the store.
         iteration = store.write_again()
         if iteration is not None:
             cause = f"{_cause(failure)}; " if failure else ""
@@ -314,16 +318,16 @@ class Trainer:
 
     def _warn(self, text: str) -> None:
         self.warnings.append(text)
-        # A full disk is a likely cause, and takes no events either.
+        # A full disk is a likely cause, and then the event cannot be written either.
         with contextlib.suppress(RunError):
             self.logger.warn(text)
 
     def report(self, status: str, cause: str | None, exit_code: int) -> RankReport:
-        store = self.team.store
+        store = self.context.store
         # A strategy whose setup failed may have none.
         layout = getattr(self.prepared.strategy, "checkpoint", None)
-        is_whole = layout is None or layout.has_full_weights
-        sha = weights_sha256(self.replica.model.state_dict()) if is_whole else None
+        has_full_weights = layout is None or layout.has_full_weights
+        sha = weights_sha256(self.replica.model.state_dict()) if has_full_weights else None
         per_switch = self.clock.seconds_per_switch()
         if store:
             try:
@@ -347,7 +351,7 @@ class Trainer:
             history=self.progress.history,
             worker={
                 **account_of(
-                    self.team.place,
+                    self.context.place,
                     self.progress.samples,
                     self.totals.phases,
                     self.totals.iteration_seconds,
@@ -373,15 +377,15 @@ def _open_tensorboard(
 ) -> TensorBoardWriter | None:
     if not config.tensorboard or place.rank:
         return None
-    # A run that starts again without a checkpoint replaces what it wrote before.
+    # A run that restarts without a checkpoint overwrites its earlier scalars.
     step = 0 if folder.tensorboard.is_dir() else None
     return TensorBoardWriter(folder.tensorboard, checkpoint.iteration if checkpoint else step)
 
 
 def _build_replica(
-    config: RunConfig, prepared: Prepared, team: RankContext, clock: PhaseClock
+    config: RunConfig, prepared: Prepared, context: RankContext, clock: PhaseClock
 ) -> Replica:
-    communicator = team.communicator
+    communicator = context.communicator
     model = prepared.model.to(prepared.device)
     if config.sync_bn:
         model = convert_sync_batch_norm(model, communicator)
@@ -394,7 +398,7 @@ def _build_replica(
         forward=torch.compile(model) if config.compile else model,
         scaler=torch.amp.GradScaler(prepared.device.type, enabled=config.precision == "fp16"),
         communicator=communicator,
-        node=team.place.node_rank,
+        node=context.place.node_rank,
         clip_norm=config.clip_norm,
-        servers=team.servers,
+        servers=context.servers,
     )
