@@ -87,16 +87,16 @@ def test_messages_keep_their_order_for_any_order_of_waits(
 
 def poll_a_receive(communicator: Communicator) -> list[bool]:
     """Poll on rank 1 before and after rank 0 sends."""
-    tensor, word = torch.zeros(3), torch.zeros(1)
+    tensor, signal = torch.zeros(3), torch.zeros(1)
     if communicator.rank == 0:
-        communicator.recv(word, 1, "control").wait()
+        communicator.recv(signal, 1, "control").wait()
         communicator.send(tensor + 5, 1, "control").wait()
         return []
     if communicator.rank == 2:
         return []
     work = communicator.recv(tensor, 0, "control")
     before = work.is_completed()
-    communicator.send(word, 0, "control").wait()
+    communicator.send(signal, 0, "control").wait()
     deadline = time.monotonic() + 20
     while not work.is_completed() and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -111,15 +111,15 @@ def test_receive_completes_when_its_message_arrives(team_of_three: Team) -> None
 
 def poll_a_collective(communicator: Communicator) -> list[bool]:
     """Poll before rank 0 joins, and after."""
-    tensor, word = torch.ones(3), torch.zeros(1)
+    tensor, signal = torch.ones(3), torch.zeros(1)
     if communicator.rank == 0:
         for peer in communicator.peers:
-            communicator.recv(word, peer, "control").wait()
+            communicator.recv(signal, peer, "control").wait()
         communicator.all_reduce(tensor, "metrics").wait()
         return [False, True, bool((tensor == 3).all())]
     work = communicator.all_reduce(tensor, "metrics")
     before = work.is_completed()
-    communicator.send(word, 0, "control").wait()
+    communicator.send(signal, 0, "control").wait()
     deadline = time.monotonic() + 20
     while not work.is_completed() and time.monotonic() < deadline:
         time.sleep(0.001)

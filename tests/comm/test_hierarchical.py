@@ -119,21 +119,21 @@ def wait_for_another_node(communicator: Communicator) -> float:
     Rank 2 answers only once rank 1 has received everything.
     """
     with connect(communicator, [0, 0, 1, 1]) as team:
-        tensor, word = torch.full((LARGE,), float(team.rank)), torch.zeros(1)
+        tensor, signal = torch.full((LARGE,), float(team.rank)), torch.zeros(1)
         if team.rank == 0:
             sending = team.send(tensor, 1, "control")
-            team.recv(word, 2, "control").wait()
-            team.all_reduce(word, "control").wait()
+            team.recv(signal, 2, "control").wait()
+            team.all_reduce(signal, "control").wait()
             sending.wait()
-            return float(word)
+            return float(signal)
         if team.rank == 1:
             team.recv(tensor, 0, "control").wait()
             team.send(tensor[:1] + 5, 2, "control").wait()
         if team.rank == 2:
-            team.recv(word, 1, "control").wait()
-            team.send(word, 0, "control").wait()
-        team.all_reduce(word, "control").wait()
-        return float(word)
+            team.recv(signal, 1, "control").wait()
+            team.send(signal, 0, "control").wait()
+        team.all_reduce(signal, "control").wait()
+        return float(signal)
 
 
 def test_message_within_a_node_progresses_while_its_sender_waits_for_another_node(

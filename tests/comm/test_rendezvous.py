@@ -24,7 +24,7 @@ def taken_port() -> Iterator[int]:
 
 def failures(*meetings: Rendezvous) -> list[str]:
     """Return the error of each rank when all of them join at once, in threads."""
-    stores = []  # a store that nobody holds any more is gone for the others too
+    stores = []  # Keeps the served store alive for the other ranks.
 
     def join(meeting: Rendezvous) -> str:
         try:

@@ -97,8 +97,8 @@ def use_objects_and_subgroups(communicator: Communicator, file: Path) -> list[ob
     with default_group(communicator, file) as group:
         everything: list[object] = [None] * 3
         dist.all_gather_object(everything, {"rank": rank})
-        told = [f"from {rank}"]
-        dist.broadcast_object_list(told, src=2)
+        objects = [f"from {rank}"]
+        dist.broadcast_object_list(objects, src=2)
         dist.barrier(device_ids=[0])
         pair = dist.new_group([0, 2])
         tensor = torch.tensor([rank + 1.0])
@@ -106,7 +106,7 @@ def use_objects_and_subgroups(communicator: Communicator, file: Path) -> list[ob
             dist.all_reduce(tensor, group=pair)
         row = init_device_mesh("cpu", (3,)).get_group()
         dist.all_reduce(tensor, group=row)
-        return [everything, told, float(tensor), dist.get_backend(), group.name()]
+        return [everything, objects, float(tensor), dist.get_backend(), group.name()]
 
 
 def test_objects_subgroups_and_meshes_work(pool: WorkerPool, tmp_path: Path) -> None:
@@ -279,8 +279,8 @@ def poll_a_lost_peer(communicator: Communicator, file: Path) -> list[object]:
 
 
 def test_work_with_a_killed_peer_completes_with_an_error(tmp_path: Path) -> None:
-    with WorkerPool(2) as mortals:
-        survivor, victim = mortals.outcomes(2, poll_a_lost_peer, tmp_path / "store", fresh=True)
+    with WorkerPool(2) as fresh_pool:
+        survivor, victim = fresh_pool.outcomes(2, poll_a_lost_peer, tmp_path / "store", fresh=True)
     assert victim.died
     message = "rank 0: all_reduce with rank 1: its process has ended"
     assert survivor.value == [True, False, message]
@@ -303,8 +303,8 @@ def test_killed_peer_is_a_one_line_error(
     tmp_path: Path, work: Callable[[Communicator, Path, str], str], way: str, message: str
 ) -> None:
     # The timeout of the group is 30 minutes: only the lost peer can end the operations.
-    with WorkerPool(2) as mortals:
-        survivor, victim = mortals.outcomes(2, work, tmp_path / "store", way, fresh=True)
+    with WorkerPool(2) as fresh_pool:
+        survivor, victim = fresh_pool.outcomes(2, work, tmp_path / "store", way, fresh=True)
     assert victim.died
     assert survivor.value == f"rank 0: {message}"
 
@@ -352,14 +352,14 @@ ending may wait for them forever."""
 
 def run_example(communicator: Communicator, port: int, backend: str) -> str:
     """Return the output of the example, started as torchrun does."""
-    place = {
+    environment = {
         "RANK": communicator.rank,
         "WORLD_SIZE": communicator.world_size,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
     with (
-        mock.patch.dict(os.environ, {name: str(value) for name, value in place.items()}),
+        mock.patch.dict(os.environ, {name: str(value) for name, value in environment.items()}),
         mock.patch.object(sys, "argv", ["own_ddp.py", backend]),
         sockets_on("127.0.0.1"),
         redirect_stdout(io.StringIO()) as printed,
