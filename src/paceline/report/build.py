@@ -1,4 +1,4 @@
-"""A report from records to files: report.html, report.md and the figures of the latter."""
+"""Builds a report: report.html, report.md and its figures."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def write_report(path: Path | str, out: Path | None = None) -> Report:
 
 
 def _write_figures(document: Document, folder: Path) -> None:
-    """Those of an earlier report go: they might show what is no longer there."""
+    """Replace the figures of an earlier report."""
     if folder.is_dir():
         for old in folder.glob("*.svg"):
             old.unlink()
@@ -98,7 +98,7 @@ def build_report(collection: RunCollection) -> tuple[Document, list[str]]:
 
 
 def _about(collection: RunCollection, chapters: Sequence[ChapterPage]) -> str:
-    """Of a study with one part, what that says as well."""
+    """Of a study; with a single part, also of that."""
     if len(chapters) != 1:
         return collection.about
     own = chapters[0].about
@@ -106,7 +106,7 @@ def _about(collection: RunCollection, chapters: Sequence[ChapterPage]) -> str:
 
 
 def _names(titles: Sequence[str]) -> list[str]:
-    """Of chapters, for links and files: no two are equal."""
+    """Unique names of chapters, for links and files."""
     taken = {TOGETHER}
     names = []
     for title in titles:
@@ -120,7 +120,7 @@ def _names(titles: Sequence[str]) -> list[str]:
 
 
 def _together(collection: RunCollection) -> ChapterPage:
-    """What a study asks about all its parts, and the settings of every cell."""
+    """The sections about all parts of a study, and the settings of every configuration."""
     names = [one for one in collection.sections if one in SECTIONS and one != "configuration"]
     about_all = section_context(TOGETHER, collection.cells, collection.comm)
     sections = build_sections(about_all, [*names, "configuration"])
@@ -136,7 +136,7 @@ def _with_titles(chapters: Sequence[Chapter], answers: Sequence[str]) -> list[st
 
 
 def _sum_up(document: Document, collection: RunCollection, answers: Sequence[str]) -> None:
-    """Of several parts: the answer of each, and what went wrong anywhere."""
+    """The headline of several parts, with the answer of each."""
     troubled = [cell for cell in collection.cells if _did_not_finish(cell)]
     count = _count(collection.cells)
     parts = len(collection.chapters)
@@ -150,14 +150,14 @@ def _sum_up(document: Document, collection: RunCollection, answers: Sequence[str
 
 
 def _did_not_finish(cell: RunGroup) -> bool:
-    """What was skipped did not begin."""
+    """A skipped run was not started, so it does not count."""
     return len(cell.finished) < len(cell.runs) or cell.trouble.startswith("failed")
 
 
 def _page(
     name: str, chapter: Chapter, verdict: Verdict, comm: Sequence[Path], *, is_alone: bool
 ) -> tuple[ChapterPage, str]:
-    """A chapter, and what it answers."""
+    """A chapter and its answer."""
     about_cells = section_context("" if is_alone else name, chapter.cells, comm)
     sections = build_sections(about_cells, select(chapter.sections, is_alone=is_alone))
     answer = _answer(chapter, sections) or headline(verdict)
@@ -171,7 +171,7 @@ def _page(
 
 
 def _answer(chapter: Chapter, sections: Sequence[Section]) -> str:
-    """Of the first section that has one, where a study asks for others before the verdict."""
+    """Of the first section with an answer, if the study does not put the verdict first."""
     if not chapter.sections or chapter.sections[0] == VERDICT:
         return ""
     blocks = (block for section in sections for block in section.blocks)

@@ -36,14 +36,14 @@ def print_summary(folder: RunFolder, result: Result) -> None:
         run = Run(folder, from_record(result["config"]), result)
         rows = summary_rows(result, None if run.is_synchronous else run.iteration_seconds)
         rows += _contention(run)
-    for name, text in [*rows, *_mishaps(result)]:
+    for name, text in [*rows, *_restarts_and_warnings(result)]:
         facts.add_row(name, text)
     facts.add_row("records", str(folder.path))
     console.print(facts)
 
 
 def phase_table(result: Result) -> Table:
-    """Where the workers' seconds went; phases that took none are left out.
+    """Time by phase; phases without any are omitted.
 
     Of the first worker in seconds, with a bar; of a few more beside it, as shares.
     """
@@ -65,7 +65,7 @@ def phase_table(result: Result) -> Table:
 
 
 def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, str]]:
-    """`step_seconds`: of an asynchronous run, as a report defines it."""
+    """`step_seconds`: of an asynchronous run, as in a report."""
     final, checkpoints = result["final"], result["checkpoints"]
     rows = [("status", result["status"])]
     if final["test_accuracy"] is not None or final["test_loss"] is not None:
@@ -110,16 +110,16 @@ def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, 
 
 
 def startup_text(startup: Mapping[str, float]) -> str:
-    """The parts of a worker's start-up; imports are not in its wall time."""
+    """The phases of a worker's start-up; imports are not in its wall time."""
     parts = [f"{part} {formatting.seconds(spent)}" for part, spent in startup.items() if spent]
     return f"rank 0 before its first iteration: {', '.join(parts)}"
 
 
 def _iteration_times(result: Result, step_seconds: float | None) -> str:
-    """Each figure as the mean over the workers of their own, as in a report."""
+    """Each statistic is the mean over workers, as in a report."""
     timings = [worker["iteration_seconds"] for worker in result["workers"]]
 
-    def told(key: str) -> str:
+    def mean(key: str) -> str:
         known = [timing[key] for timing in timings if timing[key] is not None]
         return formatting.seconds(sum(known) / len(known) if known else None)
 
@@ -127,12 +127,12 @@ def _iteration_times(result: Result, step_seconds: float | None) -> str:
     if step_seconds is not None:
         return (
             f"one per {formatting.seconds(step_seconds)} (mean, all workers together);"
-            f" a worker's own took {told('median')} (median), {told('p95')} (p95),"
-            f" the first {told('first')}{whose}"
+            f" a worker's own took {mean('median')} (median), {mean('p95')} (p95),"
+            f" the first {mean('first')}{whose}"
         )
     return (
-        f"one took {told('median')} (median), {told('mean')} (mean), {told('p95')} (p95),"
-        f" the first {told('first')}{whose}"
+        f"one took {mean('median')} (median), {mean('mean')} (mean), {mean('p95')} (p95),"
+        f" the first {mean('first')}{whose}"
     )
 
 
@@ -147,7 +147,7 @@ def _resources(nodes: Sequence[Mapping[str, Any]], hardware: Mapping[str, Any]) 
 
 
 def _cores(cpu_percent: float | None, cores: int | None) -> str:
-    """A sampled percentage is of one core: two busy cores are 200 %."""
+    """A sampled percentage is of one core: two busy cores are 200%."""
     if cpu_percent is None:
         return "-"
     used = f"{cpu_percent / 100:.2f}"
@@ -158,26 +158,26 @@ def _contention(run: Run) -> list[tuple[str, str]]:
     share = others_share(run)
     if share is None or share < WORTH_TELLING:
         return []
-    told = f"other processes used {share:.0%} of the CPU; timings are not representative"
-    return [("warning", told)]
+    text = f"other processes used {share:.0%} of the CPU; timings are not representative"
+    return [("warning", text)]
 
 
-def _mishaps(result: Result) -> list[tuple[str, str]]:
-    """What the run went on after, and what to know before its figures are believed."""
+def _restarts_and_warnings(result: Result) -> list[tuple[str, str]]:
+    """Restarts and warnings."""
     restarts, warnings = result.get("restarts") or [], result.get("warnings") or []
-    told = "; ".join(map(describe_restart, restarts))
-    rows = [("restarts", f"{len(restarts)}: {told}")] if restarts else []
+    causes = "; ".join(map(describe_restart, restarts))
+    rows = [("restarts", f"{len(restarts)}: {causes}")] if restarts else []
     return rows + [("warning", str(text)) for text in warnings]
 
 
 def describe_restart(restart: Mapping[str, Any]) -> str:
-    """Why, and where it went on: an entry of a result's `restarts`."""
+    """The cause and the first iteration of an entry of a result's `restarts`."""
     begin = f"iteration {restart['iteration']}" if restart["iteration"] else "the beginning"
     return f"{restart['cause']} (again from {begin})"
 
 
 def _traffic(result: Result) -> str:
-    """What the first worker sent, by kind, and how much communication overlapped computing."""
+    """Bytes that the first worker sent by kind, and overlapped communication."""
     worker = result["workers"][0]
     sent = ", ".join(
         f"{kind} {formatting.size(count['bytes_sent'])}"
