@@ -47,7 +47,7 @@ from paceline.measure.machine import hardware, software
 from paceline.measure.phase_clock import PhaseClock
 from paceline.measure.procfs import NetworkCounter
 from paceline.models.build import build_model
-from paceline.strategies.options import create_strategy
+from paceline.strategies import create_strategy
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import Strategy
 from paceline.training.process import keep_freed_memory

@@ -39,8 +39,7 @@ from paceline.measure.machine import hardware, software
 from paceline.measure.phase_clock import PhaseClock
 from paceline.measure.traffic import Traffic
 from paceline.models.build import build_model
-from paceline.strategies import STRATEGIES
-from paceline.strategies.options import create_strategy
+from paceline.strategies import STRATEGIES, create_strategy
 from paceline.strategies.parameter_server.protocol import SERVER, WORKER
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import AssignmentRequest, ServerStrategy, Strategy

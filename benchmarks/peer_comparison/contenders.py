@@ -25,7 +25,7 @@ from paceline.comm.rendezvous import Rendezvous
 from paceline.comm.shm import communicator
 from paceline.comm.torch_distributed import connect
 from paceline.measure.phase_clock import PhaseClock
-from paceline.strategies.options import create_strategy
+from paceline.strategies import create_strategy
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import Strategy
 from paceline.training.process import keep_freed_memory

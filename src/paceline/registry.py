@@ -11,11 +11,21 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
-from paceline.errors import UnknownNameError, UserCodeError, bare, error_line, shown, suggest
+from paceline.config.conversion import convert_options
+from paceline.errors import (
+    PacelineError,
+    UnknownNameError,
+    UserCodeError,
+    bare,
+    error_line,
+    shown,
+    suggest,
+)
 
 T = TypeVar("T")
+B = TypeVar("B")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +90,28 @@ class Registry(Generic[T]):
         else:
             target = load_user_object(self.kind, name)
         return cast("T", target)
+
+    def load_class(self, name: str, base: type[B], public_name: str) -> type[B]:
+        """Like `load`; raises UserCodeError unless the object is a subclass of `base`."""
+        loaded: object = self.load(name)
+        if not (isinstance(loaded, type) and issubclass(loaded, base)):
+            raise UserCodeError(f"{self.kind} {name!r}: must be a subclass of {public_name}")
+        return loaded
+
+    def create(self, name: str, class_: type[B], options: Mapping[str, str]) -> B:
+        """Create an instance of a loaded class from its preset and options given as text.
+
+        All invalid options are reported at once.
+        """
+        arguments: dict[str, Any] = convert_options(f"{self.kind} {name}", class_, options)
+        try:
+            return class_(**{**self.preset(name), **arguments})
+        except PacelineError:
+            raise
+        except Exception as error:
+            raise UserCodeError(
+                f"{self.kind} {name!r} could not be built: {error_line(error)}"
+            ) from error
 
 
 def load_user_object(kind: str, path: str) -> object:

@@ -11,7 +11,7 @@ import paceline
 from paceline.compression.codec import Codec
 from paceline.errors import UnknownNameError, UserCodeError
 from paceline.registry import Registry
-from paceline.strategies.options import create_strategy
+from paceline.strategies import create_strategy
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import Strategy
 

@@ -21,7 +21,7 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.rank_info import SINGLE_PROCESS
 from paceline.config import from_mapping
 from paceline.errors import UsageError
-from paceline.strategies.options import create_strategy
+from paceline.strategies import create_strategy
 from paceline.training.session import Samples, Session
 
 SAMPLES, BATCH = 50, 16

@@ -21,8 +21,8 @@ from paceline.measure.phase_clock import PhaseClock, PhaseLog, Span
 from paceline.measure.trace import WARM_UP_ITERATIONS, Tracer
 from paceline.measure.traffic import Traffic
 from paceline.records import read_iteration_seconds, read_json
+from paceline.strategies import create_strategy
 from paceline.strategies import replica as replica_module
-from paceline.strategies.options import create_strategy
 from paceline.strategies.replica import Replica
 from tests.support import toy_replicas as toy
 

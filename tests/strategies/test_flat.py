@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.errors import UsageError
+from paceline.strategies import create_strategy
 from paceline.strategies.flat_buffer import FlatBuffer
-from paceline.strategies.options import create_strategy
 from tests.support import odd_weights as odd
 
 

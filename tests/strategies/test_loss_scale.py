@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
-from paceline.strategies.options import create_strategy
+from paceline.strategies import create_strategy
 from paceline.strategies.strategy import SingleProcess
 from tests.support import odd_weights as odd
 from tests.support.worker_pool import WorkerPool

@@ -20,8 +20,8 @@ from paceline.measure import timeline as timeline_module
 from paceline.measure.phase_clock import clock_for
 from paceline.measure.timeline import GpuTimeline, Moment, Timeline, busy_seconds, timeline_of
 from paceline.measure.traffic import Traffic
+from paceline.strategies import create_strategy
 from paceline.strategies.ddp import Ddp, ExchangeMeter
-from paceline.strategies.options import create_strategy
 from paceline.strategies.replica import Replica
 from tests.support import odd_weights as odd
 from tests.support import toy_replicas as toy

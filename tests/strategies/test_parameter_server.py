@@ -228,7 +228,7 @@ def test_an_aborted_barrier_fails_only_those_who_still_wait() -> None:
         barrier.wait()
         barrier.abort()
         other.result()
-    with pytest.raises(PeerError, match="a worker is gone"):
+    with pytest.raises(PeerError, match="a worker is lost"):
         barrier.wait()
 
 

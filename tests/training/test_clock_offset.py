@@ -10,7 +10,7 @@ import pytest
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.config import RunConfig
-from paceline.strategies.options import create_strategy
+from paceline.strategies import create_strategy
 from paceline.training import coordination
 from paceline.training.coordination import (
     MAX_CLOCK_INTERVAL_SECONDS,

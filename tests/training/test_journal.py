@@ -16,7 +16,7 @@ from paceline.config import RunConfig
 from paceline.measure.phase_clock import PhaseClock
 from paceline.measure.tensorboard import TensorBoardWriter
 from paceline.records import EventWriter, read_iteration_seconds
-from paceline.strategies.options import create_strategy
+from paceline.strategies import create_strategy
 from paceline.strategies.strategy import Strategy
 from paceline.training import run_logger
 from paceline.training.coordination import StepCoordinator

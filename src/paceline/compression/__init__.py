@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from paceline.config.conversion import convert_options, option_types
-from paceline.errors import UserCodeError
+from paceline.config.conversion import option_types
 from paceline.registry import Registry
 
 if TYPE_CHECKING:
@@ -38,8 +37,7 @@ for _name, _path, _summary in (
 
 def create(name: str, options: Mapping[str, str]) -> Codec:
     """Create a codec from options given as text; all invalid options are reported at once."""
-    codec_class = _class_of(name)
-    return codec_class(**convert_options(f"codec {name}", codec_class, options))
+    return CODECS.create(name, _class_of(name), options)
 
 
 def option_names(name: str) -> tuple[str, ...]:
@@ -50,9 +48,4 @@ def option_names(name: str) -> tuple[str, ...]:
 def _class_of(name: str) -> type[Codec]:
     from paceline.compression.codec import Codec
 
-    codec_class = CODECS.load(name)
-    if not (isinstance(codec_class, type) and issubclass(codec_class, Codec)):
-        raise UserCodeError(
-            f"codec {name!r}: must be a subclass of paceline.compression.codec.Codec"
-        )
-    return codec_class
+    return CODECS.load_class(name, Codec, "paceline.compression.codec.Codec")  # type: ignore[type-abstract]

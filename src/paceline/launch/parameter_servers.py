@@ -31,7 +31,7 @@ from paceline.launch.processes import LocalProcesses
 from paceline.launch.signals import SIGNALS
 from paceline.measure.traffic import Traffic
 from paceline.records import SCHEMA, RunFolder, read_json, write_json
-from paceline.strategies.options import create_strategy
+from paceline.strategies import create_strategy
 from paceline.strategies.parameter_server.connection import Pair
 from paceline.strategies.parameter_server.heartbeat import Address, Heartbeats
 from paceline.strategies.parameter_server.protocol import SERVER, WORKER

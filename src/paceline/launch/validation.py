@@ -8,8 +8,7 @@ from paceline.config import RunConfig
 from paceline.data import DATASETS
 from paceline.errors import ConfigError, UnknownNameError
 from paceline.models import MODELS
-from paceline.strategies import STRATEGIES
-from paceline.strategies.options import create_strategy
+from paceline.strategies import STRATEGIES, create_strategy
 from paceline.strategies.strategy import ServerStrategy, Strategy
 
 

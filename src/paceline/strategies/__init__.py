@@ -1,13 +1,14 @@
-"""Strategies by name: the ways of keeping replicas in step. An entry is a `Strategy` class.
+"""The registry of synchronization strategies; strategy.py defines the contract.
 
-`strategy.py` is the contract. Several names are presets of one class: gradient averaging with
-another algorithm.
+Several names are presets of gradient averaging with different algorithms.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from paceline.errors import UserCodeError
 from paceline.registry import Registry
 
 if TYPE_CHECKING:
@@ -21,26 +22,26 @@ ALL_REDUCE = "all-reduce"
 _AVERAGING = "paceline.strategies.gradient_averaging:GradientAveraging"
 
 STRATEGIES.register(
-    "single", "paceline.strategies.strategy:SingleProcess", "one worker, nothing to keep in step"
+    "single", "paceline.strategies.strategy:SingleProcess", "one worker, no synchronization"
 )
 STRATEGIES.register(
     "gather_scatter",
     _AVERAGING,
-    "rank 0 gathers the gradients, sums them and sends them back",
+    "rank 0 gathers, sums and broadcasts the gradients",
     algorithm="root",
     tags=[ALL_REDUCE],
 )
 STRATEGIES.register(
     "allreduce",
     _AVERAGING,
-    "the library's all-reduce, tensor by tensor or flat",
+    "the library's all-reduce, per tensor or flat",
     algorithm="library",
     tags=[ALL_REDUCE],
 )
 STRATEGIES.register(
     "ring",
     _AVERAGING,
-    "all gradients at once around a ring",
+    "flat ring all-reduce",
     algorithm="ring",
     flat=True,
     tags=[ALL_REDUCE],
@@ -48,7 +49,7 @@ STRATEGIES.register(
 STRATEGIES.register(
     "tree",
     _AVERAGING,
-    "all gradients at once up and down a tree",
+    "flat tree all-reduce",
     algorithm="tree",
     flat=True,
     tags=[ALL_REDUCE],
@@ -56,7 +57,7 @@ STRATEGIES.register(
 STRATEGIES.register(
     "halving_doubling",
     _AVERAGING,
-    "all gradients at once in pairs of halves",
+    "flat recursive halving and doubling",
     algorithm="halving_doubling",
     flat=True,
     tags=[ALL_REDUCE],
@@ -64,35 +65,79 @@ STRATEGIES.register(
 STRATEGIES.register(
     "overlap",
     "paceline.strategies.overlap:Overlap",
-    "buckets of gradients, during the backward pass",
+    "all-reduce in buckets during the backward pass",
     tags=[ALL_REDUCE],
 )
 STRATEGIES.register(
-    "ddp", "paceline.strategies.ddp:Ddp", "PyTorch's own DistributedDataParallel", tags=[ALL_REDUCE]
+    "ddp", "paceline.strategies.ddp:Ddp", "PyTorch's DistributedDataParallel", tags=[ALL_REDUCE]
 )
 STRATEGIES.register(
     "shared",
     "paceline.strategies.shared.strategy:SharedWeights",
-    "one copy of the weights per host, in memory that its workers share",
+    "one copy of the weights per host, in shared memory",
 )
 STRATEGIES.register(
     "local_sgd",
     "paceline.strategies.local_sgd:LocalSgd",
-    "steps of one's own, then the mean of weights",
+    "local steps, then averaging of weights",
 )
 STRATEGIES.register(
-    "easgd", "paceline.strategies.easgd:Easgd", "steps of one's own, on a spring to a common centre"
+    "easgd",
+    "paceline.strategies.easgd:Easgd",
+    "local steps with elastic averaging around center weights",
 )
 STRATEGIES.register(
-    "sharded", "paceline.strategies.sharded:Sharded", "optimizer state split over the workers"
+    "sharded",
+    "paceline.strategies.sharded:Sharded",
+    "optimizer state sharded over the workers (ZeRO)",
 )
 STRATEGIES.register(
     "fsdp",
     "paceline.strategies.fsdp:Fsdp",
-    "PyTorch's own fully_shard: weights split over the workers",
+    "PyTorch's fully_shard: weights sharded over the workers",
 )
 STRATEGIES.register(
     "parameter_server",
     "paceline.strategies.parameter_server.strategy:ParameterServer",
-    "servers hold the weights, in step or not",
+    "servers hold the weights, synchronous or asynchronous",
 )
+
+RENAMED = {
+    "refusals": "check",
+    "attach": "setup",
+    "consensus": "eval_weights",
+    "claim": "next_assignment",
+    "lockstep": "synchronous",
+    "equal": "replicas_equal",
+    "most_workers": "max_world_size",
+    "holds_all_weights": "checkpoint.has_full_weights",
+    "model_state": "checkpoint.model_state_dict",
+    "load_model_state": "checkpoint.load_model_state_dict",
+    "optimizer_state": "checkpoint.optimizer_state_dict",
+    "load_optimizer_state": "checkpoint.load_optimizer_state_dict",
+    "notes": "meter.take",
+    "account": "meter.summary",
+    "settle_accounts": "meter.settle",
+}
+"""Former names of methods and attributes of strategies."""
+
+
+def create_strategy(name: str, options: Mapping[str, str]) -> Strategy:
+    """Create a registered or user-defined strategy; unknown options are errors."""
+    # Imports torch, which listing the strategies must not do.
+    from paceline.strategies.strategy import ServerStrategy, Strategy
+
+    strategy_class = STRATEGIES.load_class(name, Strategy, "paceline.Strategy")
+    # A method under its former name would never be called: training would be silently wrong.
+    former = [each for each in RENAMED if hasattr(strategy_class, each)]
+    if former:
+        changes = ", ".join(f"{each} to {RENAMED[each]}" for each in former)
+        raise UserCodeError(f"strategy {name!r} uses names of an earlier version: rename {changes}")
+    strategy = STRATEGIES.create(name, strategy_class, options)
+    has_servers = hasattr(strategy, "serve") or not strategy.synchronous
+    if has_servers and not isinstance(strategy, ServerStrategy):
+        raise UserCodeError(
+            f"strategy {name!r}: servers and asynchronous training need a subclass of"
+            " paceline.strategies.strategy.ServerStrategy"
+        )
+    return strategy

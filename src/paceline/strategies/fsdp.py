@@ -1,18 +1,15 @@
-"""The collectives that fully_shard calls, counted and timed like all others.
+"""PyTorch's fully_shard: weights, gradients and optimizer state are sharded over the ranks.
 
-PyTorch's own fully_shard: weights, gradients and optimizer state split over the workers.
+Between updates each rank holds a shard of the rows of every weight. Block by block, the weights are
+all-gathered for the forward pass, freed, and all-gathered again for the backward pass; gradients
+are reduce-scattered. A block is a child module with weights, or a child of a plain container. This
+moves 1.5 times as much data as gradient averaging and needs the least memory.
 
-Between updates each worker has a part of every weight, 1 / workers of its rows. Block by block the
-weights are gathered for the forward pass, freed, gathered again for the backward pass, and the
-gradients are reduce-scattered; a block is a child of the model that has weights, or of a plain
-container in it. That moves half as much again as averaging gradients does, and needs the least
-memory.
-
-fully_shard lets its collectives be replaced. Here they sum where it would average, since losses are
-weighted already, and go through the run's communicator, counted and timed like any other. Where
-every worker has a GPU of its own they stay NCCL's, which runs them beside the computation: their
-bytes are then counted as a ring's, and the time they hold training up is part of forward and
-backward."""
+Custom collectives replace those of fully_shard. They sum instead of averaging, because losses are
+already weighted, and use the run's communicator, which counts and times them. If each rank has its
+own GPU, NCCL runs the collectives in parallel with computation: traffic is then counted as for a
+ring, and exposed communication is part of the forward and backward phases.
+"""
 
 from __future__ import annotations
 
@@ -45,16 +42,16 @@ from paceline.strategies.strategy import ModelShape, Strategy, check_uses_torch
 
 
 class _Collective:
-    """`beside`: let NCCL run it beside the computation, counted as one lap of a ring.
+    """A collective of fully_shard, counted in the run's traffic."""
 
-    Otherwise tensors on a GPU travel as copies in main memory, made here: fully_shard calls from
-    streams of its own, with which the communicator's thread does not keep in step.
-    """
+    def __init__(self, replica: Replica, uses_nccl: bool) -> None:
+        """Without NCCL, tensors on a GPU are copied to main memory here.
 
-    def __init__(self, replica: Replica, beside: bool) -> None:
+        fully_shard uses its own streams, which the communicator does not synchronize with.
+        """
         self._replica = replica
         self._communicator = replica.communicator
-        self._beside = beside
+        self._uses_nccl = uses_nccl
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -73,8 +70,8 @@ class AllGather(_Collective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> None:
-        """The input is this worker's chunk of the output already."""
-        if self._beside:
+        """Gather the output, which already contains the input as this rank's chunk."""
+        if self._uses_nccl:
             self._count(output_tensor, "parameters")
             group._allgather_base(output_tensor, input_tensor).wait()
             return
@@ -94,8 +91,8 @@ class ReduceScatter(_Collective):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """`op` is a sum, as fully_shard was told."""
-        if self._beside:
+        """Reduce the input; `op` is always a sum."""
+        if self._uses_nccl:
             self._count(input_tensor, "gradients")
             options = dist.ReduceScatterOptions()
             options.reduceOp = op
@@ -112,12 +109,12 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class Fsdp(Strategy):
-    """A single worker has nothing to split and trains as if alone."""
+    """Shards the model with fully_shard; a single worker trains unsharded."""
 
     def check(self, config: RunConfig) -> list[str]:
-        is_split = config.compile and config.workers > 1
+        is_compiled = config.compile and config.workers > 1
         problems = (
-            ["--compile: not with --strategy fsdp; leave one of them out"] if is_split else []
+            ["--compile: not supported by strategy fsdp; remove one of them"] if is_compiled else []
         )
         return problems + check_uses_torch(config)
 
@@ -130,10 +127,10 @@ class Fsdp(Strategy):
         names = {id(weight): name for name, weight in replica.model.named_parameters()}
         trained = [[names[id(weight)] for weight in group] for group in _groups(replica)]
         self.unsharded = _without_weights(replica)
-        """The model as it was, but for its weights; buffers are the same."""
+        """A copy of the model without weights, which shares its buffers."""
         self._shard(replica.model, communicator)
         self.checkpoint.has_full_weights = False
-        self._is_last_part = True
+        self._is_last_microbatch = True
         self._follow(replica, trained)
         self.checkpoint = FsdpCheckpointState(self)
         replica.forward = self._forward
@@ -143,20 +140,20 @@ class Fsdp(Strategy):
             weight.data = weight.data.contiguous()
         device = next(model.parameters()).device
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # fully_shard takes the current one
+            torch.cuda.set_device(device)  # fully_shard uses the current device
         group = communicator.default_process_group()
         has_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config(group))
         mesh = DeviceMesh.from_group(group, device.type)
         self._modules: list[FSDPModule] = []
-        """The blocks, and last the model itself, which has the weights that no block has."""
-        # Of a weight without elements it can make no parts.
-        whole = {weight for weight in model.parameters() if not weight.numel()}
+        """All blocks, then the model itself, which holds the remaining weights."""
+        # fully_shard does not support weights without elements.
+        ignored = {weight for weight in model.parameters() if not weight.numel()}
         for module in [*_blocks(model), model]:
-            sharded = fully_shard(module, mesh=mesh, ignored_params=whole)
+            sharded = fully_shard(module, mesh=mesh, ignored_params=ignored)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
-            # Workers may use different weights, and those that one does not use are zeros to it.
-            # Before torch could do so, all workers had to use the same.
+            # Ranks may use different weights; unused ones count as zero. Older versions of torch
+            # require that all ranks use the same weights.
             if hasattr(sharded, "set_reduce_scatter_unused_params"):
                 sharded.set_reduce_scatter_unused_params(True, recurse=False)
             gather: Any = AllGather(self.replica, has_nccl)
@@ -178,25 +175,25 @@ class Fsdp(Strategy):
         replica.trainable = [weight for weight in split.values() if weight.requires_grad]
         weights = optimizer_weights(replica.optimizer)
         rank, workers = replica.communicator.rank, replica.communicator.world_size
-        self._pieces = []
-        for number, weight in enumerate(weights):
+        self._shards = []
+        for index, weight in enumerate(weights):
             values = nn.Parameter(_local(weight).view(-1))
             if weight.requires_grad and values.numel() > 0:
                 rows = _own_rows(len(weight), workers, rank)
                 begin = rows.start * (weight.numel() // len(weight))
-                self._pieces.append(ParameterShard(number, begin, values))
-        self.optimizer = ShardedOptimizer(replica, weights, self._pieces, replica.communicator)
+                self._shards.append(ParameterShard(index, begin, values))
+        self.optimizer = ShardedOptimizer(replica, weights, self._shards, replica.communicator)
         self._weights = weights
 
     def _forward(self, inputs: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and self.replica.is_last_microbatch != self._is_last_part:
-            # Gathered for the first part of a batch, kept for the others, split again after the
-            # last: the same collectives on workers with few parts and with many.
-            self._is_last_part = self.replica.is_last_microbatch
-            self._keep_after_forward(not self._is_last_part)
+        if torch.is_grad_enabled() and self.replica.is_last_microbatch != self._is_last_microbatch:
+            # Weights are gathered for the first microbatch and kept until the last, so ranks with
+            # different numbers of microbatches run the same collectives.
+            self._is_last_microbatch = self.replica.is_last_microbatch
+            self._keep_after_forward(not self._is_last_microbatch)
             for module in self._modules:
-                module.set_requires_gradient_sync(self._is_last_part, recurse=False)
-                module.set_reshard_after_backward(self._is_last_part, recurse=False)
+                module.set_requires_gradient_sync(self._is_last_microbatch, recurse=False)
+                module.set_reshard_after_backward(self._is_last_microbatch, recurse=False)
         outputs = self._model(inputs)
         assert isinstance(outputs, Tensor)
         return outputs
@@ -204,24 +201,24 @@ class Fsdp(Strategy):
     def _keep_after_forward(self, keep: bool) -> None:
         for module in self._modules[:-1]:
             module.set_reshard_after_forward(not keep, recurse=False)
-        # The backward pass begins with what the forward pass ended with.
+        # The backward pass starts with the weights that the forward pass used last.
         self._modules[-1].set_reshard_after_forward(False, recurse=False)
 
     def step(self) -> None:
         if self.replica.communicator.world_size == 1:
             super().step()
             return
-        for piece in self._pieces:
-            gradient = self._weights[piece.weight].grad
-            piece.values.grad = (
-                torch.zeros_like(piece.values) if gradient is None else _local(gradient).view(-1)
+        for shard in self._shards:
+            gradient = self._weights[shard.weight].grad
+            shard.values.grad = (
+                torch.zeros_like(shard.values) if gradient is None else _local(gradient).view(-1)
             )
         self.optimizer.update()
         self.replica.clear_gradients()
 
     @contextmanager
     def eval_weights(self) -> Iterator[None]:
-        """Workers evaluate different numbers of batches, so the weights are gathered only once."""
+        """Gather the weights once, because ranks evaluate different numbers of batches."""
         if self.checkpoint.has_full_weights:
             yield
             return
@@ -230,7 +227,7 @@ class Fsdp(Strategy):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Inside, the model has all its weights on every worker. Collective."""
+        """Hold all weights on every rank inside the block. Collective."""
         self._keep_after_forward(True)
         for module in self._modules:
             module.unshard()
@@ -239,13 +236,13 @@ class Fsdp(Strategy):
         finally:
             for module in self._modules:
                 module.reshard()
-            self._keep_after_forward(not self._is_last_part)
+            self._keep_after_forward(not self._is_last_microbatch)
 
     def finish(self) -> None:
         if self.checkpoint.has_full_weights:
             return
         self.unsharded.load_state_dict(self.checkpoint.model_state_dict(), assign=True)
-        # The model that others hold becomes the ordinary one.
+        # References to the model must see an unsharded model.
         self._model.__class__ = type(self.unsharded)
         self._model.__dict__.clear()
         self._model.__dict__.update(self.unsharded.__dict__)
@@ -253,10 +250,10 @@ class Fsdp(Strategy):
         self.checkpoint.has_full_weights = True
 
     def cost(self, shape: ModelShape, network: Network) -> Cost:
-        """Two all-gathers and a reduce-scatter of every tensor, each as a ring's half.
+        """Return the cost of two all-gathers and a reduce-scatter of every tensor.
 
-        As if each tensor were a block of its own and had rows for all workers alike: blocks of
-        several tensors send fewer messages, padding adds a few bytes.
+        Assumes that each tensor is a block and that its rows divide evenly. Larger blocks send
+        fewer messages; padding adds a few bytes.
         """
         steps = 3 * (shape.workers - 1)
         moved = steps * shape.gradient_bytes / shape.workers
@@ -265,7 +262,7 @@ class Fsdp(Strategy):
 
 
 class FsdpCheckpointState(ShardedCheckpointState):
-    """Gathers the model's weights; rank 0 gathers the optimizer's state."""
+    """State of a model whose weights are sharded."""
 
     def __init__(self, strategy: Fsdp) -> None:
         super().__init__(strategy.replica, strategy.optimizer)
@@ -287,7 +284,7 @@ class FsdpCheckpointState(ShardedCheckpointState):
             return
         expected: dict[str, Tensor] = self._strategy.unsharded.state_dict()
         if state.keys() != expected.keys():
-            raise ValueError(f"other weights: {', '.join(state.keys() ^ expected.keys())}")
+            raise ValueError(f"different weights: {', '.join(state.keys() ^ expected.keys())}")
         rank, workers = self.replica.communicator.rank, self.replica.communicator.world_size
         weights = dict(self.replica.model.named_parameters())
         for name, value in state.items():
@@ -300,17 +297,17 @@ class FsdpCheckpointState(ShardedCheckpointState):
 
 
 def _check(replica: Replica) -> TorchCommunicator:
-    """Refuse what fully_shard cannot split."""
+    """Raise ConfigError for models that fully_shard does not support."""
     communicator, model = replica.communicator, replica.model
     if not isinstance(communicator, TorchCommunicator):
-        raise ConfigError(["--strategy fsdp: needs workers that torch.distributed connects"])
+        raise ConfigError(["--strategy fsdp: requires workers connected by torch.distributed"])
     check_shardable(replica.optimizer, "fsdp")
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     shared = set(names) - {name for name, _ in model.named_parameters()}
     scalars = {name for name, weight in model.named_parameters() if weight.dim() == 0}
-    for problem, found in (("is shared by two layers", shared), ("is a single number", scalars)):
+    for problem, found in (("is shared by two layers", shared), ("is a scalar", scalars)):
         if found:
-            text = f"--strategy fsdp: cannot split weight {min(found)}, which {problem}"
+            text = f"--strategy fsdp: cannot shard weight {min(found)}, which {problem}"
             raise ConfigError([text])
     return communicator
 
@@ -328,7 +325,7 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _without_weights(replica: Replica) -> nn.Module:
-    """A copy of the model whose weights take no memory, and whose buffers are the model's."""
+    """Return a copy of the model with weights on the meta device and the same buffers."""
     kept: list[Any] = [replica, replica.communicator, *replica.model.buffers()]
     memory: dict[int, Any] = {id(each): each for each in kept}
     for weight in replica.model.parameters():
@@ -338,12 +335,12 @@ def _without_weights(replica: Replica) -> nn.Module:
 
 
 def _own_rows(rows: int, workers: int, rank: int) -> slice:
-    """As fully_shard deals them: all parts but the last ones are of one size."""
+    """Return the rows of a rank's shard, as fully_shard splits them."""
     size = -(-rows // workers)
     return slice(min(rank * size, rows), min((rank + 1) * size, rows))
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this worker has; all of one that is not split."""
+    """Return this rank's shard of a tensor, or all of an unsharded one."""
     local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach()

@@ -1,11 +1,9 @@
-"""fp16's loss scaling where torch's own needs a hand.
+"""The optimizer step: a fast path for fused SGD, and skipped steps of fp16 loss scaling.
 
-The step of torch's fused SGD without the Python around it.
-
-For a small model on a CPU the kernel is the smaller part of `optimizer.step()`; the rest goes
-through every weight again to find what was there the step before. This keeps what was found. It
-runs the very same kernel on the same tensors, so the result is the same bit for bit; wherever
-anything is unusual it leaves the step to the optimizer."""
+For a small model on a CPU, most of `optimizer.step()` is Python code that collects the same tensors
+in every step. `FusedSgdStep` caches them and calls the same kernel, so results are equal bit for
+bit. In unusual cases it calls the optimizer.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +17,10 @@ from torch.optim import optimizer as of_all
 
 
 def step_unless_overflow(scaler: torch.amp.GradScaler, step: FusedSgdStep) -> None:
-    """Let the scaler step, or pass the step over where a gradient left fp16's range.
+    """Run the optimizer, unless a gradient overflowed in fp16.
 
-    An optimizer without any state must have been unscaled before: when torch's fused SGD passes its
-    first step over, it takes memory that nobody has filled for its momentum.
+    Gradients of an optimizer without state must already be unscaled: if torch's fused SGD skips its
+    first step, its momentum is uninitialized memory.
     """
     optimizer = step.optimizer
     if not scaler.is_enabled():
@@ -32,9 +30,9 @@ def step_unless_overflow(scaler: torch.amp.GradScaler, step: FusedSgdStep) -> No
 
 
 def overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> Tensor:
-    """Where the scaler keeps 1 if an unscaled gradient was not finite, else 0.
+    """Return the scaler's flag: 1 if an unscaled gradient is not finite, else 0.
 
-    torch has no public way to it.
+    torch has no public function for it.
     """
     states: dict[int, dict[str, Any]] = scaler._per_optimizer_states
     found: dict[torch.device, Tensor] = states[id(optimizer)]["found_inf_per_device"]
@@ -42,42 +40,44 @@ def overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> Tensor:
 
 
 class FusedSgdStep:
+    """Calls the kernel of fused SGD directly if nothing has changed since the last step."""
+
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self._known: list[_Group] | None = None
-        """What the groups were like after the last step that the optimizer took itself."""
+        self._cached: list[_Group] | None = None
+        """The parameter groups after the last `optimizer.step()`."""
         self._state: Any = None
 
     def __call__(self) -> None:
         optimizer = self.optimizer
-        # A state that was loaded is another object.
+        # Loading a state dict replaces the object.
         is_usual = optimizer.state is self._state and not _is_hooked(optimizer)
-        if not is_usual or self._known is None or not self._take(self._known):
+        if not is_usual or self._cached is None or not self._step(self._cached):
             optimizer.step()
-            self._state, self._known = optimizer.state, _groups(optimizer)
+            self._state, self._cached = optimizer.state, _groups(optimizer)
 
-    def _take(self, known: list[_Group]) -> bool:
+    def _step(self, cached: list[_Group]) -> bool:
         groups = self.optimizer.param_groups
-        if len(groups) != len(known):
+        if len(groups) != len(cached):
             return False
-        gradients = [own.gradients(group) for own, group in zip(known, groups, strict=True)]
+        gradients = [cache.gradients(group) for cache, group in zip(cached, groups, strict=True)]
         if any(found is None for found in gradients):
             return False
         with torch.no_grad():
-            for own, group, found in zip(known, groups, gradients, strict=True):
+            for cache, group, found in zip(cached, groups, gradients, strict=True):
                 assert found is not None
-                own.step(group, found)
+                cache.step(group, found)
         return True
 
 
 class _Group:
-    """Weights that share their settings, with their momentum."""
+    """The cached tensors of one parameter group."""
 
     def __init__(self, weights: list[Tensor], momenta: list[Tensor]) -> None:
         self.weights, self.momenta = weights, momenta
 
     def gradients(self, group: dict[str, Any]) -> list[Tensor] | None:
-        """None where weights or settings are others by now, or a gradient is missing or odd."""
+        """Return the gradients; None if weights or settings changed or a gradient is unusual."""
         weights = group["params"]
         if len(weights) != len(self.weights) or not all(map(is_, weights, self.weights)):
             return None
@@ -104,10 +104,10 @@ class _Group:
 
 
 def _groups(optimizer: Optimizer) -> list[_Group] | None:
-    """What is to be known of an optimizer's groups; None where it is not the usual one."""
+    """Return the tensors to cache; None if the fast path does not apply."""
     if type(optimizer) is not SGD:
         return None
-    known = []
+    groups = []
     for group in optimizer.param_groups:
         weights = group["params"]
         kinds = {(weight.dtype, weight.device.type, weight.layout) for weight in weights}
@@ -120,12 +120,12 @@ def _groups(optimizer: Optimizer) -> list[_Group] | None:
             momenta = []
         elif any(momentum is None for momentum in momenta):
             return None
-        known.append(_Group(list(weights), momenta))
-    return known
+        groups.append(_Group(list(weights), momenta))
+    return groups
 
 
 def _is_hooked(optimizer: Optimizer) -> bool:
-    """Whether somebody wants to know of each step: by a hook, or by a `step` of their own."""
+    """Return whether hooks are registered or `step` is replaced."""
     return bool(
         "step" in vars(optimizer)
         or optimizer._optimizer_step_pre_hooks

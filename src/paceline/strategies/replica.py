@@ -1,6 +1,4 @@
-"""Model state between workers: the same beginning for all, and agreed batch-norm statistics.
-
-What one worker trains: its model, its optimizer, and how an update is applied to them."""
+"""A rank's replica of the training state, and the exchange of model state between ranks."""
 
 from __future__ import annotations
 
@@ -20,17 +18,17 @@ from paceline.strategies.sync_batch_norm import SyncBatchNorm
 
 
 def broadcast_model(model: nn.Module, communicator: Communicator) -> None:
-    """Give every worker the first one's weights and buffers."""
+    """Copy rank 0's weights and buffers to all ranks. Collective."""
     if communicator.world_size > 1:
         _broadcast([weight.data for weight in model.parameters()], communicator, "parameters")
         _broadcast(list(model.buffers()), communicator, "buffers")
 
 
 def agree_on_buffers(model: nn.Module, communicator: Communicator, how: str) -> None:
-    """Batch-norm statistics for evaluation: the first worker's (`rank0`) or all of them's mean.
+    """Synchronize batch-norm statistics for evaluation: rank 0's (`rank0`) or the mean. Collective.
 
-    Each worker sees other samples, so their running statistics differ though their weights do not.
-    Counters are always the first worker's.
+    Ranks see different samples, so their running statistics differ even if weights are equal.
+    Counters are always rank 0's.
     """
     buffers = list(model.buffers())
     if communicator.world_size == 1 or not buffers:
@@ -47,12 +45,12 @@ def agree_on_buffers(model: nn.Module, communicator: Communicator, how: str) -> 
 
 
 def _broadcast(tensors: list[Tensor], communicator: Communicator, kind: str) -> None:
-    """One message for each type of element, not one for each tensor."""
+    """Send one message per dtype instead of one per tensor."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-        flat = torch.cat([tensor.flatten() for tensor in alike])
+        same_dtype = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.flatten() for tensor in same_dtype])
         communicator.broadcast(flat, 0, kind).wait()
-        _copy_back(flat, alike)
+        _copy_back(flat, same_dtype)
 
 
 def _copy_back(flat: Tensor, tensors: list[Tensor]) -> None:
@@ -100,47 +98,47 @@ class ExposedCommunication:
 
 @dataclass(slots=True)
 class Replica:
-    """A worker's copy of the training state, as a strategy sees it."""
+    """A rank's model, optimizer and communicator, as a strategy uses them."""
 
     model: nn.Module
     optimizer: Optimizer
     clock: PhaseClock
     forward: Callable[[Tensor], Tensor]
-    """What the loop calls: the model, compiled or wrapped."""
+    """The function that the loop calls: the model, possibly compiled or wrapped."""
     scaler: torch.amp.GradScaler
-    """Keeps fp16 gradients in range; does nothing in the other precisions."""
+    """Scales fp16 losses; disabled for other precisions."""
     communicator: Communicator
-    """This worker's end of the connections to the others; a world of one when it trains alone."""
+    """Connects all workers; has world size 1 for a single worker."""
     node: int = 0
-    """The machine this worker is on; workers of one node share its memory."""
+    """Node rank; workers of one node share its memory."""
     clip_norm: float | None = None
     is_last_microbatch: bool = True
-    """Whether the backward pass at hand is the last one before the update (accumulation)."""
+    """Whether the next backward pass is the last one before the update."""
     flat_gradients: Tensor | None = None
-    """Where all gradients lie one after the other, if the strategy wants them so."""
+    """The flat buffer that contains all gradients, if the strategy uses one."""
     exposed: ExposedIntervals = field(default_factory=ExposedIntervals)
     batch_fraction: float = 1.0
-    """This worker's part of the samples of the global batch at hand."""
+    """This rank's fraction of the samples of the current global batch."""
     servers: Sequence[Communicator] = ()
-    """Connections to the parameter servers, if any: pairs in which the server is rank 0."""
+    """One two-rank communicator per parameter server, which is rank 0 in it."""
     hidden_exchange_seconds: float = 0.0
-    """Communication that went on behind the backward pass."""
+    """Communication that overlapped the backward pass."""
     trainable: list[nn.Parameter] = field(init=False)
-    _shared_norms: list[SyncBatchNorm] = field(init=False)
+    _sync_norms: list[SyncBatchNorm] = field(init=False)
     _step: FusedSgdStep = field(init=False)
 
     def __post_init__(self) -> None:
         self._step = FusedSgdStep(self.optimizer)
         for weight in self.model.parameters():
-            # Strategies lay weights out one after the other, so a view with gaps has to close them.
+            # Flat buffers need weights without gaps in memory.
             if torch.empty_like(weight, device="meta").stride() != weight.stride():
                 weight.data = weight.data.contiguous()
         self.trainable = [weight for weight in self.model.parameters() if weight.requires_grad]
-        self._shared_norms = [
+        self._sync_norms = [
             layer for layer in self.model.modules() if isinstance(layer, SyncBatchNorm)
         ]
-        for layer in self._shared_norms:
-            layer.exchanging = self.exposed_communication
+        for layer in self._sync_norms:
+            layer.exposed_communication = self.exposed_communication
 
     def begin_batch(self, samples: int, global_samples: int) -> None:
         """Tell the strategy and the layers how much of the global batch this rank computes."""
@@ -148,15 +146,15 @@ class Replica:
         self.set_sample_counts(samples > 0)
 
     def set_sample_counts(self, counts: bool) -> None:
-        """Say whether the samples of the coming passes count.
+        """Set whether the samples of the next passes count in batch-norm statistics.
 
-        A worker without a share of the batch computes a sample that must not.
+        A rank without samples in the batch computes a placeholder, which must not count.
         """
-        for layer in self._shared_norms:
+        for layer in self._sync_norms:
             layer.counts = counts
 
     def backward(self, loss: Tensor) -> None:
-        """Add this loss's gradients to those of the batch's earlier parts."""
+        """Accumulate the gradients of a loss."""
         self.scaler.scale(loss).backward()
 
     def exposed_communication(self) -> ExposedCommunication:
@@ -170,17 +168,17 @@ class Replica:
             self.hidden_exchange_seconds += seconds
 
     def fill_missing_gradients(self) -> None:
-        """Zeros for weights that had no part in the loss, as they get from a sum over workers.
+        """Set missing gradients of unused weights to zero, as a sum over ranks does.
 
-        Otherwise the optimizer would pass them over when one worker trains alone, and apply weight
-        decay and momentum to them when several do.
+        The optimizer would otherwise skip these weights for a single worker, but apply weight decay
+        and momentum to them for several.
         """
         for weight in self.trainable:
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
 
     def update(self) -> None:
-        """Clip, apply the optimizer, and forget the gradients."""
+        """Clip the gradients, run the optimizer and clear the gradients."""
         self.clock.enter("update")
         if self.clip_norm is not None or not self.optimizer.state:
             self.scaler.unscale_(self.optimizer)
@@ -195,5 +193,5 @@ class Replica:
             for weight in self.trainable:
                 weight.grad = None
         else:
-            # The gradients are views of one tensor and must stay that.
+            # Gradients must remain views of the flat buffer.
             self.flat_gradients.zero_()

@@ -139,6 +139,10 @@ class Assignment:
     part: int
     """Index of the part of the batch; a batch has as many parts as there are workers."""
     action: Action = "train"
+    ahead: int = 0
+    """Iterations between this batch and the one that the slowest worker computes."""
+    waited_seconds: float = 0.0
+    """Time until the assignment was available."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
-"""Batch normalisation over the whole global batch: workers share their sums.
+"""Synchronized batch normalization: statistics over the global batch.
 
-With statistics of its own part only, a worker normalises differently from one that trains alone on
-the whole batch, and the more so the smaller its part. Here sums and counts are added up over the
-workers, forward and backward, so the result is that of one worker. torch has it for GPUs only.
+Ranks all-reduce sums and sample counts in the forward and backward pass, so the result equals that
+of a single worker on the whole batch. torch.nn.SyncBatchNorm supports GPUs only.
 """
 
 from __future__ import annotations
@@ -18,50 +17,50 @@ from paceline.comm.communicator import Communicator
 
 
 def convert_sync_batch_norm(model: nn.Module, communicator: Communicator) -> nn.Module:
-    """Let every batch-norm layer of a model normalise over all workers; weights are kept."""
-    made: dict[nn.Module, SyncBatchNorm] = {}
-    # A layer may be used in several places, and is then one layer in all of them still.
+    """Replace all batch-norm layers of a model by synchronized ones with the same weights."""
+    converted: dict[nn.Module, SyncBatchNorm] = {}
+    # A layer that is used several times must remain one layer.
     for name, layer in list(model.named_modules(remove_duplicate=False)):
         if not isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
             continue
-        if layer not in made:
-            made[layer] = _shared(layer, communicator)
+        if layer not in converted:
+            converted[layer] = _convert(layer, communicator)
         if layer is model:
-            return made[layer]
+            return converted[layer]
         parent, _, own_name = name.rpartition(".")
-        setattr(model.get_submodule(parent), own_name, made[layer])
+        setattr(model.get_submodule(parent), own_name, converted[layer])
     return model
 
 
-def _shared(
+def _convert(
     layer: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d, communicator: Communicator
 ) -> SyncBatchNorm:
-    shared = SyncBatchNorm(
+    converted = SyncBatchNorm(
         layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats
     )
-    shared.communicator = communicator
-    shared.weight, shared.bias = layer.weight, layer.bias
-    shared.running_mean, shared.running_var = layer.running_mean, layer.running_var
-    shared.num_batches_tracked = layer.num_batches_tracked
-    return shared
+    converted.communicator = communicator
+    converted.weight, converted.bias = layer.weight, layer.bias
+    converted.running_mean, converted.running_var = layer.running_mean, layer.running_var
+    converted.num_batches_tracked = layer.num_batches_tracked
+    return converted
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     communicator: Communicator
     counts: bool = True
-    """Whether this worker's samples belong to the batch, or stand in for a share it has not got."""
-    exchanging: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
-    """Around communication, so that it is accounted for as such."""
+    """Whether this rank's samples belong to the batch or are a placeholder for an empty shard."""
+    exposed_communication: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
+    """Context manager that counts a block as communication."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
-            raise ValueError(f"batch norm needs samples and channels, got {input.dim()} dimensions")
+            raise ValueError(f"batch norm: expected at least 2 dimensions, got {input.dim()}")
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         if not self.training or self.communicator.world_size == 1:
             return super().forward(input)
-        output, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
+        output, mean, variance, count = _Normalize.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self
         )
         self._track(mean, variance, float(count))
@@ -79,12 +78,12 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             unbiased = variance * (count / max(count - 1, 1))
             self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
 
-    def sum_over_workers(self, sums: Tensor) -> None:
-        with self.exchanging():
+    def all_reduce(self, sums: Tensor) -> None:
+        with self.exposed_communication():
             self.communicator.all_reduce(sums, "buffers").wait()
 
 
-class _Normalise(torch.autograd.Function):
+class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -93,53 +92,53 @@ class _Normalise(torch.autograd.Function):
         bias: Tensor | None,
         layer: SyncBatchNorm,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        over = [dim for dim in range(x.dim()) if dim != 1]
+        dims = [dim for dim in range(x.dim()) if dim != 1]
         wide = torch.promote_types(x.dtype, torch.float32)
         values = x.to(wide)
-        # In double precision, since the difference of two sums cancels.
+        # In double precision, because the variance subtracts two large sums.
         sums = torch.cat(
             [
-                values.sum(over, dtype=torch.float64),
-                values.square().sum(over, dtype=torch.float64),
+                values.sum(dims, dtype=torch.float64),
+                values.square().sum(dims, dtype=torch.float64),
                 torch.tensor([x.numel() / x.shape[1]], dtype=torch.float64, device=x.device),
             ]
         )
         if not layer.counts:
             sums.zero_()
-        layer.sum_over_workers(sums)
+        layer.all_reduce(sums)
         total, squares = sums[:-1].chunk(2)
         count = sums[-1]
         mean = total / count
         variance = (squares / count - mean.square()).clamp(min=0)
         inverse = (variance + layer.eps).rsqrt()
-        shape = [1, -1, *(1 for _ in over[1:])]
-        normal = (values - mean.to(wide).view(shape)) * inverse.to(wide).view(shape)
-        ctx.save_for_backward(normal, inverse, count, *([] if weight is None else [weight]))
-        ctx.over, ctx.shape, ctx.layer, ctx.counts = over, shape, layer, layer.counts
+        shape = [1, -1, *(1 for _ in dims[1:])]
+        normalized = (values - mean.to(wide).view(shape)) * inverse.to(wide).view(shape)
+        ctx.save_for_backward(normalized, inverse, count, *([] if weight is None else [weight]))
+        ctx.dims, ctx.shape, ctx.layer, ctx.counts = dims, shape, layer, layer.counts
         if weight is not None and bias is not None:
-            output = normal * weight.view(shape) + bias.view(shape)
+            output = normalized * weight.view(shape) + bias.view(shape)
         else:
-            # The backward pass needs `normal`, and a later layer may change its input in place.
-            output = normal.clone()
+            # The backward pass needs `normalized`, and the next layer may modify its input.
+            output = normalized.clone()
         ctx.mark_non_differentiable(mean, variance, count)
         return output.to(x.dtype), mean, variance, count
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        normal, inverse, count, *rest = ctx.saved_tensors
-        gradient = gradients[0].to(normal.dtype)
-        over, shape = ctx.over, ctx.shape
-        bias_gradient = gradient.sum(over)
-        weight_gradient = (gradient * normal).sum(over)
+        normalized, inverse, count, *rest = ctx.saved_tensors
+        gradient = gradients[0].to(normalized.dtype)
+        dims, shape = ctx.dims, ctx.shape
+        bias_gradient = gradient.sum(dims)
+        weight_gradient = (gradient * normalized).sum(dims)
         sums = torch.stack([bias_gradient, weight_gradient]).double()
-        ctx.layer.sum_over_workers(sums)
-        mean_gradient, mean_product = (sums / count).to(normal.dtype)
-        centred = gradient
+        ctx.layer.all_reduce(sums)
+        mean_gradient, mean_product = (sums / count).to(normalized.dtype)
+        centered = gradient
         if ctx.counts:
-            # Only samples that moved the mean and the variance get a gradient through them.
-            centred = gradient - mean_gradient.view(shape) - normal * mean_product.view(shape)
-        scale = inverse.to(normal.dtype) * rest[0] if rest else inverse.to(normal.dtype)
-        x_gradient = (centred * scale.view(shape)).to(gradients[0].dtype)
+            # Only samples that contribute to the statistics get a gradient through them.
+            centered = gradient - mean_gradient.view(shape) - normalized * mean_product.view(shape)
+        scale = inverse.to(normalized.dtype) * rest[0] if rest else inverse.to(normalized.dtype)
+        x_gradient = (centered * scale.view(shape)).to(gradients[0].dtype)
         if not rest:
             return x_gradient, None, None, None
         return x_gradient, weight_gradient, bias_gradient, None

@@ -35,7 +35,7 @@ from paceline.measure.tensorboard import TensorBoardWriter
 from paceline.measure.trace import Tracer
 from paceline.models.build import build_model
 from paceline.records import EventWriter, RunFolder
-from paceline.strategies.options import create_strategy
+from paceline.strategies import create_strategy
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import Strategy
 from paceline.strategies.sync_batch_norm import convert_sync_batch_norm

@@ -19,10 +19,9 @@ from paceline.comm.in_process import InProcessGroup
 from paceline.config import RunConfig
 from paceline.data.sampling import shard_bounds
 from paceline.measure.phase_clock import PhaseClock
-from paceline.strategies import STRATEGIES
+from paceline.strategies import STRATEGIES, create_strategy
 from paceline.strategies.ddp import Ddp
 from paceline.strategies.gradient_averaging import GradientAveraging
-from paceline.strategies.options import create_strategy
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import ServerStrategy, Strategy
 from tests.strategies.contract.exact import ExactModel, exact_batch

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from paceline.comm.objects import broadcast_json
 from paceline.data.sampling import shard_bounds
-from paceline.strategies.options import create_strategy
+from paceline.strategies import create_strategy
 from paceline.strategies.strategy import Strategy
 from paceline.training import run_state
 from paceline.training.run_state import Progress

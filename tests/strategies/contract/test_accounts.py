@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.strategies.options import create_strategy
+from paceline.strategies import create_strategy
 from paceline.strategies.strategy import Strategy
 from paceline.training.coordination import ClockOffset, attribute_waits, measure_clock_offset
 from tests.strategies.contract.harness import Seat, Task, build_replica, run_team

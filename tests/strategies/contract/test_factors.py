@@ -17,7 +17,7 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.shm.segment import SharedSegment
 from paceline.data.sampling import shard_bounds
 from paceline.errors import RunError
-from paceline.strategies.options import create_strategy
+from paceline.strategies import create_strategy
 from paceline.strategies.shared import gradients, linear_factors
 from paceline.strategies.shared import strategy as shared
 from paceline.strategies.shared.linear_factors import (

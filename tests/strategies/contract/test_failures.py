@@ -6,7 +6,7 @@ import pytest
 
 from paceline.comm.communicator import Communicator
 from paceline.errors import PeerError
-from paceline.strategies.options import create_strategy
+from paceline.strategies import create_strategy
 from tests.strategies.contract.exact import ExactModel
 from tests.strategies.contract.harness import Seat, Task, build_replica, options_of, train_step
 from tests.support.worker_pool import WorkerPool

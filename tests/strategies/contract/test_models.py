@@ -16,8 +16,7 @@ from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.data.sampling import shard_bounds
 from paceline.models.build import build_model
-from paceline.strategies import STRATEGIES
-from paceline.strategies.options import create_strategy
+from paceline.strategies import STRATEGIES, create_strategy
 from paceline.strategies.sync_batch_norm import convert_sync_batch_norm
 from tests.strategies.contract.harness import Seat, Task, build_replica, run_team, teams
 from tests.strategies.contract.real_runs import Run, distance, run

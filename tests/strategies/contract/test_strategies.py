@@ -10,8 +10,7 @@ import torch
 from paceline.comm import in_process
 from paceline.comm.algorithms import ALGORITHMS
 from paceline.comm.communicator import Communicator
-from paceline.strategies import STRATEGIES
-from paceline.strategies.options import create_strategy
+from paceline.strategies import STRATEGIES, create_strategy
 from tests.strategies.contract.harness import (
     Seat,
     Task,

@@ -1,25 +1,24 @@
-"""How stale the updates of a worker were: for each one when it comes, and in all.
+"""Work assignment for asynchronous workers, and the staleness of their updates.
 
-Who computes what next, where workers are not in step: the parts of the batches, dealt in order.
+Each global batch has as many parts as there are workers. A worker that is free requests the next
+part. Fast workers therefore compute more parts than slow ones, and each sample is used exactly once
+per epoch.
 
-Each global batch has as many parts as there are workers. Whoever is free claims the next part, so a
-fast worker does more of them than a slow one, and each sample is still used exactly once an epoch.
+Bounded staleness: a part of batch i is assigned only if no worker still computes a batch before
+i - staleness. A worker that computes batch i has therefore seen all updates of batches before
+i - staleness, as in the stale synchronous parallel model (Ho et al., "More Effective Distributed ML
+via a Stale Synchronous Parallel Parameter Server", 2013).
 
-Bounded staleness: a part of batch i is dealt only when no worker is still busy with a batch before
-i - staleness. So whoever computes batch i has seen every update of all batches before i -
-staleness, which is the promise of the stale synchronous parallel model (Ho and others, "More
-Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013), while work still
-goes to those who are free.
-
-A checkpoint, a stop and the end of the run are collective: every worker must get the same call, or
-they would enter different collectives. So these calls wait until all workers have asked for their
-next turn, and are decided once for all of them: the end of the run precedes a stop, and a stop
-precedes a checkpoint."""
+Checkpoints, stops and the end of the run are collective: all workers must get the same action, or
+they would enter different collectives. The queue therefore waits until all workers request their
+next assignment, and decides once for all. The end of the run precedes a stop, and a stop precedes a
+checkpoint.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import replace
 from threading import Condition
 from time import perf_counter
 from typing import Any
@@ -29,22 +28,25 @@ from paceline.strategies.strategy import Action, Assignment, AssignmentRequest, 
 
 
 class StalenessMeter(StepMeter):
-    """`ahead`: iterations between an update's batch and the one that the slowest worker was at when
-    it was begun. `behind`: updates by others between reading the weights and applying it."""
+    """Staleness of each update of a worker.
+
+    `ahead` counts the iterations between the update's batch and the batch of the slowest worker at
+    its start. `behind` counts the updates by others between reading the weights and applying it.
+    """
 
     def __init__(self) -> None:
         self._counts: dict[str, Counter[int]] = {"ahead": Counter(), "behind": Counter()}
-        self._news: dict[str, list[int]] = {}
+        self._recent: dict[str, list[int]] = {}
 
-    def note(self, *, iteration: int, part: int, ahead: int, behind: int) -> None:
+    def add(self, *, iteration: int, part: int, ahead: int, behind: int) -> None:
         values = {"batch": iteration, "part": part, "ahead": ahead, "behind": behind}
         for name, value in values.items():
-            self._news.setdefault(name, []).append(value)
+            self._recent.setdefault(name, []).append(value)
             if name in self._counts:
                 self._counts[name][value] += 1
 
     def take(self) -> dict[str, list[int]]:
-        values, self._news = self._news, {}
+        values, self._recent = self._recent, {}
         return values
 
     def summary(self) -> dict[str, Any]:
@@ -67,89 +69,86 @@ class StalenessMeter(StepMeter):
         self._counts = {name: Counter(counts) for name, counts in state.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class QueuedAssignment:
-    turn: Assignment
-    ahead: int
-    """Iterations between this turn and that of the slowest worker."""
-    waited_seconds: float
-
-
 class AssignmentQueue:
-    """Serves all workers, each from a thread of its own."""
+    """Assigns parts of batches in order; each worker has its own thread on the server."""
 
     def __init__(self, workers: int, staleness: int | None) -> None:
-        """`staleness` None: nobody ever waits for a slower one."""
+        """`staleness` is the bound in iterations; None means no bound."""
         self._workers = workers
         self._staleness = staleness
         self._changed = Condition()
         self._next = 0
-        """Number of the next part, counted from the run's first batch on."""
+        """Index of the next part, counted from the first batch of the run."""
         self._busy: dict[int, int] = {}
-        """Which part each worker computes."""
-        self._asking: set[int] = set()
-        """Workers that wait for the answer to a claim."""
-        self._stopping = self._finishing = self._gave_up = False
+        """The part that each worker computes."""
+        self._waiting: set[int] = set()
+        """Workers that wait for an assignment."""
+        self._stopping = self._finishing = self._is_aborted = False
         self._last_action: Action | None = None
-        """How the run ends, once that is decided; every worker gets this call."""
+        """How the run ends, once decided; all workers get this action."""
 
-    def next_assignment(self, worker: int, terms: AssignmentRequest) -> QueuedAssignment:
-        """The worker's next turn, once it may begin; what it had claimed before counts as done."""
+    def next_assignment(self, worker: int, request: AssignmentRequest) -> Assignment:
+        """Wait for and return a worker's next assignment; its previous one counts as done."""
         began = perf_counter()
         with self._changed:
-            self._next = max(self._next, terms.first * self._workers)
-            self._stopping |= terms.stop
-            self._finishing |= terms.finish
+            self._next = max(self._next, request.first * self._workers)
+            self._stopping |= request.stop
+            self._finishing |= request.finish
             self._busy.pop(worker, None)
-            self._asking.add(worker)
+            self._waiting.add(worker)
             self._changed.notify_all()
-            while (turn := self._decide(terms)) is None:
+            while (assignment := self._decide(request)) is None:
                 self._changed.wait()
-            self._asking.discard(worker)
-            ahead = turn.iteration - self._slowest()
-            if turn.action in ("train", "checkpoint"):
+            self._waiting.discard(worker)
+            ahead = assignment.iteration - self._slowest()
+            if assignment.action in ("train", "checkpoint"):
                 self._busy[worker] = self._next
                 self._next += 1
-        return QueuedAssignment(turn, max(0, ahead), perf_counter() - began)
+        return replace(assignment, ahead=max(0, ahead), waited_seconds=perf_counter() - began)
 
     def done(self, worker: int) -> None:
+        """Count a worker's assignment as done."""
         with self._changed:
             self._busy.pop(worker, None)
             self._changed.notify_all()
 
     def abort(self) -> None:
-        """Let nobody wait any longer: somebody who would have to come is gone."""
+        """Fail all waiting workers, because one of them is lost."""
         with self._changed:
-            self._gave_up = True
+            self._is_aborted = True
             self._changed.notify_all()
 
     def _slowest(self) -> int:
-        """The earliest batch that somebody is busy with."""
+        """Return the earliest batch that a worker computes."""
         return min(self._busy.values(), default=self._next) // self._workers
 
-    def _decide(self, terms: AssignmentRequest) -> Assignment | None:
-        """None: not yet."""
-        if self._gave_up:
-            raise PeerError("a worker is gone")
+    def _decide(self, request: AssignmentRequest) -> Assignment | None:
+        """Return None if the worker has to wait."""
+        if self._is_aborted:
+            raise PeerError("a worker is lost")
         batch, part = divmod(self._next, self._workers)
-        is_everyone_here = len(self._asking) == self._workers
-        if self._last_action is None and is_everyone_here:
-            self._last_action = self._ending(batch, part, terms)
+        are_all_waiting = len(self._waiting) == self._workers
+        if self._last_action is None and are_all_waiting:
+            self._last_action = self._ending(batch, part, request)
         if self._last_action is not None:
             return Assignment(batch, part, self._last_action)
-        if self._ending(batch, part, terms) is not None:
+        if self._ending(batch, part, request) is not None:
             return None
-        if terms.checkpoint_every and batch > terms.first and batch % terms.checkpoint_every == 0:
-            # Each worker gets one part of the batch that follows a checkpoint: those who were given
-            # theirs first stay in the collective until all others have come to it.
-            return Assignment(batch, part, "checkpoint") if part > 0 or is_everyone_here else None
+        if (
+            request.checkpoint_every
+            and batch > request.first
+            and batch % request.checkpoint_every == 0
+        ):
+            # Each worker gets one part of the batch after a checkpoint, so the first ones wait in
+            # the checkpoint's collectives until all others arrive.
+            return Assignment(batch, part, "checkpoint") if part > 0 or are_all_waiting else None
         if self._staleness is not None and batch - self._slowest() > self._staleness:
             return None
         return Assignment(batch, part)
 
-    def _ending(self, batch: int, part: int, terms: AssignmentRequest) -> Action | None:
-        """How the run is to end once all workers are here; None where it goes on."""
-        if self._finishing or batch >= terms.total:
+    def _ending(self, batch: int, part: int, request: AssignmentRequest) -> Action | None:
+        """Return how the run ends once all workers wait; None if it continues."""
+        if self._finishing or batch >= request.total:
             return "end"
-        # A stop waits for a whole batch, so that a resumed run uses each sample once.
+        # Stop only between batches, so that a resumed run uses each sample once.
         return "stop" if self._stopping and part == 0 else None

@@ -1,4 +1,4 @@
-"""The data connection of a worker and a server, which is cut when its heartbeats are missing."""
+"""The data connection of a worker and a server; missing heartbeats close it."""
 
 from __future__ import annotations
 
@@ -12,28 +12,31 @@ from paceline.comm.process_groups import PeerErrors
 from paceline.comm.torch_distributed import GlooPointToPointWork, TorchCommunicator
 from paceline.errors import PeerError
 
-PATIENCE = timedelta(days=7)
-"""How long to wait for an answer while heartbeats arrive."""
+TRANSFER_TIMEOUT = timedelta(days=7)
+"""Timeout of a transfer while heartbeats arrive."""
 
 
-class _PatientTransfer(GlooPointToPointWork):
+class _HeartbeatWork(GlooPointToPointWork):
     def _block(self) -> None:
         with PeerErrors(self._context, self._timeout_seconds):
-            self._handle.wait(PATIENCE)
+            self._handle.wait(TRANSFER_TIMEOUT)
 
 
 class Pair(TorchCommunicator):
-    """Its timeout is that for connecting; afterwards heartbeats decide (heartbeat.py)."""
+    """A two-rank communicator whose transfers wait as long as heartbeats arrive (heartbeat.py).
 
-    point_to_point_work = _PatientTransfer
+    Its timeout applies to connecting only.
+    """
+
+    point_to_point_work = _HeartbeatWork
 
     silent_seconds: float | None = None
-    """How long the peer had been silent when it was lost; None while it is not."""
+    """Seconds without a heartbeat when the peer was lost; None if it is not lost."""
     lost_at: float = 0.0
-    """Unix time."""
+    """Unix time at which the peer was lost."""
 
     def lose(self, silent_seconds: float) -> None:
-        """The peer is lost: whatever waits for it fails now. For any thread."""
+        """Fail all transfers, because the peer is lost. Thread-safe."""
         self.silent_seconds, self.lost_at = silent_seconds, time.time()
         self.close()
 

@@ -1,8 +1,7 @@
-"""What a worker and a server say to one another: requests of a few numbers, tensors, and JSON.
+"""Messages between a worker and a server: requests of a few numbers, tensors and JSON.
 
-Every worker has a communicator of its own with every server, a pair in which the server is rank 0;
-so a server can wait for each of its workers in a thread of its own. Nothing received can run
-anything.
+Each worker and server share a two-rank communicator in which the server is rank 0, so a server can
+wait for each worker in a separate thread. No received data is executed or unpickled.
 """
 
 from __future__ import annotations
@@ -20,45 +19,44 @@ from paceline.comm.work import Work
 from paceline.errors import PeerError
 
 NUMBERS = 8
-"""In a request or an answer; those that are not needed are 0."""
+"""Length of a request or reply; unused numbers are 0."""
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-"""What weights may be; a message names one by its place here."""
+"""Supported dtypes of weights; messages contain the index."""
 
 SERVER, WORKER = 0, 1
-"""The ranks in a pair."""
+"""Ranks in the communicator of a worker and a server."""
 
 
 class Request(IntEnum):
-    """The first number of what a worker sends; the others are its arguments."""
+    """First number of a worker's message; the others are arguments (arguments -> reply)."""
 
     BEGIN = 0
-    """(elements, which of `DTYPES`), the first weights -> an answer when they are there."""
+    """(number of elements, index in `DTYPES`), initial weights -> acknowledgment."""
     STEP = 1
-    """(learning rate, whether to clip), a gradient -> new weights, once all workers have asked.
-    To clip: -> (sum of squares), then the factor to multiply by -> new weights."""
+    """(learning rate, whether to clip), gradient -> new weights, after all workers' requests.
+    With clipping: -> (sum of squares); then (factor) -> new weights."""
     PUSH = 2
-    """(learning rate, whether that is DONE), a gradient -> (updates since this worker's last
-    pull)."""
+    """(learning rate, whether it implies DONE), gradient -> (updates since the last pull)."""
     PULL = 3
-    """-> the weights."""
-    CLAIM = 4
+    """-> weights."""
+    ASSIGN = 4
     """(first, total, checkpoint_every, stop, finish) -> (action, iteration, part, ahead, seconds
-    waited), the weights."""
+    waited), weights."""
     DONE = 5
-    """What was claimed is part of the weights at all servers now. No answer."""
+    """The assignment is part of the weights on all servers. No reply."""
     SAVE = 6
-    """-> the optimizer's state: JSON, then its tensors."""
+    """-> optimizer state: JSON, then its tensors."""
     LOAD = 7
-    """JSON, tensors -> an answer when they are there."""
+    """Optimizer state: JSON, then its tensors -> acknowledgment."""
     BARRIER = 8
-    """-> an answer when all workers have asked for it."""
+    """-> acknowledgment, after all workers' requests."""
     FINISHED = 9
-    """This worker may leave without that being a failure. No answer."""
+    """The worker will disconnect; that is no failure. No reply."""
 
 
 class ServerConnection:
-    """One end of a pair."""
+    """One end of the connection between a worker and a server."""
 
     def __init__(self, communicator: Communicator, own_name: str, peer_name: str) -> None:
         self._communicator = communicator
@@ -87,22 +85,24 @@ class ServerConnection:
         try:
             return self._communicator.send(tensor, self._peer, kind)
         except PeerError as error:
-            raise self._named(error) from None
+            raise self._rename(error) from None
 
     def start_receive(self, tensor: Tensor, kind: str) -> Work:
         try:
             return self._communicator.recv(tensor, self._peer, kind)
         except PeerError as error:
-            raise self._named(error) from None
+            raise self._rename(error) from None
 
     def wait(self, works: Sequence[Work]) -> None:
-        """The last first, which should be an answer: a peer that is gone is noticed at once by who
-        waits to receive, and may not be by who waits to send."""
+        """Wait in reverse order, so for the reply first.
+
+        A receive fails at once if the peer is lost; a send may not.
+        """
         try:
             for work in reversed(works):
                 work.wait()
         except PeerError as error:
-            raise self._named(error) from None
+            raise self._rename(error) from None
 
     def send_json(self, value: Any) -> None:
         payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -117,7 +117,7 @@ class ServerConnection:
     def close(self) -> None:
         self._communicator.close()
 
-    def _named(self, error: PeerError) -> PeerError:
-        """In a pair, ranks say nothing; the cause is what follows the last colon."""
+    def _rename(self, error: PeerError) -> PeerError:
+        """Replace the ranks of the two-rank communicator by the names of the processes."""
         own, peer = self._names
         return PeerError(f"{own}: {peer}: {str(error).rpartition(': ')[2]}")

@@ -1,11 +1,8 @@
-"""What one server holds: a contiguous part of the flat weights, and the optimizer of that part.
+"""A parameter server: holds a shard of the flat weights and the optimizer of that shard.
 
-SGD and Adam treat every element by itself, so the parts together do what one optimizer of all
-weights does.
-
-A synchronous update on a server: all workers bring a gradient, the sum is applied once.
-
-One server: a thread for each worker answers its requests until all of them have left."""
+SGD and Adam are elementwise, so the shards together compute what one optimizer of all weights does.
+One thread per worker handles its requests until all workers have disconnected.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +18,15 @@ from paceline.strategies.parameter_server.protocol import DTYPES, Request, Serve
 from paceline.strategies.strategy import ACTIONS, AssignmentRequest, MakeOptimizer
 
 State = dict[str, Tensor | float | None]
-"""Of an optimizer, for one flat tensor: one like the weights, a count, or nothing yet."""
+"""Optimizer state of one flat tensor: tensors of its shape, scalars, or None."""
 
 TENSOR = "tensor"
-"""Stands for a tensor where a state is described."""
+"""Placeholder for a tensor in the description of a state."""
 
 
-class Shard:
+class WeightShard:
+    """The weights of one server and their optimizer."""
+
     def __init__(self, weights: Tensor, make_optimizer: MakeOptimizer) -> None:
         self._parameter = nn.Parameter(weights)
         self._optimizer = make_optimizer(self._parameter)
@@ -38,7 +37,7 @@ class Shard:
         return self._parameter.detach()
 
     def apply(self, gradient: Tensor, rate: float) -> None:
-        """One update; the gradient may be used up."""
+        """Update the weights once; may overwrite the gradient."""
         self._parameter.grad = gradient
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -62,68 +61,70 @@ class Shard:
         self._optimizer.load_state_dict({"state": own, "param_groups": settings})
 
 
-def described(state: State) -> dict[str, float | str | None]:
-    """As JSON can hold it; the tensors follow it in the same order."""
+def describe(state: State) -> dict[str, float | str | None]:
+    """Return a state for JSON; its tensors follow in the same order."""
     return {name: TENSOR if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
 class SyncRound:
-    """Serves all workers, each from a thread of its own. A worker that has not been answered brings
-    nothing new, so there is one round at a time."""
+    """Sums the gradients of all workers, each on its own thread, and applies the sum once.
+
+    A worker sends its next gradient only after the reply, so there is one round at a time.
+    """
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
         self._changed = Condition()
-        self._brought: dict[int, Tensor] = {}
+        self._gradients: dict[int, Tensor] = {}
         self._total: Tensor | None = None
         self._squares = 0.0
         self._summed = 0
         self._applied = 0
-        self._gave_up = False
+        self._is_aborted = False
 
     def add(self, worker: int, gradient: Tensor) -> tuple[int, float]:
-        """Returns when all have come: the round's number, and the sum of squares of the total."""
+        """Wait for all workers; returns the round's number and the sum of squares of the total."""
         with self._changed:
             number = self._summed + 1
-            self._brought[worker] = gradient
-            if len(self._brought) == self._workers:
+            self._gradients[worker] = gradient
+            if len(self._gradients) == self._workers:
                 self._sum()
             while self._summed < number:
-                if self._gave_up:
-                    raise PeerError("a worker is gone")
+                if self._is_aborted:
+                    raise PeerError("a worker is lost")
                 self._changed.wait()
             return number, self._squares
 
     def _sum(self) -> None:
-        # In the order of the ranks, whoever came first: the same bits in every run.
-        first, *others = (self._brought[worker] for worker in range(self._workers))
+        # In rank order, so that every run computes the same bits.
+        first, *others = (self._gradients[worker] for worker in range(self._workers))
         for other in others:
             first.add_(other)
         self._total = first
         self._squares = float(first.double().square().sum())
-        self._brought.clear()
+        self._gradients.clear()
         self._summed += 1
         self._changed.notify_all()
 
     def apply(self, number: int, update: Callable[[Tensor], None]) -> None:
-        """Update with the total of a round, unless another thread has done so."""
+        """Call `update` with the total of a round, unless another thread has done so."""
         with self._changed:
             if self._applied < number and self._total is not None:
                 update(self._total)
                 self._applied = number
 
     def abort(self) -> None:
-        """Let nobody wait any longer: somebody who would have to come is gone."""
+        """Fail all waiting workers, because one of them is lost."""
         with self._changed:
-            self._gave_up = True
+            self._is_aborted = True
             self._changed.notify_all()
 
 
 class WorkerBarrier:
     """Completes once all workers have arrived, each on its own thread.
 
-    Unlike `threading.Barrier`, a barrier that has completed stays so: `abort` fails only those that
-    still wait for somebody, not a thread that has yet to wake up.
+    Unlike `threading.Barrier`, `abort` does not fail threads whose barrier is complete but that
+    have not woken up yet.
     """
 
     def __init__(self, workers: int) -> None:
@@ -134,7 +135,7 @@ class WorkerBarrier:
         self._is_aborted = False
 
     def wait(self) -> None:
-        """Raises `PeerError` if somebody who would have to come is gone."""
+        """Wait for all workers; raises PeerError if one of them is lost."""
         with self._changed:
             number = self._completed + 1
             self._arrived += 1
@@ -144,7 +145,7 @@ class WorkerBarrier:
                 self._changed.notify_all()
             while self._completed < number:
                 if self._is_aborted:
-                    raise PeerError("a worker is gone")
+                    raise PeerError("a worker is lost")
                 self._changed.wait()
 
     def abort(self) -> None:
@@ -157,30 +158,30 @@ class WorkerBarrier:
 class Server:
     def __init__(
         self,
-        links: Sequence[ServerConnection],
+        connections: Sequence[ServerConnection],
         make_optimizer: MakeOptimizer,
         staleness: int | None,
     ) -> None:
-        """`links` are those to the workers, by rank."""
-        self._links = links
+        """`connections` are those to the workers, by rank."""
+        self._connections = connections
         self._make_optimizer = make_optimizer
-        self._dealer = AssignmentQueue(len(links), staleness)
-        self._rounds = SyncRound(len(links))
-        self._barrier = WorkerBarrier(len(links))
+        self._queue = AssignmentQueue(len(connections), staleness)
+        self._rounds = SyncRound(len(connections))
+        self._barrier = WorkerBarrier(len(connections))
         self._lock = Lock()
         """Held while the shard changes or is copied."""
-        self._shard: Shard | None = None
-        self._read_at = [0] * len(links)
+        self._shard: WeightShard | None = None
+        self._read_at = [0] * len(connections)
         """The shard's number of updates at each worker's last pull."""
-        self._finished = [False] * len(links)
+        self._finished = [False] * len(connections)
         self._failure: Exception | None = None
         self._handlers: dict[Request, Callable[[int, ServerConnection, list[float]], None]] = {
             Request.BEGIN: self._begin,
             Request.STEP: self._step,
             Request.PUSH: self._push,
             Request.PULL: self._pull,
-            Request.CLAIM: self._claim,
-            Request.DONE: lambda worker, _, __: self._dealer.done(worker),
+            Request.ASSIGN: self._assign,
+            Request.DONE: lambda worker, _, __: self._queue.done(worker),
             Request.SAVE: self._save,
             Request.LOAD: self._load,
             Request.BARRIER: self._wait_for_all,
@@ -188,10 +189,13 @@ class Server:
         }
 
     def serve(self) -> None:
-        """Return when all workers have left; one that leaves too early sends the others home."""
+        """Serve until all workers have disconnected.
+
+        If one disconnects too early, the connections to all others are closed.
+        """
         threads = [
-            Thread(target=self._attend, args=(worker,), name=f"paceline-worker-{worker}")
-            for worker in range(len(self._links))
+            Thread(target=self._handle_requests, args=(worker,), name=f"paceline-worker-{worker}")
+            for worker in range(len(self._connections))
         ]
         for thread in threads:
             thread.start()
@@ -200,109 +204,115 @@ class Server:
         if self._failure is not None:
             raise self._failure
 
-    def _attend(self, worker: int) -> None:
-        link = self._links[worker]
+    def _handle_requests(self, worker: int) -> None:
+        connection = self._connections[worker]
         try:
             while True:
-                numbers = link.receive_numbers()
-                self._handlers[Request(int(numbers[0]))](worker, link, numbers[1:])
+                numbers = connection.receive_numbers()
+                self._handlers[Request(int(numbers[0]))](worker, connection, numbers[1:])
         except PeerError:
             pass
         except Exception as error:  # noqa: BLE001 - raised again by `serve`
             self._failure = self._failure or error
-        link.close()
+        connection.close()
         if not self._finished[worker]:
-            self._break_up()
+            self._disconnect_all()
         else:
-            # Whoever leaves on its own has passed its last barrier; any other would wait forever.
+            # A finished worker has passed its last barrier; others must not wait for it.
             self._barrier.abort()
 
-    def _break_up(self) -> None:
-        self._finished = [True] * len(self._links)
-        self._dealer.abort()
+    def _disconnect_all(self) -> None:
+        self._finished = [True] * len(self._connections)
+        self._queue.abort()
         self._rounds.abort()
         self._barrier.abort()
-        for link in self._links:
-            link.close()
+        for connection in self._connections:
+            connection.close()
 
-    def _begin(self, worker: int, link: ServerConnection, numbers: list[float]) -> None:
+    def _begin(self, worker: int, connection: ServerConnection, numbers: list[float]) -> None:
         weights = torch.empty(int(numbers[0]), dtype=DTYPES[int(numbers[1])])
-        link.receive(weights, "parameters")
+        connection.receive(weights, "parameters")
         if self._shard is None:
-            self._shard = Shard(weights, self._make_optimizer)
-            self._buffers = [torch.empty_like(weights) for _ in self._links]
+            self._shard = WeightShard(weights, self._make_optimizer)
+            self._buffers = [torch.empty_like(weights) for _ in self._connections]
         else:
             self._shard.weights.copy_(weights)
-        link.send_numbers()
+        connection.send_numbers()
 
     @property
-    def _held(self) -> Shard:
+    def _loaded_shard(self) -> WeightShard:
         if self._shard is None:
-            raise RuntimeError("a worker asked for weights before any were given")
+            raise RuntimeError("a worker requested weights before any were sent")
         return self._shard
 
-    def _step(self, worker: int, link: ServerConnection, numbers: list[float]) -> None:
+    def _step(self, worker: int, connection: ServerConnection, numbers: list[float]) -> None:
         rate, clips = numbers[0], bool(numbers[1])
-        shard, gradient = self._held, self._buffers[worker]
-        link.receive(gradient, "gradients")
+        shard, gradient = self._loaded_shard, self._buffers[worker]
+        connection.receive(gradient, "gradients")
         number, squares = self._rounds.add(worker, gradient)
         if clips:
-            # All workers see the same sums, and send the same factor back: the first one counts.
-            link.send_numbers(squares)
-            factor = link.receive_numbers()[0]
+            # All workers compute the same factor from the same sums; the first reply counts.
+            connection.send_numbers(squares)
+            factor = connection.receive_numbers()[0]
             self._rounds.apply(number, lambda total: shard.apply(total.mul_(factor), rate))
         else:
             self._rounds.apply(number, lambda total: shard.apply(total, rate))
-        link.send(shard.weights, "parameters")
+        connection.send(shard.weights, "parameters")
 
-    def _push(self, worker: int, link: ServerConnection, numbers: list[float]) -> None:
+    def _push(self, worker: int, connection: ServerConnection, numbers: list[float]) -> None:
         gradient = self._buffers[worker]
-        link.receive(gradient, "gradients")
+        connection.receive(gradient, "gradients")
         with self._lock:
-            behind = self._held.updates - self._read_at[worker]
-            self._held.apply(gradient, numbers[0])
+            behind = self._loaded_shard.updates - self._read_at[worker]
+            self._loaded_shard.apply(gradient, numbers[0])
         if numbers[1]:
-            self._dealer.done(worker)
-        link.send_numbers(behind)
+            self._queue.done(worker)
+        connection.send_numbers(behind)
 
-    def _pull(self, worker: int, link: ServerConnection, numbers: list[float]) -> None:
+    def _pull(self, worker: int, connection: ServerConnection, numbers: list[float]) -> None:
         copy = self._buffers[worker]
         with self._lock:
-            copy.copy_(self._held.weights)
-            self._read_at[worker] = self._held.updates
-        link.send(copy, "parameters")
+            copy.copy_(self._loaded_shard.weights)
+            self._read_at[worker] = self._loaded_shard.updates
+        connection.send(copy, "parameters")
 
-    def _claim(self, worker: int, link: ServerConnection, numbers: list[float]) -> None:
+    def _assign(self, worker: int, connection: ServerConnection, numbers: list[float]) -> None:
         first, total, checkpoint_every, stop, finish = map(int, numbers[:5])
-        terms = AssignmentRequest(first, total, checkpoint_every, bool(stop), bool(finish))
-        deal = self._dealer.next_assignment(worker, terms)
-        turn = deal.turn
-        action = ACTIONS.index(turn.action)
-        link.send_numbers(action, turn.iteration, turn.part, deal.ahead, deal.waited_seconds)
-        self._pull(worker, link, numbers)
+        request = AssignmentRequest(first, total, checkpoint_every, bool(stop), bool(finish))
+        assignment = self._queue.next_assignment(worker, request)
+        connection.send_numbers(
+            ACTIONS.index(assignment.action),
+            assignment.iteration,
+            assignment.part,
+            assignment.ahead,
+            assignment.waited_seconds,
+        )
+        self._pull(worker, connection, numbers)
 
-    def _save(self, worker: int, link: ServerConnection, numbers: list[float]) -> None:
+    def _save(self, worker: int, connection: ServerConnection, numbers: list[float]) -> None:
         with self._lock:
-            state = self._held.state()
-        link.send_json(described(state))
+            state = self._loaded_shard.state()
+        connection.send_json(describe(state))
         for value in state.values():
             if isinstance(value, Tensor):
-                link.send(value, "parameters")
+                connection.send(value, "parameters")
 
-    def _load(self, worker: int, link: ServerConnection, numbers: list[float]) -> None:
+    def _load(self, worker: int, connection: ServerConnection, numbers: list[float]) -> None:
         state: State = {}
-        for name, value in link.receive_json().items():
+        for name, value in connection.receive_json().items():
             state[name] = value
             if value == TENSOR:
-                state[name] = tensor = torch.empty_like(self._held.weights)
-                link.receive(tensor, "parameters")
+                state[name] = tensor = torch.empty_like(self._loaded_shard.weights)
+                connection.receive(tensor, "parameters")
         with self._lock:
-            self._held.load_state(state)
-        link.send_numbers()
+            self._loaded_shard.load_state(state)
+        connection.send_numbers()
 
-    def _wait_for_all(self, worker: int, link: ServerConnection, numbers: list[float]) -> None:
+    def _wait_for_all(
+        self, worker: int, connection: ServerConnection, numbers: list[float]
+    ) -> None:
         self._barrier.wait()
-        link.send_numbers()
+        connection.send_numbers()
 
-    def _finish(self, worker: int, link: ServerConnection, numbers: list[float]) -> None:
+    def _finish(self, worker: int, connection: ServerConnection, numbers: list[float]) -> None:
         self._finished[worker] = True

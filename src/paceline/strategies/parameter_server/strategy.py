@@ -1,24 +1,24 @@
-"""Parameter servers: processes of their own hold the weights and the optimizer; workers ask them.
+"""The `parameter_server` strategy: server processes hold the weights and the optimizer.
 
-With several servers each holds a contiguous shard of the flat weights. Three modes:
+With several servers, each holds a contiguous shard of the flat weights. There are three modes:
 
-- `sync`: a server waits for the gradients of all workers, adds them up, updates, and sends everyone
-  the new weights: what one worker computes alone, up to rounding.
-- `async`: an update is applied when it comes, and nobody waits. A worker pulls the weights,
-  computes a part of a global batch, and pushes its gradient.
-- `bounded`: the same, but nobody may get more than `staleness` iterations ahead of the slowest.
+- `sync`: servers sum the gradients of all workers, update, and send the new weights to all. The
+  result equals that of a single process, up to rounding.
+- `async`: a worker pulls the weights, computes a part of a global batch and pushes its gradient,
+  which the servers apply immediately.
+- `bounded`: like `async`, but no worker may be more than `staleness` iterations ahead of the
+  slowest.
 
-Out of step, parts of batches go to whoever is free (server/dealer.py). Each push is an update with
-the mean gradient of its own samples, at the learning rate of its iteration times its share of the
-global batch: so as many samples move the weights as far as in `sync`, and weight decay is as
-strong, with any optimizer. Clipping is then by the norm of the worker's own mean gradient; in
-`sync` by that of the sum, over all shards.
+Asynchronous workers request parts of batches when they are free (assignments.py). Each push is an
+update with the mean gradient of the part's samples. Its learning rate is that of the iteration
+times the part's fraction of the global batch, so that updates and weight decay per sample are as
+large as in `sync`. Gradients are clipped by the norm of the pushed mean gradient; in `sync`, by the
+norm of the sum.
 
-An update from older weights overshoots sooner, most of all with momentum: a learning rate that is
-near the largest that works in step is too large out of step.
+Stale gradients are less stable, especially with momentum: a learning rate near the largest that
+works for `sync` is too large for the other modes.
 
-Our own launcher starts the servers; where torchrun or srun started the workers, the first worker of
-a node does.
+The launcher starts the servers; under torchrun or srun, the first worker of a node does.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ParameterServer(ServerStrategy):
         servers: int = 1,
         place: Literal["node0", "spread"] = "node0",
     ) -> None:
-        """`place`: all servers on the first node, or dealt out to the nodes in turn."""
+        """`place` puts all servers on node 0, or distributes them over the nodes in turn."""
         check_option("staleness", staleness, minimum=0, maximum=10**9)
         check_option("servers", servers, minimum=1, maximum=1024)
         self.synchronous = self.replicas_equal = mode == "sync"
@@ -70,18 +70,18 @@ class ParameterServer(ServerStrategy):
         self.meter = None if self.synchronous else self.staleness
 
     def server_nodes(self, nnodes: int) -> list[int]:
-        spread = self._place == "spread"
-        return [number % nnodes if spread else 0 for number in range(self._server_count)]
+        is_spread = self._place == "spread"
+        return [index % nnodes if is_spread else 0 for index in range(self._server_count)]
 
     def serve(
         self, index: int, workers: Sequence[Communicator], make_optimizer: MakeOptimizer
     ) -> None:
-        links = [
+        connections = [
             ServerConnection(communicator, f"server {index}", f"rank {rank}")
             for rank, communicator in enumerate(workers)
         ]
         staleness = self._staleness if self._mode == "bounded" else None
-        Server(links, make_optimizer, staleness).serve()
+        Server(connections, make_optimizer, staleness).serve()
 
     def check(self, config: RunConfig) -> list[str]:
         problems = []
@@ -90,7 +90,7 @@ class ParameterServer(ServerStrategy):
                 "--precision fp16: not supported by strategy parameter_server; use bf16"
             )
         if config.sync_bn and not self.synchronous:
-            problems.append(f"--sync-bn: workers of mode={self._mode} never meet; use mode=sync")
+            problems.append(f"--sync-bn: not supported with mode={self._mode}; use -o mode=sync")
         return problems
 
     def setup(self, replica: Replica) -> None:
@@ -102,11 +102,11 @@ class ParameterServer(ServerStrategy):
         self._gradients = FlatBuffer(replica.trainable)
         self._gradients.hold_gradients()
         replica.flat_gradients = self._gradients.tensor
-        links = [
-            ServerConnection(communicator, f"rank {rank}", f"server {number}")
-            for number, communicator in enumerate(replica.servers)
+        connections = [
+            ServerConnection(communicator, f"rank {rank}", f"server {index}")
+            for index, communicator in enumerate(replica.servers)
         ]
-        self._servers = ServerClient(links, self._weights.tensor, self._gradients.tensor)
+        self._servers = ServerClient(connections, self._weights.tensor, self._gradients.tensor)
         checkpoint = ServerCheckpointState(replica, self._weights, self._servers)
         self.checkpoint = checkpoint
         checkpoint.initialize_servers({})
@@ -121,25 +121,29 @@ class ParameterServer(ServerStrategy):
         self.replica.clear_gradients()
 
     def _push(self, rate: float) -> None:
-        share, clip_norm = self.replica.batch_fraction, self.replica.clip_norm
+        fraction, clip_norm = self.replica.batch_fraction, self.replica.clip_norm
         behind = 0
-        if share > 0:
-            self._gradients.tensor.div_(share)
+        if fraction > 0:
+            self._gradients.tensor.div_(fraction)
             if clip_norm is not None:
                 nn.utils.clip_grad_norm_(self.replica.trainable, clip_norm)
             with self.replica.clock.during("exchange"):
-                behind = self._servers.push(rate * share)
+                behind = self._servers.push(rate * fraction)
         else:
             self._servers.done()
-        turn, ahead = self._turn
-        self.staleness.note(iteration=turn.iteration, part=turn.part, ahead=ahead, behind=behind)
+        assignment = self._assignment
+        self.staleness.add(
+            iteration=assignment.iteration,
+            part=assignment.part,
+            ahead=assignment.ahead,
+            behind=behind,
+        )
 
     def next_assignment(self, request: AssignmentRequest) -> Assignment:
         with self.replica.clock.during("exchange"):
-            deal = self._servers.next_assignment(request)
-        self.replica.clock.move("exchange", "wait", deal.waited_seconds)
-        self._turn = (deal.turn, deal.ahead)
-        return deal.turn
+            self._assignment = self._servers.next_assignment(request)
+        self.replica.clock.move("exchange", "wait", self._assignment.waited_seconds)
+        return self._assignment
 
     @contextmanager
     def eval_weights(self) -> Iterator[None]:
@@ -149,9 +153,9 @@ class ParameterServer(ServerStrategy):
 
     def finish(self) -> None:
         if not self.synchronous:
-            # All updates are applied: nobody is told to end before everyone has pushed the last.
+            # The queue ends the run only after all pushes, so these are the final weights.
             self._servers.pull()
-        self._servers.finished()
+        self._servers.finish()
 
     def state_dict(self) -> dict[str, Any]:
         return {"staleness": self.staleness.state_dict()}
@@ -160,14 +164,16 @@ class ParameterServer(ServerStrategy):
         self.staleness.load_state_dict(state["staleness"])
 
     def cost(self, shape: ModelShape, network: Network) -> Cost:
-        """Of an update in step: every server takes in its shard's gradients one after the other,
-        adds them up, and sends as much back. Out of step: of one worker's push and pull."""
+        """Return the cost of a step: servers receive and sum all gradients, and reply with weights.
+
+        For asynchronous modes, the cost of one worker's push and pull.
+        """
         workers = shape.workers if self.synchronous else 1
-        at_server = workers * shape.gradient_bytes / self._server_count
-        through = max(at_server, shape.gradient_bytes)
+        server_bytes = workers * shape.gradient_bytes / self._server_count
+        bottleneck_bytes = max(server_bytes, shape.gradient_bytes)
         return Cost(
-            seconds=network.seconds(2, 2 * through, at_server),
-            bytes_sent=max(shape.gradient_bytes, at_server),
+            seconds=network.seconds(2, 2 * bottleneck_bytes, server_bytes),
+            bytes_sent=max(shape.gradient_bytes, server_bytes),
             messages=2 * self._server_count,
         )
 
@@ -226,12 +232,12 @@ class ServerCheckpointState(CheckpointState):
 
 
 def _check(replica: Replica) -> None:
-    """Refuse what no server could hold."""
+    """Raise ConfigError for unsupported weights or missing servers."""
     problems = []
     if not replica.servers:
-        problems.append("--strategy parameter_server: needs servers, and nobody started them")
+        problems.append("--strategy parameter_server: no servers were started")
     kinds = {weight.dtype for weight in replica.trainable}
     if len(kinds) > 1 or not kinds <= set(DTYPES):
-        problems.append("--strategy parameter_server: needs all weights of one kind of float")
+        problems.append("--strategy parameter_server: requires weights of one floating-point dtype")
     if problems:
         raise ConfigError(problems)
