@@ -244,7 +244,7 @@ def refusals(communicator: Communicator) -> list[str]:
 def test_what_cannot_be_split_is_refused_in_a_line(pool: WorkerPool) -> None:
     tied, scalar, whole = pool.run(2, refusals)[0]
     assert "other.weight" in tied
-    assert "single number" in scalar
+    assert "is a scalar" in scalar
     assert "LBFGS" in whole
 
 

@@ -118,7 +118,7 @@ def ends(clock: list[float]) -> Iterator[Ends]:
         server.when_lost(3, lambda: ends.lost_by.append("server"))
         worker.when_lost(0, lambda: ends.lost_by.append("worker"))
         worker.connect(server.listen("127.0.0.1"), 3, number=0, limit_seconds=LIMIT_SECONDS)
-        while not any(line.number == 3 for line in server._lines):
+        while not any(peer.number == 3 for peer in server._peers):
             server.run_once()
         yield ends
 

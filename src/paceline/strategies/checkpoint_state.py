@@ -1,7 +1,7 @@
 """Model and optimizer state in checkpoints, in the layout of a single process.
 
 A checkpoint can therefore be resumed with another strategy or number of workers. `gather_shards`
-and `cut_shard` convert between the state of a whole optimizer and the state of its shards.
+and `extract_shard` convert between the state of a whole optimizer and the state of its shards.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def gather_shards(
     return whole
 
 
-def cut_shard(state: dict[str, Any], weight: nn.Parameter, elements: slice) -> dict[str, Any]:
+def extract_shard(state: dict[str, Any], weight: nn.Parameter, elements: slice) -> dict[str, Any]:
     """Return the state of some elements of a weight, given in memory order."""
     values: dict[str, Any] = {}
     for name, value in state.items():

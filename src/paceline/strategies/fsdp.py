@@ -131,7 +131,7 @@ class Fsdp(Strategy):
         self._shard(replica.model, communicator)
         self.checkpoint.has_full_weights = False
         self._is_last_microbatch = True
-        self._follow(replica, trained)
+        self._use_shards(replica, trained)
         self.checkpoint = FsdpCheckpointState(self)
         replica.forward = self._forward
 
@@ -164,15 +164,15 @@ class Fsdp(Strategy):
         self._model = model
         self._keep_after_forward(False)
 
-    def _follow(self, replica: Replica, trained: list[list[str]]) -> None:
-        """Let the replica have the split weights in place of the whole ones, which are freed.
+    def _use_shards(self, replica: Replica, trained: list[list[str]]) -> None:
+        """Replace the weights of replica and optimizer by their shards, which frees the weights.
 
-        `trained` names the weights of each of the optimizer's groups.
+        `trained` holds the names of the weights of each parameter group.
         """
-        split = dict(self._model.named_parameters())
+        sharded = dict(self._model.named_parameters())
         for group, names in zip(replica.optimizer.param_groups, trained, strict=True):
-            group["params"] = [split[name] for name in names]
-        replica.trainable = [weight for weight in split.values() if weight.requires_grad]
+            group["params"] = [sharded[name] for name in names]
+        replica.trainable = [weight for weight in sharded.values() if weight.requires_grad]
         weights = optimizer_weights(replica.optimizer)
         rank, workers = replica.communicator.rank, replica.communicator.world_size
         self._shards = []

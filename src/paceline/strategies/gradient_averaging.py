@@ -46,9 +46,9 @@ class GradientReducer:
     def bind(
         self, communicator: Communicator, key: str, gradient: Tensor, shapes: Shapes = ()
     ) -> Callable[[], Work]:
-        """Return a function that starts the reduction of a gradient; it may block. Collective.
+        """Return a function that starts the reduction of a gradient; it may block.
 
-        Each call adds as few frames as possible: the library's all-reduce is called directly.
+        Calls of the function are collective. For the library it is the communicator's all-reduce.
         """
         if communicator.world_size == 1:
             return CompletedWork

@@ -130,7 +130,7 @@ class Overlap(GradientAveraging):
         bucket.missing.remove(index)
         if bucket.missing:
             return
-        # All ranks must start the buckets in the same order, even if gradients are not.
+        # All ranks must start the buckets in the same order, whatever the order of the gradients.
         while (started := len(self._started)) < len(self._buckets) and not self._buckets[
             started
         ].missing:
@@ -163,10 +163,10 @@ class Overlap(GradientAveraging):
         spans = self._timer.spans(self._timer.take())
         self.replica.add_overlapped(busy_seconds(spans, until=self.replica.exposed.began[-1]))
         self.replica.update()
-        self._agree_on_order()
+        self._adopt_order()
         self._begin_step()
 
-    def _agree_on_order(self) -> None:
+    def _adopt_order(self) -> None:
         """After the first step, lay out the buckets in the order seen by rank 0. Collective."""
         if self._observed is not None:
             weights = range(len(self.replica.trainable))

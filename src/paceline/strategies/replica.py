@@ -24,7 +24,7 @@ def broadcast_model(model: nn.Module, communicator: Communicator) -> None:
         _broadcast(list(model.buffers()), communicator, "buffers")
 
 
-def agree_on_buffers(model: nn.Module, communicator: Communicator, how: str) -> None:
+def synchronize_buffers(model: nn.Module, communicator: Communicator, how: str) -> None:
     """Synchronize batch-norm statistics for evaluation: rank 0's (`rank0`) or the mean. Collective.
 
     Ranks see different samples, so their running statistics differ even if weights are equal.
@@ -141,7 +141,7 @@ class Replica:
             layer.exposed_communication = self.exposed_communication
 
     def begin_batch(self, samples: int, global_samples: int) -> None:
-        """Tell the strategy and the layers how much of the global batch this rank computes."""
+        """Set how many samples of the global batch this rank computes."""
         self.batch_fraction = samples / global_samples
         self.set_sample_counts(samples > 0)
 

@@ -38,7 +38,7 @@ from paceline.errors import ConfigError
 from paceline.strategies.checkpoint_state import (
     CheckpointState,
     ShardState,
-    cut_shard,
+    extract_shard,
     gather_shards,
 )
 from paceline.strategies.flat_buffer import FlatBuffer, padded_bytes
@@ -161,7 +161,7 @@ class ShardedOptimizer:
         ordered = [values for group in self.optimizer.param_groups for values in group["params"]]
         positions = {id(values): position for position, values in enumerate(ordered)}
         own["state"] = {
-            positions[id(shard.values)]: cut_shard(
+            positions[id(shard.values)]: extract_shard(
                 state["state"][shard.weight],
                 self._weights[shard.weight],
                 shard.elements,

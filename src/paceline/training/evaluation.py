@@ -14,7 +14,7 @@ from paceline.config import RunConfig
 from paceline.data.dataset import Dataset
 from paceline.data.pipeline import evaluation_batches
 from paceline.data.sampling import shard_bounds
-from paceline.strategies.replica import Replica, agree_on_buffers
+from paceline.strategies.replica import Replica, synchronize_buffers
 from paceline.strategies.strategy import Strategy
 from paceline.training.loss import count_correct, cross_entropy
 
@@ -58,7 +58,7 @@ class Evaluator:
         )
         with self._autocast, self._strategy.eval_weights():
             if communicator is not None:
-                agree_on_buffers(replica.model, communicator, config.buffers)
+                synchronize_buffers(replica.model, communicator, config.buffers)
             return evaluate(replica.model, replica.forward, batches, communicator)
 
 

@@ -19,7 +19,7 @@ from paceline.config import RunConfig
 from paceline.data.sampling import GlobalBatchSampler, rank_shard
 from paceline.errors import UsageError
 from paceline.measure.phase_clock import PhaseClock, clock_for
-from paceline.strategies.replica import Replica, agree_on_buffers
+from paceline.strategies.replica import Replica, synchronize_buffers
 from paceline.strategies.strategy import StepMeter, Strategy
 from paceline.training.coordination import StepCoordinator
 from paceline.training.rank_report import account_of
@@ -128,7 +128,7 @@ class Session:
         self._steady.end()
         with self._clock.during("exchange"):
             self._strategy.finish()
-            agree_on_buffers(self._replica.model, self.communicator, self._config.buffers)
+            synchronize_buffers(self._replica.model, self.communicator, self._config.buffers)
 
     def account(self) -> dict[str, Any]:
         """Return time by phase and traffic of this worker, as in `workers` of result.json.

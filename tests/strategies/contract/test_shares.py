@@ -12,7 +12,7 @@ from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.config import from_mapping
 from paceline.data.sampling import shard_bounds
-from paceline.strategies.replica import agree_on_buffers
+from paceline.strategies.replica import synchronize_buffers
 from paceline.strategies.strategy import Strategy
 from paceline.training.coordination import StepCoordinator, follow
 from tests.strategies.contract.harness import Seat, Task, build_replica
@@ -109,7 +109,7 @@ class Counting(nn.Module):
 def test_buffers_are_the_first_workers_or_the_mean(how: str, mean: list[float]) -> None:
     def work(communicator: Communicator) -> tuple[list[float], int]:
         model = Counting(communicator.rank)
-        agree_on_buffers(model, communicator, how)
+        synchronize_buffers(model, communicator, how)
         assert model.norm.running_mean is not None
         return model.norm.running_mean.tolist(), int(model.norm.num_batches_tracked or 0)
 
@@ -120,7 +120,7 @@ def test_a_model_of_counters_alone_has_no_mean_to_agree_on() -> None:
     def work(communicator: Communicator) -> int:
         model = nn.Module()
         model.register_buffer("steps", torch.tensor(5 + communicator.rank))
-        agree_on_buffers(model, communicator, "average")
+        synchronize_buffers(model, communicator, "average")
         return int(model.get_buffer("steps"))
 
     assert in_process.run(2, work) == [5, 5]

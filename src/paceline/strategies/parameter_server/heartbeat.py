@@ -1,13 +1,13 @@
-"""Heartbeats between workers and parameter servers: a peer that is slow is not dead.
+"""Heartbeats between workers and parameter servers, which tell slow peers from lost ones.
 
-How long an answer takes says nothing about the peer: a server may be busy with an update, or may
-wait for the slowest worker, and a worker may evaluate for a long time. So every worker has a second
-connection with every server, on which both sides send a byte a few times per timeout, from a thread
-of their own. No message is added to a training step.
+The time until a reply does not show whether a peer is alive: a server may run a long update or wait
+for the slowest worker, and a worker may evaluate for a long time. Each worker therefore has a
+second connection to each server, on which a background thread of either side sends a byte several
+times per timeout. Training steps send no additional messages.
 
-A peer from which nothing arrives for `--timeout-seconds` is lost. Its process is stopped (SIGSTOP),
-or does not let any of its threads run, or the network between the two is down. A process that ends
-is noticed sooner, since its connections close. A process that runs but never answers is slow.
+A peer that sends nothing for `--timeout-seconds` is lost: its process is stopped (SIGSTOP), one of
+its threads blocks all others, or the network is down. A process that exits is detected earlier,
+because its connections close. A process that runs but never replies counts as slow.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from typing import Self
 from paceline.errors import error_line
 
 BEATS_PER_TIMEOUT = 5
-LONGEST_INTERVAL_SECONDS = 5.0
-LONGEST_STEP = 2
-"""In intervals: how much silence one look can add."""
+MAX_INTERVAL_SECONDS = 5.0
+MAX_SILENT_INTERVALS = 2
+"""The most intervals of silence that one check adds."""
 
 BEAT, GOODBYE = b"\x00", b"\x01"
 
@@ -39,43 +39,43 @@ _HELLO_BYTES = TOKEN_BYTES + _NUMBER.size
 
 
 class Silence:
-    """For how long a peer was not heard, as far as this process was awake to listen.
+    """Measures for how long a peer has sent nothing while this process was running.
 
-    A process that was stopped or starved itself must not blame its peers when it runs again: what
-    they sent in the meantime arrives only after it has looked at the clock.
+    A process that was itself stopped must not count that time as silence of its peers: it reads
+    what they sent only after it has checked the clock.
     """
 
     def __init__(self, limit_seconds: float, interval_seconds: float, now: float) -> None:
         self._limit = limit_seconds
-        self._longest_step = LONGEST_STEP * interval_seconds
-        self._looked = now
+        self._max_increment = MAX_SILENT_INTERVALS * interval_seconds
+        self._checked = now
         self._silent = 0.0
 
     def heard(self) -> None:
         self._silent = 0.0
 
     def is_too_long(self, now: float) -> bool:
-        """To be asked about once per interval."""
-        self._silent += min(now - self._looked, self._longest_step)
-        self._looked = now
+        """Return whether the peer is lost; call it once per interval."""
+        self._silent += min(now - self._checked, self._max_increment)
+        self._checked = now
         return self._silent >= self._limit
 
 
 @dataclass(slots=True)
-class _Line:
-    """A connection with one peer."""
+class _PeerConnection:
+    """The heartbeat connection to one peer."""
 
     connection: socket.socket
     silence: Silence
     number: int | None = None
-    """Of the peer; None until it has said who it is."""
+    """Number of the peer; None until it has identified itself."""
     hello: bytes = b""
     is_open: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server listens for heartbeats; the token keeps strangers out."""
+    """Address of a server's heartbeat listener; the token authenticates peers."""
 
     host: str
     port: int
@@ -91,14 +91,14 @@ class Address:
 
 
 class Heartbeats:
-    """One process's end of its heartbeat connections, served by one thread."""
+    """All heartbeat connections of one process, served by one thread."""
 
     def __init__(self, timeout_seconds: float, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
         self._next_beat = clock()
         self._timeout_seconds = timeout_seconds
-        self._interval = min(timeout_seconds / BEATS_PER_TIMEOUT, LONGEST_INTERVAL_SECONDS)
-        self._lines: list[_Line] = []
+        self._interval = min(timeout_seconds / BEATS_PER_TIMEOUT, MAX_INTERVAL_SECONDS)
+        self._peers: list[_PeerConnection] = []
         self._lost: set[int] = set()
         self._when_lost: dict[int, Callable[[], None]] = {}
         self._lock = Lock()
@@ -112,7 +112,7 @@ class Heartbeats:
         self._thread = Thread(target=self._run, name="paceline-heartbeats", daemon=True)
 
     def listen(self, host: str) -> Address:
-        """Accept the heartbeats of peers that know the address returned. Call before `start`."""
+        """Accept peers that know the returned address. Call before `start`."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=4096)
         self._listener.setblocking(False)
@@ -121,7 +121,7 @@ class Heartbeats:
         return Address(host, int(self._listener.getsockname()[1]), self._token.hex())
 
     def connect(self, address: Address, own_number: int, number: int, limit_seconds: float) -> None:
-        """Exchange heartbeats with a peer, known here as `number`. Call before `start`."""
+        """Connect to a peer, identified here as `number`. Call before `start`."""
         connection = socket.create_connection((address.host, address.port), limit_seconds)
         connection.sendall(bytes.fromhex(address.token) + _NUMBER.pack(own_number))
         self._add(connection, number)
@@ -130,7 +130,7 @@ class Heartbeats:
         self._thread.start()
 
     def when_lost(self, number: int, action: Callable[[], None]) -> None:
-        """Call this, from the thread of the heartbeats, when the peer is lost."""
+        """Register a function that the heartbeat thread calls when the peer is lost."""
         with self._lock:
             self._when_lost[number] = action
             is_lost = number in self._lost
@@ -138,14 +138,14 @@ class Heartbeats:
             action()
 
     def close(self) -> None:
-        """Let the peers know that the silence to come means nothing, and disconnect."""
+        """Announce the end of heartbeats to all peers, and disconnect."""
         self._is_closing = True
         self._waker.send(BEAT)
         if self._thread.ident is not None:
             self._thread.join()
         self._send(GOODBYE)
-        for line in self._lines:
-            line.connection.close()
+        for peer in self._peers:
+            peer.connection.close()
         if self._listener is not None:
             self._listener.close()
         self._selector.close()
@@ -161,28 +161,28 @@ class Heartbeats:
     def _add(self, connection: socket.socket, number: int | None) -> None:
         connection.setblocking(False)
         silence = Silence(self._timeout_seconds, self._interval, self._clock())
-        line = _Line(connection, silence, number)
-        self._lines.append(line)
-        self._selector.register(connection, selectors.EVENT_READ, line)
+        peer = _PeerConnection(connection, silence, number)
+        self._peers.append(peer)
+        self._selector.register(connection, selectors.EVENT_READ, peer)
 
     def _run(self) -> None:
         while not self._is_closing:
             self.run_once()
 
     def run_once(self) -> None:
-        """Read what arrives until something does or a beat is due, and send the beat if it is.
+        """Wait for data or the next heartbeat, and process it.
 
         The thread of `start` repeats this.
         """
         for key, _ in self._selector.select(max(0.0, self._next_beat - self._clock())):
             if key.fileobj is self._listener:
                 self._accept()
-            elif isinstance(key.data, _Line):
+            elif isinstance(key.data, _PeerConnection):
                 self._read(key.data)
         if self._clock() >= self._next_beat:
             self._resume_listening()
             self._send(BEAT)
-            self._look()
+            self._check_peers()
             self._next_beat = self._clock() + self._interval
 
     def _accept(self) -> None:
@@ -192,7 +192,7 @@ class Heartbeats:
         except (BlockingIOError, ConnectionError):
             return
         except OSError:
-            # Such as too many open files: until the next beat, since `select` would return at once.
+            # For example too many open files; pause until the next heartbeat to avoid a busy loop.
             self._selector.unregister(self._listener)
             self._is_listening = False
             return
@@ -203,66 +203,69 @@ class Heartbeats:
             self._selector.register(self._listener, selectors.EVENT_READ)
             self._is_listening = True
 
-    def _read(self, line: _Line) -> None:
+    def _read(self, peer: _PeerConnection) -> None:
         try:
-            data = line.connection.recv(4096)
+            data = peer.connection.recv(4096)
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        line.silence.heard()
+        peer.silence.heard()
         if not data:
-            self._hang_up(line)
+            self._handle_close(peer)
             return
-        if line.number is None:
-            line.hello += data
-            data = line.hello[_HELLO_BYTES:]
-            if not secrets.compare_digest(line.hello[:TOKEN_BYTES], self._token[: len(line.hello)]):
-                self._forget(line)
+        if peer.number is None:
+            peer.hello += data
+            data = peer.hello[_HELLO_BYTES:]
+            if not secrets.compare_digest(peer.hello[:TOKEN_BYTES], self._token[: len(peer.hello)]):
+                self._remove(peer)
                 return
-            if len(line.hello) >= _HELLO_BYTES:
-                (line.number,) = _NUMBER.unpack(line.hello[TOKEN_BYTES:_HELLO_BYTES])
+            if len(peer.hello) >= _HELLO_BYTES:
+                (peer.number,) = _NUMBER.unpack(peer.hello[TOKEN_BYTES:_HELLO_BYTES])
         if GOODBYE in data:
-            self._forget(line)
+            self._remove(peer)
 
-    def _hang_up(self, line: _Line) -> None:
-        """The peer has closed the connection. If its process has ended, the data connection is
-        closed as well and is noticed at once; if not, its silence counts from now."""
-        if line.number is None:
-            self._forget(line)
+    def _handle_close(self, peer: _PeerConnection) -> None:
+        """Handle a connection that the peer has closed.
+
+        If its process has exited, the data connection is closed, too, which is detected there.
+        Otherwise its silence counts from now on.
+        """
+        if peer.number is None:
+            self._remove(peer)
         else:
-            self._selector.unregister(line.connection)
-            line.is_open = False
+            self._selector.unregister(peer.connection)
+            peer.is_open = False
 
-    def _forget(self, line: _Line) -> None:
-        if line.is_open:
-            self._selector.unregister(line.connection)
-        line.connection.close()
-        self._lines.remove(line)
+    def _remove(self, peer: _PeerConnection) -> None:
+        if peer.is_open:
+            self._selector.unregister(peer.connection)
+        peer.connection.close()
+        self._peers.remove(peer)
 
     def _send(self, message: bytes) -> None:
-        for line in self._lines:
-            if line.number is not None and line.is_open:
-                # If a beat cannot be sent, the peer notices the silence.
+        for peer in self._peers:
+            if peer.number is not None and peer.is_open:
+                # If sending fails, the peer detects the silence.
                 with contextlib.suppress(OSError):
-                    line.connection.send(message)
+                    peer.connection.send(message)
 
-    def _look(self) -> None:
+    def _check_peers(self) -> None:
         now = self._clock()
-        silent = [line for line in self._lines if line.silence.is_too_long(now)]
-        for line in silent:
-            self._forget(line)
-            if line.number is None:
+        silent = [peer for peer in self._peers if peer.silence.is_too_long(now)]
+        for peer in silent:
+            self._remove(peer)
+            if peer.number is None:
                 continue
             with self._lock:
-                self._lost.add(line.number)
-                action = self._when_lost.get(line.number)
+                self._lost.add(peer.number)
+                action = self._when_lost.get(peer.number)
             if action is not None:
-                self._act(action)
+                self._notify(action)
 
-    def _act(self, action: Callable[[], None]) -> None:
-        """An error in it must not end the heartbeats with all other peers."""
+    def _notify(self, action: Callable[[], None]) -> None:
+        """Call `action`; its errors must not end the heartbeats of other peers."""
         try:
             action()
-        except Exception as error:  # noqa: BLE001 - nobody waits for this thread
+        except Exception as error:  # noqa: BLE001 - the thread must continue
             sys.stderr.write(f"heartbeats: handling a lost peer failed: {error_line(error)}\n")

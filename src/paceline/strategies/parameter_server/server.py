@@ -149,7 +149,7 @@ class WorkerBarrier:
                 self._changed.wait()
 
     def abort(self) -> None:
-        """Fail those who wait now, and those who still come."""
+        """Fail all current and later calls of `wait`."""
         with self._changed:
             self._is_aborted = True
             self._changed.notify_all()
@@ -162,7 +162,7 @@ class Server:
         make_optimizer: MakeOptimizer,
         staleness: int | None,
     ) -> None:
-        """`connections` are those to the workers, by rank."""
+        """`connections` holds one connection per worker, by rank."""
         self._connections = connections
         self._make_optimizer = make_optimizer
         self._queue = AssignmentQueue(len(connections), staleness)
