@@ -35,8 +35,8 @@ def assert_same(one: Split, other: Split) -> None:
 @pytest.mark.parametrize(
     ("samples", "free_bytes", "told"),
     [
-        (10**12, 78_300_000_000, "has 78.3 GB free but the dataset needs 1,025.0 TB: use fewer"),
-        (10**6, 300_000_000, "has 300.0 MB free but the dataset needs 1.0 GB: use fewer"),
+        (10**12, 78_300_000_000, "has 78.3 GB free but needs 1,025.0 TB: use fewer"),
+        (10**6, 300_000_000, "has 300.0 MB free but needs 1.0 GB: use fewer"),
     ],
 )
 def test_a_set_that_the_disk_cannot_hold_is_refused_in_readable_units(

@@ -108,7 +108,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 def fetch(file: ManifestFile, folder: Path) -> bytes:
     target = folder / "deep" / "file"
-    download(file, target, lambda done: None, QUICK)
+    download(file, target, lambda *_: None, QUICK)
     assert not target.with_name("file.part").exists()
     return target.read_bytes()
 
@@ -205,10 +205,11 @@ def test_partial_file_is_kept_after_a_failure(server: Server, tmp_path: Path) ->
 
 
 def test_progress_reaches_the_file_size(server: Server, tmp_path: Path) -> None:
-    seen: list[int] = []
-    download(server.file("breaking"), tmp_path / "file", seen.append, QUICK)
+    seen: list[tuple[str, int, int]] = []
+    target = tmp_path / "file"
+    download(server.file("breaking"), target, lambda *progress: seen.append(progress), QUICK)
     assert seen == sorted(seen)
-    assert seen[-1] == len(CONTENT)
+    assert seen[-1] == ("file", len(CONTENT), len(CONTENT))
 
 
 def test_insufficient_disk_space_fails_before_the_download(
@@ -216,7 +217,7 @@ def test_insufficient_disk_space_fails_before_the_download(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
-    with pytest.raises(DataError, match="has 1 MiB free but needs 65 MiB"):
+    with pytest.raises(DataError, match=r"has 1\.0 MB free but needs 67"):
         fetch(server.file("whole"), tmp_path)
     assert server.requests == []
 

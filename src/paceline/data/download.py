@@ -13,7 +13,6 @@ import gzip
 import http.client
 import os
 import re
-import shutil
 import tarfile
 import time
 import urllib.error
@@ -26,13 +25,16 @@ from pathlib import Path, PurePosixPath
 from typing import IO, BinaryIO
 
 from paceline.data.checksums import Verdict, mark_official, sha256_of, verify_file
-from paceline.data.manifest import FOLDER_VARIABLE, CorruptFileError, DatasetManifest, ManifestFile
+from paceline.data.manifest import (
+    FOLDER_VARIABLE,
+    CorruptFileError,
+    DatasetManifest,
+    ManifestFile,
+    check_free_space,
+)
 from paceline.errors import DataError
 
-ProgressCallback = Callable[[int], None]
-"""Receives the number of bytes of the file that are on disk."""
-
-FileProgressCallback = Callable[[str, int, int], None]
+ProgressCallback = Callable[[str, int, int], None]
 """Receives a file name, the number of its bytes on disk, and its total size in bytes."""
 
 _CHUNK_BYTES = 1 << 18
@@ -62,7 +64,7 @@ class DownloadError(DataError):
 def fetch(
     official: DatasetManifest,
     folder: Path,
-    on_progress: FileProgressCallback,
+    on_progress: ProgressCallback,
     *,
     force: bool = False,
     retry: RetryPolicy | None = None,
@@ -87,9 +89,7 @@ def fetch(
     def download_file(file: ManifestFile) -> Path:
         target = folder / file.path
         try:
-            download(
-                file, target, lambda done: on_progress(target.name, done, file.size_bytes), retry
-            )
+            download(file, target, on_progress, retry)
         except DownloadError as error:
             raise DataError(f"{error}; {_manual_instructions(official, folder)}") from None
         return target
@@ -152,12 +152,17 @@ def download(
     retry = retry or RetryPolicy()
     part = target.with_name(target.name + ".part")
     failures = []
+
+    def report(done_bytes: int) -> None:
+        on_progress(target.name, done_bytes, file.size_bytes)
+
     try:
         with _open_exclusive(part) as output:
-            _check_free_space(part, file.size_bytes - _size(output))
+            needed_bytes = file.size_bytes - _size(output) + _SPARE_BYTES
+            check_free_space(part.parent, needed_bytes, "free disk space or use another --data-dir")
             for address in file.addresses:
                 try:
-                    _download_from(address, file, output, part, on_progress, retry)
+                    _download_from(address, file, output, part, report, retry)
                 except _AddressError as failure:
                     failures.append(f"{address}: {failure}")
                     continue
@@ -183,15 +188,6 @@ def _open_exclusive(part: Path) -> Iterator[BinaryIO]:
         part.unlink()
 
 
-def _check_free_space(part: Path, missing_bytes: int) -> None:
-    free_bytes = shutil.disk_usage(part.parent).free
-    if free_bytes < missing_bytes + _SPARE_BYTES:
-        raise DataError(
-            f"{part.parent} has {free_bytes >> 20} MiB free but needs "
-            f"{missing_bytes + _SPARE_BYTES >> 20} MiB: free disk space or use another --data-dir"
-        )
-
-
 def _write_error(part: Path, error: OSError) -> str:
     if error.errno == errno.ENOSPC:
         return f"no space left in {part.parent}: free disk space and fetch again to resume"
@@ -203,7 +199,7 @@ def _download_from(
     file: ManifestFile,
     output: BinaryIO,
     part: Path,
-    on_progress: ProgressCallback,
+    report: Callable[[int], None],
     retry: RetryPolicy,
 ) -> None:
     """Download from one address into `output` until the checksum matches."""
@@ -216,7 +212,7 @@ def _download_from(
             before = 0
         try:
             if before < file.size_bytes:
-                _receive(address, file.size_bytes, output, on_progress, retry.timeout_seconds)
+                _receive(address, file.size_bytes, output, report, retry.timeout_seconds)
         except _TransientError as error:
             cause = str(error)
         if _size(output) == file.size_bytes:
@@ -238,7 +234,7 @@ def _receive(
     address: str,
     size_bytes: int,
     output: BinaryIO,
-    on_progress: ProgressCallback,
+    report: Callable[[int], None],
     timeout_seconds: float,
 ) -> None:
     """Append the missing bytes, or start over if the server ignores the requested range."""
@@ -262,7 +258,7 @@ def _receive(
                 output.truncate(0)
                 raise _AddressError(f"serves more than {size_bytes} bytes")
             _write(output, chunk)
-            on_progress(start)
+            report(start)
     if start < size_bytes:
         raise _TransientError("connection lost")
 

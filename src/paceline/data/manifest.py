@@ -7,6 +7,7 @@ confirmed by at least two independent sources. This module does not import torch
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +73,22 @@ def data_folder(folder: str | None = None) -> Path:
         raise DataError(
             f"no home folder for {chosen}: use --data-dir or set {FOLDER_VARIABLE}"
         ) from None
+
+
+def check_free_space(folder: Path, needed_bytes: int, advice: str) -> None:
+    """Raise DataError before a write that would fail only after minutes."""
+    free_bytes = shutil.disk_usage(folder).free
+    if needed_bytes > free_bytes:
+        raise DataError(
+            f"{folder} has {_size_text(free_bytes)} free but needs {_size_text(needed_bytes)}:"
+            f" {advice}"
+        )
+
+
+def _size_text(size_bytes: float) -> str:
+    units = {"MB": 1e6, "GB": 1e9, "TB": 1e12}
+    unit = next((name for name, size in units.items() if size_bytes < 1000 * size), "TB")
+    return f"{size_bytes / units[unit]:,.1f} {unit}"
 
 
 class CorruptFileError(Exception):

@@ -10,7 +10,6 @@ import fcntl
 import json
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.data.dataset import Split
+from paceline.data.manifest import check_free_space
 from paceline.errors import DataError
 
 Chunk = tuple[NDArray[np.uint8], NDArray[np.uint8]]
@@ -29,7 +29,6 @@ Chunk = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 
 _MAGIC = b"paceline decoded images 1\n"
 _PAGE_BYTES = 4096
-_UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12}
 _LOCK_TIMEOUT_SECONDS = 900.0
 _LOCK_POLL_SECONDS = 0.2
 
@@ -67,7 +66,8 @@ def mapped_split(
         return _starts_with(path, page, size_bytes)
 
     if not is_current(cache):
-        _check_free_space(cache.parent, samples * (math.prod(shape) + 1))
+        advice = "use fewer --train-samples or another --data-dir"
+        check_free_space(cache.parent, image_bytes + samples, advice)
         try:
             build_once(cache, lambda file: _write_images(file, page, chunks()), is_current)
         except OSError as error:
@@ -106,21 +106,6 @@ def _write_images(file: BinaryIO, page: bytes, chunks: Iterator[Chunk]) -> None:
         file.write(np.ascontiguousarray(some_images).data)
         labels.append(some_labels.tobytes())
     file.write(b"".join(labels))
-
-
-def _check_free_space(folder: Path, needed_bytes: int) -> None:
-    """Fail immediately instead of after minutes of writing."""
-    free_bytes = shutil.disk_usage(folder).free
-    if needed_bytes > free_bytes:
-        raise DataError(
-            f"{folder} has {_size_text(free_bytes)} free but the dataset needs"
-            f" {_size_text(needed_bytes)}: use fewer --train-samples or another --data-dir"
-        )
-
-
-def _size_text(size_bytes: float) -> str:
-    unit = next((name for name, size in _UNITS.items() if size_bytes < 1000 * size), "TB")
-    return f"{size_bytes / _UNITS[unit]:,.1f} {unit}"
 
 
 def build_once(
