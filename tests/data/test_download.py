@@ -217,7 +217,7 @@ def test_insufficient_disk_space_fails_before_the_download(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
-    with pytest.raises(DataError, match=r"has 1\.0 MB free but needs 67"):
+    with pytest.raises(DataError, match=r"has 1\.0 MB free but needs 68"):
         fetch(server.file("whole"), tmp_path)
     assert server.requests == []
 
