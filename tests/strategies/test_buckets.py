@@ -40,7 +40,7 @@ class UsedTwice(nn.Module):
         return outputs
 
 
-def test_a_gradient_that_comes_in_two_pieces_is_refused() -> None:
+def test_a_second_gradient_in_one_step_is_rejected() -> None:
     """The first piece may have been summed already when the second is added to it."""
 
     def work(communicator: Communicator) -> None:

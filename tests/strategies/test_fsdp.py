@@ -241,7 +241,7 @@ def refusals(communicator: Communicator) -> list[str]:
     return lines
 
 
-def test_what_cannot_be_split_is_refused_in_a_line(pool: WorkerPool) -> None:
+def test_unshardable_models_are_rejected_in_one_line(pool: WorkerPool) -> None:
     tied, scalar, whole = pool.run(2, refusals)[0]
     assert "other.weight" in tied
     assert "is a scalar" in scalar

@@ -190,7 +190,7 @@ def test_accept_is_retried_at_the_next_beat_when_files_run_out(clock: list[float
             assert full.accepts == 2
 
 
-def test_a_loss_before_somebody_asks_is_told_when_they_do(server: Server) -> None:
+def test_an_earlier_loss_is_reported_on_registration(server: Server) -> None:
     heartbeats, address, lost = server
     late = Event()
     with hello(address):

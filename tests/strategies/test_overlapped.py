@@ -66,7 +66,7 @@ class FakeMark:
         return (end_event.gpu_seconds - self.gpu_seconds) * 1000
 
 
-def test_moments_on_a_gpu_are_told_in_the_time_of_the_program(
+def test_gpu_moments_are_converted_to_program_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now, marks = [60.0], iter([40.0, 59.0, 80.0])

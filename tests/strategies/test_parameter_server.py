@@ -101,7 +101,7 @@ def test_whole_numbers_give_the_very_weights_of_one_worker(workers: int, servers
 
 @pytest.mark.parametrize("optimizer", [toy.sgd(), toy.adam()], ids=["sgd", "adam"])
 @pytest.mark.parametrize(("workers", "servers"), [(1, 2), (2, 1), (4, 2)])
-def test_in_step_it_trains_like_one_worker(
+def test_sync_mode_trains_like_one_worker(
     workers: int, servers: int, optimizer: toy.MakeOptimizer
 ) -> None:
     expected = alone(5, optimizer)
@@ -110,7 +110,7 @@ def test_in_step_it_trains_like_one_worker(
     torch.testing.assert_close(got[0], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_in_step_it_clips_by_the_norm_over_all_shards() -> None:
+def test_sync_mode_clips_by_the_norm_over_all_shards() -> None:
     clipped = alone(5, toy.sgd(), clip_norm=0.05)
     got = in_step(2, 2, 5, toy.sgd(), clip_norm=0.05)
     torch.testing.assert_close(got[0], clipped, rtol=1e-5, atol=1e-6)
@@ -154,7 +154,7 @@ def test_the_optimisers_state_is_that_of_one_worker_and_can_be_taken_back(
             torch.testing.assert_close(state["state"][number][name], value, rtol=1e-4, atol=1e-6)
 
 
-def out_of_step(
+def train_asynchronously(
     workers: int, iterations: int, optimizer: toy.MakeOptimizer, **options: Any
 ) -> list[tuple[Tensor, dict[str, list[int]], dict[str, Any]]]:
     """Each worker claims, computes and pushes until the end."""
@@ -173,15 +173,17 @@ def out_of_step(
 
 
 @pytest.mark.parametrize("optimizer", [toy.sgd(), toy.adam()], ids=["sgd", "adam"])
-def test_out_of_step_one_worker_trains_as_if_alone(optimizer: toy.MakeOptimizer) -> None:
-    ((weights, _, account),) = out_of_step(1, 5, optimizer, mode="async", servers=2)
+def test_one_asynchronous_worker_trains_like_a_single_process(optimizer: toy.MakeOptimizer) -> None:
+    ((weights, _, account),) = train_asynchronously(1, 5, optimizer, mode="async", servers=2)
     torch.testing.assert_close(weights, alone(5, optimizer), rtol=1e-5, atol=1e-6)
     assert account["staleness"]["behind"]["max"] == 0
 
 
 @pytest.mark.parametrize("options", [{"mode": "async"}, {"mode": "bounded", "staleness": 1}])
-def test_out_of_step_every_part_is_computed_once_and_all_end_equal(options: dict[str, Any]) -> None:
-    results = out_of_step(3, 12, toy.sgd(), servers=2, **options)
+def test_asynchronous_workers_compute_every_part_once_and_end_equal(
+    options: dict[str, Any],
+) -> None:
+    results = train_asynchronously(3, 12, toy.sgd(), servers=2, **options)
     dealt = [
         pair for _, notes, _ in results for pair in zip(notes["batch"], notes["part"], strict=True)
     ]
@@ -191,7 +193,7 @@ def test_out_of_step_every_part_is_computed_once_and_all_end_equal(options: dict
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_recorded_staleness_is_never_above_the_bound(staleness: int) -> None:
-    results = out_of_step(3, 12, toy.sgd(), mode="bounded", staleness=staleness)
+    results = train_asynchronously(3, 12, toy.sgd(), mode="bounded", staleness=staleness)
     for _, notes, account in results:
         assert max(notes["ahead"]) <= staleness
         assert account["staleness"]["ahead"]["max"] == max(notes["ahead"])
@@ -199,9 +201,9 @@ def test_recorded_staleness_is_never_above_the_bound(staleness: int) -> None:
         assert sum(histogram.values()) == len(notes["behind"])
 
 
-def test_an_update_out_of_step_goes_as_far_as_its_samples() -> None:
+def test_an_asynchronous_update_is_weighted_by_its_samples() -> None:
     """With plain SGD, two parts of a batch are the whole batch at the rate it had."""
-    (first, _, _), _ = out_of_step(2, 1, toy.sgd(rate=1e-3, momentum=0.0), mode="async")
+    (first, _, _), _ = train_asynchronously(2, 1, toy.sgd(rate=1e-3, momentum=0.0), mode="async")
     torch.testing.assert_close(first, alone(1, toy.sgd(rate=1e-3, momentum=0.0)), atol=1e-6, rtol=0)
 
 
@@ -221,7 +223,7 @@ def test_a_worker_that_leaves_after_finishing_fails_the_barrier_of_the_others() 
     assert cause == "rank 0: server 0: the connection was closed"
 
 
-def test_an_aborted_barrier_fails_only_those_who_still_wait() -> None:
+def test_an_aborted_barrier_fails_only_incomplete_waits() -> None:
     barrier = WorkerBarrier(2)
     with ThreadPoolExecutor(1) as threads:
         other = threads.submit(barrier.wait)
@@ -251,7 +253,7 @@ def train(out: Path, name: str, **settings: Any) -> tuple[RunFolder, Result]:
     return folder, result
 
 
-def test_processes_in_step_train_lenet_like_one_worker_and_resume_bit_for_bit(
+def test_synchronous_processes_train_lenet_like_one_worker_and_resume_bit_for_bit(
     tmp_path: Path,
 ) -> None:
     """Seven iterations in one go, and again from the checkpoint that was left after the fourth."""
@@ -265,7 +267,7 @@ def test_processes_in_step_train_lenet_like_one_worker_and_resume_bit_for_bit(
     assert again["weights_sha256"] == whole["weights_sha256"]
 
 
-def test_processes_out_of_step_use_every_sample_once_and_record_staleness(tmp_path: Path) -> None:
+def test_asynchronous_processes_use_every_sample_once_and_record_staleness(tmp_path: Path) -> None:
     """With a checkpoint on the way, at which all meet."""
     folder, result = train(
         tmp_path, "bounded", epochs=3, options={"mode": "bounded", "staleness": "2"},
@@ -355,7 +357,7 @@ def test_a_killed_server_ends_the_run_with_its_name(
 
 
 @pytest.mark.parametrize("more", [[], ["--checkpoint-every=1", "--eval-every=1"]])
-def test_a_run_out_of_step_stops_when_asked_and_its_servers_end(
+def test_an_asynchronous_run_stops_on_request_and_its_servers_end(
     more: list[str], starter: PrewarmedStarter, tmp_path: Path
 ) -> None:
     options = ["--iterations=1000000", "-o", "mode=bounded", "--timeout-seconds=15", *more]

@@ -133,7 +133,7 @@ def test_an_overflow_in_one_workers_part_lets_all_pass_the_step_over(
         assert torch.equal(weights, alone("nesterov", 3))
 
 
-def test_workers_that_get_no_weights_at_all_still_keep_in_step() -> None:
+def test_ranks_without_shards_stay_synchronized() -> None:
     def work(communicator: Communicator) -> Tensor:
         model = nn.Linear(3, 1, bias=False)
         model.weight.data.fill_(1.0)

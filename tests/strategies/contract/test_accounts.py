@@ -102,7 +102,9 @@ def _step(strategy: Strategy, late: bool) -> None:
 
 
 @pytest.mark.parametrize("name", AVERAGING)
-def test_waiting_for_a_late_worker_is_told_from_communicating(pool: WorkerPool, name: str) -> None:
+def test_waiting_for_a_straggler_is_separated_from_communication(
+    pool: WorkerPool, name: str
+) -> None:
     accounts = run_team(pool, 3, account, name, Day(late_rank=1))
     late = STEPS * LATE_SECONDS
     for rank in (0, 2):

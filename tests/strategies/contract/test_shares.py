@@ -74,7 +74,7 @@ def test_fixed_shares_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("whole", [1, 2, 16, 17, 1000])
-def test_whatever_the_shares_every_sample_is_dealt_once(whole: int) -> None:
+def test_every_sample_is_assigned_once_for_any_shares(whole: int) -> None:
     weights = [1.0, 0.5, 0.25 / 3]
     dealt = [list(range(whole))[shard_bounds(whole, weights, rank)] for rank in range(3)]
     assert [sample for part in dealt for sample in part] == list(range(whole))

@@ -27,7 +27,7 @@ def parts(assignments: list[Assignment]) -> list[tuple[int, int]]:
     return [(assignment.iteration, assignment.part) for assignment in assignments]
 
 
-def test_whoever_is_free_gets_the_next_part() -> None:
+def test_a_free_worker_gets_the_next_part() -> None:
     queue = AssignmentQueue(workers=2, staleness=None)
     slow = queue.next_assignment(0, request())
     fast = [queue.next_assignment(1, request()) for _ in range(4)]
@@ -35,7 +35,7 @@ def test_whoever_is_free_gets_the_next_part() -> None:
     assert [assignment.ahead for assignment in fast] == [0, 1, 1, 2]
 
 
-def test_all_parts_are_dealt_exactly_once_and_then_it_is_the_end() -> None:
+def test_all_parts_are_assigned_exactly_once_before_the_end() -> None:
     queue = AssignmentQueue(workers=3, staleness=1)
 
     def work(worker: int) -> list[Assignment]:
@@ -52,7 +52,7 @@ def test_all_parts_are_dealt_exactly_once_and_then_it_is_the_end() -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_nobody_gets_further_ahead_than_the_bound(staleness: int) -> None:
+def test_no_worker_gets_further_ahead_than_the_bound(staleness: int) -> None:
     """One worker holds the first batch; the other gets what the bound allows, and then waits."""
     queue = AssignmentQueue(workers=2, staleness=staleness)
     queue.next_assignment(0, request())
@@ -66,12 +66,12 @@ def test_nobody_gets_further_ahead_than_the_bound(staleness: int) -> None:
         assert waiting.result(10).iteration == staleness + 1
 
 
-def test_a_resumed_run_is_dealt_on_from_its_iteration() -> None:
+def test_a_resumed_run_continues_at_its_iteration() -> None:
     queue = AssignmentQueue(workers=2, staleness=None)
     assert parts([queue.next_assignment(0, request(first=7))]) == [(7, 0)]
 
 
-def test_all_meet_before_a_batch_when_one_is_due() -> None:
+def test_all_workers_get_a_due_checkpoint_before_the_next_batch() -> None:
     """Everyone gets one part of the batch, when the batches before it are done, not sooner."""
     queue = AssignmentQueue(workers=2, staleness=None)
     everyone_is_here = Barrier(2)
@@ -183,7 +183,7 @@ def test_a_batch_that_was_begun_is_not_completed_when_a_worker_finishes() -> Non
     ] * 2
 
 
-def test_nobody_waits_for_one_who_is_gone() -> None:
+def test_a_lost_worker_fails_the_waiting_ones() -> None:
     queue = AssignmentQueue(workers=2, staleness=0)
     queue.next_assignment(0, request())
     queue.next_assignment(1, request())

@@ -28,7 +28,7 @@ def replace_all(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("disturb", [forget_none, forget_all, replace_all])
-def test_the_sum_is_that_of_all_workers_whatever_became_of_the_views(
+def test_the_sum_covers_all_workers_even_if_views_were_replaced(
     disturb: Callable[[nn.Module], None],
 ) -> None:
     models = [nn.Linear(5, 3), nn.Linear(5, 3)]

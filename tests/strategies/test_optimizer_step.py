@@ -113,7 +113,7 @@ def test_only_the_first_step_is_left_to_a_usual_optimiser(
     assert len(calls) == own_steps
 
 
-def test_whoever_hooks_in_later_is_called() -> None:
+def test_hooks_registered_later_are_called() -> None:
     seen: list[int] = []
 
     def between(number: int, optimizer: Optimizer) -> None:
