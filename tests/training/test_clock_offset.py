@@ -80,7 +80,7 @@ def test_the_offset_is_interpolated_and_then_continues_with_the_drift_since_the_
     assert offset.at(moment) * 1e6 == pytest.approx(microseconds)
 
 
-def test_no_drift_is_higher_than_that_of_clocks() -> None:
+def test_drift_is_limited() -> None:
     offset = ClockOffset(OffsetSample(10.0, 1.0), OffsetSample(20.0, 2.0))
     assert offset.at(30.0) == pytest.approx(2.0 + 10 * MAX_DRIFT)
 
@@ -104,7 +104,7 @@ def test_noise_of_the_measurements_is_not_amplified() -> None:
             assert abs(offset.at(moment)) <= NOISE_SECONDS
 
 
-def test_drift_that_exceeds_the_error_of_measurement_is_followed_despite_noise() -> None:
+def test_drift_above_the_measurement_error_is_followed() -> None:
     noise = random.Random(0)
 
     def measure(moment: float) -> OffsetSample:
@@ -118,7 +118,7 @@ def test_drift_that_exceeds_the_error_of_measurement_is_followed_despite_noise()
 
 
 @pytest.mark.parametrize(("nodes", "has_offset"), [((0, 0), False), ((0, 1), True)])
-def test_workers_on_the_node_of_the_first_have_its_clock(
+def test_ranks_on_the_node_of_rank_0_share_its_clock(
     nodes: tuple[int, int], has_offset: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clocks = DriftingClocks()

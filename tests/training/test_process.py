@@ -31,7 +31,7 @@ def faults(how: str) -> int:
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def test_kept_memory_is_used_again_without_faults() -> None:
+def test_freed_memory_is_reused_without_page_faults() -> None:
     pages = 5 * 64 * 2**20 // os.sysconf("SC_PAGE_SIZE")
     assert faults("kept") < pages / 100
     assert faults("plain") > pages / 2, "this C library keeps freed memory by itself"
@@ -47,13 +47,13 @@ def test_kept_memory_is_used_again_without_faults() -> None:
         ([3], 1, [{3}]),
     ],
 )
-def test_workers_share_the_cores_out(
+def test_cores_are_split_between_workers(
     cores: list[int], count: int, expected: list[set[int]]
 ) -> None:
     assert [cores_of(cores, number, count) for number in range(count)] == expected
 
 
-def test_a_pinned_worker_has_its_cores_only_and_gives_them_back() -> None:
+def test_pinning_limits_the_cores_and_is_undone() -> None:
     before = os.sched_getaffinity(0)
     with pinned(0, len(before)):
         assert os.sched_getaffinity(0) == {min(before)}

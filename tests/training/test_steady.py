@@ -49,7 +49,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     return bench
 
 
-def test_only_what_is_in_later_iterations_counts(bench: Bench) -> None:
+def test_only_steps_after_the_first_count(bench: Bench) -> None:
     bench.spend("exchange", 64)
     bench.iteration(forward=32, exchange=16)
     bench.clock.move("exchange", "wait", 8)
@@ -79,7 +79,7 @@ def test_a_block_after_the_end_changes_nothing(bench: Bench) -> None:
     assert bench.spent() == {"forward": 2, "exchange": 1}
 
 
-def test_a_block_after_the_end_is_left_out_once(bench: Bench) -> None:
+def test_a_block_after_the_end_is_excluded_once(bench: Bench) -> None:
     bench.iteration(forward=32, exchange=16)
     bench.steady.first_done()
     bench.steady.end()
@@ -90,7 +90,7 @@ def test_a_block_after_the_end_is_left_out_once(bench: Bench) -> None:
     assert bench.spent() == {"forward": 2, "exchange": 1}
 
 
-def test_what_came_since_the_end_can_be_left_out(bench: Bench) -> None:
+def test_time_since_the_end_can_be_excluded(bench: Bench) -> None:
     bench.iteration(forward=32, exchange=16)
     bench.steady.first_done()
     bench.steady.end()
@@ -115,7 +115,7 @@ def test_the_first_iteration_after_a_resume_counts(bench: Bench) -> None:
     assert (bench.steady.to_dict() or {})["hidden_exchange_seconds"] == 2.0
 
 
-def test_a_checkpoint_without_the_figures_leaves_them_unknown(bench: Bench) -> None:
+def test_values_missing_in_the_checkpoint_stay_unknown(bench: Bench) -> None:
     bench.steady.resume(None)
     bench.iteration(forward=4, exchange=2)
     assert bench.steady.to_dict() is None
@@ -132,7 +132,7 @@ def test_overlapped_communication_that_is_not_measured_stays_unknown(bench: Benc
     assert bench.spent() == {"forward": 2}
 
 
-def test_a_single_iteration_leaves_nothing(bench: Bench) -> None:
+def test_a_single_step_counts_nothing(bench: Bench) -> None:
     bench.iteration(forward=32, exchange=16)
     bench.steady.end()
     assert bench.spent() == {}

@@ -22,7 +22,7 @@ from paceline.training import device
         ({"cluster": "nodes=4", "threads": 3}, 0, 3),
     ],
 )
-def test_a_worker_gets_its_share_of_the_cores_that_it_may_use(
+def test_default_threads_are_an_equal_part_of_the_usable_cores(
     settings: dict[str, Any], node: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nodes of a cluster with no quota of their own share the machine; `cores_usable` knows one."""

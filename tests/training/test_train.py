@@ -65,7 +65,7 @@ def test_the_result_has_every_key_of_the_contract(tmp_path: Path) -> None:
     assert folder.read_result() == result
 
 
-def test_an_epoch_is_every_sample_once(tmp_path: Path) -> None:
+def test_an_epoch_covers_every_sample_once(tmp_path: Path) -> None:
     _, result = train(tmp_path, epochs=2)
     assert result["iterations"] == 2 * math.ceil(200 / 32)
     assert result["samples"] == 2 * 200
@@ -79,7 +79,7 @@ def test_phases_add_up_to_the_wall_time(tmp_path: Path) -> None:
         assert worker["phases"][phase] > 0, phase
 
 
-def test_the_start_up_is_split_and_lies_in_other(
+def test_startup_time_is_split_and_counts_as_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def slow_load(config: RunConfig) -> Dataset:
@@ -103,7 +103,7 @@ def test_the_start_up_is_split_and_lies_in_other(
     assert sum(worker["phases"].values()) == pytest.approx(worker["wall_seconds"], rel=0.01)
 
 
-def test_tensorboard_gets_step_time_throughput_and_phase_shares(tmp_path: Path) -> None:
+def test_tensorboard_has_step_time_throughput_and_phase_fractions(tmp_path: Path) -> None:
     folder, _ = train(tmp_path, iterations=6, tensorboard=True)
     accumulator = EventAccumulator(str(folder.tensorboard), size_guidance={"scalars": 0})
     accumulator.Reload()
@@ -170,13 +170,13 @@ def losses(folder: RunFolder) -> list[float]:
     return [loss for block in blocks for loss in block["loss"]]
 
 
-def test_accumulating_gives_the_losses_of_the_whole_batch(tmp_path: Path) -> None:
+def test_gradient_accumulation_gives_the_losses_of_the_full_batch(tmp_path: Path) -> None:
     whole, _ = train(tmp_path, iterations=12)
     parts, _ = train(tmp_path, iterations=12, accumulate=5)
     assert losses(parts) == pytest.approx(losses(whole), rel=1e-4)
 
 
-def test_forgetting_the_epoch_repeats_one_order(tmp_path: Path) -> None:
+def test_without_reshuffle_every_epoch_has_the_same_order(tmp_path: Path) -> None:
     """At a rate too small to learn, equal batches give equal losses: the order is laid bare."""
     settings = {"epochs": 2, "lr": 1e-12, "momentum": 0}
     repeated = losses(train(tmp_path, reshuffle=False, **settings)[0])
@@ -185,7 +185,7 @@ def test_forgetting_the_epoch_repeats_one_order(tmp_path: Path) -> None:
     assert fresh[7:] != pytest.approx(fresh[:7], rel=1e-3)
 
 
-def test_the_target_stops_the_run_and_its_time_leaves_evaluation_out(tmp_path: Path) -> None:
+def test_target_accuracy_stops_the_run_and_its_time_excludes_evaluation(tmp_path: Path) -> None:
     _, result = train(tmp_path, epochs=50, eval_every=2, target_accuracy=0.01)
     assert result["status"] == "finished"
     assert result["iterations"] == 2
@@ -196,7 +196,7 @@ def test_the_target_stops_the_run_and_its_time_leaves_evaluation_out(tmp_path: P
     assert 0 < result["seconds_to_target"] < spent
 
 
-def test_evaluation_comes_when_due_and_always_at_the_end(tmp_path: Path) -> None:
+def test_evaluation_runs_at_its_interval_and_at_the_end(tmp_path: Path) -> None:
     _, result = train(tmp_path, iterations=11, eval_every=4)
     assert [entry["iteration"] for entry in result["history"]] == [4, 8, 11]
     _, never = train(tmp_path, iterations=11, eval_every="never")
@@ -218,7 +218,7 @@ def test_evaluation_comes_when_due_and_always_at_the_end(tmp_path: Path) -> None
     ],
     ids=str,
 )
-def test_every_way_of_training_learns(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_every_optimizer_and_schedule_learns(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Two hundred digits are learnt by heart: the loss falls well below that of guessing."""
     folder, result = train(
         tmp_path, **{"epochs": 20, "lr": 0.02, "eval_every": "never", **settings}
@@ -242,7 +242,7 @@ def test_clipping_bounds_an_update(tmp_path: Path) -> None:
     assert moved == pytest.approx(0.01, rel=1e-3)
 
 
-def test_a_diverged_run_says_so_and_keeps_its_records(tmp_path: Path) -> None:
+def test_a_diverged_run_has_this_status_and_keeps_its_records(tmp_path: Path) -> None:
     folder, result = train(tmp_path, epochs=20, lr=1e8)
     assert result["status"] == "diverged"
     assert "loss became" in result["cause"]
@@ -250,7 +250,7 @@ def test_a_diverged_run_says_so_and_keeps_its_records(tmp_path: Path) -> None:
     assert list(read_lines(folder.events_file(0)))[-1]["status"] == "diverged"
 
 
-def test_the_iteration_at_which_a_run_diverges_counts_wherever_it_is_timed(
+def test_the_diverged_iteration_counts_in_all_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A block is written after every iteration, so the loss is found there and not at the end."""
@@ -288,7 +288,7 @@ def test_a_model_that_raises_fails_the_run_with_its_own_message(
     assert "broken_model_a.py" in (folder.path / "traceback.txt").read_text()
 
 
-def test_a_users_own_data_and_model_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_data_and_model_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_parts_a.py").write_text(
         "import torch\n"
         "def data():\n"
@@ -327,7 +327,7 @@ def test_sequences_with_a_label_per_position_train(
     assert result["samples"] == 30 * 64
 
 
-def test_measuring_costs_at_most_a_hundredth(tmp_path: Path) -> None:
+def test_measurement_overhead_is_at_most_one_percent(tmp_path: Path) -> None:
     """The run's own account of it, on iterations of some milliseconds."""
     _, result = train(tmp_path, epochs=10, batch_size=100, eval_every="never")
     assert 0 < result["measurement_overhead"]["fraction"] <= 0.01

@@ -67,7 +67,7 @@ def _build_custom_model(
     except PacelineError:
         raise
     except Exception as error:
-        cause = f"{whole_error_line(error)}{_place(error, factory)}"
+        cause = f"{whole_error_line(error)}{_location(error, factory)}"
         raise UserCodeError(f"cannot build model {name!r}: {cause}") from error
     if not isinstance(model, nn.Module):
         raise UserCodeError(
@@ -76,8 +76,8 @@ def _build_custom_model(
     return model
 
 
-def _place(error: Exception, factory: Callable[..., object]) -> str:
-    """The last line of the factory's own file that the error passed; empty where it passed none."""
+def _location(error: Exception, factory: Callable[..., object]) -> str:
+    """Return the last line of the factory's file in the traceback, or an empty string."""
     module = sys.modules.get(getattr(factory, "__module__", ""))
     file = getattr(module, "__file__", None)
     frames = traceback.extract_tb(error.__traceback__)

@@ -25,7 +25,7 @@ def normed(communicator: Communicator) -> GradientAveraging:
     return strategy
 
 
-def test_each_worker_gets_its_own_batch_norm_statistics_back() -> None:
+def test_each_rank_restores_its_batch_norm_statistics() -> None:
     saved: list[dict[str, Any]] = []
 
     def work(communicator: Communicator) -> tuple[Tensor, Tensor]:
@@ -46,7 +46,7 @@ def test_each_worker_gets_its_own_batch_norm_statistics_back() -> None:
     assert torch.equal(second[0], second[1])
 
 
-def test_in_a_resized_run_each_rank_goes_on_with_its_own_steps_and_times() -> None:
+def test_in_a_resized_run_each_rank_continues_its_steps_and_times() -> None:
     """Two workers out of step become three; what they trained on counts for all of them."""
     saved: list[dict[str, Any]] = []
 
