@@ -38,7 +38,7 @@ Add = Callable[[str], None]
 
 @pytest.fixture
 def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Add:
-    """Adds the part of a heading: new files as modules, changes of files in their modules."""
+    """Add the example below a heading: new files as modules, changes in existing modules."""
     for registry in (STRATEGIES, ALGORITHMS, CODECS, MODELS, DATASETS):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
     registered = dict(sections.SECTIONS)
@@ -83,7 +83,7 @@ def test_the_example_strategy_computes_what_one_worker_computes(add: Add) -> Non
         assert torch.allclose(weights, alone, atol=1e-6)
 
 
-def test_the_example_algorithm_sums_and_sends_as_many_bytes_as_it_says(add: Add) -> None:
+def test_the_example_algorithm_sums_and_sends_the_bytes_of_its_formula(add: Add) -> None:
     add("An all-reduce algorithm")
     algorithm = ALGORITHMS.load("chain")()
 

@@ -58,7 +58,7 @@ def test_links_to_headings_lead_somewhere(page: Path) -> None:
 
 
 def heading_anchor(heading: str) -> str:
-    """As GitHub makes it."""
+    """Return the anchor that GitHub generates."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
@@ -99,7 +99,7 @@ def test_module_paths_in_the_docs_exist() -> None:
 
 
 def commands(page: Path) -> list[str]:
-    """The complete paceline commands in the code blocks of a page, without what explains them."""
+    """Return the complete paceline commands in the code blocks of a page, without comments."""
     text = page.read_text().replace("\\\n", "")
     lines = re.findall(r"^(?:    |taskset -c \S+ )?(paceline [a-z].*)$", text, flags=re.M)
     cleaned = [re.split(r" {2,}| # ", re.sub(r" +--", " --", line))[0] for line in lines]
@@ -108,7 +108,7 @@ def commands(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
-def test_the_program_accepts_the_commands_that_the_docs_show(page: Path) -> None:
+def test_commands_in_the_docs_are_accepted(page: Path) -> None:
     for command in commands(page):
         arguments = _parse(shlex.split(command)[1:])
         if command.startswith("paceline train") and arguments.resume is None:
@@ -136,8 +136,8 @@ def test_every_dependency_has_its_reason() -> None:
         assert f"| {name.group()} |" in page
 
 
-def test_every_needed_version_is_pinned() -> None:
-    """Direct and transitive, by the metadata of what is installed."""
+def test_every_dependency_is_pinned() -> None:
+    """Direct and transitive dependencies, by the metadata of installed packages."""
     pinned = {
         canonical(line.partition("==")[0])
         for line in (ROOT / "constraints.txt").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""The examples do what they say, run as their first lines tell."""
+"""The examples work when run as their docstrings describe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 def run(*words: str) -> str:
-    """What a Python program says that is started in the folder of the examples."""
+    """Run Python in the folder of the examples and return its output."""
     done = subprocess.run(
         [sys.executable, *words], cwd=EXAMPLES, capture_output=True, text=True, timeout=100
     )
@@ -25,10 +25,10 @@ def run(*words: str) -> str:
     return done.stdout
 
 
-def outcome(said: str) -> tuple[float, float, int]:
-    """Accuracy, sum of the weights and number of workers."""
-    found = re.search(r"accuracy (\S+), sum of weights (\S+), workers (\d+)", said)
-    assert found is not None, said
+def outcome(output: str) -> tuple[float, float, int]:
+    """Return accuracy, sum of the weights and number of workers."""
+    found = re.search(r"accuracy (\S+), sum of weights (\S+), workers (\d+)", output)
+    assert found is not None, output
     return float(found[1]), float(found[2]), int(found[3])
 
 
@@ -44,8 +44,8 @@ def train(starter: PrewarmedStarter, out: Path, *words: str) -> dict[str, object
     common = ["--no-tensorboard", "--quiet", "--threads", "1", "--nproc-per-node", "2"]
     command = ["-m", "paceline", "train", *common, "--out", str(out), "--name", "run", *words]
     process = starter.start(command, cwd=EXAMPLES, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    _, complaints = process.communicate(timeout=100)
-    assert process.returncode == 0, complaints
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
     return read_json(out / "run" / "result.json")
 
 
@@ -67,6 +67,6 @@ def test_own_strategy_averages_as_often_as_its_option_says(
     workers = result["workers"]
     assert isinstance(workers, list)
     weights = 2 * 256 + 256 + 256 * 3 + 3
-    # The first weights, two averages in the middle and one at the end; of two workers' all-reduce
-    # and of a broadcast from the first, the first one sends all that there is.
+    # The initial broadcast, two averages in the middle and one at the end. In each of them, rank 0
+    # of two sends all weights.
     assert workers[0]["traffic"]["parameters"]["bytes_sent"] == 4 * weights * 4

@@ -17,7 +17,7 @@ if [ "$2" = venv ]; then
   chmod +x "$3/bin/paceline"
 fi
 """
-"""Installs nothing; a virtual environment of it has a `paceline` that prints a line."""
+"""A fake Python that installs nothing; its virtual environments have a fake `paceline`."""
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")

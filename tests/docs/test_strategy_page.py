@@ -1,4 +1,4 @@
-"""docs/strategies.md tells of every strategy and every option that there is."""
+"""docs/strategies.md covers every strategy and every option."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_option_is_named(name: str) -> None:
         assert f"`{option}`" in OPTIONS
 
 
-def test_no_option_is_named_that_nobody_has() -> None:
+def test_every_option_on_the_page_exists() -> None:
     known = {
         option for name in STRATEGIES.names() for option in option_types(STRATEGIES.load(name))
     }

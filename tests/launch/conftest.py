@@ -1,4 +1,4 @@
-"""Runs that several tests look at, each made once, and the folder where own_code.py is found."""
+"""Runs that several tests share, and commands that start quickly."""
 
 from __future__ import annotations
 

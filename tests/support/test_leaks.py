@@ -1,4 +1,4 @@
-"""The leak check fails a test for every kind of thing left behind, and for nothing else."""
+"""The leak check fails a test for every kind of leak, and for nothing else."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def group():
     process.wait()
 
 
-GROUP_FIRST_ASKED_FOR
+GROUP_FIRST_REQUESTED
 
 
 def test_uses_the_group(group):
@@ -136,7 +136,7 @@ def test_uses_it(group):
 
 
 def run_tests(folder: Path, source: str) -> str:
-    """The output of a pytest of its own over `source`, with the leak check and without torch."""
+    """Run `source` in a separate pytest with the leak check, without torch; return its output."""
     (folder / "conftest.py").write_text(
         "from tests.support.leaks import no_leaks, no_leaks_of_session, pytest_fixture_setup\n"
     )
@@ -171,7 +171,7 @@ def leaky_output(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("folder", "current folder: was "),
     ],
 )
-def test_a_leak_fails_the_test_that_left_it_and_no_other(
+def test_a_leak_fails_only_the_test_that_caused_it(
     leaky_output: str, test: str, complaint: str
 ) -> None:
     _, _, after = leaky_output.partition(f"ERROR at teardown of test_{test} _")
@@ -180,21 +180,21 @@ def test_a_leak_fails_the_test_that_left_it_and_no_other(
 
 
 @pytest.mark.parametrize("first", [BY_NAME, IN_THE_MIDDLE], ids=["by name", "in the middle"])
-def test_a_group_of_wider_scope_may_outlive_the_test_that_first_asks(
+def test_a_fixture_of_wider_scope_may_outlive_the_test_that_requests_it_first(
     tmp_path: Path, first: str
 ) -> None:
-    output = run_tests(tmp_path, CLEAN_TESTS.replace("GROUP_FIRST_ASKED_FOR", first))
+    output = run_tests(tmp_path, CLEAN_TESTS.replace("GROUP_FIRST_REQUESTED", first))
     assert "4 passed" in output, output
     assert "error" not in output, output
 
 
-def test_a_fixture_of_wider_scope_that_leaves_something_fails_the_session(tmp_path: Path) -> None:
+def test_a_fixture_of_wider_scope_that_leaks_fails_the_session(tmp_path: Path) -> None:
     output = run_tests(tmp_path, CARELESS_FIXTURE)
     assert "the test session leaked:" in output
     assert "(sleep 62)" in output
 
 
-def test_a_left_process_is_ended() -> None:
+def test_a_leaked_process_is_killed() -> None:
     before = take()
     left = subprocess.Popen(["sleep", "60"])
     leaks_since(before, grace_seconds=0)
