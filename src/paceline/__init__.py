@@ -15,11 +15,11 @@ __all__ = ["Codec", "Strategy", "__version__", "join", "train"]
 
 
 def train(**settings: Any) -> dict[str, Any]:
-    """Run one training; the arguments are the settings of docs/config.md.
+    """Train a model; the arguments are the settings of docs/config.md.
 
-    Returns the contents of result.json, whose "status" says how the run ended. A bad value raises
-    a `paceline.errors.ConfigError` with the lines that the command line prints, all problems at
-    once; what else cannot be run as asked, another `paceline.errors.UsageError`.
+    Returns the contents of result.json, with the outcome in "status". Invalid values raise a
+    `paceline.errors.ConfigError` with all problems; other errors that the caller can fix raise
+    another `paceline.errors.UsageError`.
     """
     from paceline.config import from_mapping
     from paceline.errors import UsageError
@@ -30,12 +30,12 @@ def train(**settings: Any) -> dict[str, Any]:
 
         return launcher.train(config, quiet=True).result or {}
     except UsageError as error:
-        # It is the caller's line that wants mending: frames inside paceline would only bury it.
+        # The error is in the caller's code: frames inside paceline would hide it.
         raise error.with_traceback(None) from error.__cause__
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded on first use, because they need torch and this module must not import it.
+    # Loaded on first use, because they import torch.
     if name == "join":
         from paceline.launch.join import join
 

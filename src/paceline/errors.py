@@ -1,8 +1,8 @@
-"""Every error that paceline raises on purpose.
+"""All exceptions that paceline raises.
 
-`UsageError` and its children are what a user can mend: the command line prints their message as it
-is, one line for each problem, and exits with 2. `RunError` and its children end a run that had
-started: exit code 1, with the records kept.
+`UsageError` and its subclasses are errors that a user can fix: the command line prints one line for
+each problem and exits with 2. `RunError` and its subclasses end a run that has started: it exits
+with 1 and keeps the records.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from collections.abc import Iterable, Sequence
 
 
 class PacelineError(Exception):
-    """The root of the tree; its message is meant for the user, without a traceback."""
+    """Base class; its message is for the user, without a traceback."""
 
     exit_code = 1
     is_secondary = False
-    """Whether it is only what was seen of another worker's ending."""
+    """Whether it is only a consequence of another worker's failure."""
     already_reported = False
-    """Whether another process tells the user about it, so that this one need not."""
+    """Whether another process has reported it to the user."""
 
 
 class UsageError(PacelineError):
-    """Something the user asked for cannot be done as asked; its message is always one line."""
+    """A request that cannot be fulfilled; its message is one line."""
 
     exit_code = 2
 
@@ -32,26 +32,26 @@ class UsageError(PacelineError):
 
 
 class ConfigError(UsageError):
-    """Bad values, all that were found at once."""
+    """Invalid values: all problems together."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(map(one_line, problems))
-        # Not UsageError's: it would escape the line breaks between the problems.
+        # UsageError.__init__ would escape the line breaks between problems.
         PacelineError.__init__(self, "\n".join(self.problems))
 
     @classmethod
     def from_text(cls, text: str) -> ConfigError:
-        """The error with this text, one problem per line, as another process reported it."""
+        """Create the error from text with one problem per line, as another process reported it."""
         problems = few_lines(text).splitlines()
-        return cls(problems or ["the configuration was rejected, and no reason was given"])
+        return cls(problems or ["the configuration was rejected without a reason"])
 
 
 class UnknownNameError(UsageError):
-    """A name that no registry entry has."""
+    """A name that is not registered."""
 
 
 class UserCodeError(UsageError):
-    """A user's `package.module:name` that could not be loaded or is of the wrong kind."""
+    """A `package.module:name` that cannot be loaded or has the wrong type."""
 
 
 class SharedMemoryUnavailableError(UsageError):
@@ -63,11 +63,11 @@ class SharedMemoryUnavailableError(UsageError):
 
 
 class DataError(UsageError):
-    """A dataset that is missing, damaged or not what it should be."""
+    """A dataset that is missing, damaged or unexpected."""
 
 
 class RecordsError(UsageError):
-    """A folder or file of records that cannot be read or written as asked."""
+    """Records that cannot be read or written."""
 
 
 class MissingRecordError(RecordsError):
@@ -75,31 +75,31 @@ class MissingRecordError(RecordsError):
 
 
 class DamagedRecordError(RecordsError):
-    """A file that was read and is not a record."""
+    """A file that is not a valid record."""
 
 
 class NewerSchemaError(RecordsError):
-    """A record of a newer version of paceline, which that version can read."""
+    """A record of a newer version of paceline."""
 
 
 class CheckpointError(UsageError):
-    """No checkpoint that could be continued from."""
+    """No checkpoint to resume from."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint that was read and is not what was written: no later attempt can use it."""
+    """A checkpoint with damaged contents: retrying cannot help."""
 
 
 class ClusterError(UsageError):
-    """An emulated cluster that cannot be made, found or used as asked."""
+    """An emulated cluster that cannot be created, found or used."""
 
 
 class RunError(PacelineError):
-    """A run that had started and could not go on."""
+    """A failure of a run that has started."""
 
 
 class DivergedError(RunError):
-    """The loss left the finite numbers."""
+    """The loss became NaN or infinite."""
 
 
 class PeerError(RunError):
@@ -111,13 +111,13 @@ class PeerError(RunError):
 
 
 class StoppedError(RunError):
-    """Somebody asked the run to stop (Ctrl-C or a termination signal)."""
+    """The run was stopped by Ctrl-C or a termination signal."""
 
     exit_code = 130
 
 
 class AgreedStopError(StoppedError):
-    """All workers stopped after the same iteration, as they agreed to."""
+    """All workers stopped after the same iteration."""
 
 
 ERROR_PREFIX = "paceline: error: "
@@ -135,11 +135,11 @@ LONGEST_VALUE = 80
 LONGEST_LINE = 2000
 MOST_LINES = 20
 LONGEST_NUMBER_BITS = 256
-"""Python refuses to convert integers of more than 4,300 digits to text."""
+"""Python rejects the conversion of integers with more than 4,300 digits to text."""
 
 
 def shown(value: object) -> str:
-    """A user's value as error messages echo it: quoted if it is text, escaped, one line, short."""
+    """Format a user's value for an error message: text is quoted and escaped; short, one line."""
     if isinstance(value, int) and value.bit_length() > LONGEST_NUMBER_BITS:
         return f"a number of about {round(value.bit_length() * math.log10(2)):,} digits"
     if isinstance(value, str):
@@ -166,15 +166,15 @@ def _escaped(text: str) -> str:
 
 
 def bare(name: str) -> str:
-    """A user's name or flag as it is; as `shown` where it is long or has control characters."""
+    """Return a name or flag unquoted, unless it is long or has control characters."""
     return name if name.isprintable() and len(name) <= LONGEST_VALUE else shown(name)
 
 
 def one_line(text: str) -> str:
-    """A message without line breaks and other control characters, of bounded length."""
+    """Escape line breaks and other control characters, and limit the length."""
     text = text.rstrip("\n")
     if len(text) > 2 * LONGEST_LINE:
-        # Only the ends remain below; to escape what is between them could take long.
+        # Only the ends are shown; escaping the middle could take long.
         text = text[:LONGEST_LINE] + text[-LONGEST_LINE:]
     line = _escaped(text)
     if len(line) <= LONGEST_LINE:
@@ -183,26 +183,26 @@ def one_line(text: str) -> str:
 
 
 def few_lines(text: str) -> str:
-    """A message that may have several lines, without control characters, of bounded length."""
+    """Like `one_line` for each line, with a limited number of lines."""
     lines = [line for line in text.splitlines() if line]
     if len(lines) > MOST_LINES:
-        left_out = len(lines) - MOST_LINES + 1
-        lines[MOST_LINES - 1 :] = [f"... and {left_out:,} more lines"]
+        omitted = len(lines) - MOST_LINES + 1
+        lines[MOST_LINES - 1 :] = [f"... and {omitted:,} more lines"]
     return "\n".join(map(one_line, lines))
 
 
 def error_line(error: BaseException) -> str:
-    """What somebody else's exception says, short enough to stand in a message of ours."""
+    """Return the type and the first line of an exception from other code."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def whole_error_line(error: BaseException) -> str:
-    """All that somebody else's exception says, its lines joined."""
+    """Return the type and the whole message of an exception from other code, as one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def suggest(name: str, known: Iterable[str], most: int = 1) -> str:
-    """A hint for a misspelt name, as the end of a message: what is near it, else all there is."""
+    """Return a hint for an unknown name: similar names, else all names."""
     names = list(known)
     near = difflib.get_close_matches(name, names, n=most)
     if near:

@@ -1,7 +1,7 @@
-"""A lock on a folder, for one process at a time; the kernel releases it when its owner ends.
+"""An exclusive lock on a folder; the kernel releases it when its owner exits.
 
-It is a flock on the file `.lock`, which holds the process id and the host of the owner. On a file
-system that several machines share, it holds between them if flock does there, as on NFS.
+It is a flock on the file `.lock`, which contains the process id and host of the owner. On a shared
+file system it works between machines if flock does, as on NFS.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from paceline.errors import RecordsError, UsageError
 
 LOCK_FILE = ".lock"
 ATTEMPTS = 100
-"""To lock a file that others remove at the same time."""
+"""Retries if other processes remove the file at the same time."""
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 
 logger = logging.getLogger("paceline")
 
 _own_descriptors: set[int] = set()
-"""Of the locks that forked children must not keep."""
+"""Descriptors of locks that forked children must close."""
 
 
 def _close_in_child() -> None:
-    # A forked child shares the lock, which would otherwise last as long as the child.
+    # A forked child shares the lock, and would keep it until it exits.
     for descriptor in _own_descriptors:
         with suppress(OSError):
             os.close(descriptor)
@@ -41,9 +41,9 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 @contextmanager
 def locked(folder: Path, advice: str, *, is_inherited: bool = False) -> Iterator[None]:
-    """Hold the lock of an existing folder; a UsageError that names the owner and ends in `advice`.
+    """Hold the lock of an existing folder; if it is taken, a UsageError has the owner and `advice`.
 
-    With `is_inherited`, child processes that inherit open files keep the lock until they end.
+    With `is_inherited`, child processes that inherit open files keep the lock until they exit.
     Otherwise no child process keeps it.
     """
     process = os.getpid()
@@ -57,7 +57,7 @@ def locked(folder: Path, advice: str, *, is_inherited: bool = False) -> Iterator
             os.set_inheritable(descriptor, is_inherited)
             if not is_inherited:
                 _own_descriptors.add(descriptor)
-            # On a full disk it stays empty: whatever is written next will report that.
+            # On a full disk it stays empty: the next write reports the error.
             with suppress(OSError):
                 os.truncate(descriptor, 0)
                 os.write(descriptor, f"{process} {socket.gethostname()}\n".encode())
@@ -73,7 +73,7 @@ def locked(folder: Path, advice: str, *, is_inherited: bool = False) -> Iterator
 def _release(descriptor: int, directory: int, is_inherited: bool) -> None:
     with suppress(OSError):
         os.truncate(descriptor, 0)
-        # A child that still holds the file must be found by whoever comes next.
+        # A child may still hold the lock: then the file must stay.
         if not is_inherited and _is_current(descriptor, directory):
             os.unlink(LOCK_FILE, dir_fd=directory)
     _own_descriptors.discard(descriptor)
@@ -98,7 +98,7 @@ def _lock(folder: Path, directory: int, advice: str) -> int:
                 os.close(descriptor)
                 raise RecordsError(f"cannot lock {folder}: {error.strerror}") from None
             logger.warning(
-                "%s cannot be locked (%s): do not start it twice", folder, error.strerror
+                "%s cannot be locked (%s): do not start the run twice", folder, error.strerror
             )
             return descriptor
         # The last owner may have removed the file between the two calls.

@@ -1,4 +1,4 @@
-"""Short texts of numbers with their units, for tables."""
+"""Numbers with units, short enough for tables."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def rate(bytes_per_second: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    """`value` is a percentage."""
+    """Format a percentage."""
     return "-" if value is None else f"{value:.0f}%"
 
 
 def share(value: float | None) -> str:
-    """`value` is a fraction of one."""
+    """Format a fraction as a percentage."""
     return "-" if value is None else f"{value:.1%}"
 
 
@@ -61,7 +61,7 @@ def format_duration(value: float | None) -> str:
 
 
 def spread(values: Sequence[float], text: Callable[[float], str]) -> str:
-    """The mean, with min and max where there are several."""
+    """Format the mean, with min and max if there are several values."""
     if not values:
         return "-"
     mean = text(sum(values) / len(values))

@@ -1,21 +1,21 @@
-"""What a run writes and everything above it reads: the folder `runs/<id>/`.
+"""The run folder `runs/<id>/`: workers write it, analysis and reports read it.
 
-    config.json              the RunConfig, written before anything starts
-    events-<rank>.jsonl      appended while the run goes on; readable after a crash
+    config.json              the RunConfig, written before workers start
+    events-<rank>.jsonl      appended during the run; readable after a crash
     resources-<node>.jsonl   samples of CPU, memory, network, disk and GPU
-    result.json              the account of the run, written once, at its end
-    trace-<rank>.json        phases and transfers of some iterations, where --trace asks for them
-    output-<rank>.txt        what a worker of several said besides, if anything
-    traceback.txt            of an error in code that paceline does not know
-    .lock                    held by the process that runs it, while it does
+    result.json              the result of the run, written at its end
+    trace-<rank>.json        phases and transfers of some iterations, with --trace
+    output-<rank>.txt        standard output and error of a worker, if any
+    traceback.txt            of an unexpected exception
+    .lock                    held by the process that runs it
     tensorboard/ checkpoints/
 
-Whole files are replaced atomically and JSON lines are appended, so that a reader sees the old or
-the new state and never half of one. Events are objects with an "event" key:
+Files are replaced atomically and JSON lines are appended, so a reader sees the old or the new
+state. Events are objects with an "event" key:
 
-    start       run began or was resumed: iteration, resumed, workers
-    iterations  a block of them: first (iteration), seconds [...], loss [...], learning_rate,
-                phases (seconds in each so far, in this process); out of step also
+    start       the run started or resumed: iteration, resumed, workers
+    iterations  a block: first (iteration), seconds [...], loss [...], learning_rate,
+                phases (seconds in each so far, in this process); asynchronous also
                 batch, part, ahead and behind [...]: docs/metrics.md
     evaluation  one entry of the result's history, with rank, wall_seconds, samples_per_second
     checkpoint  iteration, blocked_seconds
@@ -66,10 +66,10 @@ PHASES = (
     "checkpoint",
     "other",
 )
-"""The parts that a worker's wall time is split into; docs/metrics.md defines each."""
+"""The breakdown of a worker's wall time; docs/metrics.md defines each phase."""
 
 BETWEEN_ITERATIONS = ("evaluate", "checkpoint", "other")
-"""Those of them that are no part of an iteration."""
+"""Phases outside iterations."""
 
 TRAFFIC_KINDS = ("gradients", "parameters", "buffers", "metrics", "control")
 
@@ -92,7 +92,7 @@ RESULT_KEYS = (
     "checkpoints",
     "measurement_overhead",
 )
-"""What every result has at least, besides its schema."""
+"""Keys of every result, besides the schema number."""
 
 LAUNCHER_FILES = ("launch-", "failure-")
 """Prefixes of files that pass between a launcher and its own processes."""
@@ -108,7 +108,7 @@ NUMBER_MAX = 1e60
 INTEGER_MAX = 2**63 - 1
 
 Result = dict[str, Any]
-"""The contents of result.json; docs/metrics.md names its keys."""
+"""The contents of result.json; docs/metrics.md describes its keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class RunFolder:
         return self.path / f"events-{rank}.jsonl"
 
     def report_file(self, rank: int) -> Path:
-        """What one worker told at its end, until it is part of the result."""
+        """Report of a worker at its end, until it is part of the result."""
         return self.path / f"report-{rank}.json"
 
     def trace_file(self, rank: int) -> Path:
@@ -182,7 +182,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: RunConfig) -> RunFolder:
-        """Make a new folder for a run; one that exists is never written over."""
+        """Create a folder for a new run; RecordsError if it exists."""
         folder = cls(_new_path(config))
         try:
             make_folder(folder.path.parent)
@@ -200,21 +200,21 @@ class RunFolder:
 
     @classmethod
     def unused(cls, config: RunConfig) -> RunFolder:
-        """The folder of a new run, before it is made; RecordsError if the path exists."""
+        """Return the folder of a new run without creating it; RecordsError if it exists."""
         folder = cls(_new_path(config))
         if folder.path.exists():
             raise _taken(folder.path)
         return folder
 
     def locked(self) -> AbstractContextManager[None]:
-        """Hold the lock of the run; a UsageError names the process that has it.
+        """Hold the lock of the run; a UsageError names the process that holds it.
 
-        The process that starts the run on the first node holds it as long as the run lasts.
+        The process that starts the run on the first node holds it until the run ends.
         """
         return locked(self.path, "wait until it ends, or stop it")
 
     def discard(self, records: Iterable[Path] = ()) -> None:
-        """Remove a folder in which nobody trained, with these files; other files stay."""
+        """Remove the folder of a run that never trained, with these files; other files stay."""
         for file in records:
             file.unlink(missing_ok=True)
         (self.path / LOCK_FILE).unlink(missing_ok=True)
@@ -226,7 +226,7 @@ class RunFolder:
 
     @classmethod
     def open_or_create(cls, config: RunConfig, name: str) -> RunFolder:
-        """The folder of a run that the first machine has named, on this machine or shared."""
+        """Return the folder that the first node named, local or shared; create it if necessary."""
         folder = cls(Path(config.out) / name)
         try:
             make_folder(folder.path)
@@ -237,14 +237,14 @@ class RunFolder:
         return folder
 
     def identity(self) -> list[int | str]:
-        """Equal for two processes that see the same folder, on one machine or shared by several."""
+        """Return a value that is equal for processes that see the same folder, also if shared."""
         status = self.config_file.stat()
         return [status.st_ino, status.st_mtime_ns, str(status.st_size)]
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
-        """The folder of a run that exists."""
-        # Resolved, so that "." has a name too.
+        """Open the folder of an existing run."""
+        # Resolved, so that "." has a name.
         folder = cls(Path(path).resolve()) if str(path) else cls(Path("no such run"))
         if not folder.config_file.is_file():
             raise RecordsError(f"{path} is not a run: it has no config.json")
@@ -260,7 +260,7 @@ class RunFolder:
             raise RecordsError(f"{self.config_file}: {error.problems[0]}") from None
 
     def read_result(self) -> Result | None:
-        """The result, or None where the run has not ended."""
+        """Return the result; None if the run has not ended."""
         if not self.result_file.exists():
             return None
         result = read_json(self.result_file)
@@ -270,7 +270,7 @@ class RunFolder:
         return result
 
     def readable_result(self) -> Result | None:
-        """The result, or None where the run has not ended or its result is damaged."""
+        """Return the result; None if the run has not ended or its result is damaged."""
         try:
             return self.read_result()
         except RecordsError:
@@ -278,12 +278,12 @@ class RunFolder:
 
     @property
     def is_finished(self) -> bool:
-        """Whether a result says that the run has reached its end."""
+        """Whether the run has a result with status finished."""
         result = self.readable_result()
         return result is not None and result["status"] == "finished"
 
     def change_config(self, config: RunConfig) -> None:
-        """From now on the run has these settings; the ones before are kept beside them."""
+        """Replace config.json; the previous one is kept as config-<n>.json."""
         if config != self.read_config():
             shutil.copyfile(self.config_file, self._free_name("config"))
             write_json(self.config_file, {"schema": SCHEMA, "config": config.to_dict()})
@@ -293,7 +293,7 @@ class RunFolder:
         return next(name for name in names if not name.exists())
 
     def archive_result(self) -> None:
-        """Keep what an earlier part of a resumed run said about itself."""
+        """Keep the result of an earlier session of a resumed run as result-<n>.json."""
         if self.result_file.exists():
             self.result_file.rename(self._free_name("result"))
 
@@ -315,7 +315,7 @@ def _taken(path: Path) -> RecordsError:
 
 
 def default_name(config: RunConfig) -> str:
-    """`<time>-<model>-<strategy>`, the time to the second, with a counter where that is taken."""
+    """Return `<time>-<model>-<strategy>`, with a counter if it exists."""
     parts = (time.strftime("%Y%m%d-%H%M%S"), config.model, config.strategy)
     name = "-".join(
         re.sub(r"[^A-Za-z0-9_]+", "_", part.rpartition(":")[2]) if part is not parts[0] else part
@@ -329,7 +329,7 @@ def default_name(config: RunConfig) -> str:
 
 
 def explain_write_error(path: Path, error: OSError) -> str:
-    """A line that names the file, and where space ran out the disk as well."""
+    """Return a line with the file, and with the disk if it is full."""
     text = f"cannot write {path}: {error.strerror or error}"
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return text
@@ -338,11 +338,11 @@ def explain_write_error(path: Path, error: OSError) -> str:
 
 
 class EventWriter:
-    """Appends events to a rank's file, each whole and at once on its way to the disk."""
+    """Appends events to the file of a rank, flushed after each."""
 
     def __init__(self, path: Path) -> None:
         try:
-            # A line cut short by a crash must not swallow the first event of the resumed run.
+            # A truncated line must not swallow the first event of the resumed run.
             _end_cut_line(path)
             file = _open_to_append(path)
         except OSError as error:
@@ -358,7 +358,7 @@ class EventWriter:
             raise RunError(explain_write_error(Path(self._file.name), error)) from None
 
     def close(self) -> None:
-        # What could not be written was told by write(); closing would try, and fail, again.
+        # write() has reported a failure; closing would fail again.
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -371,7 +371,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file; a line that a crash cut short is passed over."""
+    """Yield the objects of a JSON-lines file; skips lines that a crash truncated."""
     try:
         file = open_record(path)
     except OSError:
@@ -387,24 +387,24 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_iteration_seconds(path: Path, until: int, since: int = 0) -> list[float]:
-    """How long the iterations before `until` took, by a rank's events.
+    """Return the step times of the iterations from `since` to `until` in a rank's events.
 
-    Where a run was resumed, iterations that were done again count as they were the last time. Those
-    in which there was no worker of this rank are not among them.
+    Of iterations that a resumed run repeated, the last time counts. Iterations without a worker of
+    this rank are missing.
     """
     numbers: list[int] = []
     seconds: list[float] = []
     for event in read_lines(path):
         if event.get("event") == "iterations":
-            again = bisect_left(numbers, event["first"])
-            del numbers[again:], seconds[again:]
+            first = bisect_left(numbers, event["first"])
+            del numbers[first:], seconds[first:]
             numbers += range(event["first"], event["first"] + len(event["seconds"]))
             seconds += event["seconds"]
     return seconds[bisect_left(numbers, since) : bisect_left(numbers, until)]
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Replace a file by a JSON object, atomically and on the disk when this returns."""
+    """Write a JSON object atomically and durably."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("w", encoding="utf-8") as file:
@@ -419,7 +419,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it that are missing; their names are on the disk then."""
+    """Create a folder and its missing parents durably."""
     missing = list(itertools.takewhile(lambda each: not each.exists(), (path, *path.parents)))
     for each in reversed(missing):
         each.mkdir(exist_ok=True)
@@ -429,7 +429,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Have the names in a folder on the disk, as renames and new files have changed them."""
+    """Sync a folder to disk, so that renames and new files in it are durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -442,9 +442,9 @@ def sync_folder(path: Path) -> None:
 
 
 def open_record(path: Path) -> io.BufferedReader:
-    """Open a regular file for reading; an OSError for anything else, such as a FIFO.
+    """Open a regular file for reading; OSError for anything else.
 
-    Opening a FIFO would otherwise block until somebody writes to it.
+    Opening a FIFO would block until a writer opens it.
     """
     return open(path, "rb", opener=_open_regular)
 
@@ -460,14 +460,14 @@ def _open_regular(path: str, flags: int) -> int:
             return descriptor
         os.close(descriptor)
     except OSError as error:
-        # A FIFO that nobody reads cannot be opened for writing without blocking.
+        # A FIFO without a reader cannot be opened for writing.
         if error.errno != errno.ENXIO:
             raise
-    raise OSError(errno.EINVAL, "it is not a regular file", path)
+    raise OSError(errno.EINVAL, "not a regular file", path)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object written by this version of paceline or an older one."""
+    """Read a JSON object with a schema number, of this version of paceline or an older one."""
     try:
         with open_record(path) as file:
             value = json.loads(file.read().decode("utf-8"))

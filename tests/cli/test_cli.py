@@ -42,14 +42,14 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--batch-size", "-4"], "--batch-size: must be at least 1"),
         (["--iterations", "2.5"], "--iterations: must be a whole number"),
         (["--batch-size", "65"], "--batch-size: must be at most 64"),
-        (["--epochs", "1"], "--epochs and --iterations: give one of them"),
+        (["--epochs", "1"], "--epochs and --iterations: use only one of them"),
         (["--data", "mnist", "--data-dir", "/nonexistent"], "paceline data fetch mnist"),
         (["--strategy", "single", "--nproc-per-node", "2"], "trains 1 worker, not 2"),
         (["-o", "speed=9"], "strategy single has no such option"),
         (["-o", "a=1", "-o", "foo"], "-o: must be key=value, got 'foo'"),
         (["--bogus", "3"], "unknown flag --bogus: see `paceline train --help`"),
         (["--lr"], "--lr needs a value: learning rate"),
-        (["lenet"], "unexpected word 'lenet'"),
+        (["lenet"], "unexpected argument 'lenet'"),
         (["--device", "cuda"], "no CUDA device"),
         (["--modell", "lenet"], "did you mean --model?"),
         (["--out", ""], "--out: must not be empty"),
@@ -81,7 +81,7 @@ def test_a_bad_flag_is_one_line_and_leaves_nothing(
     [
         (["train", "-o", "a\nb=1"], r"-o 'a\nb': strategy single has no such option"),
         (["train", "--a\nb"], r"unknown flag '--a\nb'"),
-        (["train", "a\rb"], r"unexpected word 'a\rb'"),
+        (["train", "a\rb"], r"unexpected argument 'a\rb'"),
         (["train", "--model", "a\nb"], r"unknown model 'a\nb'"),
         (["train", "--lr", "\x1b[31mred"], r"--lr: must be a number, got '\x1b[31mred'"),
         (["train", "--out", "/proc/no\nwhere"], r"cannot write to /proc/no\nwhere"),
@@ -114,7 +114,7 @@ def test_control_characters_of_arguments_are_escaped(
         ("parameter_server", "servers=1025", "at least 1 and at most 1024, got 1025"),
     ],
 )
-def test_a_strategy_option_out_of_range_is_told_the_range(
+def test_a_strategy_option_out_of_range_reports_the_range(
     strategy: str, option: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = refused(capsys, "train", *SMALL, "--strategy", strategy, "-o", option)
@@ -156,7 +156,7 @@ def test_a_long_argument_is_echoed_in_part(
     assert len(line) < 2200
 
 
-def test_several_bad_flags_are_told_together(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_invalid_flags_are_reported_together(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--epochs", "0", "--lr", "x", "--seed", "-1"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 3
 
@@ -190,7 +190,7 @@ def test_an_existing_run_is_not_trained_over(
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"schema": 99}', '{"schema": 1}'])
-def test_what_is_no_run_is_refused_by_resume_and_compare(
+def test_resume_and_compare_reject_paths_that_are_not_runs(
     content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "something"
@@ -212,7 +212,7 @@ def test_a_diverged_run_exits_with_1_and_keeps_its_records(
     assert (tmp_path / "run" / "result.json").exists()
 
 
-def test_a_resumed_run_is_shown_under_the_path_that_was_given(
+def test_a_resumed_run_is_shown_with_the_path_of_the_flag(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -375,13 +375,13 @@ def test_help_does_not_import_torch() -> None:
         ("train --quiet=yes", "--quiet: takes no value, got 'yes'"),
     ],
 )
-def test_a_mistyped_command_is_told_what_to_change(
+def test_a_mistyped_command_gets_a_hint(
     words: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert told in refused(capsys, *words.split())
 
 
-def test_python_is_told_what_the_command_line_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_raises_the_errors_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, "train", "--epochs", "many")
     with pytest.raises(ConfigError) as caught:
         paceline.train(epochs="many")

@@ -80,9 +80,7 @@ def test_down_without_a_name_leaves_the_clusters_of_runs_alone(
     assert f"no cluster named default; available: {owned.name}" in capsys.readouterr().err
 
 
-def test_down_by_name_sweeps_what_others_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_down_by_name_removes_orphans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "_folders", lambda: iter([tmp_path / "clusters"]))
     monkeypatch.setattr(processes, "all_pids", lambda: iter(()))
     left, named = state.path_of("left"), state.path_of("named")
@@ -114,13 +112,13 @@ def test_down_by_name_sweeps_what_others_left(
             "--cpus: must be a number of cores of 0.001 to 10000",
         ),
         (["down", "nowhere"], "no cluster named nowhere"),
-        (["exec", "0"], "say what to run"),
+        (["exec", "0"], "missing command"),
         (["exec", "0", "--name", "nowhere", "--", "true"], "no cluster named nowhere"),
         (["exec", "0", "--name=nowhere", "--", "true"], "no cluster named nowhere"),
         (["exec", "0", "--name", "nowhere", "true"], "exec [--name NAME] NODE -- COMMAND"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_one_line(
+def test_an_impossible_request_is_one_line(
     argv: list[str], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["cluster", *argv]) == 2

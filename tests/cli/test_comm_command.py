@@ -140,7 +140,7 @@ def test_tensors_on_gpus_are_summed_correctly_and_reported(tmp_path: Path) -> No
         (["--json", "nowhere/comm.json"], "--json: no such folder: nowhere"),
         (["--json", "."], "--json: . is a folder: name a file in it"),
         (["--cluster", "nodes=0"], "--cluster: must be given nodes=1"),
-        (["--hosts", "a,b", "--cluster", "nodes=2"], "--hosts and --cluster: give one of them"),
+        (["--hosts", "a,b", "--cluster", "nodes=2"], "--hosts and --cluster: use only one of them"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

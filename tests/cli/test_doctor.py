@@ -54,10 +54,10 @@ def test_without_torch_training_cannot_run(
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["doctor", "--out", str(tmp_path)]) == 1
-    assert "cannot run here until this is mended: torch" in capsys.readouterr().out
+    assert "cannot run here until this is fixed: torch" in capsys.readouterr().out
 
 
-def test_a_tool_that_is_missing_is_said_with_its_use_and_remedy(
+def test_a_missing_tool_has_a_purpose_and_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -70,7 +70,7 @@ def test_a_tool_that_is_missing_is_said_with_its_use_and_remedy(
 @pytest.mark.parametrize(
     ("name", "remedy"), [("ui", "paceline[ui]"), ("ray", "paceline[ray]"), ("C compiler", "gcc")]
 )
-def test_what_only_some_commands_need_is_said_with_how_to_get_it(
+def test_a_missing_optional_dependency_has_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, remedy: str
 ) -> None:
     monkeypatch.setattr(doctor, "find_spec", lambda module: None)

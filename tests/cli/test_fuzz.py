@@ -78,7 +78,7 @@ def test_a_bad_number_is_one_line_for_every_numeric_flag(
     assert not list(tmp_path.iterdir())
 
 
-def test_random_command_lines_are_refused_in_one_line_for_each_problem(
+def test_random_command_lines_are_rejected_in_one_line_for_each_problem(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -129,7 +129,7 @@ def test_random_command_lines_are_refused_in_one_line_for_each_problem(
     assert not list(tmp_path.iterdir())
 
 
-def test_random_study_files_are_refused_with_file_and_line(
+def test_random_study_files_are_rejected_with_file_and_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -158,7 +158,7 @@ def test_random_study_files_are_refused_with_file_and_line(
 
 @pytest.mark.parametrize("digits", [5000, 100_000])
 @pytest.mark.parametrize("file", ["config.json", "result.json"])
-def test_records_with_huge_numbers_are_refused_in_one_line(
+def test_records_with_huge_numbers_are_rejected_in_one_line(
     digits: int, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"

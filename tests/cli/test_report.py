@@ -46,7 +46,7 @@ def test_a_run_that_no_worker_reported_can_be_compared(
 
 
 @pytest.mark.parametrize("key", ["config", "final", "workers"])
-def test_a_result_without_a_key_is_named_and_refused(
+def test_a_result_without_a_key_is_named_and_rejected(
     key: str, run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     values = json.loads(run.result_file.read_text())

@@ -124,7 +124,7 @@ def test_a_bad_request_is_one_line(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_scale_that_a_file_does_not_have_is_refused(
+def test_a_scale_that_a_file_does_not_have_is_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_study(tmp_path, STUDY)
@@ -132,7 +132,7 @@ def test_a_scale_that_a_file_does_not_have_is_refused(
     assert "the study has no scales: omit --scale" in capsys.readouterr().err
 
 
-def test_a_dry_run_breaks_no_id_and_names_cells_whose_data_is_not_here(
+def test_a_dry_run_wraps_no_id_and_names_cells_without_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

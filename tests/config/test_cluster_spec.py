@@ -21,7 +21,7 @@ def test_a_text_describes_a_cluster() -> None:
     )
 
 
-def test_a_slow_node_has_a_part_of_what_the_others_have() -> None:
+def test_a_slow_node_has_a_fraction_of_the_cpus() -> None:
     assert parse("nodes=2,cpus=0.5,slow=1:0.5").cpus_of(1, cores=8) == 0.25
     assert parse("nodes=2,slow=1:0.5").cpus_of(1, cores=8) == 4
     assert parse("nodes=2,slow=1:0.5").cpus_of(0, cores=8) is None
@@ -44,7 +44,7 @@ def test_a_slow_node_has_a_part_of_what_the_others_have() -> None:
         "nodes",
     ],
 )
-def test_what_is_no_cluster_is_refused_by_its_flag(text: str) -> None:
+def test_an_invalid_cluster_is_rejected_with_its_flag(text: str) -> None:
     with pytest.raises(ConfigError, match="--cluster: must be"):
         from_mapping({"cluster": text})
 

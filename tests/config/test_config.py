@@ -43,12 +43,12 @@ def test_a_config_survives_json() -> None:
 
 
 @pytest.mark.parametrize("text", ["", ",", " , "])
-def test_a_list_that_is_given_as_text_is_not_empty(text: str) -> None:
+def test_an_empty_list_as_text_is_rejected(text: str) -> None:
     assert problems_of(hosts=text) == (f"--hosts: must not be empty, got {text!r}",)
     assert from_mapping({"hosts": []}).hosts == ()
 
 
-def test_all_problems_are_told_at_once_each_with_its_flag() -> None:
+def test_all_problems_are_reported_together_with_their_flags() -> None:
     told = problems_of(epochs="2.5", lr="fast", batch_size="0", optimizer="sdg", colour="red")
     assert len(told) == 5
     for flag in ("--epochs", "--lr", "--batch-size", "--optimizer", "unknown setting 'colour'"):
@@ -83,7 +83,7 @@ HUGE = "9" * 5000
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
-def test_a_number_of_thousands_of_digits_is_refused_in_a_short_line(
+def test_a_number_of_thousands_of_digits_is_rejected_in_a_short_line(
     values: dict[str, object], told: str
 ) -> None:
     (line,) = problems_of(**values)
@@ -145,7 +145,7 @@ def test_a_change_of_a_recorded_setting_must_be_within_the_range() -> None:
 @pytest.mark.parametrize(
     "values", [{"epochs": 0}, {"lr": -1}, {"momentum": 2}, {"optimizer": "sdg"}, {"epochs": "x"}]
 )
-def test_a_recorded_setting_that_no_run_can_have_is_refused(values: dict[str, object]) -> None:
+def test_an_impossible_recorded_setting_is_rejected(values: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         from_record(values)
 
@@ -175,7 +175,7 @@ def test_a_recorded_setting_that_no_run_can_have_is_refused(values: dict[str, ob
         ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else ""
     ),
 )
-def test_a_number_out_of_range_is_told_the_range(values: dict[str, object], told: str) -> None:
+def test_a_number_out_of_range_reports_the_range(values: dict[str, object], told: str) -> None:
     (line,) = problems_of(**values)
     assert told in line
 
@@ -200,12 +200,12 @@ def test_a_learning_rate_must_be_finite_and_positive(value: str) -> None:
         ({"options": ["k=v", "novalue"]}, "-o: must be key=value, got 'novalue'"),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused(values: dict[str, object], flag: str) -> None:
+def test_conflicting_settings_are_rejected(values: dict[str, object], flag: str) -> None:
     (line,) = problems_of(**values)
     assert line.startswith(flag)
 
 
-def test_the_batch_can_be_given_per_worker() -> None:
+def test_the_batch_size_can_be_set_per_worker() -> None:
     assert from_mapping({"batch_per_worker": 16, "nproc_per_node": 3}).global_batch_size == 48
 
 
@@ -252,7 +252,5 @@ def test_a_config_cannot_be_changed() -> None:
         ({"reshuffle": False, "nesterov": True}, ["--no-reshuffle", "--nesterov"]),
     ],
 )
-def test_the_words_of_a_config_are_those_a_user_types(
-    settled: dict[str, object], typed: list[str]
-) -> None:
+def test_the_argv_of_a_config_has_its_flags(settled: dict[str, object], typed: list[str]) -> None:
     assert to_argv(non_default_values(from_mapping(settled))) == typed

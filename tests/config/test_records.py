@@ -66,7 +66,7 @@ def test_a_users_own_model_gives_a_plain_folder_name(tmp_path: Path) -> None:
         ('{"schema": 99}', "newer"),
     ],
 )
-def test_foreign_records_are_named_and_refused(tmp_path: Path, text: str, told: str) -> None:
+def test_foreign_records_are_named_and_rejected(tmp_path: Path, text: str, told: str) -> None:
     path = tmp_path / "result.json"
     path.write_text(text)
     with pytest.raises(RecordsError, match=told) as caught:
@@ -74,7 +74,7 @@ def test_foreign_records_are_named_and_refused(tmp_path: Path, text: str, told: 
     assert str(path) in str(caught.value)
 
 
-def test_a_folder_without_a_config_is_no_run(tmp_path: Path) -> None:
+def test_a_folder_without_a_config_is_not_a_run(tmp_path: Path) -> None:
     with pytest.raises(RecordsError, match="is not a run"):
         RunFolder.open(tmp_path)
 
@@ -97,7 +97,7 @@ def test_events_go_on_after_a_line_cut_by_a_crash(tmp_path: Path) -> None:
     assert [event["event"] for event in read_lines(path)] == ["start", "end"]
 
 
-def test_iterations_done_again_by_a_worker_that_joined_later_count_once(tmp_path: Path) -> None:
+def test_repeated_iterations_of_a_worker_that_joined_later_count_once(tmp_path: Path) -> None:
     """It was there from iteration 50 on, and the run went on from 52 after that."""
     events = EventWriter(tmp_path / "events-1.jsonl")
     events.write("iterations", first=50, seconds=[1.0, 2.0, 3.0])
@@ -153,12 +153,12 @@ def test_the_names_of_new_folders_are_on_the_disk_when_a_run_is_created(
     assert {tmp_path, tmp_path / "new", runs, runs / "one"} <= synced
 
 
-def test_a_fifo_in_place_of_a_record_is_refused_at_once(tmp_path: Path) -> None:
+def test_reading_a_fifo_fails_immediately(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     os.mkfifo(path)
     with (
         time_limit(10),
-        pytest.raises(RecordsError, match=r"result.json: it is not a regular file"),
+        pytest.raises(RecordsError, match=r"result.json: not a regular file"),
     ):
         read_json(path)
 
@@ -166,11 +166,11 @@ def test_a_fifo_in_place_of_a_record_is_refused_at_once(tmp_path: Path) -> None:
 def test_events_are_not_appended_to_a_fifo(tmp_path: Path) -> None:
     path = tmp_path / "events-0.jsonl"
     os.mkfifo(path)
-    with time_limit(10), pytest.raises(RunError, match="it is not a regular file"):
+    with time_limit(10), pytest.raises(RunError, match="not a regular file"):
         EventWriter(path)
 
 
-def test_a_fifo_of_events_holds_nothing(tmp_path: Path) -> None:
+def test_a_fifo_has_no_events(tmp_path: Path) -> None:
     path = tmp_path / "events-0.jsonl"
     os.mkfifo(path)
     with time_limit(10):

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_reference_page_is_what_the_config_says() -> None:
+def test_the_config_page_is_up_to_date() -> None:
     assert (ROOT / "docs" / "config.md").read_text() == config_page(), "run `make docs`"
 
 

@@ -34,7 +34,7 @@ def test_measuring_again_stops_at_the_first_that_is_near() -> None:
     assert next(tries).got == 1.0
 
 
-def test_shares_of_the_cpu_are_measured_again_where_one_is_off(
+def test_cpu_shares_are_measured_again_if_one_is_off(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     rounds = iter([(0.5, 0.1), (0.2, 0.4), (0.48, 0.3)])
@@ -72,7 +72,7 @@ def test_a_cluster_is_measured_link_by_link_and_node_by_node() -> None:
     assert all(item.got < 2 * item.asked for item in found.measured if item.asked)
 
 
-def test_a_token_bucket_leaves_the_asked_rate_to_what_tcp_carries() -> None:
+def test_a_token_bucket_limits_tcp_payload_to_the_requested_rate() -> None:
     words = network.token_bucket(1e9).split()
     rate = int(words[words.index("rate") + 1].removesuffix("bit"))
     assert rate * 1448 / 1514 == pytest.approx(1e9)

@@ -12,9 +12,7 @@ from paceline.emulation import latency
 from paceline.errors import ClusterError
 
 
-def test_without_a_compiler_one_line_says_so(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_missing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(latency, "_cache_folder", lambda: tmp_path)
     monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
     with pytest.raises(ClusterError, match="install gcc, or omit latency"):
@@ -60,17 +58,19 @@ def test_a_binary_that_is_ours_alone_is_run_again(kept: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o720, 0o702])
-def test_a_binary_that_others_can_write_is_made_anew(kept: Path, mode: int) -> None:
+def test_a_world_writable_binary_is_recompiled(kept: Path, mode: int) -> None:
     kept.chmod(mode)
     assert latency.forwarder().read_text() == "compiled"
 
 
-def test_a_binary_in_a_folder_that_others_can_write_is_made_anew(kept: Path) -> None:
+def test_a_binary_in_a_world_writable_folder_is_recompiled(kept: Path) -> None:
     kept.parent.chmod(0o777)
     assert latency.forwarder().read_text() == "compiled"
 
 
-def test_a_binary_of_another_user_is_made_anew(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_binary_of_another_user_is_recompiled(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: kept.stat().st_uid + 1)
     assert latency.forwarder().read_text() == "compiled"
 
@@ -85,7 +85,9 @@ def test_nothing_is_compiled_into_a_folder_that_others_can_write(
         latency.forwarder()
 
 
-def test_root_keeps_it_where_no_variable_leads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_root_ignores_environment_variables_for_the_state_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("XDG_CACHE_HOME", "/tmp")
     assert latency._cache_folder() == Path("/var/cache/paceline")

@@ -31,14 +31,14 @@ def interfaces() -> set[str]:
     return {link["ifname"] for link in links}
 
 
-def test_every_node_has_an_address_of_its_own(cluster: EmulatedCluster) -> None:
+def test_every_node_has_its_own_address(cluster: EmulatedCluster) -> None:
     for node, address in enumerate(cluster.addresses):
         seen = run_inside(cluster, node, "ip", "-brief", "-4", "address", "show", "eth0").stdout
         assert seen.split()[2] == f"{address}/24"
     assert len(set(cluster.addresses)) == 3
 
 
-def test_what_one_node_sends_another_gets(cluster: EmulatedCluster) -> None:
+def test_nodes_can_exchange_data(cluster: EmulatedCluster) -> None:
     assert comes_back_whole(cluster, 0, 1, 1 << 20)
 
 
@@ -49,7 +49,7 @@ def test_nodes_see_nothing_of_the_machines_network(cluster: EmulatedCluster) -> 
 
 @pytest.mark.iperf
 @pytest.mark.parametrize(("source", "asked"), [(0, 100e6), (2, 20e6)], ids=["common", "its own"])
-def test_a_link_carries_about_what_was_asked_for(
+def test_a_link_has_about_the_requested_rate(
     cluster: EmulatedCluster, source: int, asked: float
 ) -> None:
     server = subprocess.Popen(
@@ -100,24 +100,24 @@ def test_a_command_is_itself_inside(cluster: EmulatedCluster) -> None:
     assert process.returncode == 7
 
 
-def test_the_state_file_tells_what_there_is(cluster: EmulatedCluster) -> None:
+def test_the_state_file_describes_the_cluster(cluster: EmulatedCluster) -> None:
     state = load(cluster.state.path)
     assert (state.spec, state.addresses[:3]) == (cluster.spec, cluster.addresses)
     assert json.loads(cluster.state.path.read_text())["name"] == cluster.name
 
 
-def test_a_node_that_is_not_there_is_refused(cluster: EmulatedCluster) -> None:
+def test_an_unknown_node_is_rejected(cluster: EmulatedCluster) -> None:
     with pytest.raises(ClusterError, match="has nodes 0 to 2, not 3"):
         cluster.command(3, ["true"])
 
 
-def test_a_second_one_of_a_name_is_refused_and_the_first_stays(cluster: EmulatedCluster) -> None:
+def test_a_second_cluster_with_the_same_name_is_rejected(cluster: EmulatedCluster) -> None:
     with pytest.raises(ClusterError, match="is already up"):
         small_cluster("nodes=2", cluster.name)
     assert run_inside(cluster, 0, "true").returncode == 0
 
 
-def test_two_side_by_side_share_nothing(cluster: EmulatedCluster) -> None:
+def test_two_clusters_are_isolated(cluster: EmulatedCluster) -> None:
     with small_cluster("nodes=2,cpus=0.5") as other:
         assert not set(other.addresses) & set(cluster.addresses)
         assert not set(other.state.groups.values()) & set(cluster.state.groups.values())

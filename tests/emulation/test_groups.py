@@ -47,7 +47,7 @@ def test_version_1_gets_them_in_two(tmp_path: Path) -> None:
     assert (made[0] / "cpu.cfs_quota_us").read_text() == "5000"
 
 
-def test_a_small_share_gets_a_period_that_the_kernel_takes(tmp_path: Path) -> None:
+def test_a_small_quota_has_a_period_that_the_kernel_accepts(tmp_path: Path) -> None:
     group = version_2(tmp_path / "v2") / "small"
     group.mkdir()
     cpu_limits.set_quota(group, 0.02)
@@ -56,7 +56,7 @@ def test_a_small_share_gets_a_period_that_the_kernel_takes(tmp_path: Path) -> No
     assert quota / period == pytest.approx(0.02)
 
 
-def test_version_2_offers_the_controller_where_it_is_not_yet(tmp_path: Path) -> None:
+def test_version_2_enables_the_cpu_controller_if_necessary(tmp_path: Path) -> None:
     parent = version_2(tmp_path / "v2", offered="memory")
     assert cpu_limits.create_cgroups("name", {0: 0.5}, folders=[parent])
     assert (parent / "cgroup.subtree_control").read_text() == "+cpu"
@@ -67,7 +67,7 @@ def test_version_2_offers_the_controller_where_it_is_not_yet(tmp_path: Path) -> 
     [("max 100000\n", "-cpu"), ("5000 10000\n", "cpu memory\n")],
     ids=["needs it not", "is limited"],
 )
-def test_what_was_offered_is_taken_back_unless_another_child_needs_it(
+def test_the_cpu_controller_is_disabled_unless_another_group_uses_it(
     of_the_other: str, left: str, tmp_path: Path
 ) -> None:
     parent = version_2(tmp_path / "v2")
@@ -91,7 +91,7 @@ def test_the_plan_is_recorded_before_anything_is_created(tmp_path: Path) -> None
     assert recorded == [(made, parent)]
 
 
-def test_a_quota_over_the_groups_own_is_not_sought_outside_of_it(
+def test_a_quota_above_that_of_the_parent_does_not_escape_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parent = version_1(tmp_path / "v1")
@@ -106,7 +106,7 @@ def test_a_quota_over_the_groups_own_is_not_sought_outside_of_it(
     assert not (parent / "name-0").exists()
 
 
-def test_a_cluster_whose_group_stays_is_kept_on_file(
+def test_the_state_file_stays_if_a_group_cannot_be_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "all_pids", lambda: iter(()))
@@ -119,7 +119,7 @@ def test_a_cluster_whose_group_stays_is_kept_on_file(
     assert load(state.path).groups == state.groups
 
 
-def test_a_cluster_that_goes_takes_back_what_was_offered_for_it(
+def test_a_removed_cluster_disables_the_cpu_controller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "all_pids", lambda: iter(()))
@@ -130,7 +130,7 @@ def test_a_cluster_that_goes_takes_back_what_was_offered_for_it(
     assert (parent / "cgroup.subtree_control").read_text() == "-cpu"
 
 
-def test_what_one_cluster_had_offered_a_second_one_takes_back_too(
+def test_the_last_cluster_disables_the_cpu_controller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first one to go finds the second one's groups there, and must leave it."""
@@ -168,7 +168,7 @@ def test_a_group_that_holds_processes_is_passed_over_for_its_parent(
     assert made == {0: parent / "name-0"}
 
 
-def test_a_folder_that_is_no_group_is_passed_over(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_group_is_skipped(tmp_path: Path) -> None:
     assert cpu_limits.create_cgroups("name", {0: 0.5}, folders=[tmp_path]) is None
     assert list(tmp_path.iterdir()) == []
 

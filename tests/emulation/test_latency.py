@@ -36,7 +36,7 @@ def cluster() -> Iterator[EmulatedCluster]:
 
 @pytest.mark.root
 @pytest.mark.iproute
-def test_a_message_takes_its_time(cluster: EmulatedCluster) -> None:
+def test_a_message_is_delayed_by_the_latency(cluster: EmulatedCluster) -> None:
     # Only a lower bound: what a busy machine adds has none, and half of it may be taken off.
     assert calibration.round_trip_seconds(cluster.state) > 0.45 * ROUND_TRIP_SECONDS
 
@@ -92,7 +92,7 @@ def test_the_forwarder_goes_with_the_cluster(monkeypatch: pytest.MonkeyPatch) ->
     assert not forwarder.is_alive()
 
 
-def test_where_there_is_netem_it_delays_before_the_token_bucket(
+def test_netem_delays_before_the_token_bucket(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     commands: list[str] = []
@@ -127,7 +127,7 @@ def test_a_forwarder_counts_as_started_only_inside_the_switch(
     assert next(inside, None) is None
 
 
-def test_a_kernel_without_ipv6_is_not_asked_about_it(
+def test_ipv6_is_not_configured_without_kernel_support(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     commands: list[str] = []

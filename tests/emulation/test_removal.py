@@ -56,7 +56,7 @@ def gone(process: ProcessId) -> bool:
     return not process.is_alive()
 
 
-def test_what_a_killed_owner_left_is_swept_by_the_next_one() -> None:
+def test_the_next_cluster_removes_that_of_a_killed_owner() -> None:
     name = f"orphan-{os.getpid()}"
     with started([sys.executable, "-c", OWNER, name]) as owner:
         left = load(path_of(name))
@@ -68,7 +68,7 @@ def test_what_a_killed_owner_left_is_swept_by_the_next_one() -> None:
             assert not any(group.exists() for group in left.groups.values())
 
 
-def test_what_a_killed_owner_left_goes_without_another_command() -> None:
+def test_the_guardian_removes_the_cluster_of_a_killed_owner() -> None:
     name = f"guarded-{os.getpid()}"
     with started([sys.executable, "-c", OWNER, name]) as owner:
         left = load(path_of(name))
@@ -90,7 +90,7 @@ def is_removed(state: ClusterState) -> bool:
     return not state.path.exists()
 
 
-def test_one_whose_owner_lives_is_left_alone() -> None:
+def test_a_cluster_with_a_living_owner_is_kept() -> None:
     name = f"owned-{os.getpid()}"
     with started([sys.executable, "-c", OWNER, name]) as owner:
         with small_cluster("nodes=1"):
@@ -101,7 +101,7 @@ def test_one_whose_owner_lives_is_left_alone() -> None:
         assert name not in [cluster.name for cluster in all_clusters()]
 
 
-def test_down_ends_what_will_not_go_by_itself() -> None:
+def test_down_kills_processes_that_ignore_sigterm() -> None:
     with small_cluster("nodes=1") as cluster:
         # Without the cluster's variable, only its namespace tells where it is.
         argv = cluster.command(0, ["env", "-i", "/bin/sh", "-c", STUBBORN])
@@ -111,7 +111,7 @@ def test_down_ends_what_will_not_go_by_itself() -> None:
             assert gone(inside)
 
 
-def test_a_process_whose_nodes_holder_was_killed_is_still_found() -> None:
+def test_a_process_is_found_after_the_holder_of_its_node_was_killed() -> None:
     with small_cluster("nodes=1") as cluster:
         argv = cluster.command(0, ["sh", "-c", STUBBORN])
         with started(argv) as process:

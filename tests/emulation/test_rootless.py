@@ -71,7 +71,7 @@ def test_its_nodes_have_shaped_links(said: str) -> None:
 
 
 @pytest.mark.iperf
-def test_what_is_sent_arrives_no_faster_than_asked(said: str) -> None:
+def test_data_arrives_no_faster_than_the_requested_rate(said: str) -> None:
     """On a busy machine slower; a link that is not shaped would be a hundred times as fast."""
     [line] = [line for line in said.splitlines() if line.startswith("transfer ")]
     counted_bytes, received_bytes, bits_per_second = map(float, line.split()[1:])
@@ -85,7 +85,7 @@ def test_it_is_found_again_after_a_logout(said: str) -> None:
     assert f"/paceline/clusters/{process_space()}/run-" in path
 
 
-def test_it_says_that_there_are_no_quotas(said: str) -> None:
+def test_missing_quotas_are_reported(said: str) -> None:
     assert "no CPU quotas" in said
 
 
@@ -94,5 +94,5 @@ def test_nodes_are_held_to_cores_instead(said: str) -> None:
     assert [len(cores.split(",")) for cores in affinities] == [1, 1]
 
 
-def test_nothing_of_it_stays(said: str) -> None:
+def test_nothing_is_left_behind(said: str) -> None:
     assert said.splitlines()[-1].endswith(" False")

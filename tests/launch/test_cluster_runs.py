@@ -156,7 +156,7 @@ def test_a_run_that_describes_its_cluster_gets_it_and_leaves_nothing_of_it(
     assert (ended.code, stopped["status"], stopped["cause"]) == (130, "stopped", cause)
     assert ended.err.splitlines()[-2:] == [
         f"paceline: {cause}",
-        f"paceline: go on with `paceline train --resume {tmp_path / 'run'}`",
+        f"paceline: resume with `paceline train --resume {tmp_path / 'run'}`",
     ]
 
     result = launcher.resume(str(tmp_path / "run"), {}, quiet=True).result

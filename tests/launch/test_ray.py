@@ -170,7 +170,7 @@ def test_ctrl_c_stops_with_a_checkpoint_and_leaves_no_actor(
     assert (run.ended.code, run.result["status"]) == (130, "stopped")
     error, advice = run.ended.err.splitlines()
     assert error == f"paceline: stopped by SIGINT after iteration {run.result['iterations']}"
-    assert advice.startswith("paceline: go on with `paceline train --resume ")
+    assert advice.startswith("paceline: resume with `paceline train --resume ")
     assert iterations(run.folder / "checkpoints") == [run.result["iterations"]]
     wait_until(lambda: not machines.posts(), "the actors are gone")
 

@@ -67,7 +67,7 @@ def test_ctrl_c_lets_the_workers_agree_and_leave_a_checkpoint(
     assert ended.code == 130
     assert ended.err.splitlines() == [
         f"paceline: stopped by SIGINT after iteration {done}",
-        f"paceline: go on with `paceline train --resume {tmp_path / 'run'}`",
+        f"paceline: resume with `paceline train --resume {tmp_path / 'run'}`",
     ]
     assert [worker["samples"] for worker in result["workers"]] == [6 * done] * 2
     assert iterations(tmp_path / "run" / "checkpoints") == [done]

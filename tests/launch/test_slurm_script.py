@@ -79,7 +79,7 @@ def test_a_run_is_resumed_with_as_many_workers_as_it_had(
         (["--nodes", "2", "--nnodes", "3"], ["--nnodes: --nodes is 2, got 3"]),
         (
             ["--hosts", "a,b", "--master-port", "9"],
-            [f"{flag}: SLURM says where workers" for flag in ("--master-port", "--hosts")],
+            [f"{flag}: set by SLURM" for flag in ("--master-port", "--hosts")],
         ),
         (["--nodes", "3", "--batch-size", "2"], ["--batch-size: must be at least 3, one sample"]),
         (["--nodes", "3", "--strategy", "single"], ["--strategy single: trains 1 worker, not 3"]),
@@ -154,5 +154,5 @@ def test_ctrl_c_while_waiting_does_not_affect_the_job(
     stand_in(programs, "scancel", f"echo >{tmp_path}/cancelled")
     monkeypatch.setattr("paceline.launch.slurm.time.sleep", interrupt)
     assert cli.main(["slurm", "--wait", *OWN, "--out", str(tmp_path), "--name", "run"]) == 130
-    assert capsys.readouterr().err == "paceline: job 7 goes on; `scancel 7` would stop it\n"
+    assert capsys.readouterr().err == "paceline: job 7 continues; stop it with `scancel 7`\n"
     assert not (tmp_path / "cancelled").exists()

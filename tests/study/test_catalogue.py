@@ -34,7 +34,7 @@ def test_every_cell_is_one_that_a_run_would_accept(name: str, scale: str) -> Non
 
 
 @pytest.mark.parametrize("name", REFERENCES)
-def test_the_settings_written_down_are_those_that_run(name: str) -> None:
+def test_the_recorded_settings_are_those_of_the_run(name: str) -> None:
     plan = plan_of(name, "full")
     for cell in plan.study.cells:
         assert from_mapping(cell.settings) == plan.configs[cell.id]

@@ -50,7 +50,7 @@ def test_workers_share_the_cores_and_keep_to_quotas(
     assert speed(from_mapping(settings), cores=4) == expected
 
 
-def test_a_cell_takes_its_samples_and_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_estimate_covers_samples_and_startup(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(duration, "time_sample", lambda *key: 0.01)
     monkeypatch.setattr(duration, "time_import", lambda: 2.0)
     monkeypatch.setattr(duration, "cores_usable", lambda: 2)
@@ -69,7 +69,7 @@ def test_a_cell_takes_its_samples_and_its_start(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("settings", [{"model": "mine:net"}, {"data": "mine:set"}])
-def test_nothing_is_guessed_of_a_users_own(settings: dict[str, object]) -> None:
+def test_user_defined_models_and_data_have_no_estimate(settings: dict[str, object]) -> None:
     assert DurationModel().seconds_of(from_mapping({**settings, "device": "cpu"})) is None
 
 

@@ -85,7 +85,7 @@ def test_include_adds_a_cell_with_its_own_settings(tmp_path: Path) -> None:
     assert cells[1].axes == {"strategy": "single"}
 
 
-def test_an_included_cell_has_its_place_on_the_axes_in_their_words(tmp_path: Path) -> None:
+def test_an_included_cell_has_axis_labels(tmp_path: Path) -> None:
     text = """
         grid: {reshuffle: [true]}
         include:
@@ -116,7 +116,7 @@ def test_labels_of_any_alphabet_make_names(tmp_path: Path) -> None:
     assert ids(tmp_path, text) == ["速度.r1", "größte-..-rate.r1"]
 
 
-def test_exclude_takes_away_what_matches_all_of_a_rule(tmp_path: Path) -> None:
+def test_exclude_removes_cells_that_match_the_whole_rule(tmp_path: Path) -> None:
     text = """
         grid:
           nproc_per_node: [1, 2, 4]
@@ -159,7 +159,7 @@ def test_more_repeats_keep_the_names_of_the_first_ones(tmp_path: Path) -> None:
         ("sequential", ["a.r1", "a.r2", "b.r1", "b.r2"]),
     ],
 )
-def test_cells_run_in_the_order_asked_for(order: str, wanted: list[str], tmp_path: Path) -> None:
+def test_cells_run_in_the_configured_order(order: str, wanted: list[str], tmp_path: Path) -> None:
     text = f"""
         order: {order}
         repeats: 2
@@ -217,17 +217,17 @@ def test_a_scale_replaces_axes_and_removes_parts(tmp_path: Path) -> None:
     assert cell.settings == {"batch_size": 8, "iterations": 10, "schedule": "cosine", "seed": 3}
 
 
-def test_a_file_with_a_quick_scale_is_quick_unless_told(tmp_path: Path) -> None:
+def test_the_quick_scale_is_the_default_if_it_exists(tmp_path: Path) -> None:
     assert planned(tmp_path, SCALED).study.scale == "quick"
     assert len(planned(tmp_path, SCALED, scale="full").study.cells) == 9
 
 
-def test_a_scale_that_a_file_does_not_have_is_refused(tmp_path: Path) -> None:
+def test_a_scale_that_a_file_does_not_have_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has no scales"):
         planned(tmp_path, "base: {seed: 1}", scale="quick")
 
 
-def test_two_cells_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_two_cells_of_one_name_are_rejected(tmp_path: Path) -> None:
     text = """
         include:
           - {label: "a b", seed: 1}

@@ -49,7 +49,7 @@ def problems(folder: Path, text: str) -> list[str]:
         ),
         (
             "base:\n  seed: 1\n  epochs: 1\n  iterations: 1\n",
-            "mine.yaml:3: base.epochs: epochs and iterations: give one of them, not both",
+            "mine.yaml:3: base.epochs: epochs and iterations: use only one of them",
         ),
         (
             "base:\n  cluster: nodes=2,speed=3\n",
@@ -180,11 +180,11 @@ def problems(folder: Path, text: str) -> list[str]:
         ),
     ],
 )  # fmt: skip
-def test_a_problem_is_one_line_with_its_place(text: str, message: str, tmp_path: Path) -> None:
+def test_a_problem_is_one_line_with_its_location(text: str, message: str, tmp_path: Path) -> None:
     assert problems(tmp_path, text) == [message]
 
 
-def test_all_problems_are_told_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
+def test_all_problems_are_reported_together_in_file_order(tmp_path: Path) -> None:
     text = """
         base:
           lr: fast
@@ -201,7 +201,7 @@ def test_all_problems_are_told_at_once_in_the_order_of_the_file(tmp_path: Path) 
     ]
 
 
-def test_problems_of_keys_axes_names_and_values_are_told_together(tmp_path: Path) -> None:
+def test_problems_of_keys_axes_names_and_values_are_reported_together(tmp_path: Path) -> None:
     """None of them hides another, and what they leave unread is not reported as a duplicate."""
     text = """
         title: mine
@@ -246,7 +246,7 @@ def test_problems_of_keys_axes_names_and_values_are_told_together(tmp_path: Path
         ("a: &a [1, 1]\nb: &b [*a, *a]\nc: &c " + "[*b, *b]\n", "unknown key 'a'"),
     ],
 )
-def test_a_file_that_is_no_plain_yaml_is_refused(text: str, told: str, tmp_path: Path) -> None:
+def test_a_file_with_unsupported_yaml_is_rejected(text: str, told: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=told):
         planned(tmp_path, text)
 
@@ -299,11 +299,11 @@ def test_aliases_cannot_make_a_small_file_large(tmp_path: Path) -> None:
     ],
     ids=["axes", "include", "parts"],
 )
-def test_more_cells_than_anyone_runs_are_refused_at_once(text: str, tmp_path: Path) -> None:
+def test_too_many_cells_are_rejected_immediately(text: str, tmp_path: Path) -> None:
     assert problems(tmp_path, text) == ["mine.yaml:1: more than 10,000 cells"]
 
 
-def test_an_unknown_study_is_refused_with_the_nearest_name() -> None:
+def test_an_unknown_study_is_rejected_with_the_nearest_name() -> None:
     with pytest.raises(UsageError, match="unknown study 'four-wys': did you mean four-ways"):
         catalogue.find("four-wys")
 

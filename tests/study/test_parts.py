@@ -87,7 +87,7 @@ def test_no_cell_leads_out_of_its_study(run: str, tmp_path: Path) -> None:
         StudyFolder(tmp_path).read()
 
 
-def test_a_second_runner_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_second_runner_is_rejected_in_one_line(tmp_path: Path) -> None:
     folder = StudyFolder(tmp_path)
     owner = re.escape(f"process {os.getpid()} on {socket.gethostname()}")
     refusal = f"is in use by {owner}: wait for it, or choose another --out"
@@ -130,7 +130,7 @@ def test_a_cell_that_outlives_its_runner_keeps_the_folder_until_it_ends(tmp_path
 
 
 @pytest.mark.parametrize("name", catalogue.names())
-def test_a_cells_command_says_the_cells_settings(name: str) -> None:
+def test_the_command_of_a_cell_has_its_settings(name: str) -> None:
     parser = argparse.ArgumentParser()
     add_config_flags(parser)
     parser.add_argument("--quiet", action="store_true")
@@ -140,7 +140,7 @@ def test_a_cells_command_says_the_cells_settings(name: str) -> None:
         assert from_mapping(given_flags(parser.parse_args(words[3:]))) == config
 
 
-def test_a_cell_is_asked_to_stop_when_its_runner_is_killed(tmp_path: Path) -> None:
+def test_a_cell_gets_sigterm_when_its_runner_is_killed(tmp_path: Path) -> None:
     told = tmp_path / "told"
     program = (
         "import signal, sys, time\n"
@@ -165,7 +165,7 @@ def test_a_cell_is_asked_to_stop_when_its_runner_is_killed(tmp_path: Path) -> No
     assert told.exists()
 
 
-def test_a_cell_that_does_not_stop_when_asked_is_killed(
+def test_a_cell_that_ignores_sigterm_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.study.runner.STOP_SECONDS", 0.2)
@@ -185,7 +185,7 @@ def test_a_cell_that_does_not_stop_when_asked_is_killed(
     assert process._process.returncode == -signal.SIGKILL
 
 
-def test_an_errors_line_is_the_last_word(tmp_path: Path) -> None:
+def test_the_first_error_line_of_a_log_is_the_cause(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     log.write_text("a\npaceline: error: the cause\npaceline: error: its echo\nb\n")
     assert last_error_line(log) == "the cause"

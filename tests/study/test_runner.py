@@ -107,7 +107,7 @@ def checkpoint(stage: Stage, name: str) -> None:
     (folder / "iteration-00000003.pt").touch()
 
 
-def test_all_cells_are_run_and_written_down(stage: Stage, tmp_path: Path) -> None:
+def test_all_cells_run_and_are_recorded(stage: Stage, tmp_path: Path) -> None:
     outcome = run(stage, planned(tmp_path, TWO_CELLS))
     assert stage.names == ["batch_size-8.r1", "batch_size-16.r1"]
     assert outcome.exit_code == 0
@@ -130,7 +130,7 @@ def test_more_repeats_run_only_the_new_ones(stage: Stage, tmp_path: Path) -> Non
     assert stage.names[2:] == ["batch_size-8.r2", "batch_size-16.r2"]
 
 
-def test_a_cell_whose_settings_changed_is_run_again_and_the_old_one_kept(
+def test_a_cell_with_changed_settings_reruns_and_keeps_the_old_run(
     stage: Stage, tmp_path: Path
 ) -> None:
     text = "base: {lr: %s}\ngrid: {batch_size: [8]}"
@@ -140,7 +140,7 @@ def test_a_cell_whose_settings_changed_is_run_again_and_the_old_one_kept(
     assert (stage.folder.aside / "batch_size-8.r1~1" / "result.json").exists()
 
 
-def test_a_changed_title_is_no_reason_to_run_again(stage: Stage, tmp_path: Path) -> None:
+def test_a_changed_title_does_not_rerun_cells(stage: Stage, tmp_path: Path) -> None:
     run(stage, planned(tmp_path, TWO_CELLS))
     run(stage, planned(tmp_path, f"{TWO_CELLS}\n    title: another"))
     assert len(stage.commands) == 2
@@ -153,7 +153,7 @@ def test_a_diverged_run_is_a_result(stage: Stage, tmp_path: Path) -> None:
     assert len(stage.commands) == 2
 
 
-def test_a_failed_cell_stops_nobody_and_its_cause_is_told(stage: Stage, tmp_path: Path) -> None:
+def test_a_failed_cell_does_not_stop_others_and_has_a_cause(stage: Stage, tmp_path: Path) -> None:
     stage.acts["batch_size-8.r1"] = 2
     outcome = run(stage, planned(tmp_path, TWO_CELLS))
     assert stage.names == ["batch_size-8.r1", "batch_size-16.r1"]
@@ -174,7 +174,7 @@ def test_a_failed_cell_is_tried_again(stage: Stage, tmp_path: Path) -> None:
     assert (stage.folder.aside / "batch_size-8.r1~1").is_dir()
 
 
-def test_a_failed_cell_whose_retry_is_stopped_has_not_failed(stage: Stage, tmp_path: Path) -> None:
+def test_a_failure_is_cleared_when_the_retry_is_stopped(stage: Stage, tmp_path: Path) -> None:
     stage.acts["batch_size-8.r1"] = 2
     run(stage, planned(tmp_path, TWO_CELLS))
     stage.acts["batch_size-8.r1"] = KeyboardInterrupt()
@@ -182,7 +182,7 @@ def test_a_failed_cell_whose_retry_is_stopped_has_not_failed(stage: Stage, tmp_p
     assert (outcome.exit_code, outcome.failed) == (130, [])
 
 
-def test_what_cannot_be_written_is_one_line(stage: Stage, tmp_path: Path) -> None:
+def test_a_write_error_is_one_line(stage: Stage, tmp_path: Path) -> None:
     stage.acts["batch_size-8.r1"] = OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(RecordsError, match=r"cannot write to .*study: No space left on device"):
         run(stage, planned(tmp_path, TWO_CELLS))
@@ -197,7 +197,7 @@ def test_a_cell_over_its_time_limit_has_failed(stage: Stage, tmp_path: Path) -> 
     assert stage.stops == 2
 
 
-def test_an_interrupted_cell_goes_on_from_its_checkpoint(stage: Stage, tmp_path: Path) -> None:
+def test_an_interrupted_cell_resumes_from_its_checkpoint(stage: Stage, tmp_path: Path) -> None:
     plan = planned(tmp_path, "grid: {batch_size: [8]}")
     pretend_run(stage.folder, "batch_size-8.r1", plan.configs["batch_size-8.r1"], "stopped")
     checkpoint(stage, "batch_size-8.r1")
@@ -217,7 +217,7 @@ def test_without_a_usable_checkpoint_a_cell_begins_again(stage: Stage, tmp_path:
     assert (stage.folder.aside / "batch_size-8.r1~1").is_dir()
 
 
-def test_a_refused_resume_of_a_cell_with_good_checkpoints_starts_nothing_over(
+def test_a_rejected_resume_with_valid_checkpoints_does_not_restart(
     stage: Stage, tmp_path: Path
 ) -> None:
     """Exit code 2 may also mean a syntax error in a user's model or a host that is down."""
@@ -235,7 +235,7 @@ def test_a_refused_resume_of_a_cell_with_good_checkpoints_starts_nothing_over(
     assert failed.trouble.cause == "refused for a reason"
 
 
-def test_a_cell_whose_checkpoints_cannot_be_opened_is_not_started_over(
+def test_a_cell_with_unreadable_checkpoints_does_not_restart(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk that gives an error now may be back later: only damage is final."""
@@ -291,7 +291,7 @@ def test_a_pattern_chooses_cells_and_the_study_keeps_all(stage: Stage, tmp_path:
     assert run(stage, planned(tmp_path, TWO_CELLS), only="size-8").ran == 1
 
 
-def test_a_pattern_that_means_no_cell_is_refused(stage: Stage, tmp_path: Path) -> None:
+def test_a_pattern_without_matches_is_rejected(stage: Stage, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--only ddp: no cell has this name"):
         run(stage, planned(tmp_path, TWO_CELLS), only="ddp")
 
@@ -317,13 +317,13 @@ def test_a_run_that_failed_has_failed_in_both_parts(stage: Stage, tmp_path: Path
     assert [cell.id for cell in outcome.failed] == ["one.r1"]
 
 
-def test_a_folder_of_another_study_is_refused(stage: Stage, tmp_path: Path) -> None:
+def test_a_folder_of_another_study_is_rejected(stage: Stage, tmp_path: Path) -> None:
     run(stage, planned(tmp_path, f"{TWO_CELLS}\n    scales: {{quick: {{repeats: 1}}}}"))
     with pytest.raises(UsageError, match="has study mine at scale quick: choose another --out"):
         run(stage, planned(tmp_path, TWO_CELLS))
 
 
-def test_unable_says_why_a_gpu_cell_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_is_a_missing_requirement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_has_gpu", lambda: False)
     assert (
         machine.missing_requirement(from_mapping({"device": "cuda"})) == "no GPU that torch can use"
@@ -331,7 +331,7 @@ def test_unable_says_why_a_gpu_cell_cannot_run(monkeypatch: pytest.MonkeyPatch) 
     assert machine.missing_requirement(from_mapping({"device": "auto"})) is None
 
 
-def test_unable_says_why_an_emulated_cluster_cannot_be_made(
+def test_missing_emulation_is_a_missing_requirement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(machine, "_emulation_error", lambda: "run as root")
@@ -339,7 +339,7 @@ def test_unable_says_why_an_emulated_cluster_cannot_be_made(
     assert machine.missing_requirement(config) == "no emulated cluster: run as root"
 
 
-def test_unable_says_where_data_is_missing_and_how_to_fetch_it(tmp_path: Path) -> None:
+def test_missing_data_is_a_missing_requirement_with_the_fetch_command(tmp_path: Path) -> None:
     config = from_mapping({"data": "mnist", "data_dir": str(tmp_path)})
     assert (
         machine.missing_requirement(config)

@@ -172,7 +172,7 @@ def test_ctrl_c_stops_cleanly_and_leaves_a_checkpoint(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert errors.startswith("paceline: stopped by SIGINT after iteration")
     assert "Traceback" not in errors
-    advice = f"paceline: go on with `paceline train --resume {tmp_path / 'stopped'}`\n"
+    advice = f"paceline: resume with `paceline train --resume {tmp_path / 'stopped'}`\n"
     assert errors.endswith(advice)
     folder = RunFolder.open(tmp_path / "stopped")
     result = folder.read_result()

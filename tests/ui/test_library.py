@@ -87,7 +87,7 @@ def test_a_run_that_ends_is_read_again(tmp_path: Path) -> None:
     assert index.entries()[0].status == "finished"
 
 
-def test_an_interrupted_run_that_goes_on_is_running_again(tmp_path: Path) -> None:
+def test_an_interrupted_run_that_resumes_is_running_again(tmp_path: Path) -> None:
     events = write_run(tmp_path, FakeRun("one", status="unfinished")) / "events-0.jsonl"
     for file in events.parent.iterdir():
         os.utime(file, (0, file.stat().st_mtime - 2 * SILENT_SECONDS))
@@ -126,7 +126,7 @@ def test_a_study_is_running_while_a_cell_is(tmp_path: Path) -> None:
     assert entries["deep/study/cells/a.r1"].study == "deep/study"
 
 
-def test_damaged_records_are_named_and_harm_nobody(tmp_path: Path) -> None:
+def test_damaged_records_are_named_and_affect_no_others(tmp_path: Path) -> None:
     write_run(tmp_path, FakeRun(name="good"))
     texts = {"cut": '{"schema": 1', "newer": '{"schema": 99}', "other": "[]", "deep": "[" * 100_000}
     for name, text in texts.items():
@@ -175,7 +175,7 @@ def test_links_that_leave_the_folder_are_not_followed(tmp_path: Path, linked: st
         index.path_of(str(path.relative_to(index.root)))
 
 
-def test_a_study_tells_how_its_cells_ended(tmp_path: Path) -> None:
+def test_a_study_counts_the_statuses_of_its_cells(tmp_path: Path) -> None:
     study = a_study(tmp_path / "study", "a", "b", "c", "d")
     for name, status in (("a", "finished"), ("b", "failed"), ("c", "diverged")):
         write_run(study.cells, FakeRun(name=name, status=status))
@@ -183,7 +183,7 @@ def test_a_study_tells_how_its_cells_ended(tmp_path: Path) -> None:
     assert (entry.status, entry.cause) == ("unfinished", "2 of 4 cells, 1 failed")
 
 
-def test_a_follower_tells_each_line_once_and_waits_for_half_ones(tmp_path: Path) -> None:
+def test_a_follower_returns_each_complete_line_once(tmp_path: Path) -> None:
     folder = begun(tmp_path, "one")
     follower = Follower(folder.path)
     assert follower.read_update() is None
@@ -199,7 +199,7 @@ def test_a_follower_tells_each_line_once_and_waits_for_half_ones(tmp_path: Path)
     assert follower.read_update() == {"evaluations": [[2, 0.5]]}
 
 
-def test_a_run_ended_as_its_result_says_whatever_its_workers_could_write(tmp_path: Path) -> None:
+def test_the_status_of_a_run_comes_from_its_result(tmp_path: Path) -> None:
     killed = write_run(tmp_path, FakeRun("killed", status="failed", cause="killed by SIGKILL"))
     (killed / "events-0.jsonl").unlink()
     assert Follower(killed).outcome() == {"status": "failed", "cause": "killed by SIGKILL"}
@@ -254,7 +254,7 @@ def test_values_that_are_not_numbers_are_not_sent(tmp_path: Path) -> None:
     json.dumps(news, allow_nan=False)
 
 
-def test_many_points_become_few_that_keep_the_mean() -> None:
+def test_downsampling_keeps_the_mean() -> None:
     points: list[list[float | None]] = [[i + 1, float(i), 2.0] for i in range(10 * MAX_POINTS)]
     few = downsample(points)
     assert len(few) == MAX_POINTS
@@ -264,7 +264,7 @@ def test_many_points_become_few_that_keep_the_mean() -> None:
 
 
 @pytest.mark.parametrize("name", ["result.json", "events-0.jsonl", "config.json"])
-def test_a_fifo_among_the_records_of_a_run_blocks_nobody(name: str, tmp_path: Path) -> None:
+def test_a_fifo_among_the_records_does_not_block(name: str, tmp_path: Path) -> None:
     write_run(tmp_path, FakeRun("whole"))
     odd = write_run(tmp_path, FakeRun("odd", status="unfinished"))
     (odd / name).unlink(missing_ok=True)
@@ -276,7 +276,7 @@ def test_a_fifo_among_the_records_of_a_run_blocks_nobody(name: str, tmp_path: Pa
     assert entries["whole"].status == "finished"
     if name == "result.json":
         assert entries["odd"].status == "damaged"
-        assert entries["odd"].cause == "cannot read result.json: it is not a regular file"
+        assert entries["odd"].cause == "cannot read result.json: not a regular file"
 
 
 @pytest.mark.parametrize("name", ["result.json", "events-0.jsonl", "config.json", "notes.json"])

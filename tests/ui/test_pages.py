@@ -78,7 +78,7 @@ def test_a_browser_runs_no_script_but_those_of_the_pages(page: str) -> None:
     assert f"script-src 'self' 'sha256-{known}';" in policy
 
 
-def test_a_second_ctrl_c_ends_it_without_a_word(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_exits_silently(tmp_path: Path) -> None:
     write_run(tmp_path, FakeRun("one", status="unfinished"))
     process = subprocess.Popen(
         [sys.executable, "-m", "paceline", "ui", str(tmp_path), "--port", "0"],
@@ -146,7 +146,7 @@ def test_studies_are_compared_cell_by_cell(page: str) -> None:
         "/page/app.py",
     ],
 )
-def test_foreign_paths_are_refused(page: str, target: str) -> None:
+def test_foreign_paths_are_rejected(page: str, target: str) -> None:
     assert ask(page, target)[0] == 404
 
 
@@ -154,11 +154,11 @@ def test_foreign_paths_are_refused(page: str, target: str) -> None:
     "host",
     ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "127.0.0.1@evil", "[::1]:1", " "],
 )
-def test_foreign_names_for_this_address_are_refused(page: str, host: str) -> None:
+def test_foreign_names_for_this_address_are_rejected(page: str, host: str) -> None:
     assert ask(page, "/runs", host)[0] == 400
 
 
-def test_the_stream_of_an_ended_run_tells_all_and_ends(page: str) -> None:
+def test_the_stream_of_an_ended_run_is_complete_and_ends(page: str) -> None:
     status, body = ask(page, "/stream/one")
     assert status == 200
     first = json.loads(body.split("\n")[0].removeprefix("data: "))
@@ -181,7 +181,7 @@ def test_the_page_answers_to_its_names_as_browsers_write_them(
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "0", ""])
-def test_listening_everywhere_is_refused(
+def test_listening_everywhere_is_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], host: str
 ) -> None:
     from paceline.cli import main

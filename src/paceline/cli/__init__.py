@@ -1,6 +1,6 @@
-"""The command line: one file per command, each with SUMMARY, configure(parser) and run(arguments).
+"""The command line: one module per command with SUMMARY, configure(parser) and run(arguments).
 
-Nothing here imports torch; a command does so when it runs.
+Importing a command does not import torch; running it may.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ COMMANDS = {
     "comm": "comm",
     "cluster": "cluster",
     "data": "data",
-    # A submodule named list would hide Python's own in this package.
+    # A submodule named list would shadow the builtin in this package.
     "list": "listing",
     "doctor": "doctor",
 }
-"""Commands, and the modules they are in."""
+"""Commands and their modules."""
 DEPENDENCIES = {
     "torch": "torch",
     "numpy": "numpy",
@@ -51,48 +51,48 @@ DEPENDENCIES = {
     "psutil": "psutil",
     "yaml": "pyyaml",
 }
-"""Modules that paceline cannot do without, and the packages they come in."""
+"""Required modules and their packages."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns 0: done, 1: a run failed, 2: something to mend, 130: stopped."""
-    _show_notices()
-    _print_whatever_comes()
+    """Run a command; returns 0: success, 1: a run failed, 2: invalid usage, 130: stopped."""
+    _log_to_stderr()
+    _replace_unencodable()
     try:
         arguments = _parse(list(sys.argv[1:] if argv is None else argv))
         code: int = arguments.run(arguments)
         return code
     except PacelineError as error:
         if not error.already_reported:
-            _complain(str(error), is_failure=not isinstance(error, StoppedError))
+            _print_error(str(error), is_failure=not isinstance(error, StoppedError))
         return error.exit_code
     except ModuleNotFoundError as error:
         package = DEPENDENCIES.get((error.name or "").partition(".")[0])
         if package is None:
             raise
         install = shlex.join([sys.executable, "-m", "pip", "install", package])
-        _complain(f"{package} is not installed: install it with `{install}`")
+        _print_error(f"{package} is not installed: install it with `{install}`")
         return UsageError.exit_code
     except KeyboardInterrupt:
-        _complain("interrupted", is_failure=False)
+        _print_error("interrupted", is_failure=False)
         return StoppedError.exit_code
     except BrokenPipeError:
-        # The reader of our output has gone (`paceline list | head`): nobody is left to tell.
+        # The reader of the output exited, as in `paceline list | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        # Any of a command's paths can be one that no file system takes.
+        # Any path of a command can be too long or a link to itself.
         if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
             raise
-        _complain(f"{os.strerror(error.errno)}: {shown(error.filename)}")
+        _print_error(f"{os.strerror(error.errno)}: {shown(error.filename)}")
         return UsageError.exit_code
 
 
-def _print_whatever_comes() -> None:
-    """A name that this terminal has no letters for must not end a command."""
+def _replace_unencodable() -> None:
+    """Print characters that the terminal cannot encode as question marks."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # Not where a pipe has taken the place of the file that the stream was made for.
+            # Fails if the file of the stream has been replaced by a pipe.
             with contextlib.suppress(OSError):
                 stream.reconfigure(errors="replace")
 
@@ -101,7 +101,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="paceline", description="Data-parallel training that measures itself.")
     parser.add_argument("--version", action="version", version=f"paceline {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    # Only the command at hand is imported; help shows them all.
+    # Import only the requested command; help lists all.
     chosen = [argv[0]] if argv and argv[0] in COMMANDS else list(COMMANDS)
     for name in chosen:
         module = importlib.import_module(f"paceline.cli.{COMMANDS[name]}")
@@ -122,22 +122,22 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return arguments
 
 
-def _complain(message: str, *, is_failure: bool = True) -> None:
-    """`is_failure`: not where the user has asked for the end."""
-    mark = ERROR_PREFIX if is_failure else "paceline: "
+def _print_error(message: str, *, is_failure: bool = True) -> None:
+    """Print a message to stderr; `is_failure` is False if the user stopped the command."""
+    prefix = ERROR_PREFIX if is_failure else "paceline: "
     for line in message.splitlines() or [""]:
-        sys.stderr.write(f"{mark}{one_line(line)}\n")
+        sys.stderr.write(f"{prefix}{one_line(line)}\n")
 
 
-class _Notices(logging.Handler):
-    """What the library logs, such as that digits are being drawn, as lines for the user."""
+class _StderrHandler(logging.Handler):
+    """Prints log messages as lines for the user."""
 
     def emit(self, record: logging.LogRecord) -> None:
         sys.stderr.write(f"paceline: {record.getMessage()}\n")
 
 
-def _show_notices() -> None:
+def _log_to_stderr() -> None:
     logger = logging.getLogger("paceline")
     if not logger.handlers:
-        logger.addHandler(_Notices())
+        logger.addHandler(_StderrHandler())
         logger.setLevel(logging.INFO)

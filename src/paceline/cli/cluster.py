@@ -1,4 +1,4 @@
-"""`paceline cluster`: emulated machines on this one: made, looked at, used and removed."""
+"""`paceline cluster`: create, inspect, use and remove an emulated cluster."""
 
 from __future__ import annotations
 
@@ -23,44 +23,46 @@ if TYPE_CHECKING:
     from paceline.emulation.cluster import EmulatedCluster
     from paceline.emulation.state import Measured
 
-SUMMARY = "make and use an emulated cluster: nodes with shaped links and shares of the CPU"
+SUMMARY = "create and use an emulated cluster: nodes with limited links and CPUs"
 
 DEFAULT_NAME = "default"
-WANTED = {
+EXPECTED = {
     "nodes": f"1 to {MOST_NODES}",
     "cpus": f"a number of cores of {LEAST_CPUS:g} to {MOST_CPUS}, such as 0.5",
-    "bandwidth": "a rate of 1kbit to 1000gbit, or with others for some nodes 1gbit/3:100mbit",
+    "bandwidth": "a rate of 1kbit to 1000gbit, or 1gbit/3:100mbit with exceptions",
     "latency": f"a time such as 200us or 2ms, 1us to {MOST_LATENCY_SECONDS:g}s",
     "slow": f"node:part with parts of {LEAST_CPUS:g} to 1, such as 3:0.25 or 2:0.5/3:0.25",
 }
-"""What a cluster is described by, and what would do for each."""
+"""Settings of a cluster and their valid values."""
 BUSY_CORES = 0.25
-"""Kept busy by others, from which on measured figures are called doubtful."""
+"""CPU use of other programs above which measurements are unreliable."""
 MOST_PROCESSES_SHOWN = 3
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    summary = "make a cluster, measure it, and leave it up"
+    summary = "create a persistent cluster and measure it"
     up = actions.add_parser("up", help=summary, description=summary)
-    up.add_argument("--nodes", required=True, help="how many machines")
-    up.add_argument("--cpus", help="cores' worth of CPU time of a node, such as 0.5")
-    up.add_argument("--bandwidth", help="of each link, both ways: 1gbit, or 1gbit/3:100mbit")
-    up.add_argument("--latency", help="round trip between two nodes, such as 200us or 2ms")
-    up.add_argument("--slow", help="nodes with a part of the cpus: 3:0.25, or 2:0.5/3:0.25")
-    up.add_argument("--name", default=DEFAULT_NAME, help=f"of the cluster ({DEFAULT_NAME})")
-    up.add_argument("--no-calibrate", action="store_true", help="do not measure it")
+    up.add_argument("--nodes", required=True, help="number of nodes")
+    up.add_argument("--cpus", help="CPU time of each node in cores, such as 0.5")
+    up.add_argument("--bandwidth", help="bandwidth of each link: 1gbit, or 1gbit/3:100mbit")
+    up.add_argument("--latency", help="round-trip time between two nodes, such as 200us or 2ms")
+    up.add_argument("--slow", help="nodes with a fraction of the cpus: 3:0.25, or 2:0.5/3:0.25")
+    up.add_argument(
+        "--name", default=DEFAULT_NAME, help=f"name of the cluster (default: {DEFAULT_NAME})"
+    )
+    up.add_argument("--no-calibrate", action="store_true", help="skip the measurement")
     up.add_argument("--quiet", action="store_true", help="show no progress, only the tables")
-    summary = "show the clusters that are up, and what runs in them"
+    summary = "show the existing clusters and their processes"
     actions.add_parser("status", help=summary, description=summary)
     summary = "run a command in a node: exec NODE -- COMMAND ..."
     execute = actions.add_parser("exec", help=summary, description=summary)
-    execute.add_argument("--name", help="of the cluster, where several are up")
-    execute.add_argument("node", type=int, help="number of the node, from 0")
-    execute.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND")
-    summary = "end what runs in a cluster and remove it"
+    execute.add_argument("--name", help="name of the cluster, if there are several")
+    execute.add_argument("node", type=int, help="rank of the node")
+    execute.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND")
+    summary = "end the processes of a cluster and remove it"
     down = actions.add_parser("down", help=summary, description=summary)
-    down.add_argument("name", nargs="?", help="of the cluster, where several are up")
+    down.add_argument("name", nargs="?", help="name of the cluster, if there are several")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -71,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _up(arguments: argparse.Namespace) -> int:
     from paceline.emulation.cluster import EmulatedCluster
 
-    spec = _spec({key: value for key in WANTED if (value := getattr(arguments, key)) is not None})
+    spec = _spec({key: value for key in EXPECTED if (value := getattr(arguments, key)) is not None})
     cluster = EmulatedCluster.up(
         spec,
         arguments.name,
@@ -85,20 +87,20 @@ def _up(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _spec(given: dict[str, str]) -> ClusterSpec:
-    """The cluster that the flags describe; those that are wrong are told together."""
-    has_nodes = _is_spec(nodes := f"nodes={given['nodes']}")
+def _spec(flags: dict[str, str]) -> ClusterSpec:
+    """Return the cluster of these flags; reports all problems together."""
+    has_nodes = _is_spec(nodes := f"nodes={flags['nodes']}")
     problems = []
-    for key, value in given.items():
+    for key, value in flags.items():
         others = f"{nodes if has_nodes else f'nodes={MOST_NODES}'},"
         text = f"{key}={value}" if key == "nodes" else f"{others}{key}={value}"
-        # A comma would begin another key's value.
+        # A comma would start another key.
         if "," in value or not _is_spec(text):
-            below = f" (nodes below {given['nodes']})" if has_nodes and ":" in value else ""
-            problems.append(f"--{key}: must be {WANTED[key]}{below}, got {shown(value)}")
+            below = f" (nodes below {flags['nodes']})" if has_nodes and ":" in value else ""
+            problems.append(f"--{key}: must be {EXPECTED[key]}{below}, got {shown(value)}")
     if problems:
         raise ConfigError(problems)
-    return parse(",".join(f"{key}={value}" for key, value in given.items()))
+    return parse(",".join(f"{key}={value}" for key, value in flags.items()))
 
 
 def _is_spec(text: str) -> bool:
@@ -117,21 +119,21 @@ def _status(arguments: argparse.Namespace) -> int:
     for cluster in clusters:
         _show_nodes(console, cluster)
     if not clusters:
-        console.print("No cluster is up. Make one with: paceline cluster up --nodes 4")
+        console.print("No cluster is up. Create one with: paceline cluster up --nodes 4")
     return 0
 
 
 def _exec(arguments: argparse.Namespace) -> int:
-    name, words = _name_and_words(arguments.name, arguments.words)
-    if not words:
-        raise UsageError("say what to run: paceline cluster exec NODE -- COMMAND ...")
-    command = _chosen(name).command(arguments.node, words)
+    name, argv = _name_and_argv(arguments.name, arguments.argv)
+    if not argv:
+        raise UsageError("missing command: paceline cluster exec NODE -- COMMAND ...")
+    command = _chosen(name).command(arguments.node, argv)
     sys.stdout.flush()
     os.execvp(command[0], command)
 
 
-def _name_and_words(name: str | None, rest: list[str]) -> tuple[str | None, list[str]]:
-    """What stands after the node: a cluster's name may do so too, where `--` ends the options."""
+def _name_and_argv(name: str | None, rest: list[str]) -> tuple[str | None, list[str]]:
+    """Split the arguments after the node: `--name` may come before `--`."""
     if not rest or not rest[0].startswith("-") or rest[0] == "--":
         return name, rest[1:] if rest[:1] == ["--"] else rest
     end = rest.index("--") if "--" in rest else len(rest)
@@ -151,21 +153,21 @@ def _down(arguments: argparse.Namespace) -> int:
         cluster = _chosen(arguments.name)
         cluster.down()
     finally:
-        # After it: the one that is named may itself be one that its owner has left behind.
+        # Last, because the named cluster may itself be an orphan.
         remove_orphans()
     _console().print(f"Cluster {cluster.name} is down.")
     return 0
 
 
 def _chosen(name: str | None) -> EmulatedCluster:
-    """The one of that name, or the only one that belongs to no run."""
+    """Return the cluster with this name, or the only persistent one."""
     from paceline.emulation.cluster import EmulatedCluster, all_clusters
 
     clusters = [] if name else all_clusters()
     kept = [cluster for cluster in clusters if cluster.state.owner is None]
     if len(kept) > 1:
         names = ", ".join(cluster.name for cluster in kept)
-        raise ClusterError(f"several clusters are up, name one: {names}")
+        raise ClusterError(f"several clusters are up, choose one: {names}")
     return kept[0] if kept else EmulatedCluster.open(name or DEFAULT_NAME)
 
 

@@ -1,18 +1,18 @@
-"""`paceline compare`: results of several runs or studies side by side."""
+"""`paceline compare`: compare runs or studies."""
 
 from __future__ import annotations
 
 import argparse
 
-SUMMARY = "put the results of several runs or studies side by side"
+SUMMARY = "compare the results of runs or studies"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "paths", metavar="PATH", nargs="+", help="a run, a folder of runs, or a study's folder"
     )
-    parser.add_argument("--html", metavar="FILE", help="write a page too")
-    parser.add_argument("--markdown", metavar="FILE", help="write the page as Markdown too")
+    parser.add_argument("--html", metavar="FILE", help="also write an HTML page")
+    parser.add_argument("--markdown", metavar="FILE", help="also write Markdown")
 
 
 def run(arguments: argparse.Namespace) -> int:

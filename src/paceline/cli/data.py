@@ -1,7 +1,6 @@
-"""`paceline data`: which datasets there are, fetching their files, and checking those there are.
+"""`paceline data`: list, fetch and verify datasets.
 
-What draws tables, speaks to the network or reads samples is imported by the action that needs it,
-so that `paceline --help` stays quick.
+Each action imports what it needs, so that `paceline --help` stays fast.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ if TYPE_CHECKING:
 
     from paceline.data.download import RetryPolicy
 
-SUMMARY = "list datasets, fetch their official files, verify the files there are"
+SUMMARY = "list, fetch and verify datasets"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     summaries = {
-        "list": "which datasets there are, and whether their files are here",
-        "fetch": "download official files, with resume and checksum",
-        "verify": "compare files with the official checksums, and read those that differ",
+        "list": "list datasets and whether their files are present",
+        "fetch": "download official files; resumes, and verifies checksums",
+        "verify": "compare files with the official checksums, and try to read those that differ",
     }
     for action, summary in summaries.items():
         sub = actions.add_parser(action, help=summary, description=summary)
         if action != "list":
             sub.add_argument(
-                "names", nargs="+", metavar="NAME", help=f"of {', '.join(OFFICIAL_SETS)}"
+                "names", nargs="+", metavar="NAME", help=f"dataset: {', '.join(OFFICIAL_SETS)}"
             )
         sub.add_argument(
             "--data-dir",
@@ -47,7 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
             sub.add_argument(
                 "--force",
                 action="store_true",
-                help="replace files that are there and are not the official ones",
+                help="replace existing files that are not the official ones",
             )
 
 
@@ -100,7 +99,7 @@ def list_sets(folder: Path) -> int:
 
 
 class _Bars:
-    """A progress bar for each file that is being fetched."""
+    """A progress bar for each file."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -119,7 +118,7 @@ def fetch_sets(
     force: bool = False,
     retry: RetryPolicy | None = None,
 ) -> int:
-    """Fetch what is missing of `sets`; a failure is a DataError."""
+    """Fetch missing files of `sets`; DataError on failure."""
     from rich import progress as bars
     from rich.console import Console
 
@@ -134,16 +133,16 @@ def fetch_sets(
     )
     for official in sets:
         if official.terms:
-            _say(f"{official.name}: {official.terms}")
+            _print(f"{official.name}: {official.terms}")
         with bars.Progress(*columns, console=Console(stderr=True)) as progress:
             fetched = fetch(official, folder, _Bars(progress), force=force, retry=retry)
         what = f"{fetched} files fetched" if fetched else "all files were here already"
-        _say(f"{official.name}: {what}, official, in {folder}")
+        _print(f"{official.name}: {what}, official, in {folder}")
     return 0
 
 
 def verify_sets(sets: Sequence[DatasetManifest], folder: Path) -> int:
-    """0 where all can be read, official or not; 2 where something is missing or damaged."""
+    """Return 0 if all files can be read, official or not; 2 if one is missing or damaged."""
     return max([_verify(official, folder) for official in sets], default=0)
 
 
@@ -152,14 +151,16 @@ def _verify(official: DatasetManifest, folder: Path) -> int:
 
     verdicts = {file.path: verify_file(file, folder, rehash=True) for file in official.files}
     for path, verdict in verdicts.items():
-        _say(f"  {path}: {verdict.value}")
+        _print(f"  {path}: {verdict.value}")
     found = set(verdicts.values())
     if Verdict.MISSING in found:
         where = f"--data-dir {shlex.quote(str(folder))}"
-        _say(f"{official.name}: missing; get it with `paceline data fetch {official.name} {where}`")
+        _print(
+            f"{official.name}: missing; get it with `paceline data fetch {official.name} {where}`"
+        )
         return 2
     if found == {Verdict.OFFICIAL}:
-        _say(f"{official.name}: official")
+        _print(f"{official.name}: official")
         return 0
     return _verify_readable(official, folder)
 
@@ -174,9 +175,9 @@ def _verify_readable(official: DatasetManifest, folder: Path) -> int:
     try:
         loader.check_readable(folder)
     except CorruptFileError as damage:
-        _say(f"{official.name}: damaged; {loader.advice(damage, str(folder))}")
+        _print(f"{official.name}: damaged; {loader.advice(damage, str(folder))}")
         return 2
-    _say(f"{official.name}: readable, but not the official bytes")
+    _print(f"{official.name}: readable, but not the official bytes")
     return 0
 
 
@@ -188,5 +189,5 @@ def _official(name: str) -> DatasetManifest:
     raise UnknownNameError(f"unknown dataset {shown(name)}: {suggest(name, OFFICIAL_SETS)}")
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stdout.write(text + "\n")

@@ -1,4 +1,4 @@
-"""`paceline demo`: six strategies side by side, what each one costs, and a page about it."""
+"""`paceline demo`: compare six strategies in a short study, with a report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.cli.study import run_study
 
-SUMMARY = "six strategies on two workers in two minutes, with a verdict and a page"
+SUMMARY = "compare six strategies on two workers in two minutes, with a report"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -16,6 +16,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Each demo is one of its own: whoever asks for it again wants to see it run.
+    # A new folder every time: a finished study would not run again.
     name = time.strftime("first-look-%Y%m%d-%H%M%S")
     return run_study("first-look", scale="quick", out=str(Path(arguments.out) / name))

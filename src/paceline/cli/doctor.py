@@ -1,4 +1,4 @@
-"""`paceline doctor`: what this machine can do, and what is missing."""
+"""`paceline doctor`: what this machine supports, and what is missing."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-SUMMARY = "say what this machine can do, and what is missing"
+SUMMARY = "show what this machine supports, and what is missing"
 
 LEAST_TORCH = (2, 9)
 LEAST_PYTHON = (3, 11)
 LEAST_SHARED_MEMORY_BYTES = 512 << 20
-"""A few copies of a model of 25 million weights; containers often have 64 MiB."""
+"""A few copies of a model with 25 million parameters; containers often have 64 MiB."""
 
 TOOLS = {
     "ssh": ("starting workers on other machines (--hosts)", "install an OpenSSH client"),
     "srun": ("starting workers under SLURM", "run on a SLURM cluster"),
-    "tensorboard": ("looking at a run's scalars", "pip install tensorboard"),
+    "tensorboard": ("viewing the scalars of a run", "pip install tensorboard"),
 }
-"""Programs that only some features use: what for, and how to get them."""
+"""Optional programs: purpose and remedy."""
 PACKAGES = {
     "ui": (("starlette", "uvicorn"), "paceline ui"),
     "ray": (("ray",), "--launcher ray"),
 }
-"""Extras of this package that are not needed to train: the modules they bring, and what for."""
+"""Optional extras of this package: modules and purpose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class Finding:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", default="runs", help="folder that is to hold the runs")
-    parser.add_argument("--data-dir", help="folder of the datasets' files")
+    parser.add_argument("--out", default="runs", help="folder of runs")
+    parser.add_argument("--data-dir", help="folder of datasets")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine(out: Path, data_dir: str | None) -> list[Finding]:
-    """Everything that was looked at, what training needs first."""
+    """Return all findings; requirements of training come first."""
     return [
         _python(),
         *_torch(),
@@ -87,7 +87,7 @@ def _python() -> Finding:
 
 
 def _torch() -> Iterator[Finding]:
-    """The library itself, its backends, and the GPUs that it sees."""
+    """torch, its backends, and the GPUs that it sees."""
     try:
         import torch
         from torch import distributed
@@ -103,9 +103,9 @@ def _torch() -> Iterator[Finding]:
         )
     else:
         yield Finding("torch", "ok", torch.__version__)
-    can_talk = distributed.is_available()
-    if can_talk and distributed.is_gloo_available():
-        yield Finding("gloo", "ok", "workers can talk over TCP")
+    has_distributed = distributed.is_available()
+    if has_distributed and distributed.is_gloo_available():
+        yield Finding("gloo", "ok", "workers can communicate over TCP")
     else:
         yield Finding(
             "gloo",
@@ -113,7 +113,7 @@ def _torch() -> Iterator[Finding]:
             "this torch has no gloo backend",
             "install a build of torch with it; until then only one worker can train",
         )
-    nccl = can_talk and distributed.is_nccl_available()
+    nccl = has_distributed and distributed.is_nccl_available()
     yield from _gpus(torch.version.cuda, torch.cuda.device_count(), nccl)
 
 
@@ -136,9 +136,11 @@ def _gpus(cuda: str | None, usable: int, nccl: bool) -> Iterator[Finding]:
         return
     yield Finding("gpu", "ok", f"{usable} usable ({names}), CUDA {cuda}")
     if nccl:
-        yield Finding("nccl", "ok", "GPUs can talk to each other directly")
+        yield Finding("nccl", "ok", "GPUs can communicate directly")
     else:
-        yield Finding("nccl", "absent", "GPUs talk through gloo, slowly", "install torch with NCCL")
+        yield Finding(
+            "nccl", "absent", "GPUs communicate through gloo, slowly", "install torch with NCCL"
+        )
     if installed_version("nvidia-ml-py") is None:
         yield Finding(
             "nvml", "absent", "needed for GPU use and power", "pip install 'paceline[gpu]'"
@@ -180,7 +182,7 @@ def _loopback() -> Finding:
     except OSError as error:
         advice = "bring up the loopback interface: ip link set lo up"
         return Finding("loopback", "problem", str(error), advice)
-    return Finding("loopback", "ok", "workers of this machine can meet on 127.0.0.1")
+    return Finding("loopback", "ok", "workers of this machine can connect on 127.0.0.1")
 
 
 def _output_folder(out: Path) -> Finding:
@@ -236,9 +238,9 @@ def _datasets(data_dir: str | None) -> Iterator[Finding]:
 
 
 def _tool(name: str, purpose: str, remedy: str) -> Finding:
-    # Beside this Python too, which need not be on the path to be used.
-    beside = str(Path(sys.executable).parent)
-    if shutil.which(name) or shutil.which(name, path=beside):
+    # Also in the folder of this Python, which may not be on PATH.
+    bin_folder = str(Path(sys.executable).parent)
+    if shutil.which(name) or shutil.which(name, path=bin_folder):
         return Finding(name, "ok", f"for {purpose}")
     return Finding(name, "absent", f"needed for {purpose}", remedy)
 
@@ -270,16 +272,16 @@ def _print(findings: list[Finding], can_train: bool) -> None:
 
     from paceline.terminal import open_console
 
-    colours = {"ok": "green", "absent": "yellow", "problem": "red"}
+    colors = {"ok": "green", "absent": "yellow", "problem": "red"}
     table = Table(box=None, pad_edge=False)
     table.add_column("what", no_wrap=True)
     table.add_column("state", no_wrap=True)
-    table.add_column("fact, and what to do", overflow="fold")
+    table.add_column("details and remedy", overflow="fold")
     for finding in findings:
-        told = ": ".join(filter(None, (finding.fact, finding.advice)))
-        # As Text, which rich does not look for marks of its own.
+        text = ": ".join(filter(None, (finding.fact, finding.advice)))
+        # As Text, because rich would interpret markup in str.
         table.add_row(
-            Text(finding.name), Text(finding.status, style=colours[finding.status]), Text(told)
+            Text(finding.name), Text(finding.status, style=colors[finding.status]), Text(text)
         )
     console = open_console(most_columns=80)
     console.print(table)
@@ -288,4 +290,4 @@ def _print(findings: list[Finding], can_train: bool) -> None:
         console.print("Training can run here. Try: paceline demo")
     else:
         blocking = ", ".join(finding.name for finding in findings if finding.blocks_training)
-        console.print(f"Training cannot run here until this is mended: {blocking}")
+        console.print(f"Training cannot run here until this is fixed: {blocking}")

@@ -1,4 +1,4 @@
-"""`paceline list`: what can be picked by name."""
+"""`paceline list`: registered names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.registry import Entry
 from paceline.strategies import STRATEGIES
 from paceline.study.catalogue import Shipped
 
-SUMMARY = "list what can be picked by name: strategies, algorithms, codecs, models, data, studies"
+SUMMARY = "list strategies, algorithms, codecs, models, data or studies"
 
 KINDS: dict[str, Iterable[Entry]] = {
     "strategies": STRATEGIES,

@@ -1,4 +1,4 @@
-"""argparse, saying in one line what is wrong and what to change, without the usage before it."""
+"""An argparse parser whose errors are one line with the fix, without the usage."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ _NO_VALUE = re.compile(r"ignored explicit argument (?P<value>.*)")
 
 
 class Parser(argparse.ArgumentParser):
-    """Also that of a command's own actions, since argparse makes them of the same class."""
+    """The parser of commands and their actions."""
 
     def __init__(self, **keywords: Any) -> None:
-        # A flag that is cut short would mean another one when a longer one is added.
+        # An abbreviated flag would become ambiguous when another flag is added.
         super().__init__(**{**keywords, "allow_abbrev": False})
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(self._in_our_words(message))
+        raise UsageError(self._rephrase(message))
 
-    def unknown(self, word: str) -> NoReturn:
-        """Refuse what no argument takes."""
-        if not word.startswith("-"):
-            self.error(f"unexpected word {shown(word)}: see `{self.prog} --help`")
-        flag = word.partition("=")[0]
+    def unknown(self, argument: str) -> NoReturn:
+        """Raise the error for an unknown argument."""
+        if not argument.startswith("-"):
+            self.error(f"unexpected argument {shown(argument)}: see `{self.prog} --help`")
+        flag = argument.partition("=")[0]
         names = [name[2:] for name in self._flags() if name.startswith("--")]
         near = [name for name in names if name.startswith(flag[2:])] if flag[2:] else []
         near = near[:3] or difflib.get_close_matches(flag.lstrip("-"), names, n=1)
-        meant = " or ".join(f"--{name}" for name in near)
-        hint = f"did you mean {meant}?" if meant else f"see `{self.prog} --help`"
+        similar = " or ".join(f"--{name}" for name in near)
+        hint = f"did you mean {similar}?" if similar else f"see `{self.prog} --help`"
         self.error(f"unknown flag {bare(flag)}: {hint}")
 
     def _flags(self) -> Iterator[str]:
@@ -47,16 +47,16 @@ class Parser(argparse.ArgumentParser):
                 for parser in action.choices.values():
                     yield from parser._flags()
 
-    def _in_our_words(self, message: str) -> str:
+    def _rephrase(self, message: str) -> str:
         if missing := _MISSING.fullmatch(message):
             action = self._action(missing["names"].partition(", ")[0])
-            return f"{self.prog} needs {_name(action)}: {_wanted(action)}" if action else message
+            return f"{self.prog} needs {_name(action)}: {_expected(action)}" if action else message
         of_argument = _OF_ARGUMENT.fullmatch(message)
         action = self._action(of_argument["name"]) if of_argument else None
-        return _told(action, of_argument["what"]) if of_argument and action else message
+        return _explain(action, of_argument["what"]) if of_argument and action else message
 
     def _action(self, shown: str) -> argparse.Action | None:
-        """The one that argparse means by a name such as `-o/--options` or `PATH`."""
+        """Return the action that argparse calls by a name such as `-o/--options` or `PATH`."""
         return next(
             (
                 action
@@ -67,25 +67,25 @@ class Parser(argparse.ArgumentParser):
         )
 
 
-def _told(action: argparse.Action, what: str) -> str:
+def _explain(action: argparse.Action, what: str) -> str:
     name = _name(action)
     if choice := _CHOICE.match(what):
-        value = _given(choice["value"])
+        value = _unquote(choice["value"])
         if action.option_strings:
-            return f"{name}: must be {_wanted(action)}, got {shown(value)}"
+            return f"{name}: must be {_expected(action)}, got {shown(value)}"
         known = map(str, action.choices or ())
         return f"unknown {name.lower()} {shown(value)}: {suggest(value, known)}"
     if number := _NUMBER.match(what):
-        return f"{name}: must be a whole number, got {shown(_given(number['value']))}"
-    if given := _NO_VALUE.match(what):
-        return f"{name}: takes no value, got {shown(_given(given['value']))}"
+        return f"{name}: must be a whole number, got {shown(_unquote(number['value']))}"
+    if value_match := _NO_VALUE.match(what):
+        return f"{name}: takes no value, got {shown(_unquote(value_match['value']))}"
     if what.startswith("expected"):
-        return f"{name} needs a value: {_wanted(action)}"
+        return f"{name} needs a value: {_expected(action)}"
     return f"{name}: {what}"
 
 
-def _given(quoted: str) -> str:
-    """The text that argparse quoted as Python does."""
+def _unquote(quoted: str) -> str:
+    """Return the text of a Python literal in argparse's message."""
     try:
         return str(ast.literal_eval(quoted))
     except (SyntaxError, ValueError):
@@ -98,7 +98,7 @@ def _name(action: argparse.Action) -> str:
     return action.metavar if isinstance(action.metavar, str) else action.dest
 
 
-def _wanted(action: argparse.Action) -> str:
+def _expected(action: argparse.Action) -> str:
     if action.choices:
         return f"one of {', '.join(map(str, action.choices))}"
     return re.sub(r" \(default: .*\)$", "", action.help or "").replace("%%", "%")

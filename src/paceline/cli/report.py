@@ -1,16 +1,16 @@
-"""`paceline report`: a page of what the records say."""
+"""`paceline report`: write a report."""
 
 from __future__ import annotations
 
 import argparse
 
-SUMMARY = "make a page of a run, a folder of runs or a study"
+SUMMARY = "write a report of a run, a folder of runs or a study"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="a run, a folder of runs, or a study's folder")
     parser.add_argument(
-        "--out", metavar="DIR", help="where report.html and report.md go (default: PATH)"
+        "--out", metavar="DIR", help="folder for report.html and report.md (default: PATH)"
     )
 
 
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(paragraph(headline, console))
     for line in left_out_lines(report.collection.left_out):
         console.print(line)
-    # Paths are not broken: they are there to be copied.
+    # Paths are not wrapped, so that they can be copied.
     console.print(f"report      {report.page}", soft_wrap=True)
     console.print(f"report      {report.page.with_suffix('.md')}", soft_wrap=True)
     return 0

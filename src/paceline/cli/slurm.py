@@ -1,4 +1,4 @@
-"""`paceline slurm`: one run, as a batch job of SLURM."""
+"""`paceline slurm`: train a model in a SLURM batch job."""
 
 from __future__ import annotations
 
@@ -15,35 +15,41 @@ if TYPE_CHECKING:
     from paceline.launch.slurm import Job, Request
     from paceline.records import Result, RunFolder
 
-SUMMARY = "submit one run as a batch job of SLURM"
+SUMMARY = "submit a run as a SLURM batch job"
 
-PASSED_ON = {
-    "cpus_per_task": ("N", "CPU cores of each worker"),
-    "gpus_per_node": ("N", "GPUs of each machine, one for each worker"),
-    "time": ("TIME", "longest the job may take, as in 01:30:00; then it is stopped"),
+SBATCH_FLAGS = {
+    "cpus_per_task": ("N", "CPU cores per worker"),
+    "gpus_per_node": ("N", "GPUs per node, one for each worker"),
+    "time": ("TIME", "time limit of the job, as in 01:30:00"),
     "partition": ("NAME", "partition to run in"),
     "account": ("NAME", "account to charge"),
 }
-"""Options of sbatch that have a flag of their own: metavar and meaning."""
+"""Options of sbatch with their own flag: metavar and meaning."""
 
 TIME = re.compile(r"[0-9]+(:[0-9]+){0,2}|[0-9]+-[0-9]+(:[0-9]+){0,2}|(?i:unlimited|infinite)")
-"""All that sbatch takes: minutes with or without seconds is one of them."""
+"""The time formats of sbatch."""
 
 COUNTS = {"nnodes": "nodes", "nproc_per_node": "ntasks_per_node"}
-"""Settings of a run that are options of sbatch here."""
+"""Settings of a run that are options of sbatch."""
 
-NOT_HERE = ("node_rank", "master_addr", "master_port", "hosts", "cluster", "launcher", "elastic")
-"""Settings that say where workers run and meet, which is SLURM's to say."""
+SET_BY_SLURM = (
+    "node_rank",
+    "master_addr",
+    "master_port",
+    "hosts",
+    "cluster",
+    "launcher",
+    "elastic",
+)
+"""Settings of placement and rendezvous, which SLURM determines."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "paceline slurm [flags of SLURM] [flags of train]"
+    parser.usage = "paceline slurm [SLURM flags] [train flags]"
     slurm = parser.add_argument_group("SLURM")
-    slurm.add_argument("--nodes", metavar="N", help="machines that take part (default: 1)")
-    slurm.add_argument(
-        "--ntasks-per-node", metavar="N", help="workers on each machine (default: 1)"
-    )
-    for name, (metavar, meaning) in PASSED_ON.items():
+    slurm.add_argument("--nodes", metavar="N", help="number of nodes (default: 1)")
+    slurm.add_argument("--ntasks-per-node", metavar="N", help="workers per node (default: 1)")
+    for name, (metavar, meaning) in SBATCH_FLAGS.items():
         slurm.add_argument(flag_of(name), metavar=metavar, help=meaning)
     slurm.add_argument(
         "--sbatch",
@@ -57,11 +63,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="LINE",
         action="append",
         default=[],
-        help="shell that comes before the run, as in 'module load cuda'; repeatable",
+        help="shell command before the run, as in 'module load cuda'; repeatable",
     )
-    slurm.add_argument("--dry-run", action="store_true", help="only show the batch script")
     slurm.add_argument(
-        "--wait", action="store_true", help="show the job's output until its end, and its outcome"
+        "--dry-run", action="store_true", help="print the batch script without submitting it"
+    )
+    slurm.add_argument(
+        "--wait",
+        action="store_true",
+        help="show the output of the job until it ends, and its outcome",
     )
     add_config_flags(parser)
     add_control_flags(parser)
@@ -69,7 +79,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     values = _with_counts(arguments, given_flags(arguments))
-    # Refused before torch is loaded, which takes two seconds.
+    # Validate before importing torch, which takes two seconds.
     config = from_mapping(values) if arguments.resume is None else None
     from paceline.launch import launcher, slurm
     from paceline.launch.validation import validate
@@ -81,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         validate(config)
         folder = RunFolder.unused(config)
-    script = slurm.batch_script(_request(arguments, config), folder, _words(arguments, folder))
+    script = slurm.batch_script(_request(arguments, config), folder, _train_argv(arguments, folder))
     if arguments.dry_run:
         sys.stdout.write(script)
         return 0
@@ -94,21 +104,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _with_counts(arguments: argparse.Namespace, values: dict[str, Any]) -> dict[str, Any]:
-    """The settings, with as many machines and workers as SLURM is asked for."""
+    """Return the settings with the number of nodes and workers of the job."""
     problems = [
-        f"{flag_of(name)}: SLURM says where workers run and meet: leave it out"
-        for name in NOT_HERE
-        if name in values
+        f"{flag_of(name)}: set by SLURM: omit it" for name in SET_BY_SLURM if name in values
     ]
     for name, option in COUNTS.items():
-        asked = getattr(arguments, option)
-        if asked is None:
+        requested = getattr(arguments, option)
+        if requested is None:
             continue
-        if not asked.isdecimal() or not asked.strip("0"):
-            problems.append(f"{flag_of(option)}: must be a number above 0, got {shown(asked)}")
-        elif values.setdefault(name, asked) != asked:
+        if not requested.isdecimal() or not requested.strip("0"):
+            problems.append(f"{flag_of(option)}: must be a number above 0, got {shown(requested)}")
+        elif values.setdefault(name, requested) != requested:
             problems.append(
-                f"{flag_of(name)}: {flag_of(option)} is {bare(asked)}, got {bare(values[name])}"
+                f"{flag_of(name)}: {flag_of(option)} is {bare(requested)}, got {bare(values[name])}"
             )
     if arguments.time is not None and not TIME.fullmatch(arguments.time):
         problems.append(
@@ -125,7 +133,7 @@ def _request(arguments: argparse.Namespace, config: RunConfig) -> Request:
 
     own = [
         f"{name.replace('_', '-')}={value}"
-        for name in PASSED_ON
+        for name in SBATCH_FLAGS
         if (value := getattr(arguments, name)) is not None
     ]
     return Request(
@@ -136,29 +144,29 @@ def _request(arguments: argparse.Namespace, config: RunConfig) -> Request:
     )
 
 
-def _words(arguments: argparse.Namespace, folder: RunFolder) -> list[str]:
-    """The flags of train: as they were given, but for what the job's script says elsewhere."""
-    given = given_flags(arguments)
-    words = to_argv({name: value for name, value in given.items() if name not in COUNTS})
+def _train_argv(arguments: argparse.Namespace, folder: RunFolder) -> list[str]:
+    """Return the train flags for the batch script, without those that srun sets."""
+    flags = given_flags(arguments)
+    argv = to_argv({name: value for name, value in flags.items() if name not in COUNTS})
     if arguments.quiet:
-        words.append("--quiet")
+        argv.append("--quiet")
     if arguments.resume is not None:
-        return ["--resume", arguments.resume, *words]
-    return words if "name" in given else [*words, "--name", folder.id]
+        return ["--resume", arguments.resume, *argv]
+    return argv if "name" in flags else [*argv, "--name", folder.id]
 
 
 def _wait(job: Job, folder: RunFolder, before: Result | None) -> int:
-    """`before` is the result that a resumed run had already."""
+    """Wait for the job; `before` is the previous result of a resumed run."""
     from paceline.launch.slurm import follow
     from paceline.launch.termination import Termination
 
     try:
         state = follow(job)
     except KeyboardInterrupt:
-        raise StoppedError(f"job {job.id} goes on; `scancel {job.id}` would stop it") from None
+        raise StoppedError(f"job {job.id} continues; stop it with `scancel {job.id}`") from None
     result = folder.read_result()
     if result is None or result == before:
-        # Nobody trained; with --quiet or not, what was refused stands in the job's output.
+        # The run was rejected before training; the reason is in the output of the job.
         raise RunError(f"job {job.id} ended as {state} without a result: see {job.output}")
     if result["status"] == "finished":
         return 0

@@ -1,4 +1,4 @@
-"""`paceline study`: run a grid of runs, list the studies that come with paceline, show one."""
+"""`paceline study`: run, list and show studies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from paceline.study.folder import Study, StudyFolder
     from paceline.study.runner import Outcome
 
-SUMMARY = "run a grid of runs from a file, what is missing of it, and report"
+SUMMARY = "run a grid of runs from a YAML file, and report"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -28,19 +28,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
     runs.add_argument(
         "--out", metavar="DIR", help="folder of the study (default: studies/NAME, or NAME-quick)"
     )
-    runs.add_argument("--only", metavar="PATTERN", help="only cells whose names match, as in *ddp*")
-    runs.add_argument("--repeats", metavar="N", help="instead of the file's own number")
     runs.add_argument(
-        "--dry-run", action="store_true", help="show the cells and how long they will take"
+        "--only", metavar="PATTERN", help="run only cells whose names match, as in *ddp*"
     )
-    actions.add_parser("list", help="the studies that come with paceline")
+    runs.add_argument("--repeats", metavar="N", help="override the number of repeats")
+    runs.add_argument(
+        "--dry-run", action="store_true", help="show the cells and their estimated time"
+    )
+    actions.add_parser("list", help="list the studies that come with paceline")
     show_summary = "print a study's file and its cells"
     _add_study(actions.add_parser("show", help=show_summary, description=show_summary))
 
 
 def _add_study(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("study", metavar="FILE|NAME", help="a .yaml file, or a study of the list")
-    parser.add_argument("--scale", choices=("quick", "full"), help="default: quick where there is")
+    parser.add_argument(
+        "study", metavar="FILE|NAME", help="a .yaml file, or a name from `paceline study list`"
+    )
+    parser.add_argument(
+        "--scale", choices=("quick", "full"), help="default: quick, if the study has it"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -69,7 +75,7 @@ def _repeats(text: str | None) -> int | None:
 
 
 def run_study(
-    given: str,
+    study: str,
     *,
     scale: str | None = None,
     out: str | None = None,
@@ -77,14 +83,14 @@ def run_study(
     repeats: int | None = None,
     is_dry: bool = False,
 ) -> int:
-    """Run what is missing of a study and report; the exit code."""
+    """Run the missing cells of a study and write the report; returns the exit code."""
     from paceline.study import catalogue, progress
     from paceline.study.cells import load
     from paceline.study.folder import StudyFolder
     from paceline.terminal import open_console
 
-    # Refused before torch is loaded, which takes two seconds.
-    plan = load(catalogue.find(given), scale, repeats)
+    # Validate before importing torch, which takes two seconds.
+    plan = load(catalogue.find(study), scale, repeats)
     from paceline.study.cells import check_strategies
     from paceline.study.runner import Runner
 
@@ -98,14 +104,14 @@ def run_study(
     with folder.locked():
         outcome = Runner(plan, folder, progress.choose(console)).run(only)
         _print_cells(console, folder, outcome.study)
-        _print_troubles(console, outcome)
+        _print_failures(console, outcome)
         if not outcome.is_stopped:
             _report(folder, console)
     if outcome.is_stopped:
-        words = ["paceline", "study", "run", given, "--out", str(folder.path)]
+        command = ["paceline", "study", "run", study, "--out", str(folder.path)]
         for flag, value in (("--scale", scale), ("--only", only), ("--repeats", repeats)):
-            words += [] if value is None else [flag, str(value)]
-        sys.stderr.write(f"paceline: stopped; resume with `{shlex.join(words)}`\n")
+            command += [] if value is None else [flag, str(value)]
+        sys.stderr.write(f"paceline: stopped; resume with `{shlex.join(command)}`\n")
     return outcome.exit_code
 
 
@@ -125,19 +131,19 @@ def list_studies() -> int:
     return 0
 
 
-def show_study(given: str, scale: str | None) -> int:
+def show_study(study: str, scale: str | None) -> int:
     from paceline.study import catalogue
     from paceline.study.cells import load
     from paceline.terminal import open_console
 
-    path = catalogue.find(given)
+    path = catalogue.find(study)
     plan = load(path, scale)
     sys.stdout.write(path.read_text(encoding="utf-8"))
     cells = plan.in_running_order()
     runs = f"{len(cells)} run{'s' * (len(cells) != 1)}"
     sys.stdout.write(f"\n# {runs} at scale {plan.study.scale}, in this order:\n")
     console = open_console()
-    _print_by_cell(console, ("cell", "what"), [(cell.id, cell.label) for cell in cells])
+    _print_by_cell(console, ("cell", "label"), [(cell.id, cell.label) for cell in cells])
     return 0
 
 
@@ -159,15 +165,15 @@ def _print_dry_run(console: Console, plan: Plan, folder: StudyFolder, only: str 
     from paceline.study.runner import State, chosen_cells, merge_previous, state_of
 
     known = merge_previous(plan, folder).cells
-    words = {
+    state_names = {
         State.DONE: "done",
         State.NEW: "to run",
-        State.RESUME: "to go on with",
-        State.RERUN: "to run again",
+        State.RESUME: "to resume",
+        State.RERUN: "to rerun",
     }
     rows = []
     to_run: list[float | None] = []
-    # Cells that are done tell more than a step of a model can.
+    # Finished cells give better estimates than a timed step.
     forecast = DurationModel() if not any(cell.elapsed_seconds for cell in known) else None
     if forecast and console.is_terminal:
         console.print("timing a step of each model ...", style="dim")
@@ -175,21 +181,21 @@ def _print_dry_run(console: Console, plan: Plan, folder: StudyFolder, only: str 
         config = plan.configs[cell.id]
         state = state_of(folder, cell, config)
         reason = runner.missing_requirement(config) if state is not State.DONE else None
-        told, clock = f"skipped: {reason}" if reason else words[state], ""
+        text, clock = f"skipped: {reason}" if reason else state_names[state], ""
         if state is not State.DONE and reason is None:
             seconds = forecast.seconds_of(config) if forecast else duration.seconds_of(cell, known)
             to_run.append(seconds)
             clock = format_duration(seconds)
-        rows.append((cell.id, cell.label, told, clock))
-    _print_by_cell(console, ("cell", "what", "state", "estimate"), rows)
-    total = "unknown until one is done"
-    guessed = [seconds for seconds in to_run if seconds is not None]
-    if len(guessed) == len(to_run):
-        total = format_duration(sum(guessed))
+        rows.append((cell.id, cell.label, text, clock))
+    _print_by_cell(console, ("cell", "label", "state", "estimate"), rows)
+    total = "unknown until a cell has finished"
+    estimates = [seconds for seconds in to_run if seconds is not None]
+    if len(estimates) == len(to_run):
+        total = format_duration(sum(estimates))
         if forecast and to_run:
             total = f"at least {total} of computation, communication not included"
     cells = f"{len(to_run)} cell{'s' * (len(to_run) != 1)}"
-    # A path is not broken: it is there to be copied.
+    # Paths are not wrapped, so that they can be copied.
     console.print(f"\n{cells} to run in {folder.path}", soft_wrap=True)
     console.print(f"estimated time: {total}")
 
@@ -216,7 +222,7 @@ def _print_cells(console: Console, folder: StudyFolder, study: Study) -> None:
     console.print(table)
 
 
-def _print_troubles(console: Console, outcome: Outcome) -> None:
+def _print_failures(console: Console, outcome: Outcome) -> None:
     for heading, cells in (("skipped", outcome.skipped), ("failed", outcome.failed)):
         if cells:
             rows = [(cell.id, cell.trouble.cause if cell.trouble else "") for cell in cells]
@@ -227,7 +233,7 @@ def _print_troubles(console: Console, outcome: Outcome) -> None:
 def _print_by_cell(
     console: Console, headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]
 ) -> None:
-    """Rows that begin with a cell's id, which is never broken: a long one has a line of its own."""
+    """Print rows that begin with a cell id; ids are not wrapped, long ones have their own line."""
     if max((len(row[0]) for row in rows), default=0) <= console.width // 2:
         table = _table(*headings, right=("estimate",))
         table.columns[0].no_wrap = True
@@ -238,9 +244,9 @@ def _print_by_cell(
     from rich.padding import Padding
 
     console.print(f"{headings[0]}: {', '.join(headings[1:])}")
-    for cell_id, *words in rows:
+    for cell_id, *texts in rows:
         console.print(cell_id, soft_wrap=True)
-        console.print(Padding("; ".join(filter(None, words)), (0, 0, 0, 4), expand=False))
+        console.print(Padding("; ".join(filter(None, texts)), (0, 0, 0, 4), expand=False))
 
 
 def _table(*headings: str, right: tuple[str, ...] = ()) -> Table:

@@ -1,4 +1,4 @@
-"""`paceline train`: one run."""
+"""`paceline train`: train a model."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 
 from paceline.cli.config_flags import add_config_flags, add_control_flags, given_flags
 from paceline.config import from_mapping
-from paceline.errors import StoppedError
+from paceline.errors import ERROR_PREFIX, StoppedError
 from paceline.launch import environment
 from paceline.measure.startup import importing
 from paceline.records import RunFolder
 
-SUMMARY = "train one model and write down what it took"
+SUMMARY = "train a model and record metrics"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    # The list of all flags would fill a screen before the first one is explained.
+    # The default usage lists all flags, which fills a screen.
     parser.usage = "paceline train [flags]"
     add_config_flags(parser)
     add_control_flags(parser)
@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     values = given_flags(arguments)
-    # Refused before torch is loaded, which takes two seconds.
+    # Validate before importing torch, which takes two seconds.
     config = from_mapping({**_counts(), **values}) if arguments.resume is None else None
     with importing():
         from paceline.launch import launcher
@@ -40,27 +40,27 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         outcome = launcher.train(config, arguments.quiet)
     if outcome.result is not None:
-        folder = _as_given(outcome.folder, arguments.resume)
+        folder = _unresolved(outcome.folder, arguments.resume)
         print_summary(folder, outcome.result)
         is_stopped = outcome.exit_code == StoppedError.exit_code
         if outcome.exit_code:
-            mark = "" if is_stopped else "error: "
-            sys.stderr.write(f"paceline: {mark}{outcome.result['cause']}\n")
+            prefix = "paceline: " if is_stopped else ERROR_PREFIX
+            sys.stderr.write(f"{prefix}{outcome.result['cause']}\n")
         if is_stopped and iterations(folder.checkpoints):
             path = shlex.quote(str(folder.path))
-            sys.stderr.write(f"paceline: go on with `paceline train --resume {path}`\n")
+            sys.stderr.write(f"paceline: resume with `paceline train --resume {path}`\n")
     return outcome.exit_code
 
 
-def _as_given(folder: RunFolder, path: str | None) -> RunFolder:
-    """The folder under the path that the user gave with --resume, which it was resolved from."""
-    given = Path(path) if path else folder.path
-    return RunFolder(given) if given.resolve() == folder.path.resolve() else folder
+def _unresolved(folder: RunFolder, resume_path: str | None) -> RunFolder:
+    """Return the folder with the path of --resume, instead of the resolved one."""
+    path = Path(resume_path) if resume_path else folder.path
+    return RunFolder(path) if path.resolve() == folder.path.resolve() else folder
 
 
 def _counts() -> dict[str, int]:
-    """Where torchrun or srun started the workers: how many they are, which flags need not say."""
-    place = environment.detect()
-    if place is None:
+    """Return the number of nodes and workers under torchrun or srun."""
+    rank_info = environment.detect()
+    if rank_info is None:
         return {}
-    return {"nnodes": place.nnodes, "nproc_per_node": place.local_world_size}
+    return {"nnodes": rank_info.nnodes, "nproc_per_node": rank_info.local_world_size}

@@ -1,4 +1,4 @@
-"""`paceline ui`: the live page."""
+"""`paceline ui`: serve the live page."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address to listen on, and no other (default: %(default)s)",
+        help="address to listen on (default: %(default)s)",
     )
     parser.add_argument(
-        "--port", type=int, default=8600, help="0 takes any free one (default: %(default)s)"
+        "--port", type=int, default=8600, help="port; 0 for any free one (default: %(default)s)"
     )
 
 
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     from paceline.ui.server import serve
 
     if arguments.folder is None:
-        # Where the first run will be, which may be yet to come.
+        # The first run may not have started yet.
         with contextlib.suppress(OSError):
             Path(DEFAULT_FOLDER).mkdir(exist_ok=True)
     serve(arguments.folder or DEFAULT_FOLDER, arguments.host, arguments.port)

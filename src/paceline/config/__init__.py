@@ -1,8 +1,8 @@
-"""The settings of a run: its fields, what is wrong with values for them, and how they are written.
+"""The configuration of a run.
 
-The command line's flags, the keys of study files and docs/config.md are all derived from the fields
-of `RunConfig`, with their documentation, choices and limits. All problems are reported together,
-each with its field and what would do.
+The flags of the command line, the keys of study files and docs/config.md are derived from the
+fields of `RunConfig`, with their documentation, choices and limits. All problems are reported
+together, each with its flag and the valid values.
 """
 
 from paceline.config.parsing import from_mapping, from_record, non_default_values, to_argv

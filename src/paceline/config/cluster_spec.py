@@ -1,7 +1,7 @@
-"""What an emulated cluster should be like, as `--cluster` and study files say it.
+"""The description of an emulated cluster, as in `--cluster` and study files.
 
-As in `nodes=4,cpus=0.5,bandwidth=1gbit,latency=200us,slow=3:0.25`. A value that is not the same for
-all nodes names those that differ after a slash: `bandwidth=1gbit/3:100mbit`, `slow=2:0.5/3:0.25`.
+For example `nodes=4,cpus=0.5,bandwidth=1gbit,latency=200us,slow=3:0.25`. Nodes with other values
+follow after a slash: `bandwidth=1gbit/3:100mbit`, `slow=2:0.5/3:0.25`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from paceline.errors import shown
 
 MOST_NODES = 250
-"""Each needs an address of its own in one small network."""
+"""Each node has an address in one /24 network."""
 
 MOST_LATENCY_SECONDS = 1.0
-"""More than any network has; measuring it would take minutes."""
+"""Calibrating a longer one would take minutes."""
 
 LEAST_CPUS, MOST_CPUS = 0.001, 10_000
 """The kernel's smallest quota is 1 ms in a period of 1 s."""
@@ -37,35 +37,35 @@ _PER_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
 class ClusterSpec:
     nodes: int
     cpus: float | None = None
-    """Cores' worth of CPU time that a node may use; None: as much as there is."""
+    """CPU time of a node in cores; None: no limit."""
     bandwidth_bits_per_second: float | None = None
-    """Of a node's link, in each direction; None: not limited."""
+    """Of a node's link, in each direction; None: no limit."""
     bandwidth_of: dict[int, float] = field(default_factory=dict)
-    """Nodes with a link of their own."""
+    """Nodes with a different bandwidth."""
     latency_seconds: float = 0.0
-    """Round trip of a small message between two nodes; 0: what the machine itself takes."""
+    """Round trip of a small message between two nodes; 0: no added latency."""
     slow: dict[int, float] = field(default_factory=dict)
-    """Nodes with only this part of `cpus`, or of the machine's cores where that is not given."""
+    """Nodes with only this fraction of `cpus`, or of the machine's cores without `cpus`."""
 
     def bandwidth(self, node: int) -> float | None:
         return self.bandwidth_of.get(node, self.bandwidth_bits_per_second)
 
     def cpus_of(self, node: int, cores: int) -> float | None:
-        """The CPU quota of a node on a machine of so many cores; None: no limit."""
+        """Return the CPU quota of a node on a machine with `cores` cores; None: no limit."""
         if node in self.slow:
             return self.slow[node] * (self.cpus or cores)
         return self.cpus
 
 
 def parse(text: str) -> ClusterSpec:
-    """The cluster that a text describes; ValueError says what would do."""
+    """Parse a description; a ValueError has the valid values."""
     spec = parse_recorded(text)
     _check_ranges(spec)
     return spec
 
 
 def parse_recorded(text: str) -> ClusterSpec:
-    """As `parse`, also for values outside the ranges of new input, as recorded runs may have."""
+    """Like `parse`, without the limits of new input, which recorded runs may exceed."""
     values = dict(_pair(part) for part in text.split(",") if part.strip())
     unknown = [
         key for key in values if key not in ("nodes", "cpus", "bandwidth", "latency", "slow")
@@ -106,7 +106,7 @@ def _check_ranges(spec: ClusterSpec) -> None:
 
 
 def bits_per_second(text: str) -> float:
-    """A rate such as 1gbit, 100mbit or 2.5gbit."""
+    """Parse a rate such as 1gbit, 100mbit or 2.5gbit."""
     rate = _rate(text)
     if not LEAST_BITS <= rate <= MOST_BITS:
         raise ValueError(f"given {RATE}, not {shown(text)}")
@@ -121,7 +121,7 @@ def _rate(text: str) -> float:
 
 
 def seconds(text: str) -> float:
-    """A time such as 200us or 2ms."""
+    """Parse a time such as 200us or 2ms."""
     number, unit = _with_unit(text, _PER_SECOND, "a time such as 200us or 2ms")
     return number / _PER_SECOND[unit]
 
@@ -143,7 +143,7 @@ def _pair(part: str) -> tuple[str, str]:
 def _by_node(
     text: str, nodes: int, key: str, read: Callable[[str], float], *, needs_node: bool = False
 ) -> tuple[float | None, dict[int, float]]:
-    """`VALUE/NODE:VALUE/...`: the value of all, and those of nodes that differ."""
+    """Parse `VALUE/NODE:VALUE/...`: the common value, and those of other nodes."""
     common, differing = None, {}
     for part in filter(None, text.split("/")):
         node, colon, value = part.rpartition(":")
@@ -164,7 +164,7 @@ def _with_unit(text: str, units: dict[str, float], wanted: str) -> tuple[float, 
 
 
 def _whole(text: str) -> int | None:
-    """A number of at most nine digits; none of the numbers here is larger."""
+    """Parse a number of at most nine digits."""
     return int(text) if text.isdecimal() and len(text) < 10 else None
 
 

@@ -1,4 +1,4 @@
-"""Text and YAML scalars as values of a type: how flags, study files and `-o` options are read."""
+"""Convert text and YAML scalars to typed values, for flags, study files and `-o` options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Literal
 from paceline.errors import ConfigError, bare, shown
 
 LARGEST_INTEGER = 2**63 - 1
-"""What torch can hold."""
+"""The largest int64."""
 MOST_DIGITS = len(str(LARGEST_INTEGER))
 
 
@@ -30,7 +30,7 @@ class Limits:
     """An exclusive upper limit."""
 
     def allow(self, value: float) -> bool:
-        """Whether a number is within the limits; NaN and infinities never are."""
+        """Return whether a number is finite and within the limits."""
         return (
             not (isinstance(value, float) and not math.isfinite(value))
             and (self.minimum is None or value >= self.minimum)
@@ -58,21 +58,21 @@ class Limits:
 
 
 def check_option(name: str, value: float, **limits: float) -> None:
-    """Refuse a strategy's or codec's option that is out of its limits."""
+    """Raise a ConfigError if an option of a strategy or codec is outside its limits."""
     accepted = Limits(**limits)
     if not accepted.allow(value):
         raise ConfigError([f"-o {name}: must be {accepted}, got {shown(value)}"])
 
 
 class TooLargeError(ValueError):
-    """A whole number that no setting can hold."""
+    """An integer that is too large for any setting."""
 
 
 _WHOLE = re.compile(r"[+-]?[0-9_]+")
 
 
 def convert(kind: Any, raw: Any) -> Any:
-    """Text or a YAML scalar as a value of a field's type; ValueError says what would do."""
+    """Convert text or a YAML scalar to a type; a ValueError has the valid values."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return _convert_union(arguments, raw)
@@ -97,7 +97,7 @@ def convert(kind: Any, raw: Any) -> Any:
 
 
 def option_types(factory: Callable[..., object]) -> dict[str, Any]:
-    """The `-o` options of a strategy or codec: the arguments of its constructor, with types."""
+    """Return the `-o` options of a strategy or codec: names and types of constructor arguments."""
     parameters = inspect.signature(factory, eval_str=True).parameters.values()
     return {
         item.name: str if item.annotation is item.empty else item.annotation
@@ -109,7 +109,7 @@ def option_types(factory: Callable[..., object]) -> dict[str, Any]:
 def convert_options(
     owner: str, factory: Callable[..., object], options: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Options given as text, as arguments of the owner's constructor; all problems at once."""
+    """Convert options from text to constructor arguments; reports all problems together."""
     known = option_types(factory)
     problems, arguments = [], {}
     for name, text in options.items():
@@ -153,7 +153,7 @@ def _convert_int(raw: Any) -> int:
     try:
         if isinstance(raw, bool) or (isinstance(raw, float) and not raw.is_integer()):
             raise ValueError
-        # Checked before converting: Python refuses text of more than 4,300 digits.
+        # Checked first, because Python rejects text of more than 4,300 digits.
         is_long = isinstance(raw, str) and len(raw.strip()) > 2 * MOST_DIGITS
         value = None if is_long and _WHOLE.fullmatch(raw.strip()) else int(raw)
     except (TypeError, ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""Configs from text (flags), YAML scalars (study files) or records, and configs as flags."""
+"""Create configs from flags, study files or records, and convert configs to flags."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from paceline.errors import ConfigError, shown, suggest
 
 
 def from_record(values: Mapping[str, Any]) -> RunConfig:
-    """The config of an existing run, also where its values are outside the ranges of new input."""
+    """Create the config of an existing run, whose values may be outside the limits of new input."""
     return from_mapping({}, recorded=values)
 
 
 def from_mapping(values: Mapping[str, Any], recorded: Mapping[str, Any] | None = None) -> RunConfig:
-    """A config from text or YAML values by field name; every problem is reported at once.
+    """Create a config from text or YAML values by field name; reports all problems together.
 
-    `recorded`: settings of an existing run that `values` replace; what was valid when it was
-    recorded stays valid.
+    `recorded` are settings of an existing run, which `values` override; they may be outside the
+    limits of new input.
     """
     changed, values = values, {**(recorded or {}), **values}
     known = {item.name: item for item in fields()}
@@ -34,14 +34,14 @@ def from_mapping(values: Mapping[str, Any], recorded: Mapping[str, Any] | None =
         if name in known:
             try:
                 converted[name] = _convert(type_of(known[name]), raw)
-            except _UnfitError as unfit:
+            except _InvalidValueError as invalid:
                 flag = option_of(known[name]).short or flag_of(name)
-                wanted, limits = unfit.wanted, option_of(known[name]).input_limits
-                if isinstance(unfit.__cause__, TooLargeError) and limits.maximum is not None:
-                    wanted = str(limits)
-                problems.append(f"{flag}: must be {wanted}, got {shown(unfit.raw)}")
+                expected, limits = invalid.expected, option_of(known[name]).input_limits
+                if isinstance(invalid.__cause__, TooLargeError) and limits.maximum is not None:
+                    expected = str(limits)
+                problems.append(f"{flag}: must be {expected}, got {shown(invalid.raw)}")
             else:
-                # An empty list is how files say none; a flag that is given is meant to say some.
+                # An empty list is valid in a file, but not as the value of a flag.
                 if converted[name] == () and isinstance(raw, str):
                     problems.append(f"{flag_of(name)}: must not be empty, got {shown(raw)}")
     for name, value in converted.items():
@@ -55,7 +55,7 @@ def from_mapping(values: Mapping[str, Any], recorded: Mapping[str, Any] | None =
     if problems:
         raise ConfigError(problems)
     if "nnodes" not in values:
-        # Machines that are named or described need not be counted as well.
+        # --hosts and --cluster imply the number of nodes.
         machines = len(converted.get("hosts", ())) or nodes_in(converted.get("cluster"))
         converted |= {"nnodes": machines} if machines else {}
     return RunConfig(**converted)
@@ -63,44 +63,44 @@ def from_mapping(values: Mapping[str, Any], recorded: Mapping[str, Any] | None =
 
 def _hint(name: str) -> str:
     hint = suggest(name, (item.name for item in fields()))
-    # All of them would fill a screen.
-    return hint if hint.startswith("did") else "`paceline train --help` has them all"
+    # The list of all settings would fill a screen.
+    return hint if hint.startswith("did") else "see `paceline train --help`"
 
 
-class _UnfitError(Exception):
-    def __init__(self, wanted: str, raw: Any) -> None:
-        super().__init__(wanted)
-        self.wanted = wanted
+class _InvalidValueError(Exception):
+    def __init__(self, expected: str, raw: Any) -> None:
+        super().__init__(expected)
+        self.expected = expected
         self.raw = raw
 
 
 def _convert(kind: Any, raw: Any) -> Any:
-    """As `convert` does; of pairs that were given one by one, the one that is wrong is told."""
-    given = raw if isinstance(raw, list) and kind == dict[str, str] else [raw]
+    """Like `convert`; of repeated key=value flags, the error has the invalid one."""
+    parts = raw if isinstance(raw, list) and kind == dict[str, str] else [raw]
     values = []
-    for part in given:
+    for part in parts:
         try:
             values.append(convert(kind, part))
         except ValueError as error:
-            raise _UnfitError(str(error), part) from error
-    if given is raw:
+            raise _InvalidValueError(str(error), part) from error
+    if parts is raw:
         return {key: value for pairs in values for key, value in pairs.items()}
     return values[0]
 
 
 def to_argv(values: Mapping[str, Any]) -> list[str]:
-    """The flags that give these settings, be they text as a user gave it or a config's values."""
-    words = []
+    """Return the flags for these settings, which are text or values of a config."""
+    argv: list[str] = []
     for name, value in values.items():
         if isinstance(value, bool):
-            words.append(flag_of(name if value else f"no_{name}"))
+            argv.append(flag_of(name if value else f"no_{name}"))
         else:
-            words += [word for text in _texts(value) for word in _flag(name, text)]
-    return words
+            argv += [argument for text in _texts(value) for argument in _flag(name, text)]
+    return argv
 
 
 def _texts(value: Any) -> list[str]:
-    """One for each time that the flag has to be given."""
+    """Return the values of the flag, one for each occurrence."""
     if isinstance(value, dict):
         return [f"{key}={text}" for key, text in value.items()]
     if isinstance(value, list):
@@ -110,7 +110,7 @@ def _texts(value: Any) -> list[str]:
 
 def _flag(name: str, text: str) -> list[str]:
     flag = _SHORT.get(name) or flag_of(name)
-    # What begins with a dash, argparse would take for another flag.
+    # argparse takes a separate value that begins with a dash for another flag.
     return [f"{flag_of(name)}={text}"] if text.startswith("-") else [flag, text]
 
 
@@ -118,19 +118,19 @@ _SHORT = {item.name: option_of(item).short for item in fields()}
 
 
 def non_default_values(config: RunConfig) -> dict[str, Any]:
-    """What a user has to type for this config: all that is neither the default nor follows."""
-    plain = RunConfig()
+    """Return the settings that differ from the defaults and are not implied by others."""
+    default = RunConfig()
     values = {item.name: getattr(config, item.name) for item in fields()}
-    following = _following(config)
+    implied = _implied(config)
     return {
         name: value
         for name, value in values.items()
-        if value != getattr(plain, name) and name not in following
+        if value != getattr(default, name) and name not in implied
     }
 
 
-def _following(config: RunConfig) -> set[str]:
-    """Settings that machines which are named or described bring with them."""
+def _implied(config: RunConfig) -> set[str]:
+    """Settings that --hosts, --cluster or --elastic imply."""
     if config.cluster:
         return {"nnodes", "node_rank", "master_addr"}
     if config.hosts:
@@ -138,5 +138,4 @@ def _following(config: RunConfig) -> set[str]:
         address = re.escape(config.master_addr)
         is_first = re.fullmatch(rf"\[?{address}\]?(:\d+)?", first) is not None
         return {"nnodes", "node_rank", *(["master_addr"] if is_first else [])}
-    # As many take part in an elastic run as there are.
     return {"nnodes"} if config.elastic else set()

@@ -404,7 +404,7 @@ class RunConfig:
 
     @property
     def elastic_limits(self) -> tuple[int, int] | None:
-        """The fewest and the most machines of an elastic run."""
+        """Minimum and maximum number of nodes of an elastic run."""
         fewest, _, most = (self.elastic or "").partition(":")
         machines = Limits(minimum=1)
         low, high = whole_within(fewest, machines), whole_within(most, machines)
@@ -412,14 +412,14 @@ class RunConfig:
 
     @property
     def share_weights(self) -> list[float]:
-        """Of the workers, to begin with."""
+        """Initial batch share of each worker."""
         if not self.shares or self.shares == ("auto",):
             return [1.0] * self.workers
         return [float(text) for text in self.shares]
 
     def slowness(self, rank: int) -> float:
         pairs = (text.split("=") for text in self.slow)
-        return next((float(factor) for who, factor in pairs if int(who) == rank), 1.0)
+        return next((float(factor) for slow_rank, factor in pairs if int(slow_rank) == rank), 1.0)
 
     @property
     def workers(self) -> int:
@@ -427,7 +427,7 @@ class RunConfig:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples in one update, over all workers."""
+        """Samples per update over all workers."""
         if self.batch_per_worker is not None:
             return self.batch_per_worker * self.workers
         return DEFAULT_BATCH_SIZE if self.batch_size is None else self.batch_size
@@ -443,7 +443,7 @@ class RunConfig:
         return [(float(rate), float(epochs)) for rate, epochs in pairs]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that JSON and YAML can hold and `from_mapping` takes back."""
+        """Return plain values for JSON and YAML, which `from_mapping` accepts."""
         values = dataclasses.asdict(self)
         return {
             key: list(value) if isinstance(value, tuple) else value for key, value in values.items()

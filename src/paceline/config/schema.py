@@ -1,6 +1,7 @@
-"""What a setting declares besides its type and default, and the checks of values against that.
+"""Metadata of settings, and the validation of their values.
 
-Each problem is one line with the flag and what is valid."""
+Each problem is one line with the flag and the valid values.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +25,80 @@ SLOWNESS = Limits(minimum=1, maximum=1000)
 SHORTEST_SAMPLE_SECONDS = 0.01
 
 
-def check_input(item: dataclasses.Field[Any], value: Any) -> list[str]:
-    """Problems of one field's value as new input: everything that no run should be given.
+GROUPS = {
+    "task": "Model and data",
+    "budget": "Training length and batch size",
+    "optimizer": "Optimizer and learning rate",
+    "numerics": "Numerics and hardware",
+    "strategy": "Gradient synchronization",
+    "processes": "Processes",
+    "checkpoints": "Checkpoints",
+    "records": "Records",
+}
 
-    Recorded runs may be outside of these ranges, which an earlier version did not have.
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    group: str
+    doc: str
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    """An exclusive lower limit."""
+    below: float | None = None
+    """An exclusive upper limit."""
+    input_minimum: float | None = None
+    """For new input; recorded runs may be below it."""
+    input_maximum: float | None = None
+    """For new input; recorded runs may be above it."""
+    mutable_on_resume: bool = False
+    """Whether a resumed run may change it."""
+    is_in_checkpoints: bool = True
+    """Whether checkpoints contain it, for comparison on resume, if it is immutable."""
+    short: str | None = None
+    """A one-letter flag."""
+
+    @property
+    def limits(self) -> Limits:
+        """Limits of all runs."""
+        is_whole = self.maximum is None and isinstance(self.input_maximum, int)
+        maximum = LARGEST_INTEGER if is_whole else self.maximum
+        return Limits(self.minimum, maximum, self.above, self.below)
+
+    @property
+    def input_limits(self) -> Limits:
+        """Limits of new input."""
+        if self.input_minimum is None:
+            minimum, above = self.minimum, self.above
+        else:
+            minimum, above = self.input_minimum, None
+        maximum = self.maximum if self.input_maximum is None else self.input_maximum
+        return Limits(minimum, maximum, above, self.below)
+
+
+def setting(default: Any, group: str, doc: str, **limits: Any) -> Any:
+    """Declare a dataclass field with its metadata."""
+    option = Option(group, doc, **limits)
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata={"option": option})
+    return field(default=default, metadata={"option": option})
+
+
+def option_of(item: dataclasses.Field[Any]) -> Option:
+    option = item.metadata["option"]
+    assert isinstance(option, Option)
+    return option
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def check_input(item: dataclasses.Field[Any], value: Any) -> list[str]:
+    """Return problems of a field's value as new input.
+
+    Records of earlier versions may be outside these limits.
     """
     problems = check_alone(item, value, option_of(item).input_limits)
     if problems or value is None:
@@ -94,7 +165,7 @@ _INPUT_CHECKS: dict[str, Callable[[Any], list[str]]] = {
 def check_alone(
     item: dataclasses.Field[Any], value: Any, limits: Limits | None = None
 ) -> list[str]:
-    """Problems of one field's value by itself; `limits` instead of the field's own."""
+    """Return problems of a field's value by itself; `limits` override the field's."""
     option, flag = option_of(item), flag_of(item.name)
     for part in value if isinstance(value, tuple) else (value,):
         if option.choices and part not in option.choices:
@@ -106,12 +177,12 @@ def check_alone(
 
 
 def check_together(config: RunConfig) -> list[str]:
-    """Fields that are fine alone and not beside each other."""
+    """Return problems of combinations of fields."""
     problems = []
     if config.epochs is not None and config.iterations is not None:
-        problems.append("--epochs and --iterations: give one of them, not both")
+        problems.append("--epochs and --iterations: use only one of them")
     if config.batch_size is not None and config.batch_per_worker is not None:
-        problems.append("--batch-size and --batch-per-worker: give one of them, not both")
+        problems.append("--batch-size and --batch-per-worker: use only one of them")
     elif config.global_batch_size < config.workers:
         problems.append(
             f"--batch-size: must be at least {config.workers}, one sample for each worker"
@@ -123,13 +194,12 @@ def check_together(config: RunConfig) -> list[str]:
     if config.nesterov and (config.optimizer != "sgd" or config.momentum == 0):
         problems.append("--nesterov: needs --optimizer sgd with a momentum above 0")
     if (config.schedule == "steps") != bool(config.lr_steps):
-        problems.append("--lr-steps and --schedule steps: give both or neither")
+        problems.append("--lr-steps and --schedule steps: use both or neither")
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
         if value == "":
             problems.append(f"{flag_of(item.name)}: must not be empty")
         if isinstance(value, str) and "\0" in value:
-            # No file, address or module can have such a name.
             problems.append(f"{flag_of(item.name)}: must not contain a null character")
     problems += _check_lr_steps(config.lr_steps, Limits(minimum=0), Limits(above=0))
     problems += _check_workers(config)
@@ -140,7 +210,7 @@ def check_together(config: RunConfig) -> list[str]:
 
 
 def _check_workers(config: RunConfig) -> list[str]:
-    """Shares and slowness must be those of the workers that there are."""
+    """Check that shares and slow ranks match the number of workers."""
     problems = []
     if config.shares and config.shares != ("auto",):
         numbers = [_number_within(text, Limits(above=0)) for text in config.shares]
@@ -162,12 +232,12 @@ def _check_workers(config: RunConfig) -> list[str]:
 
 
 def _check_machines(config: RunConfig) -> list[str]:
-    """Machines that are started by us are counted by us."""
+    """Check that the number of nodes matches --hosts, --cluster and --elastic."""
     if config.hosts and config.cluster:
-        return ["--hosts and --cluster: give one of them, not both"]
+        return ["--hosts and --cluster: use only one of them"]
     problems = []
     for flag, count in (("--hosts", len(config.hosts)), ("--cluster", nodes_in(config.cluster))):
-        # Of an elastic run, not all of them need to take part at any time.
+        # An elastic run can use fewer of them.
         is_wrong = config.nnodes != count if config.elastic is None else config.nnodes > count
         if count and is_wrong:
             problems.append(f"--nnodes: {flag} has {count} machines, got {config.nnodes}")
@@ -196,7 +266,7 @@ def _check_lr_steps(steps: tuple[str, ...], rates: Limits, lengths: Limits) -> l
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a text can be the name of one visible folder."""
+    """Whether a text is the name of one visible folder."""
     return bool(name) and name.isprintable() and "/" not in name and not name.startswith(".")
 
 
@@ -209,84 +279,14 @@ def _number_within(text: str, limits: Limits) -> float | None:
 
 
 def _is_outside(text: str, limits: Limits) -> bool:
-    """Whether a text is a number, but not within the limits."""
+    """Whether a text is a number outside the limits."""
     return _number_within(text, Limits()) is not None and _number_within(text, limits) is None
 
 
 def whole_within(text: str, limits: Limits) -> int | None:
-    """A whole number of plain digits, if it is within the limits."""
+    """Return a number of plain digits; None if it is outside the limits."""
     try:
         number = int(convert(int, text)) if text.isdecimal() else None
     except ValueError:
         return None
     return number if number is not None and limits.allow(number) else None
-
-
-GROUPS = {
-    "task": "Model and data",
-    "budget": "Training length and batch size",
-    "optimizer": "Optimizer and learning rate",
-    "numerics": "Numerics and hardware",
-    "strategy": "Gradient synchronization",
-    "processes": "Processes",
-    "checkpoints": "Checkpoints",
-    "records": "Records",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    group: str
-    doc: str
-    choices: tuple[str, ...] = ()
-    minimum: float | None = None
-    maximum: float | None = None
-    above: float | None = None
-    """An exclusive lower limit."""
-    below: float | None = None
-    """An exclusive upper limit."""
-    input_minimum: float | None = None
-    """Of new input; recorded runs may be below it."""
-    input_maximum: float | None = None
-    """Of new input; recorded runs may be above it."""
-    mutable_on_resume: bool = False
-    """Whether a resumed run may differ from the original here."""
-    is_in_checkpoints: bool = True
-    """Whether a checkpoint holds it, to be compared on resume, if a resumed run must keep it."""
-    short: str | None = None
-    """A one-letter flag."""
-
-    @property
-    def limits(self) -> Limits:
-        """What any run can have."""
-        is_whole = self.maximum is None and isinstance(self.input_maximum, int)
-        maximum = LARGEST_INTEGER if is_whole else self.maximum
-        return Limits(self.minimum, maximum, self.above, self.below)
-
-    @property
-    def input_limits(self) -> Limits:
-        """What a new run can be given."""
-        if self.input_minimum is None:
-            minimum, above = self.minimum, self.above
-        else:
-            minimum, above = self.input_minimum, None
-        maximum = self.maximum if self.input_maximum is None else self.input_maximum
-        return Limits(minimum, maximum, above, self.below)
-
-
-def setting(default: Any, group: str, doc: str, **limits: Any) -> Any:
-    """A dataclass field with its option."""
-    option = Option(group, doc, **limits)
-    if isinstance(default, dict):
-        return field(default_factory=lambda: dict(default), metadata={"option": option})
-    return field(default=default, metadata={"option": option})
-
-
-def option_of(item: dataclasses.Field[Any]) -> Option:
-    option = item.metadata["option"]
-    assert isinstance(option, Option)
-    return option
-
-
-def flag_of(name: str) -> str:
-    return "--" + name.replace("_", "-")
