@@ -85,8 +85,8 @@ def test_every_make_target_is_described() -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = re.search(r"^\.PHONY: (.+)$", makefile, flags=re.M)
     assert targets is not None
-    page = (ROOT / "CONTRIBUTING.md").read_text()
-    assert re.findall(r"^\| `make ([\w-]+)` \|", page, flags=re.M) == targets[1].split()
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## ")[0]
+    assert re.findall(r"^\| `make ([\w-]+)` \|", table, flags=re.M) == targets[1].split()
 
 
 def test_module_paths_in_the_docs_exist() -> None:
