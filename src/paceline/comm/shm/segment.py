@@ -134,8 +134,8 @@ def _reason_and_hint(error: OSError, size_bytes: int) -> tuple[str, str]:
         space = os.statvfs(FOLDER)
         free_mib = space.f_bavail * space.f_frsize / 2**20
         return (
-            f"{required}, but {FOLDER} has {free_mib:,.0f} MiB free",
-            f"increase its size (docker: --shm-size), or {HINT}",
+            f"{required}, but {FOLDER} has {free_mib:,.0f} MiB free (docker: --shm-size)",
+            f"increase its size, or {HINT}",
         )
     return f"{required}, but {FOLDER} is not usable ({error.strerror})", HINT
 
