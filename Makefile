@@ -14,7 +14,7 @@ test: $(READY)  ## every test that needs only Python and the package index
 	$(BIN)/python -m tests -m "not external"
 
 test-all: $(READY)  ## also emulated clusters, ssh, SLURM, Ray, browsers, GPUs, real data; CI runs this
-	$(BIN)/python -m tests
+	$(BIN)/python -m pytest
 
 check: $(READY)  ## lint, format, types, layers: what people and CI run
 	$(BIN)/ruff check
