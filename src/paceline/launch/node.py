@@ -32,6 +32,7 @@ from paceline.launch.result import RunOutcome, finish_run
 from paceline.launch.signals import SignalMonitor
 from paceline.launch.termination import FailureBoard, Termination, root_cause
 from paceline.records import RunFolder
+from paceline.strategies import create_strategy
 
 T = TypeVar("T")
 
@@ -58,6 +59,7 @@ def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> RunOutcome
                     folder.discard()
                 raise
             signals.raise_on_signal = False
+            strategy = create_strategy(config.strategy, config.options)
             workers = NodeWorkers(
                 config,
                 folder,
@@ -65,7 +67,7 @@ def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> RunOutcome
                 resumed is not None,
                 quiet,
                 board=nodes.board,
-                servers=server_ranks(config, config.node_rank),
+                servers=server_ranks(config, strategy, config.node_rank),
             )
             with _started(workers, nodes, is_new=resumed is None):
                 termination = supervise(workers, nodes, signals)

@@ -35,7 +35,7 @@ from paceline.strategies import create_strategy
 from paceline.strategies.parameter_server.connection import Pair
 from paceline.strategies.parameter_server.heartbeat import Address, Heartbeats
 from paceline.strategies.parameter_server.protocol import SERVER, WORKER
-from paceline.strategies.strategy import ServerStrategy
+from paceline.strategies.strategy import ServerStrategy, Strategy
 from paceline.training.device import computing
 from paceline.training.optimizer import build_optimizer
 
@@ -43,9 +43,9 @@ LEAVING_SECONDS = 3.0
 """Time for servers to notice that their workers have left."""
 
 
-def server_ranks(config: RunConfig, node: int) -> list[int]:
+def server_ranks(config: RunConfig, strategy: Strategy, node: int) -> list[int]:
     """Ranks of the servers on a node; none unless the strategy has servers."""
-    nodes = _server_nodes(config, config.nnodes)
+    nodes = _server_nodes(strategy, config.nnodes)
     return [config.workers + number for number, where in enumerate(nodes) if where == node]
 
 
@@ -69,9 +69,10 @@ def main(arguments: list[str]) -> int:
 
 def serve(config: RunConfig, rank_info: RankInfo) -> None:
     """Connect to the workers and serve them until all have left."""
-    with computing(config), _pairs_with_workers(config, rank_info) as workers:
-        strategy = create_strategy(config.strategy, config.options)
-        assert isinstance(strategy, ServerStrategy)
+    strategy = create_strategy(config.strategy, config.options)
+    assert isinstance(strategy, ServerStrategy)
+    count = len(strategy.server_nodes(rank_info.nnodes))
+    with computing(config), _pairs_with_workers(config, rank_info, count) as workers:
         number = rank_info.rank - rank_info.world_size
         strategy.serve(number, workers, lambda weights: build_optimizer(config, [weights]))
         for rank, pair in enumerate(workers):
@@ -85,14 +86,14 @@ def serve(config: RunConfig, rank_info: RankInfo) -> None:
 
 @contextmanager
 def connect_servers(
-    config: RunConfig, rank_info: RankInfo, traffic: Traffic
+    config: RunConfig, strategy: Strategy, rank_info: RankInfo, traffic: Traffic
 ) -> Iterator[Sequence[Communicator]]:
     """A worker's connections to the servers, counted in its traffic; none without servers."""
-    count = _server_count(config, rank_info)
+    count = len(_server_nodes(strategy, rank_info.nnodes))
     if not count:
         yield []
         return
-    rendezvous = _rendezvous(config, rank_info)
+    rendezvous = _rendezvous(config, rank_info, count)
     store = rendezvous.join()
     with Heartbeats(config.timeout_seconds) as heartbeats, ExitStack() as stack:
         for number in range(count):
@@ -103,9 +104,11 @@ def connect_servers(
 
 
 @contextmanager
-def _pairs_with_workers(config: RunConfig, rank_info: RankInfo) -> Iterator[Sequence[Pair]]:
+def _pairs_with_workers(
+    config: RunConfig, rank_info: RankInfo, count: int
+) -> Iterator[Sequence[Pair]]:
     number = rank_info.rank - rank_info.world_size
-    rendezvous = _rendezvous(config, rank_info)
+    rendezvous = _rendezvous(config, rank_info, count)
     store = rendezvous.join()
     with Heartbeats(config.timeout_seconds) as heartbeats, ExitStack() as stack:
         address = heartbeats.listen(rendezvous.local_address())
@@ -115,19 +118,14 @@ def _pairs_with_workers(config: RunConfig, rank_info: RankInfo) -> Iterator[Sequ
         yield _pairs(config, rendezvous, store, names, SERVER, Traffic(), heartbeats, stack)
 
 
-def _server_count(config: RunConfig, rank_info: RankInfo) -> int:
-    return len(_server_nodes(config, rank_info.nnodes))
-
-
-def _server_nodes(config: RunConfig, nnodes: int) -> list[int]:
-    strategy = create_strategy(config.strategy, config.options)
+def _server_nodes(strategy: Strategy, nnodes: int) -> list[int]:
     return strategy.server_nodes(nnodes) if isinstance(strategy, ServerStrategy) else []
 
 
-def _rendezvous(config: RunConfig, rank_info: RankInfo) -> Rendezvous:
+def _rendezvous(config: RunConfig, rank_info: RankInfo, server_count: int) -> Rendezvous:
     return Rendezvous(
         rank_info.rank,
-        rank_info.world_size + _server_count(config, rank_info),
+        rank_info.world_size + server_count,
         rank_info.master_addr,
         rank_info.master_port,
         timeout_seconds=config.rendezvous_seconds,
@@ -181,10 +179,11 @@ def _pairs(
 
 @contextmanager
 def local_parameter_servers(
-    config: RunConfig, folder: RunFolder, rank_info: RankInfo
+    config: RunConfig, strategy: Strategy, folder: RunFolder, rank_info: RankInfo
 ) -> Iterator[None]:
     """Under torchrun or srun, run the node's servers as children of its first worker."""
-    ranks = server_ranks(config, rank_info.node_rank) if rank_info.local_rank == 0 else []
+    is_first = rank_info.local_rank == 0
+    ranks = server_ranks(config, strategy, rank_info.node_rank) if is_first else []
     if not ranks:
         yield
         return

@@ -42,6 +42,7 @@ from paceline.measure.phase_clock import PhaseClock
 from paceline.measure.sampler import ResourceSampler
 from paceline.measure.startup import StartupTimer
 from paceline.records import RunFolder, read_json
+from paceline.strategies import create_strategy
 from paceline.training.checkpoint import Checkpoint, CheckpointStore
 from paceline.training.device import choose_device
 from paceline.training.display import open_display
@@ -62,7 +63,12 @@ def main(arguments: list[str]) -> int:
     with (
         SignalMonitor() as signals,
         connect_workers(config, rank_info) as communicator,
-        connect_servers(config, rank_info, communicator.traffic) as servers,
+        connect_servers(
+            config,
+            create_strategy(config.strategy, config.options),
+            rank_info,
+            communicator.traffic,
+        ) as servers,
     ):
         ready = prepare_worker(config, folder, rank_info, communicator, resumed, clock.startup)
         ready.context.servers = servers
@@ -91,9 +97,10 @@ def run(
                 )
                 # torchrun signals all workers when one fails; the result is written first.
                 signals.raise_on_signal = False
+                strategy = ready.prepared.strategy
                 with (
-                    local_parameter_servers(config, folder, rank_info),
-                    connect_servers(config, rank_info, communicator.traffic) as servers,
+                    local_parameter_servers(config, strategy, folder, rank_info),
+                    connect_servers(config, strategy, rank_info, communicator.traffic) as servers,
                     _sampler(config, folder, rank_info) as sampler,
                 ):
                     ready.context.servers = servers

@@ -21,6 +21,7 @@ from paceline.config import RunConfig, from_mapping
 from paceline.launch.parameter_servers import connect_servers, serve, server_ranks
 from paceline.measure.phase_clock import PhaseClock
 from paceline.records import RunFolder
+from paceline.strategies import create_strategy
 from paceline.training.display import open_display
 from paceline.training.rank_report import RankReport
 from paceline.training.trainer import RankContext, prepare, run_worker
@@ -58,7 +59,8 @@ def run(pool: WorkerPool, workers: int, folder: Path, **settings: Any) -> list[R
 @contextmanager
 def servers_of(config: RunConfig) -> Iterator[int]:
     """The servers that the strategy needs, in threads of this process; where to meet them."""
-    ranks, port = server_ranks(config, 0), free_port()
+    strategy = create_strategy(config.strategy, config.options)
+    ranks, port = server_ranks(config, strategy, 0), free_port()
     if not ranks:
         yield port
         return
@@ -87,7 +89,12 @@ def work(communicator: Communicator, values: dict[str, Any], port: int) -> Run:
     place = place_of(rank, communicator.world_size, port)
     with (
         warnings.catch_warnings(),
-        connect_servers(config, place, communicator.traffic) as servers,
+        connect_servers(
+            config,
+            create_strategy(config.strategy, config.options),
+            place,
+            communicator.traffic,
+        ) as servers,
     ):
         warnings.simplefilter("error")
         prepared = prepare(config)
