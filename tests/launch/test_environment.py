@@ -55,19 +55,19 @@ def test_torchruns_variables_are_taken_as_they_are() -> None:
 
 
 def test_rank_info_survives_a_round_trip_through_the_environment() -> None:
-    place = detect(SRUN)
-    assert place is not None
-    assert detect(place.to_environment()) == place
+    rank_info = detect(SRUN)
+    assert rank_info is not None
+    assert detect(rank_info.to_environment()) == rank_info
 
 
 def test_srun_gives_rank_node_and_the_first_host() -> None:
-    place = detect(SRUN)
-    assert place is not None
-    assert (place.rank, place.world_size) == (5, 6)
-    assert (place.local_rank, place.local_world_size) == (1, 2)
-    assert (place.node_rank, place.nnodes) == (2, 3)
-    assert place.master_addr == "node03"
-    assert not place.has_external_store
+    rank_info = detect(SRUN)
+    assert rank_info is not None
+    assert (rank_info.rank, rank_info.world_size) == (5, 6)
+    assert (rank_info.local_rank, rank_info.local_world_size) == (1, 2)
+    assert (rank_info.node_rank, rank_info.nnodes) == (2, 3)
+    assert rank_info.master_addr == "node03"
+    assert not rank_info.has_external_store
 
 
 def test_all_tasks_of_a_step_find_the_same_port_without_root_rights() -> None:
@@ -78,9 +78,9 @@ def test_all_tasks_of_a_step_find_the_same_port_without_root_rights() -> None:
 
 def test_a_step_may_use_a_part_of_the_jobs_tasks() -> None:
     part = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": "1"}
-    place = detect(part)
-    assert place is not None
-    assert (place.world_size, place.nnodes, place.local_world_size) == (2, 1, 2)
+    rank_info = detect(part)
+    assert rank_info is not None
+    assert (rank_info.world_size, rank_info.nnodes, rank_info.local_world_size) == (2, 1, 2)
 
 
 def test_the_script_of_a_batch_job_has_no_rank() -> None:
@@ -106,15 +106,15 @@ def test_one_task_is_no_team() -> None:
     ],
 )
 def test_the_first_host_of_any_list_is_found(names: str, first: str) -> None:
-    place = detect({**SRUN, "SLURM_STEP_NODELIST": names})
-    assert place is not None
-    assert place.master_addr == first
+    rank_info = detect({**SRUN, "SLURM_STEP_NODELIST": names})
+    assert rank_info is not None
+    assert rank_info.master_addr == first
 
 
 def test_an_address_that_the_user_gives_counts_under_srun() -> None:
-    place = detect({**SRUN, "MASTER_ADDR": "10.1.1.1", "MASTER_PORT": "999"})
-    assert place is not None
-    assert (place.master_addr, place.master_port) == ("10.1.1.1", 999)
+    rank_info = detect({**SRUN, "MASTER_ADDR": "10.1.1.1", "MASTER_PORT": "999"})
+    assert rank_info is not None
+    assert (rank_info.master_addr, rank_info.master_port) == ("10.1.1.1", 999)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def together(workers: int, work: Callable[[Session], Any], strategy: str) -> lis
     """One result for each worker; the workers are threads."""
 
     def one(communicator: Communicator) -> Any:
-        place = replace(
+        rank_info = replace(
             SINGLE_PROCESS,
             rank=communicator.rank,
             local_rank=communicator.rank,
@@ -58,7 +58,7 @@ def together(workers: int, work: Callable[[Session], Any], strategy: str) -> lis
         )
         config = from_mapping({"strategy": strategy, "nproc_per_node": workers})
         chosen = create_strategy(strategy, {})
-        team = Session(config, place, communicator, chosen, CPU)
+        team = Session(config, rank_info, communicator, chosen, CPU)
         result = work(team)
         team.finish()
         return result
@@ -68,7 +68,7 @@ def together(workers: int, work: Callable[[Session], Any], strategy: str) -> lis
 
 def train(team: Session, epochs: int = 2) -> tuple[nn.Module, dict[str, Any]]:
     own = model()
-    # All but the first begin elsewhere: they must be brought to its weights.
+    # All but the first begin with other weights: rank 0 broadcasts its own.
     if team.rank:
         nn.init.zeros_(next(own.parameters()))
     optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)

@@ -78,9 +78,9 @@ def test_every_launcher_respects_the_lock(
     folder = RunFolder.open(tmp_path / "run")
     before = folder.result_file.read_bytes()
     if launcher == "torchrun":
-        place = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        variables = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
         for name, value in {
-            **place,
+            **variables,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": free_port(),
         }.items():

@@ -37,7 +37,7 @@ def run_workers(outs: list[Path], nnodes: int) -> list[Ended]:
     with contextlib.ExitStack() as stack:
         commands = []
         for rank, out in enumerate(outs):
-            place = RankInfo(
+            rank_info = RankInfo(
                 rank=rank,
                 world_size=len(outs),
                 local_rank=rank % local,
@@ -50,7 +50,7 @@ def run_workers(outs: list[Path], nnodes: int) -> list[Ended]:
             )
             settings = {**TINY, "strategy": "own_code:Picky", "out": out, "name": "run"}
             words = ["-m", "paceline", "train", *flags(settings)]
-            command = Command(words, place.to_environment())
+            command = Command(words, rank_info.to_environment())
             commands.append(stack.enter_context(command))
         return [command.end() for command in commands]
 
@@ -81,7 +81,7 @@ def test_another_node_discards_only_its_own_untrained_folder(
     """Workers 2 and 3 are of the second node; the first node reads what is in a shared folder."""
     config = from_mapping({"out": str(tmp_path), "name": "run", "nnodes": 2, "nproc_per_node": 2})
     folder = RunFolder.create(config)
-    place = dataclasses.replace(
+    rank_info = dataclasses.replace(
         ONLY, rank=2, world_size=4, local_world_size=2, node_rank=1, nnodes=2
     )
     values = {**report_of(2), **REJECTED}
@@ -91,7 +91,7 @@ def test_another_node_discards_only_its_own_untrained_folder(
         write_report(folder, each.worker["rank"], each)
         folder.events_file(each.worker["rank"]).write_text("")
     with pytest.raises(UsageError, match="no such model"):
-        worker._conclude(config, folder, place, report, None, shares_folder, is_new=True)
+        worker._conclude(config, folder, rank_info, report, None, shares_folder, is_new=True)
     left = names_in(tmp_path / "run") if (tmp_path / "run").exists() else set()
     assert {"config.json", "events-2.jsonl", "events-3.jsonl"} <= left or is_removed
     assert not (left and is_removed)
@@ -106,7 +106,7 @@ def test_a_sampler_failure_is_a_warning_of_the_result(
 
     monkeypatch.setattr(ResourceSampler, "start", start)
     config = from_mapping({**TINY, "strategy": "single", "out": str(tmp_path), "name": "run"})
-    place = dataclasses.replace(ONLY, master_port=free_port())
-    result = worker.run(config, place, None, quiet=True).result
+    rank_info = dataclasses.replace(ONLY, master_port=free_port())
+    result = worker.run(config, rank_info, None, quiet=True).result
     assert result is not None
     assert "resources were not sampled: no processes left" in result["warnings"]

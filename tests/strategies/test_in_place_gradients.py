@@ -34,10 +34,13 @@ def test_the_sum_covers_all_workers_even_if_views_were_replaced(
     models = [nn.Linear(5, 3), nn.Linear(5, 3)]
     weights = [list(model.parameters()) for model in models]
     memories = [FlatBuffer(weights[0], shards=1) for _ in models]
-    workers = [InPlaceGradients(members, memories, place) for place, members in enumerate(weights)]
-    for place, model in enumerate(models):
+    workers = [
+        InPlaceGradients(members, memories, local_rank)
+        for local_rank, members in enumerate(weights)
+    ]
+    for local_rank, model in enumerate(models):
         disturb(model)
-        model(torch.full((1, 5), place + 1.0)).sum().backward()
+        model(torch.full((1, 5), local_rank + 1.0)).sum().backward()
     for worker in workers:
         worker.publish()
     workers[0].reduce()

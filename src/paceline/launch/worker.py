@@ -351,5 +351,5 @@ def _train(
     config: RunConfig, folder: RunFolder, ready: _Ready, quiet: bool, clock: PhaseClock
 ) -> RankReport:
     context = ready.context
-    display = open_display(quiet or context.place.rank > 0)
+    display = open_display(quiet or context.rank_info.rank > 0)
     return run_worker(config, folder, ready.prepared, context, ready.checkpoint, display, clock)

@@ -157,7 +157,7 @@ def summarize_iterations(seconds: Sequence[float]) -> dict[str, float | None]:
 
 
 def account_of(
-    place: RankInfo,
+    rank_info: RankInfo,
     samples: int,
     phases: dict[str, float],
     iteration_seconds: Sequence[float],
@@ -168,8 +168,8 @@ def account_of(
     """Return the entry of one rank in `workers` of result.json."""
     after_first = steady.to_dict()
     return {
-        "rank": place.rank,
-        "node": place.node_rank,
+        "rank": rank_info.rank,
+        "node": rank_info.node_rank,
         "samples": samples,
         "wall_seconds": sum(phases.values()),
         "iteration_seconds": summarize_iterations(iteration_seconds),

@@ -35,20 +35,20 @@ class Session:
     def __init__(
         self,
         config: RunConfig,
-        place: RankInfo,
+        rank_info: RankInfo,
         communicator: Communicator,
         strategy: Strategy,
         device: torch.device,
     ) -> None:
-        self.rank = place.rank
-        self.world_size = place.world_size
-        self.is_first = place.rank == 0
+        self.rank = rank_info.rank
+        self.world_size = rank_info.world_size
+        self.is_first = rank_info.rank == 0
         """Whether this is rank 0, for work that only one worker should do, such as saving."""
         self.communicator = communicator
         self.device = device
         """The device of this worker; `prepare` moves the model to it, and batches are on it."""
         self._config = config
-        self._place = place
+        self._rank_info = rank_info
         self._strategy = strategy
         self._clock = clock_for(device, PhaseClock())
         self._replica: Replica | None = None
@@ -83,7 +83,7 @@ class Session:
             forward=model,
             scaler=torch.amp.GradScaler(self.device.type, enabled=False),
             communicator=self.communicator,
-            node=self._place.node_rank,
+            node=self._rank_info.node_rank,
         )
         self._strategy.setup(replica)
         self._meter = self._strategy.meter or StepMeter()
@@ -141,7 +141,7 @@ class Session:
         phases = dict(self._clock.seconds)
         laps = self._clock.lap_seconds
         return account_of(
-            self._place,
+            self._rank_info,
             self._samples,
             phases,
             laps,

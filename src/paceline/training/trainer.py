@@ -116,7 +116,7 @@ def check_work_is_left(
 class RankContext:
     """Rank, communicators and checkpoint store of one worker."""
 
-    place: RankInfo
+    rank_info: RankInfo
     communicator: Communicator
     store: CheckpointStore | None
     """Only on rank 0."""
@@ -137,7 +137,7 @@ def run_worker(
     clock.startup.enter("model")
     clock = clock_for(prepared.device, clock)
     trainer = Trainer(config, folder, prepared, context, checkpoint, display, clock)
-    with computing(config, context.place.local_rank), contextlib.closing(trainer.logger):
+    with computing(config, context.rank_info.local_rank), contextlib.closing(trainer.logger):
         try:
             trainer.begin(checkpoint)
             with trainer.stop.on_signals():
@@ -183,8 +183,8 @@ class Trainer:
         )
         self.total = config.iterations_in_total(self.order.batches_per_epoch)
         self.logger = RunLogger(
-            EventWriter(folder.events_file(context.place.rank)),
-            _open_tensorboard(config, folder, context.place, checkpoint),
+            EventWriter(folder.events_file(context.rank_info.rank)),
+            _open_tensorboard(config, folder, context.rank_info, checkpoint),
             display,
             self.total,
             clock,
@@ -198,11 +198,11 @@ class Trainer:
         strategy.setup(self.replica)
         if checkpoint:
             self.warnings += checkpoint.warnings
-            if self.context.place.rank == 0:
+            if self.context.rank_info.rank == 0:
                 saved = checkpoint.state.get("settings", {})
                 self.warnings += run_state.changed_settings(saved, self.config)
             self.progress, account = run_state.restore(checkpoint.state, self.replica, strategy)
-            events = self.folder.events_file(self.context.place.rank)
+            events = self.folder.events_file(self.context.rank_info.rank)
             steps = range(self.progress.steps_before, self.progress.steps)
             self.totals.restore(account, events, steps, checkpoint.iteration)
             self.logger.recent_losses.extend(account.get("recent_losses", ()))
@@ -211,7 +211,7 @@ class Trainer:
             "start",
             iteration=self.progress.iteration,
             resumed=checkpoint is not None,
-            workers=self.context.place.world_size,
+            workers=self.context.rank_info.world_size,
         )
         for text in self.warnings:
             self.logger.warn(text)
@@ -269,14 +269,17 @@ class Trainer:
         )
 
     def _write_trace(self, tracer: Tracer) -> None:
-        place = self.context.place
+        rank_info = self.context.rank_info
         offset_seconds = self.coordinator.clock_offset.at(tracer.began)
         try:
             tracer.write(
-                self.folder.trace_file(place.rank), place.rank, place.node_rank, offset_seconds
+                self.folder.trace_file(rank_info.rank),
+                rank_info.rank,
+                rank_info.node_rank,
+                offset_seconds,
             )
         except OSError as error:
-            self.warnings.append(f"the trace of rank {place.rank} is missing: {error.strerror}")
+            self.warnings.append(f"the trace of rank {rank_info.rank} is missing: {error.strerror}")
 
     def _checkpoint(self) -> None:
         store = self.context.store
@@ -351,7 +354,7 @@ class Trainer:
             history=self.progress.history,
             worker={
                 **account_of(
-                    self.context.place,
+                    self.context.rank_info,
                     self.progress.samples,
                     self.totals.phases,
                     self.totals.iteration_seconds,
@@ -373,9 +376,9 @@ def _cause(error: Exception) -> str:
 
 
 def _open_tensorboard(
-    config: RunConfig, folder: RunFolder, place: RankInfo, checkpoint: Checkpoint | None
+    config: RunConfig, folder: RunFolder, rank_info: RankInfo, checkpoint: Checkpoint | None
 ) -> TensorBoardWriter | None:
-    if not config.tensorboard or place.rank:
+    if not config.tensorboard or rank_info.rank:
         return None
     # A run that restarts without a checkpoint overwrites its earlier scalars.
     step = 0 if folder.tensorboard.is_dir() else None
@@ -398,7 +401,7 @@ def _build_replica(
         forward=torch.compile(model) if config.compile else model,
         scaler=torch.amp.GradScaler(prepared.device.type, enabled=config.precision == "fp16"),
         communicator=communicator,
-        node=context.place.node_rank,
+        node=context.rank_info.node_rank,
         clip_norm=config.clip_norm,
         servers=context.servers,
     )

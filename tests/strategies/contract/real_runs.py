@@ -65,8 +65,8 @@ def servers_of(config: RunConfig) -> Iterator[int]:
         yield port
         return
     store = Rendezvous(0, 1, "127.0.0.1", port, name="host").join()
-    place = place_of(config.workers, config.workers, port)
-    threads = [Thread(target=serve, args=(config, replace(place, rank=rank))) for rank in ranks]
+    rank_info = rank_info_of(config.workers, config.workers, port)
+    threads = [Thread(target=serve, args=(config, replace(rank_info, rank=rank))) for rank in ranks]
     for thread in threads:
         thread.start()
     try:
@@ -77,7 +77,7 @@ def servers_of(config: RunConfig) -> Iterator[int]:
         del store
 
 
-def place_of(rank: int, workers: int, port: int) -> RankInfo:
+def rank_info_of(rank: int, workers: int, port: int) -> RankInfo:
     return RankInfo(rank, workers, rank, workers, 0, 1, "127.0.0.1", port, has_external_store=True)
 
 
@@ -86,13 +86,13 @@ def work(communicator: Communicator, values: dict[str, Any], port: int) -> Run:
     config = from_mapping(values)
     folder = RunFolder.open(Path(config.out) / str(config.name))
     rank = communicator.rank
-    place = place_of(rank, communicator.world_size, port)
+    rank_info = rank_info_of(rank, communicator.world_size, port)
     with (
         warnings.catch_warnings(),
         connect_servers(
             config,
             create_strategy(config.strategy, config.options),
-            place,
+            rank_info,
             communicator.traffic,
         ) as servers,
     ):
@@ -102,7 +102,7 @@ def work(communicator: Communicator, values: dict[str, Any], port: int) -> Run:
             config,
             folder,
             prepared,
-            RankContext(place, communicator, None, servers),
+            RankContext(rank_info, communicator, None, servers),
             None,
             open_display(quiet=True),
             PhaseClock(),
