@@ -17,7 +17,7 @@ NETWORK_BOUND = [{**COMPUTE, "exchange": 0.020}] * 2
 
 
 def steps(folder: Path) -> str:
-    return " ".join(next_steps(make_verdict(collect(folder).cells)))
+    return " ".join(next_steps(make_verdict(collect(folder).groups)))
 
 
 def test_what_can_hide_is_as_long_as_the_backward_pass(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_tie_that_another_repeat_would_end_is_worth_it(tmp_path: Path) -> None
     """18 and 23.8 ms with a standard deviation of 1.4 ms each: two of each nearly do."""
     write_repeats(tmp_path, FakeRun("a", {"lr": 0.01}, [{"forward": 0.001}]), (17.0, 19.0))
     write_repeats(tmp_path, FakeRun("b", {"lr": 0.02}, [{"forward": 0.001}]), (22.8, 24.8))
-    assert headline(make_verdict(collect(tmp_path).cells)).startswith("No clear winner")
+    assert headline(make_verdict(collect(tmp_path).groups)).startswith("No clear winner")
     assert "Run 3 repeats of lr 0.01 and lr 0.02" in steps(tmp_path)
 
 
@@ -87,7 +87,7 @@ def test_a_worker_with_all_the_cores_leaves_none_to_a_second(
 def tie(root: Path, first: list[float], second: list[float]) -> str:
     write_repeats(root, FakeRun("a", {"lr": 0.01}), first)
     write_repeats(root, FakeRun("b", {"lr": 0.02}), second)
-    verdict = make_verdict(collect(root).cells)
+    verdict = make_verdict(collect(root).groups)
     assert headline(verdict).startswith("No clear winner")
     return next_steps(verdict)[0]
 
@@ -101,7 +101,7 @@ def test_the_advice_on_a_tie_is_corrected_for_the_same_comparisons_as_the_headli
     for index in range(6):
         settings = {"strategy": "easgd", "lr": 0.1 * (index + 1)}
         write_repeats(tmp_path, FakeRun(f"c{index}", settings, [COMPUTE] * 2), [0.99, 1.0, 1.01])
-    verdict = make_verdict(collect(tmp_path).cells)
+    verdict = make_verdict(collect(tmp_path).groups)
     assert verdict.lead is not None
     assert verdict.lead.comparisons == 16
     largest = max(abs(verdict.lead.low), abs(verdict.lead.high))

@@ -16,7 +16,7 @@ from paceline.analysis.collection import collect
 from paceline.cli import main
 from paceline.report.build import to_document, write_report
 from paceline.report.html import to_html
-from paceline.report.terminal import MOST_LEFT_OUT
+from paceline.report.terminal import MAX_SKIPPED_LINES
 from tests.support.records import FakeRun, write_run
 from tests.support.time_limits import time_limit
 
@@ -56,7 +56,7 @@ def damaged(tmp_path: Path) -> Path:
 def test_damaged_foreign_and_newer_records_are_named_and_left_out(damaged: Path) -> None:
     report = write_report(damaged)
     page, collection = report.page, report.collection
-    assert {one.name for one in collection.left_out} == set(DAMAGES)
+    assert {one.name for one in collection.skipped} == set(DAMAGES)
     assert {run.id for run in collection.runs} == {"one", "two"}
     for name in DAMAGES:
         assert f"<code>{name}</code>" in page.read_text()
@@ -70,8 +70,8 @@ def test_the_terminal_names_a_few_of_the_records_that_are_left_out(
 ) -> None:
     assert main([command, str(damaged)]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out")]
-    assert len(lines) == MOST_LEFT_OUT + 1
-    assert f"and {len(DAMAGES) - MOST_LEFT_OUT} more: {place}" in lines[-1]
+    assert len(lines) == MAX_SKIPPED_LINES + 1
+    assert f"and {len(DAMAGES) - MAX_SKIPPED_LINES} more: {place}" in lines[-1]
 
 
 @pytest.mark.parametrize("text", ["{", '{"schema": 1, "config": {"nnodes": "many"}}'])
@@ -153,7 +153,7 @@ def test_no_strange_value_anywhere_in_a_result_breaks_the_report(tmp_path: Path)
 
 def test_lines_of_another_shape_do_no_harm(tmp_path: Path) -> None:
     path = write_run(tmp_path, FakeRun("a"))
-    before = collect(path).cells[0].iteration_means
+    before = collect(path).groups[0].iteration_means
     strange = [
         "nonsense", "[1, 2]", '{"event": "iterations"}', '{"event": 3}',
         '{"event": "iterations", "first": 0, "seconds": "x", "loss": []}',
@@ -171,7 +171,7 @@ def test_lines_of_another_shape_do_no_harm(tmp_path: Path) -> None:
     (path / "events-x.jsonl").write_text("")
     page = write_report(path).page
     assert page.is_file()
-    assert collect(path).cells[0].iteration_means == before
+    assert collect(path).groups[0].iteration_means == before
 
 
 @pytest.mark.parametrize("name", ["result.json", "events-0.jsonl", "trace-0.json"])

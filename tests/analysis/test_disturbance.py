@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.analysis.collection import collect
-from paceline.analysis.contention import others_share
+from paceline.analysis.contention import other_processes_share
 from paceline.analysis.run import open_run
 from paceline.analysis.verdict import make_verdict
 from paceline.report.wording import findings, headline, next_steps
@@ -47,7 +47,7 @@ def test_what_others_used_is_the_machines_use_without_the_runs_own(
 ) -> None:
     run = FakeRun("a", settings, [{"forward": 0.01}] * len(own), nodes=len(own))
     opened = open_run(run_beside_others(tmp_path, run, machine, own))
-    assert others_share(opened) == pytest.approx(share)
+    assert other_processes_share(opened) == pytest.approx(share)
 
 
 @pytest.mark.parametrize(("machine_percent", "is_told"), [(100.0, True), (35.0, False)])
@@ -58,7 +58,7 @@ def test_a_busy_machine_is_told_with_the_answer_and_a_quiet_one_is_not(
     fast = FakeRun("b", {"lr": 0.02}, [{"forward": 0.01}])
     run_beside_others(tmp_path, slow, machine_percent, [60.0])
     run_beside_others(tmp_path, fast, 55.0, [100.0])
-    verdict = make_verdict(collect(tmp_path).cells)
+    verdict = make_verdict(collect(tmp_path).groups)
     told = [point.text for point in findings(verdict) if point.subject == "CPU contention"]
     if is_told:
         assert "Other processes used up to 70.0% of the CPU" in headline(verdict)
@@ -77,7 +77,7 @@ def one_waits_for_the_other(name: str, **settings: object) -> FakeRun:
 @pytest.mark.parametrize("is_busy", [True, False])
 def test_a_busy_machine_explains_a_straggler(tmp_path: Path, is_busy: bool) -> None:
     run_beside_others(tmp_path, one_waits_for_the_other("a"), 100.0 if is_busy else 12.0, [22.0])
-    verdict = make_verdict(collect(tmp_path).cells)
+    verdict = make_verdict(collect(tmp_path).groups)
     assert bool(verdict.stragglers) != is_busy
     assert any("--shares auto" in step for step in next_steps(verdict)) != is_busy
     if is_busy:
@@ -90,7 +90,7 @@ def test_a_worker_that_was_slowed_down_on_purpose_is_named_on_a_busy_machine_too
     tmp_path: Path,
 ) -> None:
     run_beside_others(tmp_path, one_waits_for_the_other("a", slow="1=2"), 100.0, [22.0])
-    assert [one.rank for one in make_verdict(collect(tmp_path).cells).stragglers] == [1]
+    assert [one.rank for one in make_verdict(collect(tmp_path).groups).stragglers] == [1]
 
 
 def test_a_busy_machine_leads_to_no_bottleneck_and_no_advice_about_it(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_busy_machine_leads_to_no_bottleneck_and_no_advice_about_it(tmp_path: 
     settings = {"nnodes": 2, "nproc_per_node": 1, "strategy": "ring"}
     run = FakeRun("a", settings, phases, nodes=2)
     run_beside_others(tmp_path, run, 100.0, [22.0, 22.0])
-    verdict = make_verdict(collect(tmp_path).cells)
+    verdict = make_verdict(collect(tmp_path).groups)
     assert verdict.bottlenecks == []
     assert len(next_steps(verdict)) == 1, "nothing but to rerun"
 
@@ -110,14 +110,14 @@ def test_a_difference_on_a_busy_machine_is_not_explained_by_phases(
     for name, forward, lr in (("a", 0.010, 0.01), ("b", 0.020, 0.02)):
         run = FakeRun(name, {"lr": lr}, [{"forward": forward, "backward": 0.008}])
         run_beside_others(tmp_path, run, machine_percent, [33.0])
-    verdict = make_verdict(collect(tmp_path).cells)
+    verdict = make_verdict(collect(tmp_path).groups)
     assert ("Why" in [point.subject for point in findings(verdict)]) == is_explained
 
 
 def test_a_quiet_cell_beside_a_disturbed_one_has_its_bottleneck(tmp_path: Path) -> None:
     run_beside_others(tmp_path, FakeRun("a", {"lr": 0.01}), 100.0, [22.0])
     run_beside_others(tmp_path, FakeRun("b", {"lr": 0.02}), 12.0, [22.0])
-    assert [one.label for one in make_verdict(collect(tmp_path).cells).bottlenecks] == ["lr 0.02"]
+    assert [one.label for one in make_verdict(collect(tmp_path).groups).bottlenecks] == ["lr 0.02"]
 
 
 def test_a_node_with_less_cpu_time_on_purpose_is_named_on_a_busy_machine_too(
@@ -127,5 +127,5 @@ def test_a_node_with_less_cpu_time_on_purpose_is_named_on_a_busy_machine_too(
     run = one_waits_for_the_other("a", **settings)
     run.nodes = 2
     run_beside_others(tmp_path, run, 100.0, [22.0, 22.0])
-    (found,) = make_verdict(collect(tmp_path).cells).stragglers
+    (found,) = make_verdict(collect(tmp_path).groups).stragglers
     assert (found.node, found.is_injected) == (1, True)

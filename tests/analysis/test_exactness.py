@@ -57,7 +57,7 @@ def write_three(root: Path) -> None:
 
 def test_the_headline_names_the_fastest_exact_and_the_fastest_approximate(tmp_path: Path) -> None:
     write_three(tmp_path)
-    verdict = make_verdict(collect(tmp_path).cells)
+    verdict = make_verdict(collect(tmp_path).groups)
     assert headline(verdict) == (
         "Fastest exact: overlap, 20.00 ms per iteration, 33.3% less time than allreduce (single"
         " run, significance unknown). Fastest approximate: local_sgd, 10.00 ms per iteration."
@@ -97,7 +97,7 @@ def test_time_to_the_same_accuracy_is_fair_to_all(tmp_path: Path) -> None:
             tmp_path,
             FakeRun(strategy, settings, [{"forward": 0.01}] * 2, seconds_to_target=seconds),
         )
-    assert headline(make_verdict(collect(tmp_path).cells)).startswith(
+    assert headline(make_verdict(collect(tmp_path).groups)).startswith(
         "local_sgd was fastest: 5.00 s"
     )
 
@@ -106,7 +106,7 @@ def test_only_approximate_cells_are_ranked_and_said_to_be_approximate(tmp_path: 
     for every, seconds in (("4", 0.02), ("16", 0.01)):
         settings = {"strategy": "local_sgd", "options": {"every": every}}
         write_run(tmp_path, FakeRun(f"e{every}", settings, [{"forward": seconds}] * 2))
-    text = headline(make_verdict(collect(tmp_path).cells))
+    text = headline(make_verdict(collect(tmp_path).groups))
     assert text.startswith("every=16")
     assert "All of these are approximate: compare accuracy as well as time." in text
 
@@ -115,7 +115,7 @@ def test_the_winners_of_a_grid_are_exact_and_approximate_ones_are_named(tmp_path
     write_three(tmp_path)
     cells = [
         dataclasses.replace(cell, axes={"machines": "equal", "strategy": cell.config.strategy})
-        for cell in collect(tmp_path).cells
+        for cell in collect(tmp_path).groups
     ]
     blocks = section(cells, "winners").blocks
     answer = next(one.text for one in blocks if isinstance(one, Text) and one.kind == "answer")

@@ -12,7 +12,11 @@ import pytest
 from paceline.analysis.collection import collect
 from paceline.analysis.communication import all_reduce_bandwidth, run_traffic
 from paceline.analysis.events import IN_ITERATION
-from paceline.analysis.phases import by_rank, exchange_seconds_in_epoch, hidden_of_run
+from paceline.analysis.phases import (
+    breakdown_by_rank,
+    exchange_seconds_in_epoch,
+    run_overlapped_seconds,
+)
 from paceline.analysis.ranks import rank_work
 from paceline.analysis.run import Run, open_run
 from paceline.analysis.world_sizes import WorldSize, worlds_of
@@ -89,7 +93,7 @@ def test_the_curve_has_each_iteration_as_the_workers_that_were_left_did_it(run: 
 
 
 def test_phases_are_of_the_same_iterations_as_the_times(run: Run) -> None:
-    for rank, split in by_rank(run).items():
+    for rank, split in breakdown_by_rank(run).items():
         assert split.seconds["forward"] == pytest.approx(AFTER[rank]["forward"])
         assert split.seconds["exchange"] == pytest.approx(AFTER[rank]["exchange"])
 
@@ -103,10 +107,10 @@ def test_recorded_phases_of_the_later_iterations_are_preferred_to_those_of_event
         }  # fmt: skip
     run.folder.write_result(result)
     again = open_run(run.folder.path)
-    for split in by_rank(again).values():
+    for split in breakdown_by_rank(again).values():
         assert (split.seconds["forward"], split.seconds["wait"]) == (0.5, 0.25)
-    assert hidden_of_run(again) == 0.125
-    assert hidden_of_run(run) is None, "the sum is of unlike iterations"
+    assert run_overlapped_seconds(again) == 0.125
+    assert run_overlapped_seconds(run) is None, "the sum is of unlike iterations"
 
 
 def test_exchange_in_an_epoch_is_of_the_iterations_since_the_last_change(run: Run) -> None:
@@ -117,7 +121,7 @@ def test_traffic_of_unlike_iterations_is_not_told_by_iteration(run: Run) -> None
     assert run_traffic(run)["gradients"].bytes_sent == 200 * GRADIENT_BYTES
     assert run_traffic(run)["gradients"].bytes_per_iteration is None
     assert {worker.moved_bytes for worker in rank_work(run)} == {None}
-    assert all_reduce_bandwidth(collect(run.folder.path).cells[0]) is None
+    assert all_reduce_bandwidth(collect(run.folder.path).groups[0]) is None
 
 
 def test_samples_of_a_worker_are_of_the_iterations_that_its_time_is_of(run: Run) -> None:
@@ -140,7 +144,7 @@ def test_the_page_says_what_its_figures_are_of(run: Run) -> None:
 
 
 def test_a_comparison_says_that_the_number_changed(run: Run) -> None:
-    rows = {row.name: row.cells for row in result_rows(collect(run.folder.path).cells)}
+    rows = {row.name: row.cells for row in result_rows(collect(run.folder.path).groups)}
     assert rows["workers changed"][0].startswith("2 workers at first, 1 worker from iteration 50")
 
 

@@ -29,13 +29,13 @@ def write_scaling(root: Path, *, is_weak: bool) -> None:
 
 def test_strong_scaling_is_time_against_time(tmp_path: Path) -> None:
     write_scaling(tmp_path, is_weak=False)
-    (family,) = scaling_series(collect(tmp_path).cells)
+    (family,) = scaling_series(collect(tmp_path).groups)
     assert family.kind == "strong"
     speedups = [point.speedup for point in family.points]
     assert speedups == pytest.approx([1, 10 / 6, 10 / 4])
     efficiencies = [family.efficiency(point) for point in family.points]
     assert efficiencies == pytest.approx([1, 10 / 12, 10 / 16])
-    svg = figure(section(collect(tmp_path).cells, "scaling"), "scaling-strong-speedup")
+    svg = figure(section(collect(tmp_path).groups, "scaling"), "scaling-strong-speedup")
     ideal, measured = series(svg)
     assert numbers(ideal, "data-y") == [1, 2, 4]
     assert numbers(measured, "data-y") == pytest.approx(speedups)
@@ -43,7 +43,7 @@ def test_strong_scaling_is_time_against_time(tmp_path: Path) -> None:
 
 def test_weak_scaling_is_samples_a_second(tmp_path: Path) -> None:
     write_scaling(tmp_path, is_weak=True)
-    (family,) = scaling_series(collect(tmp_path).cells)
+    (family,) = scaling_series(collect(tmp_path).groups)
     assert family.kind == "weak"
     speedups = [point.speedup for point in family.points]
     assert speedups == pytest.approx([1, 2 * 10 / 6, 4 * 10 / 4])
@@ -55,7 +55,7 @@ def test_each_model_scales_by_itself(tmp_path: Path) -> None:
             settings = {"model": model, "batch_size": 64}
             phases = [{"forward": seconds / workers}] * workers
             write_run(tmp_path, FakeRun(f"{model}-{workers}", settings, phases))
-    found = scaling_series(collect(tmp_path).cells)
+    found = scaling_series(collect(tmp_path).groups)
     assert [family.name for family in found] == ["allreduce, lenet", "allreduce, vgg11"]
     assert [family.points[-1].speedup for family in found] == pytest.approx([4, 4])
 
@@ -64,7 +64,7 @@ def test_workers_that_were_slowed_down_are_another_way(tmp_path: Path) -> None:
     write_scaling(tmp_path, is_weak=False)
     slowed = FakeRun("slow", {"batch_size": 128, "slow": "0=2"}, [{"forward": 0.5}] * 2)
     write_run(tmp_path, slowed)
-    names = {family.name: len(family.points) for family in scaling_series(collect(tmp_path).cells)}
+    names = {family.name: len(family.points) for family in scaling_series(collect(tmp_path).groups)}
     assert names == {"allreduce": 3, "allreduce, slow 0=2": 2}
 
 
@@ -73,7 +73,7 @@ def test_ways_that_a_study_calls_the_same_are_told_apart(tmp_path: Path) -> None
     slowed = {"batch_size": 128, "slow": "0=2"}
     write_run(tmp_path, FakeRun("slow", slowed, [{"forward": 0.5}] * 2))
     cells = [
-        dataclasses.replace(cell, axes={"strategy": "all"}) for cell in collect(tmp_path).cells
+        dataclasses.replace(cell, axes={"strategy": "all"}) for cell in collect(tmp_path).groups
     ]
     names = sorted(family.name for family in scaling_series(cells))
     assert names == ["allreduce", "allreduce, slow 0=2"]
@@ -87,7 +87,7 @@ def test_each_is_held_against_the_ideal_from_where_it_begins(tmp_path: Path) -> 
             phases = [{"forward": 0.08 / workers}] * workers
             write_run(tmp_path, FakeRun(f"{strategy}-{workers}", settings, phases,
                                         more={"samples": 12_800}))  # fmt: skip
-    cells = collect(tmp_path).cells
+    cells = collect(tmp_path).groups
     svg = figure(section(cells, "scaling"), "scaling-strong-speedup")
     found = {(tuple(numbers(one, "data-x")), tuple(numbers(one, "data-y"))) for one in series(svg)}
     assert found == {((2, 4, 8), (1, 2, 4)), ((4, 8), (1, 2)), ((2, 4), (1, 2))}
@@ -101,7 +101,7 @@ def test_one_worker_communicates_with_nobody(tmp_path: Path) -> None:
         phases = [{"forward": 0.01, "exchange": exchange}] * workers
         run = FakeRun(f"w{workers}", {"batch_size": 64}, phases, hidden=0.002)
         write_run(tmp_path, run)
-    built = section(collect(tmp_path).cells, "scaling")
+    built = section(collect(tmp_path).groups, "scaling")
     (table,) = [block for block in built.blocks if isinstance(block, Table)]
     # 50 of 100 iterations make an epoch.
     assert [row[-2:] for row in table.rows] == [("-", "none"), ("50.00 ms", "100.00 ms")]
@@ -112,7 +112,7 @@ def test_overlapped_communication_that_was_not_measured_is_said_to_be(tmp_path: 
         phases = [{"forward": 0.01, "exchange": 0.001}] * workers
         run = FakeRun(f"w{workers}", {"batch_size": 64}, phases, hidden=None)
         write_run(tmp_path, run)
-    built = section(collect(tmp_path).cells, "scaling")
+    built = section(collect(tmp_path).groups, "scaling")
     (table,) = [block for block in built.blocks if isinstance(block, Table)]
     assert [row[-1] for row in table.rows] == ["none", "not measured"]
 
@@ -144,7 +144,7 @@ def test_efficiency_above_100_percent_is_flagged_with_its_likely_reason(
     threads: tuple[int, int] | None, cores: int, reason: str, tmp_path: Path
 ) -> None:
     write_superlinear(tmp_path, threads, cores)
-    cells = collect(tmp_path).cells
+    cells = collect(tmp_path).groups
     flag = f"efficiency 368.5%, above 100%; likely reason: {reason}"
     assert flag in scaling_answer(scaling_series(cells))
     items = [block for block in section(cells, "scaling").blocks if isinstance(block, BulletList)]
@@ -171,7 +171,7 @@ def test_efficiency_above_100_percent_is_flagged_only_beyond_noise(
         run = FakeRun(f"w{workers}", {"batch_size": 64}, [{"forward": seconds}] * workers)
         run.more = {"samples": 64 * run.iterations}
         write_repeats(tmp_path, run, factors)
-    cells = collect(tmp_path).cells
+    cells = collect(tmp_path).groups
     assert f"efficiency {50 * ratio:.0f}" in scaling_answer(scaling_series(cells))
     assert ("above 100%" in scaling_answer(scaling_series(cells))) == is_flagged
     assert ("above 100%" in headline(make_verdict(cells))) == is_flagged
@@ -179,7 +179,7 @@ def test_efficiency_above_100_percent_is_flagged_only_beyond_noise(
 
 def test_efficiency_up_to_100_percent_is_not_flagged(tmp_path: Path) -> None:
     write_scaling(tmp_path, is_weak=False)
-    cells = collect(tmp_path).cells
+    cells = collect(tmp_path).groups
     assert "above 100%" not in scaling_answer(scaling_series(cells))
     assert "above 100%" not in headline(make_verdict(cells))
 
@@ -189,6 +189,6 @@ def test_an_approximate_strategy_is_marked_where_speedups_are_told(tmp_path: Pat
         settings = {"strategy": strategy, "batch_size": 64}
         write_run(tmp_path, FakeRun(strategy, settings, [{"forward": seconds}] * workers,
                                     more={"samples": 6400}))  # fmt: skip
-    told = scaling_answer(scaling_series(collect(tmp_path).cells))
+    told = scaling_answer(scaling_series(collect(tmp_path).groups))
     assert "easgd (approximate) 2.00 times as fast" in told
     assert "ring 1.33 times as fast" in told

@@ -51,10 +51,10 @@ def draw(rng: random.Random, means: Sequence[float], repeats: int) -> list[list[
 
 
 def ranked(run: Run, drawn: Sequence[Sequence[float]]) -> Verdict:
-    paced = [
+    ranked = [
         RankedGroup(RunGroup(f"{i}", [run]), list(values), []) for i, values in enumerate(drawn)
     ]
-    verdict = Verdict(ranking=Ranking("per iteration", sorted(paced, key=lambda one: one.mean)))
+    verdict = Verdict(ranking=Ranking("per iteration", sorted(ranked, key=lambda one: one.mean)))
     rank(verdict)
     return verdict
 

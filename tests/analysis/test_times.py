@@ -79,7 +79,7 @@ def test_out_of_step_an_iteration_is_as_long_as_its_samples_take_all(
     is_old: bool, tmp_path: Path
 ) -> None:
     # 6,400 samples a second, and 64 of them in an iteration of the run; 50 of these in an epoch.
-    (cell,) = collect(write_asynchronous(tmp_path, "a", is_old=is_old)).cells
+    (cell,) = collect(write_asynchronous(tmp_path, "a", is_old=is_old)).groups
     assert cell.iteration_means == pytest.approx([0.01])
     assert epoch_seconds(cell.runs[0]) == pytest.approx(0.5)
 
@@ -90,7 +90,7 @@ def test_phases_explain_the_difference_of_two_cells(tmp_path: Path) -> None:
                                 noise=noise))  # fmt: skip
     write_run(tmp_path, FakeRun("b", {"lr": 0.02}, [{"forward": 0.008, "exchange": 0.010}] * 2,
                                 noise=noise))  # fmt: skip
-    first, second = collect(tmp_path).cells
+    first, second = collect(tmp_path).groups
     found = explain(first, second)
     assert found is not None
     assert found.largest == "exchange"
@@ -102,7 +102,7 @@ def test_phases_explain_the_difference_of_two_cells(tmp_path: Path) -> None:
 
 def test_the_whole_split_of_a_cell_is_the_mean_of_its_workers(tmp_path: Path) -> None:
     path = write_run(tmp_path, FakeRun("a", {}, [{"forward": 0.01}, {"forward": 0.03}]))
-    split = iteration_breakdown(collect(path).cells[0])
+    split = iteration_breakdown(collect(path).groups[0])
     assert split is not None
     assert split.seconds["forward"] == pytest.approx(0.02)
 
@@ -115,7 +115,7 @@ def test_meeting_after_the_last_iteration_is_no_part_of_an_iteration(tmp_path: P
     for rank in range(2):
         rewrite_events(path / f"events-{rank}.jsonl", seconds=[0.172] * 5, loss=[1.0] * 5,
                        phases=phases)  # fmt: skip
-    split = iteration_breakdown(collect(path).cells[0])
+    split = iteration_breakdown(collect(path).groups[0])
     assert split is not None
     assert split.seconds["exchange"] == pytest.approx(0.26 / 5)
     assert split.total == pytest.approx(0.172)
@@ -173,7 +173,7 @@ def test_old_records_exclude_the_first_block_of_events_and_say_where_they_cannot
     (path / "result.json").write_text(json.dumps(result))
     for rank in range(2):
         write_blocks(path / f"events-{rank}.jsonl", lengths, first=2.0)
-    (cell,) = collect(path).cells
+    (cell,) = collect(path).groups
     split = iteration_breakdown(cell)
     assert split is not None
     assert split.seconds["forward"] == pytest.approx(forward)

@@ -19,7 +19,7 @@ COMPUTE = {"forward": 0.010, "backward": 0.008}
 
 
 def judged(folder: Path) -> Verdict:
-    return make_verdict(collect(folder).cells)
+    return make_verdict(collect(folder).groups)
 
 
 def texts(verdict: Verdict, subject: str) -> list[str]:
@@ -57,7 +57,7 @@ def test_a_difference_within_the_spread_of_repeats_is_called_noise(tmp_path: Pat
     verdict = judged(tmp_path)
     assert headline(verdict).startswith("No clear winner")
     assert "within noise" in headline(verdict)
-    assert [tie.cell.label for tie in verdict.ties] == ["lr 0.02"]
+    assert [tie.group.label for tie in verdict.ties] == ["lr 0.02"]
     assert not texts(verdict, "Why"), "noise has no reason"
     assert any("lr 0.01 and lr 0.02" in step for step in next_steps(verdict))
 
@@ -257,7 +257,7 @@ def test_cells_are_named_by_what_sets_them_apart(tmp_path: Path) -> None:
     write_run(tmp_path, FakeRun("b", {"lr": 0.05, "batch_size": 256}))
     write_run(tmp_path, FakeRun("c", {"lr": 0.05, "checkpoint_every": 20}))
     write_run(tmp_path, FakeRun("d", {"lr": 0.05, "strategy": "ring"}, [COMPUTE] * 2))
-    labels = [cell.label for cell in collect(tmp_path).cells]
+    labels = [cell.label for cell in collect(tmp_path).groups]
     assert labels == ["single", "single, batch 256", "single, checkpoint every 20",
                       "ring, 2 workers"]  # fmt: skip
 
@@ -268,7 +268,7 @@ def test_cells_of_different_batches_are_explained_by_samples(tmp_path: Path) -> 
         run = FakeRun(name, {"batch_size": batch}, [{"forward": seconds}], iterations=1000)
         run.more = {"samples": batch * run.iterations}
         write_run(tmp_path, run)
-    large, small = collect(tmp_path).cells
+    large, small = collect(tmp_path).groups
     found = explain(large, small)
     assert found is not None
     assert found.work == "per 1,000 samples"
@@ -284,7 +284,7 @@ def test_cells_of_another_model_are_not_compared(tmp_path: Path) -> None:
     verdict = judged(tmp_path)
     assert headline(verdict).startswith("Of lenet on digits: ")
     assert verdict.ranking is not None
-    assert {paced.cell.config.model for paced in verdict.ranking.ranking} == {"lenet"}
+    assert {ranked.group.config.model for ranked in verdict.ranking.entries} == {"lenet"}
     assert texts(verdict, "Ranked separately")[0].startswith("softmax on digits: ")
 
 
@@ -322,25 +322,25 @@ def test_the_cause_of_a_failure_comes_before_runs_that_were_not_ended(tmp_path: 
 def test_events_that_were_cut_short_or_lost_are_named(tmp_path: Path) -> None:
     """Of 100 iterations in blocks of 50, the second block and the end are gone."""
     whole = write_run(tmp_path, FakeRun("a", {}, [COMPUTE, COMPUTE]))
-    assert collect(tmp_path).left_out == []
+    assert collect(tmp_path).skipped == []
     events = whole / "events-0.jsonl"
     events.write_text("".join(events.read_text().splitlines(keepends=True)[:2]))
     (whole / "events-1.jsonl").unlink()
-    told = [(one.name, one.why) for one in collect(tmp_path).left_out]
+    told = [(one.name, one.reason) for one in collect(tmp_path).skipped]
     assert told == [
         ("a", "events of rank 0 end at iteration 50 of 100"),
         ("a", "events of rank 1 are missing"),
     ]
     # What is left tells the pace.
-    assert collect(tmp_path).cells[0].iteration_means == pytest.approx([0.018])
+    assert collect(tmp_path).groups[0].iteration_means == pytest.approx([0.018])
 
 
 def test_a_line_that_is_lost_amid_events_is_named(tmp_path: Path) -> None:
     events = write_run(tmp_path, FakeRun("a", iterations=150)) / "events-0.jsonl"
     lines = events.read_text().splitlines(keepends=True)
     events.write_text("".join(lines[:2] + lines[3:]))
-    (told,) = collect(tmp_path).left_out
-    assert told.why == "events of rank 0 end at iteration 50 of 150"
+    (told,) = collect(tmp_path).skipped
+    assert told.reason == "events of rank 0 end at iteration 50 of 150"
 
 
 def cluster_run(gradient_bytes: int, exchange: float, **hardware: float) -> FakeRun:
@@ -431,6 +431,6 @@ def test_a_link_that_paceline_comm_measured_is_used_as_well(tmp_path: Path) -> N
            "share_of_limit": 0.5}  # fmt: skip
     file = tmp_path / "comm.json"
     file.write_text(json.dumps({"schema": 1, "workers": 2, "measurements": [one]}))
-    points = findings(make_verdict(collect(tmp_path).cells, [file]))
+    points = findings(make_verdict(collect(tmp_path).groups, [file]))
     (told,) = [point.text for point in points if point.subject == "Communication-bound"]
     assert "408.0 kB take 41 us of the 94.00 ms at the measured 10.0 GB/s" in told

@@ -12,10 +12,14 @@ import numpy as np
 import pytest
 
 from paceline.analysis.collection import collect
-from paceline.analysis.communication import all_reduce_bandwidth, read_comm, run_traffic
+from paceline.analysis.communication import (
+    all_reduce_bandwidth,
+    read_comm_measurements,
+    run_traffic,
+)
 from paceline.analysis.curves import MAX_POINTS, downsample
 from paceline.analysis.events import IN_ITERATION, read_evaluations
-from paceline.analysis.phases import of_worker
+from paceline.analysis.phases import worker_breakdown
 from paceline.analysis.ranking import rank_by_condition
 from paceline.analysis.ranks import rank_times
 from paceline.analysis.resources import node_curves
@@ -36,7 +40,7 @@ from tests.support.records import FakeRun, write_repeats, write_run, write_trace
 def test_marks_of_the_curves_carry_the_recorded_numbers(tmp_path: Path) -> None:
     run = FakeRun("a", iterations=40)
     path = write_run(tmp_path, run)
-    curves = section(collect(path).cells, "curves")
+    curves = section(collect(path).groups, "curves")
     (mark,) = series(figure(curves, "curves-train-loss-iteration"))
     assert numbers(mark, "data-x") == list(range(1, 41))
     assert numbers(mark, "data-y") == pytest.approx(run.losses(), rel=1e-6)
@@ -53,7 +57,7 @@ def test_marks_of_the_curves_carry_the_recorded_numbers(tmp_path: Path) -> None:
 
 def test_repeats_are_drawn_with_their_spread(tmp_path: Path) -> None:
     write_repeats(tmp_path, FakeRun("a", iterations=40), (1.0, 1.5, 2.0))
-    times = section(collect(tmp_path).cells, "iteration_time")
+    times = section(collect(tmp_path).groups, "iteration_time")
     (mark,) = series(figure(times, "iteration-time-curve"))
     assert numbers(mark, "data-y") == pytest.approx([0.03] * 39)
     assert numbers(mark, "data-low") == pytest.approx([0.02] * 39)
@@ -67,19 +71,19 @@ def test_shares_of_phases_sum_to_the_whole(tmp_path: Path) -> None:
     path = write_run(
         tmp_path, FakeRun("a", {}, [dict.fromkeys(IN_ITERATION, 0.001), {"forward": 0.006}])
     )
-    svg = figure(section(collect(path).cells, "phases"), "phases-share")
+    svg = figure(section(collect(path).groups, "phases"), "phases-share")
     shares = [float(one.attrib["data-value"]) for one in svg.iter(f"{SVG}rect")
               if one.attrib["class"].startswith("part")]  # fmt: skip
     assert sum(shares) == pytest.approx(1.0)
     for worker in result_of(path)["workers"]:
-        split = of_worker(worker)
+        split = worker_breakdown(worker)
         assert split.total == pytest.approx(worker["wall_seconds"])
         assert sum(split.share(phase) for phase in PHASES) == pytest.approx(1.0)
 
 
 def test_a_bar_stands_for_each_worker(tmp_path: Path) -> None:
     path = write_run(tmp_path, FakeRun("a", {}, [{"forward": 0.01}, {"forward": 0.02}]))
-    svg = figure(section(collect(path).cells, "phases"), "phases-workers")
+    svg = figure(section(collect(path).groups, "phases"), "phases-workers")
     parts = [one for one in svg.iter(f"{SVG}rect") if one.attrib.get("data-kind") == "forward"]
     values = [float(one.attrib["data-value"]) for one in parts]
     assert values == pytest.approx([0.01, 0.02])
@@ -87,7 +91,7 @@ def test_a_bar_stands_for_each_worker(tmp_path: Path) -> None:
 
 def test_times_of_rank_0_and_of_the_others_stand_apart(tmp_path: Path) -> None:
     path = write_run(tmp_path, FakeRun("a", {}, [{"forward": 0.01}, {"forward": 0.02}]))
-    times = rank_times(collect(path).cells[0])
+    times = rank_times(collect(path).groups[0])
     assert times.rank_0 == pytest.approx([0.01])
     assert times.others == pytest.approx([0.02])
 
@@ -107,7 +111,7 @@ def test_use_of_a_node_is_what_was_sampled(tmp_path: Path) -> None:
 def test_batch_sizes_are_told_with_time_loss_accuracy_memory_and_cpu(tmp_path: Path) -> None:
     for batch, memory in ((256, 700_000_000), (64, 500_000_000)):
         write_run(tmp_path, FakeRun(f"b{batch}", {"batch_size": batch}, rss_bytes=memory))
-    small, large = summarize_batch_sizes(collect(tmp_path).cells)
+    small, large = summarize_batch_sizes(collect(tmp_path).groups)
     assert (small.batch_size, large.batch_size) == (64, 256)
     assert large.peak_memory_bytes == [700_000_001]
     assert small.cpu_percent == [95.0]
@@ -125,7 +129,7 @@ def test_checkpoints_cost_what_the_run_without_them_did_not(tmp_path: Path) -> N
     )
     with_them.more = {"wall_seconds": 4.0}
     write_run(tmp_path, with_them)
-    (cost,) = checkpoint_costs(collect(tmp_path).cells)
+    (cost,) = checkpoint_costs(collect(tmp_path).groups)
     assert cost.baseline == "no checkpoints"
     assert cost.longer is not None
     assert cost.longer.amount == pytest.approx(4.0 - result_of(tmp_path / "plain")["wall_seconds"])
@@ -140,7 +144,7 @@ def test_bandwidths_follow_their_formulas(tmp_path: Path) -> None:
     run = FakeRun("a", {"strategy": "ring"}, phases, iterations=1000, gradient_bytes=1_500_000)
     run.more = {"cluster": {"got": [{"what": "bandwidth out", "node": 0, "asked": 1e9,
                                      "got": 0.96e9, "unit": "bit/s"}]}}  # fmt: skip
-    rate = all_reduce_bandwidth(collect(write_run(tmp_path, run)).cells[0])
+    rate = all_reduce_bandwidth(collect(write_run(tmp_path, run)).groups[0])
     assert rate is not None
     assert rate.bytes == pytest.approx(1_000_000)
     # The first iteration takes double, which a thousand others dilute.
@@ -159,7 +163,7 @@ def test_no_bandwidth_is_told_where_the_formulas_do_not_hold(
 ) -> None:
     phases = [{"forward": 0.01, "exchange": 0.02}] * 4
     run = FakeRun("a", {"strategy": "ring", **settings}, phases, gradient_bytes=1_500_000)
-    assert all_reduce_bandwidth(collect(write_run(tmp_path, run)).cells[0]) is None
+    assert all_reduce_bandwidth(collect(write_run(tmp_path, run)).groups[0]) is None
 
 
 def test_measurements_of_the_network_beside_the_runs_are_shown(tmp_path: Path) -> None:
@@ -170,9 +174,9 @@ def test_measurements_of_the_network_beside_the_runs_are_shown(tmp_path: Path) -
     record = {"schema": 1, "kind": "comm", "workers": 4, "measurements": [one]}
     (tmp_path / "comm.json").write_text(json.dumps(record))
     (tmp_path / "comm-other.json").write_text('{"schema": 1, "measurements": 3}')
-    assert read_comm(tmp_path / "comm-other.json") == []
+    assert read_comm_measurements(tmp_path / "comm-other.json") == []
     collection = collect(tmp_path)
-    context = section_context("", collection.cells, collection.comm)
+    context = section_context("", collection.groups, collection.comm)
     (built,) = build_sections(context, ["bandwidth"])
     (table,) = [block for block in built.blocks if isinstance(block, Table)]
     assert table.rows[0][:4] == ("all_reduce, torch, ring", "4", "4.1 kB", "1.00 ms")
@@ -197,7 +201,7 @@ def test_the_traced_step_of_median_length_is_drawn_with_what_overlaps(tmp_path: 
     other = read_step(path / "trace-0.json", 12)
     assert other is not None
     assert other.iteration == 12
-    svg = figure(section(collect(path).cells, "timeline"), "timeline")
+    svg = figure(section(collect(path).groups, "timeline"), "timeline")
     (transfer,) = [
         one for one in svg.iter(f"{SVG}rect") if one.attrib.get("data-kind") == "gradients"
     ]
@@ -229,7 +233,7 @@ def test_a_long_curve_is_short_and_keeps_its_extremes() -> None:
 
 def test_the_points_of_a_figure_are_bounded(tmp_path: Path) -> None:
     path = write_run(tmp_path, FakeRun("a", iterations=5000, noise=(0.0, 0.001)))
-    times = section(collect(path).cells, "iteration_time")
+    times = section(collect(path).groups, "iteration_time")
     (mark,) = series(figure(times, "iteration-time-curve"))
     assert len(numbers(mark, "data-x")) <= MAX_POINTS
     assert max(numbers(mark, "data-high")) == pytest.approx(0.021)
@@ -256,10 +260,10 @@ def test_evaluations_that_were_done_again_are_told_once(tmp_path: Path) -> None:
 def test_a_larger_batch_is_judged_where_nothing_else_differs(tmp_path: Path) -> None:
     for batch, factors in ((64, (1.0, 1.01)), (256, (2.0, 2.02))):
         write_repeats(tmp_path, FakeRun(f"b{batch}", {"batch_size": batch}), factors)
-    told = batch_size_answer(summarize_batch_sizes(collect(tmp_path).cells))
+    told = batch_size_answer(summarize_batch_sizes(collect(tmp_path).groups))
     assert "time per epoch +100%, CPU +0% (within noise)" in told
     write_run(tmp_path, FakeRun("other", {"batch_size": 512, "model": "softmax"}))
-    assert batch_size_answer(summarize_batch_sizes(collect(tmp_path).cells)) == ""
+    assert batch_size_answer(summarize_batch_sizes(collect(tmp_path).groups)) == ""
 
 
 def test_ways_within_noise_have_no_reason(tmp_path: Path) -> None:
@@ -267,7 +271,7 @@ def test_ways_within_noise_have_no_reason(tmp_path: Path) -> None:
     write_repeats(tmp_path, FakeRun("b", {"lr": 0.02}), (0.91, 1.01, 1.12))
     cells = [
         dataclasses.replace(cell, axes={"machines": "equal", "rate": cell.label})
-        for cell in collect(tmp_path).cells
+        for cell in collect(tmp_path).groups
     ]
     (items,) = [one for one in section(cells, "winners").blocks if isinstance(one, BulletList)]
     assert "within noise" in items.items[0][1]
@@ -285,8 +289,8 @@ def test_only_groups_that_differ_in_the_same_axis_are_ranked_by_condition(tmp_pa
         write_run(tmp_path, FakeRun(f"run{number}", {"lr": 0.01 * (number + 1)}))
     cells = [
         dataclasses.replace(cell, axes=own)
-        for cell, own in zip(collect(tmp_path).cells, axes, strict=True)
+        for cell, own in zip(collect(tmp_path).groups, axes, strict=True)
     ]
     (ranked,) = rank_by_condition(cells)
     assert ranked.condition == "batch size 32, nodes 2"
-    assert {one.cell.label for one in ranked.ranking.ranking} == {"ddp", "overlap"}
+    assert {one.group.label for one in ranked.ranking.entries} == {"ddp", "overlap"}

@@ -79,12 +79,12 @@ def test_cells_whose_turn_has_not_come_are_named_together(tmp_path: Path) -> Non
     folder = write_study(tmp_path)
     (folder.path / "cells").rename(tmp_path / "elsewhere")
     first, second = collect(folder.path).chapters
-    verdict = make_verdict(first.cells)
+    verdict = make_verdict(first.groups)
     assert headline(verdict) == "Nothing was run yet."
     assert [(point.subject, point.text) for point in findings(verdict)] == [
         ("Not run yet", "rate 0.01; rate 0.02")
     ]
-    told = [(point.subject, point.text) for point in findings(make_verdict(second.cells))]
+    told = [(point.subject, point.text) for point in findings(make_verdict(second.groups))]
     assert ("Not finished", "rate 0.03: skipped: needs a GPU") in told
 
 

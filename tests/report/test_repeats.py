@@ -35,7 +35,7 @@ def rows_of(cells: list[RunGroup], name: str, heading: str) -> list[dict[str, st
 
 def test_the_common_accuracy_is_one_that_every_repeat_reached(tmp_path: Path) -> None:
     write_accuracies(tmp_path, 0.30, 0.20, 0.28)
-    cells = collect(tmp_path).cells
+    cells = collect(tmp_path).groups
     assert common_accuracy(summarize_accuracy(cells)) == 0.20
     # An epoch has 50 iterations: 0.20 is reached after 100, 100 and 100 of them.
     (row,) = rows_of(cells, "accuracy", "epochs to")
@@ -48,7 +48,7 @@ def test_a_repeat_without_such_an_epoch_is_counted_out_loud(tmp_path: Path) -> N
     result = result_of(tmp_path / "a-1")
     result["history"] = []
     (tmp_path / "a-1" / "result.json").write_text(json.dumps(result))
-    (row,) = rows_of(collect(tmp_path).cells, "accuracy", "epochs to")
+    (row,) = rows_of(collect(tmp_path).groups, "accuracy", "epochs to")
     assert row["epochs to 0.20"] == "2 (2 of 3 repeats)"
 
 
@@ -64,14 +64,14 @@ def test_the_epoch_at_which_a_loss_converged_is_of_all_repeats(tmp_path: Path) -
             for epoch in range(1, 11)
         ]  # fmt: skip
         path.write_text(json.dumps(result))
-    (row,) = rows_of(collect(tmp_path).cells, "accuracy", "converged")
+    (row,) = rows_of(collect(tmp_path).groups, "accuracy", "converged")
     assert row["converged after epoch"] == "6 (4 to 8)"
 
 
 def test_the_workers_of_a_cell_are_means_over_its_repeats(tmp_path: Path) -> None:
     run = FakeRun("a", {}, [{"forward": 0.010, "exchange": 0.002}, {"forward": 0.012}])
     write_repeats(tmp_path, run, (1.0, 2.0, 3.0))
-    cells = collect(tmp_path).cells
+    cells = collect(tmp_path).groups
     first, second = rows_of(cells, "ranks", "training time")
     assert (first["time per iteration"], second["time per iteration"]) == ("24.00 ms", "24.00 ms")
     assert (first["compute"], second["compute"]) == ("20.00 ms", "24.00 ms")
@@ -89,7 +89,7 @@ def test_the_balance_of_a_cell_is_that_of_each_repeat(tmp_path: Path) -> None:
     for seed in (0, 1):
         phases = [{"forward": 0.010}, {"forward": 0.020}][:: 1 if seed else -1]
         write_run(tmp_path, FakeRun(f"a-{seed}", {"seed": seed}, phases))
-    (row,) = rows_of(collect(tmp_path).cells, "ranks", "balance")
+    (row,) = rows_of(collect(tmp_path).groups, "ranks", "balance")
     assert row["compute balance"] == "75.0%"
 
 
@@ -132,7 +132,7 @@ def test_traffic_and_bandwidth_are_means_over_the_repeats(tmp_path: Path) -> Non
     run = FakeRun("a", {"strategy": "ring"}, [{"forward": 0.01, "exchange": 0.002}] * 2)
     run.gradient_bytes = 1_000_000
     write_repeats(tmp_path, run, (1.0, 2.0))
-    cells = collect(tmp_path).cells
+    cells = collect(tmp_path).groups
     (row,) = rows_of(cells, "traffic", "in flight")
     assert row["bytes per iteration"] == "2.0 MB"
     # 2 ms and 4 ms for each of 100 iterations, of which the first takes double.
@@ -155,7 +155,7 @@ def test_overlapped_communication_is_a_figure_or_not_measured(
     run.hidden = hidden
     write_run(tmp_path, run)
     write_run(tmp_path, FakeRun("b", {}, [{"forward": 0.02}]))
-    cells = collect(tmp_path).cells
+    cells = collect(tmp_path).groups
     first, alone = rows_of(cells, "phases", "overlapped communication")
     assert (first["overlapped communication"], first["overlapped, of all communication"]) == told
     assert alone["overlapped communication"] == "none"
@@ -168,5 +168,5 @@ def test_records_without_overlapped_communication_say_not_measured(tmp_path: Pat
     for worker in result["workers"]:
         del worker["hidden_exchange_seconds"]
     (path / "result.json").write_text(json.dumps(result))
-    (row,) = rows_of(collect(path).cells, "phases", "overlapped communication")
+    (row,) = rows_of(collect(path).groups, "phases", "overlapped communication")
     assert row["overlapped communication"] == "not measured"

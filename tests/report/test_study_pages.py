@@ -261,7 +261,7 @@ def test_recorded_phases_explain_recorded_times() -> None:
             means.append(statistics.fmean(value for block in blocks[1:] for value in block))
         return statistics.fmean(means)
 
-    cells = {cell.runs[0].id: cell for cell in collect(RECORDED).cells}
+    cells = {cell.runs[0].id: cell for cell in collect(RECORDED).groups}
     times = {name: mean_seconds(RECORDED / name) for name in cells}
     assert len(times) == 5
     fastest = min(times, key=lambda name: times[name])

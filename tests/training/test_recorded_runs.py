@@ -58,7 +58,7 @@ def test_a_recorded_run_reports_its_accuracy_and_phases(killed_run: Path) -> Non
     expected = json.loads((killed_run / "result.json").read_text())
     report = write_report(killed_run)
     page, collection = report.page, report.collection
-    assert not collection.left_out
+    assert not collection.skipped
     text = page.with_suffix(".md").read_text()
     assert f"{expected['final']['test_accuracy']:.4f}" in text
     for phase in ("forward", "backward", "update"):

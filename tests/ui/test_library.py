@@ -53,7 +53,7 @@ def test_the_list_and_the_report_agree_on_the_step_time_of_an_asynchronous_run(
     path = write_asynchronous(tmp_path, "async", is_old=is_old)
     (entry,) = RunIndex(tmp_path).entries()
     assert entry.iteration_seconds == pytest.approx(0.010)
-    (cell,) = collect(path).cells
+    (cell,) = collect(path).groups
     assert cell.iteration_means == [entry.iteration_seconds]
 
 

@@ -42,7 +42,7 @@ def compare_accuracy(one: RunGroup, other: RunGroup, *, comparisons: int = 1) ->
 
     `comparisons` is the number of pairs that these two were selected from.
     """
-    values = [cell.finals("test_accuracy") for cell in (one, other)]
+    values = [group.finals("test_accuracy") for group in (one, other)]
     if min(map(len, values)) > 1:
         (gap,) = correct([difference(*values, floors=_floors(one, other))], comparisons)
         return AccuracyDifference(is_chance=not gap.is_significant)
@@ -59,7 +59,7 @@ def compare_accuracy(one: RunGroup, other: RunGroup, *, comparisons: int = 1) ->
 
 def accuracy_increase(first: RunGroup, other: RunGroup) -> Difference | None:
     """How much more accurate the first is, as a share of the other; None if one has no value."""
-    own, others = (cell.finals("test_accuracy") for cell in (first, other))
+    own, others = (group.finals("test_accuracy") for group in (first, other))
     if not own or not sum(others):
         return None
     return relative_increase(own, others, floors=_floors(first, other))
@@ -82,9 +82,9 @@ def _floors(first: RunGroup, other: RunGroup) -> tuple[float, float]:
     return _binomial_variance(first), _binomial_variance(other)
 
 
-def _binomial_variance(cell: RunGroup) -> float:
-    values = cell.finals("test_accuracy")
-    samples = size_of_test_set(cell.config) or DRAWN_TEST_SAMPLES
+def _binomial_variance(group: RunGroup) -> float:
+    values = group.finals("test_accuracy")
+    samples = size_of_test_set(group.config) or DRAWN_TEST_SAMPLES
     # One success and one failure more, since not even a perfect score has no uncertainty.
     share = (math.fsum(values) / len(values) * samples + 1) / (samples + 2)
     return max(0.0, share * (1 - share)) / samples

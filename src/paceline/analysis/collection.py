@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paceline.analysis.events import has_end
 from paceline.analysis.run import Run, open_run
-from paceline.analysis.run_group import NOT_RUN, RunGroup, group
+from paceline.analysis.run_group import NOT_RUN, RunGroup, group_runs
 from paceline.analysis.validation import is_number
 from paceline.errors import MissingRecordError, RecordsError
 from paceline.study.folder import Part, Study, StudyFolder
@@ -57,7 +57,7 @@ DEPTH = 3
 @dataclass(frozen=True, slots=True)
 class SkippedRecord:
     name: str
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Chapter:
     """Groups that belong together, and the sections to show about them."""
 
     title: str
-    cells: list[RunGroup]
+    groups: list[RunGroup]
     about: str = ""
     context: str = ""
     sections: tuple[str, ...] = ()
@@ -80,24 +80,24 @@ class RunCollection:
     path: Path
     chapters: list[Chapter]
     about: str = ""
-    left_out: list[SkippedRecord] = field(default_factory=list)
+    skipped: list[SkippedRecord] = field(default_factory=list)
     sections: tuple[str, ...] = ()
     """About all groups together, where there are several chapters."""
     comm: list[Path] = field(default_factory=list)
     """Files of `paceline comm --json` beside the runs."""
 
     @property
-    def cells(self) -> list[RunGroup]:
+    def groups(self) -> list[RunGroup]:
         """Each group once, even where two chapters show it."""
         seen: dict[int, RunGroup] = {}
         for chapter in self.chapters:
-            for cell in chapter.cells:
-                seen.setdefault(id(cell.runs[0]) if cell.runs else id(cell), cell)
+            for one in chapter.groups:
+                seen.setdefault(id(one.runs[0]) if one.runs else id(one), one)
         return list(seen.values())
 
     @property
     def runs(self) -> list[Run]:
-        return [run for cell in self.cells for run in cell.runs]
+        return [run for one in self.groups for run in one.runs]
 
 
 def collect(path: Path | str) -> RunCollection:
@@ -105,7 +105,7 @@ def collect(path: Path | str) -> RunCollection:
     collection = _collect(path)
     for run in collection.runs:
         texts = [*_config_damage(run), *missing_events(run)]
-        collection.left_out += [SkippedRecord(run.id, text) for text in texts]
+        collection.skipped += [SkippedRecord(run.id, text) for text in texts]
     collection.comm = sorted(collection.path.glob("comm*.json"))
     return collection
 
@@ -120,42 +120,42 @@ def _config_damage(run: Run) -> list[str]:
         # result.json alone is enough.
         return []
     except RecordsError as error:
-        why = str(error).replace(f"{run.folder.path}{os.sep}", "")
-        return [f"{why}; the settings in result.json are used"]
+        reason = str(error).replace(f"{run.folder.path}{os.sep}", "")
+        return [f"{reason}; the settings in result.json are used"]
     return []
 
 
 def _collect(path: Path | str) -> RunCollection:
-    place = Path(path).resolve()
-    if not place.is_dir():
+    root = Path(path).resolve()
+    if not root.is_dir():
         raise RecordsError(f"{path} is no folder: give a run, a folder of runs or a study")
-    if StudyFolder.is_study(place):
-        return _study(StudyFolder(place))
-    if _is_run(place):
-        run = open_run(place)
-        return RunCollection(run.id, "run", place, [Chapter(run.id, group([run]))])
-    left_out: list[SkippedRecord] = []
-    runs = _open_all(_runs_below(place, DEPTH), place, left_out)
-    if not runs and not left_out:
+    if StudyFolder.is_study(root):
+        return _study(StudyFolder(root))
+    if _is_run(root):
+        run = open_run(root)
+        return RunCollection(run.id, "run", root, [Chapter(run.id, group_runs([run]))])
+    skipped: list[SkippedRecord] = []
+    runs = _open_all(_runs_below(root, DEPTH), root, skipped)
+    if not runs and not skipped:
         raise RecordsError(f"{path} holds no runs: a run's folder has a config.json")
     if not runs:
-        raise RecordsError(f"{path} holds no run that can be read: {left_out[0].why}")
-    runs = _without_copies(runs, place, left_out)
+        raise RecordsError(f"{path} holds no run that can be read: {skipped[0].reason}")
+    runs = _without_copies(runs, root, skipped)
     title = "one run" if len(runs) == 1 else f"{len(runs):,} runs"
-    chapter = Chapter(f"{place.name}: {title}", group(runs))
-    return RunCollection(place.name, "runs", place, [chapter], left_out=left_out)
+    chapter = Chapter(f"{root.name}: {title}", group_runs(runs))
+    return RunCollection(root.name, "runs", root, [chapter], skipped=skipped)
 
 
-def _is_run(place: Path) -> bool:
+def _is_run(path: Path) -> bool:
     try:
-        return (place / "config.json").is_file() or (place / "result.json").is_file()
+        return (path / "config.json").is_file() or (path / "result.json").is_file()
     except OSError:
         return False
 
 
-def _runs_below(place: Path, depth: int) -> Iterator[Path]:
+def _runs_below(path: Path, depth: int) -> Iterator[Path]:
     try:
-        with os.scandir(place) as entries:
+        with os.scandir(path) as entries:
             folders = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
     except OSError:
         # Not readable, or deleted since it was listed.
@@ -173,16 +173,16 @@ def _by_number(folder: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (0, part) for part in parts]
 
 
-def _open_all(folders: Iterator[Path], root: Path, left_out: list[SkippedRecord]) -> list[Run]:
+def _open_all(folders: Iterator[Path], root: Path, skipped: list[SkippedRecord]) -> list[Run]:
     runs = []
     for folder in folders:
-        run = _open_or_name(folder, root, left_out)
+        run = _open_or_skip(folder, root, skipped)
         if run is not None:
             runs.append(run)
     return runs
 
 
-def _without_copies(runs: list[Run], root: Path, left_out: list[SkippedRecord]) -> list[Run]:
+def _without_copies(runs: list[Run], root: Path, skipped: list[SkippedRecord]) -> list[Run]:
     """Each run once: a copy of its folder is not a repeat."""
     originals: dict[str, Run] = {}
     for run in runs:
@@ -194,32 +194,32 @@ def _without_copies(runs: list[Run], root: Path, left_out: list[SkippedRecord]) 
         kept = originals[run.fingerprint]
         if run is not kept:
             names = [str(one.folder.path.relative_to(root)) for one in (run, kept)]
-            left_out.append(SkippedRecord(names[0], f"a copy of {names[1]}"))
+            skipped.append(SkippedRecord(names[0], f"a copy of {names[1]}"))
     return [run for run in runs if originals[run.fingerprint] is run]
 
 
-def _open_or_name(folder: Path, root: Path, left_out: list[SkippedRecord]) -> Run | None:
+def _open_or_skip(folder: Path, root: Path, skipped: list[SkippedRecord]) -> Run | None:
     try:
         return open_run(folder)
     except RecordsError as error:
         # The skipped record names the path already, relative to the root.
-        why = str(error).replace(f"{folder}{os.sep}", "")
-        left_out.append(SkippedRecord(str(folder.relative_to(root)), why))
+        reason = str(error).replace(f"{folder}{os.sep}", "")
+        skipped.append(SkippedRecord(str(folder.relative_to(root)), reason))
         return None
 
 
 def _study(folder: StudyFolder) -> RunCollection:
     study = folder.read()
-    left_out: list[SkippedRecord] = []
+    skipped: list[SkippedRecord] = []
     opened: dict[str, Run | None] = {}
-    chapters = [_chapter(folder, study, part, opened, left_out) for part in study.parts]
+    chapters = [_chapter(folder, study, part, opened, skipped) for part in study.parts]
     return RunCollection(
         title=study.title or study.name,
         kind="study",
         path=folder.path,
         chapters=chapters,
         about=study.about,
-        left_out=left_out,
+        skipped=skipped,
         sections=study.report,
     )
 
@@ -229,7 +229,7 @@ def _chapter(
     study: Study,
     part: Part,
     opened: dict[str, Run | None],
-    left_out: list[SkippedRecord],
+    skipped: list[SkippedRecord],
 ) -> Chapter:
     runs: dict[str, list[Run]] = {}
     labels: dict[str, str] = {}
@@ -238,11 +238,9 @@ def _chapter(
     for cell in study.cells_of(part.name):
         runs.setdefault(cell.group, [])
         labels[cell.group], axes[cell.group] = cell.label, cell.axes
-        place = folder.run_folder(cell).path
+        path = folder.run_folder(cell).path
         if cell.run not in opened:
-            opened[cell.run] = (
-                _open_or_name(place, folder.path, left_out) if _is_run(place) else None
-            )
+            opened[cell.run] = _open_or_skip(path, folder.path, skipped) if _is_run(path) else None
         run = opened[cell.run]
         if run is not None:
             runs[cell.group].append(run)
@@ -250,7 +248,7 @@ def _chapter(
             troubles.setdefault(cell.group, f"{cell.trouble.status}: {cell.trouble.cause}")
         else:
             troubles.setdefault(cell.group, NOT_RUN)
-    cells = [
+    groups = [
         RunGroup(labels[name], runs[name], troubles.get(name, ""), axes[name]) for name in runs
     ]
-    return Chapter(part.title or part.name, cells, part.about, part.context, part.report)
+    return Chapter(part.title or part.name, groups, part.about, part.context, part.report)

@@ -109,7 +109,7 @@ class AllReduceBandwidth:
 
 
 def all_reduce_bandwidth(
-    group: RunGroup, measured: Sequence[Measured] = ()
+    group: RunGroup, measured: Sequence[CommMeasurement] = ()
 ) -> AllReduceBandwidth | None:
     """Mean over the finished runs.
 
@@ -128,7 +128,7 @@ def all_reduce_bandwidth(
         workers,
         fmean(size for size, _ in known),
         fmean(seconds for _, seconds in known),
-        link_bytes_per_second(group.finished[0]) or measured_limit(measured, workers),
+        link_bytes_per_second(group.finished[0]) or measured_bandwidth_limit(measured, workers),
     )
 
 
@@ -165,7 +165,7 @@ def _link_rate(item: Any) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class CommMeasurement:
     """One measurement of `paceline comm`; docs/metrics.md defines the figures."""
 
     workers: int
@@ -179,19 +179,19 @@ class Measured:
     limit_share: float | None
 
 
-def read_comm(path: Path) -> list[Measured]:
+def read_comm_measurements(path: Path) -> list[CommMeasurement]:
     """The measurements of a `paceline comm` record; empty if it is damaged or something else."""
     try:
         record = read_json(path)
-        return [_measured(record["workers"], one) for one in record["measurements"]]
+        return [_measurement(record["workers"], one) for one in record["measurements"]]
     except (RecordsError, KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return []
 
 
-def _measured(workers: int, one: dict[str, Any]) -> Measured:
+def _measurement(workers: int, one: dict[str, Any]) -> CommMeasurement:
     names = (one.get(key) for key in ("operation", "communicator", "algorithm"))
     share = one.get("share_of_limit")
-    return Measured(
+    return CommMeasurement(
         int(workers),
         ", ".join(str(name) for name in names if name),
         int(one["bytes"]),
@@ -202,7 +202,7 @@ def _measured(workers: int, one: dict[str, Any]) -> Measured:
     )
 
 
-def measured_limit(measured: Sequence[Measured], workers: int) -> float | None:
+def measured_bandwidth_limit(measured: Sequence[CommMeasurement], workers: int) -> float | None:
     """The bandwidth limit that `paceline comm` found with this number of workers."""
     limits = [
         one.bus_bandwidth / one.limit_share

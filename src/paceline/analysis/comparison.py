@@ -10,7 +10,7 @@ from statistics import fmean
 from paceline.analysis.accuracy import accuracy_increase
 from paceline.analysis.collection import RunCollection, SkippedRecord, collect
 from paceline.analysis.communication import run_traffic
-from paceline.analysis.contention import CpuContention, disturbances
+from paceline.analysis.contention import CpuContention, find_contention
 from paceline.analysis.run_group import RunGroup, differing, settings_key, value_text
 from paceline.analysis.statistics import Difference, correct, relative_increase
 from paceline.errors import RecordsError
@@ -48,7 +48,7 @@ class Match:
 
     @property
     def contention(self) -> list[CpuContention]:
-        return disturbances((self.first, self.other))
+        return find_contention((self.first, self.other))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class PairSummary:
 class Comparison:
     groups: list[RunGroup]
     """No two labels are equal."""
-    left_out: list[SkippedRecord]
+    skipped: list[SkippedRecord]
     pairs: list[StudyPair] = field(default_factory=list)
     """Of studies; empty where configurations are compared side by side."""
 
@@ -116,18 +116,18 @@ def read_comparison(paths: Sequence[str]) -> Comparison:
     RecordsError where a path holds nothing that can be read.
     """
     groups: list[RunGroup] = []
-    left_out: list[SkippedRecord] = []
+    skipped: list[SkippedRecord] = []
     collections = [collect(path) for path in paths]
     _check_distinct(paths, collections)
     for collection in collections:
-        left_out += collection.left_out
+        skipped += collection.skipped
         if collection.kind == "run":
             groups.append(RunGroup(collection.title, collection.runs))
             continue
         prefix = f"{collection.path.name}: " if len(paths) > 1 else ""
         groups += [
             RunGroup(f"{prefix}{group.label}", group.runs)
-            for group in collection.cells
+            for group in collection.groups
             if group.runs
         ]
     seen: dict[str, int] = {}
@@ -135,7 +135,7 @@ def read_comparison(paths: Sequence[str]) -> Comparison:
         seen[group.label] = seen.get(group.label, 0) + 1
         if seen[group.label] > 1:
             groups[index] = RunGroup(f"{group.label} ({seen[group.label]})", group.runs)
-    return Comparison(groups, left_out, match_studies(collections))
+    return Comparison(groups, skipped, match_studies(collections))
 
 
 def _check_distinct(paths: Sequence[str], collections: Sequence[RunCollection]) -> None:
@@ -267,10 +267,10 @@ def _shortest_names(collections: Sequence[RunCollection]) -> list[str]:
 def _by_name(collection: RunCollection) -> dict[str, RunGroup]:
     """The configurations that were run, by unique names."""
     named: dict[str, RunGroup] = {}
-    labels = [group.label for group in collection.cells if group.runs]
+    labels = [group.label for group in collection.groups if group.runs]
     seen: set[int] = set()
     for chapter in collection.chapters:
-        for group in chapter.cells:
+        for group in chapter.groups:
             if not group.runs or id(group.runs[0]) in seen:
                 continue
             seen.add(id(group.runs[0]))

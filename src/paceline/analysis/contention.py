@@ -9,7 +9,7 @@ from paceline.analysis.run import Run
 from paceline.analysis.run_group import RunGroup
 from paceline.analysis.validation import is_number
 
-WORTH_TELLING = 0.15
+MIN_CONTENTION_SHARE = 0.15
 """Share of the CPU; less is the operating system serving the run itself."""
 
 
@@ -20,17 +20,23 @@ class CpuContention:
     """Of all cores, used by other processes in the worst run of the group."""
 
 
-def disturbances(cells: Sequence[RunGroup]) -> list[CpuContention]:
+def find_contention(groups: Sequence[RunGroup]) -> list[CpuContention]:
     """Groups with CPU contention, the worst first."""
     found = [
-        CpuContention(cell.label, max(shares))
-        for cell in cells
-        if (shares := [share for run in cell.finished if (share := others_share(run)) is not None])
+        CpuContention(group.label, max(shares))
+        for group in groups
+        if (
+            shares := [
+                share for run in group.finished if (share := other_processes_share(run)) is not None
+            ]
+        )
     ]
-    return sorted((one for one in found if one.share >= WORTH_TELLING), key=lambda one: -one.share)
+    return sorted(
+        (one for one in found if one.share >= MIN_CONTENTION_SHARE), key=lambda one: -one.share
+    )
 
 
-def others_share(run: Run) -> float | None:
+def other_processes_share(run: Run) -> float | None:
     """The share of the CPU that other processes used; None if it was not sampled."""
     result = run.result or {}
     cores = result.get("hardware", {}).get("cores_in_machine")

@@ -13,7 +13,11 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from paceline.analysis.communication import Measured, link_bytes_per_second, measured_limit
+from paceline.analysis.communication import (
+    CommMeasurement,
+    link_bytes_per_second,
+    measured_bandwidth_limit,
+)
 from paceline.analysis.events import IN_ITERATION, Later
 from paceline.analysis.run import Run
 from paceline.analysis.run_group import RunGroup
@@ -26,9 +30,9 @@ COMPUTE_PHASES = ("input", "forward", "backward", "update")
 BESIDE = 0.002
 """Time outside iterations is subtracted if it exceeds this share of their time."""
 OUTSIDE = BETWEEN_ITERATIONS
-MOST = 0.5
+BOTTLENECK_SHARE = 0.5
 """A phase with at least this share of an iteration is its bottleneck."""
-LITTLE = 0.25
+MINOR_SHARE = 0.25
 """With at most this share of exposed communication and waiting, compute is the bottleneck."""
 EXPLAINED = 0.5
 """The link explains communication if it takes at least this share of the exposed time."""
@@ -76,14 +80,14 @@ class Explanation:
         return max(self.by_phase, key=lambda phase: sign * self.by_phase[phase])
 
 
-def of_worker(worker: dict[str, Any]) -> PhaseBreakdown:
+def worker_breakdown(worker: dict[str, Any]) -> PhaseBreakdown:
     """The wall time of a worker."""
     return PhaseBreakdown({phase: float(worker["phases"][phase]) for phase in PHASES})
 
 
-def of_iteration(run: Run) -> PhaseBreakdown | None:
+def run_iteration_breakdown(run: Run) -> PhaseBreakdown | None:
     """One iteration, mean over the workers of the run; None if unknown."""
-    splits = by_rank(run)
+    splits = breakdown_by_rank(run)
     return mean_split(list(splits.values())) if splits else None
 
 
@@ -98,7 +102,7 @@ class RankSplit:
     """Whether the first iteration is included, because the records do not separate it."""
 
 
-def by_rank(run: Run) -> dict[int, PhaseBreakdown]:
+def breakdown_by_rank(run: Run) -> dict[int, PhaseBreakdown]:
     """One iteration of each worker."""
     return {rank: one.split for rank, one in rank_splits(run).items()}
 
@@ -111,9 +115,9 @@ def rank_splits(run: Run) -> dict[int, RankSplit]:
     return {rank: split for rank, split in splits if split is not None}
 
 
-def has_first(cell: RunGroup) -> bool:
+def has_first(group: RunGroup) -> bool:
     """Whether phases of a finished run include its first iteration."""
-    return any(one.has_first for run in cell.finished for one in rank_splits(run).values())
+    return any(one.has_first for run in group.finished for one in rank_splits(run).values())
 
 
 def _rank_split(run: Run, worker: dict[str, Any], timing: RankStepTimes | None) -> RankSplit | None:
@@ -168,7 +172,7 @@ def _with_first(
     return _with_waits(timing.phases, whole), timing.count
 
 
-def hidden_of_run(run: Run) -> float | None:
+def run_overlapped_seconds(run: Run) -> float | None:
     """Overlapped communication of an iteration, mean over the workers; None if not measured.
 
     A single worker has none, whatever its strategy.
@@ -176,19 +180,24 @@ def hidden_of_run(run: Run) -> float | None:
     if len(run.workers) < 2:
         return 0.0
     timings = {rank.rank: rank for rank in run.timing.ranks} if run.timing else {}
-    values = [_hidden(run, worker, timings.get(int(worker["rank"]))) for worker in run.workers]
+    values = [
+        _rank_overlapped_seconds(run, worker, timings.get(int(worker["rank"])))
+        for worker in run.workers
+    ]
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if len(known) == len(values) else None
 
 
-def hidden_of_cell(cell: RunGroup) -> float | None:
+def overlapped_seconds(group: RunGroup) -> float | None:
     """Mean over the finished runs; None if one of them did not measure it."""
-    values = [hidden_of_run(run) for run in cell.finished]
+    values = [run_overlapped_seconds(run) for run in group.finished]
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known and len(known) == len(values) else None
 
 
-def _hidden(run: Run, worker: dict[str, Any], timing: RankStepTimes | None) -> float | None:
+def _rank_overlapped_seconds(
+    run: Run, worker: dict[str, Any], timing: RankStepTimes | None
+) -> float | None:
     recorded = worker.get("after_first")
     if recorded is not None and recorded["iterations"]:
         later = recorded.get("hidden_exchange_seconds")
@@ -200,15 +209,17 @@ def _hidden(run: Run, worker: dict[str, Any], timing: RankStepTimes | None) -> f
     return float(hidden) / count
 
 
-def iteration_breakdown(cell: RunGroup) -> PhaseBreakdown | None:
+def iteration_breakdown(group: RunGroup) -> PhaseBreakdown | None:
     """One iteration, mean over the finished runs."""
-    splits = [split for run in cell.finished if (split := of_iteration(run)) is not None]
+    splits = [
+        split for run in group.finished if (split := run_iteration_breakdown(run)) is not None
+    ]
     return mean_split(splits) if splits else None
 
 
-def run_breakdown(cell: RunGroup) -> PhaseBreakdown | None:
+def run_breakdown(group: RunGroup) -> PhaseBreakdown | None:
     """The wall time of a worker, mean over workers and finished runs."""
-    splits = [of_worker(worker) for run in cell.finished for worker in run.workers]
+    splits = [worker_breakdown(worker) for run in group.finished for worker in run.workers]
     return mean_split(splits) if splits else None
 
 
@@ -218,16 +229,16 @@ def explain(faster: RunGroup, slower: RunGroup, *, by_samples: bool = False) -> 
     None without phases, and for asynchronous runs: their workers do unequal numbers of iterations,
     so a mean over workers does not explain the step time.
     """
-    if not all(run.is_synchronous for cell in (faster, slower) for run in cell.timed):
+    if not all(run.is_synchronous for group in (faster, slower) for run in group.timed):
         return None
     splits = iteration_breakdown(faster), iteration_breakdown(slower)
     seconds = _iteration_seconds(faster), _iteration_seconds(slower)
     if splits[0] is None or splits[1] is None or seconds[0] is None or seconds[1] is None:
         return None
-    cells = faster, slower
+    groups = faster, slower
     scales, work = [1.0, 1.0], "per iteration"
     if by_samples or faster.config.global_batch_size != slower.config.global_batch_size:
-        scales, work = [1000 / cell.samples_in_iteration for cell in cells], "per 1,000 samples"
+        scales, work = [1000 / group.samples_in_iteration for group in groups], "per 1,000 samples"
     first, second = splits[0].seconds, splits[1].seconds
     return Explanation(
         faster.label,
@@ -238,10 +249,10 @@ def explain(faster: RunGroup, slower: RunGroup, *, by_samples: bool = False) -> 
     )
 
 
-def _iteration_seconds(cell: RunGroup) -> float | None:
+def _iteration_seconds(group: RunGroup) -> float | None:
     """Mean over runs and workers of the iterations that the phases cover."""
     means = []
-    for run in cell.timed:
+    for run in group.timed:
         seconds = [one.seconds for one in rank_splits(run).values()]
         known = [value for value in seconds if value is not None]
         if known and len(known) == len(seconds):
@@ -291,8 +302,8 @@ class Bottleneck:
 
     label: str
     kind: str
-    telling: str
-    """The key of `shares` that shows it."""
+    main_share: str
+    """The key of `shares` that shows the bottleneck."""
     shares: dict[str, float]
     """Of an iteration: compute, communication, waiting, input."""
     exchange_seconds: float = 0.0
@@ -303,9 +314,9 @@ class Bottleneck:
     """None where the link explains the communication, or no link was measured."""
 
 
-def find_bottleneck(cell: RunGroup, measured: Sequence[Measured] = ()) -> Bottleneck | None:
+def find_bottleneck(group: RunGroup, measured: Sequence[CommMeasurement] = ()) -> Bottleneck | None:
     """None without phases; `measured` are the results of `paceline comm`."""
-    split = iteration_breakdown(cell)
+    split = iteration_breakdown(group)
     if split is None or not split.total:
         return None
     shares = {
@@ -315,33 +326,33 @@ def find_bottleneck(cell: RunGroup, measured: Sequence[Measured] = ()) -> Bottle
         "input": split.share("input"),
     }
     exchange = split.seconds["exchange"]
-    wire = wire_time(cell, measured)
+    wire = wire_time(group, measured)
     is_explained = wire is None or wire.seconds >= EXPLAINED * exchange
-    is_network = cell.config.nnodes > 1 and is_explained
+    is_network = group.config.nnodes > 1 and is_explained
 
     def communication(kind: str) -> Bottleneck:
-        cause = None if is_explained else _remaining_cause(cell)
-        return Bottleneck(cell.label, kind, "communication", shares, exchange, wire, cause)
+        cause = None if is_explained else _remaining_cause(group)
+        return Bottleneck(group.label, kind, "communication", shares, exchange, wire, cause)
 
-    if shares["input"] >= MOST:
-        return Bottleneck(cell.label, "input-bound", "input", shares)
-    if shares["communication"] >= MOST or (
+    if shares["input"] >= BOTTLENECK_SHARE:
+        return Bottleneck(group.label, "input-bound", "input", shares)
+    if shares["communication"] >= BOTTLENECK_SHARE or (
         shares["communication"] > shares["compute"] and shares["communication"] > shares["waiting"]
     ):
         return communication("network-bound" if is_network else "communication-bound")
-    if shares["waiting"] >= LITTLE and shares["waiting"] > shares["communication"]:
-        return Bottleneck(cell.label, "wait-bound", "waiting", shares)
-    if 1 - shares["compute"] <= LITTLE:
-        return Bottleneck(cell.label, "compute-bound", "compute", shares)
+    if shares["waiting"] >= MINOR_SHARE and shares["waiting"] > shares["communication"]:
+        return Bottleneck(group.label, "wait-bound", "waiting", shares)
+    if 1 - shares["compute"] <= MINOR_SHARE:
+        return Bottleneck(group.label, "compute-bound", "compute", shares)
     if shares["waiting"] > shares["communication"]:
-        return Bottleneck(cell.label, "compute and waiting", "waiting", shares)
+        return Bottleneck(group.label, "compute and waiting", "waiting", shares)
     return communication("compute and network" if is_network else "compute and communication")
 
 
-def wire_time(cell: RunGroup, measured: Sequence[Measured] = ()) -> WireTime | None:
+def wire_time(group: RunGroup, measured: Sequence[CommMeasurement] = ()) -> WireTime | None:
     """From the first finished run; None if nothing was sent or no link was measured."""
-    run = cell.finished[0]
-    rate = link_bytes_per_second(run) or measured_limit(measured, cell.workers)
+    run = group.finished[0]
+    rate = link_bytes_per_second(run) or measured_bandwidth_limit(measured, group.workers)
     if not rate or not run.iterations or run.is_resized:
         return None
     by_node: dict[int, float] = {}
@@ -351,7 +362,7 @@ def wire_time(cell: RunGroup, measured: Sequence[Measured] = ()) -> WireTime | N
         sent = sum(kind.get("bytes_sent") or 0 for kind in kinds)
         received = sum(kind.get("bytes_received") or 0 for kind in kinds)
         # A node's workers share its link, and the link of a server carries what all of them send.
-        node = 0 if cell.config.strategy == "parameter_server" else int(worker["node"])
+        node = 0 if group.config.strategy == "parameter_server" else int(worker["node"])
         by_node[node] = by_node.get(node, 0.0) + max(sent, received)
         messages = max(messages, sum(kind.get("messages") or 0 for kind in kinds))
     count = max(by_node.values(), default=0.0) / run.iterations
@@ -373,14 +384,14 @@ def _round_trip_seconds(run: Run) -> float:
     return float(max(times, default=0.0))
 
 
-def _remaining_cause(cell: RunGroup) -> CommunicationCause:
-    run = cell.finished[0]
+def _remaining_cause(group: RunGroup) -> CommunicationCause:
+    run = group.finished[0]
     hardware = (run.result or {}).get("hardware", {})
     quota, cores = hardware.get("cpu_quota"), hardware.get("cores_in_machine")
     if is_number(quota):
         return CommunicationCause(cpu_quota=quota)
-    is_one_machine = cell.config.nnodes == 1 or cell.config.cluster
-    threads = cell.workers * (cell.config.threads or 1)
+    is_one_machine = group.config.nnodes == 1 or group.config.cluster
+    threads = group.workers * (group.config.threads or 1)
     if is_one_machine and is_number(cores) and threads > cores:
         return CommunicationCause(threads=threads, cores=cores)
     return CommunicationCause()
@@ -410,17 +421,17 @@ def exchange_seconds_in_epoch(run: Run) -> float | None:
     if not run.is_synchronous:
         # Workers do unequal numbers of iterations: only their sums are those of the run.
         return _in_epoch(run, [worker["phases"]["exchange"] for worker in run.workers])
-    count, split = iterations_in_epoch(run), of_iteration(run)
+    count, split = iterations_in_epoch(run), run_iteration_breakdown(run)
     return None if count is None or split is None else split.seconds["exchange"] * count
 
 
-def hidden_seconds_in_epoch(run: Run) -> float | None:
+def overlapped_seconds_in_epoch(run: Run) -> float | None:
     """Overlapped communication, mean over the workers; None if not measured."""
     if not run.is_synchronous:
         hidden = [worker.get("hidden_exchange_seconds") for worker in run.workers]
         measured = [seconds for seconds in hidden if seconds is not None]
         return _in_epoch(run, measured) if len(measured) == len(hidden) else None
-    count, seconds = iterations_in_epoch(run), hidden_of_run(run)
+    count, seconds = iterations_in_epoch(run), run_overlapped_seconds(run)
     return None if count is None or seconds is None else seconds * count
 
 
@@ -432,20 +443,20 @@ def _in_epoch(run: Run, spent: Sequence[float]) -> float | None:
     return float(sum(spent) / len(spent) / run.iterations * count)
 
 
-def rank_breakdowns(cell: RunGroup) -> dict[int, PhaseBreakdown]:
+def rank_breakdowns(group: RunGroup) -> dict[int, PhaseBreakdown]:
     """One iteration of each rank, mean over the finished runs."""
     each: dict[int, list[PhaseBreakdown]] = {}
-    for run in cell.finished:
-        for rank, split in by_rank(run).items():
+    for run in group.finished:
+        for rank, split in breakdown_by_rank(run).items():
             each.setdefault(rank, []).append(split)
     return {rank: mean_split(splits) for rank, splits in sorted(each.items())}
 
 
-def startup_seconds(cell: RunGroup) -> dict[str, float] | None:
+def startup_seconds(group: RunGroup) -> dict[str, float] | None:
     """By part, the mean over the workers of all finished runs; None if older records lack it."""
     found = [
         parts
-        for run in cell.finished
+        for run in group.finished
         for worker in run.workers
         if isinstance(parts := worker.get("startup_seconds"), dict)
         and all(is_number(parts.get(part)) for part in STARTUP_PARTS)

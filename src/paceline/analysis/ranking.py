@@ -51,14 +51,14 @@ def _averages_every_step(config: RunConfig) -> bool:
     return is_linear and str(config.options.get("every", "")) == "1"
 
 
-def is_exact(cell: RunGroup) -> bool:
-    return deviation(cell.config) is None
+def is_exact(group: RunGroup) -> bool:
+    return deviation(group.config) is None
 
 
-def deviations(cells: Sequence[RunGroup]) -> list[tuple[RunGroup, Deviation]]:
+def deviations(groups: Sequence[RunGroup]) -> list[tuple[RunGroup, Deviation]]:
     """The approximate configurations, each with its deviation."""
-    found = ((cell, deviation(cell.config)) for cell in cells if cell.runs)
-    return [(cell, one) for cell, one in found if one is not None]
+    found = ((group, deviation(group.config)) for group in groups if group.runs)
+    return [(group, one) for group, one in found if one is not None]
 
 
 TO_TARGET = "to the target"
@@ -68,7 +68,7 @@ TO_TARGET = "to the target"
 class RankedGroup:
     """The values of a group, in seconds: less is faster."""
 
-    cell: RunGroup
+    group: RunGroup
     values: list[float]
     """One per finished run."""
     blocks: list[float]
@@ -83,63 +83,63 @@ class RankedGroup:
 class Ranking:
     name: str
     """As in `12 ms per iteration`."""
-    ranking: list[RankedGroup]
+    entries: list[RankedGroup]
     """The fastest first; groups without a finished run are not in it."""
 
     @property
     def samples(self) -> list[Sample]:
-        return [Sample(paced.values, paced.blocks) for paced in self.ranking]
+        return [Sample(ranked.values, ranked.blocks) for ranked in self.entries]
 
-    def apart(self) -> tuple[Ranking, Ranking]:
+    def split_exact(self) -> tuple[Ranking, Ranking]:
         """Exact and approximate groups: a step of the latter computes something else.
 
         Time to a target is fair to both, so all stay in one ranking.
         """
         if self.name == TO_TARGET:
             return self, Ranking(self.name, [])
-        exact = [paced for paced in self.ranking if is_exact(paced.cell)]
-        others = [paced for paced in self.ranking if not is_exact(paced.cell)]
+        exact = [ranked for ranked in self.entries if is_exact(ranked.group)]
+        others = [ranked for ranked in self.entries if not is_exact(ranked.group)]
         return Ranking(self.name, exact), Ranking(self.name, others)
 
 
-def rank_groups(cells: Sequence[RunGroup]) -> Ranking:
+def rank_groups(groups: Sequence[RunGroup]) -> Ranking:
     """By time to the target if all have the same and some reached it, else by step time."""
-    targets = {cell.config.target_accuracy for cell in cells if cell.finished}
-    to_target = [paced for cell in cells if (paced := _to_target(cell)) is not None]
+    targets = {group.config.target_accuracy for group in groups if group.finished}
+    to_target = [ranked for group in groups if (ranked := _to_target(group)) is not None]
     if to_target and len(targets) == 1:
-        return Ranking(TO_TARGET, _ranked(to_target))
-    return iteration_pace(cells)
+        return Ranking(TO_TARGET, _fastest_first(to_target))
+    return rank_by_step_time(groups)
 
 
-def iteration_pace(cells: Sequence[RunGroup]) -> Ranking:
+def rank_by_step_time(groups: Sequence[RunGroup]) -> Ranking:
     """By time per iteration, or per 1,000 samples where batch sizes differ."""
-    timed = [cell for cell in cells if cell.timed]
-    if len({cell.config.global_batch_size for cell in timed}) <= 1:
-        return Ranking("per iteration", _ranked([_scaled(cell, 1.0) for cell in timed]))
-    scaled = [_scaled(cell, 1000 / cell.samples_in_iteration) for cell in timed]
-    return Ranking("per 1,000 samples", _ranked(scaled))
+    timed = [group for group in groups if group.timed]
+    if len({group.config.global_batch_size for group in timed}) <= 1:
+        return Ranking("per iteration", _fastest_first([_scaled(group, 1.0) for group in timed]))
+    scaled = [_scaled(group, 1000 / group.samples_in_iteration) for group in timed]
+    return Ranking("per 1,000 samples", _fastest_first(scaled))
 
 
-def _ranked(paced: Sequence[RankedGroup]) -> list[RankedGroup]:
-    return sorted(paced, key=lambda one: one.mean)
+def _fastest_first(entries: Sequence[RankedGroup]) -> list[RankedGroup]:
+    return sorted(entries, key=lambda one: one.mean)
 
 
-def _scaled(cell: RunGroup, factor: float) -> RankedGroup:
-    timing = cell.timed[0].timing
+def _scaled(group: RunGroup, factor: float) -> RankedGroup:
+    timing = group.timed[0].timing
     blocks = timing.blocks if timing is not None else []
     return RankedGroup(
-        cell,
-        [seconds * factor for seconds in cell.iteration_means],
+        group,
+        [seconds * factor for seconds in group.iteration_means],
         [seconds * factor for seconds in blocks],
     )
 
 
-def _to_target(cell: RunGroup) -> RankedGroup | None:
+def _to_target(group: RunGroup) -> RankedGroup | None:
     """None unless every run of the group reached its target."""
-    seconds = [spent for run in cell.finished if (spent := run.seconds_to_target) is not None]
-    if not seconds or len(seconds) < len(cell.runs):
+    seconds = [spent for run in group.finished if (spent := run.seconds_to_target) is not None]
+    if not seconds or len(seconds) < len(group.runs):
         return None
-    return RankedGroup(cell, seconds, [])
+    return RankedGroup(group, seconds, [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class ConditionRanking:
 
     @property
     def fastest(self) -> str:
-        return self.ranking.ranking[0].cell.label
+        return self.ranking.entries[0].group.label
 
     @property
     def is_clear(self) -> bool:
@@ -176,12 +176,12 @@ def rank_by_condition(groups: Sequence[RunGroup]) -> list[ConditionRanking]:
             labeled = dataclasses.replace(group, label=_axis_label(chosen, choice))
             by_condition.setdefault((condition, chosen), []).append(labeled)
     # One metric for all, because they share a table.
-    overall = iteration_pace([group for members in by_condition.values() for group in members])
+    overall = rank_by_step_time([group for members in by_condition.values() for group in members])
     found: list[tuple[str, Ranking, Ranking]] = []
     for (condition, _), members in by_condition.items():
         own = {id(group) for group in members}
-        ranked = [one for one in overall.ranking if id(one.cell) in own]
-        exact, others = Ranking(overall.name, ranked).apart()
+        ranked = [one for one in overall.entries if id(one.group) in own]
+        exact, others = Ranking(overall.name, ranked).split_exact()
         if len(members) > 1:
             found.append((condition, exact, others))
     # Shown together, so all their pairs are one family of comparisons.
@@ -189,9 +189,9 @@ def rank_by_condition(groups: Sequence[RunGroup]) -> list[ConditionRanking]:
     leads = [[own[0] if own else None for own in (next(gaps), next(gaps))] for _ in found]
     return [
         ConditionRanking(condition, exact, exact_lead, others, others_lead)
-        if exact.ranking and others.ranking
+        if exact.entries and others.entries
         else ConditionRanking(
-            condition, *((exact, exact_lead) if exact.ranking else (others, others_lead))
+            condition, *((exact, exact_lead) if exact.entries else (others, others_lead))
         )
         for (condition, exact, others), (exact_lead, others_lead) in zip(found, leads, strict=True)
     ]

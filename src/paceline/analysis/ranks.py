@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from paceline.analysis.phases import COMPUTE_PHASES, PhaseBreakdown, by_rank, mean_split
+from paceline.analysis.phases import COMPUTE_PHASES, PhaseBreakdown, breakdown_by_rank, mean_split
 from paceline.analysis.run import Run
 from paceline.analysis.run_group import RunGroup, known
 
@@ -56,7 +56,7 @@ class RankWork:
 def rank_work(run: Run) -> list[RankWork]:
     """By rank; empty if iterations were not timed."""
     timings = {rank.rank: rank for rank in run.timing.ranks} if run.timing else {}
-    splits = by_rank(run)
+    splits = breakdown_by_rank(run)
     return [
         RankWork(
             rank,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from paceline.analysis.communication import ALL_REDUCE_STRATEGIES
 from paceline.analysis.contention import CpuContention
 from paceline.analysis.phases import (
-    MOST,
+    BOTTLENECK_SHARE,
     Bottleneck,
     iteration_breakdown,
     run_breakdown,
@@ -89,7 +89,7 @@ class Rebalance:
 class Overlap:
     exposed: float
     """Communication as a share of an iteration."""
-    hideable: float
+    overlappable: float
     """The share of it that fits into the backward pass."""
 
 
@@ -176,9 +176,9 @@ def recommend(
     found: list[Recommendation] = [QuietMachine(contention[0].share)] if contention else []
     found += _about_ties(ranking, gaps, is_busy=bool(contention))
     found += _about_stragglers(stragglers)
-    fastest = ranking.ranking[0].cell if ranking and ranking.ranking else None
+    fastest = ranking.entries[0].group if ranking and ranking.entries else None
     if fastest is not None:
-        # A study's cell that was not run, or could not be, has no settings to compare with.
+        # A configuration that was not run, or could not be, has no settings to compare with.
         tried = [group for group in groups if group.runs]
         for bottleneck in bottlenecks:
             if bottleneck.label == fastest.label:
@@ -196,18 +196,18 @@ def recommend(
 def _about_ties(
     ranking: Ranking | None, gaps: Sequence[Difference], *, is_busy: bool
 ) -> Iterator[Recommendation]:
-    if ranking is None or len(ranking.ranking) < 2:
+    if ranking is None or len(ranking.entries) < 2:
         return
-    if min(len(one.values) for one in ranking.ranking) < 2:
+    if min(len(one.values) for one in ranking.entries) < 2:
         yield Repeats()
     elif not is_busy:
-        first, *others = ranking.ranking
+        first, *others = ranking.entries
         ties = [(other, gap) for other, gap in zip(others, gaps, strict=True) if gap.is_tie]
         yield from (_about_tie(first, *tie) for tie in ties[:1])
 
 
 def _about_tie(first: RankedGroup, tie: RankedGroup, gap: Difference) -> Recommendation:
-    labels = first.cell.label, tie.cell.label
+    labels = first.group.label, tie.group.label
     measured = abs(gap.share)
 
     def needed(share: float) -> int | None:
@@ -257,7 +257,7 @@ def _can_gain_by_codec(group: RunGroup, bottleneck: Bottleneck) -> bool:
         return False
     wire = bottleneck.wire
     if wire is not None:
-        return wire.bytes / wire.bytes_per_second >= MOST * bottleneck.exchange_seconds
+        return wire.bytes / wire.bytes_per_second >= BOTTLENECK_SHARE * bottleneck.exchange_seconds
     # Between processes of one machine an exchange is CPU work, and a codec adds to it.
     has_gpus = bool((group.finished[0].result or {}).get("hardware", {}).get("gpus"))
     return group.config.nnodes > 1 or has_gpus

@@ -23,7 +23,7 @@ IGNORED_FIELDS = frozenset(
 
 
 NOT_RUN = "not run yet"
-"""The trouble of a study's cell that was not started yet."""
+"""The trouble of a configuration that a study has not started yet."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RunGroup:
     trouble: str = ""
     """Why a run that the study asks for is missing."""
     axes: dict[str, str] = field(default_factory=dict)
-    """Of a study's cell: axis of the grid -> label of its value."""
+    """Of a study's configuration: axis of the grid -> label of its value."""
 
     @cached_property
     def finished(self) -> list[Run]:
@@ -120,14 +120,14 @@ def known(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def group(runs: Iterable[Run]) -> list[RunGroup]:
+def group_runs(runs: Iterable[Run]) -> list[RunGroup]:
     """Group runs by their settings, in order of first appearance."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(settings_key(run.config), []).append(run)
-    together = list(groups.values())
-    names = label_all([runs[0].config for runs in together])
-    return [RunGroup(label, runs) for label, runs in zip(names, together, strict=True)]
+    members = list(groups.values())
+    names = label_all([runs[0].config for runs in members])
+    return [RunGroup(label, runs) for label, runs in zip(names, members, strict=True)]
 
 
 def differing(configs: Sequence[RunConfig]) -> list[str]:
@@ -174,16 +174,23 @@ def _usual(values: Sequence[Any]) -> Any:
 
 def label(config: RunConfig, names: Sequence[str]) -> str:
     """The label of a configuration, from these settings."""
-    order = ("strategy", "options", *(one for one in names if one not in _SPOKEN))
-    words = [setting_text(name, getattr(config, name)) for name in order if name in names]
+    order = ("strategy", "options", *(one for one in names if one not in _LABELED_FIELDS))
+    parts = [setting_text(name, getattr(config, name)) for name in order if name in names]
     if "nnodes" in names or "nproc_per_node" in names:
-        words.insert(min(1, len(words)), describe_workers(config))
+        parts.insert(min(1, len(parts)), describe_workers(config))
     if "batch_size" in names or "batch_per_worker" in names:
-        words.append(f"batch {config.global_batch_size}")
-    return ", ".join(filter(None, words)) or config.strategy
+        parts.append(f"batch {config.global_batch_size}")
+    return ", ".join(filter(None, parts)) or config.strategy
 
 
-_SPOKEN = ("strategy", "options", "nnodes", "nproc_per_node", "batch_size", "batch_per_worker")
+_LABELED_FIELDS = (
+    "strategy",
+    "options",
+    "nnodes",
+    "nproc_per_node",
+    "batch_size",
+    "batch_per_worker",
+)
 
 
 def describe_workers(config: RunConfig) -> str:

@@ -8,13 +8,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.analysis.contention import disturbances
+from paceline.analysis.contention import find_contention
 from paceline.analysis.phases import (
     PhaseBreakdown,
     epoch_seconds,
     exchange_seconds_in_epoch,
-    hidden_seconds_in_epoch,
     iteration_breakdown,
+    overlapped_seconds_in_epoch,
 )
 from paceline.analysis.run_group import IGNORED_FIELDS, RunGroup, differing, setting_text
 from paceline.analysis.statistics import correct, relative_increase
@@ -50,7 +50,7 @@ class ScalingPoint:
     epoch_seconds: list[float]
     exchange_seconds_in_epoch: list[float]
     """Exposed communication."""
-    hidden_seconds_in_epoch: list[float]
+    overlapped_seconds_in_epoch: list[float]
     """Overlapped communication."""
     split: PhaseBreakdown | None
     """Of one iteration."""
@@ -197,7 +197,7 @@ def _series(
             [throughput / mean for throughput in _throughputs(group)],
             group.values(epoch_seconds, group.timed),
             group.values(exchange_seconds_in_epoch, group.timed),
-            group.values(hidden_seconds_in_epoch, group.timed),
+            group.values(overlapped_seconds_in_epoch, group.timed),
             iteration_breakdown(group),
         )
         for group in ordered
@@ -221,7 +221,7 @@ class SuperlinearCauses:
 
 def superlinear_causes(series: ScalingSeries, point: ScalingPoint) -> SuperlinearCauses:
     base = series.points[0]
-    shares = [one.share for one in disturbances([base.group, point.group])]
+    shares = [one.share for one in find_contention([base.group, point.group])]
     cores = _cores(base.group)
     # Without the setting, workers share the cores: the total is the same and explains nothing.
     before, after = base.group.config.threads, point.group.config.threads

@@ -130,13 +130,13 @@ class _Times:
             return
         worlds = self._worlds(index)
         # A lost worker may have recorded iterations that the others repeated without it.
-        was_there = self._sizes[worlds] > rank
-        self._recorded[np.unique(worlds[was_there])] += 1
-        places = np.searchsorted(self.index, index)
-        shared = was_there & (places < len(self.index))
-        shared[shared] = self.index[places[shared]] == index[shared]
-        self._sums[places[shared]] += seconds[shared]
-        self._counts[places[shared]] += 1
+        was_member = self._sizes[worlds] > rank
+        self._recorded[np.unique(worlds[was_member])] += 1
+        positions = np.searchsorted(self.index, index)
+        shared = was_member & (positions < len(self.index))
+        shared[shared] = self.index[positions[shared]] == index[shared]
+        self._sums[positions[shared]] += seconds[shared]
+        self._counts[positions[shared]] += 1
 
     def over_workers(self) -> tuple[NDArray[np.int64], Floats]:
         """The iterations that all their workers recorded, and the mean over these."""

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from paceline.analysis.phases import COMPUTE_PHASES, by_rank
+from paceline.analysis.phases import COMPUTE_PHASES, breakdown_by_rank
 from paceline.analysis.run import Run
 from paceline.analysis.run_group import RunGroup
 from paceline.config.cluster_spec import parse_recorded
@@ -40,11 +40,11 @@ class Straggler:
     """Whether shares by speed are possible and not in use."""
 
 
-def find_straggler(cell: RunGroup) -> Straggler | None:
+def find_straggler(group: RunGroup) -> Straggler | None:
     """The worker that computes longest while the others wait; None if there is none."""
-    found = [one for run in cell.finished if (one := _in_run(cell.label, run)) is not None]
+    found = [one for run in group.finished if (one := _in_run(group.label, run)) is not None]
     # Chance, unless it is the same worker in most repeats.
-    if not found or len(found) * 2 <= len(cell.finished):
+    if not found or len(found) * 2 <= len(group.finished):
         return None
     return found[0] if all(one.rank == found[0].rank for one in found) else None
 
@@ -55,7 +55,7 @@ def _slowed_nodes(run: Run) -> Collection[int]:
 
 
 def _in_run(label: str, run: Run) -> Straggler | None:
-    splits = by_rank(run)
+    splits = breakdown_by_rank(run)
     if len(splits) < 2:
         return None
     computing = {rank: split.of(COMPUTE_PHASES) for rank, split in splits.items()}

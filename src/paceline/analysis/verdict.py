@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.analysis.accuracy import AccuracyDifference, compare_accuracy
-from paceline.analysis.communication import read_comm
-from paceline.analysis.contention import CpuContention, disturbances
+from paceline.analysis.communication import read_comm_measurements
+from paceline.analysis.contention import CpuContention, find_contention
 from paceline.analysis.phases import Bottleneck, Explanation, explain, find_bottleneck
 from paceline.analysis.ranking import RankedGroup, Ranking, rank_groups
 from paceline.analysis.recommendations import Recommendation, recommend
@@ -80,9 +80,9 @@ def make_verdict(groups: Sequence[RunGroup], comm: Sequence[Path] = ()) -> Verdi
     """`comm` are network measurements of `paceline comm --json`."""
     kinds = _by_kind(groups)
     alike = max(kinds.values(), key=len) if len(kinds) > 1 else groups
-    exact, approximate = rank_groups(alike).apart()
-    ranking = exact if exact.ranking else approximate
-    verdict = Verdict(groups, has_several_kinds=len(kinds) > 1, contention=disturbances(groups))
+    exact, approximate = rank_groups(alike).split_exact()
+    ranking = exact if exact.entries else approximate
+    verdict = Verdict(groups, has_several_kinds=len(kinds) > 1, contention=find_contention(groups))
     # On a busy machine contention explains what looks like a straggler or a bottleneck.
     disturbed = {one.label for one in verdict.contention}
     verdict.stragglers = [
@@ -91,7 +91,7 @@ def make_verdict(groups: Sequence[RunGroup], comm: Sequence[Path] = ()) -> Verdi
         if (one := find_straggler(group)) is not None
         and (group.label not in disturbed or one.is_injected)
     ]
-    measured = [one for path in comm for one in read_comm(path)]
+    measured = [one for path in comm for one in read_comm_measurements(path)]
     verdict.bottlenecks = [
         bottleneck
         for group in groups
@@ -100,12 +100,14 @@ def make_verdict(groups: Sequence[RunGroup], comm: Sequence[Path] = ()) -> Verdi
     ]
     if len(kinds) < 2 or len(alike) > 1:
         verdict.ranking = ranking
-        verdict.approximate = approximate if exact.ranking and approximate.ranking else None
-    is_ranked = verdict.ranking is not None and bool(verdict.ranking.ranking)
+        verdict.approximate = approximate if exact.entries and approximate.entries else None
+    is_ranked = verdict.ranking is not None and bool(verdict.ranking.entries)
     if is_ranked:
         rank(verdict, disturbed)
-        verdict.superlinear = _superlinear([one.ranking[0].cell for one in verdict.rankings], alike)
-        verdict.accuracy_loss = _accuracy_loss(ranking.ranking)
+        verdict.superlinear = _superlinear(
+            [one.entries[0].group for one in verdict.rankings], alike
+        )
+        verdict.accuracy_loss = _accuracy_loss(ranking.entries)
     if len(kinds) > 1:
         others = [kind for kind in kinds.values() if kind is not alike or not is_ranked]
         verdict.others = [make_verdict(kind) for kind in others]
@@ -125,7 +127,7 @@ def rank(verdict: Verdict, disturbed: Collection[str] = ()) -> None:
     verdict.gaps = first
     verdict.approximate_lead = others[0][0] if others and others[0] else None
     assert verdict.ranking is not None
-    fastest, *later = verdict.ranking.ranking
+    fastest, *later = verdict.ranking.entries
     if not later:
         return
     gaps = list(zip(later, verdict.gaps, strict=True))
@@ -140,10 +142,10 @@ def rank(verdict: Verdict, disturbed: Collection[str] = ()) -> None:
             named.append(against)
     if not any(later[-1] is one for one in named):
         verdict.slowest = later[-1]
-    is_disturbed = fastest.cell.label in disturbed or against.cell.label in disturbed
+    is_disturbed = fastest.group.label in disturbed or against.group.label in disturbed
     if not is_disturbed and not any(against is tie for tie in verdict.ties):
         verdict.compared = fastest, against
-        verdict.explanation = explain(fastest.cell, against.cell)
+        verdict.explanation = explain(fastest.group, against.group)
 
 
 def _by_kind(groups: Sequence[RunGroup]) -> dict[tuple[str, str], list[RunGroup]]:
@@ -170,11 +172,11 @@ def _superlinear(
 
 def _accuracy_loss(ranking: Sequence[RankedGroup]) -> AccuracyLoss | None:
     known = [
-        (one.cell, accuracy)
+        (one.group, accuracy)
         for one in ranking
-        if (accuracy := one.cell.mean_of("test_accuracy")) is not None
+        if (accuracy := one.group.mean_of("test_accuracy")) is not None
     ]
-    if len(known) < 2 or known[0][0] is not ranking[0].cell:
+    if len(known) < 2 or known[0][0] is not ranking[0].group:
         return None
     (fastest, own), (best, accuracy) = known[0], max(known, key=lambda item: item[1])
     if accuracy - own <= MOST_ACCURACY_LOST:

@@ -18,7 +18,7 @@ def run(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
     from paceline.report.build import write_report
-    from paceline.report.terminal import left_out_lines
+    from paceline.report.terminal import skipped_lines
     from paceline.terminal import open_console, paragraph
 
     out = None if arguments.out is None else Path(arguments.out)
@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     console = open_console()
     for headline in report.headlines:
         console.print(paragraph(headline, console))
-    for line in left_out_lines(report.collection.left_out):
+    for line in skipped_lines(report.collection.skipped):
         console.print(line)
     # Paths are not wrapped, so that they can be copied.
     console.print(f"report      {report.page}", soft_wrap=True)

@@ -69,7 +69,7 @@ def to_document(collection: RunCollection) -> Document:
 
 def build_report(collection: RunCollection) -> tuple[Document, list[str]]:
     """The document, and the headlines of its chapters."""
-    verdicts = [make_verdict(chapter.cells, collection.comm) for chapter in collection.chapters]
+    verdicts = [make_verdict(chapter.groups, collection.comm) for chapter in collection.chapters]
     chapters, answers = [], []
     names = _names([chapter.title for chapter in collection.chapters])
     for name, chapter, verdict in zip(names, collection.chapters, verdicts, strict=True):
@@ -87,7 +87,7 @@ def build_report(collection: RunCollection) -> tuple[Document, list[str]]:
         points=[],
         next_steps=[],
         chapters=chapters,
-        left_out=[(one.name, one.why) for one in collection.left_out],
+        skipped=[(one.name, one.reason) for one in collection.skipped],
     )
     if len(verdicts) == 1:
         document.points = _points(verdicts[0])
@@ -122,7 +122,7 @@ def _names(titles: Sequence[str]) -> list[str]:
 def _together(collection: RunCollection) -> ChapterPage:
     """The sections about all parts of a study, and the settings of every configuration."""
     names = [one for one in collection.sections if one in SECTIONS and one != "configuration"]
-    about_all = section_context(TOGETHER, collection.cells, collection.comm)
+    about_all = section_context(TOGETHER, collection.groups, collection.comm)
     sections = build_sections(about_all, [*names, "configuration"])
     return ChapterPage(TOGETHER, "All parts together", "", "", sections)
 
@@ -137,8 +137,8 @@ def _with_titles(chapters: Sequence[Chapter], answers: Sequence[str]) -> list[st
 
 def _sum_up(document: Document, collection: RunCollection, answers: Sequence[str]) -> None:
     """The headline of several parts, with the answer of each."""
-    troubled = [cell for cell in collection.cells if _did_not_finish(cell)]
-    count = _count(collection.cells)
+    troubled = [group for group in collection.groups if _did_not_finish(group)]
+    count = _count(collection.groups)
     parts = len(collection.chapters)
     document.headline = f"{count} in {parts} parts, see each part's verdict" + (
         f"; {len(troubled)} did not finish." if troubled else "; every started run finished."
@@ -149,17 +149,17 @@ def _sum_up(document: Document, collection: RunCollection, answers: Sequence[str
     ]
 
 
-def _did_not_finish(cell: RunGroup) -> bool:
+def _did_not_finish(group: RunGroup) -> bool:
     """A skipped run was not started, so it does not count."""
-    return len(cell.finished) < len(cell.runs) or cell.trouble.startswith("failed")
+    return len(group.finished) < len(group.runs) or group.trouble.startswith("failed")
 
 
 def _page(
     name: str, chapter: Chapter, verdict: Verdict, comm: Sequence[Path], *, is_alone: bool
 ) -> tuple[ChapterPage, str]:
     """A chapter and its answer."""
-    about_cells = section_context("" if is_alone else name, chapter.cells, comm)
-    sections = build_sections(about_cells, select(chapter.sections, is_alone=is_alone))
+    about_groups = section_context("" if is_alone else name, chapter.groups, comm)
+    sections = build_sections(about_groups, select(chapter.sections, is_alone=is_alone))
     answer = _answer(chapter, sections) or headline(verdict)
     if not is_alone:
         sections.insert(0, _verdict_section(verdict, answer))
@@ -193,7 +193,7 @@ def _points(verdict: Verdict) -> list[tuple[str, str]]:
 
 def _subtitle(collection: RunCollection) -> str:
     runs = collection.runs
-    words = [f"{len(runs):,} run{'s' * (len(runs) != 1)} in {_count(collection.cells)}"]
+    words = [f"{len(runs):,} run{'s' * (len(runs) != 1)} in {_count(collection.groups)}"]
     for name in ("model", "data"):
         values = sorted({str(getattr(run.config, name)) for run in runs})
         if 0 < len(values) <= 4:
@@ -203,5 +203,5 @@ def _subtitle(collection: RunCollection) -> str:
     return " · ".join(words)
 
 
-def _count(cells: Sequence[RunGroup]) -> str:
-    return f"{len(cells):,} configuration{'s' * (len(cells) != 1)}"
+def _count(groups: Sequence[RunGroup]) -> str:
+    return f"{len(groups):,} configuration{'s' * (len(groups) != 1)}"

@@ -234,7 +234,7 @@ def _pairs_document(compared: Comparison) -> Document:
         else [(pair.other, text) for pair, text in zip(pairs, headlines, strict=True)],
         next_steps=[],
         chapters=[_pair_page(f"pair-{number}", pair) for number, pair in enumerate(pairs, 1)],
-        left_out=[(one.name, one.why) for one in compared.left_out],
+        skipped=[(one.name, one.reason) for one in compared.skipped],
     )
 
 
@@ -284,7 +284,7 @@ def _groups_document(compared: Comparison) -> Document:
         chapters=[
             ChapterPage("comparison", "Comparison", "", "", [s for s in sections if s.blocks])
         ],
-        left_out=[(one.name, one.why) for one in compared.left_out],
+        skipped=[(one.name, one.reason) for one in compared.skipped],
     )
 
 

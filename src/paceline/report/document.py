@@ -88,7 +88,7 @@ class Document:
     points: list[tuple[str, str]]
     next_steps: list[str]
     chapters: list[ChapterPage]
-    left_out: list[tuple[str, str]] = field(default_factory=list)
+    skipped: list[tuple[str, str]] = field(default_factory=list)
     context: str = ""
     """Published results; with several chapters, each has its own."""
 

@@ -33,7 +33,7 @@ def to_html(document: Document, before: str = "") -> str:
     single = len(document.chapters) == 1
     body.append(_contents(document, single))
     body += [_chapter(chapter, single) for chapter in document.chapters]
-    body.append(_left_out(document))
+    body.append(_skipped(document))
     style = _asset("report.css") + _asset("chart.css")
     page = (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -212,10 +212,10 @@ _WRITERS: dict[type, Callable[[Any], str]] = {
 }
 
 
-def _left_out(document: Document) -> str:
-    if not document.left_out:
+def _skipped(document: Document) -> str:
+    if not document.skipped:
         return ""
     rows = "".join(
-        f"<li><code>{escape(name)}</code> {escape(why)}</li>\n" for name, why in document.left_out
+        f"<li><code>{escape(name)}</code> {escape(why)}</li>\n" for name, why in document.skipped
     )
     return f'<section id="left-out">\n<h2>Left out</h2>\n<ul>\n{rows}</ul>\n</section>\n'

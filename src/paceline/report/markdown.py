@@ -42,9 +42,9 @@ def to_markdown(document: Document, figures: str = FIGURES) -> str:
             parts += [_plain(text) for text in (chapter.about, chapter.context) if text]
         for section in chapter.sections:
             parts += _section(section, 2 if single else 3)
-    if document.left_out:
+    if document.skipped:
         parts.append("## Left out")
-        parts.append("\n".join(f"- `{name}`: {_plain(why)}" for name, why in document.left_out))
+        parts.append("\n".join(f"- `{name}`: {_plain(why)}" for name, why in document.skipped))
     # Names of files may not be valid Unicode.
     text = "\n\n".join(parts).replace(f"]({FIGURES}/", f"]({figures}/")
     return f"{text}\n".encode("utf-8", "replace").decode()

@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from paceline import formatting
-from paceline.analysis.contention import WORTH_TELLING, others_share
+from paceline.analysis.contention import MIN_CONTENTION_SHARE, other_processes_share
 from paceline.analysis.run import Run
 from paceline.config import from_record
 from paceline.records import Result, RunFolder
@@ -155,8 +155,8 @@ def _cores(cpu_percent: float | None, cores: int | None) -> str:
 
 
 def _contention(run: Run) -> list[tuple[str, str]]:
-    share = others_share(run)
-    if share is None or share < WORTH_TELLING:
+    share = other_processes_share(run)
+    if share is None or share < MIN_CONTENTION_SHARE:
         return []
     text = f"other processes used {share:.0%} of the CPU; timings are not representative"
     return [("warning", text)]

@@ -31,7 +31,7 @@ NAME_WIDTH = 16
 MOST_TESTED = 8
 """Configurations in the list of differences; a page has them all."""
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-MOST_LEFT_OUT = 5
+MAX_SKIPPED_LINES = 5
 """Skipped records that are named; a page names all."""
 
 
@@ -41,7 +41,7 @@ def print_comparison(compared: Comparison) -> None:
     console = open_console(width=WIDTH)
     if compared.pairs:
         _print_pairs(console, compared.pairs)
-        _print_left_out(console, compared)
+        _print_skipped(console, compared)
         return
     letters = [_letter(index) for index in range(len(groups))]
     for letter, group in zip(letters, groups, strict=True):
@@ -55,11 +55,11 @@ def print_comparison(compared: Comparison) -> None:
     if len(groups) > 1:
         _print_significance(console, groups, letters)
         console.print(paragraph(wording.headline(make_verdict(groups)), console))
-    _print_left_out(console, compared)
+    _print_skipped(console, compared)
 
 
-def _print_left_out(console: Console, compared: Comparison) -> None:
-    for line in left_out_lines(compared.left_out, "the page that --html writes"):
+def _print_skipped(console: Console, compared: Comparison) -> None:
+    for line in skipped_lines(compared.skipped, "the page that --html writes"):
         console.print(line)
 
 
@@ -130,12 +130,12 @@ def _print_significance(
         console.print(paragraph(note, console))
 
 
-def left_out_lines(
-    left_out: Sequence[SkippedRecord], names_all: str = "the end of the page"
+def skipped_lines(
+    skipped: Sequence[SkippedRecord], names_all: str = "the end of the page"
 ) -> list[str]:
     """The first few skipped records, how many more there are, and where all are named."""
-    lines = [f"left out    {one.name}: {one.why}" for one in left_out[:MOST_LEFT_OUT]]
-    if len(left_out) > MOST_LEFT_OUT:
-        more = len(left_out) - MOST_LEFT_OUT
+    lines = [f"left out    {one.name}: {one.reason}" for one in skipped[:MAX_SKIPPED_LINES]]
+    if len(skipped) > MAX_SKIPPED_LINES:
+        more = len(skipped) - MAX_SKIPPED_LINES
         lines.append(f"left out    and {more:,} more: {names_all} names all")
     return lines

@@ -70,23 +70,23 @@ def headline(verdict: Verdict) -> str:
     ranking = verdict.ranking
     if ranking is None:
         text = "Not compared: every configuration uses a different model or dataset."
-    elif not ranking.ranking:
+    elif not ranking.entries:
         text = _nothing_ranked(verdict.groups)
     else:
         text = _fastest(verdict, ranking)
         if verdict.has_several_kinds:
-            text = f"Of {_kind(ranking.ranking[0].cell)}: {text}"
+            text = f"Of {_kind(ranking.entries[0].group)}: {text}"
     return text + rerun_sentence(verdict.contention)
 
 
 def _fastest(verdict: Verdict, ranking: Ranking) -> str:
     if verdict.approximate is not None:
         text = f"{ranking_headline(ranking, verdict.lead, 'exact')} " + beside_exact(
-            verdict.approximate, verdict.approximate_lead, ranking.ranking[0]
+            verdict.approximate, verdict.approximate_lead, ranking.entries[0]
         )
     else:
         text = ranking_headline(ranking, verdict.lead)
-        if len(ranking.ranking) > 1 and not any(is_exact(one.cell) for one in ranking.ranking):
+        if len(ranking.entries) > 1 and not any(is_exact(one.group) for one in ranking.entries):
             text += " All of these are approximate: compare accuracy as well as time."
     return text + "".join(
         f" {point.group.label}: scaling {efficiency_text(series, point)}."
@@ -119,12 +119,12 @@ def ranking_headline(ranking: Ranking, lead: Difference | None, scope: str = "")
 
     `lead` is how much longer the second takes; None where there is no second.
     """
-    first = ranking.ranking[0]
+    first = ranking.entries[0]
     time = f"{formatting.seconds(first.mean)} {ranking.name}"
-    label = first.cell.label
+    label = first.group.label
     if lead is None:
         return f"Fastest {scope}: {label}, {time}." if scope else _only(ranking, first)
-    second = ranking.ranking[1].cell.label
+    second = ranking.entries[1].group.label
     if lead.is_tie:
         among = f" among {scope} configurations" if scope else ""
         return (
@@ -135,7 +135,7 @@ def ranking_headline(ranking: Ranking, lead: Difference | None, scope: str = "")
         lead_text = f"{time}, {_less_time(lead)} than {second}"
     else:
         gap = formatting.share(lead.share)
-        lead_text = f"{time}, {gap} less time than {second} ({_single_run(ranking.ranking[:2])})"
+        lead_text = f"{time}, {gap} less time than {second} ({_single_run(ranking.entries[:2])})"
     if scope:
         return f"Fastest {scope}: {label}, {lead_text}."
     return f"{label} {'is' if lead.is_significant else 'was'} fastest: {lead_text}."
@@ -144,17 +144,17 @@ def ranking_headline(ranking: Ranking, lead: Difference | None, scope: str = "")
 def beside_exact(ranking: Ranking, lead: Difference | None, exact: RankedGroup) -> str:
     """The fastest approximate configuration, and its accuracy beside that of the fastest exact."""
     text = "Approximate configurations compute something else"
-    first = ranking.ranking[0].cell
-    own, other = first.mean_of("test_accuracy"), exact.cell.mean_of("test_accuracy")
+    first = ranking.entries[0].group
+    own, other = first.mean_of("test_accuracy"), exact.group.mean_of("test_accuracy")
     if own is not None and other is not None:
         text += f": test accuracy {own:.4f} with {first.label}, {other:.4f} with exact training"
-        text += f" ({exact.cell.label})"
+        text += f" ({exact.group.label})"
     return f"{ranking_headline(ranking, lead, 'approximate')} {text}."
 
 
 def _only(ranking: Ranking, only: RankedGroup) -> str:
-    text = f"{only.cell.label}: {formatting.seconds(only.mean)} {ranking.name}"
-    accuracy = only.cell.mean_of("test_accuracy")
+    text = f"{only.group.label}: {formatting.seconds(only.mean)} {ranking.name}"
+    accuracy = only.group.mean_of("test_accuracy")
     if accuracy is not None:
         text += f", test accuracy {accuracy:.4f}"
     return f"{text}."
@@ -165,7 +165,7 @@ def _less_time(gap: Difference) -> str:
 
 
 def _single_run(pair: Sequence[RankedGroup]) -> str:
-    fewest = min((run.iterations for one in pair for run in one.cell.finished), default=0)
+    fewest = min((run.iterations for one in pair for run in one.group.finished), default=0)
     if fewest < FEWEST_ITERATIONS and not all(one.blocks for one in pair):
         return f"single run of {fewest} iterations, significance unknown"
     return "single run, significance unknown"
@@ -233,7 +233,7 @@ def superlinear_reason(series: ScalingSeries, point: ScalingPoint) -> str:
 
 def findings(verdict: Verdict) -> list[Finding]:
     """Everything besides the headline: the comparison, then limits, accuracy and failures."""
-    ranked = verdict.ranking.ranking if verdict.ranking else []
+    ranked = verdict.ranking.entries if verdict.ranking else []
     return [
         *(_about_ranking(verdict, verdict.ranking) if verdict.ranking and len(ranked) > 1 else ()),
         *(
@@ -257,28 +257,28 @@ def _first_kind(verdict: Verdict) -> str:
 
 
 def _about_ranking(verdict: Verdict, ranking: Ranking) -> Iterator[Finding]:
-    first, second = ranking.ranking[:2]
-    also = [tie.cell.label for tie in verdict.ties if tie is not second]
+    first, second = ranking.entries[:2]
+    also = [tie.group.label for tie in verdict.ties if tie is not second]
     if also:
         yield Finding("Tied with the fastest", f"{listed(also, NAMED)}.")
     if verdict.clear is not None:
         other, gap = verdict.clear
         yield Finding(
             "First clear difference",
-            f"{other.cell.label} takes {formatting.seconds(other.mean)} {ranking.name};"
-            f" {first.cell.label} takes {_less_time(gap)}.",
+            f"{other.group.label} takes {formatting.seconds(other.mean)} {ranking.name};"
+            f" {first.group.label} takes {_less_time(gap)}.",
         )
     last = verdict.slowest
     if last is not None:
         times = f", {last.mean / first.mean:.2f} times the fastest" if first.mean else ""
-        text = f"{last.cell.label}: {formatting.seconds(last.mean)} {ranking.name}{times}."
+        text = f"{last.group.label}: {formatting.seconds(last.mean)} {ranking.name}{times}."
         yield Finding("Slowest", text)
     if verdict.lead is not None:
         yield Finding("Confidence", _confidence(ranking, verdict.lead))
     if verdict.compared is not None:
         fastest, slower = verdict.compared
         if ranking.name == TO_TARGET:
-            yield Finding("Why", f"{_to_target(fastest.cell)}; {_to_target(slower.cell)}.")
+            yield Finding("Why", f"{_to_target(fastest.group)}; {_to_target(slower.group)}.")
         elif verdict.explanation is not None and verdict.explanation.seconds > 0:
             yield Finding("Why", explanation_text(verdict.explanation))
 
@@ -325,7 +325,7 @@ def _confidence(ranking: Ranking, lead: Difference) -> str:
             "single run, significance unknown: intervals are from blocks of iterations within each"
             f" run{corrected}; probably too narrow."
         )
-    repeats = [len(one.values) for one in ranking.ranking]
+    repeats = [len(one.values) for one in ranking.entries]
     several = [count for count in repeats if count > 1]
     low, high = min(several), max(several)
     span = f"{low}" if low == high else f"{low} to {high}"
@@ -390,7 +390,7 @@ def _shares(bottleneck: Bottleneck) -> str:
 def _several(found: Sequence[Bottleneck]) -> str:
     first = found[0]
     names = listed([one.label for one in found], NAMED)
-    shares = [one.shares[first.telling] for one in found]
+    shares = [one.shares[first.main_share] for one in found]
     low, high = formatting.share(min(shares)), formatting.share(max(shares))
     span = low if low == high else f"{low} to {high}"
     cause = ""
@@ -400,7 +400,7 @@ def _several(found: Sequence[Bottleneck]) -> str:
             f"; the bytes take at most {formatting.seconds(max(wires))} on the measured link,"
             f" so the likely cause is {_communication_cause(first.cause)}"
         )
-    return f"{names}: {SHARES[first.telling]} is {span} of each iteration{cause}."
+    return f"{names}: {SHARES[first.main_share]} is {span} of each iteration{cause}."
 
 
 def _communication_cause(cause: CommunicationCause) -> str:
@@ -579,8 +579,8 @@ def recommendation_text(one: advice.Recommendation) -> str:
         case advice.Overlap():
             return (
                 f"Try --strategy overlap: exposed communication is {formatting.share(one.exposed)}"
-                f" of each iteration, and {formatting.share(one.hideable)} of it can overlap with"
-                " the backward pass at most."
+                f" of each iteration; at most {formatting.share(one.overlappable)} of it can"
+                " overlap with the backward pass."
             )
         case advice.Compress():
             return (

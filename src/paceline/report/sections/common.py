@@ -73,7 +73,7 @@ def _choose_plotted(groups: Sequence[RunGroup]) -> list[RunGroup]:
     """All groups, or as many as a figure holds: mostly the fastest, some of the slowest."""
     if len(groups) <= MAX_PLOTTED:
         return list(groups)
-    ranking = [ranked.cell for ranked in rank_groups(groups).ranking]
+    ranking = [ranked.group for ranked in rank_groups(groups).entries]
     slowest = MAX_PLOTTED // 3
     chosen = ranking[: MAX_PLOTTED - slowest] + ranking[MAX_PLOTTED - slowest :][-slowest:]
     identities = {id(group) for group in chosen or groups[:MAX_PLOTTED]}

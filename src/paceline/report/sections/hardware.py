@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 from paceline import formatting
 from paceline.analysis.communication import (
     AllReduceBandwidth,
+    CommMeasurement,
     KindTraffic,
-    Measured,
     all_reduce_bandwidth,
     group_traffic,
-    read_comm,
+    read_comm_measurements,
 )
 from paceline.analysis.resources import (
     RESOURCE_KEYS,
@@ -97,7 +97,7 @@ def _traffic_figure(
 
 @section("bandwidth", "Bandwidth")
 def bandwidth(context: SectionContext) -> Iterator[Block]:
-    measured = [one for path in context.comm for one in read_comm(path)]
+    measured = [one for path in context.comm for one in read_comm_measurements(path)]
     found = (all_reduce_bandwidth(group, measured) for group in context.groups)
     rates = [rate for rate in found if rate is not None]
     if rates:
@@ -131,7 +131,7 @@ def _bandwidth_table(rates: Sequence[AllReduceBandwidth]) -> Table:
     )
 
 
-def _measured_table(measured: Sequence[Measured]) -> Table:
+def _measured_table(measured: Sequence[CommMeasurement]) -> Table:
     return table(
         measured,
         Column("operation", lambda one: one.operation),

@@ -71,7 +71,9 @@ def winners(context: SectionContext) -> Iterator[Block]:
     yield table(
         [row for one in rankings for row in _choices(one)],
         Column("condition", lambda row: row.condition),
-        Column("choice", lambda row: row.ranked.cell.label + " (approximate)" * row.is_approximate),
+        Column(
+            "choice", lambda row: row.ranked.group.label + " (approximate)" * row.is_approximate
+        ),
         Column(
             f"time {rankings[0].ranking.name}", lambda row: row.ranked.values, formatting.seconds
         ),
@@ -84,7 +86,7 @@ def winners(context: SectionContext) -> Iterator[Block]:
         Column("waiting", lambda row: row.phase_seconds(["wait"]), formatting.seconds),
         Column(
             "test accuracy",
-            lambda row: row.ranked.cell.mean_of("test_accuracy"),
+            lambda row: row.ranked.group.mean_of("test_accuracy"),
             formatting.number,
         ),
         text_columns=2,
@@ -102,15 +104,15 @@ class Choice(NamedTuple):
     is_approximate: bool
 
     def phase_seconds(self, phases: Sequence[str]) -> float | None:
-        split = iteration_breakdown(self.ranked.cell)
+        split = iteration_breakdown(self.ranked.group)
         return None if split is None else split.of(phases)
 
 
 def _choices(one: ConditionRanking) -> Iterator[Choice]:
-    fastest = one.ranking.ranking[0].mean
-    for ranked in one.ranking.ranking:
+    fastest = one.ranking.entries[0].mean
+    for ranked in one.ranking.entries:
         yield Choice(one.condition, ranked, fastest, is_approximate=False)
-    for ranked in one.approximate.ranking if one.approximate else ():
+    for ranked in one.approximate.entries if one.approximate else ():
         yield Choice(one.condition, ranked, fastest, is_approximate=True)
 
 
@@ -118,20 +120,20 @@ def _condition_text(one: ConditionRanking) -> str:
     if one.approximate is None:
         text = ranking_headline(one.ranking, one.lead)
     else:
-        others = beside_exact(one.approximate, one.approximate_lead, one.ranking.ranking[0])
+        others = beside_exact(one.approximate, one.approximate_lead, one.ranking.entries[0])
         text = f"{ranking_headline(one.ranking, one.lead, 'exact')} {others}"
     # A difference within noise needs no explanation.
     if one.lead is None or one.lead.is_tie:
         return text
-    first, second = one.ranking.ranking[:2]
-    reason = explain(first.cell, second.cell)
+    first, second = one.ranking.entries[:2]
+    reason = explain(first.group, second.group)
     has_reason = reason is not None and reason.seconds > 0
     return f"{text} {_capitalize(explanation_text(reason))}" if reason and has_reason else text
 
 
 def winners_answer(rankings: Sequence[ConditionRanking]) -> str:
     approximate = "; ".join(
-        f"{one.condition}: {one.approximate.ranking[0].cell.label}"
+        f"{one.condition}: {one.approximate.entries[0].group.label}"
         for one in rankings
         if one.approximate is not None
     )
@@ -286,9 +288,9 @@ def _exposed(point: ScalingPoint) -> list[float] | None:
 def _overlapped(point: ScalingPoint) -> list[float] | str:
     if point.workers == 1:
         return "none"
-    if len(point.hidden_seconds_in_epoch) < len(point.epoch_seconds):
+    if len(point.overlapped_seconds_in_epoch) < len(point.epoch_seconds):
         return NOT_MEASURED
-    return point.hidden_seconds_in_epoch
+    return point.overlapped_seconds_in_epoch
 
 
 @section("batch_size", "Batch size")

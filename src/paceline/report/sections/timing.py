@@ -14,13 +14,13 @@ from paceline.analysis.phases import (
     PhaseBreakdown,
     explain,
     has_first,
-    hidden_of_cell,
     iteration_breakdown,
+    overlapped_seconds,
     rank_breakdowns,
     run_breakdown,
     startup_seconds,
 )
-from paceline.analysis.ranking import iteration_pace
+from paceline.analysis.ranking import rank_by_step_time
 from paceline.analysis.ranks import (
     RankWork,
     compare_first_rank,
@@ -276,7 +276,7 @@ def _overlapped(one: GroupPhases) -> float | str:
     """Seconds per iteration."""
     if one.group.workers == 1:
         return "none"
-    overlapped = hidden_of_cell(one.group)
+    overlapped = overlapped_seconds(one.group)
     return NOT_MEASURED if overlapped is None else overlapped
 
 
@@ -300,7 +300,7 @@ def _phase_column(phase: str) -> Column[GroupPhases]:
 
 def _explanations(context: SectionContext) -> Iterator[Block]:
     """What each phase adds to the time of the fastest configuration."""
-    ranking = [ranked.cell for ranked in iteration_pace(context.finished).ranking]
+    ranking = [ranked.group for ranked in rank_by_step_time(context.finished).entries]
     if len(ranking) < 2:
         return
     # One unit for the whole column.
