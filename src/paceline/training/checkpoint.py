@@ -4,6 +4,9 @@ A checkpoint is `iteration-00000123.pt` with its checksum in `iteration-00000123
 is on disk before the state file gets its name, so every visible checkpoint can be verified, even
 after a power failure. While a checkpoint replaces another of the same iteration, the checksum file
 lists both. The state consists of plain containers and CPU tensors.
+
+In order: the store, then the format (names, writing, reading, removing), then the copies of the
+state that are written.
 """
 
 from __future__ import annotations
@@ -49,326 +52,6 @@ class Checkpoint:
     state: dict[str, Any]
     warnings: tuple[str, ...] = ()
     """One line per newer checkpoint that was skipped."""
-
-
-def state_file(folder: Path, iteration: int) -> Path:
-    return folder / f"iteration-{iteration:08d}.pt"
-
-
-def checksum_file(folder: Path, iteration: int) -> Path:
-    return folder / f"iteration-{iteration:08d}.json"
-
-
-def iterations(folder: Path, suffix: str = "pt") -> list[int]:
-    """Return the iterations that have a file of this kind, newest first, intact or not."""
-    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-    matches = [match for match in map(_NAME.fullmatch, names) if match]
-    return sorted((int(match[1]) for match in matches if match[2] == suffix), reverse=True)
-
-
-def write_checkpoint(folder: Path, iteration: int, state: Mapping[str, Any]) -> int:
-    """Write a checkpoint atomically; returns its size in bytes.
-
-    If writing fails, it raises a one-line `RunError` and leaves other checkpoints unchanged.
-    """
-    path = state_file(folder, iteration)
-    temporary = folder / f".{path.name}.{os.getpid()}"
-    size_bytes = 0
-    try:
-        with temporary.open("wb", buffering=_CHUNK_BYTES) as file:
-            hashing = _HashingFile(file)
-            torch.save(dict(state), cast("BinaryIO", hashing))  # only calls write and flush
-            size_bytes = hashing.size_bytes
-            hashing.raise_failure()
-            file.flush()
-            os.fsync(file.fileno())
-        _publish(temporary, path, iteration, {"bytes": size_bytes, "sha256": hashing.hexdigest()})
-    except OSError as error:
-        _discard(temporary)  # first, so that the reported free space excludes it
-        raise RunError(_explain(error, folder, path, size_bytes)) from error
-    finally:
-        _discard(temporary)
-    return size_bytes
-
-
-def _publish(temporary: Path, path: Path, iteration: int, content: dict[str, Any]) -> None:
-    checksums = checksum_file(path.parent, iteration)
-    record = {"schema": SCHEMA, "iteration": iteration}
-    replaced: list[dict[str, Any]] = []
-    if path.exists():
-        with contextlib.suppress(RecordsError, CheckpointError):
-            replaced = _contents(checksums, iteration)
-    write_json(checksums, {**record, "contents": [*replaced, content]})
-    temporary.replace(path)
-    sync_folder(path.parent)
-    if replaced:
-        with contextlib.suppress(OSError):  # a list of both is also valid
-            write_json(checksums, {**record, "contents": [content]})
-
-
-def read_checkpoint(folder: Path, iteration: int) -> dict[str, Any]:
-    """Verify and load the state of a checkpoint; raises a one-line CheckpointError.
-
-    It raises DamagedCheckpointError unless a retry or a newer version could read the files.
-    """
-    path = state_file(folder, iteration)
-    try:
-        contents = _contents(checksum_file(folder, iteration), iteration)
-        with open_record(path) as file:
-            size_bytes = os.fstat(file.fileno()).st_size
-            if size_bytes not in [content["bytes"] for content in contents]:
-                raise DamagedCheckpointError(
-                    f"{path} has {size_bytes} bytes, not the {contents[-1]['bytes']} written"
-                )
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            if {"bytes": size_bytes, "sha256": digest} not in contents:
-                raise DamagedCheckpointError(f"{path} is damaged: its checksum does not agree")
-            file.seek(0)
-            return _load(path, file)
-    except (MissingRecordError, DamagedRecordError) as error:
-        raise DamagedCheckpointError(f"{path} cannot be verified: {error}") from None
-    except RecordsError as error:
-        raise CheckpointError(f"{path} cannot be verified: {error}") from None
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
-
-
-def _load(path: Path, file: BinaryIO) -> dict[str, Any]:
-    _check_size(path, file)
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
-    except MemoryError:
-        raise
-    except Exception as error:  # noqa: BLE001 - a forged file can make the loader raise anything
-        cause = f"{type(error).__name__}: {error}".partition("\n")[0].partition(". ")[0]
-        raise DamagedCheckpointError(f"{path} is refused: {cause}") from None
-    if not isinstance(state, dict):
-        raise DamagedCheckpointError(f"{path} is refused: it holds no state of a run")
-    return state
-
-
-def _check_size(path: Path, file: BinaryIO) -> None:
-    """Reject a file that unpacks to more than its own size: torch.save does not compress."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            unpacked_bytes = sum(entry.file_size for entry in archive.infolist())
-    except (zipfile.BadZipFile, ValueError, NotImplementedError):
-        raise DamagedCheckpointError(f"{path} is refused: it is not a zip archive") from None
-    size_bytes = os.fstat(file.fileno()).st_size
-    if unpacked_bytes > size_bytes:
-        raise DamagedCheckpointError(
-            f"{path} is refused: it holds {unpacked_bytes} bytes, more than the file's {size_bytes}"
-        )
-    file.seek(0)
-
-
-def newest_checkpoint(folder: Path) -> Checkpoint | None:
-    """Return the newest valid checkpoint, or None if there are no checkpoints.
-
-    Unusable checkpoints are skipped. If none is usable, it raises CheckpointError, because the user
-    must decide whether to start over; DamagedCheckpointError if all are damaged.
-    """
-    warnings: list[str] = []
-    is_damaged = True
-    for iteration in iterations(folder):
-        try:
-            return Checkpoint(iteration, read_checkpoint(folder, iteration), tuple(warnings))
-        except CheckpointError as error:
-            warnings.append(f"checkpoint of iteration {iteration} was skipped: {error}")
-            is_damaged = is_damaged and isinstance(error, DamagedCheckpointError)
-    if warnings:
-        raise (DamagedCheckpointError if is_damaged else CheckpointError)(
-            f"none of the {len(warnings)} checkpoints in {folder} can be used: {warnings[0]}"
-        )
-    return None
-
-
-def remove_checkpoint(folder: Path, iteration: int) -> None:
-    # In this order, a crash in between leaves only a checksum, which is not taken for a checkpoint.
-    for path in (state_file(folder, iteration), checksum_file(folder, iteration)):
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            raise RunError(f"cannot remove the old checkpoint {path}: {error.strerror}") from error
-
-
-def remove_stale_temporaries(folder: Path) -> None:
-    """Remove temporary files of processes that died while writing."""
-    for path in folder.iterdir():
-        match = _TEMPORARY.fullmatch(path.name)
-        if match is None:
-            continue
-        with contextlib.suppress(FileNotFoundError):
-            try:
-                # Pids are reused, especially in containers: a file older than the process is not
-                # its own. One second allows for different clock resolutions.
-                born = psutil.Process(int(match[1])).create_time()
-                stale = path.stat().st_mtime < born - 1
-            except psutil.NoSuchProcess:
-                stale = True
-            if stale:
-                path.unlink()
-
-
-def _contents(checksums: Path, iteration: int) -> list[dict[str, Any]]:
-    """Return size and SHA-256 of each content that the state file may have."""
-    record = read_json(checksums)
-    contents = record.get("contents")
-    whole = isinstance(contents, list) and all(
-        isinstance(content, dict) and {"bytes", "sha256"} <= content.keys() for content in contents
-    )
-    if not contents or not whole or record.get("iteration") != iteration:
-        raise DamagedCheckpointError(f"{checksums} is not the checksum of iteration {iteration}")
-    found: list[dict[str, Any]] = contents
-    return found
-
-
-def _explain(error: OSError, folder: Path, path: Path, size_bytes: int) -> str:
-    parts = [f"cannot write checkpoint {path}: {error.strerror or error}"]
-    with contextlib.suppress(OSError):
-        parts.append(_explain_space(error, folder, size_bytes))
-    standing = iterations(folder)
-    parts.append(
-        f"{state_file(folder, standing[0]).name} is still there"
-        if standing
-        else "there is no earlier checkpoint"
-    )
-    return "; ".join(parts)
-
-
-def _explain_space(error: OSError, folder: Path, size_bytes: int) -> str:
-    """Return the needed and the free disk space, as the file system counts them."""
-    disk = os.statvfs(folder)
-    free_bytes = disk.f_bavail * disk.f_frsize
-    if not size_bytes:
-        return f"{free_bytes} bytes are free"
-    # Files take whole blocks, and the checksum file and the folder may need one each.
-    blocks = -(-size_bytes // disk.f_frsize) + 2
-    needed = f"it needs {blocks * disk.f_frsize} bytes with its checksum, and {free_bytes} are free"
-    if blocks <= disk.f_bavail and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        needed += " now: check quotas, inodes and what else fills the disk"
-    return needed
-
-
-def _discard(temporary: Path) -> None:
-    with contextlib.suppress(OSError):
-        temporary.unlink(missing_ok=True)
-
-
-class _HashingFile:
-    """Hashes everything that is written to a file.
-
-    After a failure, which `raise_failure` raises, it only counts bytes: an exception must not pass
-    through the C++ writer that calls this, and the count gives the needed disk space.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.size_bytes = 0
-        self._file = file
-        self._digest = hashlib.sha256()
-        self._failure: OSError | None = None
-
-    def write(self, data: memoryview | bytes) -> int:
-        view = memoryview(data)
-        self.size_bytes += view.nbytes
-        for start in range(0, view.nbytes, _CHUNK_BYTES):
-            if self._failure is not None:
-                break
-            chunk = view[start : start + _CHUNK_BYTES]
-            self._digest.update(chunk)
-            try:
-                self._file.write(chunk)
-            except OSError as error:
-                self._failure = error
-        return view.nbytes
-
-    def flush(self) -> None:
-        """Do nothing: the caller flushes and syncs once at the end."""
-
-    def raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
-    def hexdigest(self) -> str:
-        return self._digest.hexdigest()
-
-
-_SCALARS = (int, float, bool, str, type(None))
-
-
-def without_copy(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state for an immediate write.
-
-    Only tensors on a device, or in a larger storage, which torch.save would write completely, are
-    copied.
-    """
-    return _plain_dict(state, "state", _compact)
-
-
-def _compact(_path: str, tensor: Tensor) -> Tensor:
-    host = tensor.cpu()
-    if host.untyped_storage().nbytes() > host.numel() * host.element_size():
-        host = host.clone()
-    return host
-
-
-class HostBuffers:
-    """Copies states to host memory that is reused: each copy overwrites the previous one."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[Any, ...], Tensor] = {}
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers.values())
-
-    def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a copy of the state."""
-        reusable, self._buffers = self._buffers, {}
-        copied: dict[tuple[Any, ...], Tensor] = {}
-
-        def copy(path: str, tensor: Tensor) -> Tensor:
-            layout = (tensor.dtype, tensor.shape, tensor.stride())
-            # Tied weights are copied, and written, once.
-            source = (tensor.device, tensor.data_ptr(), *layout)
-            if source not in copied:
-                key = (path, tensor.device.type, *layout)
-                buffer = reusable.get(key)
-                if buffer is None:
-                    buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-                copied[source] = self._buffers[key] = buffer.copy_(tensor)
-            return copied[source]
-
-        return _plain_dict(state, "state", copy)
-
-
-def _plain(value: Any, path: str, host: Callable[[str, Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        tensor = value.detach()
-        # Loading a tensor subclass would require its class.
-        if type(tensor) is not Tensor or tensor.layout != torch.strided:
-            raise TypeError(f"{path} is a {type(value).__name__}: a checkpoint holds plain tensors")
-        return host(path, tensor)
-    if isinstance(value, Mapping):
-        return _plain_dict(value, path, host)
-    if type(value) in (list, tuple):
-        return type(value)(_plain(item, f"{path}[{i}]", host) for i, item in enumerate(value))
-    # Compare exact types: numpy.float64 is a float, but would be pickled as a numpy type.
-    if type(value) in _SCALARS:
-        return value
-    raise TypeError(
-        f"{path} is a {type(value).__name__}: a checkpoint holds dicts, lists and tuples of "
-        "tensors, numbers, text and None"
-    )
-
-
-def _plain_dict(
-    mapping: Mapping[Any, Any], path: str, host: Callable[[str, Tensor], Tensor]
-) -> dict[Any, Any]:
-    for key in mapping:
-        if type(key) not in (str, int):
-            raise TypeError(f"{path} has the key {key!r}: a checkpoint's keys are text or integers")
-    return {key: _plain(value, f"{path}[{key!r}]", host) for key, value in mapping.items()}
 
 
 class CheckpointStore:
@@ -510,3 +193,323 @@ class CheckpointStore:
             if other == iteration
             or (other < iteration and (self._reached is None or other <= self._reached))
         ]
+
+
+def newest_checkpoint(folder: Path) -> Checkpoint | None:
+    """Return the newest valid checkpoint, or None if there are no checkpoints.
+
+    Unusable checkpoints are skipped. If none is usable, it raises CheckpointError, because the user
+    must decide whether to start over; DamagedCheckpointError if all are damaged.
+    """
+    warnings: list[str] = []
+    is_damaged = True
+    for iteration in iterations(folder):
+        try:
+            return Checkpoint(iteration, read_checkpoint(folder, iteration), tuple(warnings))
+        except CheckpointError as error:
+            warnings.append(f"checkpoint of iteration {iteration} was skipped: {error}")
+            is_damaged = is_damaged and isinstance(error, DamagedCheckpointError)
+    if warnings:
+        raise (DamagedCheckpointError if is_damaged else CheckpointError)(
+            f"none of the {len(warnings)} checkpoints in {folder} can be used: {warnings[0]}"
+        )
+    return None
+
+
+def iterations(folder: Path, suffix: str = "pt") -> list[int]:
+    """Return the iterations that have a file of this kind, newest first, intact or not."""
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    matches = [match for match in map(_NAME.fullmatch, names) if match]
+    return sorted((int(match[1]) for match in matches if match[2] == suffix), reverse=True)
+
+
+def state_file(folder: Path, iteration: int) -> Path:
+    return folder / f"iteration-{iteration:08d}.pt"
+
+
+def checksum_file(folder: Path, iteration: int) -> Path:
+    return folder / f"iteration-{iteration:08d}.json"
+
+
+def write_checkpoint(folder: Path, iteration: int, state: Mapping[str, Any]) -> int:
+    """Write a checkpoint atomically; returns its size in bytes.
+
+    If writing fails, it raises a one-line `RunError` and leaves other checkpoints unchanged.
+    """
+    path = state_file(folder, iteration)
+    temporary = folder / f".{path.name}.{os.getpid()}"
+    size_bytes = 0
+    try:
+        with temporary.open("wb", buffering=_CHUNK_BYTES) as file:
+            hashing = _HashingFile(file)
+            torch.save(dict(state), cast("BinaryIO", hashing))  # only calls write and flush
+            size_bytes = hashing.size_bytes
+            hashing.raise_failure()
+            file.flush()
+            os.fsync(file.fileno())
+        _publish(temporary, path, iteration, {"bytes": size_bytes, "sha256": hashing.hexdigest()})
+    except OSError as error:
+        _discard(temporary)  # first, so that the reported free space excludes it
+        raise RunError(_explain(error, folder, path, size_bytes)) from error
+    finally:
+        _discard(temporary)
+    return size_bytes
+
+
+class _HashingFile:
+    """Hashes everything that is written to a file.
+
+    After a failure, which `raise_failure` raises, it only counts bytes: an exception must not pass
+    through the C++ writer that calls this, and the count gives the needed disk space.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.size_bytes = 0
+        self._file = file
+        self._digest = hashlib.sha256()
+        self._failure: OSError | None = None
+
+    def write(self, data: memoryview | bytes) -> int:
+        view = memoryview(data)
+        self.size_bytes += view.nbytes
+        for start in range(0, view.nbytes, _CHUNK_BYTES):
+            if self._failure is not None:
+                break
+            chunk = view[start : start + _CHUNK_BYTES]
+            self._digest.update(chunk)
+            try:
+                self._file.write(chunk)
+            except OSError as error:
+                self._failure = error
+        return view.nbytes
+
+    def flush(self) -> None:
+        """Do nothing: the caller flushes and syncs once at the end."""
+
+    def raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
+
+
+def _publish(temporary: Path, path: Path, iteration: int, content: dict[str, Any]) -> None:
+    checksums = checksum_file(path.parent, iteration)
+    record = {"schema": SCHEMA, "iteration": iteration}
+    replaced: list[dict[str, Any]] = []
+    if path.exists():
+        with contextlib.suppress(RecordsError, CheckpointError):
+            replaced = _contents(checksums, iteration)
+    write_json(checksums, {**record, "contents": [*replaced, content]})
+    temporary.replace(path)
+    sync_folder(path.parent)
+    if replaced:
+        with contextlib.suppress(OSError):  # a list of both is also valid
+            write_json(checksums, {**record, "contents": [content]})
+
+
+def _discard(temporary: Path) -> None:
+    with contextlib.suppress(OSError):
+        temporary.unlink(missing_ok=True)
+
+
+def _explain(error: OSError, folder: Path, path: Path, size_bytes: int) -> str:
+    parts = [f"cannot write checkpoint {path}: {error.strerror or error}"]
+    with contextlib.suppress(OSError):
+        parts.append(_explain_space(error, folder, size_bytes))
+    standing = iterations(folder)
+    parts.append(
+        f"{state_file(folder, standing[0]).name} is still there"
+        if standing
+        else "there is no earlier checkpoint"
+    )
+    return "; ".join(parts)
+
+
+def _explain_space(error: OSError, folder: Path, size_bytes: int) -> str:
+    """Return the needed and the free disk space, as the file system counts them."""
+    disk = os.statvfs(folder)
+    free_bytes = disk.f_bavail * disk.f_frsize
+    if not size_bytes:
+        return f"{free_bytes} bytes are free"
+    # Files take whole blocks, and the checksum file and the folder may need one each.
+    blocks = -(-size_bytes // disk.f_frsize) + 2
+    needed = f"it needs {blocks * disk.f_frsize} bytes with its checksum, and {free_bytes} are free"
+    if blocks <= disk.f_bavail and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        needed += " now: check quotas, inodes and what else fills the disk"
+    return needed
+
+
+def read_checkpoint(folder: Path, iteration: int) -> dict[str, Any]:
+    """Verify and load the state of a checkpoint; raises a one-line CheckpointError.
+
+    It raises DamagedCheckpointError unless a retry or a newer version could read the files.
+    """
+    path = state_file(folder, iteration)
+    try:
+        contents = _contents(checksum_file(folder, iteration), iteration)
+        with open_record(path) as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+            if size_bytes not in [content["bytes"] for content in contents]:
+                raise DamagedCheckpointError(
+                    f"{path} has {size_bytes} bytes, not the {contents[-1]['bytes']} written"
+                )
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if {"bytes": size_bytes, "sha256": digest} not in contents:
+                raise DamagedCheckpointError(f"{path} is damaged: its checksum does not agree")
+            file.seek(0)
+            return _load(path, file)
+    except (MissingRecordError, DamagedRecordError) as error:
+        raise DamagedCheckpointError(f"{path} cannot be verified: {error}") from None
+    except RecordsError as error:
+        raise CheckpointError(f"{path} cannot be verified: {error}") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _contents(checksums: Path, iteration: int) -> list[dict[str, Any]]:
+    """Return size and SHA-256 of each content that the state file may have."""
+    record = read_json(checksums)
+    contents = record.get("contents")
+    whole = isinstance(contents, list) and all(
+        isinstance(content, dict) and {"bytes", "sha256"} <= content.keys() for content in contents
+    )
+    if not contents or not whole or record.get("iteration") != iteration:
+        raise DamagedCheckpointError(f"{checksums} is not the checksum of iteration {iteration}")
+    found: list[dict[str, Any]] = contents
+    return found
+
+
+def _load(path: Path, file: BinaryIO) -> dict[str, Any]:
+    _check_size(path, file)
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a forged file can make the loader raise anything
+        cause = f"{type(error).__name__}: {error}".partition("\n")[0].partition(". ")[0]
+        raise DamagedCheckpointError(f"{path} is refused: {cause}") from None
+    if not isinstance(state, dict):
+        raise DamagedCheckpointError(f"{path} is refused: it holds no state of a run")
+    return state
+
+
+def _check_size(path: Path, file: BinaryIO) -> None:
+    """Reject a file that unpacks to more than its own size: torch.save does not compress."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            unpacked_bytes = sum(entry.file_size for entry in archive.infolist())
+    except (zipfile.BadZipFile, ValueError, NotImplementedError):
+        raise DamagedCheckpointError(f"{path} is refused: it is not a zip archive") from None
+    size_bytes = os.fstat(file.fileno()).st_size
+    if unpacked_bytes > size_bytes:
+        raise DamagedCheckpointError(
+            f"{path} is refused: it holds {unpacked_bytes} bytes, more than the file's {size_bytes}"
+        )
+    file.seek(0)
+
+
+def remove_checkpoint(folder: Path, iteration: int) -> None:
+    # In this order, a crash in between leaves only a checksum, which is not taken for a checkpoint.
+    for path in (state_file(folder, iteration), checksum_file(folder, iteration)):
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise RunError(f"cannot remove the old checkpoint {path}: {error.strerror}") from error
+
+
+def remove_stale_temporaries(folder: Path) -> None:
+    """Remove temporary files of processes that died while writing."""
+    for path in folder.iterdir():
+        match = _TEMPORARY.fullmatch(path.name)
+        if match is None:
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                # Pids are reused, especially in containers: a file older than the process is not
+                # its own. One second allows for different clock resolutions.
+                born = psutil.Process(int(match[1])).create_time()
+                stale = path.stat().st_mtime < born - 1
+            except psutil.NoSuchProcess:
+                stale = True
+            if stale:
+                path.unlink()
+
+
+_SCALARS = (int, float, bool, str, type(None))
+
+
+def without_copy(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state for an immediate write.
+
+    Only tensors on a device, or in a larger storage, which torch.save would write completely, are
+    copied.
+    """
+    return _plain_dict(state, "state", _compact)
+
+
+def _compact(_path: str, tensor: Tensor) -> Tensor:
+    host = tensor.cpu()
+    if host.untyped_storage().nbytes() > host.numel() * host.element_size():
+        host = host.clone()
+    return host
+
+
+class HostBuffers:
+    """Copies states to host memory that is reused: each copy overwrites the previous one."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[Any, ...], Tensor] = {}
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers.values())
+
+    def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a copy of the state."""
+        reusable, self._buffers = self._buffers, {}
+        copied: dict[tuple[Any, ...], Tensor] = {}
+
+        def copy(path: str, tensor: Tensor) -> Tensor:
+            layout = (tensor.dtype, tensor.shape, tensor.stride())
+            # Tied weights are copied, and written, once.
+            source = (tensor.device, tensor.data_ptr(), *layout)
+            if source not in copied:
+                key = (path, tensor.device.type, *layout)
+                buffer = reusable.get(key)
+                if buffer is None:
+                    buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+                copied[source] = self._buffers[key] = buffer.copy_(tensor)
+            return copied[source]
+
+        return _plain_dict(state, "state", copy)
+
+
+def _plain_dict(
+    mapping: Mapping[Any, Any], path: str, host: Callable[[str, Tensor], Tensor]
+) -> dict[Any, Any]:
+    for key in mapping:
+        if type(key) not in (str, int):
+            raise TypeError(f"{path} has the key {key!r}: a checkpoint's keys are text or integers")
+    return {key: _plain(value, f"{path}[{key!r}]", host) for key, value in mapping.items()}
+
+
+def _plain(value: Any, path: str, host: Callable[[str, Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensor = value.detach()
+        # Loading a tensor subclass would require its class.
+        if type(tensor) is not Tensor or tensor.layout != torch.strided:
+            raise TypeError(f"{path} is a {type(value).__name__}: a checkpoint holds plain tensors")
+        return host(path, tensor)
+    if isinstance(value, Mapping):
+        return _plain_dict(value, path, host)
+    if type(value) in (list, tuple):
+        return type(value)(_plain(item, f"{path}[{i}]", host) for i, item in enumerate(value))
+    # Compare exact types: numpy.float64 is a float, but would be pickled as a numpy type.
+    if type(value) in _SCALARS:
+        return value
+    raise TypeError(
+        f"{path} is a {type(value).__name__}: a checkpoint holds dicts, lists and tuples of "
+        "tensors, numbers, text and None"
+    )

@@ -1,7 +1,7 @@
 """The state of a run: progress, model, optimizer, strategy and random generators of all ranks.
 
-`gather` collects it for a checkpoint, `restore` continues from it, and `check_fits` checks before
-any record changes that a checkpoint fits a run.
+`gather` collects it for a checkpoint, and `restore` continues from it. Before any record changes,
+`check_fits` checks that a checkpoint fits a run, and `changed_settings` lists what differs.
 """
 
 from __future__ import annotations
@@ -87,69 +87,6 @@ def restore(
         raise CheckpointError(f"the checkpoint does not fit this run: {cause}") from error
 
 
-def check_fits(state: dict[str, Any], config: RunConfig, model: nn.Module) -> None:
-    """Raise if this run cannot resume from a checkpoint; loads its weights into `model`.
-
-    `changed_settings` warns about other settings that differ.
-    """
-    saved, settings = state.get("settings", {}), kept_settings(config)
-    changed = [name for name, value in settings.items() if saved.get(name, value) != value]
-    # The state of one optimizer does not fit another kind. Another strategy may fit: weights and
-    # optimizer state have the layout of a single process.
-    unusable = {"optimizer"}
-    if config.precision == "fp16" and not state.get("scaler"):
-        unusable.add("precision")
-    mismatch = _load_weights(state.get("model", {}), model)
-    if mismatch:
-        unusable |= {"model", "data"}
-    problems = [
-        f"{flag_of(name)} is {settings[name]!r} in config.json, but the checkpoint was written with"
-        f" {saved[name]!r}: restore it"
-        for name in changed
-        if name in unusable
-    ]
-    if problems:
-        raise ConfigError(problems)
-    if mismatch:
-        raise CheckpointError(f"the checkpoint does not fit model {config.model!r}: {mismatch}")
-
-
-def _load_weights(weights: dict[str, Any], model: nn.Module) -> str | None:
-    """Return why the weights do not fit, or None."""
-    try:
-        model.load_state_dict(weights)
-    except (KeyError, ValueError, RuntimeError, TypeError) as error:
-        # The first line of torch's message only says that there are errors.
-        first, *details = str(error).splitlines() or [error_line(error)]
-        return (details or [first])[0].strip()
-    return None
-
-
-def kept_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the settings that a resumed run must keep, by field name."""
-    values = config.to_dict()
-    kept = {
-        item.name: values[item.name]
-        for item in fields()
-        if (option := option_of(item)).is_in_checkpoints and not option.mutable_on_resume
-    }
-    # --batch-size and --batch-per-worker can express the same global batch.
-    return {**kept, "batch_size": config.global_batch_size}
-
-
-def changed_settings(saved: dict[str, Any], config: RunConfig) -> list[str]:
-    """Return one warning per setting that differs from the checkpoint's.
-
-    `saved` is the result of `kept_settings` in the checkpoint; old checkpoints have none.
-    """
-    return [
-        f"{flag_of(name)} is {value!r}, but the checkpoint was written with {saved[name]!r}:"
-        " the weights will differ from those of a run that was never interrupted"
-        for name, value in kept_settings(config).items()
-        if name in saved and saved[name] != value
-    ]
-
-
 def _restore_strategy(
     states: list[dict[str, Any]], strategy: Strategy, communicator: Communicator
 ) -> None:
@@ -192,10 +129,6 @@ def _restore_rank_state(owns: list[dict[str, Any]], replica: Replica) -> None:
         restore_random_state(own["random"], _device(replica), communicator.rank)
 
 
-def _device(replica: Replica) -> torch.device:
-    return next(iter(replica.model.parameters())).device
-
-
 def random_state(device: torch.device) -> dict[str, Any]:
     """Return the states of the random generators that a rank on this device uses."""
     cpu = {"cpu": torch.get_rng_state()}
@@ -216,6 +149,10 @@ def restore_random_state(state: dict[str, Any], device: torch.device, rank: int)
         torch.cuda.set_rng_state(gpu, device)
 
 
+def _device(replica: Replica) -> torch.device:
+    return next(iter(replica.model.parameters())).device
+
+
 def _pack(state: dict[str, Any]) -> torch.Tensor:
     buffer = io.BytesIO()
     torch.save(state, buffer)
@@ -227,3 +164,66 @@ def _unpack(packed: torch.Tensor) -> dict[str, Any]:
     file = io.BytesIO(packed.numpy().tobytes())
     state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     return state
+
+
+def check_fits(state: dict[str, Any], config: RunConfig, model: nn.Module) -> None:
+    """Raise if this run cannot resume from a checkpoint; loads its weights into `model`.
+
+    `changed_settings` warns about other settings that differ.
+    """
+    saved, settings = state.get("settings", {}), kept_settings(config)
+    changed = [name for name, value in settings.items() if saved.get(name, value) != value]
+    # The state of one optimizer does not fit another kind. Another strategy may fit: weights and
+    # optimizer state have the layout of a single process.
+    unusable = {"optimizer"}
+    if config.precision == "fp16" and not state.get("scaler"):
+        unusable.add("precision")
+    mismatch = _load_weights(state.get("model", {}), model)
+    if mismatch:
+        unusable |= {"model", "data"}
+    problems = [
+        f"{flag_of(name)} is {settings[name]!r} in config.json, but the checkpoint was written with"
+        f" {saved[name]!r}: restore it"
+        for name in changed
+        if name in unusable
+    ]
+    if problems:
+        raise ConfigError(problems)
+    if mismatch:
+        raise CheckpointError(f"the checkpoint does not fit model {config.model!r}: {mismatch}")
+
+
+def _load_weights(weights: dict[str, Any], model: nn.Module) -> str | None:
+    """Return why the weights do not fit, or None."""
+    try:
+        model.load_state_dict(weights)
+    except (KeyError, ValueError, RuntimeError, TypeError) as error:
+        # The first line of torch's message only says that there are errors.
+        first, *details = str(error).splitlines() or [error_line(error)]
+        return (details or [first])[0].strip()
+    return None
+
+
+def changed_settings(saved: dict[str, Any], config: RunConfig) -> list[str]:
+    """Return one warning per setting that differs from the checkpoint's.
+
+    `saved` is the result of `kept_settings` in the checkpoint; old checkpoints have none.
+    """
+    return [
+        f"{flag_of(name)} is {value!r}, but the checkpoint was written with {saved[name]!r}:"
+        " the weights will differ from those of a run that was never interrupted"
+        for name, value in kept_settings(config).items()
+        if name in saved and saved[name] != value
+    ]
+
+
+def kept_settings(config: RunConfig) -> dict[str, Any]:
+    """Return the settings that a resumed run must keep, by field name."""
+    values = config.to_dict()
+    kept = {
+        item.name: values[item.name]
+        for item in fields()
+        if (option := option_of(item)).is_in_checkpoints and not option.mutable_on_resume
+    }
+    # --batch-size and --batch-per-worker can express the same global batch.
+    return {**kept, "batch_size": config.global_batch_size}
