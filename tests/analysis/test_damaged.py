@@ -164,8 +164,8 @@ def test_lines_of_another_shape_do_no_harm(tmp_path: Path) -> None:
     for name in ("events-0.jsonl", "resources-0.jsonl"):
         with (path / name).open("a") as file:
             file.write("\n".join([*strange, '{"started": "x", "seconds": null}']) + "\n")
-    lap = {"iteration": "x", "ts": 0, "dur": 5}
-    trace = {"schema": 1, "rank": [], "iterations": [3, lap], "traceEvents": [3, lap]}
+    iteration = {"iteration": "x", "ts": 0, "dur": 5}
+    trace = {"schema": 1, "rank": [], "iterations": [3, iteration], "traceEvents": [3, iteration]}
     (path / "trace-0.json").write_text(json.dumps(trace))
     (path / "comm.json").write_text('{"schema": 1, "workers": "x", "measurements": [{}]}')
     (path / "events-x.jsonl").write_text("")

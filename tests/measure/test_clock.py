@@ -103,7 +103,7 @@ def test_step_spans_the_phases_between_its_ends(manual: ManualClock) -> None:
         manual.now += 4
         clock.end_step("other")
         manual.now += 8
-    assert list(clock.lap_seconds) == [5, 6]
+    assert list(clock.step_seconds) == [5, 6]
 
 
 def test_step_duration_is_returned_once(manual: ManualClock) -> None:
@@ -113,5 +113,5 @@ def test_step_duration_is_returned_once(manual: ManualClock) -> None:
         clock.begin_step("input")
         manual.now += length
         clock.end_step("other")
-        taken.append(clock.take_laps())
+        taken.append(clock.take_step_seconds())
     assert taken == [[1], [2]]

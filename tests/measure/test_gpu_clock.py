@@ -85,7 +85,7 @@ def test_steps_last_as_long_as_their_gpu_work(machine: Machine) -> None:
     clock = CudaPhaseClock(PhaseClock(), machine.record_mark)
     for _ in range(3):
         iterate(machine, clock)
-    assert list(clock.lap_seconds) == [11, 11, 11]
+    assert list(clock.step_seconds) == [11, 11, 11]
 
 
 def test_times_can_be_read_during_a_step(machine: Machine) -> None:
@@ -96,7 +96,7 @@ def test_times_can_be_read_during_a_step(machine: Machine) -> None:
     assert spent(clock) == {"input": 2}
     machine.launch(3)
     clock.end_step("other")
-    assert list(clock.lap_seconds) == [5]
+    assert list(clock.step_seconds) == [5]
 
 
 def test_phase_change_does_not_wait_for_the_gpu(machine: Machine) -> None:
@@ -137,7 +137,7 @@ def test_marks_are_reused(machine: Machine) -> None:
     clock = CudaPhaseClock(PhaseClock(), machine.record_mark)
     for _ in range(100):
         iterate(machine, clock)
-        clock.take_laps()
+        clock.take_step_seconds()
     assert machine.marks <= 6
 
 

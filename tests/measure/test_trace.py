@@ -102,7 +102,8 @@ def test_short_run_is_traced_from_an_earlier_iteration(
 
 def test_relabel_splits_waiting_from_the_exchange() -> None:
     log = PhaseLog(
-        [Span("backward", 0, 4), Span("exchange", 4, 9), Span("update", 9, 10)], [Span("lap", 0, 9)]
+        [Span("backward", 0, 4), Span("exchange", 4, 9), Span("update", 9, 10)],
+        [Span("step", 0, 9)],
     )
     log.relabel("exchange", "wait", 5, 7)
     assert log.phases == [

@@ -242,10 +242,10 @@ def write_trace(path: Path) -> None:
             "args": {"bytes": 5000} if category == "transfer" else {},
         }
 
-    laps = [{"iteration": 10 + index, "ts": 20000.0 * index, "dur": 1000.0 * length}
+    iterations = [{"iteration": 10 + index, "ts": 20000.0 * index, "dur": 1000.0 * length}
             for index, length in enumerate((8, 10, 15))]  # fmt: skip
     events = [event("forward", "phase", 20, 2), event("backward", "phase", 22, 4),
               event("exchange", "phase", 26, 3), event("update", "phase", 29, 1),
               event("gradients", "transfer", 23, 6), event("forward", "phase", 40, 9)]  # fmt: skip
-    path.write_text(json.dumps({"schema": 1, "rank": 0, "iterations": laps,
+    path.write_text(json.dumps({"schema": 1, "rank": 0, "iterations": iterations,
                                 "traceEvents": [{"ph": "M"}, *events]}))  # fmt: skip

@@ -34,14 +34,14 @@ class ScriptedTimes:
     """Stands for the clock and the coordinator: gives the next of the listed times at each call."""
 
     def __init__(
-        self, laps: list[list[float]], settled_phases: list[dict[str, float]] | None = None
+        self, step_seconds: list[list[float]], settled_phases: list[dict[str, float]] | None = None
     ) -> None:
         self.seconds: dict[str, float] = {}
-        self._laps = laps
+        self._step_seconds = step_seconds
         self._settled_phases = settled_phases or []
 
-    def take_laps(self) -> list[float]:
-        return self._laps.pop(0)
+    def take_step_seconds(self) -> list[float]:
+        return self._step_seconds.pop(0)
 
     @property
     def settled_phase_seconds(self) -> dict[str, float]:

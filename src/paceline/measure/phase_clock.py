@@ -47,7 +47,7 @@ class PhaseLog:
 
     phases: list[Span] = field(default_factory=list)
     """In order and without gaps."""
-    laps: list[Span] = field(default_factory=list)
+    steps: list[Span] = field(default_factory=list)
 
     def relabel(self, source: str, target: str, began: float, ended: float) -> None:
         """Change phase `source` to `target` within the interval from `began` to `ended`."""
@@ -77,9 +77,9 @@ class PhaseClock:
         self.phase = "other"
         """The current phase."""
         self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._laps = array("d")
-        self._laps_taken = 0
-        self._lap_began = self.started
+        self._step_seconds = array("d")
+        self._steps_taken = 0
+        self._step_began = self.started
         self.startup = StartupTimer(self.started)
         self.log: PhaseLog | None = None
         """The current or last log; phases may still be relabeled after logging stops."""
@@ -92,10 +92,10 @@ class PhaseClock:
         return self._seconds
 
     @property
-    def lap_seconds(self) -> array[float]:
+    def step_seconds(self) -> array[float]:
         """Duration of each completed step."""
         self._settle()
-        return self._laps
+        return self._step_seconds
 
     def enter(self, phase: str) -> float:
         """End the current phase and begin `phase`; returns the time of the change."""
@@ -123,22 +123,22 @@ class PhaseClock:
 
     def begin_step(self, phase: str) -> float:
         """Enter `phase` and begin a step."""
-        self._lap_began = self.enter(phase)
-        return self._lap_began
+        self._step_began = self.enter(phase)
+        return self._step_began
 
     def end_step(self, phase: str) -> float:
         """Enter `phase` and end the step."""
         now = self.enter(phase)
-        self._laps.append(now - self._lap_began)
+        self._step_seconds.append(now - self._step_began)
         if self._active_log is not None:
-            self._active_log.laps.append(Span("lap", self._lap_began, now))
+            self._active_log.steps.append(Span("step", self._step_began, now))
         return now
 
-    def take_laps(self) -> list[float]:
+    def take_step_seconds(self) -> list[float]:
         """Return the duration of each step that ended since the last call."""
-        laps = self.lap_seconds[self._laps_taken :]
-        self._laps_taken += len(laps)
-        return laps.tolist()
+        seconds = self.step_seconds[self._steps_taken :]
+        self._steps_taken += len(seconds)
+        return seconds.tolist()
 
     def move(self, source: str, target: str, seconds: float) -> None:
         """Reassign seconds from one phase to another."""
@@ -253,12 +253,12 @@ class CudaPhaseClock(PhaseClock):
                 )
             self._now += seconds
             if event == "begin":
-                self._lap_began = self._now
+                self._step_began = self._now
             elif event == "end":
-                self._laps.append(self._now - self._lap_began)
+                self._step_seconds.append(self._now - self._step_began)
                 if self._active_log is not None:
-                    began, ended = self._origin + self._lap_began, self._origin + self._now
-                    self._active_log.laps.append(Span("lap", began, ended))
+                    began, ended = self._origin + self._step_began, self._origin + self._now
+                    self._active_log.steps.append(Span("step", began, ended))
             self._free.append(self._last)
             self._last = mark
         self._pending.clear()

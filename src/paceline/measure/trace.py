@@ -55,15 +55,15 @@ class Tracer:
     def began(self) -> float:
         """Start of the first traced iteration, or 0 if none was traced; stops tracing."""
         self._stop()
-        return self._log.laps[0].began if self._log is not None and self._log.laps else 0.0
+        return self._log.steps[0].began if self._log is not None and self._log.steps else 0.0
 
     def write(self, path: Path, rank: int, node: int, offset_seconds: float) -> None:
         """Write the trace after waits are attributed; writes nothing if no iteration was traced."""
         self._stop()
-        if self._log is None or not self._log.laps:
+        if self._log is None or not self._log.steps:
             return
-        laps = self._log.laps
-        timeline = _Timeline(laps, self._first, rank)
+        steps = self._log.steps
+        timeline = _Timeline(steps, self._first, rank)
         events = timeline.phases(self._log.phases) + timeline.transfers(self._transfers)
         write_json(
             path,
@@ -71,11 +71,11 @@ class Tracer:
                 "schema": SCHEMA,
                 "rank": rank,
                 "node": node,
-                "began_seconds": laps[0].began + offset_seconds,
+                "began_seconds": steps[0].began + offset_seconds,
                 "clock_offset_seconds": offset_seconds,
                 "iterations": [
-                    {"iteration": number, **timeline.when(lap.began, lap.ended)}
-                    for number, lap in enumerate(laps, self._first)
+                    {"iteration": number, **timeline.when(step.began, step.ended)}
+                    for number, step in enumerate(steps, self._first)
                 ],
                 "displayTimeUnit": "ms",
                 "traceEvents": timeline.names(events) + events,
@@ -84,11 +84,11 @@ class Tracer:
 
 
 class _Timeline:
-    def __init__(self, laps: list[Span], first: int, rank: int) -> None:
-        self._laps, self._first, self._rank = laps, first, rank
+    def __init__(self, steps: list[Span], first: int, rank: int) -> None:
+        self._steps, self._first, self._rank = steps, first, rank
 
     def when(self, began: float, ended: float) -> dict[str, float]:
-        zero = self._laps[0].began
+        zero = self._steps[0].began
         # Nanoseconds, the resolution of the clock.
         return {
             "ts": round((began - zero) * 1e6, 3),
@@ -96,7 +96,7 @@ class _Timeline:
         }
 
     def _covers(self, moment: float) -> bool:
-        return self._laps[0].began <= moment < self._laps[-1].ended
+        return self._steps[0].began <= moment < self._steps[-1].ended
 
     def phases(self, spans: Iterable[Span]) -> list[dict[str, Any]]:
         return [
@@ -141,8 +141,8 @@ class _Timeline:
 
     def _iteration_at(self, moment: float) -> int | None:
         """Return the iteration at a time; None between iterations."""
-        index = bisect_right(self._laps, moment, key=attrgetter("began")) - 1
-        is_within = index >= 0 and moment < self._laps[index].ended
+        index = bisect_right(self._steps, moment, key=attrgetter("began")) - 1
+        is_within = index >= 0 and moment < self._steps[index].ended
         return self._first + index if is_within else None
 
     def names(self, events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -92,7 +92,7 @@ class RunTotals:
 
     @property
     def iteration_seconds(self) -> list[float]:
-        return [*self._iteration_seconds_before, *self._clock.lap_seconds]
+        return [*self._iteration_seconds_before, *self._clock.step_seconds]
 
     @property
     def checkpoints(self) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class RunLogger:
         losses: list[float] = torch.stack(self._losses).tolist() if self._losses else []
         begin = perf_counter()
         if losses:
-            seconds = self._clock.take_laps()
+            seconds = self._clock.take_step_seconds()
             phases = self._clock.seconds
             self.recent_losses.extend(losses)
             self.events.write(

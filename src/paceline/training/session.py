@@ -139,12 +139,12 @@ class Session:
             raise UsageError("team.account: call team.prepare first")
         self._clock.enter("other")
         phases = dict(self._clock.seconds)
-        laps = self._clock.lap_seconds
+        step_seconds = self._clock.step_seconds
         return account_of(
             self._rank_info,
             self._samples,
             phases,
-            laps,
+            step_seconds,
             self._replica,
             self._strategy,
             self._steady,
