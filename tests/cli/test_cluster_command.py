@@ -64,7 +64,7 @@ def test_up_measures_and_shows_it_in_80_columns(capsys: pytest.CaptureFixture[st
     out = capsys.readouterr().out
     assert main(["cluster", "down", other]) == 0
     assert "round trip" in out
-    assert "asked" in out
+    assert "requested" in out
     assert max(map(len, out.splitlines())) <= 80
 
 

@@ -182,7 +182,7 @@ def _show_nodes(console: Console, cluster: EmulatedCluster) -> None:
     )
     console.print(f"Cluster {cluster.name}, up {until}")
     if spec.latency_seconds:
-        made_by = "" if state.is_whole() else ", which is gone: take it down"
+        made_by = "" if state.is_whole() else ", which has exited: remove the cluster"
         latency = _amount(spec.latency_seconds, "s")
         console.print(f"round trip {latency}, by the {state.delay}{made_by}")
     table = Table(box=None, pad_edge=False)
@@ -211,15 +211,15 @@ def _show_calibration(console: Console, cluster: EmulatedCluster) -> None:
     if calibration is None:
         return
     table = Table(box=None, pad_edge=False)
-    for heading in ("measured", "node", "asked", "got", "off by", ""):
-        table.add_column(heading, justify="left" if heading in ("measured", "") else "right")
+    for heading in ("quantity", "node", "requested", "measured", "deviation", ""):
+        table.add_column(heading, justify="left" if heading in ("quantity", "") else "right")
     for item in calibration.measured:
         table.add_row(*_row(item))
     console.print(table)
     if calibration.busy_cores > BUSY_CORES:
         console.print(
             f"note: other programs kept {calibration.busy_cores:.1f} cores busy: "
-            "the measured figures are doubtful"
+            "the measurements are unreliable"
         )
 
 
@@ -229,8 +229,8 @@ def _row(item: Measured) -> tuple[str, ...]:
         "all" if item.node is None else str(item.node),
         "-" if item.asked is None else _amount(item.asked, item.unit),
         _amount(item.got, item.unit),
-        "-" if item.asked is None else f"{100 * item.deviation:+.1f} %",
-        "over 10 %" if item.is_off else "",
+        "-" if item.asked is None else f"{100 * item.deviation:+.1f}%",
+        "over 10%" if item.is_off else "",
     )
 
 
