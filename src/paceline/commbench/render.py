@@ -137,4 +137,4 @@ def _or_dash(text: Callable[[float], str], value: float | None) -> str:
 
 
 def _share(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.0f} %"
+    return "-" if value is None else f"{100 * value:.0f}%"

@@ -1,14 +1,13 @@
-/* Joins the ports of an emulated cluster: every frame takes its time over the sender's link, a fixed
-   delay, and the receiver's link.
+/* Connects the ports of an emulated cluster. Every frame is delayed by its transfer time on the
+   sender's link, a fixed latency, and its transfer time on the receiver's link.
 
    forwarder DELAY_NS PORT=BITS_PER_SECOND...
 
-   A rate of 0 is no limit. A link is a clock that says when it is free again, so nothing passes
-   sooner than it could over a cable, and a wake-up that comes late is made good by the next ones.
-   A frame's destination is in its address: 02:70:63:6c and the number of the port, as links.py
-   gives them out; frames for a group go to all other ports. Frames pass with the offload header
-   of the kernel before them, so that what TCP sends in pieces of 64 kB stays whole. It ends when a
-   port goes away. */
+   A rate of 0 means no limit. Each link stores the time at which it is free again, so no frame
+   arrives earlier than over a cable, and late wake-ups do not reduce the rate. The destination
+   address contains the port number: 02:70:63:6c followed by the number, as assigned by network.py.
+   Multicast frames go to all other ports. Frames keep the kernel's offload header, so TCP segments
+   of up to 64 kB are not split. The process exits when a port is removed. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
@@ -30,12 +29,12 @@
 enum {
     HEADER = sizeof(struct virtio_net_hdr),
     LARGEST = HEADER + 65536 + 64,
-    READS_IN_A_ROW = 64, /* of one port, before the others and what is due get their turn */
+    READS_IN_A_ROW = 64, /* per port, before other ports and due frames are served */
     SOCKET_BYTES = 32 << 20,
 };
-static const size_t QUEUE_BYTES = 256u << 20;    /* of all frames that wait */
+static const size_t QUEUE_BYTES = 256u << 20;    /* total size of queued frames */
 static const int64_t SECOND = 1000000000;
-static const int64_t QUEUE_NS = 100 * 1000000LL; /* longer than this, a link loses frames */
+static const int64_t QUEUE_NS = 100 * 1000000LL; /* a link drops frames beyond this delay */
 
 struct frame {
     struct frame *next;
@@ -46,7 +45,7 @@ struct frame {
 struct port {
     int socket;
     double ns_per_byte;
-    int64_t out_free, in_free; /* when the node's link can take the next frame */
+    int64_t out_free, in_free; /* when the node's link is free again */
     struct frame *first, **last;
 };
 static struct port *ports;
@@ -68,7 +67,7 @@ static int64_t now(clockid_t clock) {
 static void enlarge(int fd, int forced, int polite) {
     int bytes = SOCKET_BYTES;
     if (setsockopt(fd, SOL_SOCKET, forced, &bytes, sizeof bytes))
-        setsockopt(fd, SOL_SOCKET, polite, &bytes, sizeof bytes); /* as far as a user may */
+        setsockopt(fd, SOL_SOCKET, polite, &bytes, sizeof bytes); /* up to the user limit */
 }
 
 static int open_port(const char *name) {
@@ -85,7 +84,7 @@ static int open_port(const char *name) {
     return fd;
 }
 
-/* When a frame came: the kernel knows better than a process that had to be woken. */
+/* Arrival time of a frame, by the kernel's timestamp: this process may wake up late. */
 static int64_t arrival(struct msghdr *message) {
     int64_t age = 0;
     struct cmsghdr *part = CMSG_FIRSTHDR(message);
@@ -94,11 +93,11 @@ static int64_t arrival(struct msghdr *message) {
         memcpy(&time, CMSG_DATA(part), sizeof time);
         age = now(CLOCK_REALTIME) - (time.tv_sec * SECOND + time.tv_nsec);
     }
-    if (age < 0 || age > SECOND) age = 0; /* somebody set the clock */
+    if (age < 0 || age > SECOND) age = 0; /* the system clock was changed */
     return now(CLOCK_MONOTONIC) - age;
 }
 
-/* What a cable would carry: large frames are cut up, each piece with the headers of the whole. */
+/* Bytes on a real cable: large frames are segmented, and each segment has its own headers. */
 static int64_t bytes_on_wire(const unsigned char *content, size_t bytes) {
     struct virtio_net_hdr header;
     memcpy(&header, content, sizeof header);
@@ -153,7 +152,7 @@ static void receive(struct port *port) {
     }
 }
 
-/* Sends what is due; returns when the next frame is, or 0. */
+/* Sends all due frames; returns the time at which the next one is due, or 0. */
 static int64_t send_due(void) {
     int64_t next = 0;
     for (struct port *port = ports; port < ports + count; port++) {
@@ -192,7 +191,7 @@ int main(int words, char **word) {
         port->socket = open_port(word[2 + i]);
         if (epoll_ctl(waiting, EPOLL_CTL_ADD, port->socket, &event)) fail("epoll");
     }
-    setpriority(PRIO_PROCESS, 0, -20); /* late frames are wrong ones; a user may not, and goes on */
+    setpriority(PRIO_PROCESS, 0, -20); /* late frames distort the rate; fails without root */
     for (;;) {
         struct epoll_event events[64];
         int ready = epoll_wait(waiting, events, 64, -1);
@@ -205,7 +204,7 @@ int main(int words, char **word) {
             if (timerfd_settime(timer, TFD_TIMER_ABSTIME, &at, NULL)) fail("timer");
             armed = next;
         }
-        uint64_t rings; /* an alarm that nothing waits for any more would ring on and on */
-        if (!next && read(timer, &rings, sizeof rings) > 0) armed = 0;
+        uint64_t expirations; /* an expired timer that is not read stays ready */
+        if (!next && read(timer, &expirations, sizeof expirations) > 0) armed = 0;
     }
 }

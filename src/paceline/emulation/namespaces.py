@@ -2,7 +2,7 @@
 
 Everything in a namespace (interfaces, bridge, shaping) disappears with its last process, so ending
 processes removes a cluster's network, and the machine's own interfaces are never modified. For an
-ordinary user all namespaces of a cluster are inside one user namespace.
+unprivileged user all namespaces of a cluster are inside one user namespace.
 """
 
 from __future__ import annotations

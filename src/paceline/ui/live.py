@@ -1,6 +1,6 @@
 """Live updates as server-sent events: the list of runs as it changes, a run as it progresses.
 
-`Follower` reads what the workers of a run have written since the last look. A stream ends when its
+`Follower` reads what the workers of a run have written since the last read. A stream ends when its
 run ends or the server shuts down, so an open page never delays the shutdown.
 """
 

@@ -72,7 +72,7 @@ class RunIndex:
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root).resolve()
         if not self.root.is_dir():
-            raise RecordsError(f"{root} is not a folder: name the folder of the runs")
+            raise RecordsError(f"{root} is not a folder: give the folder that contains the runs")
         self._known: dict[str, tuple[Stamp, Entry]] = {}
         self._reading = Lock()
 

@@ -149,7 +149,7 @@ def _summary(path: Path) -> tuple[int | None, str]:
         describe_workers(config),
         f"batch {config.global_batch_size}",
     ]
-    # Lines break only between the items.
+    # Non-breaking spaces: lines break only between items.
     return config.iterations, " · ".join(item.replace(" ", "\u00a0") for item in items)
 
 
@@ -278,6 +278,6 @@ def _listen(host: str, port: int) -> socket.socket:
         listening.close()
         raise UsageError(
             f"--host {host}: give one address or name of this machine: the page does not listen"
-            " on all addresses"
+            " on all interfaces"
         )
     return listening

@@ -100,7 +100,7 @@ function build(entry, group) {
   if (entry.kind === "study") {
     cell(row, `study, ${entry.cause}`, "note").colSpan = 7;
   } else {
-    cell(row, entry.accuracy === null ? "" : `${(100 * entry.accuracy).toFixed(1)} %`, "n");
+    cell(row, entry.accuracy === null ? "" : `${(100 * entry.accuracy).toFixed(1)}%`, "n");
     cell(row, seconds(entry.iteration_seconds), "n");
     cell(row, entry.iterations === null ? "" : entry.iterations.toLocaleString("en"), "n");
     cell(row, seconds(entry.wall_seconds), "n");

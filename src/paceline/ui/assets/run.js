@@ -94,7 +94,7 @@ function draw(id) {
 }
 
 const sum = (values) => values.reduce((so, one) => so + one, 0);
-const percent = (share) => `${(100 * share).toFixed(1)} %`;
+const percent = (share) => `${(100 * share).toFixed(1)}%`;
 
 function element(kind, className, ...inside) {
   const made = document.createElement(kind);
