@@ -12,7 +12,7 @@ import pytest
 from paceline.analysis.comparison import read_comparison, significance
 from paceline.cli import main
 from paceline.report.comparison import result_rows, setting_rows
-from paceline.report.wording import significance_text
+from paceline.report.wording import format_difference
 from tests.support.records import FakeRun, write_repeats, write_run
 
 LONG = "a-run-with-a-name-that-is-so-long-that-no-table-could-hold-it-beside-any-others-at-all"
@@ -88,9 +88,9 @@ def test_a_difference_beyond_the_repeats_is_significant_and_another_is_not(tmp_p
     pace = by_name["time per iteration"]
     # 20.2 ms against 30.2 ms.
     assert pace.difference.share == pytest.approx(-10 / 30.2)
-    assert significance_text(pace).startswith("-33.1% (corrected interval ")
-    assert significance_text(pace).endswith("significant")
-    assert significance_text(by_name["test accuracy"]).endswith("within noise")
+    assert format_difference(pace.difference).startswith("-33.1% (corrected interval ")
+    assert format_difference(pace.difference).endswith("; significant)")
+    assert format_difference(by_name["test accuracy"].difference).endswith("within noise)")
 
 
 def test_pace_is_of_as_many_samples_where_batches_differ_and_of_one_model_only(
@@ -111,7 +111,9 @@ def test_pace_is_of_as_many_samples_where_batches_differ_and_of_one_model_only(
     assert (pace.name, pace.other) == ("time per 1,000 samples", "b")
     # 625 ms against 312.5 ms.
     assert pace.difference.share == pytest.approx(1.0)
-    assert significance_text(pace).endswith("over iterations): single run, significance unknown")
+    assert format_difference(pace.difference).endswith(
+        "over iterations; single run, significance unknown)"
+    )
     assert [one.name for one in found if one.other == "c"] == ["test loss", "test accuracy"]
 
 
@@ -150,7 +152,9 @@ def test_the_terminal_prints_the_first_of_the_differences_that_the_page_has(
     lines = " ".join(capsys.readouterr().out.split())
     told = [one for one in found if one.name == "time per iteration"]
     for letter, one in zip("BCDEFGH", told, strict=False):
-        assert f"A against {letter}, time per iteration: {significance_text(one)}" in lines
+        assert (
+            f"A against {letter}, time per iteration: {format_difference(one.difference)}" in lines
+        )
     assert "A against I" not in lines
     assert "4 more on the page that --html writes" in lines
 
@@ -187,4 +191,4 @@ def test_figures_that_are_compared_together_are_corrected_together(tmp_path: Pat
     (pace,) = [one for one in found if one.name == "time per iteration"]
     assert pace.difference.p_value == pytest.approx(0.031, abs=0.001)
     assert pace.difference.comparisons == 4
-    assert significance_text(pace).endswith("within noise")
+    assert format_difference(pace.difference).endswith("within noise)")

@@ -265,7 +265,7 @@ def _groups_document(compared: Comparison) -> Document:
     tests = significance(groups)
     if tests:
         others = "others" if len(groups) > 2 else "other"
-        rows = [(one.name, one.other, wording.significance_text(one)) for one in tests]
+        rows = [(one.name, one.other, wording.format_difference(one.difference)) for one in tests]
         note = wording.interval_note([one.difference for one in tests])
         blocks: list[Block] = [
             Text(f"{groups[0].label} against the {others}, as a share of the other's figure:"),

@@ -122,7 +122,7 @@ def _print_significance(
     for one in tests:
         is_shown = one.name.startswith("time per") or one.difference.has_interval
         if is_shown and one.other in named:
-            text = wording.significance_text(one)
+            text = wording.format_difference(one.difference)
             console.print(f"A against {named[one.other]}, {one.name}: {text}")
     if len(groups) > MOST_TESTED:
         console.print(f"{len(groups) - MOST_TESTED} more on the page that --html writes")

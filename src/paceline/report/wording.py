@@ -5,13 +5,13 @@ A difference within noise is called that, and a single run is named as one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from paceline import formatting
 from paceline.analysis import recommendations as advice
 from paceline.analysis.accuracy import AccuracyDifference
-from paceline.analysis.comparison import FigureRow, Significance, StudyPair, summarize_pair
+from paceline.analysis.comparison import FigureRow, StudyPair, summarize_pair
 from paceline.analysis.contention import CpuContention
 from paceline.analysis.phases import Bottleneck, CommunicationCause, Explanation
 from paceline.analysis.ranking import (
@@ -160,10 +160,6 @@ def _only(ranking: Ranking, only: RankedGroup) -> str:
     return f"{text}."
 
 
-def _less_time(gap: Difference) -> str:
-    return f"{formatting.share(gap.share)} less time ({_interval(gap)})"
-
-
 def _single_run(pair: Sequence[RankedGroup]) -> str:
     fewest = min((run.iterations for one in pair for run in one.group.finished), default=0)
     if fewest < FEWEST_ITERATIONS and not all(one.blocks for one in pair):
@@ -171,10 +167,54 @@ def _single_run(pair: Sequence[RankedGroup]) -> str:
     return "single run, significance unknown"
 
 
+def _less_time(gap: Difference) -> str:
+    return f"{formatting.share(gap.share)} less time ({_interval(gap)})"
+
+
 def _interval(gap: Difference) -> str:
     # Nothing takes less than no time, whatever the interval's arithmetic gives.
     span = f"{formatting.share(gap.low)} to {formatting.share(min(gap.high, 1.0))}"
     return f"{interval_name(gap)} {span}"
+
+
+def format_difference(
+    gap: Difference,
+    format_amount: Callable[[float], str] | None = None,
+    *,
+    is_brief: bool = False,
+) -> str:
+    """A signed difference with its interval and significance.
+
+    For example `+7.6% (95% CI +1.7% to +13.4%; significant)`, or with `format_amount`
+    `+0.20 s (+7.6%; 95% CI +1.7% to +13.4%; significant)`. A brief one has no interval, and says
+    only where it is within noise.
+    """
+    percent = _signed_percent(gap.share)
+    text, notes = percent, []
+    if format_amount is not None:
+        text, notes = f"{'+' * (gap.amount >= 0)}{format_amount(gap.amount)}", [percent]
+    if is_brief:
+        notes += ["within noise"] if gap.has_interval and not gap.is_significant else []
+    else:
+        if gap.has_interval:
+            # No figure is negative, so none can be less by more than all of the other.
+            span = f"{_signed_percent(max(gap.low, -1.0))} to {_signed_percent(gap.high)}"
+            scope = "" if gap.across_runs else " over iterations"
+            notes.append(f"{interval_name(gap)} {span}{scope}")
+        notes.append(_significance(gap))
+    return f"{text} ({'; '.join(notes)})" if notes else text
+
+
+def _significance(gap: Difference) -> str:
+    if gap.is_significant:
+        return "significant"
+    return "within noise" if gap.is_tie else "single run, significance unknown"
+
+
+def _signed_percent(share: float) -> str:
+    """Zero after rounding has no sign."""
+    rounded = round(100 * share, 1)
+    return f"{rounded:+.1f}%" if rounded else "0.0%"
 
 
 def interval_name(gap: Difference) -> str:
@@ -632,26 +672,6 @@ def _more_workers(one: advice.MoreWorkers) -> str:
 
 def _repeats(count: int | None) -> str:
     return f"more than {MOST_PLANNED:,}" if count is None else f"about {count:,}"
-
-
-def significance_text(one: Significance) -> str:
-    gap = one.difference
-    share = f"{_signed_percent(gap.share)}%"
-    if not gap.has_interval:
-        return f"{share}; single run, significance unknown"
-    # No figure is negative, so none can be less by more than all of the other.
-    span = f"{_signed_percent(max(gap.low, -1.0))}% to {_signed_percent(gap.high)}%"
-    span = f"{interval_name(gap)} {span}"
-    if gap.across_runs:
-        return f"{share} ({span}): {'significant' if gap.is_significant else 'within noise'}"
-    doubt = "within noise" if gap.is_tie else "single run, significance unknown"
-    return f"{share} ({span} over iterations): {doubt}"
-
-
-def _signed_percent(share: float) -> str:
-    """Zero after rounding has no sign."""
-    rounded = round(100 * share, 1)
-    return f"{rounded:+.1f}" if rounded else "0.0"
 
 
 def ratio_interval(row: FigureRow) -> str:

@@ -18,7 +18,6 @@ from paceline.analysis.scaling import (
     ScalingSeries,
     scaling_series,
 )
-from paceline.analysis.statistics import Difference
 from paceline.analysis.tradeoffs import (
     BatchSizeSummary,
     CheckpointCost,
@@ -47,7 +46,7 @@ from paceline.report.wording import (
     beside_exact,
     efficiency_text,
     explanation_text,
-    interval_name,
+    format_difference,
     interval_note,
     ranking_headline,
 )
@@ -349,7 +348,7 @@ def batch_size_answer(rows: Sequence[BatchSizeSummary]) -> str:
     if not differ_in_batch_size_only(small, large):
         return ""
     parts = [
-        f"{name} {round(100 * gap.share, 0) or 0.0:+.0f}%{_noise(gap, ' (within noise)')}"
+        f"{name} {format_difference(gap, is_brief=True)}"
         for name, gap in compare_batch_sizes(small, large)
     ]
     before, after = small.test_accuracy, large.test_accuracy
@@ -360,10 +359,6 @@ def batch_size_answer(rows: Sequence[BatchSizeSummary]) -> str:
     is_single = min(len(small.wall_seconds), len(large.wall_seconds)) < 2
     single = " (single run)" if is_single else ""
     return f"Batch {large.batch_size:,} against {small.batch_size:,}{single}: {', '.join(parts)}."
-
-
-def _noise(gap: Difference, text: str) -> str:
-    return text if gap.has_interval and not gap.is_significant else ""
 
 
 def _batch_label(row: BatchSizeSummary) -> str:
@@ -407,8 +402,8 @@ def _checkpoint_table(
         Column("blocked", _blocked_seconds, formatting.seconds),
         Column("wall time", lambda cost: cost.wall_seconds, formatting.seconds),
         Column("memory, mean", lambda cost: cost.memory_bytes, formatting.size),
-        Column("time against none", lambda cost: cost.longer, _longer_text),
-        Column("memory against none", lambda cost: cost.more_memory, _more_memory_text),
+        Column("time against none", _longer_text),
+        Column("memory against none", _more_memory_text),
     )
 
 
@@ -420,31 +415,25 @@ def _blocked_seconds(cost: CheckpointCost) -> list[float]:
 def checkpoint_answer(costs: Sequence[CheckpointCost]) -> str:
     texts = []
     for cost in costs:
-        if cost.longer is not None:
-            text = f"{cost.label}: {_blocked_text(cost)}; against {cost.baseline} wall time"
-            text += f" {_longer_text(cost.longer)}"
-            if cost.more_memory is not None:
-                text += f", memory {_more_memory_text(cost.more_memory)}"
-            texts.append(text)
+        longer, more_memory = _longer_text(cost), _more_memory_text(cost)
+        if longer is not None:
+            text = (
+                f"{cost.label}: {_blocked_text(cost)}; against {cost.baseline} wall time {longer}"
+            )
+            texts.append(f"{text}, memory {more_memory}" if more_memory else text)
     return f"{'. '.join(texts)}."
+
+
+def _longer_text(cost: CheckpointCost) -> str | None:
+    return None if cost.longer is None else format_difference(cost.longer, formatting.seconds)
+
+
+def _more_memory_text(cost: CheckpointCost) -> str | None:
+    more = cost.more_memory
+    return None if more is None else format_difference(more, formatting.size, is_brief=True)
 
 
 def _blocked_text(cost: CheckpointCost) -> str:
     blocked, wall = sum(cost.blocked_seconds), sum(cost.wall_seconds)
     share = f" ({formatting.share(blocked / wall)} of the wall time)" if wall else ""
     return f"training blocked for {formatting.seconds(blocked / len(cost.wall_seconds))}{share}"
-
-
-def _longer_text(longer: Difference) -> str:
-    sign = "+" if longer.amount >= 0 else ""
-    text = f"{sign}{formatting.seconds(longer.amount)} ({100 * longer.share:+.1f}%)"
-    if not longer.has_interval:
-        return f"{text}, significance unknown"
-    span = f"{100 * longer.low:+.1f}% to {100 * longer.high:+.1f}%"
-    return f"{text}, {interval_name(longer)} {span}{_noise(longer, ', within noise')}"
-
-
-def _more_memory_text(more: Difference) -> str:
-    sign = "+" if more.amount >= 0 else ""
-    noise = _noise(more, ", within noise")
-    return f"{sign}{formatting.size(more.amount)} ({100 * more.share:+.1f}%){noise}"
