@@ -56,6 +56,10 @@ class PhaseBreakdown:
     def of(self, phases: Sequence[str]) -> float:
         return math.fsum(self.seconds[phase] for phase in phases)
 
+    @property
+    def compute_share(self) -> float | None:
+        return self.of(COMPUTE_PHASES) / self.total if self.total else None
+
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
@@ -72,6 +76,12 @@ class Explanation:
     @property
     def explained(self) -> float:
         return math.fsum(self.by_phase.values())
+
+    @property
+    def explained_share(self) -> float | None:
+        """The part that the phases add up to; None for a difference close to zero."""
+        is_meaningful = abs(self.seconds) > 0.05 * sum(map(abs, self.by_phase.values()))
+        return self.explained / self.seconds if is_meaningful else None
 
     @property
     def largest(self) -> str:
@@ -193,6 +203,12 @@ def overlapped_seconds(group: RunGroup) -> float | None:
     values = [run_overlapped_seconds(run) for run in group.finished]
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known and len(known) == len(values) else None
+
+
+def overlapped_share(overlapped_seconds: float, breakdown: PhaseBreakdown) -> float:
+    """Overlapped communication as a share of all communication of an iteration."""
+    communication = overlapped_seconds + breakdown.seconds["exchange"]
+    return overlapped_seconds / communication if communication else 0.0
 
 
 def _rank_overlapped_seconds(

@@ -59,6 +59,10 @@ class ScalingPoint:
     def speedup(self) -> float:
         return sum(self.speedups) / len(self.speedups)
 
+    @property
+    def has_exposed_communication(self) -> bool:
+        return sum(self.exchange_seconds_in_epoch) > NEGLIGIBLE * sum(self.epoch_seconds)
+
 
 @dataclass(frozen=True, slots=True)
 class ScalingSeries:
@@ -75,6 +79,12 @@ class ScalingSeries:
 
     def efficiency(self, point: ScalingPoint) -> float:
         return point.speedup * self.base_workers / point.workers
+
+    def ideal_compute_seconds(self, base_seconds: float, point: ScalingPoint) -> float:
+        """Compute time of an iteration with ideal scaling, given that of the base."""
+        if self.kind == "weak":
+            return base_seconds
+        return base_seconds * self.base_workers / point.workers
 
     def is_superlinear(self, point: ScalingPoint) -> bool:
         """Whether its efficiency is above 100% beyond the noise between runs."""

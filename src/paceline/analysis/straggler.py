@@ -39,6 +39,10 @@ class Straggler:
     can_rebalance: bool
     """Whether shares by speed are possible and not in use."""
 
+    @property
+    def slowdown(self) -> float:
+        return self.computing_seconds / self.others_seconds
+
 
 def find_straggler(group: RunGroup) -> Straggler | None:
     """The worker that computes longest while the others wait; None if there is none."""

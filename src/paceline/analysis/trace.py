@@ -52,6 +52,12 @@ class TracedStep:
             for first, last in compute
         )
 
+    @property
+    def overlapped_share(self) -> float:
+        """Of the time with a transfer in flight."""
+        total = self.transfer_seconds
+        return self.overlapped_seconds / total if total else 0.0
+
 
 def traced_steps(group: RunGroup) -> list[TracedStep]:
     """The same iteration of the first and the last rank of the first traced run."""

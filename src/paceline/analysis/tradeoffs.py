@@ -97,6 +97,16 @@ class CheckpointCost:
     more_memory: Difference | None = None
     """Memory against the baseline, in bytes."""
 
+    @property
+    def mean_blocked_seconds(self) -> float:
+        return sum(self.blocked_seconds) / len(self.wall_seconds)
+
+    @property
+    def blocked_share(self) -> float | None:
+        """Of the wall time."""
+        wall = sum(self.wall_seconds)
+        return sum(self.blocked_seconds) / wall if wall else None
+
 
 def checkpoint_costs(groups: Sequence[RunGroup]) -> list[CheckpointCost]:
     """Groups with checkpoints, each compared with its baseline where there is one."""

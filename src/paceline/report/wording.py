@@ -613,7 +613,7 @@ def recommendation_text(one: advice.Recommendation) -> str:
         case advice.Rebalance(slow):
             return (
                 f"Try --shares auto with {slow.label}: worker {slow.rank} needs"
-                f" {slow.computing_seconds / slow.others_seconds:.1f} times as long for its share,"
+                f" {slow.slowdown:.1f} times as long for its share,"
                 f" and the others wait {formatting.share(slow.wait_share)} of their time."
             )
         case advice.Overlap():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from statistics import fmean
 from typing import NamedTuple
 
 from paceline import formatting
@@ -13,7 +12,6 @@ from paceline.analysis.ranking import ConditionRanking, RankedGroup, is_exact, r
 from paceline.analysis.run_group import RunGroup
 from paceline.analysis.scaling import (
     KINDS,
-    NEGLIGIBLE,
     ScalingPoint,
     ScalingSeries,
     scaling_series,
@@ -213,7 +211,7 @@ def _change(series: ScalingSeries) -> str:
     if base.split is None or last.split is None:
         return ""
     before, after = base.split.of(COMPUTE_PHASES), last.split.of(COMPUTE_PHASES)
-    ideal = before * base.workers / last.workers if series.kind == "strong" else before
+    ideal = series.ideal_compute_seconds(before, last)
     little = 0.005 * last.split.total
     parts = [
         f", {name} from {formatting.seconds(first) if first > little else '0'} to"
@@ -245,7 +243,7 @@ def _scaling_figures(
     efficiencies = [Series("ideal", counts, [1.0] * len(counts), is_guide=True)]
     for index, series in enumerate(found[:MAX_SERIES]):
         workers = [point.workers for point in series.points]
-        ideals = [count / series.base_workers for count in workers]
+        ideals = [point.workers / series.base_workers for point in series.points]
         means = [point.speedup for point in series.points]
         lows = [min(point.speedups) for point in series.points]
         highs = [max(point.speedups) for point in series.points]
@@ -280,8 +278,7 @@ def _scaling_table(found: Sequence[ScalingSeries]) -> Table:
 
 
 def _exposed(point: ScalingPoint) -> list[float] | None:
-    seconds = point.exchange_seconds_in_epoch
-    return seconds if sum(seconds) > NEGLIGIBLE * sum(point.epoch_seconds) else None
+    return point.exchange_seconds_in_epoch if point.has_exposed_communication else None
 
 
 def _overlapped(point: ScalingPoint) -> list[float] | str:
@@ -351,11 +348,11 @@ def batch_size_answer(rows: Sequence[BatchSizeSummary]) -> str:
         f"{name} {format_difference(gap, is_brief=True)}"
         for name, gap in compare_batch_sizes(small, large)
     ]
-    before, after = small.test_accuracy, large.test_accuracy
-    if before and after:
+    before, after = (row.group.mean_of("test_accuracy") for row in (small, large))
+    if before is not None and after is not None:
         difference = compare_accuracy(small.group, large.group)
         noise = f" ({accuracy_note(difference)})" if difference.is_chance else ""
-        parts.append(f"accuracy {fmean(after):.4f} instead of {fmean(before):.4f}{noise}")
+        parts.append(f"accuracy {after:.4f} instead of {before:.4f}{noise}")
     is_single = min(len(small.wall_seconds), len(large.wall_seconds)) < 2
     single = " (single run)" if is_single else ""
     return f"Batch {large.batch_size:,} against {small.batch_size:,}{single}: {', '.join(parts)}."
@@ -434,6 +431,6 @@ def _more_memory_text(cost: CheckpointCost) -> str | None:
 
 
 def _blocked_text(cost: CheckpointCost) -> str:
-    blocked, wall = sum(cost.blocked_seconds), sum(cost.wall_seconds)
-    share = f" ({formatting.share(blocked / wall)} of the wall time)" if wall else ""
-    return f"training blocked for {formatting.seconds(blocked / len(cost.wall_seconds))}{share}"
+    text = f"training blocked for {formatting.seconds(cost.mean_blocked_seconds)}"
+    share = cost.blocked_share
+    return text if share is None else f"{text} ({formatting.share(share)} of the wall time)"

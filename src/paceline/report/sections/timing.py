@@ -16,6 +16,7 @@ from paceline.analysis.phases import (
     has_first,
     iteration_breakdown,
     overlapped_seconds,
+    overlapped_share,
     rank_breakdowns,
     run_breakdown,
     startup_seconds,
@@ -255,7 +256,7 @@ def _shares(splits: Sequence[GroupPhases]) -> Iterator[Block]:
     yield table(
         splits,
         Column("configuration, of an iteration", lambda one: one.group.label),
-        Column("compute", lambda one: _compute_share(one.split), formatting.share),
+        Column("compute", lambda one: one.split.compute_share, formatting.share),
         Column("communication", lambda one: one.split.share("exchange"), formatting.share),
         Column("waiting", lambda one: one.split.share("wait"), formatting.share),
         Column("overlapped communication", _overlapped, formatting.seconds),
@@ -266,10 +267,6 @@ def _shares(splits: Sequence[GroupPhases]) -> Iterator[Block]:
         " communication runs concurrently with the backward pass and is not counted in the"
         f" phases. {NOT_MEASURED.capitalize()}: the records do not say how long it took."
     )
-
-
-def _compute_share(split: PhaseBreakdown) -> float | None:
-    return split.of(COMPUTE_PHASES) / split.total if split.total else None
 
 
 def _overlapped(one: GroupPhases) -> float | str:
@@ -284,8 +281,7 @@ def _overlapped_share(one: GroupPhases) -> float | str:
     overlapped = _overlapped(one)
     if isinstance(overlapped, str):
         return overlapped
-    communication = overlapped + one.split.seconds["exchange"]
-    return overlapped / communication if communication else 0.0
+    return overlapped_share(overlapped, one.split)
 
 
 def _phase_column(phase: str) -> Column[GroupPhases]:
@@ -318,18 +314,12 @@ def _explanations(context: SectionContext) -> Iterator[Block]:
         Column("configuration", lambda one: one.slower),
         Column("longer by", lambda one: one.seconds, formatting.seconds),
         *map(_explained_column, IN_ITERATION),
-        Column("explained", _explained_share, formatting.share),
+        Column("explained", lambda one: one.explained_share, formatting.share),
     )
 
 
 def _explained_column(phase: str) -> Column[Explanation]:
     return Column(phase, lambda one: one.by_phase[phase], formatting.seconds)
-
-
-def _explained_share(one: Explanation) -> float | None:
-    """None for a difference close to zero, of which there is no meaningful share."""
-    is_meaningful = abs(one.seconds) > 0.05 * sum(map(abs, one.by_phase.values()))
-    return one.explained / one.seconds if is_meaningful else None
 
 
 class RankRow(NamedTuple):
@@ -466,11 +456,9 @@ def _timeline_step(label: str, traced: TracedStep) -> Step:
     text = formatting.seconds(traced.seconds)
     if traced.transfers:
         lanes.append(Lane("transfers", _timeline_spans(traced.transfers)))
-        total = traced.transfer_seconds
-        overlapped = traced.overlapped_seconds / total if total else 0.0
         text += (
-            f", transfers in flight {formatting.seconds(total)},"
-            f" {100 * overlapped:.0f}% of that overlapped"
+            f", transfers in flight {formatting.seconds(traced.transfer_seconds)},"
+            f" {100 * traced.overlapped_share:.0f}% of that overlapped"
         )
     return Step(f"{label}: rank {traced.rank}, iteration {traced.iteration}", text, lanes)
 
