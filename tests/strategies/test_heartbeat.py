@@ -10,31 +10,31 @@ from threading import Event
 
 import pytest
 
-from paceline.strategies.parameter_server.heartbeat import Address, Heartbeats, Silence
+from paceline.strategies.parameter_server.heartbeat import Address, Heartbeats, SilenceTimer
 
 LIMIT_SECONDS = 30.0
 """For what must happen, on a machine that has other work as well."""
 
 
-def looks(silence: Silence, times: list[float]) -> list[bool]:
-    return [silence.is_too_long(now) for now in times]
+def looks(silence: SilenceTimer, times: list[float]) -> list[bool]:
+    return [silence.has_expired(now) for now in times]
 
 
 def test_a_peer_is_lost_after_the_limit_without_a_beat() -> None:
-    silence = Silence(limit_seconds=5.0, interval_seconds=1.0, now=100.0)
+    silence = SilenceTimer(limit_seconds=5.0, interval_seconds=1.0, now=100.0)
     assert looks(silence, [101.0, 102.0, 103.0, 104.0]) == [False] * 4
-    assert silence.is_too_long(105.0)
+    assert silence.has_expired(105.0)
 
 
 def test_a_beat_starts_the_silence_anew() -> None:
-    silence = Silence(limit_seconds=5.0, interval_seconds=1.0, now=0.0)
+    silence = SilenceTimer(limit_seconds=5.0, interval_seconds=1.0, now=0.0)
     assert looks(silence, [1.0, 2.0, 3.0, 4.0]) == [False] * 4
-    silence.heard()
+    silence.reset()
     assert looks(silence, [5.0, 6.0, 7.0, 8.0, 9.0]) == [False] * 4 + [True]
 
 
 def test_time_in_which_this_process_was_stopped_does_not_count() -> None:
-    silence = Silence(limit_seconds=5.0, interval_seconds=1.0, now=0.0)
+    silence = SilenceTimer(limit_seconds=5.0, interval_seconds=1.0, now=0.0)
     assert looks(silence, [1.0, 1000.0]) == [False, False]
     assert looks(silence, [1001.0, 1002.0]) == [False, True]
 

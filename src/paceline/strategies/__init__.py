@@ -1,6 +1,6 @@
 """The registry of synchronization strategies; strategy.py defines the contract.
 
-Several names are presets of gradient averaging with different algorithms.
+Several strategies are presets of gradient averaging that differ in the all-reduce algorithm.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ STRATEGIES.register(
 STRATEGIES.register(
     "local_sgd",
     "paceline.strategies.local_sgd:LocalSgd",
-    "local steps, then averaging of weights",
+    "local steps, then weight averaging",
 )
 STRATEGIES.register(
     "easgd",
@@ -89,12 +89,12 @@ STRATEGIES.register(
 STRATEGIES.register(
     "sharded",
     "paceline.strategies.sharded:Sharded",
-    "optimizer state sharded over the workers (ZeRO)",
+    "optimizer state sharded across the workers (ZeRO)",
 )
 STRATEGIES.register(
     "fsdp",
     "paceline.strategies.fsdp:Fsdp",
-    "PyTorch's fully_shard: weights sharded over the workers",
+    "PyTorch's fully_shard: weights sharded across the workers",
 )
 STRATEGIES.register(
     "parameter_server",
@@ -124,11 +124,11 @@ RENAMED = {
 
 def create_strategy(name: str, options: Mapping[str, str]) -> Strategy:
     """Create a registered or user-defined strategy; unknown options are errors."""
-    # Imports torch, which listing the strategies must not do.
+    # Not at the top of the file: listing the strategies must not import torch.
     from paceline.strategies.strategy import ServerStrategy, Strategy
 
     strategy_class = STRATEGIES.load_class(name, Strategy, "paceline.Strategy")
-    # A method under its former name would never be called: training would be silently wrong.
+    # A method with a former name would never be called, and training would be silently wrong.
     former = [each for each in RENAMED if hasattr(strategy_class, each)]
     if former:
         changes = ", ".join(f"{each} to {RENAMED[each]}" for each in former)

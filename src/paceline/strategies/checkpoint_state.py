@@ -24,7 +24,7 @@ class CheckpointState:
     """State of replicas that are equal on all ranks; strategies with other layouts subclass it."""
 
     has_full_weights: bool = True
-    """Whether `replica.model` holds all of its weights at the moment."""
+    """Whether `replica.model` currently holds all of its weights."""
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
@@ -34,7 +34,7 @@ class CheckpointState:
         return self.replica.model.state_dict()
 
     def load_model_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `model_state_dict` returned, under any strategy; same state on every rank."""
+        """Load a model state of any strategy. All ranks must pass the same state."""
         self.replica.model.load_state_dict(state)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
@@ -42,7 +42,7 @@ class CheckpointState:
         return self.replica.optimizer.state_dict()
 
     def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state as rank 0's `optimizer_state_dict` returned it; same on every rank."""
+        """Load rank 0's optimizer state of any strategy. All ranks must pass the same state."""
         self.replica.optimizer.load_state_dict(state)
 
 
@@ -58,7 +58,7 @@ class ShardState:
     begin: int
     """Index of the first element, in memory order."""
     values: dict[str, Any]
-    """By the optimizer's names; per-element tensors are flat."""
+    """Values by their names in the optimizer; per-element tensors are flat."""
 
 
 def gather_shards(
@@ -89,7 +89,7 @@ def gather_shards(
 
 
 def extract_shard(state: dict[str, Any], weight: nn.Parameter, elements: slice) -> dict[str, Any]:
-    """Return the state of some elements of a weight, given in memory order."""
+    """Return the state of a range of a weight's elements, in memory order."""
     values: dict[str, Any] = {}
     for name, value in state.items():
         if not isinstance(value, Tensor):
@@ -97,7 +97,7 @@ def extract_shard(state: dict[str, Any], weight: nn.Parameter, elements: slice) 
         elif name in SCALARS:
             values[name] = value.clone()
         elif value.shape != weight.shape:
-            raise ValueError(f"{name} has shape {value.shape}, its weight {weight.shape}")
+            raise ValueError(f"{name} has shape {value.shape}, but its weight has {weight.shape}")
         else:
             ordered = _empty_like(weight, value.dtype).copy_(value)
             values[name] = _flat(ordered)[elements].clone()
@@ -148,5 +148,5 @@ def _empty_like(weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """View a dense tensor as one dimension, in memory order."""
+    """Return a one-dimensional view of a dense tensor, in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,))

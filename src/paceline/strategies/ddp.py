@@ -42,8 +42,9 @@ class ExchangeMeter(StepMeter):
     """Separates exposed from overlapped communication.
 
     DDP waits for its all-reduces inside the backward pass. The time after the last gradient was
-    ready is exposed communication. With NCCL it is known only after the GPU has passed it, so a
-    step is accounted for after the next one and the program can keep submitting work.
+    ready is exposed communication. With NCCL, this time is known only after the GPU has finished
+    the step. Each step is therefore accounted for after the next one, so that the CPU can continue
+    to submit work.
     """
 
     def __init__(self, replica: Replica, timeline: Timeline, *, is_nccl: bool) -> None:
@@ -87,7 +88,7 @@ class ExchangeMeter(StepMeter):
 
 
 class Ddp(GradientAveraging):
-    """With a codec, a background thread reduces the buckets."""
+    """Trains with DistributedDataParallel; a codec runs in a background thread."""
 
     def __init__(
         self,
@@ -124,7 +125,7 @@ class Ddp(GradientAveraging):
             self._background = CommunicationThread(self._communicator)
         self._timeline = timeline_of(replica.trainable[0].device)
         on_own_gpu = replica.trainable[0].device == self._communicator.gpu
-        # The background thread's transfers are timed by its communicator.
+        # The communicator of the background thread times its own transfers.
         self._uses_nccl = on_own_gpu and self._background is None
         self._meter = ExchangeMeter(replica, self._timeline, is_nccl=self._uses_nccl)
         self.meter = self._meter
@@ -165,10 +166,10 @@ class Ddp(GradientAveraging):
         return outputs
 
     def _dry_run(self, inputs: Tensor) -> None:
-        """Run a pass without side effects, after which DDP has its final buckets.
+        """Run a forward and backward pass without side effects, so that DDP has its final buckets.
 
         DDP rebuilds its buckets after the first pass. A resumed run must start with the final ones,
-        because an element's position in its bucket determines the order of its sum.
+        because the order of summation depends on an element's position in its bucket.
         """
         self._needs_dry_run = False
         buffers = [(buffer, buffer.clone()) for buffer in self.replica.model.buffers()]
@@ -181,7 +182,7 @@ class Ddp(GradientAveraging):
         self.replica.clear_gradients()
 
     def _hook(self, bucket: GradBucket) -> Future[Tensor]:
-        """Start the all-reduce of a full bucket; the future returns the sum."""
+        """Start the all-reduce of a full bucket; return a future of the sum."""
         gradient = bucket.buffer()
         if self._is_dry_run:
             unchanged: Future[Tensor] = Future()
@@ -249,7 +250,7 @@ class Ddp(GradientAveraging):
             self._meter.end_step()
 
     def _translate(self, error: RuntimeError) -> Exception:
-        """Turn an error of the process group into a PeerError; return others unchanged."""
+        """Convert an error of the process group to a PeerError; return others unchanged."""
         is_peer_error = self._communicator.world_size > 1 and (self._failed or "gloo" in str(error))
         if not is_peer_error:
             return error
@@ -265,7 +266,7 @@ class Ddp(GradientAveraging):
         if self._communicator.world_size > 1:
             self._meter.settle()
         if self._background is not None:
-            # Closing the thread's connections fails peers that still receive on them.
+            # Closing the thread's connections causes errors on peers that are still receiving.
             self._communicator.barrier().wait()
             self._background.close()
 

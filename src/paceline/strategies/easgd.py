@@ -1,13 +1,13 @@
 """Elastic averaging SGD: an elastic force keeps each rank near common center weights.
 
 Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging SGD" (2015), in its synchronous
-form. Each rank i trains its own weights x_i. After each `tau` steps, weights move towards the
-center c and the center moves towards all weights:
+form. Each rank i trains its own weights x_i. Every `tau` steps, the weights move toward the center
+c and the center moves toward all weights:
 
     d_i = x_i - c        x_i <- x_i - alpha d_i        c <- c + alpha (d_1 + ... + d_W)
 
-The moving rate `alpha` defaults to 0.9 / W. The center is evaluated and is the final result. Every
-rank keeps a copy of it; all add the same sum, so the copies are equal bit for bit. Each rank keeps
+The moving rate `alpha` defaults to 0.9 / W. Evaluation and the final model use the center. Every
+rank keeps a copy of it and adds the same sum, so the copies are equal bit for bit. Each rank has
 its own optimizer state.
 """
 

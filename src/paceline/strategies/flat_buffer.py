@@ -1,9 +1,9 @@
 """Weights or gradients in one contiguous tensor, so that collectives need no copies.
 
-Aligned buffers are for shards that are updated separately. The vector loops of fused optimizers
-process the last elements of a tensor in a scalar loop, which rounds differently. With weights and
-shards aligned to whole vectors, the update of a shard equals the same part of a full update, bit
-for bit. Shards also have equal sizes, as reduce-scatter and all-gather require.
+Shards that are updated separately need aligned buffers. Fused optimizers process the last elements
+of a tensor, which do not fill a vector register, in a scalar loop that rounds differently. If
+weights and shards are aligned to whole vectors, separate updates of the shards equal an update of
+all weights, bit for bit. Shards also have equal sizes, as reduce-scatter and all-gather require.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from paceline.errors import UsageError
 
 ALIGN_BYTES = 64
-"""Size of a cache line, and of the widest vector registers."""
+"""Size of a cache line and of the widest vector register."""
 
 
 class FlatBuffer:
@@ -81,7 +81,7 @@ class FlatBuffer:
             weight.data = view.copy_(weight.detach())
 
     def hold_gradients(self) -> None:
-        """Make each `weight.grad` a view of the buffer, which backward passes add to."""
+        """Make each `weight.grad` a view of the buffer; backward passes accumulate into it."""
         for weight, view in zip(self.weights, self.views, strict=True):
             weight.grad = view if weight.requires_grad else None
 
@@ -94,7 +94,7 @@ def padded_bytes(tensor_bytes: Sequence[int], shards: int) -> int:
 
 
 def check_same_kind(weights: Sequence[nn.Parameter]) -> None:
-    """Raise UsageError if weights differ in dtype or device, and so cannot share a buffer."""
+    """Raise UsageError if weights differ in dtype or device and therefore cannot share a buffer."""
     kinds = {f"{weight.dtype} on {weight.device}" for weight in weights}
     if len(kinds) > 1:
         raise UsageError(

@@ -1,9 +1,9 @@
-"""PyTorch's fully_shard: weights, gradients and optimizer state are sharded over the ranks.
+"""PyTorch's fully_shard: weights, gradients and optimizer state are sharded across the ranks.
 
 Between updates each rank holds a shard of the rows of every weight. Block by block, the weights are
 all-gathered for the forward pass, freed, and all-gathered again for the backward pass; gradients
 are reduce-scattered. A block is a child module with weights, or a child of a plain container. This
-moves 1.5 times as much data as gradient averaging and needs the least memory.
+moves 1.5 times as much data as gradient averaging and uses the least memory.
 
 Custom collectives replace those of fully_shard. They sum instead of averaging, because losses are
 already weighted, and use the run's communicator, which counts and times them. If each rank has its
@@ -165,7 +165,7 @@ class Fsdp(Strategy):
         self._keep_after_forward(False)
 
     def _use_shards(self, replica: Replica, trained: list[list[str]]) -> None:
-        """Replace the weights of replica and optimizer by their shards, which frees the weights.
+        """Replace the weights of replica and optimizer with their shards, which frees memory.
 
         `trained` holds the names of the weights of each parameter group.
         """
@@ -227,7 +227,7 @@ class Fsdp(Strategy):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Hold all weights on every rank inside the block. Collective."""
+        """Context manager inside which every rank holds all weights. Collective."""
         self._keep_after_forward(True)
         for module in self._modules:
             module.unshard()
@@ -242,7 +242,7 @@ class Fsdp(Strategy):
         if self.checkpoint.has_full_weights:
             return
         self.unsharded.load_state_dict(self.checkpoint.model_state_dict(), assign=True)
-        # References to the model must see an unsharded model.
+        # Existing references to the model must refer to the unsharded model.
         self._model.__class__ = type(self.unsharded)
         self._model.__dict__.clear()
         self._model.__dict__.update(self.unsharded.__dict__)
@@ -262,7 +262,7 @@ class Fsdp(Strategy):
 
 
 class FsdpCheckpointState(ShardedCheckpointState):
-    """State of a model whose weights are sharded."""
+    """Checkpoint state of a model whose weights are sharded."""
 
     def __init__(self, strategy: Fsdp) -> None:
         super().__init__(strategy.replica, strategy.optimizer)
@@ -284,7 +284,9 @@ class FsdpCheckpointState(ShardedCheckpointState):
             return
         expected: dict[str, Tensor] = self._strategy.unsharded.state_dict()
         if state.keys() != expected.keys():
-            raise ValueError(f"different weights: {', '.join(state.keys() ^ expected.keys())}")
+            raise ValueError(
+                f"weights are missing or unexpected: {', '.join(state.keys() ^ expected.keys())}"
+            )
         rank, workers = self.replica.communicator.rank, self.replica.communicator.world_size
         weights = dict(self.replica.model.named_parameters())
         for name, value in state.items():
@@ -326,12 +328,12 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 def _without_weights(replica: Replica) -> nn.Module:
     """Return a copy of the model with weights on the meta device and the same buffers."""
-    kept: list[Any] = [replica, replica.communicator, *replica.model.buffers()]
-    memory: dict[int, Any] = {id(each): each for each in kept}
+    shared: list[Any] = [replica, replica.communicator, *replica.model.buffers()]
+    memo: dict[int, Any] = {id(each): each for each in shared}
     for weight in replica.model.parameters():
         empty = torch.empty_like(weight, device="meta")
-        memory[id(weight)] = nn.Parameter(empty, requires_grad=weight.requires_grad)
-    return copy.deepcopy(replica.model, memory)
+        memo[id(weight)] = nn.Parameter(empty, requires_grad=weight.requires_grad)
+    return copy.deepcopy(replica.model, memo)
 
 
 def _own_rows(rows: int, workers: int, rank: int) -> slice:

@@ -1,8 +1,9 @@
 """Gradient averaging: all-reduce the gradients before every update.
 
-Three independent choices: when (after the backward pass, per tensor or flat, or in buckets during
-it, see overlap.py), how (an all-reduce algorithm) and in what form (a codec). All ranks start from
-the same weights and apply the same summed gradient, so replicas stay equal bit for bit.
+Three settings are independent: when to communicate (after the backward pass, per tensor or flat, or
+during it, in buckets: overlap.py), the all-reduce algorithm, and the codec that compresses
+gradients. All ranks start from the same weights and apply the same summed gradient, so replicas
+stay equal bit for bit.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ KIND = "gradients"
 
 
 class GradientReducer:
-    """Replaces gradients by their sum over all ranks, with an algorithm and an optional codec."""
+    """Sums gradients over all ranks in place, with an algorithm and an optional codec."""
 
     def __init__(
         self, algorithm: str, codec: str, codec_options: dict[str, str], kind: str = KIND
@@ -39,7 +40,7 @@ class GradientReducer:
         self.algorithm = ALGORITHMS.load(algorithm)()
         self.codec = None if codec == "none" else create_codec(codec, codec_options)
         self.kind = kind
-        """Traffic kind that the transfers count as."""
+        """Kind of traffic that the transfers are counted as."""
         self.is_library = self.codec is None and isinstance(self.algorithm, Library)
         """Whether the communicator's own non-blocking all-reduce is used."""
 
@@ -48,7 +49,7 @@ class GradientReducer:
     ) -> Callable[[], Work]:
         """Return a function that starts the reduction of a gradient; it may block.
 
-        Calls of the function are collective. For the library it is the communicator's all-reduce.
+        The function is collective. If `is_library` is set, it is the communicator's all-reduce.
         """
         if communicator.world_size == 1:
             return CompletedWork
@@ -115,12 +116,12 @@ class GradientAveraging(Strategy):
         """Loss scale of the last backward pass."""
         self._codec_before: State | None = None
         """Codec state before the current step; only kept if the loss scaler may skip the step."""
-        given = {"chunk": chunk, "ratio": ratio, "rank": rank}
-        self.reducer = GradientReducer(algorithm, codec, codec_options(codec, given))
+        options = {"chunk": chunk, "ratio": ratio, "rank": rank}
+        self.reducer = GradientReducer(algorithm, codec, codec_options(codec, options))
 
     def setup(self, replica: Replica) -> None:
         super().setup(replica)
-        # The communicator may reduce memory that it allocated without copying it.
+        # The communicator needs no copy to reduce memory that it has allocated.
         allocate = replica.communicator.zeros if self.reducer.is_library else torch.zeros
         gradients = FlatBuffer(replica.trainable, allocate=allocate)
         gradients.hold_gradients()
@@ -136,7 +137,7 @@ class GradientAveraging(Strategy):
             ]
 
     def backward(self, loss: Tensor) -> None:
-        self._follow_loss_scale()
+        self._update_loss_scale()
         codec = self.reducer.codec
         if (
             codec is not None
@@ -156,11 +157,11 @@ class GradientAveraging(Strategy):
                 work.wait()
         self.replica.update()
 
-    def _follow_loss_scale(self) -> None:
+    def _update_loss_scale(self) -> None:
         """Rescale the codec's residuals after the loss scale has changed.
 
         A smaller scale means that the scaler skipped the last step. None of its gradients were
-        applied, so the codec returns to its state before that step.
+        applied, so the codec is restored to its state before that step.
         """
         codec = self.reducer.codec
         if codec is None:
@@ -182,7 +183,7 @@ class GradientAveraging(Strategy):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        self._follow_loss_scale()
+        self._update_loss_scale()
         codec = self.reducer.codec
         return {"codec": codec.state_dict()} if codec else {}
 
@@ -192,14 +193,14 @@ class GradientAveraging(Strategy):
             self._loss_scale = self._codec_before = None
 
 
-def codec_options(codec: str, given: dict[str, str | None]) -> dict[str, str]:
-    """Return the options that are set; raises ConfigError for those the codec does not have."""
+def codec_options(codec: str, options: dict[str, str | None]) -> dict[str, str]:
+    """Return the options that are set; raises ConfigError if the codec does not support one."""
     known = option_names(codec)
     problems = [
         f"-o {name}: codec {codec} has no such option"
-        for name, value in given.items()
+        for name, value in options.items()
         if value is not None and name not in known
     ]
     if problems:
         raise ConfigError(problems)
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in options.items() if value is not None}

@@ -1,11 +1,11 @@
 """Local SGD: ranks train independently and periodically average their weights.
 
-After each `every` steps, weights and optimizer state (momentum, Adam's moments) are replaced by
-their mean over all ranks: one all-reduce instead of `every`. With `every=1` and SGD this equals
-gradient averaging up to rounding, because an SGD update is linear in the gradient.
+Every `every` steps, an all-reduce replaces weights and optimizer state (momentum, Adam's moments)
+with their mean over all ranks. With `every=1` and SGD, this equals gradient averaging up to
+rounding, because an SGD update is linear in the gradient.
 
 Lin, Stich, Patel and Jaggi, "Don't Use Large Mini-batches, Use Local SGD" (2018), recommend
-synchronous steps at first: `warmup` of them.
+starting with synchronous steps; `warmup` is their number.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LocalSgd(PeriodicSync):
         super().__init__(algorithm, every, warmup)
 
     def check(self, config: RunConfig) -> list[str]:
-        # The loss scaler may skip a step on one rank only; step counts would then differ.
+        # The loss scaler may skip a step on a single rank, so that step counts differ.
         is_fp16 = config.precision == "fp16"
         return (
             ["--precision fp16: not supported by strategy local_sgd; use bf16"] if is_fp16 else []

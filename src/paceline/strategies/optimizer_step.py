@@ -1,8 +1,8 @@
-"""The optimizer step: a fast path for fused SGD, and skipped steps of fp16 loss scaling.
+"""The optimizer step: a fast path for fused SGD, and fp16 loss scaling that skips overflows.
 
 For a small model on a CPU, most of `optimizer.step()` is Python code that collects the same tensors
 in every step. `FusedSgdStep` caches them and calls the same kernel, so results are equal bit for
-bit. In unusual cases it calls the optimizer.
+bit. If anything has changed, it falls back to `optimizer.step()`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
-from torch.optim import optimizer as of_all
+from torch.optim import optimizer as optimizer_module
 
 
 def step_unless_overflow(scaler: torch.amp.GradScaler, step: FusedSgdStep) -> None:
@@ -51,8 +51,8 @@ class FusedSgdStep:
     def __call__(self) -> None:
         optimizer = self.optimizer
         # Loading a state dict replaces the object.
-        is_usual = optimizer.state is self._state and not _is_hooked(optimizer)
-        if not is_usual or self._cached is None or not self._step(self._cached):
+        is_unchanged = optimizer.state is self._state and not _is_hooked(optimizer)
+        if not is_unchanged or self._cached is None or not self._step(self._cached):
             optimizer.step()
             self._state, self._cached = optimizer.state, _groups(optimizer)
 
@@ -77,7 +77,7 @@ class _Group:
         self.weights, self.momenta = weights, momenta
 
     def gradients(self, group: dict[str, Any]) -> list[Tensor] | None:
-        """Return the gradients; None if weights or settings changed or a gradient is unusual."""
+        """Return the gradients; None if the group changed or a gradient is missing or sparse."""
         weights = group["params"]
         if len(weights) != len(self.weights) or not all(map(is_, weights, self.weights)):
             return None
@@ -130,6 +130,6 @@ def _is_hooked(optimizer: Optimizer) -> bool:
         "step" in vars(optimizer)
         or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
-        or of_all._global_optimizer_pre_hooks
-        or of_all._global_optimizer_post_hooks
+        or optimizer_module._global_optimizer_pre_hooks
+        or optimizer_module._global_optimizer_post_hooks
     )

@@ -3,11 +3,11 @@
 The backward pass computes gradients in roughly the reverse order of the layers. They are laid out
 in that order and split into buckets. A bucket is reduced as soon as its last gradient is ready: by
 the library, which has its own threads, or, with a codec or an algorithm of comm/algorithms, by a
-background thread. After the backward pass only the last buckets are left to wait for.
+background thread. After the backward pass, training waits only for the last buckets.
 
-The first bucket is small, so that communication starts early. Across nodes the other buckets are
-small, too, because the network is the bottleneck and must not be idle. Within a node the same cores
-compute and communicate, so fewer interruptions matter more.
+The first bucket is small, so that communication starts early. Across nodes, the other buckets are
+also small, because the network is the bottleneck and must not be idle. Within a node, the same
+cores compute and communicate, so a few large buckets are faster.
 """
 
 from __future__ import annotations
@@ -44,10 +44,12 @@ class Bucket:
     weights: frozenset[int]
     """Indices of the weights that the gradients belong to."""
     missing: set[int] = field(default_factory=set)
-    """Weights whose gradient is not ready in this step."""
+    """Weights whose gradients are not ready yet in this step."""
 
 
 class Overlap(GradientAveraging):
+    """All-reduces buckets of gradients during the backward pass."""
+
     def __init__(
         self,
         *,
@@ -75,7 +77,7 @@ class Overlap(GradientAveraging):
         self._background = None if self._communicator else CommunicationThread(replica.communicator)
         self._timer = BusyTimer(timeline_of(replica.trainable[0].device))
         self._observed: list[int] | None = []
-        """Weights in the order of their gradients in the first step."""
+        """Weights in the order in which their gradients are ready; None after the first step."""
         self._lay_out(list(reversed(range(len(replica.trainable)))))
         self._hooks = [
             weight.register_post_accumulate_grad_hook(self._hook(index))
@@ -83,7 +85,7 @@ class Overlap(GradientAveraging):
         ]
 
     def _lay_out(self, order: Sequence[int]) -> None:
-        """Allocate the gradients in this order of the weights and split them into buckets."""
+        """Allocate the gradients in the given order of weights and split them into buckets."""
         self._order = order
         weights = [self.replica.trainable[index] for index in order]
         gradients = FlatBuffer(weights)
@@ -130,7 +132,7 @@ class Overlap(GradientAveraging):
         bucket.missing.remove(index)
         if bucket.missing:
             return
-        # All ranks must start the buckets in the same order, whatever the order of the gradients.
+        # All ranks must start the buckets in the same order, for any order of the gradients.
         while (started := len(self._started)) < len(self._buckets) and not self._buckets[
             started
         ].missing:
@@ -155,7 +157,7 @@ class Overlap(GradientAveraging):
 
     def step(self) -> None:
         with self.replica.exposed_communication():
-            # Buckets with unused weights are still missing gradients.
+            # Buckets that contain unused weights have not started yet.
             for bucket in self._buckets[len(self._started) :]:
                 self._start(bucket)
             for work in self._started:
@@ -167,7 +169,7 @@ class Overlap(GradientAveraging):
         self._begin_step()
 
     def _adopt_order(self) -> None:
-        """After the first step, lay out the buckets in the order seen by rank 0. Collective."""
+        """After the first step, use the order of rank 0's gradients on all ranks. Collective."""
         if self._observed is not None:
             weights = range(len(self.replica.trainable))
             unused = (index for index in weights if index not in self._observed)
@@ -180,7 +182,7 @@ class Overlap(GradientAveraging):
     def finish(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        # Closing a connection fails peers that still receive on it.
+        # Closing a connection causes errors on peers that are still receiving.
         self.replica.communicator.barrier().wait()
         if self._background:
             self._background.close()
@@ -188,7 +190,7 @@ class Overlap(GradientAveraging):
             self._communicator.close()
 
     def state_dict(self) -> dict[str, Any]:
-        # An element's position in its bucket determines the order of its sum.
+        # The order of summation depends on an element's position in its bucket.
         return {
             **super().state_dict(),
             "order": list(self._order),
@@ -197,11 +199,11 @@ class Overlap(GradientAveraging):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        # A checkpoint of another strategy has no order; the first step determines it.
+        # Checkpoints of other strategies have no order; the first step determines it.
         if "order" in state:
             self._observed = None
             if not self._is_size_fixed:
-                # The run may resume on other nodes. Older checkpoints lack the size.
+                # The run may resume on other nodes. Older checkpoints do not contain the size.
                 self._bucket_mib = state.get("bucket_mib", WITHIN_NODE_MIB)
             self._lay_out(state["order"])
 
@@ -215,7 +217,7 @@ def spans_nodes(replica: Replica) -> bool:
 def bucket_bounds(
     weights: Sequence[nn.Parameter], first_bytes: float, other_bytes: float
 ) -> list[tuple[int, int]]:
-    """Return the first and last weight of each bucket; a bucket ends when it is full."""
+    """Return the begin and end index of each bucket's weights; a bucket ends when it is full."""
     bounds: list[tuple[int, int]] = []
     begin = size = 0
     for index, weight in enumerate(weights):

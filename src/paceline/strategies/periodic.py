@@ -1,9 +1,9 @@
-"""Base of strategies that synchronize periodically: local steps, then an outer step.
+"""Base class of strategies that synchronize periodically: local steps, then an outer step.
 
-Between outer steps each rank follows the gradient of its own samples. Losses are weighted by the
-rank's fraction of the global batch. Multiplied by the world size, an equal fraction yields the mean
-loss of the rank's samples and an unequal one counts by its samples, so the mean of all ranks'
-updates is an update on the global batch.
+Between outer steps, each rank trains on its own samples. Losses arrive weighted by the rank's
+fraction of the global batch and are multiplied by the world size here. If all fractions are equal,
+the result is the mean loss of the rank's samples. If not, ranks with more samples have a larger
+weight. In both cases, the mean of all ranks' updates is an update on the global batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.strategies.strategy import Strategy
 
 
 class PeriodicSync(Strategy):
-    """Counts local steps and runs `outer_step` after each `every` of them.
+    """Runs `outer_step` every `every` local steps.
 
     Subclasses implement `outer_step` and `global_weights`.
     """
@@ -35,12 +35,12 @@ class PeriodicSync(Strategy):
     """Whether all replicas are equal after an outer step."""
 
     def __init__(self, algorithm: str, every: int, warmup: int = 0) -> None:
-        """The first `warmup` steps average gradients (`reduce_gradients`) instead."""
+        """The first `warmup` steps are synchronous: they sum gradients with `reduce_gradients`."""
         self.algorithm = ALGORITHMS.load(algorithm)()
         self._every, self._warmup = every, warmup
         self._steps = 0
         self._diverged = False
-        """Whether replicas may hold different weights at the moment."""
+        """Whether replicas may currently hold different weights."""
 
     def setup(self, replica: Replica) -> None:
         super().setup(replica)
@@ -69,7 +69,7 @@ class PeriodicSync(Strategy):
 
     @abstractmethod
     def outer_step(self) -> None:
-        """Synchronize the replicas after a period of local steps. Collective."""
+        """Synchronize the replicas after `every` local steps. Collective."""
 
     @abstractmethod
     def global_weights(self) -> Tensor:
@@ -80,7 +80,7 @@ class PeriodicSync(Strategy):
         raise NotImplementedError
 
     def reset_global_weights(self) -> None:
-        """Restart from this rank's weights, which are equal on all ranks."""
+        """Set the global weights to this rank's weights, which are equal on all ranks."""
 
     @contextmanager
     def eval_weights(self) -> Iterator[None]:
@@ -95,7 +95,7 @@ class PeriodicSync(Strategy):
             self._weights.tensor.copy_(own)
 
     def state_dict(self) -> dict[str, Any]:
-        # While replicas differ, `checkpoint` does not cover this rank's model and optimizer.
+        # If replicas differ, `checkpoint` does not contain this rank's model and optimizer.
         state: dict[str, Any] = {"steps": self._steps}
         if self._diverged:
             state["model"] = self.replica.model.state_dict()
@@ -119,7 +119,7 @@ class PeriodicSync(Strategy):
 
 
 class PeriodicCheckpointState(CheckpointState):
-    """Saves the global weights, which differ from each rank's own between outer steps."""
+    """Saves the global weights, which differ from each rank's weights between outer steps."""
 
     def __init__(self, strategy: PeriodicSync) -> None:
         super().__init__(strategy.replica)
@@ -146,7 +146,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def amortize(outer_step: Cost, every: int) -> Cost:
-    """Return the cost per local step of an outer step after each `every` steps."""
+    """Return the cost per local step if an outer step runs every `every` steps."""
     return Cost(
         seconds=outer_step.seconds / every,
         bytes_sent=outer_step.bytes_sent / every,

@@ -45,7 +45,7 @@ def synchronize_buffers(model: nn.Module, communicator: Communicator, how: str) 
 
 
 def _broadcast(tensors: list[Tensor], communicator: Communicator, kind: str) -> None:
-    """Send one message per dtype instead of one per tensor."""
+    """Broadcast one message per dtype instead of one per tensor."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         same_dtype = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.flatten() for tensor in same_dtype])
@@ -151,7 +151,7 @@ class Replica:
         A rank without samples in the batch computes a placeholder, which must not count.
         """
         for layer in self._sync_norms:
-            layer.counts = counts
+            layer.has_samples = counts
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of a loss."""
@@ -162,7 +162,7 @@ class Replica:
         return ExposedCommunication(self.clock, self.exposed)
 
     def add_overlapped(self, seconds: float) -> None:
-        """Count communication that training did not wait for."""
+        """Add the duration of communication that training did not wait for."""
         # A single worker does not communicate; its intervals measure only thread wake-ups.
         if self.communicator.world_size > 1:
             self.hidden_exchange_seconds += seconds

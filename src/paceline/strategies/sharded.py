@@ -1,8 +1,8 @@
-"""Optimizer state sharded over the ranks (ZeRO stages 1 and 2).
+"""Optimizer state sharded across the ranks (ZeRO stages 1 and 2).
 
 Every rank holds all weights and updates one shard of them, so it needs only that shard's optimizer
-state. Weights and gradients are two flat buffers. After the backward pass, a reduce-scatter leaves
-the sum of a shard of the gradients on each rank, the rank updates its shard of the weights, and an
+state. Weights and gradients are two flat buffers. After the backward pass, a reduce-scatter sums
+one shard of the gradients on each rank, the rank updates its shard of the weights, and an
 all-gather distributes the shards. This is an all-reduce with the update in the middle: it moves as
 many bytes as gradient averaging and computes the same weights.
 """
@@ -67,11 +67,11 @@ class ParameterShard:
 
 
 class ShardedOptimizer:
-    """Updates one rank's shards of the weights with their part of the optimizer's state.
+    """Updates one rank's shards of the weights and holds their optimizer state.
 
     The optimizer has the class and settings of the replica's optimizer, which itself never steps
-    and has no state. Only elementwise optimizers compute the same result for a shard as for the
-    whole.
+    and has no state. Only elementwise optimizers compute the same result for a shard as for all
+    weights.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ShardedOptimizer:
     ) -> None:
         """`weights` are those of the replica's optimizer; `shards` are this rank's parts of them.
 
-        The ranks of the communicator hold all shards, each once.
+        Each shard is on exactly one rank of the communicator.
         """
         self._replica = replica
         self._communicator = communicator
@@ -105,7 +105,7 @@ class ShardedOptimizer:
         self._step = FusedSgdStep(self.optimizer)
 
     def update(self) -> None:
-        """Clip by the norm of the whole gradient and apply the optimizer. Collective."""
+        """Clip by the global gradient norm and run the optimizer. Collective."""
         replica, scaler = self._replica, self._replica.scaler
         replica.clock.enter("update")
         for own, group in zip(
@@ -122,7 +122,7 @@ class ShardedOptimizer:
         scaler.update()
 
     def _reduce_norm(self) -> None:
-        """Clip by the norm of the whole gradient and share fp16 overflows. Collective."""
+        """Clip by the global gradient norm and all-reduce the fp16 overflow flag. Collective."""
         gradients = [shard.values.grad for shard in self._shards if shard.values.grad is not None]
         norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in gradients]
         squares = torch.stack(norms).square().sum()
@@ -140,7 +140,7 @@ class ShardedOptimizer:
             torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all weights on rank 0, without tensors elsewhere. Collective."""
+        """Return the state of all weights; only rank 0's contains tensors. Collective."""
         settings = self._replica.optimizer.state_dict()["param_groups"]
         tensors = [
             ShardState(shard.weight, shard.begin, self.optimizer.state.get(shard.values, {}))
@@ -151,7 +151,7 @@ class ShardedOptimizer:
         return {"state": whole, "param_groups": settings}
 
     def gather_over(self, communicator: Communicator) -> None:
-        """Gather `state_dict` over another communicator; its ranks may hold copies of shards."""
+        """Use another communicator for `state_dict`; its ranks may hold copies of shards."""
         self._communicator = communicator
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -179,7 +179,7 @@ def shards_of_chunk(
     index: int,
     chunks: int,
 ) -> list[ParameterShard]:
-    """Return the parts of the weights in one of the equal chunks of two flat buffers."""
+    """Return the shards of the weights in one chunk of the two flat buffers."""
     start = chunk_begin(values.tensor.numel(), chunks, index)
     own_values = chunk(values.tensor, chunks, index)
     own_gradients = chunk(gradients.tensor, chunks, index)
@@ -215,14 +215,14 @@ def check_shardable(optimizer: Optimizer, strategy: str) -> None:
 
 
 def new_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """Create an optimizer with the class and defaults of another one."""
+    """Create an optimizer with the class and defaults of an existing one."""
     accepted = inspect.signature(type(optimizer)).parameters
     defaults = {name: value for name, value in optimizer.defaults.items() if name in accepted}
     return type(optimizer)(groups, **defaults)
 
 
 class ShardedCheckpointState(CheckpointState):
-    """State of ranks that each update a shard of the weights."""
+    """Checkpoint state if each rank updates a shard of the weights."""
 
     def __init__(self, replica: Replica, optimizer: ShardedOptimizer) -> None:
         super().__init__(replica)

@@ -28,7 +28,7 @@ class StepMeter:
     """Measurements that a strategy adds to the records of a run; all methods are optional."""
 
     def take(self) -> dict[str, list[int]]:
-        """Return values for the events file since the last call: one per step and key."""
+        """Return the values since the last call, for the events file: one per key and step."""
         return {}
 
     def summary(self) -> dict[str, Any]:
@@ -38,7 +38,7 @@ class StepMeter:
     def settle(self) -> None:
         """Account for every completed step, before phase times are read. Not collective.
 
-        For strategies that learn the duration of a transfer only after its step.
+        For strategies that measure the duration of a transfer only after its step.
         """
 
 
@@ -65,25 +65,25 @@ class Strategy:
 
     @cached_property
     def checkpoint(self) -> CheckpointState:
-        """Saves and loads model and optimizer; subclasses may assign another one in `setup`."""
+        """Saves and loads model and optimizer state; subclasses may replace it in `setup`."""
         return CheckpointState(self.replica)
 
     def check(self, config: RunConfig) -> list[str]:
-        """Return one line per unsupported setting, saying what to change.
+        """Return one line per unsupported setting that says what to change.
 
         Called before any process starts.
         """
         return []
 
     def setup(self, replica: Replica) -> None:
-        """Prepare training: start all ranks from rank 0's model. Called once; collective."""
+        """Prepare for training: copy rank 0's model to all ranks. Called once. Collective."""
         self.replica = replica
         broadcast_model(replica.model, replica.communicator)
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass.
 
-        It may start communicating if `replica.is_last_microbatch` is set.
+        Communication may start in the last microbatch (`replica.is_last_microbatch`).
         """
         self.replica.backward(loss)
 
@@ -93,11 +93,11 @@ class Strategy:
         self.replica.update()
 
     def finish(self) -> None:
-        """End training: leave the final weights on every rank. Called once; collective."""
+        """End training: load the final weights on every rank. Called once. Collective."""
 
     @contextmanager
     def eval_weights(self) -> Iterator[None]:
-        """Hold the weights to evaluate in the model inside the block. Collective.
+        """Context manager inside which the model holds the weights to evaluate. Collective.
 
         If replicas differ between synchronizations, these are their mean or the center weights.
         """
@@ -111,7 +111,7 @@ class Strategy:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned on this rank."""
+        """Load the result of `state_dict` on this rank."""
 
 
 class SingleProcess(Strategy):
@@ -129,10 +129,11 @@ ACTIONS: tuple[Action, ...] = get_args(Action)
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The next work of a rank: compute its part of a global batch.
+    """The next task of a rank: one part of a global batch to compute, and an action.
 
-    The actions `checkpoint`, `stop` and `end` are collective: all ranks get the same one. Action
-    `checkpoint` writes a checkpoint before computing; `stop` and `end` compute nothing.
+    The actions `checkpoint`, `stop` and `end` are collective: all ranks get the same one. With
+    `checkpoint`, ranks write a checkpoint before they compute. With `stop` and `end`, they compute
+    nothing.
     """
 
     iteration: int
@@ -140,9 +141,9 @@ class Assignment:
     """Index of the part of the batch; a batch has as many parts as there are workers."""
     action: Action = "train"
     ahead: int = 0
-    """Iterations between this batch and the one that the slowest worker computes."""
+    """Iterations between this batch and the batch of the slowest worker."""
     waited_seconds: float = 0.0
-    """Time until the assignment was available."""
+    """Time that the request waited on the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,7 @@ MakeOptimizer = Callable[[nn.Parameter], Optimizer]
 
 
 class ServerStrategy(Strategy, ABC):
-    """Base class of strategies with server processes; may set `synchronous = False`."""
+    """Base class of strategies with server processes; subclasses may set `synchronous = False`."""
 
     @abstractmethod
     def server_nodes(self, nnodes: int) -> list[int]:
@@ -183,7 +184,7 @@ class ServerStrategy(Strategy, ABC):
 
     @abstractmethod
     def next_assignment(self, request: AssignmentRequest) -> Assignment:
-        """Return this rank's next assignment; the model then holds the weights to start from.
+        """Return this rank's next assignment, and load the current weights into the model.
 
         Called only if `synchronous` is false.
         """

@@ -17,9 +17,9 @@ from paceline.comm.communicator import Communicator
 
 
 def convert_sync_batch_norm(model: nn.Module, communicator: Communicator) -> nn.Module:
-    """Replace all batch-norm layers of a model by synchronized ones with the same weights."""
+    """Replace all batch-norm layers of a model with synchronized ones that share their weights."""
     converted: dict[nn.Module, SyncBatchNorm] = {}
-    # A layer that is used several times must remain one layer.
+    # A layer that is used more than once must remain a single layer.
     for name, layer in list(model.named_modules(remove_duplicate=False)):
         if not isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
             continue
@@ -46,11 +46,13 @@ def _convert(
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """Batch normalization over the samples of all ranks."""
+
     communicator: Communicator
-    counts: bool = True
-    """Whether this rank's samples belong to the batch or are a placeholder for an empty shard."""
+    has_samples: bool = True
+    """False if this rank has no samples in the batch and computes a placeholder."""
     exposed_communication: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
-    """Context manager that counts a block as communication."""
+    """Returns a context manager that measures its block as communication."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -95,7 +97,7 @@ class _Normalize(torch.autograd.Function):
         dims = [dim for dim in range(x.dim()) if dim != 1]
         wide = torch.promote_types(x.dtype, torch.float32)
         values = x.to(wide)
-        # In double precision, because the variance subtracts two large sums.
+        # In double precision, because the variance is a small difference of large sums.
         sums = torch.cat(
             [
                 values.sum(dims, dtype=torch.float64),
@@ -103,7 +105,7 @@ class _Normalize(torch.autograd.Function):
                 torch.tensor([x.numel() / x.shape[1]], dtype=torch.float64, device=x.device),
             ]
         )
-        if not layer.counts:
+        if not layer.has_samples:
             sums.zero_()
         layer.all_reduce(sums)
         total, squares = sums[:-1].chunk(2)
@@ -114,7 +116,7 @@ class _Normalize(torch.autograd.Function):
         shape = [1, -1, *(1 for _ in dims[1:])]
         normalized = (values - mean.to(wide).view(shape)) * inverse.to(wide).view(shape)
         ctx.save_for_backward(normalized, inverse, count, *([] if weight is None else [weight]))
-        ctx.dims, ctx.shape, ctx.layer, ctx.counts = dims, shape, layer, layer.counts
+        ctx.dims, ctx.shape, ctx.layer, ctx.has_samples = dims, shape, layer, layer.has_samples
         if weight is not None and bias is not None:
             output = normalized * weight.view(shape) + bias.view(shape)
         else:
@@ -134,7 +136,7 @@ class _Normalize(torch.autograd.Function):
         ctx.layer.all_reduce(sums)
         mean_gradient, mean_product = (sums / count).to(normalized.dtype)
         centered = gradient
-        if ctx.counts:
+        if ctx.has_samples:
             # Only samples that contribute to the statistics get a gradient through them.
             centered = gradient - mean_gradient.view(shape) - normalized * mean_product.view(shape)
         scale = inverse.to(normalized.dtype) * rest[0] if rest else inverse.to(normalized.dtype)

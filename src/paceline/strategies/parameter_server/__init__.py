@@ -5,7 +5,7 @@
     protocol.py     the messages between a worker and a server
     server.py       a server: weight shard, synchronous rounds, one thread per worker
     assignments.py  which worker computes which part of a batch; staleness
-    connection.py   the data connection of a worker and a server
+    connection.py   the data connection between a worker and a server
     heartbeat.py    detects lost peers
 
 Each worker has one connection to each server. Server 0 also assigns work to asynchronous workers.

@@ -1,8 +1,8 @@
 """Work assignment for asynchronous workers, and the staleness of their updates.
 
-Each global batch has as many parts as there are workers. A worker that is free requests the next
-part. Fast workers therefore compute more parts than slow ones, and each sample is used exactly once
-per epoch.
+Each global batch has as many parts as there are workers. An idle worker requests the next part.
+Fast workers therefore compute more parts than slow ones, and each sample is used exactly once per
+epoch.
 
 Bounded staleness: a part of batch i is assigned only if no worker still computes a batch before
 i - staleness. A worker that computes batch i has therefore seen all updates of batches before
@@ -11,8 +11,8 @@ via a Stale Synchronous Parallel Parameter Server", 2013).
 
 Checkpoints, stops and the end of the run are collective: all workers must get the same action, or
 they would enter different collectives. The queue therefore waits until all workers request their
-next assignment, and decides once for all. The end of the run precedes a stop, and a stop precedes a
-checkpoint.
+next assignment, and then decides once for all workers. The end of the run takes precedence over a
+stop, and a stop over a checkpoint.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from paceline.strategies.strategy import Action, Assignment, AssignmentRequest, 
 class StalenessMeter(StepMeter):
     """Staleness of each update of a worker.
 
-    `ahead` counts the iterations between the update's batch and the batch of the slowest worker at
-    its start. `behind` counts the updates by others between reading the weights and applying it.
+    `ahead` is the number of iterations between the update's batch and the batch of the slowest
+    worker when it was assigned. `behind` is the number of updates by other workers between the pull
+    of the weights and the push of the update.
     """
 
     def __init__(self) -> None:
@@ -70,7 +71,7 @@ class StalenessMeter(StepMeter):
 
 
 class AssignmentQueue:
-    """Assigns parts of batches in order; each worker has its own thread on the server."""
+    """Assigns parts of batches in order; the server calls it from one thread per worker."""
 
     def __init__(self, workers: int, staleness: int | None) -> None:
         """`staleness` is the bound in iterations; None means no bound."""
@@ -85,7 +86,7 @@ class AssignmentQueue:
         """Workers that wait for an assignment."""
         self._stopping = self._finishing = self._is_aborted = False
         self._last_action: Action | None = None
-        """How the run ends, once decided; all workers get this action."""
+        """The final action, once it is decided; all workers get it."""
 
     def next_assignment(self, worker: int, request: AssignmentRequest) -> Assignment:
         """Wait for and return a worker's next assignment; its previous one counts as done."""
@@ -139,15 +140,15 @@ class AssignmentQueue:
             and batch > request.first
             and batch % request.checkpoint_every == 0
         ):
-            # Each worker gets one part of the batch after a checkpoint, so the first ones wait in
-            # the checkpoint's collectives until all others arrive.
+            # Each worker gets one part of the batch after a checkpoint: the checkpoint's
+            # collectives block the first workers until all others arrive.
             return Assignment(batch, part, "checkpoint") if part > 0 or are_all_waiting else None
         if self._staleness is not None and batch - self._slowest() > self._staleness:
             return None
         return Assignment(batch, part)
 
     def _ending(self, batch: int, part: int, request: AssignmentRequest) -> Action | None:
-        """Return how the run ends once all workers wait; None if it continues."""
+        """Return the action that ends the run here; None if the run continues."""
         if self._finishing or batch >= request.total:
             return "end"
         # Stop only between batches, so that a resumed run uses each sample once.

@@ -55,9 +55,9 @@ class ServerClient:
 
         Returns the number of updates by others since its last pull.
         """
-        is_only = len(self._connections) == 1
-        first, *_ = self._replies(self._send_gradients(Request.PUSH, rate, is_only))
-        if not is_only:
+        has_one_server = len(self._connections) == 1
+        first, *_ = self._replies(self._send_gradients(Request.PUSH, rate, has_one_server))
+        if not has_one_server:
             self.done()
         return int(first)
 
@@ -100,7 +100,7 @@ class ServerClient:
         )
 
     def barrier(self) -> None:
-        """Wait for all workers, without a timeout: they may wait for a slow server."""
+        """Wait for all workers, without a timeout, because they may wait for a slow server."""
         self._connections[0].send_numbers(Request.BARRIER)
         self._connections[0].receive_numbers()
 

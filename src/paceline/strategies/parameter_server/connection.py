@@ -1,4 +1,4 @@
-"""The data connection of a worker and a server; missing heartbeats close it."""
+"""The data connection between a worker and a server, which closes if heartbeats stop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _HeartbeatWork(GlooPointToPointWork):
 
 
 class Pair(TorchCommunicator):
-    """A two-rank communicator whose transfers wait as long as heartbeats arrive (heartbeat.py).
+    """A two-rank communicator whose transfers wait while heartbeats arrive (heartbeat.py).
 
     Its timeout applies to connecting only.
     """
@@ -31,7 +31,7 @@ class Pair(TorchCommunicator):
     point_to_point_work = _HeartbeatWork
 
     silent_seconds: float | None = None
-    """Seconds without a heartbeat when the peer was lost; None if it is not lost."""
+    """Seconds without a heartbeat until the peer was lost; None if it is not lost."""
     lost_at: float = 0.0
     """Unix time at which the peer was lost."""
 

@@ -1,9 +1,9 @@
-"""Heartbeats between workers and parameter servers, which tell slow peers from lost ones.
+"""Heartbeats between workers and parameter servers, which distinguish slow from lost peers.
 
 The time until a reply does not show whether a peer is alive: a server may run a long update or wait
 for the slowest worker, and a worker may evaluate for a long time. Each worker therefore has a
-second connection to each server, on which a background thread of either side sends a byte several
-times per timeout. Training steps send no additional messages.
+second connection to each server. On it, a background thread on each side sends a byte several times
+per timeout. Training steps send no additional messages.
 
 A peer that sends nothing for `--timeout-seconds` is lost: its process is stopped (SIGSTOP), one of
 its threads blocks all others, or the network is down. A process that exits is detected earlier,
@@ -29,7 +29,7 @@ from paceline.errors import error_line
 BEATS_PER_TIMEOUT = 5
 MAX_INTERVAL_SECONDS = 5.0
 MAX_SILENT_INTERVALS = 2
-"""The most intervals of silence that one check adds."""
+"""The maximum number of intervals that one check counts as silence."""
 
 BEAT, GOODBYE = b"\x00", b"\x01"
 
@@ -38,11 +38,11 @@ _NUMBER = struct.Struct("!I")
 _HELLO_BYTES = TOKEN_BYTES + _NUMBER.size
 
 
-class Silence:
-    """Measures for how long a peer has sent nothing while this process was running.
+class SilenceTimer:
+    """Measures how long a peer has sent nothing while this process was running.
 
-    A process that was itself stopped must not count that time as silence of its peers: it reads
-    what they sent only after it has checked the clock.
+    A process that was stopped must not count that time as silence of its peers, because it checks
+    the clock before it reads the data that they sent.
     """
 
     def __init__(self, limit_seconds: float, interval_seconds: float, now: float) -> None:
@@ -51,10 +51,11 @@ class Silence:
         self._checked = now
         self._silent = 0.0
 
-    def heard(self) -> None:
+    def reset(self) -> None:
+        """Restart the timer after the peer has sent data."""
         self._silent = 0.0
 
-    def is_too_long(self, now: float) -> bool:
+    def has_expired(self, now: float) -> bool:
         """Return whether the peer is lost; call it once per interval."""
         self._silent += min(now - self._checked, self._max_increment)
         self._checked = now
@@ -66,7 +67,7 @@ class _PeerConnection:
     """The heartbeat connection to one peer."""
 
     connection: socket.socket
-    silence: Silence
+    silence: SilenceTimer
     number: int | None = None
     """Number of the peer; None until it has identified itself."""
     hello: bytes = b""
@@ -121,7 +122,7 @@ class Heartbeats:
         return Address(host, int(self._listener.getsockname()[1]), self._token.hex())
 
     def connect(self, address: Address, own_number: int, number: int, limit_seconds: float) -> None:
-        """Connect to a peer, identified here as `number`. Call before `start`."""
+        """Connect to a peer, which callbacks identify by `number`. Call before `start`."""
         connection = socket.create_connection((address.host, address.port), limit_seconds)
         connection.sendall(bytes.fromhex(address.token) + _NUMBER.pack(own_number))
         self._add(connection, number)
@@ -138,7 +139,7 @@ class Heartbeats:
             action()
 
     def close(self) -> None:
-        """Announce the end of heartbeats to all peers, and disconnect."""
+        """Tell all peers that heartbeats end, and disconnect."""
         self._is_closing = True
         self._waker.send(BEAT)
         if self._thread.ident is not None:
@@ -160,7 +161,7 @@ class Heartbeats:
 
     def _add(self, connection: socket.socket, number: int | None) -> None:
         connection.setblocking(False)
-        silence = Silence(self._timeout_seconds, self._interval, self._clock())
+        silence = SilenceTimer(self._timeout_seconds, self._interval, self._clock())
         peer = _PeerConnection(connection, silence, number)
         self._peers.append(peer)
         self._selector.register(connection, selectors.EVENT_READ, peer)
@@ -170,9 +171,9 @@ class Heartbeats:
             self.run_once()
 
     def run_once(self) -> None:
-        """Wait for data or the next heartbeat, and process it.
+        """Wait for data or the time of the next heartbeat, and handle it.
 
-        The thread of `start` repeats this.
+        The background thread calls this in a loop.
         """
         for key, _ in self._selector.select(max(0.0, self._next_beat - self._clock())):
             if key.fileobj is self._listener:
@@ -192,7 +193,7 @@ class Heartbeats:
         except (BlockingIOError, ConnectionError):
             return
         except OSError:
-            # For example too many open files; pause until the next heartbeat to avoid a busy loop.
+            # For example, too many open files. Pause until the next heartbeat to avoid a busy loop.
             self._selector.unregister(self._listener)
             self._is_listening = False
             return
@@ -210,7 +211,7 @@ class Heartbeats:
             return
         except OSError:
             data = b""
-        peer.silence.heard()
+        peer.silence.reset()
         if not data:
             self._handle_close(peer)
             return
@@ -228,8 +229,8 @@ class Heartbeats:
     def _handle_close(self, peer: _PeerConnection) -> None:
         """Handle a connection that the peer has closed.
 
-        If its process has exited, the data connection is closed, too, which is detected there.
-        Otherwise its silence counts from now on.
+        If its process has exited, the closed data connection reports the error. Otherwise the peer
+        is lost after the timeout.
         """
         if peer.number is None:
             self._remove(peer)
@@ -246,13 +247,13 @@ class Heartbeats:
     def _send(self, message: bytes) -> None:
         for peer in self._peers:
             if peer.number is not None and peer.is_open:
-                # If sending fails, the peer detects the silence.
+                # If sending fails, the peer detects missing heartbeats.
                 with contextlib.suppress(OSError):
                     peer.connection.send(message)
 
     def _check_peers(self) -> None:
         now = self._clock()
-        silent = [peer for peer in self._peers if peer.silence.is_too_long(now)]
+        silent = [peer for peer in self._peers if peer.silence.has_expired(now)]
         for peer in silent:
             self._remove(peer)
             if peer.number is None:
@@ -264,7 +265,7 @@ class Heartbeats:
                 self._notify(action)
 
     def _notify(self, action: Callable[[], None]) -> None:
-        """Call `action`; its errors must not end the heartbeats of other peers."""
+        """Call `action`; its errors must not stop the heartbeats of other peers."""
         try:
             action()
         except Exception as error:  # noqa: BLE001 - the thread must continue

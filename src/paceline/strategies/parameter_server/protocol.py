@@ -1,7 +1,7 @@
 """Messages between a worker and a server: requests of a few numbers, tensors and JSON.
 
-Each worker and server share a two-rank communicator in which the server is rank 0, so a server can
-wait for each worker in a separate thread. No received data is executed or unpickled.
+A two-rank communicator connects each worker with each server, which is rank 0. A server can
+therefore wait for each worker in a separate thread. No received data is executed or unpickled.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Request(IntEnum):
     """(first, total, checkpoint_every, stop, finish) -> (action, iteration, part, ahead, seconds
     waited), weights."""
     DONE = 5
-    """The assignment is part of the weights on all servers. No reply."""
+    """All servers have applied the update of the worker's assignment. No reply."""
     SAVE = 6
     """-> optimizer state: JSON, then its tensors."""
     LOAD = 7
@@ -52,7 +52,7 @@ class Request(IntEnum):
     BARRIER = 8
     """-> acknowledgment, after all workers' requests."""
     FINISHED = 9
-    """The worker will disconnect; that is no failure. No reply."""
+    """The worker will disconnect, which is not a failure. No reply."""
 
 
 class ServerConnection:
@@ -94,9 +94,9 @@ class ServerConnection:
             raise self._rename(error) from None
 
     def wait(self, works: Sequence[Work]) -> None:
-        """Wait in reverse order, so for the reply first.
+        """Wait in reverse order, that is, for the reply first.
 
-        A receive fails at once if the peer is lost; a send may not.
+        If the peer is lost, a receive fails immediately, but a send may not.
         """
         try:
             for work in reversed(works):
@@ -118,6 +118,6 @@ class ServerConnection:
         self._communicator.close()
 
     def _rename(self, error: PeerError) -> PeerError:
-        """Replace the ranks of the two-rank communicator by the names of the processes."""
+        """Replace the ranks of the two-rank communicator with the names of the processes."""
         own, peer = self._names
         return PeerError(f"{own}: {peer}: {str(error).rpartition(': ')[2]}")

@@ -1,6 +1,6 @@
 """A parameter server: holds a shard of the flat weights and the optimizer of that shard.
 
-SGD and Adam are elementwise, so the shards together compute what one optimizer of all weights does.
+SGD and Adam are elementwise, so updating all shards equals an update by a single optimizer.
 One thread per worker handles its requests until all workers have disconnected.
 """
 
@@ -62,7 +62,7 @@ class WeightShard:
 
 
 def describe(state: State) -> dict[str, float | str | None]:
-    """Return a state for JSON; its tensors follow in the same order."""
+    """Describe a state as JSON; its tensors are sent separately, in the same order."""
     return {name: TENSOR if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
@@ -83,7 +83,10 @@ class SyncRound:
         self._is_aborted = False
 
     def add(self, worker: int, gradient: Tensor) -> tuple[int, float]:
-        """Wait for all workers; returns the round's number and the sum of squares of the total."""
+        """Add a gradient and wait for all workers.
+
+        Returns the number of the round and the sum of squares of the total gradient.
+        """
         with self._changed:
             number = self._summed + 1
             self._gradients[worker] = gradient
@@ -96,7 +99,7 @@ class SyncRound:
             return number, self._squares
 
     def _sum(self) -> None:
-        # In rank order, so that every run computes the same bits.
+        # Sum in rank order, so that results are deterministic.
         first, *others = (self._gradients[worker] for worker in range(self._workers))
         for other in others:
             first.add_(other)
@@ -107,7 +110,7 @@ class SyncRound:
         self._changed.notify_all()
 
     def apply(self, number: int, update: Callable[[Tensor], None]) -> None:
-        """Call `update` with the total of a round, unless another thread has done so."""
+        """Call `update` with the total gradient of a round, unless another thread has done so."""
         with self._changed:
             if self._applied < number and self._total is not None:
                 update(self._total)
@@ -123,8 +126,8 @@ class SyncRound:
 class WorkerBarrier:
     """Completes once all workers have arrived, each on its own thread.
 
-    Unlike `threading.Barrier`, `abort` does not fail threads whose barrier is complete but that
-    have not woken up yet.
+    Unlike in `threading.Barrier`, `abort` does not affect threads of a completed barrier that have
+    not woken up yet.
     """
 
     def __init__(self, workers: int) -> None:
@@ -149,13 +152,15 @@ class WorkerBarrier:
                 self._changed.wait()
 
     def abort(self) -> None:
-        """Fail all current and later calls of `wait`."""
+        """Make all current and later calls of `wait` raise PeerError."""
         with self._changed:
             self._is_aborted = True
             self._changed.notify_all()
 
 
 class Server:
+    """Handles the requests of all workers for one shard of the weights."""
+
     def __init__(
         self,
         connections: Sequence[ServerConnection],
@@ -191,7 +196,7 @@ class Server:
     def serve(self) -> None:
         """Serve until all workers have disconnected.
 
-        If one disconnects too early, the connections to all others are closed.
+        If a worker disconnects before it has finished, the connections to all others are closed.
         """
         threads = [
             Thread(target=self._handle_requests, args=(worker,), name=f"paceline-worker-{worker}")
@@ -246,11 +251,11 @@ class Server:
         return self._shard
 
     def _step(self, worker: int, connection: ServerConnection, numbers: list[float]) -> None:
-        rate, clips = numbers[0], bool(numbers[1])
+        rate, is_clipped = numbers[0], bool(numbers[1])
         shard, gradient = self._loaded_shard, self._buffers[worker]
         connection.receive(gradient, "gradients")
         number, squares = self._rounds.add(worker, gradient)
-        if clips:
+        if is_clipped:
             # All workers compute the same factor from the same sums; the first reply counts.
             connection.send_numbers(squares)
             factor = connection.receive_numbers()[0]

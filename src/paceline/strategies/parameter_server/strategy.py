@@ -9,14 +9,13 @@ With several servers, each holds a contiguous shard of the flat weights. There a
 - `bounded`: like `async`, but no worker may be more than `staleness` iterations ahead of the
   slowest.
 
-Asynchronous workers request parts of batches when they are free (assignments.py). Each push is an
-update with the mean gradient of the part's samples. Its learning rate is that of the iteration
-times the part's fraction of the global batch, so that updates and weight decay per sample are as
-large as in `sync`. Gradients are clipped by the norm of the pushed mean gradient; in `sync`, by the
-norm of the sum.
+Idle asynchronous workers request parts of batches (assignments.py). Each push is an update with the
+mean gradient of the part's samples. Its learning rate is that of the iteration times the part's
+fraction of the global batch, so that updates and weight decay per sample are as large as in `sync`.
+Gradients are clipped by the norm of the pushed mean gradient; in `sync`, by the norm of the sum.
 
-Stale gradients are less stable, especially with momentum: a learning rate near the largest that
-works for `sync` is too large for the other modes.
+Stale gradients make training less stable, especially with momentum: a learning rate near the
+largest stable one of `sync` is too large for the other modes.
 
 The launcher starts the servers; under torchrun or srun, the first worker of a node does.
 """
@@ -60,7 +59,7 @@ class ParameterServer(ServerStrategy):
         servers: int = 1,
         place: Literal["node0", "spread"] = "node0",
     ) -> None:
-        """`place` puts all servers on node 0, or distributes them over the nodes in turn."""
+        """`place` puts all servers on node 0 or assigns them to the nodes round-robin."""
         check_option("staleness", staleness, minimum=0, maximum=10**9)
         check_option("servers", servers, minimum=1, maximum=1024)
         self.synchronous = self.replicas_equal = mode == "sync"
@@ -179,7 +178,7 @@ class ParameterServer(ServerStrategy):
 
 
 class ServerCheckpointState(CheckpointState):
-    """State of workers whose optimizer runs on the servers."""
+    """Checkpoint state of workers whose optimizer runs on the servers."""
 
     def __init__(self, replica: Replica, weights: FlatBuffer, servers: ServerClient) -> None:
         super().__init__(replica)
@@ -211,15 +210,15 @@ class ServerCheckpointState(CheckpointState):
         self.initialize_servers({name: self._flatten(name, state["state"]) for name in names})
 
     def initialize_servers(self, optimizer_state: State) -> None:
-        """Send the servers rank 0's weights and an optimizer state. Collective."""
+        """Send rank 0's weights and an optimizer state to the servers. Collective."""
         if self.replica.communicator.rank == 0:
             self._servers.begin()
             self._servers.load(optimizer_state)
-        # A barrier at the server has no timeout while rank 0 waits for a slow server.
+        # Unlike the communicator's, this barrier has no timeout: rank 0 may wait for a slow server.
         self._servers.barrier()
 
     def _flatten(self, name: str, state: dict[int, dict[str, Any]]) -> Tensor | float | None:
-        """Join one value of the optimizer's state of all weights."""
+        """Concatenate one entry of the optimizer state over all weights."""
         values = [state[index][name] for index in sorted(state)]
         if values[0] is None:
             return None

@@ -1,4 +1,4 @@
-"""One copy of the weights per host, in memory that its ranks share.
+"""One copy of the weights per host, in shared memory.
 
 All ranks of a host map one segment, which `SegmentLayout` (strategy.py) lays out as:
 
@@ -17,6 +17,6 @@ Two barriers per step keep access to the segment safe:
    rank that updates all shards does not wait for the second barrier, since no other rank changes
    what it reads.
 
-gradients.py has the two ways to hand gradients over: in place for small models, published for
-others.
+gradients.py has two implementations: gradients in place for small models, and published gradients
+for all others.
 """

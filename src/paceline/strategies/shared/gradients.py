@@ -1,8 +1,9 @@
-"""How the ranks of a host hand gradients over in shared memory, and sum them.
+"""Exchange and summation of gradients in the shared memory of a host.
 
 `PublishedGradients` copies gradients to shared memory, except those that the rank sums itself.
-`InPlaceGradients` is for small models, for which copying and summing tensor by tensor takes longer
-than moving the bytes: backward passes write to shared memory, and one addition per rank sums all.
+`InPlaceGradients` is for small models, for which the overhead of copying and summing each tensor
+exceeds the transfer time: backward passes write to shared memory, and summation takes one addition
+per rank.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ EARLY_PUBLISH_BYTES = 2**20
 
 
 class SharedGradients(Protocol):
-    """Gradients of one rank in memory that the ranks of its host share."""
+    """Gradients of one rank in the shared memory of its host."""
 
     def publish(self) -> int:
-        """Make this rank's gradients readable for others; returns the bytes they will read."""
+        """Make this rank's gradients readable by other ranks; returns the bytes they will read."""
 
     def reduce(self) -> int:
-        """Sum this rank's shard after all have published; returns the bytes read from others."""
+        """Sum this rank's shard, after all ranks have published; returns the bytes read."""
 
     def drop_sums(self) -> None:
         """Release the sums after the update."""
 
     def reset(self) -> None:
-        """Prepare for the next gradients, after all ranks have read these."""
+        """Prepare for the next step, after all ranks have read the gradients."""
 
     def detach(self) -> None:
-        """Restore the model to its state before training."""
+        """Remove hooks and shared gradients from the model."""
 
 
 class InPlaceGradients:
@@ -106,10 +107,10 @@ class PublishedGradients:
         *,
         sums_are_contiguous: bool,
     ) -> None:
-        """`buffers` holds the gradients of all ranks, by local rank; `shards`, what this one sums.
+        """`buffers` holds the gradients of all ranks by local rank; this rank sums `shards`.
 
-        `factored` maps the index of a weight to its factors; it usually has no gradient. Sums
-        replace this rank's own gradients or, if `sums_are_contiguous`, go to its shared buffer.
+        `factored` maps indices of weights to their factors; these weights usually have no gradient.
+        Sums overwrite this rank's own gradients or, if `sums_are_contiguous`, its shared buffer.
         """
         own = buffers[local_rank]
         others = [rank for rank in range(len(buffers)) if rank != local_rank]
@@ -138,8 +139,8 @@ class PublishedGradients:
                 self._published.append(
                     _PublishedGradient(weight, targets, index in owned, index in factored)
                 )
-        # Large gradients are published during the backward pass. Those of which this rank sums no
-        # part are then freed, so they rarely exist all at once.
+        # Large gradients are published during the backward pass. Those that this rank does not sum
+        # are then freed, which reduces peak memory.
         self._hooks: list[RemovableHandle] = [
             published.weight.register_post_accumulate_grad_hook(
                 partial(_publish_early, replica, published)
@@ -230,9 +231,9 @@ class _PublishedGradient:
 
     weight: nn.Parameter
     targets: list[tuple[slice, Tensor]]
-    """Elements, and where the others read them."""
+    """Ranges of elements, and the shared memory to copy them to."""
     is_owned: bool
-    """Whether this rank sums another part of it."""
+    """Whether this rank sums another part of the gradient."""
     is_factored: bool
     is_done: bool = False
     copied_bytes: int = 0
@@ -271,7 +272,7 @@ def _outside(weight: nn.Parameter, owned: slice) -> list[slice]:
 
 
 def _in_memory_order(weight: nn.Parameter) -> Tensor:
-    """Return the gradient flat, in the memory order of the weight; copies it if they differ."""
+    """Return the flat gradient in the memory order of the weight; copies it if strides differ."""
     gradient = weight.grad
     assert gradient is not None
     if gradient.stride() != weight.stride():

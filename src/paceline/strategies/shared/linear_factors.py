@@ -4,7 +4,7 @@ The weight gradient of a linear layer is a product: the transposed gradients of 
 its inputs, both with one row per sample. If the batch is smaller than the layer, the factors are
 much smaller than the product. Ranks therefore publish their factors, and the rank that updates some
 rows of the weight multiplies the factors of all ranks. The number of multiplications is the same,
-and no gradient is written, copied and summed.
+and no gradient is written, copied or summed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LinearGradientFactors:
     """The factors of one layer's gradient, for all ranks of a host.
 
     The capacity is the number of samples at which the factors are half as large as the product.
-    Further samples become a plain gradient, which is added to the product of the factors.
+    Samples beyond the capacity use a plain gradient, which is added to the product.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class LinearGradientFactors:
         return True
 
     def publish(self) -> None:
-        """Write the header before other ranks read the factors."""
+        """Write the header. Call before other ranks read the factors."""
         self._own.header[0] = self._rows
         self._own.header[1] = self.weight.grad is not None
 
@@ -100,7 +100,7 @@ class LinearGradientFactors:
         del self._layer.forward
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Copies of the model are plain layers.
+        # Copies of the model use plain linear layers.
         return _no_factors, ()
 
     @property
@@ -152,7 +152,7 @@ def _max_rows(layer: nn.Linear) -> int:
 
 
 def _no_factors() -> None:
-    """Return None instead of the factors of a copied or pickled model."""
+    """Return None, which replaces the factors in a copied or pickled model."""
 
 
 def _forward(layer: nn.Linear, factored: LinearGradientFactors | None, inputs: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ def _forward(layer: nn.Linear, factored: LinearGradientFactors | None, inputs: T
 
 
 class _Linear(torch.autograd.Function):
-    """torch's linear function with another gradient of the weight."""
+    """torch's linear function, except that factors may replace the weight gradient."""
 
     @staticmethod
     def forward(
@@ -181,15 +181,15 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
-        to_inputs = gradient.matmul(weight) if ctx.needs_input_grad[0] else None
+        input_gradient = gradient.matmul(weight) if ctx.needs_input_grad[0] else None
         gradients = gradient.reshape(-1, gradient.shape[-1])
         rows = inputs.reshape(-1, inputs.shape[-1])
         # With create_graph, the gradient must be part of the graph.
         is_plain = torch.is_grad_enabled() or not _accumulates(ctx.next_functions[1][0])
         is_kept = not is_plain and ctx.factored.keep(rows, gradients)
-        to_weight = None if is_kept else gradients.t().mm(rows)
-        to_bias = gradients.sum(0) if ctx.needs_input_grad[2] else None
-        return to_inputs, to_weight, to_bias, None
+        weight_gradient = None if is_kept else gradients.t().mm(rows)
+        bias_gradient = gradients.sum(0) if ctx.needs_input_grad[2] else None
+        return input_gradient, weight_gradient, bias_gradient, None
 
 
 def _accumulates(weight: Any) -> bool:

@@ -1,16 +1,16 @@
-"""The `shared` strategy: ranks of a host share one copy of the weights and of optimizer state.
+"""The `shared` strategy: ranks of a host share one copy of weights and optimizer state.
 
 Each rank reads the same weights. After the backward pass it publishes its gradients in shared
 memory. Rank i of a host sums shard i of all gradients and updates shard i of the weights. The host
 therefore runs each update once instead of once per rank, and stores weights and optimizer state
-once. A gradient is copied at most once, because a rank sums its own gradients where they are.
+once. A gradient is copied at most once, because a rank sums its own gradients in place.
 
 Large linear layers publish factors instead (linear_factors.py). Small models have fewer shards than
 ranks, because a shard must be large enough to justify waking a rank. If one rank updates
 everything, all backward passes write directly to shared memory (`InPlaceGradients`).
 
-Across hosts, the ranks with equal local rank all-reduce their shard, so all links carry equal
-loads; then each host updates its own copy.
+Across hosts, the ranks with equal local rank all-reduce their shard, which balances the traffic
+over all links. Each host then updates its own copy.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MIN_SHARD_BYTES = 512 * 1024
 
 @dataclass(frozen=True, slots=True)
 class SegmentLayout:
-    """Positions in the shared segment of one host, in bytes."""
+    """Offsets in the shared segment of one host, in bytes."""
 
     shards: int
     """Number of ranks that update weights."""
@@ -65,7 +65,7 @@ class SegmentLayout:
     gradients: tuple[int, ...]
     """By local rank."""
     factors: tuple[int, ...]
-    """By factored layer; one block per rank follows each position."""
+    """By factored layer; one block per rank starts at each offset."""
     total_bytes: int
 
     @classmethod
@@ -93,6 +93,8 @@ def shard_count(weights: Sequence[nn.Parameter], ranks: int) -> int:
 
 
 class SharedWeights(Strategy):
+    """Shares weights and optimizer state among the ranks of a host."""
+
     def setup(self, replica: Replica) -> None:
         check_shardable(replica.optimizer, "shared")
         self._trained = optimizer_weights(replica.optimizer)
@@ -152,11 +154,11 @@ class SharedWeights(Strategy):
             )
         self._optimizer = ShardedOptimizer(self.replica, weights, shards, groups.intra_node)
         # A rank that updates all shards does not wait: no other rank changes what it reads, and a
-        # barrier of shared memory counts its arrival when it starts.
+        # shared-memory barrier counts a rank's arrival when the rank starts it.
         self._must_wait_for_update = layout.shards > 1 or local_rank > 0
 
     def _layers_to_factor(self) -> list[nn.Linear]:
-        """Return no layers for a compiled forward pass or a single rank."""
+        """Return the layers that publish factors; none if compiled or for a single rank."""
         replica = self.replica
         if replica.forward is not replica.model or self._groups.intra_node.world_size == 1:
             return []
@@ -196,7 +198,7 @@ class SharedWeights(Strategy):
         # The segment may be closed only after all ranks have copied their weights.
         self._groups.intra_node.barrier().wait()
         self._groups.close()
-        # A last checkpoint may follow.
+        # The final checkpoint may follow.
         self._optimizer.gather_over(self.replica.communicator)
 
     def cost(self, shape: ModelShape, network: Network) -> Cost:
@@ -209,14 +211,14 @@ class SharedWeights(Strategy):
 
 
 class SharedCheckpointState(ShardedCheckpointState):
-    """State of ranks that share one copy of the weights per host."""
+    """Checkpoint state of ranks that share one copy of the weights per host."""
 
     def __init__(self, replica: Replica, optimizer: ShardedOptimizer, host: Communicator) -> None:
         super().__init__(replica, optimizer)
         self._host = host
 
     def load_model_state_dict(self, state: dict[str, Any]) -> None:
-        # All ranks write the same values, but none while another still reads the previous ones.
+        # All ranks write the same values, but only after all have read the previous ones.
         self._host.barrier().wait()
         super().load_model_state_dict(state)
         self._host.barrier().wait()
