@@ -39,7 +39,7 @@ def assert_same(one: Split, other: Split) -> None:
         (10**6, 300_000_000, "has 300.0 MB free but needs 1.0 GB: use fewer"),
     ],
 )
-def test_a_set_that_the_disk_cannot_hold_is_refused_in_readable_units(
+def test_dataset_larger_than_the_disk_is_rejected_in_readable_units(
     samples: int, free_bytes: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=free_bytes)

@@ -1,4 +1,4 @@
-"""The time before a worker's first iteration, by part."""
+"""Startup time of a worker by part."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
     return FakeTime(monkeypatch)
 
 
-def test_the_parts_are_contiguous_from_the_start_of_the_clock(time: FakeTime) -> None:
+def test_startup_parts_are_contiguous_from_the_start_of_the_clock(time: FakeTime) -> None:
     timer = StartupTimer(started=90.0)
     timer.begin("rendezvous")
     timer.enter("data")
@@ -64,7 +64,7 @@ def test_imports_count_for_the_next_run_only(time: FakeTime) -> None:
     assert (first.seconds["imports"], second.seconds["imports"]) == (2.5, 0.0)
 
 
-def test_a_gpu_clock_keeps_the_timer_of_the_clock_before_it() -> None:
+def test_gpu_clock_keeps_the_startup_timer_of_the_previous_clock() -> None:
     from paceline.measure.phase_clock import PhaseClock
 
     class NoMark:
@@ -77,11 +77,11 @@ def test_a_gpu_clock_keeps_the_timer_of_the_clock_before_it() -> None:
     assert CudaPhaseClock(before, lambda _: NoMark()).startup is before.startup
 
 
-def test_the_timer_does_not_import_torch() -> None:
+def test_startup_timer_does_not_import_torch() -> None:
     program = "import sys; import paceline.measure.startup; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_the_documented_parts_are_the_ones_recorded() -> None:
+def test_documented_startup_parts_are_recorded() -> None:
     (row,) = (line for line in METRICS.read_text().splitlines() if line.startswith(ROW))
     assert tuple(re.findall(r"`(\w+)`: ", row)) == STARTUP_PARTS

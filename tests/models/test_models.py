@@ -489,7 +489,7 @@ def test_invalid_custom_model_is_a_one_line_error(
     assert "\n" not in message
 
 
-def test_an_error_in_a_users_model_is_told_whole_and_with_its_line(
+def test_error_in_a_user_model_is_reported_completely_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine.py").write_text(

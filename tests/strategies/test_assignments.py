@@ -27,7 +27,7 @@ def parts(assignments: list[Assignment]) -> list[tuple[int, int]]:
     return [(assignment.iteration, assignment.part) for assignment in assignments]
 
 
-def test_a_free_worker_gets_the_next_part() -> None:
+def test_idle_worker_gets_the_next_part() -> None:
     queue = AssignmentQueue(workers=2, staleness=None)
     slow = queue.next_assignment(0, request())
     fast = [queue.next_assignment(1, request()) for _ in range(4)]
@@ -52,8 +52,8 @@ def test_all_parts_are_assigned_exactly_once_before_the_end() -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_no_worker_gets_further_ahead_than_the_bound(staleness: int) -> None:
-    """One worker holds the first batch; the other gets what the bound allows, and then waits."""
+def test_staleness_bound_limits_the_lead_of_a_worker(staleness: int) -> None:
+    """One worker holds the first batch; the other gets parts up to the bound, then waits."""
     queue = AssignmentQueue(workers=2, staleness=staleness)
     queue.next_assignment(0, request())
     allowed = [queue.next_assignment(1, request()) for _ in range(2 * staleness + 1)]
@@ -66,13 +66,13 @@ def test_no_worker_gets_further_ahead_than_the_bound(staleness: int) -> None:
         assert waiting.result(10).iteration == staleness + 1
 
 
-def test_a_resumed_run_continues_at_its_iteration() -> None:
+def test_resumed_run_continues_at_its_iteration() -> None:
     queue = AssignmentQueue(workers=2, staleness=None)
     assert parts([queue.next_assignment(0, request(first=7))]) == [(7, 0)]
 
 
 def test_all_workers_get_a_due_checkpoint_before_the_next_batch() -> None:
-    """Everyone gets one part of the batch, when the batches before it are done, not sooner."""
+    """Each worker gets one part of the batch after all earlier batches are complete."""
     queue = AssignmentQueue(workers=2, staleness=None)
     everyone_is_here = Barrier(2)
     calls: list[list[tuple[str, int]]] = [[], []]
@@ -96,7 +96,7 @@ def test_all_workers_get_a_due_checkpoint_before_the_next_batch() -> None:
         ]
 
 
-def test_a_stop_comes_to_all_after_a_whole_batch() -> None:
+def test_all_workers_stop_after_a_complete_batch() -> None:
     queue = AssignmentQueue(workers=2, staleness=None)
     queue.next_assignment(0, request())
     with ThreadPoolExecutor(1) as pool:
@@ -116,7 +116,7 @@ def check_all_get(
     last: AssignmentRequest,
     expected: tuple[str, int],
 ) -> None:
-    """Worker 1 asks first and is not answered before worker 0 has asked; both get one answer."""
+    """Worker 1 requests first and waits for the request of worker 0; both get this action."""
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(queue.next_assignment, 1, first)
         sleep(0.05)
@@ -126,7 +126,7 @@ def check_all_get(
 
 
 def started(parts: int) -> AssignmentQueue:
-    """Of two workers, after computing parts in turn."""
+    """A queue of two workers that have computed parts in turn."""
     queue = AssignmentQueue(workers=2, staleness=None)
     for number in range(parts):
         queue.next_assignment(number % 2, request())
@@ -134,7 +134,7 @@ def started(parts: int) -> AssignmentQueue:
     return queue
 
 
-def test_a_worker_that_finishes_ends_the_run_once_the_others_are_done() -> None:
+def test_finishing_worker_ends_the_run_after_the_others_complete() -> None:
     queue = AssignmentQueue(workers=2, staleness=None)
     assert parts([queue.next_assignment(0, request()), queue.next_assignment(1, request())]) == [
         (0, 0),
@@ -161,7 +161,7 @@ def test_reaching_the_target_precedes_a_stop_that_others_wait_for() -> None:
     check_all_get(started(4), request(stop=True), request(finish=True), ("end", 2))
 
 
-def test_a_stop_precedes_a_checkpoint_that_others_wait_for() -> None:
+def test_stop_precedes_a_checkpoint_that_others_wait_for() -> None:
     check_all_get(
         started(4), request(checkpoint_every=2), request(checkpoint_every=2, stop=True), ("stop", 2)
     )
@@ -171,7 +171,7 @@ def test_the_end_of_the_iterations_precedes_a_stop() -> None:
     check_all_get(started(4), request(total=2), request(total=2, stop=True), ("end", 2))
 
 
-def test_a_batch_that_was_begun_is_not_completed_when_a_worker_finishes() -> None:
+def test_partial_batch_is_dropped_when_a_worker_finishes() -> None:
     queue = started(5)
     with ThreadPoolExecutor(1) as pool:
         finishing = pool.submit(queue.next_assignment, 0, request(finish=True))
@@ -183,7 +183,7 @@ def test_a_batch_that_was_begun_is_not_completed_when_a_worker_finishes() -> Non
     ] * 2
 
 
-def test_a_lost_worker_fails_the_waiting_ones() -> None:
+def test_lost_worker_fails_the_waiting_workers() -> None:
     queue = AssignmentQueue(workers=2, staleness=0)
     queue.next_assignment(0, request())
     queue.next_assignment(1, request())

@@ -1,4 +1,4 @@
-"""Batch norm over all workers, where a model uses its layers in unusual ways."""
+"""Synchronized batch norm in models that use its layers in unusual ways."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.strategies.sync_batch_norm import convert_sync_batch_norm
 
 
 class UsedTwice(nn.Module):
-    """One layer under two names."""
+    """One layer registered under two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class UsedTwice(nn.Module):
         return outputs
 
 
-def test_a_layer_that_is_used_twice_normalises_over_all_workers_in_both_places() -> None:
+def test_layer_used_twice_normalizes_over_all_workers_each_time() -> None:
     inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
     alone = UsedTwice()
     expected = alone(inputs)
@@ -38,7 +38,7 @@ def test_a_layer_that_is_used_twice_normalises_over_all_workers_in_both_places()
         torch.testing.assert_close(state, alone.state_dict())
 
 
-def test_a_model_may_be_nothing_but_the_layer() -> None:
+def test_model_may_consist_of_a_single_batch_norm_layer() -> None:
     inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
 
     def work(communicator: Communicator) -> Tensor:
@@ -50,7 +50,7 @@ def test_a_model_may_be_nothing_but_the_layer() -> None:
     torch.testing.assert_close(whole, nn.BatchNorm1d(3)(inputs).detach())
 
 
-def test_a_layer_without_affine_weights_may_be_followed_by_an_operation_in_place() -> None:
+def test_in_place_operation_may_follow_a_layer_without_affine_weights() -> None:
     inputs = torch.randn(8, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     weights = torch.arange(1.0, 6.0, dtype=torch.float64)
 

@@ -1,4 +1,4 @@
-"""Buckets of gradients: how large they may be, and what may come into them."""
+"""Gradient buckets: sizes, and gradients that arrive twice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support import toy_replicas as toy
     ("strategy", "option"),
     [("overlap", "bucket_mib"), ("overlap", "first_bucket_mib"), ("ddp", "bucket_mib")],
 )
-def test_a_bucket_of_less_than_nothing_is_refused(strategy: str, option: str) -> None:
+def test_negative_bucket_size_is_rejected(strategy: str, option: str) -> None:
     with pytest.raises(
         ConfigError, match=f"-o {option}: must be at least 0 and at most 1000000, got -1"
     ):
@@ -27,7 +27,7 @@ def test_a_bucket_of_less_than_nothing_is_refused(strategy: str, option: str) ->
 
 
 class UsedTwice(nn.Module):
-    """Each of the two passes through the layer has a backward pass of its own."""
+    """Each of the two forward passes of the layer has its own backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,8 +40,8 @@ class UsedTwice(nn.Module):
         return outputs
 
 
-def test_a_second_gradient_in_one_step_is_rejected() -> None:
-    """The first piece may have been summed already when the second is added to it."""
+def test_second_gradient_in_one_step_is_rejected() -> None:
+    """The first gradient may already be reduced when the second is added to it."""
 
     def work(communicator: Communicator) -> None:
         replica = odd.build(communicator, toy.sgd(), UsedTwice())
@@ -55,7 +55,7 @@ def test_a_second_gradient_in_one_step_is_rejected() -> None:
 
 @pytest.mark.parametrize(("nodes", "buckets"), [((0, 0), 2), ((0, 1), 3)])
 def test_buckets_are_smaller_between_machines(nodes: tuple[int, int], buckets: int) -> None:
-    """Of three layers of 4.6 MiB, the first is full at once; the others wait for one another."""
+    """Of three layers of 4.6 MiB, the first fills a bucket, and the other two share one."""
 
     def work(communicator: Communicator) -> int:
         layers = nn.Sequential(*(nn.Linear(1100, 1100, bias=False) for _ in range(3)))
@@ -70,7 +70,7 @@ def test_buckets_are_smaller_between_machines(nodes: tuple[int, int], buckets: i
     assert in_process.run(2, work) == [messages_each * buckets] * 2
 
 
-def test_a_resumed_run_keeps_its_buckets_when_it_moves_to_one_machine() -> None:
+def test_resumed_run_keeps_its_bucket_size_on_one_machine() -> None:
     def work(communicator: Communicator) -> list[int]:
         messages, state = [], None
         for node in (communicator.rank, 0):

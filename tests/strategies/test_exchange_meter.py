@@ -1,4 +1,4 @@
-"""DDP's exchanges are accounted for once, in the step that they belong to."""
+"""DDP exchanges are counted once, in their own step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support import toy_replicas as toy
 
 
 class SetTimeline(Timeline):
-    """Of a device whose time the test sets."""
+    """Timeline of a device whose time the test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -34,16 +34,14 @@ def replica(communicator: Communicator) -> Replica:
 
 
 def exchange(meter: ExchangeMeter, timeline: SetTimeline, seconds: float) -> None:
-    """One bucket that nothing hides."""
+    """One bucket without overlap."""
     under_way = meter.timer.begin()
     timeline.now += seconds
     under_way.ended = timeline.mark()
 
 
 @pytest.mark.parametrize("is_nccl", [False, True])
-def test_the_first_and_the_last_step_count_their_own_exchange(
-    replica: Replica, is_nccl: bool
-) -> None:
+def test_first_and_last_step_count_their_own_exchange(replica: Replica, is_nccl: bool) -> None:
     timeline = SetTimeline()
     meter = ExchangeMeter(replica, timeline, is_nccl=is_nccl)
     steady = SteadyPhases(replica.clock, replica)
@@ -73,7 +71,7 @@ def test_settling_twice_counts_a_step_once(replica: Replica) -> None:
 def test_only_nccl_transfers_add_their_seconds_to_the_traffic(
     replica: Replica, communicator: Communicator, is_nccl: bool, expected: float
 ) -> None:
-    """All others are timed by the communicator that carries them out."""
+    """Other backends time their transfers in the communicator."""
     timeline = SetTimeline()
     meter = ExchangeMeter(replica, timeline, is_nccl=is_nccl)
     exchange(meter, timeline, 3.0)

@@ -1,4 +1,4 @@
-"""Weights and gradients in one piece, for weights that do not lie as one would expect."""
+"""Flat buffers of weights with unusual strides or mixed dtypes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support import odd_weights as odd
 
 
 class Gappy(nn.Module):
-    """Its first weight is every second column of a larger tensor."""
+    """The first weight is every second column of a larger tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Gappy(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["allreduce", "overlap", "sharded", "local_sgd"])
-def test_a_weight_with_gaps_in_its_memory_trains_as_it_does_alone(name: str) -> None:
+def test_strided_weight_trains_as_in_a_single_process(name: str) -> None:
     def trained(communicator: Communicator, name: str) -> Tensor:
         replica = odd.build(communicator, "momentum", Gappy())
         strategy = odd.attached(create_strategy(name, {}), replica)

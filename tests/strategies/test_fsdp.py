@@ -1,6 +1,6 @@
-"""FSDP: split weights that train like whole ones, and whole ones wherever others look at them.
+"""FSDP: sharded during training, with full weights in checkpoints and after training.
 
-That it computes what one worker computes, for any number of workers and parts, is in contract/.
+tests/strategies/contract/ checks that it matches one worker for any world size.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WORKERS = 3
 
 @dataclass
 class Seen:
-    """What one of the workers saw."""
+    """Observations of one worker."""
 
     elements_held: int
     state_elements: int
@@ -39,10 +39,10 @@ class Seen:
     half: Tensor
     """The weights after two steps."""
     final: Tensor
-    """The weights after four steps and the end, as the model has them."""
+    """The weights of the model after four steps and `finish`."""
     is_ordinary: bool
     held_all: tuple[bool, bool]
-    """Whether the strategy said that it holds all weights, in training and after it."""
+    """`has_full_weights` during and after training."""
     step_bytes: dict[str, int]
     exchanges: int
     evaluated: list[float]
@@ -62,7 +62,7 @@ def train_and_look(communicator: Communicator, packed: bytes) -> Seen:
     exchanges = len(strategy.replica.exposed.began)
     split = [weight for weight in model.parameters() if isinstance(weight, DTensor)]
     with strategy.eval_weights(), torch.inference_mode():
-        # Every worker another number of batches.
+        # Each worker evaluates a different number of batches.
         batches = range(communicator.rank + 1)
         evaluated = [float(strategy.replica.forward(torch.tensor([one]))) for one in batches]
     half, optimizer_state = odd.weights_of(strategy), strategy.checkpoint.optimizer_state_dict()
@@ -93,7 +93,7 @@ def train_and_look(communicator: Communicator, packed: bytes) -> Seen:
 
 @dataclass
 class Alone:
-    """What one worker computes with all samples, and what it would save after two steps."""
+    """Weights of a single process, and its checkpoint after two steps."""
 
     half: Tensor
     final: Tensor
@@ -132,15 +132,15 @@ def alone() -> Alone:
 
 @pytest.fixture(scope="module")
 def seen(pool: WorkerPool, alone: Alone) -> list[Seen]:
-    # As bytes, since a process that sends tensors keeps a thread for it.
+    # As bytes, because a process that sends tensors keeps a thread.
     packed = io.BytesIO()
     torch.save(alone.saved, packed)
-    # PyTorch has one default group at a time, so this one is not kept.
+    # PyTorch has one default group at a time, so this group is not kept.
     return pool.run(WORKERS, train_and_look, packed.getvalue(), fresh=True)
 
 
 def rows_held(rank: int) -> int:
-    """Elements of a worker that has as many rows of each weight as the others, while they last."""
+    """Return the number of elements in the rows of each weight that a worker holds."""
     elements = 0
     for rows, *rest in odd.SHAPES:
         most = math.ceil(rows / WORKERS)
@@ -148,37 +148,37 @@ def rows_held(rank: int) -> int:
     return elements
 
 
-def test_each_worker_holds_its_rows_and_the_optimisers_state_of_them(seen: list[Seen]) -> None:
+def test_each_worker_holds_its_rows_and_their_optimizer_state(seen: list[Seen]) -> None:
     held = [(worker.elements_held, worker.state_elements) for worker in seen]
     assert held == [(rows_held(rank), rows_held(rank)) for rank in range(WORKERS)]
 
 
-def test_the_weights_are_those_of_one_worker(seen: list[Seen], alone: Alone) -> None:
-    # Rows end anywhere in the vectors of a fused optimiser, which rounds a tensor's end otherwise.
+def test_weights_equal_those_of_one_worker(seen: list[Seen], alone: Alone) -> None:
+    # A fused optimizer rounds the end of a tensor differently, and shards end anywhere.
     for worker in seen:
         torch.testing.assert_close(worker.half, alone.half, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(worker.final, alone.final, rtol=1e-6, atol=1e-6)
         assert torch.equal(worker.final, seen[0].final)
 
 
-def test_the_end_leaves_an_ordinary_model_with_all_weights(seen: list[Seen]) -> None:
+def test_finish_restores_a_plain_model_with_all_weights(seen: list[Seen]) -> None:
     for worker in seen:
         assert worker.is_ordinary
         assert worker.held_all == (False, True)
 
 
-def test_the_gathered_optimiser_state_is_that_of_one_worker(seen: list[Seen], alone: Alone) -> None:
+def test_gathered_optimizer_state_equals_that_of_one_worker(seen: list[Seen], alone: Alone) -> None:
     gathered, expected = seen[0].optimizer_state, alone.saved["optimizer"]
     assert gathered["param_groups"] == expected["param_groups"]
     torch.testing.assert_close(gathered["state"], expected["state"], rtol=1e-5, atol=1e-6)
 
 
-def test_a_checkpoint_of_one_worker_is_continued(seen: list[Seen], alone: Alone) -> None:
+def test_checkpoint_of_one_worker_is_restored(seen: list[Seen], alone: Alone) -> None:
     for worker in seen:
         torch.testing.assert_close(worker.resumed, alone.final, rtol=1e-6, atol=1e-6)
 
 
-def test_its_checkpoint_is_continued_by_another_strategy(seen: list[Seen], alone: Alone) -> None:
+def test_checkpoint_is_restored_by_another_strategy(seen: list[Seen], alone: Alone) -> None:
     names = [name for name in alone.saved["model"] if name.endswith("weight")]
     shapes = [alone.saved["model"][name].shape for name in names]
     parts = seen[0].half.split([shape.numel() for shape in shapes])
@@ -197,23 +197,23 @@ def test_its_checkpoint_is_continued_by_another_strategy(seen: list[Seen], alone
         torch.testing.assert_close(final, alone.final, rtol=1e-6, atol=1e-6)
 
 
-def test_workers_evaluate_different_numbers_of_batches(seen: list[Seen], alone: Alone) -> None:
+def test_workers_may_evaluate_different_numbers_of_batches(seen: list[Seen], alone: Alone) -> None:
     for rank, worker in enumerate(seen):
         assert worker.evaluated == pytest.approx(alone.evaluated[: rank + 1], rel=1e-4)
 
 
-def test_a_step_gathers_twice_and_scatters_once(seen: list[Seen]) -> None:
-    # All parts are as large as the first one's; each goes to every other worker.
+def test_step_all_gathers_twice_and_reduce_scatters_once(seen: list[Seen]) -> None:
+    # All shards are as large as the first; each is sent to every other worker.
     moved = (WORKERS - 1) * rows_held(0) * 4
     for worker in seen:
         assert worker.step_bytes == {"gradients": moved, "parameters": 2 * moved}
 
 
-def test_all_workers_note_three_exchanges_a_block(seen: list[Seen]) -> None:
+def test_all_workers_record_three_exchanges_per_block(seen: list[Seen]) -> None:
     assert [worker.exchanges for worker in seen] == [3 * len(odd.SHAPES)] * WORKERS
 
 
-def test_the_cost_is_half_as_much_again_as_that_of_averaging() -> None:
+def test_cost_is_one_and_a_half_times_that_of_gradient_averaging() -> None:
     cost = Fsdp().cost(ModelShape(4, (4000, 8000)), Network(0.001, 1e6))
     assert cost.bytes_sent == 3 * 3 / 4 * 12000
     assert cost.messages == 3 * 3 * 2
@@ -248,7 +248,7 @@ def test_unshardable_models_are_rejected_in_one_line(pool: WorkerPool) -> None:
     assert "LBFGS" in whole
 
 
-def test_workers_that_torch_does_not_connect_are_refused_in_a_line() -> None:
+def test_communicator_without_a_process_group_is_rejected_in_one_line() -> None:
     def work(communicator: Communicator) -> str:
         with pytest.raises(ConfigError) as refusal:
             Fsdp().setup(odd.build(communicator))

@@ -1,4 +1,4 @@
-"""Heartbeats tell a peer that is lost from one that is slow or has left."""
+"""Heartbeats distinguish lost peers from slow ones and from those that have left."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import pytest
 from paceline.strategies.parameter_server.heartbeat import Address, Heartbeats, SilenceTimer
 
 LIMIT_SECONDS = 30.0
-"""For what must happen, on a machine that has other work as well."""
+"""Timeout for events that must occur, generous for a busy machine."""
 
 
 def looks(silence: SilenceTimer, times: list[float]) -> list[bool]:
     return [silence.has_expired(now) for now in times]
 
 
-def test_a_peer_is_lost_after_the_limit_without_a_beat() -> None:
+def test_peer_is_lost_after_the_timeout_without_a_heartbeat() -> None:
     silence = SilenceTimer(limit_seconds=5.0, interval_seconds=1.0, now=100.0)
     assert looks(silence, [101.0, 102.0, 103.0, 104.0]) == [False] * 4
     assert silence.has_expired(105.0)
 
 
-def test_a_beat_starts_the_silence_anew() -> None:
+def test_heartbeat_resets_the_timeout() -> None:
     silence = SilenceTimer(limit_seconds=5.0, interval_seconds=1.0, now=0.0)
     assert looks(silence, [1.0, 2.0, 3.0, 4.0]) == [False] * 4
     silence.reset()
     assert looks(silence, [5.0, 6.0, 7.0, 8.0, 9.0]) == [False] * 4 + [True]
 
 
-def test_time_in_which_this_process_was_stopped_does_not_count() -> None:
+def test_time_while_this_process_was_suspended_does_not_count() -> None:
     silence = SilenceTimer(limit_seconds=5.0, interval_seconds=1.0, now=0.0)
     assert looks(silence, [1.0, 1000.0]) == [False, False]
     assert looks(silence, [1001.0, 1002.0]) == [False, True]
@@ -41,7 +41,7 @@ def test_time_in_which_this_process_was_stopped_does_not_count() -> None:
 
 @pytest.fixture
 def server() -> Iterator[tuple[Heartbeats, Address, Event]]:
-    """Listens, and says when peer 3 is lost."""
+    """A server that reports the loss of peer 3."""
     lost = Event()
     with Heartbeats(timeout_seconds=1.0) as heartbeats:
         address = heartbeats.listen("127.0.0.1")
@@ -51,7 +51,7 @@ def server() -> Iterator[tuple[Heartbeats, Address, Event]]:
 
 
 def hello(address: Address, token: str | None = None) -> socket.socket:
-    """A peer that says who it is, and sends beats only when the test does."""
+    """A peer that identifies itself and sends no heartbeats on its own."""
     connection = socket.create_connection((address.host, address.port), LIMIT_SECONDS)
     connection.sendall(bytes.fromhex(token or address.token) + (3).to_bytes(4, "big"))
     return connection
@@ -60,14 +60,14 @@ def hello(address: Address, token: str | None = None) -> socket.socket:
 Server = tuple[Heartbeats, Address, Event]
 
 
-def test_a_peer_that_stays_connected_but_silent_is_lost(server: Server) -> None:
+def test_connected_but_silent_peer_is_lost(server: Server) -> None:
     _, address, lost = server
     with hello(address):
         assert lost.wait(LIMIT_SECONDS)
 
 
-def test_a_peer_gets_beats_for_longer_than_the_timeout(server: Server) -> None:
-    """And it is not lost while it sends its own."""
+def test_peer_receives_heartbeats_beyond_the_timeout(server: Server) -> None:
+    """The peer is not lost while it sends heartbeats, too."""
     _, address, lost = server
     with hello(address) as connection:
         for _ in range(10):
@@ -76,20 +76,20 @@ def test_a_peer_gets_beats_for_longer_than_the_timeout(server: Server) -> None:
     assert not lost.is_set()
 
 
-def test_a_peer_that_says_goodbye_is_not_lost(server: Server) -> None:
+def test_peer_that_says_goodbye_is_not_lost(server: Server) -> None:
     _, address, lost = server
     with hello(address) as connection:
         connection.sendall(b"\x01")
         assert not lost.wait(3.0)
 
 
-def test_a_connection_that_closes_without_goodbye_counts_as_silence(server: Server) -> None:
+def test_connection_closed_without_goodbye_counts_as_silence(server: Server) -> None:
     _, address, lost = server
     hello(address).close()
     assert lost.wait(LIMIT_SECONDS)
 
 
-def test_a_stranger_is_disconnected(server: Server) -> None:
+def test_unknown_peer_is_disconnected(server: Server) -> None:
     _, address, lost = server
     with hello(address, token="00" * 16) as connection:
         assert connection.recv(1) == b""
@@ -97,7 +97,7 @@ def test_a_stranger_is_disconnected(server: Server) -> None:
 
 
 class Ends:
-    """A server and a worker on one clock, which both send beats only when the test lets them."""
+    """A server and a worker on one clock that send heartbeats only on request of the test."""
 
     def __init__(self, server: Heartbeats, worker: Heartbeats) -> None:
         self.server, self.worker = server, worker
@@ -106,7 +106,7 @@ class Ends:
 
 @pytest.fixture
 def clock() -> list[float]:
-    """The time, which the test changes."""
+    """The time that the test sets."""
     return [100.0]
 
 
@@ -123,7 +123,7 @@ def ends(clock: list[float]) -> Iterator[Ends]:
         yield ends
 
 
-def test_two_ends_that_run_do_not_lose_each_other(clock: list[float], ends: Ends) -> None:
+def test_two_running_processes_do_not_lose_each_other(clock: list[float], ends: Ends) -> None:
     for _ in range(20):
         clock[0] += 1.0
         ends.server.run_once()
@@ -131,14 +131,14 @@ def test_two_ends_that_run_do_not_lose_each_other(clock: list[float], ends: Ends
     assert ends.lost_by == []
 
 
-def test_an_end_that_does_not_run_is_lost_by_the_other(clock: list[float], ends: Ends) -> None:
+def test_suspended_process_is_lost(clock: list[float], ends: Ends) -> None:
     for _ in range(20):
         clock[0] += 1.0
         ends.server.run_once()
     assert ends.lost_by == ["server"]
 
 
-def test_an_error_in_a_loss_action_does_not_end_the_heartbeats(
+def test_error_in_a_loss_callback_does_not_stop_the_heartbeats(
     clock: list[float], ends: Ends, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail() -> None:
@@ -152,7 +152,7 @@ def test_an_error_in_a_loss_action_does_not_end_the_heartbeats(
 
 
 class NoFilesLeft:
-    """Stands for a listener whose `accept` fails as long as too many files are open."""
+    """A listener whose `accept` fails while too many files are open."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -169,7 +169,9 @@ class NoFilesLeft:
         self._listener.close()
 
 
-def test_accept_is_retried_at_the_next_beat_when_files_run_out(clock: list[float]) -> None:
+def test_accept_is_retried_at_the_next_heartbeat_after_too_many_open_files(
+    clock: list[float],
+) -> None:
     with Heartbeats(5.0, lambda: clock[0]) as server:
         address = server.listen("127.0.0.1")
         server.run_once()
@@ -177,7 +179,7 @@ def test_accept_is_retried_at_the_next_beat_when_files_run_out(clock: list[float
         assert listener is not None
         full = NoFilesLeft(listener)
         server._selector.unregister(listener)
-        server._listener = full  # type: ignore[assignment]  # it has what is used of a socket
+        server._listener = full  # type: ignore[assignment]  # has the methods that are used
         server._selector.register(full, selectors.EVENT_READ)
         with hello(address):
             server.run_once()
@@ -190,7 +192,7 @@ def test_accept_is_retried_at_the_next_beat_when_files_run_out(clock: list[float
             assert full.accepts == 2
 
 
-def test_an_earlier_loss_is_reported_on_registration(server: Server) -> None:
+def test_earlier_loss_is_reported_on_registration(server: Server) -> None:
     heartbeats, address, lost = server
     late = Event()
     with hello(address):

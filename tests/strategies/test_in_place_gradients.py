@@ -1,4 +1,4 @@
-"""Gradients of a small model in memory that another worker reads."""
+"""Gradients in shared memory that another worker reads in place."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from paceline.strategies.flat_buffer import FlatBuffer
 from paceline.strategies.shared.gradients import InPlaceGradients
 
 
-def forget_none(model: nn.Module) -> None:
+def keep_gradients(model: nn.Module) -> None:
     return
 
 
-def forget_all(model: nn.Module) -> None:
-    """As `optimizer.zero_grad()` does, which belongs to many people's loops."""
+def drop_gradients(model: nn.Module) -> None:
+    """As `optimizer.zero_grad()` does."""
     for weight in model.parameters():
         weight.grad = None
 
 
-def replace_all(model: nn.Module) -> None:
+def replace_gradients(model: nn.Module) -> None:
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight)
 
 
-@pytest.mark.parametrize("disturb", [forget_none, forget_all, replace_all])
-def test_the_sum_covers_all_workers_even_if_views_were_replaced(
+@pytest.mark.parametrize("disturb", [keep_gradients, drop_gradients, replace_gradients])
+def test_sum_covers_all_workers_if_gradient_views_were_replaced(
     disturb: Callable[[nn.Module], None],
 ) -> None:
     models = [nn.Linear(5, 3), nn.Linear(5, 3)]
@@ -48,7 +48,7 @@ def test_the_sum_covers_all_workers_even_if_views_were_replaced(
     assert torch.equal(memories[0].views[1], torch.full((3,), 2.0))
 
 
-def test_a_weight_without_gradient_counts_as_zero_and_old_sums_are_forgotten() -> None:
+def test_missing_gradient_counts_as_zero_and_old_sums_are_dropped() -> None:
     model = nn.Linear(5, 3)
     weights = list(model.parameters())
     memories = [FlatBuffer(weights, shards=1) for _ in range(2)]

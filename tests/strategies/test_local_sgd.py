@@ -1,4 +1,4 @@
-"""Local SGD: what the mean is taken of, when, and how a run is resumed between two means."""
+"""Local SGD: averaging of weights and optimizer state, evaluation and resume."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.support import toy_replicas as toy
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
-def test_a_mean_after_every_step_of_sgd_is_gradient_averaging(workers: int) -> None:
+def test_averaging_after_every_sgd_step_equals_gradient_averaging(workers: int) -> None:
     local = toy.trained(workers, lambda: LocalSgd(every=1), 6, toy.sgd())
     averaged = toy.trained(workers, GradientAveraging, 6, toy.sgd())
     torch.testing.assert_close(local[0], averaged[0])
 
 
-def test_unequal_shares_count_by_their_samples() -> None:
+def test_unequal_shards_are_weighted_by_samples() -> None:
     shares = [1.0, 3.0]
     local = toy.trained(2, lambda: LocalSgd(every=1), 6, toy.sgd(), shares)
     averaged = toy.trained(2, GradientAveraging, 6, toy.sgd(), shares)
@@ -37,7 +37,7 @@ def test_unequal_shares_count_by_their_samples() -> None:
 
 
 @pytest.mark.parametrize("optimizer", [toy.sgd(), toy.adam()], ids=["sgd", "adam"])
-def test_warm_up_steps_are_gradient_averaging_for_any_optimiser(
+def test_warm_up_steps_average_gradients_for_any_optimizer(
     optimizer: toy.MakeOptimizer,
 ) -> None:
     local = toy.trained(2, lambda: LocalSgd(every=3, warmup=5), 5, optimizer)
@@ -45,7 +45,7 @@ def test_warm_up_steps_are_gradient_averaging_for_any_optimiser(
     assert torch.equal(local[0], averaged[0])
 
 
-def test_replicas_are_equal_after_every_mean_and_differ_between() -> None:
+def test_replicas_are_equal_only_after_averaging() -> None:
     def differ(steps: int) -> bool:
         one, other = toy.trained(
             2, lambda: LocalSgd(every=3, warmup=1), steps, toy.sgd(), finish=False
@@ -64,12 +64,12 @@ def state_after(strategy: Strategy, name: str) -> list[Tensor]:
     ("optimizer", "name"),
     [(toy.sgd(), "momentum_buffer"), (toy.adam(), "exp_avg"), (toy.adam(), "exp_avg_sq")],
 )
-def test_the_mean_is_of_the_optimisers_state_too(optimizer: toy.MakeOptimizer, name: str) -> None:
+def test_optimizer_state_is_averaged(optimizer: toy.MakeOptimizer, name: str) -> None:
     def work(communicator: Communicator) -> tuple[list[Tensor], list[Tensor]]:
         strategy = LocalSgd(every=2)
         strategy.setup(toy.replica(communicator, optimizer))
         toy.train(strategy, range(1))
-        # The second step adds to what the first one left, so it is done by hand beside it.
+        # The second step adds to the state of the first, so both are computed here as a reference.
         alone = LocalSgd(every=100)
         alone.setup(toy.replica(communicator, optimizer))
         toy.train(alone, range(2))
@@ -81,7 +81,7 @@ def test_the_mean_is_of_the_optimisers_state_too(optimizer: toy.MakeOptimizer, n
         torch.testing.assert_close(got, (first + second) / 2)
 
 
-def test_the_mean_is_evaluated_and_ones_own_weights_come_back() -> None:
+def test_evaluation_uses_the_mean_and_restores_local_weights() -> None:
     def work(communicator: Communicator) -> tuple[Tensor, Tensor, Tensor]:
         strategy = LocalSgd(every=100)
         strategy.setup(toy.replica(communicator, toy.sgd()))
@@ -107,13 +107,13 @@ def test_every_replica_ends_with_the_mean() -> None:
 
 
 @pytest.mark.parametrize("cut", range(1, 7))
-def test_what_a_worker_remembers_resumes_exactly(cut: int) -> None:
+def test_resumed_training_is_bit_identical(cut: int) -> None:
     assert toy.resumes_exactly(lambda: LocalSgd(every=3, warmup=2), cut, 9)
 
 
 @pytest.mark.usefixtures("warm_workers")
-def test_a_resumed_run_of_processes_ends_with_the_same_weights(tmp_path: Path) -> None:
-    """Seven steps, and again from the checkpoint after the fourth, which lies between two means."""
+def test_resumed_run_of_processes_ends_with_the_same_weights(tmp_path: Path) -> None:
+    """Resumes from the checkpoint after step 4, between two averaging steps."""
     settings: dict[str, Any] = {
         "strategy": "local_sgd", "options": {"every": "3"}, "nproc_per_node": 2, "iterations": 7,
         "train_samples": 64, "test_samples": 32, "batch_size": 16, "threads": 1,
@@ -127,12 +127,12 @@ def test_a_resumed_run_of_processes_ends_with_the_same_weights(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("option", "value"), [("every", 0), ("warmup", -1)])
-def test_impossible_options_are_refused(option: str, value: int) -> None:
+def test_invalid_options_are_rejected(option: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"-o {option}: must be at least"):
-        LocalSgd(**{option: value})  # type: ignore[arg-type]  # as from the command line
+        LocalSgd(**{option: value})  # type: ignore[arg-type]  # as given on the command line
 
 
-def test_its_cost_falls_with_the_steps_between_two_means() -> None:
+def test_cost_falls_with_the_averaging_interval() -> None:
     shape = ModelShape(workers=4, tensor_bytes=(4_000_000,))
     network = Network(latency_seconds=1e-4, bandwidth_bytes_per_second=1e9)
     one, eight = (LocalSgd(every=every).cost(shape, network).seconds for every in (1, 8))

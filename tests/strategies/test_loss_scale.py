@@ -1,4 +1,4 @@
-"""Loss scaling leaves no trace: neither a step that is passed over, nor a scale that changes."""
+"""Loss scaling: skipped steps and changes of the scale do not affect the results."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ INPUTS = torch.arange(1.0, 9.0) / 7
 
 
 @pytest.fixture
-def unfilled_memory_shows() -> Iterator[None]:
-    """torch then fills memory that is not written to with NaN."""
+def fill_uninitialized_memory() -> Iterator[None]:
+    """Makes torch fill uninitialized memory with NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.usefixtures("unfilled_memory_shows")
+@pytest.mark.usefixtures("fill_uninitialized_memory")
 @pytest.mark.parametrize("clip_norm", [None, 1e9])
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
-def test_an_overflow_in_the_first_step_does_not_spoil_the_second(
+def test_overflow_in_the_first_step_does_not_affect_the_second(
     optimizer: str, clip_norm: float | None
 ) -> None:
     def work(communicator: Communicator) -> None:
@@ -43,7 +43,7 @@ def test_an_overflow_in_the_first_step_does_not_spoil_the_second(
         odd.train(strategy, range(2))
         plain = odd.attached(SingleProcess(), odd.build(communicator, optimizer))
         odd.train(plain, range(2))
-        # Scales are powers of two, so that scaling and unscaling round nothing.
+        # Scales are powers of two, so scaling and unscaling are exact.
         assert torch.equal(odd.weights_of(strategy), odd.weights_of(plain))
 
     in_process.run(1, work)
@@ -53,10 +53,8 @@ def test_an_overflow_in_the_first_step_does_not_spoil_the_second(
 @pytest.mark.parametrize(
     "options", [{"codec": "topk", "ratio": "0.125"}, {"codec": "int8"}], ids=["topk", "int8"]
 )
-def test_what_a_codec_holds_back_follows_the_loss_scale(
-    strategy: str, options: dict[str, str]
-) -> None:
-    """What was sent and what is held back are together all the gradients, at a growing scale."""
+def test_codec_residuals_follow_the_loss_scale(strategy: str, options: dict[str, str]) -> None:
+    """Sent gradients and residuals add up to all gradients at a growing scale."""
     steps, rate = 6, 1.0
 
     def work(communicator: Communicator) -> tuple[Tensor, Tensor]:
@@ -92,7 +90,7 @@ def codec_training(
     options: dict[str, str],
     skipped_steps: tuple[int, ...],
 ) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
-    """Weights and codec state after six steps, with an overflow on rank 1 before some of them."""
+    """Return weights and codec state after six steps, some after an overflow on rank 1."""
     model = nn.Linear(8, 6, bias=False)
     model.weight.data.copy_(torch.arange(48.0).sin().view(6, 8))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
@@ -124,7 +122,7 @@ def codec_training(
 def check_skipped_steps_leave_no_trace(
     run: Callable[[tuple[int, ...]], list[tuple[Tensor, dict[str, dict[str, Tensor]]]]],
 ) -> None:
-    # Scales are powers of two, so that scaling and unscaling round nothing.
+    # Scales are powers of two, so scaling and unscaling are exact.
     for (weights, state), (skipped_weights, skipped_state) in zip(
         run(()), run((0, 3, 6)), strict=True
     ):
@@ -136,7 +134,7 @@ def check_skipped_steps_leave_no_trace(
     ("strategy", "more"), [("allreduce", {}), ("allreduce", {"flat": "true"}), ("overlap", {})]
 )
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_skipped_step_leaves_the_codec_as_it_was(
+def test_skipped_step_does_not_change_the_codec(
     codec: str, strategy: str, more: dict[str, str]
 ) -> None:
     def run(steps: tuple[int, ...]) -> list[tuple[Tensor, dict[str, dict[str, Tensor]]]]:
@@ -147,7 +145,7 @@ def test_a_skipped_step_leaves_the_codec_as_it_was(
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_step_that_ddp_skips_leaves_the_codec_as_it_was(codec: str) -> None:
+def test_step_skipped_by_ddp_does_not_change_the_codec(codec: str) -> None:
     with WorkerPool(2) as pool:
         check_skipped_steps_leave_no_trace(
             lambda steps: pool.run(2, codec_training, "ddp", CODECS[codec], steps, fresh=True)

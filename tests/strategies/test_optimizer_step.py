@@ -1,4 +1,4 @@
-"""The quick step against the optimiser's own, bit for bit, and its restraint where it must not."""
+"""The fused SGD step is bit-identical to the optimizer, and is used only where it applies."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def end_momentum(number: int, optimizer: Optimizer) -> None:
 @pytest.mark.parametrize(
     "between", [nothing, lower_rate, load_own_state, lose_a_gradient, end_momentum]
 )
-def test_it_steps_as_the_optimiser_does(
+def test_fused_step_matches_the_optimizer(
     between: Callable[[int, Optimizer], None], settings: dict[str, Any]
 ) -> None:
     if between is end_momentum and settings.get("nesterov"):
@@ -86,7 +86,7 @@ def test_it_steps_as_the_optimiser_does(
 
 
 def counted(optimizer: Optimizer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows with every step that the optimiser takes itself."""
+    """Counts the steps that the optimizer takes itself."""
     calls: list[int] = []
     original = type(optimizer).step
 
@@ -99,7 +99,7 @@ def counted(optimizer: Optimizer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(("kind", "own_steps"), [(SGD, 1), (Adam, 4)])
-def test_only_the_first_step_is_left_to_a_usual_optimiser(
+def test_only_the_first_step_calls_the_optimizer(
     kind: type[Optimizer], own_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     members = weights()
@@ -124,8 +124,8 @@ def test_hooks_registered_later_are_called() -> None:
     assert len(seen) == 4
 
 
-def test_a_scheduler_sees_that_the_optimiser_has_stepped() -> None:
-    """It would warn, which fails a test here, if its rate changed before the first step."""
+def test_scheduler_does_not_warn_about_missing_optimizer_steps() -> None:
+    """A scheduler that changes the rate before the first step warns, which fails the test."""
     members = weights()
     optimizer = optimizer_of(members, momentum=0.9)
     step = FusedSgdStep(optimizer)

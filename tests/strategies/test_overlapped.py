@@ -1,4 +1,4 @@
-"""Overlapped communication: what is measured as hidden behind the backward pass."""
+"""Measurement of communication that overlaps the backward pass."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def pool() -> Iterator[WorkerPool]:
         ([(4.0, 6.0), (7.0, 8.0)], 3.0, 0.0),
     ],
 )
-def test_time_under_way_counts_each_moment_once(
+def test_overlapping_transfers_are_counted_once(
     spans: list[tuple[float, float]], until: float, seconds: float
 ) -> None:
     assert busy_seconds(spans, until) == seconds
 
 
 class FakeMark:
-    """In the work of a GPU whose own clock is 1000 s ahead of the program's."""
+    """A mark of a GPU whose clock is 1000 s ahead of the program."""
 
     def __init__(self, at: float) -> None:
         self.gpu_seconds = at + 1000.0
@@ -66,7 +66,7 @@ class FakeMark:
         return (end_event.gpu_seconds - self.gpu_seconds) * 1000
 
 
-def test_gpu_moments_are_converted_to_program_time(
+def test_gpu_marks_are_converted_to_perf_counter_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now, marks = [60.0], iter([40.0, 59.0, 80.0])
@@ -80,7 +80,7 @@ def test_gpu_moments_are_converted_to_program_time(
 
 
 class ScriptedTimeline(Timeline):
-    """Passes its marks at the given moments."""
+    """Passes its marks at given times."""
 
     def __init__(self, moments: list[float]) -> None:
         self._moments = iter(moments)
@@ -90,7 +90,7 @@ class ScriptedTimeline(Timeline):
 
 
 class EnqueuedHandle:
-    """As a collective of NCCL's: its future is complete as soon as it is submitted."""
+    """A handle like that of NCCL: its future completes on submission."""
 
     def __init__(self, result: list[Tensor]) -> None:
         self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
@@ -106,8 +106,8 @@ class EnqueuedHandle:
         return
 
 
-def test_a_collective_of_nccl_is_complete_when_the_gpu_has_done_it() -> None:
-    """And neither when it was submitted nor when somebody waits for it."""
+def test_nccl_collective_completes_when_the_gpu_completes_it() -> None:
+    """Neither submission nor `wait` marks its completion."""
     moments: list[float] = []
     operation = OperationContext(0, "all_reduce with", (1,))
     work = NcclWork(EnqueuedHandle([]), operation, 5.0, ScriptedTimeline([17.0]))
@@ -120,7 +120,7 @@ def test_a_collective_of_nccl_is_complete_when_the_gpu_has_done_it() -> None:
 
 
 class EnqueuingGroup:
-    """A process group that sums through gloo and looks like NCCL's."""
+    """A process group that reduces with gloo and looks like NCCL."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -131,7 +131,7 @@ class EnqueuingGroup:
 
 
 THREE_STEPS = [
-    *(1.0, 2.0),  # DDP makes its buckets after the first step, which has one
+    *(1.0, 2.0),  # DDP builds its buckets after the first step, which has one
     *(10.0, 13.0, 14.0, 16.0),  # a bucket from 10 to 13 s, the last one from 14 to 16 s
     *(20.0, 26.0, 23.0, 24.0),  # the last bucket is ready at 23 s, the first ends at 26 s
 ]
@@ -161,19 +161,19 @@ def ddp_over_nccl(communicator: Communicator) -> dict[str, Any]:
     }
 
 
-def test_ddp_over_nccl_measures_what_the_gpu_did(pool: WorkerPool) -> None:
+def test_ddp_over_nccl_measures_gpu_time(pool: WorkerPool) -> None:
     for account in pool.run(2, ddp_over_nccl, fresh=True):
-        # Without waiting for the GPU: each step when the next one has been submitted.
+        # Each step is settled when the next one is submitted, without waiting for the GPU.
         assert account["noted"] == [0, 1, 2, 3]
         assert account["exposed"] == [1.0, 14.0, 23.0, 2.0, 16.0, 26.0]
         assert account["hidden"] == (13 - 10) + (23 - 20)
         assert account["exchange"] == pytest.approx((2 - 1) + (16 - 14) + (26 - 23))
-        # Beside what submitting took.
+        # Excludes the time of submission.
         assert account["under way"] >= (2 - 1) + (13 - 10) + (16 - 14) + (26 - 20)
 
 
 class GatedHandle:
-    """Starts a sum; the caller's backward pass goes on only when it is over."""
+    """Starts an all-reduce that ends before the backward pass continues."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -197,7 +197,7 @@ def ddp_over_gloo(communicator: Communicator) -> tuple[float, float]:
     replica = odd.build(communicator, toy.sgd(), layers)
     strategy = Ddp(bucket_mib=1e-6)
     strategy.setup(replica)
-    # Every sum is over before the next gradient is ready, so all but the last are hidden.
+    # Each all-reduce ends before the next gradient is ready, so all but the last overlap.
     strategy._group = GatedGroup(strategy._group)
     for _ in range(2):
         strategy.backward(replica.forward(torch.ones(1, 4)).sum())
@@ -206,7 +206,7 @@ def ddp_over_gloo(communicator: Communicator) -> tuple[float, float]:
     return replica.hidden_exchange_seconds, replica.clock.seconds["exchange"]
 
 
-def test_ddp_over_gloo_measures_what_it_hides(pool: WorkerPool) -> None:
+def test_ddp_over_gloo_measures_overlapped_communication(pool: WorkerPool) -> None:
     for hidden, exchange in pool.run(2, ddp_over_gloo, fresh=True):
         assert hidden > 0
         assert exchange > 0
@@ -217,7 +217,7 @@ SLEEP_CYCLES = 10**9
 
 
 class AloneAsTwo(TorchCommunicator):
-    """One rank on a GPU that takes part in everything that two ranks do, with itself."""
+    """One rank on a GPU that plays both ranks of a group of two."""
 
     @classmethod
     def connected(cls, device: torch.device = GPU) -> Self:
@@ -246,7 +246,7 @@ def replica_on(communicator: Communicator, device: torch.device) -> Replica:
 
 
 def step_behind_the_program(name: str, device: torch.device) -> tuple[Replica, float]:
-    """A step that the device begins when all of it has been submitted; when it began."""
+    """Run a step that the device starts after its submission; returns the start time."""
     with AloneAsTwo.connected(device) as communicator:
         replica = replica_on(communicator, device)
         strategy = create_strategy(name, {"bucket_mib": "1"})
@@ -254,7 +254,7 @@ def step_behind_the_program(name: str, device: torch.device) -> tuple[Replica, f
         timeline = timeline_of(device)
         inputs = torch.ones(64, 2048, device=device)
         for step in range(2):
-            # The first step loads what later ones only submit.
+            # The first step loads kernels.
             if step and device.type == "cuda":
                 torch.cuda._sleep(SLEEP_CYCLES)
             began = timeline.mark()
@@ -267,26 +267,26 @@ def step_behind_the_program(name: str, device: torch.device) -> tuple[Replica, f
 
 
 @pytest.mark.gpu
-def test_overlap_over_nccl_does_not_count_the_lag_of_the_gpu_as_hidden() -> None:
+def test_overlap_over_nccl_does_not_count_gpu_lag_as_overlapped() -> None:
     replica, began = step_behind_the_program("overlap", GPU)
     exposed = replica.exposed
     assert 0 < replica.hidden_exchange_seconds <= exposed.began[-1] - began
 
 
 @pytest.mark.gpu
-def test_ddp_over_nccl_is_accounted_for_in_the_time_of_the_gpu() -> None:
+def test_ddp_over_nccl_is_measured_on_the_gpu_timeline() -> None:
     replica, began = step_behind_the_program("ddp", GPU)
     exposed = replica.exposed
     assert len(exposed.began) == 2
     assert began < exposed.began[-1] < exposed.ended[-1]
     assert replica.hidden_exchange_seconds > 0
-    # DDP is part of a reference cycle that keeps its process group's sockets open.
+    # DDP is part of a reference cycle that keeps the sockets of its process group open.
     del replica
     gc.collect()
 
 
 @pytest.mark.gpu
-def test_a_mark_on_a_real_gpu_is_passed_between_submitting_and_now() -> None:
+def test_mark_of_a_real_gpu_lies_between_submission_and_completion() -> None:
     timeline = timeline_of(GPU)
     before = perf_counter()
     torch.cuda._sleep(SLEEP_CYCLES)
@@ -301,7 +301,7 @@ def test_a_mark_on_a_real_gpu_is_passed_between_submitting_and_now() -> None:
 
 
 @pytest.mark.gpu
-def test_a_collective_of_real_nccl_completes_before_what_the_gpu_does_after_it() -> None:
+def test_real_nccl_collective_completes_before_later_gpu_work() -> None:
     nccl = process_groups.create_nccl(HashStore(), 0, 1, "127.0.0.1", GPU, 30.0)
     timeline, moments = timeline_of(GPU), list[float]()
     tensor = torch.ones(1000, device=GPU)
@@ -317,5 +317,5 @@ def test_a_collective_of_real_nccl_completes_before_what_the_gpu_does_after_it()
     work.wait()
     nccl.abort()
     (completed,) = moments
-    # Events are converted to the program's clock one by one, with an error of microseconds.
+    # Each event is converted to the clock of the program, with an error of microseconds.
     assert timeline.seconds(ready) - 1e-4 <= completed < timeline.seconds(after)

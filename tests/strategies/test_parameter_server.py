@@ -1,4 +1,4 @@
-"""The parameter server: in step like one worker, out of step within its bound; servers that die."""
+"""Parameter server: synchronous and asynchronous training, staleness bound, lost servers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SMALL: dict[str, Any] = {
 
 
 def alone(steps: int, optimizer: toy.MakeOptimizer, clip_norm: float | None = None) -> Tensor:
-    """The weights of one worker that computes whole batches."""
+    """Return the weights of one worker that computes full batches."""
 
     def work(communicator: Communicator) -> Tensor:
         single = SingleProcess()
@@ -64,8 +64,8 @@ def in_step(
 
 
 @pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 1), (3, 2), (4, 2)])
-def test_whole_numbers_give_the_very_weights_of_one_worker(workers: int, servers: int) -> None:
-    """Gradients, rate and momentum are such that no sum is ever rounded, in whatever order."""
+def test_sync_mode_is_bit_identical_for_exact_sums(workers: int, servers: int) -> None:
+    """Gradients, rate and momentum make every sum exact in any order."""
 
     def gradients(rank: int, step: int, like: nn.Parameter) -> Tensor:
         generator = torch.Generator().manual_seed(100 * rank + step)
@@ -119,10 +119,10 @@ def test_sync_mode_clips_by_the_norm_over_all_shards() -> None:
 
 @pytest.mark.parametrize("optimizer", [toy.sgd(), toy.adam()], ids=["sgd", "adam"])
 @pytest.mark.parametrize("servers", [1, 2])
-def test_the_optimisers_state_is_that_of_one_worker_and_can_be_taken_back(
+def test_optimizer_state_equals_that_of_one_worker_and_can_be_restored(
     optimizer: toy.MakeOptimizer, servers: int
 ) -> None:
-    """Three steps, the state into fresh servers, three more: the same bits as six in one go."""
+    """Six steps are bit-identical with and without a restore into new servers after three."""
 
     def first_half(strategy: ParameterServer) -> tuple[dict[str, Any], dict[str, Any]]:
         toy.train(strategy, range(3))
@@ -157,7 +157,7 @@ def test_the_optimisers_state_is_that_of_one_worker_and_can_be_taken_back(
 def train_asynchronously(
     workers: int, iterations: int, optimizer: toy.MakeOptimizer, **options: Any
 ) -> list[tuple[Tensor, dict[str, list[int]], dict[str, Any]]]:
-    """Each worker claims, computes and pushes until the end."""
+    """Each worker requests, computes and pushes parts until the end."""
 
     def work(strategy: ParameterServer) -> tuple[Tensor, dict[str, list[int]], dict[str, Any]]:
         own = strategy.replica
@@ -192,7 +192,7 @@ def test_asynchronous_workers_compute_every_part_once_and_end_equal(
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_recorded_staleness_is_never_above_the_bound(staleness: int) -> None:
+def test_recorded_staleness_never_exceeds_the_bound(staleness: int) -> None:
     results = train_asynchronously(3, 12, toy.sgd(), mode="bounded", staleness=staleness)
     for _, notes, account in results:
         assert max(notes["ahead"]) <= staleness
@@ -201,14 +201,14 @@ def test_recorded_staleness_is_never_above_the_bound(staleness: int) -> None:
         assert sum(histogram.values()) == len(notes["behind"])
 
 
-def test_an_asynchronous_update_is_weighted_by_its_samples() -> None:
-    """With plain SGD, two parts of a batch are the whole batch at the rate it had."""
+def test_asynchronous_update_is_weighted_by_its_samples() -> None:
+    """With plain SGD, the updates of two parts of a batch add up to that of the batch."""
     (first, _, _), _ = train_asynchronously(2, 1, toy.sgd(rate=1e-3, momentum=0.0), mode="async")
     torch.testing.assert_close(first, alone(1, toy.sgd(rate=1e-3, momentum=0.0)), atol=1e-6, rtol=0)
 
 
-def test_a_worker_that_leaves_after_finishing_fails_the_barrier_of_the_others() -> None:
-    """As when a worker is lost between the last step and the final checkpoint."""
+def test_worker_that_exits_early_fails_the_barrier_of_the_others() -> None:
+    """The worker is lost between the last step and the final checkpoint."""
 
     def work(strategy: ParameterServer) -> str:
         strategy.finish()
@@ -223,7 +223,7 @@ def test_a_worker_that_leaves_after_finishing_fails_the_barrier_of_the_others() 
     assert cause == "rank 0: server 0: the connection was closed"
 
 
-def test_an_aborted_barrier_fails_only_incomplete_waits() -> None:
+def test_aborted_barrier_fails_only_incomplete_waits() -> None:
     barrier = WorkerBarrier(2)
     with ThreadPoolExecutor(1) as threads:
         other = threads.submit(barrier.wait)
@@ -235,9 +235,9 @@ def test_an_aborted_barrier_fails_only_incomplete_waits() -> None:
 
 
 @pytest.mark.parametrize(("option", "value"), [("servers", 0), ("staleness", -1)])
-def test_impossible_options_are_refused(option: str, value: int) -> None:
+def test_invalid_options_are_rejected(option: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"-o {option}: must be at least"):
-        ParameterServer(**{option: value})  # type: ignore[arg-type]  # as from the command line
+        ParameterServer(**{option: value})  # type: ignore[arg-type]  # as given on the command line
 
 
 def test_servers_are_placed_on_the_first_node_or_spread() -> None:
@@ -253,10 +253,10 @@ def train(out: Path, name: str, **settings: Any) -> tuple[RunFolder, Result]:
     return folder, result
 
 
-def test_synchronous_processes_train_lenet_like_one_worker_and_resume_bit_for_bit(
+def test_synchronous_processes_match_one_worker_and_resume_bit_identically(
     tmp_path: Path,
 ) -> None:
-    """Seven iterations in one go, and again from the checkpoint that was left after the fourth."""
+    """Compares seven iterations with a resume from the checkpoint of iteration 4."""
     folder, whole = train(tmp_path, "whole", iterations=7, checkpoint_every=4)
     settings = {"strategy": "single", "nproc_per_node": 1}
     _, single = train(tmp_path, "single", iterations=7, **settings)
@@ -268,7 +268,7 @@ def test_synchronous_processes_train_lenet_like_one_worker_and_resume_bit_for_bi
 
 
 def test_asynchronous_processes_use_every_sample_once_and_record_staleness(tmp_path: Path) -> None:
-    """With a checkpoint on the way, at which all meet."""
+    """Includes a checkpoint, which synchronizes all workers."""
     folder, result = train(
         tmp_path, "bounded", epochs=3, options={"mode": "bounded", "staleness": "2"},
         eval_every=5, checkpoint_every=6, slow="1=2",
@@ -291,10 +291,8 @@ def test_asynchronous_processes_use_every_sample_once_and_record_staleness(tmp_p
 
 
 @pytest.mark.parametrize("mode", ["async", "bounded"])
-def test_reaching_the_target_where_a_checkpoint_is_due_ends_the_run(
-    mode: str, tmp_path: Path
-) -> None:
-    """Rank 0 evaluates alone, while rank 1 is free to ask for the batch after the checkpoint."""
+def test_reaching_the_target_at_a_due_checkpoint_ends_the_run(mode: str, tmp_path: Path) -> None:
+    """Rank 0 evaluates while rank 1 requests the batch after the checkpoint."""
     _, result = train(
         tmp_path, "target", epochs=1000, options={"mode": mode}, eval_every=4, checkpoint_every=4,
         target_accuracy=0.001, test_samples=2000, timeout_seconds=15,
@@ -305,9 +303,7 @@ def test_reaching_the_target_where_a_checkpoint_is_due_ends_the_run(
 
 
 @pytest.mark.parametrize("mode", ["async", "bounded"])
-def test_a_model_that_diverges_where_a_checkpoint_is_due_ends_the_run_with_that_cause(
-    mode: str, tmp_path: Path
-) -> None:
+def test_divergence_at_a_due_checkpoint_is_the_reported_cause(mode: str, tmp_path: Path) -> None:
     settings = {
         **SMALL, "out": str(tmp_path), "name": "diverged", "iterations": 1000, "lr": 1e9,
         "options": {"mode": mode}, "eval_every": 2, "checkpoint_every": 2, "timeout_seconds": 15,
@@ -318,7 +314,7 @@ def test_a_model_that_diverges_where_a_checkpoint_is_due_ends_the_run_with_that_
 
 
 def flags() -> list[str]:
-    """The small settings for the command line."""
+    """Return the settings as command-line flags."""
     named = {key: value for key, value in SMALL.items() if key != "tensorboard"}
     return ["--no-tensorboard", *(f"--{k.replace('_', '-')}={v}" for k, v in named.items())]
 
@@ -343,7 +339,7 @@ def wait_until_training(folder: Path) -> None:
     raise TimeoutError("the run did not begin to train within a minute")
 
 
-def test_a_killed_server_ends_the_run_with_its_name(
+def test_killed_server_fails_the_run_with_an_error_that_names_it(
     starter: PrewarmedStarter, tmp_path: Path
 ) -> None:
     process = running(starter, tmp_path, "killed", "--iterations=1000000", "-o", "mode=async")
@@ -357,7 +353,7 @@ def test_a_killed_server_ends_the_run_with_its_name(
 
 
 @pytest.mark.parametrize("more", [[], ["--checkpoint-every=1", "--eval-every=1"]])
-def test_an_asynchronous_run_stops_on_request_and_its_servers_end(
+def test_asynchronous_run_stops_on_request_with_its_servers(
     more: list[str], starter: PrewarmedStarter, tmp_path: Path
 ) -> None:
     options = ["--iterations=1000000", "-o", "mode=bounded", "--timeout-seconds=15", *more]
@@ -373,7 +369,7 @@ def test_an_asynchronous_run_stops_on_request_and_its_servers_end(
     assert not [server for server in servers if server.is_running()]
 
 
-def test_under_torchrun_the_first_worker_of_a_node_starts_its_servers(tmp_path: Path) -> None:
+def test_first_worker_of_a_node_starts_its_servers_under_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"]
     command = [*torchrun, f"--master-port={free_port()}", "-m", "paceline", "train", "--quiet"]
     command += [*flags(), "--iterations=3", "--out", str(tmp_path), "--name", "hosted"]

@@ -1,4 +1,4 @@
-"""Sharded: exact, with 1 / workers of the state on each, and checkpoints that fit everywhere."""
+"""Sharded optimizer: exact results, equal shards, and checkpoints for any strategy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
 
 @cache
 def alone(optimizer: str, steps: int) -> Tensor:
-    """The weights of one worker that computes all samples."""
+    """Return the weights of one worker that computes all samples."""
 
     def work(communicator: Communicator) -> Tensor:
         strategy = odd.attached(SingleProcess(), odd.build(communicator, optimizer))
@@ -41,7 +41,7 @@ def alone(optimizer: str, steps: int) -> Tensor:
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 @pytest.mark.parametrize("optimizer", odd.OPTIMIZERS)
-def test_weights_are_those_of_one_worker_bit_for_bit(optimizer: str, workers: int) -> None:
+def test_weights_are_bit_identical_to_those_of_one_worker(optimizer: str, workers: int) -> None:
     def work(communicator: Communicator) -> Tensor:
         strategy = odd.attached(Sharded(), odd.build(communicator, optimizer))
         odd.train(strategy, range(4))
@@ -51,7 +51,7 @@ def test_weights_are_those_of_one_worker_bit_for_bit(optimizer: str, workers: in
         assert torch.equal(weights, alone(optimizer, 4)), f"rank {rank} differs"
 
 
-def test_channels_last_weights_keep_their_strides_and_their_values() -> None:
+def test_channels_last_weights_keep_strides_and_values() -> None:
     def work(communicator: Communicator) -> tuple[Tensor, list[bool]]:
         model = odd.OddModel(channels_last=True)
         strides = [weight.stride() for weight in model.parameters()]
@@ -69,7 +69,7 @@ def test_channels_last_weights_keep_their_strides_and_their_values() -> None:
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
-def test_each_worker_has_an_equal_part_of_the_optimisers_state(workers: int) -> None:
+def test_each_worker_has_an_equal_shard_of_the_optimizer_state(workers: int) -> None:
     def work(communicator: Communicator) -> int:
         strategy = odd.attached(Sharded(), odd.build(communicator, "adam"))
         odd.train(strategy, range(1))
@@ -80,12 +80,12 @@ def test_each_worker_has_an_equal_part_of_the_optimisers_state(workers: int) -> 
     elements = sum(weight.numel() for weight in odd.OddModel().parameters())
     parts = in_process.run(workers, work)
     assert sum(parts) == elements
-    # A cache line for each weight, and one for each worker, are lost to alignment.
+    # Alignment adds up to one cache line per weight and per worker.
     assert max(parts) <= elements / workers + 16 * (len(odd.SHAPES) + 1)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_clipping_is_by_the_norm_of_the_whole_gradient(workers: int) -> None:
+def test_clipping_uses_the_norm_of_the_full_gradient(workers: int) -> None:
     def work(communicator: Communicator) -> Tensor:
         make = Sharded if workers > 1 or communicator.world_size > 1 else SingleProcess
         strategy = odd.attached(make(), odd.build(communicator, "sgd", clip_norm=0.5))
@@ -110,7 +110,7 @@ def alone_with_clipping(norm: float) -> Tensor:
 
 
 @pytest.mark.parametrize("clip_norm", [None, 1e9])
-def test_an_overflow_in_one_workers_part_lets_all_pass_the_step_over(
+def test_overflow_in_one_shard_skips_the_step_on_all_workers(
     clip_norm: float | None,
 ) -> None:
     def work(communicator: Communicator) -> tuple[Tensor, Tensor, float, float]:
@@ -118,7 +118,7 @@ def test_an_overflow_in_one_workers_part_lets_all_pass_the_step_over(
         replica = odd.build(communicator, "nesterov", scaler=scaler, clip_norm=clip_norm)
         strategy = odd.attached(Sharded(), replica)
         first = odd.weights_of(strategy)
-        # The last element of all lies in the last worker's chunk.
+        # The last element lies in the chunk of the last worker.
         hook = replica.trainable[-1].register_hook(lambda gradient: gradient * float("inf"))
         odd.train(strategy, range(1))
         hook.remove()
@@ -129,7 +129,7 @@ def test_an_overflow_in_one_workers_part_lets_all_pass_the_step_over(
 
     for _, weights, scale, later_scale in in_process.run(3, work):
         assert (scale, later_scale) == (512.0, 512.0)
-        # Scales are powers of two, so that scaling and unscaling round nothing.
+        # Scales are powers of two, so scaling and unscaling are exact.
         assert torch.equal(weights, alone("nesterov", 3))
 
 
@@ -149,10 +149,10 @@ def test_ranks_without_shards_stay_synchronized() -> None:
         return model.weight.detach().flatten()
 
     for weights in in_process.run(4, work):
-        assert weights.tolist() == [-1.0, -1.0, -1.0]  # 1 - 0.5 * 4 workers' ones
+        assert weights.tolist() == [-1.0, -1.0, -1.0]  # 1 - 0.5 * (ones of 4 workers)
 
 
-def test_groups_keep_their_own_settings() -> None:
+def test_parameter_groups_keep_their_settings() -> None:
     def make(weights: list[nn.Parameter]) -> SGD:
         late: dict[str, Any] = {"params": weights[2:], "momentum": 0.0, "weight_decay": 0.1}
         return SGD([{"params": weights[:2]}, late], lr=0.01, momentum=0.9)
@@ -170,7 +170,7 @@ def test_groups_keep_their_own_settings() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
-def test_the_gathered_state_is_that_of_an_optimiser_that_trained_alone(optimizer: str) -> None:
+def test_gathered_state_equals_that_of_a_single_process(optimizer: str) -> None:
     def work(communicator: Communicator) -> dict[str, Any]:
         kind = Sharded if communicator.world_size > 1 else SingleProcess
         strategy = odd.attached(kind(), odd.build(communicator, optimizer))
@@ -191,7 +191,7 @@ def test_the_gathered_state_is_that_of_an_optimiser_that_trained_alone(optimizer
     ],
 )
 @pytest.mark.parametrize("optimizer", ["nesterov", "adamw"])
-def test_a_checkpoint_fits_other_strategies_and_numbers_of_workers(
+def test_checkpoint_fits_other_strategies_and_world_sizes(
     saver: str, savers: int, loader: str, loaders: int, optimizer: str
 ) -> None:
     def save(communicator: Communicator) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -207,7 +207,7 @@ def test_a_checkpoint_fits_other_strategies_and_numbers_of_workers(
     def load(communicator: Communicator) -> Tensor:
         strategy = odd.attached(STRATEGIES[loader](), odd.build(communicator, optimizer))
         strategy.checkpoint.load_model_state_dict(model_state)
-        # A reader of a file has tensors of its own; these are every thread's.
+        # The threads share these tensors; a rank that reads a file has its own.
         strategy.checkpoint.load_optimizer_state_dict(copied(optimizer_state))
         odd.train(strategy, range(2, 4))
         return odd.weights_of(strategy)
@@ -225,7 +225,7 @@ def copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
-def test_traffic_is_what_the_cost_says(workers: int) -> None:
+def test_traffic_matches_the_cost_model(workers: int) -> None:
     def work(communicator: Communicator) -> tuple[int, int, int]:
         strategy = odd.attached(Sharded(), odd.build(communicator))
         counts = communicator.traffic.counts
@@ -239,13 +239,13 @@ def test_traffic_is_what_the_cost_says(workers: int) -> None:
     for gradient_bytes, parameter_bytes, messages in in_process.run(workers, work):
         assert gradient_bytes == parameter_bytes == cost.bytes_sent / 2
         assert 2 * messages == cost.messages
-    # Half of a ring moves all but a chunk, up to the padding.
+    # Half of a ring sends all chunks but one, up to padding.
     least = (workers - 1) / workers * sum(sizes)
     assert least <= cost.bytes_sent / 2 <= least + 64 * (len(sizes) + workers)
 
 
 @pytest.mark.parametrize(("clip_norm", "exchanges"), [(None, 2), (1.0, 3)])
-def test_all_workers_note_the_same_exchanges(clip_norm: float | None, exchanges: int) -> None:
+def test_all_workers_record_the_same_exchanges(clip_norm: float | None, exchanges: int) -> None:
     def work(communicator: Communicator) -> int:
         strategy = odd.attached(Sharded(), odd.build(communicator, clip_norm=clip_norm))
         odd.train(strategy, range(1))
@@ -254,7 +254,7 @@ def test_all_workers_note_the_same_exchanges(clip_norm: float | None, exchanges:
     assert in_process.run(3, work) == [exchanges] * 3
 
 
-def test_an_optimiser_that_looks_at_whole_tensors_is_refused_in_a_line() -> None:
+def test_optimizer_that_needs_whole_tensors_is_rejected_in_one_line() -> None:
     def work(communicator: Communicator) -> None:
         replica = odd.build(communicator, lambda weights: LBFGS(weights))
         with pytest.raises(ConfigError, match="cannot shard LBFGS"):
@@ -263,7 +263,7 @@ def test_an_optimiser_that_looks_at_whole_tensors_is_refused_in_a_line() -> None
     in_process.run(1, work)
 
 
-def test_weights_of_two_types_are_refused_in_a_line() -> None:
+def test_weights_of_two_dtypes_are_rejected_in_one_line() -> None:
     def work(communicator: Communicator) -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
         replica = odd.build(communicator, lambda weights: Adam(weights), model)

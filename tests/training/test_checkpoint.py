@@ -1,4 +1,4 @@
-"""The checkpoint store: what is saved comes back bit for bit, in either mode of writing."""
+"""The checkpoint store restores saved states bit-identically, in both write modes."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 
 def bits(tensor: Tensor) -> bytes:
-    """The elements' bytes in their logical order."""
+    """Return the bytes of the elements in logical order."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_a_tensor_comes_back_bit_for_bit(tmp_path: Path, mode: str, name: str) -> None:
+def test_tensor_is_restored_bit_identically(tmp_path: Path, mode: str, name: str) -> None:
     store = CheckpointStore(tmp_path, 1, mode)
     store.save(1, {"tensor": TENSORS[name]})
     loaded = newest(store).state["tensor"]
@@ -56,7 +56,7 @@ def test_a_tensor_comes_back_bit_for_bit(tmp_path: Path, mode: str, name: str) -
     assert bits(loaded) == bits(original)
 
 
-def test_channels_last_stays_channels_last(tmp_path: Path, mode: str) -> None:
+def test_channels_last_layout_is_preserved(tmp_path: Path, mode: str) -> None:
     store = CheckpointStore(tmp_path, 1, mode)
     store.save(1, {"image": TENSORS["channels_last"]})
     loaded = newest(store).state["image"]
@@ -64,7 +64,7 @@ def test_channels_last_stays_channels_last(tmp_path: Path, mode: str) -> None:
     assert not loaded.is_contiguous()
 
 
-def test_nested_values_come_back_with_their_types(tmp_path: Path, mode: str) -> None:
+def test_nested_values_keep_their_types(tmp_path: Path, mode: str) -> None:
     values = {
         "numbers": [1, -2.5, True, None, float("inf")],
         "nested": {"text": "läuft", 3: {"betas": (0.9, 0.999)}, "none": []},
@@ -76,7 +76,7 @@ def test_nested_values_come_back_with_their_types(tmp_path: Path, mode: str) -> 
     assert [type(value) for value in loaded["numbers"]] == [int, float, bool, type(None), float]
 
 
-def test_a_training_resumes_bit_for_bit(tmp_path: Path, mode: str) -> None:
+def test_resumed_training_is_bit_identical(tmp_path: Path, mode: str) -> None:
     def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> bytes:
         for _ in range(steps):
             optimizer.zero_grad()
@@ -104,7 +104,7 @@ def test_a_training_resumes_bit_for_bit(tmp_path: Path, mode: str) -> None:
     assert trained(resumed, resumed_optimizer, steps=3) == expected
 
 
-def test_only_the_slice_is_written_and_not_the_storage_behind_it(tmp_path: Path, mode: str) -> None:
+def test_slice_is_written_without_its_larger_storage(tmp_path: Path, mode: str) -> None:
     store = CheckpointStore(tmp_path, 1, mode)
     store.save(1, {"slice": torch.zeros(1_000_000)[:10]})
     store.close()
@@ -124,7 +124,7 @@ def test_tied_weights_are_written_once(tmp_path: Path, mode: str) -> None:
     [np.float64(1.0), np.arange(3), {1, 2}, object(), print, torch.zeros(2).to_sparse()],
     ids=lambda value: type(value).__name__,
 )
-def test_what_could_not_be_loaded_safely_is_not_saved(
+def test_value_that_cannot_be_loaded_safely_is_rejected(
     tmp_path: Path, mode: str, value: object
 ) -> None:
     store = CheckpointStore(tmp_path, 1, mode)
@@ -134,11 +134,11 @@ def test_what_could_not_be_loaded_safely_is_not_saved(
     assert names(tmp_path) == []
 
 
-def test_an_empty_folder_has_no_newest(tmp_path: Path, mode: str) -> None:
+def test_empty_folder_has_no_newest_checkpoint(tmp_path: Path, mode: str) -> None:
     assert CheckpointStore(tmp_path / "new", 1, mode).newest() is None
 
 
-def test_the_last_ones_are_kept(tmp_path: Path, mode: str) -> None:
+def test_newest_checkpoints_are_kept(tmp_path: Path, mode: str) -> None:
     store = CheckpointStore(tmp_path, 2, mode)
     for iteration in (5, 10, 15, 20):
         store.save(iteration, state_of(iteration))
@@ -151,7 +151,7 @@ def test_the_last_ones_are_kept(tmp_path: Path, mode: str) -> None:
     ]
 
 
-def test_nothing_is_removed_before_the_new_one_is_whole(
+def test_old_checkpoint_is_removed_only_after_the_new_one_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = filled_store(tmp_path, last=1, keep=1)
@@ -167,7 +167,7 @@ def test_nothing_is_removed_before_the_new_one_is_whole(
     assert [checkpoint.iteration for checkpoint in found if checkpoint] == [2]
 
 
-def test_a_new_store_continues_an_existing_folder(tmp_path: Path, mode: str) -> None:
+def test_new_store_continues_an_existing_folder(tmp_path: Path, mode: str) -> None:
     filled_store(tmp_path, last=2)
     store = CheckpointStore(tmp_path, 3, mode)
     assert newest(store).iteration == 2
@@ -176,7 +176,7 @@ def test_a_new_store_continues_an_existing_folder(tmp_path: Path, mode: str) -> 
     assert checkpoint_file.iterations(tmp_path) == [3, 2, 1]
 
 
-def test_saving_an_iteration_again_replaces_it(tmp_path: Path, mode: str) -> None:
+def test_saving_an_iteration_again_replaces_its_checkpoint(tmp_path: Path, mode: str) -> None:
     store = CheckpointStore(tmp_path, 2, mode)
     store.save(7, {"value": "old"})
     store.save(7, {"value": "new, and longer than before"})
@@ -186,7 +186,7 @@ def test_saving_an_iteration_again_replaces_it(tmp_path: Path, mode: str) -> Non
 
 @pytest.fixture
 def held_writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Background writes begin only when this event is set."""
+    """Background writes wait for this event."""
     go = threading.Event()
     write = checkpoint_file.write_checkpoint
 
@@ -199,7 +199,7 @@ def held_writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     go.set()
 
 
-def test_later_changes_of_the_weights_do_not_reach_a_background_write(
+def test_background_write_is_isolated_from_later_weight_changes(
     tmp_path: Path, held_writer: threading.Event
 ) -> None:
     store = CheckpointStore(tmp_path, 1, "background")
@@ -212,7 +212,7 @@ def test_later_changes_of_the_weights_do_not_reach_a_background_write(
     assert all(torch.equal(value, torch.zeros_like(value)) for value in loaded.values())
 
 
-def test_a_background_save_returns_before_the_file_is_written(
+def test_background_save_returns_before_the_file_is_written(
     tmp_path: Path, held_writer: threading.Event
 ) -> None:
     store = CheckpointStore(tmp_path, 1, "background")
@@ -224,7 +224,7 @@ def test_a_background_save_returns_before_the_file_is_written(
     assert names(tmp_path) == ["iteration-00000001.json", "iteration-00000001.pt"]
 
 
-def test_background_copies_reuse_their_memory(tmp_path: Path) -> None:
+def test_background_copies_reuse_memory(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, 1, "background")
     for iteration in range(3):
         store.save(iteration, {"weights": torch.full((1000,), float(iteration)), "n": iteration})
@@ -232,7 +232,7 @@ def test_background_copies_reuse_their_memory(tmp_path: Path) -> None:
     assert store.extra_memory_bytes == 1000 * 4
 
 
-def test_a_background_copy_follows_a_state_that_grows_and_changes_shape(tmp_path: Path) -> None:
+def test_background_copy_supports_a_state_that_changes_shape(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, 1, "background")
     store.save(1, {"a": torch.zeros(10)})
     store.save(2, {"a": torch.ones(20), "b": torch.ones(5)})
@@ -243,7 +243,7 @@ def test_a_background_copy_follows_a_state_that_grows_and_changes_shape(tmp_path
 
 
 @pytest.mark.parametrize("call", ["save", "newest", "close"])
-def test_a_failed_background_write_is_raised_by_the_next_call(tmp_path: Path, call: str) -> None:
+def test_next_call_raises_the_error_of_a_background_write(tmp_path: Path, call: str) -> None:
     folder = tmp_path / "checkpoints"
     store = CheckpointStore(folder, 1, "background")
     folder.rmdir()
@@ -253,7 +253,7 @@ def test_a_failed_background_write_is_raised_by_the_next_call(tmp_path: Path, ca
     store.close()
 
 
-def test_what_was_written_is_counted(tmp_path: Path, mode: str) -> None:
+def test_written_checkpoints_and_bytes_are_counted(tmp_path: Path, mode: str) -> None:
     store = CheckpointStore(tmp_path, 5, mode)
     for iteration in range(3):
         store.save(iteration, state_of(iteration))
@@ -262,6 +262,6 @@ def test_what_was_written_is_counted(tmp_path: Path, mode: str) -> None:
     assert store.bytes == sum(path.stat().st_size for path in tmp_path.glob("*.pt"))
 
 
-def test_sync_mode_takes_no_extra_memory_and_no_background_time(tmp_path: Path) -> None:
+def test_sync_mode_uses_no_extra_memory_and_no_background_time(tmp_path: Path) -> None:
     store = filled_store(tmp_path, last=1)
     assert (store.extra_memory_bytes, store.background_seconds) == (0, 0.0)

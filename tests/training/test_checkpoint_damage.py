@@ -1,4 +1,4 @@
-"""The checkpoint store meets damage, forgery, cut power and leftovers: none is ever loaded."""
+"""The checkpoint store never loads damaged, forged or incomplete checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.training.checkpoint import CheckpointStore, newest_checkpoint
 from tests.support.checkpoint_stores import filled_store, names, newest, state_of
 
 
-def flip_a_byte(folder: Path) -> None:
+def flip_byte(folder: Path) -> None:
     content = bytearray((folder / "iteration-00000003.pt").read_bytes())
     content[len(content) // 2] ^= 1
     (folder / "iteration-00000003.pt").write_bytes(content)
@@ -36,31 +36,31 @@ def empty(folder: Path) -> None:
     os.truncate(folder / "iteration-00000003.pt", 0)
 
 
-def lose_the_checksum(folder: Path) -> None:
+def remove_checksum(folder: Path) -> None:
     (folder / "iteration-00000003.json").unlink()
 
 
-def garble_the_checksum(folder: Path) -> None:
+def truncate_checksum(folder: Path) -> None:
     (folder / "iteration-00000003.json").write_text('{"schema": 1, "iter')
 
 
-def take_anothers_place(folder: Path) -> None:
+def replace_by_another_iteration(folder: Path) -> None:
     for suffix in ("pt", "json"):
         (folder / f"iteration-00000001.{suffix}").replace(folder / f"iteration-00000003.{suffix}")
 
 
 DAMAGES = [
-    flip_a_byte,
+    flip_byte,
     truncate,
     empty,
-    lose_the_checksum,
-    garble_the_checksum,
-    take_anothers_place,
+    remove_checksum,
+    truncate_checksum,
+    replace_by_another_iteration,
 ]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_newest_is_passed_over_with_a_warning(
+def test_damaged_newest_checkpoint_is_skipped_with_a_warning(
     tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     store = filled_store(tmp_path, last=3)
@@ -72,7 +72,7 @@ def test_a_damaged_newest_is_passed_over_with_a_warning(
     assert "\n" not in warning
 
 
-def test_if_all_are_damaged_the_user_is_told_and_nothing_begins_anew(tmp_path: Path) -> None:
+def test_error_if_all_checkpoints_are_damaged(tmp_path: Path) -> None:
     store = filled_store(tmp_path, last=2)
     for path in tmp_path.glob("*.pt"):
         os.truncate(path, 50)
@@ -81,7 +81,7 @@ def test_if_all_are_damaged_the_user_is_told_and_nothing_begins_anew(tmp_path: P
     assert "\n" not in str(raised.value)
 
 
-def test_checkpoints_of_a_newer_schema_are_not_damaged(tmp_path: Path) -> None:
+def test_newer_schema_is_not_reported_as_damage(tmp_path: Path) -> None:
     store = filled_store(tmp_path, last=2)
     for path in tmp_path.glob("*.json"):
         path.write_text(path.read_text().replace('"schema": 1', '"schema": 99'))
@@ -90,25 +90,25 @@ def test_checkpoints_of_a_newer_schema_are_not_damaged(tmp_path: Path) -> None:
     assert not isinstance(raised.value, DamagedCheckpointError)
 
 
-def test_a_lost_checksum_file_is_damage(tmp_path: Path) -> None:
+def test_missing_checksum_file_is_reported_as_damage(tmp_path: Path) -> None:
     store = filled_store(tmp_path, last=1)
     (tmp_path / "iteration-00000001.json").unlink()
     with pytest.raises(DamagedCheckpointError):
         store.newest()
 
 
-def test_damaged_ones_do_not_crowd_out_whole_ones(tmp_path: Path) -> None:
+def test_damaged_checkpoints_do_not_displace_valid_ones(tmp_path: Path) -> None:
     filled_store(tmp_path, last=3, keep=3)
-    flip_a_byte(tmp_path)
+    flip_byte(tmp_path)
     store = CheckpointStore(tmp_path, 2, "sync")
     assert newest(store).iteration == 2
     store.save(4, state_of(4))
     assert checkpoint_file.iterations(tmp_path) == [4, 2]
 
 
-def test_the_one_just_saved_stays_even_if_a_damaged_later_one_exists(tmp_path: Path) -> None:
+def test_saved_checkpoint_is_kept_next_to_a_damaged_later_one(tmp_path: Path) -> None:
     filled_store(tmp_path, last=3, keep=3)
-    flip_a_byte(tmp_path)
+    flip_byte(tmp_path)
     (tmp_path / "iteration-00000002.pt").unlink()
     store = CheckpointStore(tmp_path, 1, "sync")
     assert newest(store).iteration == 1
@@ -117,11 +117,11 @@ def test_the_one_just_saved_stays_even_if_a_damaged_later_one_exists(tmp_path: P
 
 
 class Crash(BaseException):
-    """Ends the writing at a chosen point, like the power."""
+    """Simulates a power failure at a chosen point of a write."""
 
 
 @pytest.mark.parametrize("point", range(6))
-def test_at_every_step_of_replacing_there_is_a_whole_one(
+def test_valid_checkpoint_exists_at_every_step_of_a_replacement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: int
 ) -> None:
     store = CheckpointStore(tmp_path, 1, "sync")
@@ -146,24 +146,24 @@ def test_at_every_step_of_replacing_there_is_a_whole_one(
     assert newest(store).state["value"] in ("old", "new")
 
 
-def test_contents_and_names_reach_the_disk_in_an_order_that_survives_a_power_cut(
+def test_files_are_synced_in_an_order_that_survives_a_power_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[str] = []
     fsync, replace = os.fsync, Path.replace
 
-    def noting_fsync(descriptor: int) -> None:
+    def recording_fsync(descriptor: int) -> None:
         path = Path(f"/proc/self/fd/{descriptor}").readlink()
         steps.append("sync folder" if path == tmp_path else f"sync {path.suffixes[0]}")
         fsync(descriptor)
 
-    def noting_replace(path: Path, target: Path) -> Path:
+    def recording_replace(path: Path, target: Path) -> Path:
         steps.append(f"name {target.suffix}")
         return replace(path, target)
 
     store = CheckpointStore(tmp_path, 1, "sync")
-    monkeypatch.setattr(os, "fsync", noting_fsync)
-    monkeypatch.setattr(Path, "replace", noting_replace)
+    monkeypatch.setattr(os, "fsync", recording_fsync)
+    monkeypatch.setattr(Path, "replace", recording_replace)
     store.save(1, state_of(1))
     assert steps == [
         "sync .pt", "sync .json", "name .json", "sync folder", "name .pt", "sync folder",
@@ -171,7 +171,7 @@ def test_contents_and_names_reach_the_disk_in_an_order_that_survives_a_power_cut
 
 
 class Malicious:
-    """Makes a file when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, sentinel: Path) -> None:
         self.sentinel = sentinel
@@ -181,7 +181,7 @@ class Malicious:
 
 
 @pytest.mark.parametrize("form", ["archive", "bare pickle"])
-def test_a_forged_checkpoint_with_a_matching_checksum_is_not_executed(
+def test_forged_checkpoint_with_a_matching_checksum_is_not_executed(
     tmp_path: Path, form: str
 ) -> None:
     sentinel = tmp_path / "executed"
@@ -210,16 +210,14 @@ def dead_pid() -> int:
     return process.pid
 
 
-def test_temporary_files_of_dead_processes_are_removed_at_the_start(
-    tmp_path: Path, dead_pid: int
-) -> None:
+def test_temporary_files_of_exited_processes_are_removed(tmp_path: Path, dead_pid: int) -> None:
     (tmp_path / f".iteration-00000009.pt.{dead_pid}").write_bytes(b"half")
     (tmp_path / f".iteration-00000009.json.{dead_pid}").write_bytes(b"half")
     CheckpointStore(tmp_path, 1, "sync")
     assert names(tmp_path) == []
 
 
-def test_a_temporary_file_older_than_the_process_of_its_number_is_removed(tmp_path: Path) -> None:
+def test_temporary_file_older_than_the_process_with_its_pid_is_removed(tmp_path: Path) -> None:
     stale = tmp_path / f".iteration-00000009.pt.{os.getpid()}"
     stale.write_bytes(b"half")
     os.utime(stale, (1, 1))
@@ -227,7 +225,7 @@ def test_a_temporary_file_older_than_the_process_of_its_number_is_removed(tmp_pa
     assert names(tmp_path) == []
 
 
-def test_a_temporary_file_of_a_living_process_and_other_files_are_left_alone(
+def test_temporary_file_of_a_running_process_and_unrelated_files_are_kept(
     tmp_path: Path,
 ) -> None:
     left = [f".iteration-00000009.pt.{os.getpid()}", "iteration-notes.txt"]
@@ -238,7 +236,7 @@ def test_a_temporary_file_of_a_living_process_and_other_files_are_left_alone(
     assert set(left) <= set(names(tmp_path))
 
 
-def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) -> None:
+def test_uncreatable_folder_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
         RunError, match=r"cannot write checkpoints to .*file/checkpoints: "
@@ -248,7 +246,7 @@ def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) -> Non
 
 
 def write_forged(folder: Path, iteration: int, contents: bytes) -> None:
-    """A state file with a checksum that agrees."""
+    """Write a state file with a matching checksum."""
     folder.mkdir(exist_ok=True)
     (folder / f"iteration-{iteration:08d}.pt").write_bytes(contents)
     content = {"bytes": len(contents), "sha256": hashlib.sha256(contents).hexdigest()}
@@ -257,7 +255,7 @@ def write_forged(folder: Path, iteration: int, contents: bytes) -> None:
 
 
 def compressed(contents: bytes) -> bytes:
-    """The same zip archive with its members deflated."""
+    """Return the zip archive with compressed members."""
     packed = io.BytesIO()
     with (
         zipfile.ZipFile(io.BytesIO(contents)) as source,
@@ -268,7 +266,7 @@ def compressed(contents: bytes) -> bytes:
     return packed.getvalue()
 
 
-def test_a_zip_bomb_with_a_forged_checksum_is_refused_before_it_is_unpacked(
+def test_zip_bomb_with_a_forged_checksum_is_rejected_before_unpacking(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffer = io.BytesIO()
@@ -281,7 +279,7 @@ def test_a_zip_bomb_with_a_forged_checksum_is_refused_before_it_is_unpacked(
         newest_checkpoint(tmp_path)
 
 
-def test_a_state_file_that_is_no_zip_archive_is_refused(
+def test_state_file_that_is_not_a_zip_archive_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffer = io.BytesIO()

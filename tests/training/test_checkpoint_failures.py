@@ -1,4 +1,4 @@
-"""The checkpoint store when its process is killed or its disk is full."""
+"""The checkpoint store survives a killed process and a full disk."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ KILLS = 12
 BLOCK_BYTES = 4096
 """Of a tmpfs."""
 
-# One program loads torch once and forks a writer for each line that it reads; a writer tells of
-# each checkpoint that save() has returned for.
+# One program imports torch once and forks a writer for each line it reads. A writer prints each
+# iteration whose checkpoint is on disk.
 WRITERS = """
 import os, signal, sys
 from pathlib import Path
@@ -65,15 +65,15 @@ def writers() -> Iterator[subprocess.Popen[str]]:
 
 
 def lines_until_dead(output: IO[str]) -> list[int]:
-    told = []
+    saved = []
     while (line := output.readline().strip()) != "dead":
-        assert line, "the writers' program ended"
-        told.append(int(line))
-    return told
+        assert line, "the program of the writers exited"
+        saved.append(int(line))
+    return saved
 
 
 @pytest.mark.parametrize("mode", ["sync", "background"])
-def test_a_killed_writer_loses_nothing_that_was_saved(
+def test_killed_writer_loses_no_saved_checkpoint(
     tmp_path: Path, writers: subprocess.Popen[str], mode: str
 ) -> None:
     assert writers.stdin is not None
@@ -84,15 +84,15 @@ def test_a_killed_writer_loses_nothing_that_was_saved(
         writers.stdin.write(f"{tmp_path} {mode} {first}\n")
         writers.stdin.flush()
         pid = int(writers.stdout.readline())
-        told = [int(writers.stdout.readline())]  # it is at work by now
+        saved = [int(writers.stdout.readline())]
         time.sleep(moments.uniform(0, 0.05))
         os.kill(pid, signal.SIGKILL)
-        told += lines_until_dead(writers.stdout)
+        saved += lines_until_dead(writers.stdout)
 
         checkpoint = newest_checkpoint(tmp_path)
         assert checkpoint is not None
         assert checkpoint.warnings == ()
-        assert checkpoint.iteration == checkpoint.state["iteration"] >= told[-1]
+        assert checkpoint.iteration == checkpoint.state["iteration"] >= saved[-1]
         assert torch.all(checkpoint.state["weights"] == checkpoint.iteration)
         first = checkpoint.iteration + 1
 
@@ -128,7 +128,7 @@ print(json.dumps(seen))
 
 @pytest.fixture(scope="module")
 def limited(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
-    """A folder, and by mode what a program found that may write no more than 200 kB to a file."""
+    """A folder, and by mode the outcome of a program with a file size limit of 200 kB."""
     folder = tmp_path_factory.mktemp("limited")
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, str(folder)],
@@ -141,14 +141,14 @@ def check_message(message: str, folder: Path, cause: str) -> None:
     assert "\n" not in message
     assert message.startswith(f"cannot write checkpoint {folder}/iteration-00000002.pt: {cause};")
     words = message.split()
-    # A million float32 are four million bytes, and the archive around them adds little.
+    # A million float32 take four million bytes, plus the overhead of the archive.
     assert 4_000_000 < int(words[words.index("needs") + 1]) < 4_100_000
     assert "are free" in message
     assert message.endswith("iteration-00000001.pt is still there")
 
 
 @pytest.mark.parametrize("mode", ["sync", "background"])
-def test_a_file_size_limit_leaves_the_previous_checkpoint_and_one_line(
+def test_file_size_limit_keeps_the_previous_checkpoint_and_is_a_one_line_error(
     limited: tuple[Path, dict[str, dict[str, Any]]], mode: str
 ) -> None:
     folder, by_mode = limited
@@ -181,7 +181,7 @@ def save_and_close(store: CheckpointStore, iteration: int, weights: torch.Tensor
 
 @pytest.mark.root
 @pytest.mark.parametrize("mode", ["sync", "background"])
-def test_a_full_disk_leaves_the_previous_checkpoint_and_one_line(
+def test_full_disk_keeps_the_previous_checkpoint_and_is_a_one_line_error(
     tiny_disk: Path, mode: str
 ) -> None:
     store = CheckpointStore(tiny_disk, 1, mode)
@@ -197,8 +197,8 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_one_line(
 
 
 @pytest.mark.root
-def test_a_disk_that_lacks_only_the_room_for_the_checksum_says_so(tiny_disk: Path) -> None:
-    """The state fits into the blocks that are free, and nothing else does."""
+def test_needed_space_includes_the_checksum_file(tiny_disk: Path) -> None:
+    """The free blocks hold the state but not its checksum file."""
     store = CheckpointStore(tiny_disk, 1, "sync")
     save_and_close(store, 1, torch.ones(10_000))
     needed = (tiny_disk / "iteration-00000001.pt").stat().st_size
@@ -209,12 +209,13 @@ def test_a_disk_that_lacks_only_the_room_for_the_checksum_says_so(tiny_disk: Pat
     with pytest.raises(RunError, match="No space left on device") as raised:
         save_and_close(store, 2, torch.ones(10_000))
     words = str(raised.value).split()
-    told = int(words[words.index("needs") + 1]), int(words[words.index("and") + 1])
-    assert told[0] > told[1] == blocks * BLOCK_BYTES
+    needed_bytes = int(words[words.index("needs") + 1])
+    free_bytes = int(words[words.index("and") + 1])
+    assert needed_bytes > free_bytes == blocks * BLOCK_BYTES
 
 
 @pytest.mark.root
-def test_saving_goes_on_once_a_full_disk_has_room_again(tiny_disk: Path) -> None:
+def test_saving_continues_after_disk_space_is_freed(tiny_disk: Path) -> None:
     store = CheckpointStore(tiny_disk, 1, "sync")
     filler = tiny_disk / "filler"
     filler.write_bytes(bytes(1_900_000))

@@ -1,4 +1,4 @@
-"""The clocks of workers on several machines, which drift apart."""
+"""Clock offsets between workers on several machines whose clocks drift."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_drifting_clocks_do_not_turn_communication_into_waiting(
             coordinator.after_step(1.0, 1, stop=False)
         return replica.clock.seconds["wait"]
 
-    # Until the second measurement nothing is known of the drift.
+    # The drift is unknown until the second measurement.
     unknown_seconds = sum(DRIFT * second for second in WHOLE_SECONDS)
     for waited in in_process.run(2, work):
         assert 0 <= waited <= unknown_seconds + 1e-6
@@ -71,7 +71,7 @@ def test_drifting_clocks_do_not_turn_communication_into_waiting(
     ("moment", "microseconds"),
     [(5.0, 100), (10.0, 100), (15.0, 150), (20.0, 200), (30.0, 220), (40.0, 240), (70.0, 380)],
 )
-def test_the_offset_is_interpolated_and_then_continues_with_the_drift_since_the_first(
+def test_offset_is_interpolated_then_extrapolated_with_the_measured_drift(
     moment: float, microseconds: float
 ) -> None:
     offset = ClockOffset(OffsetSample(10.0, 100e-6))
@@ -88,7 +88,7 @@ def test_drift_is_limited() -> None:
 NOISE_SECONDS = 0.25e-3
 
 
-def test_noise_of_the_measurements_is_not_amplified() -> None:
+def test_measurement_noise_is_not_amplified() -> None:
     """Clocks that do not drift, measured with an error, at the intervals of a run."""
     noise = random.Random(0)
     for _ in range(200):
@@ -104,7 +104,7 @@ def test_noise_of_the_measurements_is_not_amplified() -> None:
             assert abs(offset.at(moment)) <= NOISE_SECONDS
 
 
-def test_drift_above_the_measurement_error_is_followed() -> None:
+def test_drift_above_the_measurement_error_is_corrected() -> None:
     noise = random.Random(0)
 
     def measure(moment: float) -> OffsetSample:
@@ -118,7 +118,7 @@ def test_drift_above_the_measurement_error_is_followed() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "has_offset"), [((0, 0), False), ((0, 1), True)])
-def test_ranks_on_the_node_of_rank_0_share_its_clock(
+def test_ranks_on_the_node_of_rank_0_have_no_offset(
     nodes: tuple[int, int], has_offset: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clocks = DriftingClocks()

@@ -1,4 +1,4 @@
-"""Lines that a run shows while it goes on."""
+"""Terminal output during a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.training.display import COLUMNS_VARIABLE, LiveDisplay, PlainDispla
 
 
 @pytest.mark.parametrize("loss", [0.5, 9999.9, 12345.6, 5e11, float("nan")])
-def test_columns_stay_apart_however_large_the_loss_is(loss: float) -> None:
+def test_columns_stay_separate_for_any_loss(loss: float) -> None:
     out = io.StringIO()
     entry = {"epoch": 1.0, "rank": 3, "test_loss": loss, "test_accuracy": 0.1,
              "learning_rate": 0.01, "wall_seconds": 2.0, "samples_per_second": 100.0}  # fmt: skip
@@ -22,7 +22,7 @@ def test_columns_stay_apart_however_large_the_loss_is(loss: float) -> None:
 
 
 @pytest.mark.parametrize("iterations", [120, 100_000])
-def test_the_live_line_says_all_it_has_to_in_80_columns(
+def test_progress_line_fits_into_80_columns(
     iterations: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(COLUMNS_VARIABLE, "80")

@@ -1,4 +1,4 @@
-"""The weights' fingerprint: equal for equal weights however held, different for any difference."""
+"""The weight hash depends on the values of the weights, not on their layout or device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WEIGHTS = {
 }
 
 
-def test_it_is_the_hash_of_the_documented_bytes() -> None:
+def test_hash_covers_the_documented_bytes() -> None:
     expected = hashlib.sha256(
         b'["a", "torch.int16", [2]]\n\x01\x00\x02\x00["b", "torch.float32", []]\n\x00\x00\x80\x3f'
     ).hexdigest()
@@ -35,12 +35,12 @@ def test_it_is_the_hash_of_the_documented_bytes() -> None:
     ],
     ids=["another order", "channels last", "a strided parameter"],
 )
-def test_how_weights_are_held_plays_no_part(same: dict[str, Tensor]) -> None:
+def test_hash_is_independent_of_memory_layout(same: dict[str, Tensor]) -> None:
     assert weights_sha256(same) == weights_sha256(WEIGHTS)
 
 
 @pytest.mark.gpu
-def test_the_device_plays_no_part() -> None:
+def test_hash_is_independent_of_the_device() -> None:
     on_device = {name: tensor.cuda() for name, tensor in WEIGHTS.items()}
     assert weights_sha256(on_device) == weights_sha256(WEIGHTS)
 
@@ -56,5 +56,5 @@ def test_the_device_plays_no_part() -> None:
     ],
     ids=["one bit", "dtype", "shape", "an empty tensor more", "a name"],
 )
-def test_any_difference_shows(other: dict[str, Tensor]) -> None:
+def test_hash_changes_with_any_difference(other: dict[str, Tensor]) -> None:
     assert weights_sha256(other) != weights_sha256(WEIGHTS)

@@ -1,4 +1,4 @@
-"""Loss and accuracy of one prediction per sample, and of one per position of a sample."""
+"""Loss and accuracy with one prediction per sample or per position of a sample."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TARGETS = torch.arange(12).view(4, 3) % 5
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_one_prediction_per_sample_is_torchs_cross_entropy(reduction: str) -> None:
+def test_loss_per_sample_equals_cross_entropy(reduction: str) -> None:
     logits, targets = LOGITS[:, 0], TARGETS[:, 0]
     loss = cross_entropy(logits, targets, label_smoothing=0.1, reduction=reduction)
     expected = F.cross_entropy(logits, targets, label_smoothing=0.1, reduction=reduction)

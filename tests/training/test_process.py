@@ -1,4 +1,4 @@
-"""What a worker's process gets from the operating system."""
+"""Memory allocation and core pinning of a worker process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_freed_memory_is_reused_without_page_faults() -> None:
         ([3], 1, [{3}]),
     ],
 )
-def test_cores_are_split_between_workers(
+def test_cores_are_split_among_workers(
     cores: list[int], count: int, expected: list[set[int]]
 ) -> None:
     assert [cores_of(cores, number, count) for number in range(count)] == expected

@@ -77,7 +77,7 @@ def values(states: list[Tensor]) -> list[int]:
     return [int(each.item()) for each in states]
 
 
-def test_a_rank_saves_and_restores_the_random_state_of_its_own_gpu_only(
+def test_each_rank_saves_and_restores_only_the_random_state_of_its_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     FakeGpus(monkeypatch, visible=4)
@@ -88,7 +88,7 @@ def test_a_rank_saves_and_restores_the_random_state_of_its_own_gpu_only(
     assert values(gpus.states) == [100, 100, 2, 100]
 
 
-def test_a_random_state_is_restored_where_fewer_gpus_are_visible(
+def test_random_state_is_restored_with_fewer_visible_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     FakeGpus(monkeypatch, visible=4)
@@ -108,7 +108,7 @@ def test_a_random_state_is_restored_where_fewer_gpus_are_visible(
     ],
     ids=["as many", "one", "fewer", "more"],
 )
-def test_an_older_checkpoint_with_a_list_of_gpu_states_gives_each_rank_its_own(
+def test_older_checkpoint_with_a_list_of_gpu_states_is_restored_by_rank(
     saved: int,
     visible: int,
     device: int,
@@ -127,7 +127,7 @@ def test_an_older_checkpoint_with_a_list_of_gpu_states_gives_each_rank_its_own(
     assert values(gpus.states) == expected
 
 
-def test_a_checkpoint_with_more_gpu_states_than_visible_gpus_is_restored(
+def test_checkpoint_with_more_gpu_states_than_visible_gpus_is_restored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     saved = gathered_state(1)
@@ -145,9 +145,7 @@ def test_a_checkpoint_with_more_gpu_states_than_visible_gpus_is_restored(
 
 
 @pytest.mark.parametrize("kind", ["own", "list"])
-def test_gpu_states_are_ignored_by_a_rank_that_trains_on_the_cpu(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_states_are_ignored_on_the_cpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one = torch.tensor([9], dtype=torch.uint8)
     cpu_state = torch.Generator().manual_seed(5).get_state()
     saved: dict[str, Any] = {"cpu": cpu_state}
@@ -162,7 +160,7 @@ def test_gpu_states_are_ignored_by_a_rank_that_trains_on_the_cpu(
     assert values(gpus.states) == [0]
 
 
-def test_a_checkpoint_of_a_cpu_run_has_no_gpu_state() -> None:
+def test_checkpoint_of_a_cpu_run_has_no_gpu_state() -> None:
     assert set(run_state.random_state(CPU)) == {"cpu"}
 
 
@@ -174,7 +172,7 @@ def test_strategy_states_on_cuda_are_gathered_on_the_cpu() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_draws_the_same_numbers_after_its_random_state_is_restored() -> None:
+def test_gpu_repeats_its_random_numbers_after_a_restore() -> None:
     device = torch.device("cuda", 0)
     torch.rand(3, device=device)
     saved = run_state.random_state(device)
@@ -184,7 +182,7 @@ def test_a_gpu_draws_the_same_numbers_after_its_random_state_is_restored() -> No
 
 
 @pytest.mark.gpu
-def test_a_list_of_more_gpu_states_than_visible_devices_is_restored() -> None:
+def test_list_of_more_gpu_states_than_visible_devices_is_restored() -> None:
     """As rank 2 of a run on more GPUs, whose own state was the third of the list."""
     device = torch.device("cuda", 0)
     torch.rand(3, device=device)

@@ -39,7 +39,7 @@ def uninterrupted(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("warm_workers")
 @pytest.mark.parametrize("killed_run", NAMES, indirect=True)
-def test_a_recorded_run_resumes_to_the_weights_of_an_uninterrupted_one(killed_run: Path) -> None:
+def test_recorded_run_resumes_to_the_weights_of_an_uninterrupted_run(killed_run: Path) -> None:
     expected = uninterrupted(killed_run)
     result = launcher.resume(str(killed_run), {}, quiet=True).result
     assert result is not None
@@ -47,13 +47,13 @@ def test_a_recorded_run_resumes_to_the_weights_of_an_uninterrupted_one(killed_ru
     assert result["iterations"] == 10
     assert result["samples"] == expected["samples"]
     assert result["final"]["test_loss"] == pytest.approx(expected["final"]["test_loss"], rel=1e-4)
-    # Kernels differ between instruction sets, and with them the last bits.
+    # Kernels of other instruction sets round differently.
     if torch.backends.cpu.get_cpu_capability() == expected["cpu_capability"]:
         assert result["weights_sha256"] == expected["weights_sha256"]
 
 
 @pytest.mark.parametrize("killed_run", NAMES, indirect=True)
-def test_a_recorded_run_reports_its_accuracy_and_phases(killed_run: Path) -> None:
+def test_recorded_run_reports_its_accuracy_and_phases(killed_run: Path) -> None:
     (killed_run / "uninterrupted.json").rename(killed_run / "result.json")
     expected = json.loads((killed_run / "result.json").read_text())
     report = write_report(killed_run)

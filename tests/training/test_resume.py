@@ -1,4 +1,4 @@
-"""A run that was stopped and resumed ends with exactly the weights of one that never stopped."""
+"""A resumed run ends with exactly the weights of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def result_of(outcome: RunOutcome) -> Result:
     return outcome.result
 
 
-class PlugPulled(BaseException):
-    """Stands in for a power cut: nothing catches it, so nothing is written after it."""
+class PowerCut(BaseException):
+    """Simulates a power failure: nothing catches it, so nothing is written after it."""
 
 
 def uninterrupted(out: Path, **settings: Any) -> Result:
@@ -57,20 +57,20 @@ def uninterrupted(out: Path, **settings: Any) -> Result:
 def cut_after(
     out: Path, iteration: int, monkeypatch: pytest.MonkeyPatch, **settings: Any
 ) -> RunFolder:
-    """Start the same run and pull the plug inside the iteration after `iteration`."""
+    """Start the same run and interrupt it in the iteration after `iteration`."""
     config = from_mapping({**SMALL, "out": str(out), "name": "cut", **settings})
-    with pytest.raises(PlugPulled), pulling_the_plug(monkeypatch, iteration):
+    with pytest.raises(PowerCut), power_cut_at(monkeypatch, iteration):
         launcher.train(config, quiet=True)
     return RunFolder.open(out / "cut")
 
 
 @contextmanager
-def pulling_the_plug(monkeypatch: pytest.MonkeyPatch, iteration: int) -> Iterator[None]:
+def power_cut_at(monkeypatch: pytest.MonkeyPatch, iteration: int) -> Iterator[None]:
     original = TrainStep.__call__
 
     def iterate(self: TrainStep, number: int, shard: int) -> Any:
         if number == iteration:
-            raise PlugPulled
+            raise PowerCut
         return original(self, number, shard)
 
     with monkeypatch.context() as patch:
@@ -91,7 +91,7 @@ def check_resumed_equals_whole(
 
 
 @pytest.mark.parametrize("model", MODELS.names())
-def test_every_model_resumes_bit_for_bit(
+def test_resumed_run_is_bit_identical_for_every_model(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = {"iterations": 3, "batch_size": 2, "test_samples": 4}
@@ -112,21 +112,21 @@ def test_every_model_resumes_bit_for_bit(
     ],
     ids=str,
 )
-def test_every_optimiser_and_mode_resumes_bit_for_bit(
+def test_resumed_run_is_bit_identical_for_every_optimizer_and_mode(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_resumed_equals_whole(tmp_path, 5, monkeypatch, **settings)
 
 
 @pytest.mark.parametrize("iteration", range(2, 8))
-def test_any_iteration_can_be_the_last_before_the_cut(
+def test_run_resumes_after_an_interruption_at_any_iteration(
     iteration: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Epochs are five iterations long: cuts fall inside epochs and on their borders."""
+    """An epoch has five iterations: the run is interrupted within epochs and between them."""
     check_resumed_equals_whole(tmp_path, iteration, monkeypatch)
 
 
-def test_a_killed_process_resumes_bit_for_bit(tmp_path: Path) -> None:
+def test_killed_run_resumes_bit_identically(tmp_path: Path) -> None:
     settings = {**SMALL, "train_samples": 2000, "iterations": 700, "checkpoint_every": 20}
     flags = [
         f"--{key.replace('_', '-')}={value}"
@@ -154,7 +154,7 @@ def test_a_killed_process_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert resumed["iterations"] == 700
 
 
-def test_ctrl_c_stops_cleanly_and_leaves_a_checkpoint(tmp_path: Path) -> None:
+def test_ctrl_c_stops_cleanly_and_writes_a_checkpoint(tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "paceline", "train", "--train-samples", "200", "--test-samples",
         "50", "--epochs", "100000", "--checkpoint-every", "100000", "--sample-seconds", "0.2",
@@ -184,10 +184,10 @@ def test_ctrl_c_stops_cleanly_and_leaves_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "checkpoints"), [(signal.SIGTERM, 1), (signal.SIGINT, 0)], ids=["SIGTERM", "SIGINT"]
 )
-def test_only_a_second_ctrl_c_forgoes_the_last_checkpoint(
+def test_only_a_second_ctrl_c_skips_the_last_checkpoint(
     number: signal.Signals, checkpoints: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SLURM sends SIGTERM twice at a job's time limit, and gives time to write one."""
+    """SLURM sends SIGTERM twice at the time limit of a job, with time to write a checkpoint."""
     original = TrainStep.__call__
 
     def iterate(self: TrainStep, iteration: int, shard: int) -> Any:
@@ -241,7 +241,7 @@ def check_warned(result: Result, out: Path) -> None:
 
 @pytest.mark.parametrize("failures", [1, 100], ids=["once", "always"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_failed_last_background_checkpoint_is_reported_and_written_again(
+def test_failed_last_background_checkpoint_is_reported_and_written_again(
     failures: int, number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writes = FailingWrites(monkeypatch, failures)
@@ -253,7 +253,7 @@ def test_a_failed_last_background_checkpoint_is_reported_and_written_again(
     assert newest_iteration(tmp_path) == (4 if failures == 1 else None)
 
 
-def test_a_finished_run_writes_a_failed_background_checkpoint_again(
+def test_finished_run_writes_a_failed_background_checkpoint_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writes = FailingWrites(monkeypatch, failures=1)
@@ -263,7 +263,7 @@ def test_a_finished_run_writes_a_failed_background_checkpoint_again(
     assert newest_iteration(tmp_path) == 8
 
 
-def test_a_run_fails_if_its_last_background_checkpoint_cannot_be_written_again(
+def test_run_fails_if_its_last_background_checkpoint_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     FailingWrites(monkeypatch, failures=100)
@@ -275,10 +275,10 @@ def test_a_run_fails_if_its_last_background_checkpoint_cannot_be_written_again(
     check_warned(failed, tmp_path)
 
 
-def test_a_background_checkpoint_is_written_again_after_another_failure_of_the_run(
+def test_background_checkpoint_is_written_again_after_another_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The end of training raises the failure, and the report still finds a checkpoint to write."""
+    """Training fails, and the report then writes the pending checkpoint."""
     writes = FailingWrites(monkeypatch, failures=2)
     failed = uninterrupted(tmp_path, checkpoint_every=8, checkpoint_mode="background")
     assert (failed["status"], writes.attempts) == ("failed", [8, 8, 8])
@@ -286,7 +286,7 @@ def test_a_background_checkpoint_is_written_again_after_another_failure_of_the_r
 
 
 @pytest.mark.parametrize("stops", [True, False], ids=["stopped", "finished"])
-def test_an_earlier_failed_background_checkpoint_does_not_prevent_the_next_one(
+def test_failed_background_checkpoint_does_not_prevent_the_next_one(
     stops: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writes = FailingWrites(monkeypatch, failures=1)
@@ -300,7 +300,7 @@ def test_an_earlier_failed_background_checkpoint_does_not_prevent_the_next_one(
     assert newest_iteration(tmp_path) == last
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(
+def test_resume_skips_a_damaged_newest_checkpoint_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = uninterrupted(tmp_path)
@@ -312,7 +312,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(
     assert any(newest.name in text for text in resumed["warnings"])
 
 
-def test_a_resumed_run_may_go_on_for_longer(tmp_path: Path) -> None:
+def test_resumed_run_accepts_a_larger_budget(tmp_path: Path) -> None:
     uninterrupted(tmp_path, checkpoint_every=8)
     outcome = launcher.resume(str(tmp_path / "whole"), {"iterations": "12"}, quiet=True)
     folder, resumed = outcome.folder, result_of(outcome)
@@ -322,7 +322,7 @@ def test_a_resumed_run_may_go_on_for_longer(tmp_path: Path) -> None:
     assert starts == [0, 8]
 
 
-def test_a_resumed_runs_figures_are_of_the_whole_run(
+def test_metrics_of_a_resumed_run_cover_the_whole_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = TrainStep.__call__
@@ -338,7 +338,7 @@ def test_a_resumed_runs_figures_are_of_the_whole_run(
     resumed = result_of(launcher.resume(str(folder.path), {}, quiet=True))
     assert resumed["workers"][0]["hidden_exchange_seconds"] == 8.0
     assert resumed["checkpoints"]["count"] == whole["checkpoints"]["count"] == 4
-    # The accounts in them have other digits.
+    # Their measured times have different numbers of digits.
     assert resumed["checkpoints"]["bytes"] == pytest.approx(whole["checkpoints"]["bytes"], rel=0.05)
     events = list(read_lines(folder.events_file(0)))
     waits = [event["blocked_seconds"] for event in events if event["event"] == "checkpoint"]
@@ -347,13 +347,13 @@ def test_a_resumed_runs_figures_are_of_the_whole_run(
     assert walls == sorted(walls)
 
 
-def test_a_longer_budget_outlives_a_second_cut(
+def test_larger_budget_is_kept_by_a_second_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Resumed for longer, cut again, resumed without a word: it goes on to the longer budget."""
+    """A second resume without flags continues to the larger budget of the first."""
     whole = uninterrupted(tmp_path, schedule="constant", iterations=12)
     folder = cut_after(tmp_path, 5, monkeypatch, checkpoint_every=2, schedule="constant")
-    with pytest.raises(PlugPulled), pulling_the_plug(monkeypatch, 9):
+    with pytest.raises(PowerCut), power_cut_at(monkeypatch, 9):
         launcher.resume(str(folder.path), {"iterations": "12"}, quiet=True)
     resumed = result_of(launcher.resume(str(folder.path), {}, quiet=True))
     assert resumed["iterations"] == 12
@@ -361,7 +361,7 @@ def test_a_longer_budget_outlives_a_second_cut(
 
 
 @pytest.mark.parametrize("change", [{"iterations": "8"}, {"checkpoint_keep": "1"}])
-def test_a_finished_run_keeps_its_result_when_nothing_is_left_to_do(
+def test_rejected_resume_keeps_the_result_of_a_finished_run(
     change: dict[str, str], tmp_path: Path
 ) -> None:
     before = uninterrupted(tmp_path, checkpoint_every=8)
@@ -383,7 +383,7 @@ def test_a_finished_run_keeps_its_result_when_nothing_is_left_to_do(
         ),
     ],
 )
-def test_a_budget_below_what_a_run_has_done_is_refused(
+def test_budget_below_the_completed_iterations_is_rejected(
     change: dict[str, str], line: str, tmp_path: Path
 ) -> None:
     before = uninterrupted(tmp_path, checkpoint_every=8)
@@ -393,14 +393,14 @@ def test_a_budget_below_what_a_run_has_done_is_refused(
     assert RunFolder.open(tmp_path / "whole").read_result() == before
 
 
-def test_a_finished_run_has_nothing_to_resume(tmp_path: Path) -> None:
+def test_resume_of_a_finished_run_is_rejected(tmp_path: Path) -> None:
     uninterrupted(tmp_path, checkpoint_every=8)
     with pytest.raises(RecordsError, match="finished"):
         launcher.resume(str(tmp_path / "whole"), {}, quiet=True)
 
 
 @pytest.mark.parametrize("change", [{"model": "mlp"}, {"batch_size": "16"}, {"seed": "9"}])
-def test_a_change_that_would_break_the_promise_is_refused(
+def test_change_of_a_fixed_setting_is_rejected(
     change: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = cut_after(tmp_path, 5, monkeypatch, checkpoint_every=2)
@@ -410,7 +410,7 @@ def test_a_change_that_would_break_the_promise_is_refused(
     assert sorted(path.name for path in folder.path.rglob("*")) == before
 
 
-def test_a_run_without_checkpoints_cannot_be_resumed(
+def test_resume_without_checkpoints_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = cut_after(tmp_path, 5, monkeypatch)
@@ -418,12 +418,12 @@ def test_a_run_without_checkpoints_cannot_be_resumed(
         launcher.resume(str(folder.path), {}, quiet=True)
 
 
-def test_what_is_no_run_cannot_be_resumed(tmp_path: Path) -> None:
+def test_resume_of_a_folder_without_a_run_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(RecordsError, match="is not a run"):
         launcher.resume(str(tmp_path), {}, quiet=True)
 
 
-def test_a_run_killed_before_its_first_checkpoint_is_started_again(
+def test_run_killed_before_its_first_checkpoint_starts_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = uninterrupted(tmp_path)
@@ -437,7 +437,7 @@ def test_a_run_killed_before_its_first_checkpoint_is_started_again(
     assert starts == [0, 0]
 
 
-def test_a_run_without_checkpoints_is_started_again_with_checkpoint_every(
+def test_run_without_checkpoints_starts_over_with_checkpoint_every(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = cut_after(tmp_path, 5, monkeypatch)
@@ -448,7 +448,7 @@ def test_a_run_without_checkpoints_is_started_again_with_checkpoint_every(
     assert folder.read_config().checkpoint_every == 4
 
 
-def test_a_finished_run_without_a_checkpoint_is_never_started_again(tmp_path: Path) -> None:
+def test_finished_run_without_a_checkpoint_never_starts_over(tmp_path: Path) -> None:
     before = uninterrupted(tmp_path, checkpoint_every=100)
     with pytest.raises(CheckpointError, match="is finished and has no checkpoint"):
         launcher.resume(str(tmp_path / "whole"), {"iterations": "12"}, quiet=True)
@@ -461,7 +461,7 @@ def edit_config(folder: RunFolder, **values: Any) -> None:
     folder.config_file.write_text(json.dumps(record))
 
 
-def test_a_recorded_setting_outside_the_range_of_new_input_is_resumed(
+def test_run_with_a_recorded_setting_outside_todays_range_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = cut_after(tmp_path, 5, monkeypatch, checkpoint_every=2)
@@ -472,7 +472,7 @@ def test_a_recorded_setting_outside_the_range_of_new_input_is_resumed(
     assert open_run(folder.path).config.timeout_seconds == 1e6
 
 
-def test_settings_edited_by_hand_are_named_when_a_run_is_resumed(
+def test_resume_warns_about_settings_edited_in_config_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = cut_after(tmp_path, 5, monkeypatch, checkpoint_every=2, lr=0.1)
@@ -482,7 +482,7 @@ def test_settings_edited_by_hand_are_named_when_a_run_is_resumed(
     assert warning.startswith("--lr is 0.5, but the checkpoint was written with 0.1:")
 
 
-def test_a_batch_size_edited_by_hand_is_named_when_a_run_is_resumed(
+def test_resume_warns_about_a_batch_size_edited_in_config_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = cut_after(tmp_path, 5, monkeypatch, checkpoint_every=2)
@@ -504,7 +504,7 @@ def snapshot(folder: RunFolder) -> dict[Path, bytes]:
         ("precision", "fp16", "fp32"),
     ],
 )
-def test_an_edited_setting_that_the_checkpoint_cannot_be_loaded_with_changes_nothing(
+def test_rejected_edited_setting_changes_no_file(
     name: str, value: str, before: str, tmp_path: Path
 ) -> None:
     uninterrupted(tmp_path, checkpoint_every=8, model="softmax", augment=[])
@@ -520,7 +520,7 @@ def test_an_edited_setting_that_the_checkpoint_cannot_be_loaded_with_changes_not
     assert snapshot(folder) == files
 
 
-def test_an_own_model_that_was_changed_since_the_checkpoint_is_refused(
+def test_user_model_changed_since_the_checkpoint_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "edited_model.py").write_text(
@@ -542,7 +542,7 @@ def test_an_own_model_that_was_changed_since_the_checkpoint_is_refused(
     assert snapshot(folder) == files
 
 
-def test_an_older_checkpoint_without_settings_still_resumes(
+def test_older_checkpoint_without_settings_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = uninterrupted(tmp_path)
@@ -558,7 +558,7 @@ def test_an_older_checkpoint_without_settings_still_resumes(
 
 
 @pytest.mark.parametrize("done", ["in the middle", "at the end"])
-def test_a_damaged_result_beside_good_checkpoints_is_kept_aside(
+def test_damaged_result_next_to_valid_checkpoints_is_archived(
     done: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = uninterrupted(tmp_path, checkpoint_every=8)

@@ -1,4 +1,4 @@
-"""The run logger writes iterations in blocks and measures what that costs."""
+"""The run logger writes iterations in blocks and measures its overhead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only one of several workers knows comes back to that worker."""
+"""Each rank restores its own state."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_each_rank_restores_its_batch_norm_statistics() -> None:
     assert torch.equal(second[0], second[1])
 
 
-def test_in_a_resized_run_each_rank_continues_its_steps_and_times() -> None:
+def test_each_rank_of_a_resized_run_continues_its_steps_and_times() -> None:
     """Two workers out of step become three; what they trained on counts for all of them."""
     saved: list[dict[str, Any]] = []
 

@@ -1,4 +1,4 @@
-"""Phases of the iterations after the first, without what happens around them."""
+"""Phases of the iterations after the first, without startup, evaluation and checkpoints."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_only_steps_after_the_first_count(bench: Bench) -> None:
     }
 
 
-def test_a_block_after_the_end_changes_nothing(bench: Bench) -> None:
+def test_block_after_the_end_changes_nothing(bench: Bench) -> None:
     bench.iteration(forward=32, exchange=16)
     bench.steady.first_done()
     bench.iteration(forward=2, exchange=1)
@@ -79,7 +79,7 @@ def test_a_block_after_the_end_changes_nothing(bench: Bench) -> None:
     assert bench.spent() == {"forward": 2, "exchange": 1}
 
 
-def test_a_block_after_the_end_is_excluded_once(bench: Bench) -> None:
+def test_block_after_the_end_is_excluded_once(bench: Bench) -> None:
     bench.iteration(forward=32, exchange=16)
     bench.steady.first_done()
     bench.steady.end()
@@ -132,7 +132,7 @@ def test_overlapped_communication_that_is_not_measured_stays_unknown(bench: Benc
     assert bench.spent() == {"forward": 2}
 
 
-def test_a_single_step_counts_nothing(bench: Bench) -> None:
+def test_single_step_counts_nothing(bench: Bench) -> None:
     bench.iteration(forward=32, exchange=16)
     bench.steady.end()
     assert bench.spent() == {}

@@ -1,4 +1,4 @@
-"""How many threads a worker computes with where nobody has said so."""
+"""Default number of threads of a worker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.training import device
         ({"cluster": "nodes=4", "threads": 3}, 0, 3),
     ],
 )
-def test_default_threads_are_an_equal_part_of_the_usable_cores(
+def test_default_threads_are_an_equal_share_of_the_usable_cores(
     settings: dict[str, Any], node: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nodes of a cluster with no quota of their own share the machine; `cores_usable` knows one."""

@@ -1,4 +1,4 @@
-"""One worker, end to end: what a run leaves behind and what it promises about it."""
+"""End-to-end runs of one worker: results, records and numerical equivalence."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def train(out: Path, **settings: Any) -> tuple[RunFolder, Result]:
     return folder, result
 
 
-def test_the_result_has_every_key_of_the_contract(tmp_path: Path) -> None:
+def test_result_has_every_documented_key(tmp_path: Path) -> None:
     folder, result = train(tmp_path, epochs=1, sample_seconds=0.1)
     assert set(result) >= {
         "schema", "id", "status", "cause", "config", "software", "hardware", "wall_seconds",
@@ -146,7 +146,7 @@ def plain_training(settings: dict[str, Any], steps: int) -> str:
     return weights_sha256(model.state_dict())
 
 
-def test_the_loop_computes_what_plain_pytorch_computes(tmp_path: Path) -> None:
+def test_training_matches_a_plain_pytorch_loop(tmp_path: Path) -> None:
     settings = {**SMALL, "iterations": 10, "lr": 0.05}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -158,7 +158,7 @@ def test_the_loop_computes_what_plain_pytorch_computes(tmp_path: Path) -> None:
     assert result["weights_sha256"] == expected
 
 
-def test_the_same_config_gives_the_same_weights(tmp_path: Path) -> None:
+def test_same_configuration_gives_the_same_weights(tmp_path: Path) -> None:
     settings = {"epochs": 1, "augment": "crop,flip,cutout"}
     hashes = {train(tmp_path, seed=3, **settings)[1]["weights_sha256"] for _ in range(2)}
     hashes.add(train(tmp_path, seed=4, **settings)[1]["weights_sha256"])
@@ -242,7 +242,7 @@ def test_clipping_bounds_an_update(tmp_path: Path) -> None:
     assert moved == pytest.approx(0.01, rel=1e-3)
 
 
-def test_a_diverged_run_has_this_status_and_keeps_its_records(tmp_path: Path) -> None:
+def test_diverged_run_has_this_status_and_keeps_its_records(tmp_path: Path) -> None:
     folder, result = train(tmp_path, epochs=20, lr=1e8)
     assert result["status"] == "diverged"
     assert "loss became" in result["cause"]
@@ -270,7 +270,7 @@ def test_the_diverged_iteration_counts_in_all_records(
     )
 
 
-def test_a_model_that_raises_fails_the_run_with_its_own_message(
+def test_error_in_a_model_fails_the_run_with_its_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "broken_model_a.py").write_text(

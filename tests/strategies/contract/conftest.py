@@ -1,4 +1,4 @@
-"""The workers that the contract suite runs strategies on."""
+"""The worker pool of the contract tests."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def pool() -> Iterator[WorkerPool]:
 
 
 def import_strategies(_: Communicator) -> None:
-    """So that no worker waits for another one's imports, which can take longer than it waits."""
+    """Import strategies first: an import may exceed the timeout of waiting workers."""
     for name in STRATEGIES.names():
         STRATEGIES.load(name)

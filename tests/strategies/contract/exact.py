@@ -1,8 +1,8 @@
-"""A model whose gradients are exact in float32, whatever order they are summed in.
+"""A model whose gradients are exact in float32 for any order of summation.
 
-Its output is linear in the weights and its inputs are small whole numbers, so a gradient is a whole
-number divided by the batch size. With batches, rates and decays that are powers of two, nothing is
-ever rounded: every right way to sum gives the same bits.
+Its output is linear in the weights and its inputs are small integers, so a gradient is an integer
+divided by the batch size. If batch sizes, learning rates and decays are powers of two, nothing is
+rounded: every correct summation gives the same bits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ INPUTS = 6
 
 
 class ExactModel(nn.Module):
-    """Weights of no, one, a prime number of and many elements; strided, frozen and unused ones."""
+    """Weights with zero, one, a prime number of and many elements; strided, frozen and unused."""
 
     def __init__(self, unused: bool = False) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class ExactModel(nn.Module):
         self.kernel = nn.Parameter(kernel.contiguous(memory_format=torch.channels_last))
         self.frozen = nn.Parameter(_whole((7,), generator), requires_grad=False)
         self.seldom = nn.Parameter(_whole((5,), generator)) if unused else None
-        """Has a part in the loss only where a sample asks for it."""
+        """Contributes to the loss only for some samples."""
         self.never = nn.Parameter(_whole((3,), generator)) if unused else None
         weights = (self.one, self.prime, self.large, self.kernel, self.frozen)
         for number, weight in enumerate(weights):
@@ -46,7 +46,7 @@ class ExactModel(nn.Module):
 
 
 def exact_batch(step: int, samples: int) -> Tensor:
-    """Whole numbers from -2 to 2; in odd steps none that `ExactModel.seldom` would be used for."""
+    """Return integers from -2 to 2; odd steps do not use `ExactModel.seldom`."""
     generator = torch.Generator().manual_seed(100 + step)
     inputs = _whole((samples, INPUTS), generator)
     if step % 2:

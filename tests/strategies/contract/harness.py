@@ -1,4 +1,4 @@
-"""A small training loop around one strategy, to be run by every worker of a team."""
+"""A small training loop around one strategy, which every worker runs."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ SMALL_BUCKETS = {
     "overlap": {"bucket_mib": "0.001", "first_bucket_mib": "0.0001"},
     "ddp": {"bucket_mib": "0.001"},
 }
-"""So that the weights of the exact model fill several buckets, and the largest more than one."""
+"""The exact model fills several buckets of this size, and its largest weight more than one."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What to train; every batch size must be a power of two for the sums to be exact."""
+    """A training task; batch sizes must be powers of two for the sums to be exact."""
 
     batches: tuple[int, ...] = (16, 16, 8, 2)
-    """Samples in each global batch; the last has none for some of the workers."""
+    """Samples in each global batch; the last leaves some workers without a sample."""
     shares: tuple[float, ...] = ()
     accumulate: int = 1
     clip_norm: float | None = None
@@ -49,12 +49,12 @@ class Task:
     momentum: float = 0.5
     weight_decay: float = 0.5
     options: tuple[tuple[str, str], ...] = ()
-    """Of the strategy."""
+    """Options of the strategy."""
 
 
 @dataclass(frozen=True)
 class Seat:
-    """A worker's connections."""
+    """Connections of a worker."""
 
     communicator: Communicator
     servers: Sequence[Communicator] = ()
@@ -63,10 +63,10 @@ class Seat:
 
 @dataclass(frozen=True)
 class Trained:
-    """What one worker ended with."""
+    """Final state of one worker."""
 
     after_each_step: list[Tensor]
-    """All weights, one after the other."""
+    """All weights, concatenated."""
     final: Tensor
     traffic: dict[str, dict[str, int | float]]
 
@@ -101,9 +101,9 @@ def build_replica(model: nn.Module, seat: Seat, task: Task) -> Replica:
 
 
 def train_exactly(seat: Seat, name: str, task: Task) -> Trained:
-    """A few steps of the exact model. Ranks begin with different weights, as attach must mend.
+    """Train the exact model for a few steps. Ranks start with different weights.
 
-    A warning is an error, in the workers too: users would see it once for each of them.
+    Warnings are errors in the workers, too: users would see one per worker.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -129,12 +129,12 @@ def _train_exactly(seat: Seat, name: str, task: Task) -> Trained:
 
 
 def train_step(strategy: Strategy, step: int, samples: int, task: Task) -> None:
-    """One update with this worker's part of the global batch."""
+    """Update with the shard of this worker."""
     replica = strategy.replica
     world_size, rank = replica.communicator.world_size, replica.communicator.rank
     part = shard_bounds(samples, task.shares or [1.0] * world_size, rank)
     has_samples = part.stop > part.start
-    # As in the training loop: a worker without a sample computes one that weighs nothing.
+    # As in the training loop: a worker with an empty shard computes a sample of weight 0.
     inputs = exact_batch(step, samples)[part if has_samples else slice(0, 1)]
     weight = 1.0 / samples if has_samples else 0.0
     replica.begin_batch(part.stop - part.start, samples)
@@ -149,7 +149,7 @@ def train_step(strategy: Strategy, step: int, samples: int, task: Task) -> None:
 
 
 def weights_of(strategy: Strategy) -> Tensor:
-    """All weights, one after the other. Collective."""
+    """Return all weights, concatenated. Collective."""
     names = [name for name, _ in strategy.replica.model.named_parameters()]
     state = strategy.checkpoint.model_state_dict()
     return torch.cat([state[name].flatten() for name in names])
@@ -158,7 +158,7 @@ def weights_of(strategy: Strategy) -> Tensor:
 def counted_since(
     before: dict[str, dict[str, int | float]], communicator: Communicator
 ) -> dict[str, dict[str, int | float]]:
-    """The traffic of one worker since an earlier count."""
+    """Return the traffic of one worker since an earlier count."""
     now = communicator.traffic.to_dict()
     return {
         kind: {name: value - before[kind][name] for name, value in counts.items()}
@@ -167,10 +167,10 @@ def counted_since(
 
 
 def run_team(pool: WorkerPool, world_size: int, function: Any, name: str, task: Task) -> list[Any]:
-    """Call `function(seat, name, task)` on every rank; the results, by rank.
+    """Call `function(seat, name, task)` on every rank; return the results by rank.
 
-    Workers that are alone or have servers are threads, the others processes. A strategy may refuse
-    a task, with a line that says so.
+    A single worker and workers with servers are threads, others are processes. A strategy may
+    reject a task with a one-line error.
     """
     strategy = create_strategy(name, {})
     for refusal in strategy.check(RunConfig(precision="fp16" if task.loss_scale else "fp32")):
@@ -217,14 +217,14 @@ def _run_with_servers(world_size: int, function: Any, name: str, task: Any) -> l
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a strategy can share a group of workers with others."""
-    # PyTorch's own wrappers need the process-wide group, of which there is one at a time.
+    """Return whether a strategy can reuse a group of workers."""
+    # PyTorch's wrappers need the default process group, of which there is one at a time.
     chosen = STRATEGIES.load(name)
     return issubclass(chosen, GradientAveraging) and not issubclass(chosen, Ddp)
 
 
 def takes(name: str, world_size: int) -> bool:
-    """Whether a strategy is for so many workers."""
+    """Return whether a strategy supports this number of workers."""
     chosen = STRATEGIES.load(name)
     most = chosen.max_world_size
     return most is None or world_size <= most

@@ -1,4 +1,4 @@
-"""A small model of one's own with batch norm."""
+"""A small user-defined model with batch norm."""
 
 from __future__ import annotations
 

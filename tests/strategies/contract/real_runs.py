@@ -1,4 +1,4 @@
-"""Whole workers, from config to report, on the processes of the pool."""
+"""Complete workers, from configuration to report, in the processes of the pool."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from tests.support.worker_pool import WorkerPool, free_port
 class Run:
     report: RankReport
     weights: dict[str, Tensor]
-    """And buffers."""
+    """Includes buffers."""
 
 
 def run(pool: WorkerPool, workers: int, folder: Path, **settings: Any) -> list[Run]:
-    """What each worker of a run ended with, by rank."""
+    """Run and return the report and weights of each worker, by rank."""
     values = {
         "threads": 1,
         "test_samples": 8,
@@ -58,7 +58,7 @@ def run(pool: WorkerPool, workers: int, folder: Path, **settings: Any) -> list[R
 
 @contextmanager
 def servers_of(config: RunConfig) -> Iterator[int]:
-    """The servers that the strategy needs, in threads of this process; where to meet them."""
+    """Run the servers of the strategy in threads; yields the rendezvous port."""
     strategy = create_strategy(config.strategy, config.options)
     ranks, port = server_ranks(config, strategy, 0), free_port()
     if not ranks:
@@ -82,7 +82,7 @@ def rank_info_of(rank: int, workers: int, port: int) -> RankInfo:
 
 
 def work(communicator: Communicator, values: dict[str, Any], port: int) -> Run:
-    """One worker, as the launcher runs it."""
+    """Run one worker as the launcher does."""
     config = from_mapping(values)
     folder = RunFolder.open(Path(config.out) / str(config.name))
     rank = communicator.rank
@@ -114,7 +114,7 @@ def work(communicator: Communicator, values: dict[str, Any], port: int) -> Run:
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """How far two states are from one another, relative to their size."""
+    """Return the relative distance between two states."""
 
     def flat(state: dict[str, Tensor]) -> Tensor:
         return torch.cat([value.double().flatten() for value in state.values()])

@@ -1,4 +1,4 @@
-"""A small regression with rounding and all, saved and taken back in the middle if asked."""
+"""A small regression with rounding, optionally saved and restored in between."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.training.run_state import Progress
 from tests.strategies.contract.harness import Seat, Task, build_replica, options_of, weights_of
 
 SAMPLES = 21
-"""A multiple of three and of nothing else, so that shares are unequal in most teams."""
+"""A multiple of three only, so that shards are unequal for most world sizes."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Course(Task):
     weight_decay: float = 0.01
     steps: int = 8
     save_after: int | None = None
-    """After this step everything is saved and given up; new objects go on from what was saved."""
+    """After this step, the state is saved and training continues with new objects."""
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """What one worker ended with."""
+    """Final state of one worker."""
 
     losses: list[float]
     """Over all samples, before the first step and after each."""
@@ -42,7 +42,7 @@ class Fitted:
 
 
 class Crosswise(nn.Module):
-    """Gradients come in another order than the reverse of the weights', as buckets must allow."""
+    """Gradients do not become ready in the reverse order of the weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def fit(seat: Seat, name: str, course: Course) -> Fitted:
 
 def _begin(seat: Seat, name: str, course: Course, seed: int) -> Strategy:
     model = Crosswise()
-    # Not torch's own seed, since workers may be threads of one process.
+    # Not the default generator: workers may be threads of one process.
     generator = torch.Generator().manual_seed(seed)
     for weight in model.parameters():
         nn.init.normal_(weight, std=0.3, generator=generator)
@@ -108,7 +108,7 @@ def _loss(strategy: Strategy) -> float:
 
 
 def _saved(strategy: Strategy) -> dict[str, object]:
-    """What a checkpoint holds, on every rank, as after reading it from a file."""
+    """Return the state of a checkpoint on every rank, as if read from a file."""
     communicator = strategy.replica.communicator
     gathered = run_state.gather(strategy.replica, strategy, Progress(), {})
     buffer = io.BytesIO()

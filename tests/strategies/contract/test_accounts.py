@@ -1,4 +1,4 @@
-"""Where a worker's time goes: waiting told from communicating, hidden from exposed, all of it."""
+"""Time accounting: waiting, exposed and overlapped communication are separated."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Account:
 
 
 class _Slow(torch.autograd.Function):
-    """Takes its time in the backward pass."""
+    """Slow in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class _Slow(torch.autograd.Function):
 
 
 class SlowInTheMiddle(nn.Module):
-    """The backward pass has the second layer's gradients long before the first one's."""
+    """The gradients of the second layer are ready long before those of the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def account(seat: Seat, name: str, day: Day) -> Account:
         strategy = create_strategy(name, buckets)
         strategy.setup(build_replica(SlowInTheMiddle(), seat, day))
         offset = ClockOffset(measure_clock_offset(seat.communicator))
-        # The first step makes connections and buckets, and is no measure of the others.
+        # The first step creates connections and buckets.
         _step(strategy, late=False)
         attribute_waits(seat.communicator, strategy.replica.clock, strategy.replica.exposed, offset)
         clock = strategy.replica.clock
@@ -118,10 +118,10 @@ def test_waiting_for_a_straggler_is_separated_from_communication(
 
 
 @pytest.mark.parametrize("name", ["overlap", "ddp"])
-def test_communication_behind_the_backward_pass_is_reported_beside_the_phases(
+def test_overlapped_communication_is_reported_beside_the_phases(
     pool: WorkerPool, name: str
 ) -> None:
-    """The second layer's bucket travels while the first layer's gradient is still slept over."""
+    """The bucket of the second layer is reduced while the first layer sleeps."""
     for own in run_team(pool, 2, account, name, Day()):
         assert own.hidden_seconds > 0
         assert own.phases["backward"] > 0.9 * STEPS * SLOW_BACKWARD_SECONDS
@@ -129,12 +129,12 @@ def test_communication_behind_the_backward_pass_is_reported_beside_the_phases(
 
 
 @pytest.mark.parametrize("name", ["allreduce", "ring"])
-def test_without_overlap_nothing_is_hidden(pool: WorkerPool, name: str) -> None:
+def test_no_overlapped_communication_without_overlap(pool: WorkerPool, name: str) -> None:
     for own in run_team(pool, 2, account, name, Day()):
         assert own.hidden_seconds == 0
 
 
 @pytest.mark.parametrize("name", ["overlap", "ddp"])
-def test_a_worker_alone_hides_nothing(pool: WorkerPool, name: str) -> None:
+def test_single_worker_has_no_overlapped_communication(pool: WorkerPool, name: str) -> None:
     (own,) = run_team(pool, 1, account, name, Day())
     assert own.hidden_seconds == 0

@@ -1,4 +1,4 @@
-"""Linear layers whose gradients travel as factors train as they do in one worker."""
+"""Linear layers whose gradients are exchanged as factors match one worker."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.worker_pool import WorkerPool
 
 
 class Layers(nn.Module):
-    """Over sequences; the first has room for 8 rows of factors, the second for 5."""
+    """Layers over sequences; the first has room for 8 rows of factors, the second for 5."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Layers(nn.Module):
 
 
 PLAIN = Task(batches=(4, 4, 4, 1), lr=0.1, weight_decay=0.0)
-"""Batches are of sequences of two."""
+"""Batches hold sequences of length two."""
 LESSONS = {
     "all fit": PLAIN,
     "too many": replace(PLAIN, batches=(40, 40, 3)),
@@ -55,7 +55,7 @@ LESSONS = {
 
 
 def train(seat: Seat, name: str, lesson: Task, least_weight_bytes: int = 0) -> dict[str, Tensor]:
-    """With every layer factored, every other gradient given early, and a chunk for each worker."""
+    """Train with all layers factored, early publication, and one chunk per worker."""
     with (
         patch.object(linear_factors, "MIN_WEIGHT_BYTES", least_weight_bytes),
         patch.object(gradients, "EARLY_PUBLISH_BYTES", 0),
@@ -97,9 +97,7 @@ def alone(lesson: Task) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("label", LESSONS)
-def test_shared_layers_learn_what_one_worker_learns(
-    pool: WorkerPool, label: str, world_size: int
-) -> None:
+def test_factored_layers_match_one_worker(pool: WorkerPool, label: str, world_size: int) -> None:
     expected = alone(replace(LESSONS[label], shares=()))
     for rank, own in enumerate(run_team(pool, world_size, train, "shared", LESSONS[label])):
         for key, value in expected.items():
@@ -113,7 +111,7 @@ def train_without_factors(seat: Seat, name: str, lesson: Task) -> dict[str, Tens
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_gradients_that_are_deposited_whole_teach_the_same(
+def test_gradients_published_without_factors_match_one_worker(
     pool: WorkerPool, world_size: int
 ) -> None:
     lesson = LESSONS["some fit"]
@@ -123,7 +121,7 @@ def test_gradients_that_are_deposited_whole_teach_the_same(
             torch.testing.assert_close(own[key], value, rtol=1e-11, atol=1e-13)
 
 
-def test_only_plain_layers_of_their_own_weight_are_factored(
+def test_only_plain_layers_with_untied_weights_are_factored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(linear_factors, "MIN_WEIGHT_BYTES", 64)
@@ -140,7 +138,7 @@ def test_only_plain_layers_of_their_own_weight_are_factored(
     assert layers_to_factor(model, list(tied.parameters())) == []
 
 
-def test_only_passes_that_train_leave_factors() -> None:
+def test_only_training_passes_record_factors() -> None:
     layer, factored = factored_layer()
     inputs = torch.randn(2, 20, requires_grad=True)
     plain = copy.deepcopy(layer)
@@ -161,7 +159,7 @@ def factored_layer() -> tuple[nn.Linear, LinearGradientFactors]:
     return layer, LinearGradientFactors(layer, segment, 0, 0, 1)
 
 
-def test_gradients_of_gradients_are_those_of_a_plain_layer() -> None:
+def test_second_order_gradients_match_a_plain_layer() -> None:
     layer, factored = factored_layer()
     inputs = torch.randn(2, 20, requires_grad=True)
     [slope] = torch.autograd.grad(layer(inputs).square().sum(), inputs, create_graph=True)
@@ -177,7 +175,7 @@ def test_gradients_of_gradients_are_those_of_a_plain_layer() -> None:
     torch.testing.assert_close(total, layer.weight.grad)
 
 
-def test_a_copy_of_a_model_is_plain() -> None:
+def test_copied_model_is_not_factored() -> None:
     layer, factored = factored_layer()
     for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         copied(torch.ones(1, 20)).sum().backward()
@@ -186,7 +184,7 @@ def test_a_copy_of_a_model_is_plain() -> None:
 
 
 def second_gradient(seat: Seat, name: str, lesson: Task) -> str:
-    """What one is told who calls backward twice for one batch."""
+    """Return the error of a second backward pass for one batch."""
     model = Layers().double()
     with (
         patch.object(gradients, "EARLY_PUBLISH_BYTES", 0),
@@ -206,6 +204,6 @@ def second_gradient(seat: Seat, name: str, lesson: Task) -> str:
     return "nothing"
 
 
-def test_a_gradient_that_comes_too_late_is_refused(pool: WorkerPool) -> None:
+def test_second_backward_pass_of_a_batch_is_rejected(pool: WorkerPool) -> None:
     for said in run_team(pool, 2, second_gradient, "shared", PLAIN):
         assert said.startswith("--strategy shared: a weight received a second gradient")

@@ -1,4 +1,4 @@
-"""A worker that fails takes the others with it, each with a line that says what it waited for."""
+"""A failed worker fails its peers, each with a one-line error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def leave_in_the_second_step(communicator: Communicator, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", AVERAGING)
-def test_peers_of_a_failed_worker_end_with_one_line_about_it(pool: WorkerPool, name: str) -> None:
+def test_peers_of_a_failed_worker_raise_a_one_line_error(pool: WorkerPool, name: str) -> None:
     first, failed = pool.outcomes(
         2, leave_in_the_second_step, name, fresh=True, timeout_seconds=5.0
     )

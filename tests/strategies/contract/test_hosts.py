@@ -1,4 +1,4 @@
-"""Strategies on several hosts, here two hosts of two workers, compute what one worker computes."""
+"""Strategies on two hosts of two workers match one worker."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def train_on_two_hosts(
         ("tree", True),
     ],
 )
-def test_two_hosts_of_two_workers_compute_what_one_worker_computes(
+def test_two_hosts_of_two_workers_match_one_worker(
     pool: WorkerPool, name: str, is_hierarchical: bool
 ) -> None:
     expected = trained_alone(Task())

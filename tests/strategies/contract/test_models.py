@@ -1,4 +1,4 @@
-"""Real models in whole runs: several workers end where one does, up to rounding."""
+"""Complete runs of real models: several workers match one worker up to rounding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.worker_pool import WorkerPool
 
 ROUNDING = 1e-5
 ROUNDING_OF_DOUBLES = 1e-10
-"""A hundred times what `vgg11` shows after twenty steps (docs/design-notes.md)."""
+"""A hundred times the difference of `vgg11` after twenty steps (docs/design-notes.md)."""
 
 LENET: dict[str, Any] = {
     "model": "lenet",
@@ -34,13 +34,13 @@ LENET: dict[str, Any] = {
     "iterations": 20,
     "lr": 0.02,
 }
-"""The last of the four batches of an epoch has two samples: not one for each worker."""
+"""The last of four batches per epoch has two samples: fewer than workers."""
 
 VGG = Task(batches=(3, 1, *(2,) * 6), lr=0.01, momentum=0.9, weight_decay=5e-4)
 """The second batch has a sample for one of two workers only."""
 
 SEEDING = Lock()
-"""Workers may be threads, and torch's own generator of random numbers is one for all of them."""
+"""Workers may be threads, which share the default random generator."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "shares": {"shares": "2,1,1"},
@@ -52,13 +52,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 SYNCHRONOUS = [name for name in STRATEGIES.names() if keeps_equal(name)]
 
 ONE_OF_A_KIND = list({STRATEGIES.load(name): name for name in reversed(SYNCHRONOUS)}.values())
-"""Each class once: presets differ in their algorithms alone."""
+"""Each class once: presets differ only in the algorithm."""
 
 _alone: dict[str, Run] = {}
 
 
 def alone(pool: WorkerPool, folder: Path, settings: dict[str, Any]) -> Run:
-    """The same run with one worker; done once."""
+    """The same run with one worker."""
     key = repr({name: value for name, value in settings.items() if name != "shares"})
     if key not in _alone:
         own = {**settings, "shares": ()}
@@ -67,7 +67,7 @@ def alone(pool: WorkerPool, folder: Path, settings: dict[str, Any]) -> Run:
 
 
 @pytest.mark.parametrize(("name", "workers"), teams(SYNCHRONOUS, (2, 4)))
-def test_lenet_ends_where_one_worker_does(
+def test_lenet_matches_one_worker(
     pool: WorkerPool, tmp_path: Path, name: str, workers: int
 ) -> None:
     expected = alone(pool, tmp_path, LENET)
@@ -77,7 +77,7 @@ def test_lenet_ends_where_one_worker_does(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("name", "workers"), teams(ONE_OF_A_KIND, (3,)))
-def test_lenet_in_other_ways_ends_where_one_worker_does(
+def test_lenet_with_other_options_matches_one_worker(
     pool: WorkerPool, tmp_path: Path, name: str, workers: int, variant: str
 ) -> None:
     settings = {**LENET, **VARIANTS[variant]}
@@ -88,10 +88,10 @@ def test_lenet_in_other_ways_ends_where_one_worker_does(
 
 @pytest.mark.parametrize("shares", [(), ("2", "1", "1")], ids=["equal", "unequal"])
 @pytest.mark.parametrize("name", ["overlap", "parameter_server"])
-def test_batch_norm_over_all_workers_has_the_statistics_of_one_workers_parts(
+def test_sync_batch_norm_has_the_statistics_of_one_worker(
     pool: WorkerPool, tmp_path: Path, name: str, shares: tuple[str, ...]
 ) -> None:
-    """Those of a part are not those of the whole batch; the same parts must be normalised."""
+    """Statistics depend on the microbatches, so both runs normalize the same ones."""
     settings = {
         **LENET,
         "model": "tests.strategies.contract.normed:Normed",
@@ -106,10 +106,10 @@ def test_batch_norm_over_all_workers_has_the_statistics_of_one_workers_parts(
 
 
 @pytest.mark.parametrize(("name", "workers"), teams(ONE_OF_A_KIND, (2,)))
-def test_vgg_with_batch_norm_over_all_workers_ends_where_one_worker_does(
+def test_vgg_with_sync_batch_norm_matches_one_worker(
     pool: WorkerPool, name: str, workers: int
 ) -> None:
-    """Running statistics included; a worker without a share must not count in them."""
+    """Includes running statistics; a worker with an empty shard must not affect them."""
     for own in run_team(pool, workers, train_vgg, name, VGG):
         for key, expected in vgg_alone().items():
             apart = (own[key] - expected).abs().max() / expected.abs().max()
@@ -125,7 +125,7 @@ def vgg_alone() -> dict[str, Tensor]:
 
 
 def train_vgg(seat: Seat, name: str, task: Task) -> dict[str, Tensor]:
-    """In double precision: rectifiers and small batches blow rounding errors up."""
+    """Train in double precision: ReLUs and small batches amplify rounding errors."""
     with SEEDING:
         model: nn.Module = build_model("vgg11", (3, 32, 32), 10, seed=1).double()
     model = convert_sync_batch_norm(model, seat.communicator)

@@ -1,4 +1,4 @@
-"""Who computes how much: fixed shares, shares by speed, and workers slowed down on purpose."""
+"""Batch weights: fixed, by speed, and with workers slowed by `--slow`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.strategies.contract.real_runs import distance, run
 from tests.support.worker_pool import WorkerPool
 
 
-def test_fixed_shares_deal_samples_in_proportion(pool: WorkerPool, tmp_path: Path) -> None:
+def test_fixed_weights_split_batches_in_proportion(pool: WorkerPool, tmp_path: Path) -> None:
     settings = {"train_samples": 48, "batch_size": 16, "epochs": 2, "model": "softmax"}
     runs = run(pool, 3, tmp_path, strategy="allreduce", shares="2,1,1", **settings)
     assert [each.report.worker["samples"] for each in runs] == [48, 24, 24]
 
 
-def test_shares_by_speed_move_to_the_quick_worker_and_change_nothing_else(
+def test_speed_weights_move_samples_to_the_fast_worker_and_keep_the_result(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
     settings = {"model": "lenet", "train_samples": 64, "batch_size": 16, "iterations": 24}
@@ -41,13 +41,13 @@ def test_shares_by_speed_move_to_the_quick_worker_and_change_nothing_else(
         assert distance(own.weights, alone.weights) < 1e-5
 
 
-def test_a_worker_without_samples_keeps_its_part_while_the_others_follow_their_speed() -> None:
+def test_worker_without_samples_keeps_its_weight() -> None:
     assert follow([2.0, 2.0, 0.04], [30.0, 10.0, 0.0]) == [30.0, 10.0, pytest.approx(0.4)]
     assert follow([1.0, 1.0], [0.0, 0.0]) == [1.0, 1.0]
 
 
 def meet(communicator: Communicator, shares: str) -> list[float]:
-    """The shares after a huddle of workers, each of them half as fast as the one before it."""
+    """Return the weights agreed by workers that are each half as fast as the previous one."""
     config = from_mapping({"nproc_per_node": communicator.world_size, "shares": shares})
     replica = build_replica(nn.Linear(1, 1), Seat(communicator), Task())
     strategy = Strategy()
@@ -56,41 +56,41 @@ def meet(communicator: Communicator, shares: str) -> list[float]:
     coordinator.start()
     replica.clock.seconds["forward"] += 1.0 * 2**communicator.rank
     replica.clock.seconds["backward"] += 3.0 * 2**communicator.rank
-    # Waiting is no sign of being slow.
+    # Waiting does not count as slow.
     replica.clock.seconds["wait"] += 100.0 * communicator.rank
     coordinator.after_step(seconds=20.0, samples=40, stop=False)
     return coordinator.shares
 
 
-def test_shares_follow_the_measured_speed_and_are_the_same_on_all_workers() -> None:
+def test_weights_follow_the_measured_speed_and_are_equal_on_all_workers() -> None:
     first, *others = in_process.run(3, lambda communicator: meet(communicator, "auto"))
     assert [each / first[0] for each in first] == pytest.approx([1.0, 0.5, 0.25])
     assert all(each == first for each in others)
 
 
-def test_fixed_shares_stay_as_they_are() -> None:
+def test_fixed_weights_do_not_change() -> None:
     for own in in_process.run(3, lambda communicator: meet(communicator, "1,1,2")):
         assert own == [1.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("whole", [1, 2, 16, 17, 1000])
-def test_every_sample_is_assigned_once_for_any_shares(whole: int) -> None:
+def test_every_sample_is_assigned_once_for_any_weights(whole: int) -> None:
     weights = [1.0, 0.5, 0.25 / 3]
     dealt = [list(range(whole))[shard_bounds(whole, weights, rank)] for rank in range(3)]
     assert [sample for part in dealt for sample in part] == list(range(whole))
 
 
-def test_a_slowed_worker_takes_as_much_longer_as_asked(
+def test_slow_option_delays_a_worker_by_its_factor(
     pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the seconds it means to sleep, which are not slept here."""
+    """Checks the requested sleep, which is not performed."""
     naps: list[float] = []
     monkeypatch.setattr("paceline.training.step.time.sleep", naps.append)
     settings = {"train_samples": 64, "batch_size": 16, "iterations": 8, "model": "lenet"}
     [alone] = run(pool, 1, tmp_path, slow="0=3", **settings)
     phases = alone.report.worker["phases"]
     assert len(naps) == 8
-    # Three times as long is twice what it computed, the last backward pass excepted.
+    # A factor of three adds twice the compute time, except for the last backward pass.
     assert sum(naps) <= 2 * (phases["forward"] + phases["backward"])
     assert sum(naps) >= 2 * phases["forward"]
 
@@ -106,7 +106,7 @@ class Counting(nn.Module):
 @pytest.mark.parametrize(
     ("how", "mean"), [("rank0", [1.0, 2.0]), ("average", [2.0, 4.0])], ids=["rank0", "average"]
 )
-def test_buffers_are_the_first_workers_or_the_mean(how: str, mean: list[float]) -> None:
+def test_buffers_are_averaged_or_taken_from_rank_0(how: str, mean: list[float]) -> None:
     def work(communicator: Communicator) -> tuple[list[float], int]:
         model = Counting(communicator.rank)
         synchronize_buffers(model, communicator, how)
@@ -116,7 +116,7 @@ def test_buffers_are_the_first_workers_or_the_mean(how: str, mean: list[float]) 
     assert in_process.run(3, work) == [(mean, 10)] * 3
 
 
-def test_a_model_of_counters_alone_has_no_mean_to_agree_on() -> None:
+def test_integer_buffers_are_taken_from_rank_0() -> None:
     def work(communicator: Communicator) -> int:
         model = nn.Module()
         model.register_buffer("steps", torch.tensor(5 + communicator.rank))

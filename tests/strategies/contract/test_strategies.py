@@ -1,4 +1,4 @@
-"""What holds for every registered strategy; a new one is tested by being registered."""
+"""Contract of strategies, checked for every registered one."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ TASKS = {
     "scaled": Task(loss_scale=16.0),
     "unused": Task(unused=True),
 }
-"""What every synchronous strategy must do exactly as one worker does."""
+"""Tasks in which every synchronous strategy must match one worker exactly."""
 
 UNEQUAL = (2.0, 1.0, 1.0, 4.0)
-"""Shares of the batch, by rank."""
+"""Batch weights by rank."""
 
 
 def keeps_equal(name: str) -> bool:
-    """Whether all its workers hold the same weights after every step."""
+    """Return whether all workers hold the same weights after every step."""
     strategy = create_strategy(name, options_of(name, Task()))
     return strategy.synchronous and strategy.replicas_equal
 
@@ -62,7 +62,7 @@ def for_team(label: str, world_size: int) -> Task:
 
 @pytest.mark.parametrize("label", TASKS)
 @pytest.mark.parametrize(("name", "world_size"), SYNCHRONOUS)
-def test_synchronous_strategies_compute_what_one_worker_computes(
+def test_synchronous_strategies_match_one_worker(
     pool: WorkerPool, name: str, world_size: int, label: str
 ) -> None:
     alone = trained_alone(TASKS[label])
@@ -75,14 +75,14 @@ def test_synchronous_strategies_compute_what_one_worker_computes(
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS.names())
-def test_buckets_may_travel_by_any_algorithm(pool: WorkerPool, algorithm: str) -> None:
+def test_buckets_support_every_algorithm(pool: WorkerPool, algorithm: str) -> None:
     task = Task(options=(("algorithm", algorithm),))
     for rank, worker in enumerate(run_team(pool, 3, train_exactly, "overlap", task)):
         assert torch.equal(worker.final, trained_alone(Task()).final), f"rank {rank} differs"
 
 
 @pytest.mark.parametrize(("name", "world_size"), SYNCHRONOUS)
-def test_clipping_is_by_the_norm_of_the_whole_gradient(
+def test_clipping_uses_the_norm_of_the_full_gradient(
     pool: WorkerPool, name: str, world_size: int
 ) -> None:
     task = Task(clip_norm=1.0)
@@ -93,7 +93,7 @@ def test_clipping_is_by_the_norm_of_the_whole_gradient(
 
 
 @pytest.mark.parametrize(("name", "world_size"), ALL)
-def test_after_the_end_all_workers_hold_the_same_weights(
+def test_all_workers_end_with_the_same_weights(
     pool: WorkerPool, name: str, world_size: int
 ) -> None:
     trained = run_team(pool, world_size, train_exactly, name, Task())

@@ -1,4 +1,4 @@
-"""What a step sends is what the algorithm's formula says, to the byte, each kind counted apart."""
+"""Traffic of a step matches the formula of the algorithm exactly, by kind."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ WORLD_SIZES = (2, 3, 4)
 
 
 def traffic(pool: WorkerPool, name: str, world_size: int) -> list[dict[str, Any]]:
-    """Of each worker, over a whole training."""
+    """Return the traffic of each worker over a training."""
     trained = run_team(pool, world_size, train_exactly, name, Task(batches=(16,) * STEPS))
     return [worker.traffic for worker in trained]
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("name", RING)
-def test_a_ring_sends_all_but_one_part_twice(pool: WorkerPool, name: str, world_size: int) -> None:
-    """Over all workers 2 (P - 1) times the gradient; each its part of that, to a few elements."""
+def test_ring_sends_all_chunks_but_one_twice(pool: WorkerPool, name: str, world_size: int) -> None:
+    """All workers send 2 (P - 1) times the gradient, in nearly equal shares."""
     counts = [each["gradients"] for each in traffic(pool, name, world_size)]
     per_worker = STEPS * 2 * (world_size - 1) * GRADIENT_BYTES
     assert sum(each["bytes_sent"] for each in counts) == per_worker
     assert sum(each["bytes_received"] for each in counts) == per_worker
-    # Chunks differ by one element, twice around for each tensor or bucket.
+    # Chunks differ by one element, twice per tensor or bucket.
     slack = STEPS * 2 * 4 * len(ELEMENTS)
     for each in counts:
         assert abs(each["bytes_sent"] - per_worker / world_size) <= slack
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_shared_weights_need_each_gradient_once(pool: WorkerPool, world_size: int) -> None:
-    """The first worker updates so small a model: the others give it all, and get nothing."""
+def test_shared_weights_publish_each_gradient_once(pool: WorkerPool, world_size: int) -> None:
+    """Rank 0 updates a small model: the others publish their gradients and receive nothing."""
     first, *others = (each["gradients"] for each in traffic(pool, "shared", world_size))
     own = STEPS * GRADIENT_BYTES
     assert (first["bytes_sent"], first["bytes_received"]) == (0, own * (world_size - 1))
@@ -51,7 +51,7 @@ def test_shared_weights_need_each_gradient_once(pool: WorkerPool, world_size: in
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_the_root_receives_and_sends_everything(pool: WorkerPool, world_size: int) -> None:
+def test_root_receives_and_sends_all_gradients(pool: WorkerPool, world_size: int) -> None:
     first, *others = (each["gradients"] for each in traffic(pool, "gather_scatter", world_size))
     own = STEPS * GRADIENT_BYTES
     assert (first["bytes_sent"], first["bytes_received"]) == 2 * (own * (world_size - 1),)
@@ -62,7 +62,7 @@ def test_the_root_receives_and_sends_everything(pool: WorkerPool, world_size: in
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_a_tree_sends_everything_up_once_and_down_once(pool: WorkerPool, world_size: int) -> None:
+def test_tree_sends_gradients_up_once_and_down_once(pool: WorkerPool, world_size: int) -> None:
     counts = [each["gradients"] for each in traffic(pool, "tree", world_size)]
     total = sum(each["bytes_sent"] for each in counts)
     assert total == STEPS * 2 * (world_size - 1) * GRADIENT_BYTES
@@ -72,13 +72,13 @@ def test_a_tree_sends_everything_up_once_and_down_once(pool: WorkerPool, world_s
 def test_halving_and_doubling_sends_as_little_as_a_ring(pool: WorkerPool, world_size: int) -> None:
     for each in traffic(pool, "halving_doubling", world_size):
         expected = STEPS * 2 * (world_size - 1) / world_size * GRADIENT_BYTES
-        # Halves of an odd number of elements differ by one, in each of the rounds.
+        # Halves of an odd number of elements differ by one in each round.
         assert abs(each["gradients"]["bytes_sent"] - expected) <= STEPS * 2 * 2 * 4
 
 
 @pytest.mark.parametrize("name", ["gather_scatter", *RING, "tree", "halving_doubling"])
-def test_the_first_weights_and_buffers_are_counted_apart(pool: WorkerPool, name: str) -> None:
-    """A broadcast: every worker but the first receives the model once."""
+def test_initial_weights_and_buffers_are_counted_separately(pool: WorkerPool, name: str) -> None:
+    """Every rank except 0 receives the model once in a broadcast."""
     counts = traffic(pool, name, 3)
     for kind, size in (("parameters", MODEL_BYTES), ("buffers", BUFFER_BYTES)):
         received = [each[kind]["bytes_received"] for each in counts]

@@ -1,4 +1,4 @@
-"""Every strategy, and every codec under those that take one: it learns, and it can be resumed."""
+"""Every strategy learns and resumes, with every codec that it supports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.strategies.contract.test_strategies import keeps_equal
 from tests.support.worker_pool import WorkerPool
 
 OPTIONS_OF_CODECS = {"topk": (("ratio", "0.25"),), "int8": (("chunk", "64"),)}
-"""For gradients of a few hundred elements."""
+"""Options for gradients of a few hundred elements."""
 
 CASES = [
     *((name, size, "none") for name, size in teams(STRATEGIES.names(), (1, 3))),
@@ -33,7 +33,7 @@ def trained(pool: WorkerPool, name: str, world_size: int, plan: Course) -> list[
 
 
 @pytest.mark.parametrize(("name", "world_size", "codec"), CASES)
-def test_it_learns_and_equal_replicas_stay_equal(
+def test_loss_falls_and_equal_replicas_stay_equal(
     pool: WorkerPool, name: str, world_size: int, codec: str
 ) -> None:
     workers = trained(pool, name, world_size, course(codec, steps=40))
@@ -47,7 +47,7 @@ def test_it_learns_and_equal_replicas_stay_equal(
 
 
 @pytest.mark.parametrize(("name", "world_size", "codec"), CASES)
-def test_saved_and_taken_back_is_the_same_to_the_bit(
+def test_resumed_training_is_bit_identical(
     pool: WorkerPool, name: str, world_size: int, codec: str
 ) -> None:
     straight = trained(pool, name, world_size, course(codec, steps=7))
