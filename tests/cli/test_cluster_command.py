@@ -15,7 +15,7 @@ from paceline.config.cluster_spec import parse
 from paceline.emulation import processes, state
 from paceline.emulation.cluster import EmulatedCluster
 from paceline.emulation.processes import ProcessId
-from tests.support.inside import small_cluster
+from tests.support.node_commands import small_cluster
 
 NAME = f"command-{os.getpid()}"
 

@@ -18,7 +18,7 @@ from paceline.data import DATASETS, checksums, download
 from paceline.data.download import RetryPolicy
 from paceline.data.manifest import CIFAR10, MNIST, SVHN, DatasetManifest, ManifestFile
 from paceline.errors import DataError, UnknownNameError
-from tests.support.synthetic_sets import SMALL_MNIST, write_mnist
+from tests.support.dataset_files import SMALL_MNIST, write_mnist
 
 CONTENTS = {"mnist/one": b"1" * 100, "mnist/two": b"2" * 200}
 

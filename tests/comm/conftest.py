@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.teams import TEAMS, Team, make_team
+from tests.support.rank_groups import RANK_GROUPS, RankGroup, make_rank_group
 from tests.support.worker_pool import WorkerPool
 
 
@@ -16,12 +16,12 @@ def pool() -> Iterator[WorkerPool]:
         yield workers
 
 
-@pytest.fixture(params=TEAMS, ids=lambda team: f"{team[0]}-{team[1]}")
-def team(request: pytest.FixtureRequest, pool: WorkerPool) -> Team:
-    return make_team(pool, *request.param)
+@pytest.fixture(params=RANK_GROUPS, ids=lambda ranks: f"{ranks[0]}-{ranks[1]}")
+def ranks(request: pytest.FixtureRequest, pool: WorkerPool) -> RankGroup:
+    return make_rank_group(pool, *request.param)
 
 
 @pytest.fixture(params=["in_process", "torch_distributed", "shared_memory", "hierarchical"])
-def team_of_three(request: pytest.FixtureRequest, pool: WorkerPool) -> Team:
+def three_ranks(request: pytest.FixtureRequest, pool: WorkerPool) -> RankGroup:
     """Three ranks: neither a pair nor a power of two."""
-    return make_team(pool, request.param, 3)
+    return make_rank_group(pool, request.param, 3)

@@ -18,7 +18,7 @@ from paceline.comm.algorithms import ALGORITHMS
 from paceline.comm.background import CommunicationThread
 from paceline.comm.communicator import Communicator
 from paceline.measure.traffic import Traffic
-from tests.support.teams import Team
+from tests.support.rank_groups import RankGroup
 
 SIZES = (0, 1, 1009, 100003)
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.bfloat16)
@@ -91,40 +91,40 @@ def sums_in_background(communicator: Communicator, name: str) -> list[bytes]:
     return [*(bits(tensor) for tensor in tensors), bits(other)]
 
 
-def test_sum_is_exact_on_every_rank(team: Team, name: str) -> None:
+def test_sum_is_exact_on_every_rank(ranks: RankGroup, name: str) -> None:
     plain = [
-        bits(sum((integers_of(rank, size) for rank in range(team.world_size)), torch.zeros(()))
+        bits(sum((integers_of(rank, size) for rank in range(ranks.world_size)), torch.zeros(()))
              .to(dtype))
         for size, dtype in CASES
     ]  # fmt: skip
-    for rank, sums in enumerate(team.run(sums_of_integers, name)):
+    for rank, sums in enumerate(ranks.run(sums_of_integers, name)):
         for case, got, expected in zip(CASES, sums, plain, strict=True):
             assert got == expected, (rank, case)
 
 
-def test_every_rank_has_the_same_bits(team: Team, name: str) -> None:
-    first, *others = team.run(sums_of_fractions, name)
+def test_every_rank_has_the_same_bits(ranks: RankGroup, name: str) -> None:
+    first, *others = ranks.run(sums_of_fractions, name)
     assert all(other == first for other in others)
 
 
-def test_second_run_has_the_same_bits(team_of_three: Team, name: str) -> None:
-    first, second = (team_of_three.run(sums_of_fractions, name) for _ in range(2))
+def test_second_run_has_the_same_bits(three_ranks: RankGroup, name: str) -> None:
+    first, second = (three_ranks.run(sums_of_fractions, name) for _ in range(2))
     assert first == second
 
 
-def test_counted_bytes_match_the_formula(team: Team, name: str) -> None:
+def test_counted_bytes_match_the_formula(ranks: RankGroup, name: str) -> None:
     algorithm = ALGORITHMS.load(name)()
-    for rank, counted in enumerate(team.run(bytes_counted, name)):
+    for rank, counted in enumerate(ranks.run(bytes_counted, name)):
         for (size, dtype), got in zip(CASES, counted, strict=True):
-            where = (rank, team.world_size, size, dtype.itemsize)
+            where = (rank, ranks.world_size, size, dtype.itemsize)
             assert got == (algorithm.bytes_sent(*where), algorithm.bytes_received(*where)), where
 
 
-def test_algorithm_runs_concurrently_with_other_messages(team_of_three: Team, name: str) -> None:
+def test_algorithm_runs_concurrently_with_other_messages(three_ranks: RankGroup, name: str) -> None:
     first = sum(integers_of(rank, 1009) for rank in range(3))
     second = sum(integers_of(rank + 5, 64) for rank in range(3))
     assert isinstance(first, Tensor)
     assert isinstance(second, Tensor)
-    for rank, got in enumerate(team_of_three.run(sums_in_background, name)):
+    for rank, got in enumerate(three_ranks.run(sums_in_background, name)):
         left = torch.full((64,), (rank - 1) % 3)
         assert got == [bits(first), bits(second), bits(left)]

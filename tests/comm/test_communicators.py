@@ -14,7 +14,7 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.work import Work
 from paceline.errors import PeerError
 from paceline.measure.traffic import Traffic
-from tests.support.teams import Team
+from tests.support.rank_groups import RankGroup
 
 DTYPES = (torch.bool, torch.bfloat16, torch.int16, torch.int64, torch.float32, torch.complex64)
 
@@ -42,8 +42,8 @@ def sends_any_dtype(communicator: Communicator) -> list[str]:
     ]
 
 
-def test_sends_any_dtype(team_of_three: Team) -> None:
-    assert team_of_three.run(sends_any_dtype) == [[], [], []]
+def test_sends_any_dtype(three_ranks: RankGroup) -> None:
+    assert three_ranks.run(sends_any_dtype) == [[], [], []]
 
 
 def sends_any_shape(communicator: Communicator) -> list[str]:
@@ -60,8 +60,8 @@ def sends_any_shape(communicator: Communicator) -> list[str]:
     return [name for name, make in makes.items() if not receives_what_was_sent(communicator, make)]
 
 
-def test_sends_any_shape_and_strides(team_of_three: Team) -> None:
-    assert team_of_three.run(sends_any_shape) == [[], [], []]
+def test_sends_any_shape_and_strides(three_ranks: RankGroup) -> None:
+    assert three_ranks.run(sends_any_shape) == [[], [], []]
 
 
 def receive_in_reverse(communicator: Communicator) -> list[float]:
@@ -80,9 +80,9 @@ def receive_in_reverse(communicator: Communicator) -> list[float]:
 
 
 def test_messages_keep_their_order_for_any_order_of_waits(
-    team_of_three: Team,
+    three_ranks: RankGroup,
 ) -> None:
-    assert team_of_three.run(receive_in_reverse)[1] == [0.0, 1.0, 2.0, 3.0]
+    assert three_ranks.run(receive_in_reverse)[1] == [0.0, 1.0, 2.0, 3.0]
 
 
 def poll_a_receive(communicator: Communicator) -> list[bool]:
@@ -105,8 +105,8 @@ def poll_a_receive(communicator: Communicator) -> list[bool]:
     return [before, after, bool((tensor == 5).all())]
 
 
-def test_receive_completes_when_its_message_arrives(team_of_three: Team) -> None:
-    assert team_of_three.run(poll_a_receive)[1] == [False, True, True]
+def test_receive_completes_when_its_message_arrives(three_ranks: RankGroup) -> None:
+    assert three_ranks.run(poll_a_receive)[1] == [False, True, True]
 
 
 def poll_a_collective(communicator: Communicator) -> list[bool]:
@@ -128,8 +128,8 @@ def poll_a_collective(communicator: Communicator) -> list[bool]:
     return [before, after, bool((tensor == 3).all())]
 
 
-def test_collective_progresses_while_the_caller_does_other_work(team_of_three: Team) -> None:
-    assert team_of_three.run(poll_a_collective) == [[False, True, True]] * 3
+def test_collective_progresses_while_the_caller_does_other_work(three_ranks: RankGroup) -> None:
+    assert three_ranks.run(poll_a_collective) == [[False, True, True]] * 3
 
 
 def broadcast_from_each(communicator: Communicator) -> list[str]:
@@ -143,8 +143,8 @@ def broadcast_from_each(communicator: Communicator) -> list[str]:
     return wrong
 
 
-def test_broadcast_copies_the_roots_tensor_to_all_ranks(team_of_three: Team) -> None:
-    assert team_of_three.run(broadcast_from_each) == [[], [], []]
+def test_broadcast_copies_the_roots_tensor_to_all_ranks(three_ranks: RankGroup) -> None:
+    assert three_ranks.run(broadcast_from_each) == [[], [], []]
 
 
 def gather_at_one(communicator: Communicator) -> list[list[float]] | None:
@@ -155,9 +155,9 @@ def gather_at_one(communicator: Communicator) -> list[list[float]] | None:
     return None if parts is None else [part.tolist() for part in parts]
 
 
-def test_gather_collects_tensors_in_rank_order(team_of_three: Team) -> None:
+def test_gather_collects_tensors_in_rank_order(three_ranks: RankGroup) -> None:
     expected = [[0.0], [10.0, 11.0], [20.0, 21.0, 22.0]]
-    assert team_of_three.run(gather_at_one) == [None, expected, None]
+    assert three_ranks.run(gather_at_one) == [None, expected, None]
 
 
 def scatter_from_one(communicator: Communicator) -> list[float]:
@@ -168,8 +168,8 @@ def scatter_from_one(communicator: Communicator) -> list[float]:
     return tensor.tolist()
 
 
-def test_scatter_distributes_the_roots_parts(team_of_three: Team) -> None:
-    assert team_of_three.run(scatter_from_one) == [[0.0], [10.0, 11.0], [20.0, 21.0, 22.0]]
+def test_scatter_distributes_the_roots_parts(three_ranks: RankGroup) -> None:
+    assert three_ranks.run(scatter_from_one) == [[0.0], [10.0, 11.0], [20.0, 21.0, 22.0]]
 
 
 def reduce_scatter_chunks(communicator: Communicator, size: int) -> list[float]:
@@ -180,8 +180,8 @@ def reduce_scatter_chunks(communicator: Communicator, size: int) -> list[float]:
 
 
 @pytest.mark.parametrize("size", [6, 7, 2])
-def test_reduce_scatter_sums_the_chunk_of_each_rank(team_of_three: Team, size: int) -> None:
-    chunks = team_of_three.run(reduce_scatter_chunks, size)
+def test_reduce_scatter_sums_the_chunk_of_each_rank(three_ranks: RankGroup, size: int) -> None:
+    chunks = three_ranks.run(reduce_scatter_chunks, size)
     assert [value for part in chunks for value in part] == [30.0 + 3 * i for i in range(size)]
 
 
@@ -197,9 +197,9 @@ def all_gather_chunks(communicator: Communicator, size: int, dtype: torch.dtype)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.float32])
 @pytest.mark.parametrize("size", [6, 7, 2])
 def test_all_gather_collects_the_chunks_of_all_ranks(
-    team_of_three: Team, size: int, dtype: torch.dtype
+    three_ranks: RankGroup, size: int, dtype: torch.dtype
 ) -> None:
-    assert team_of_three.run(all_gather_chunks, size, dtype) == [True] * 3
+    assert three_ranks.run(all_gather_chunks, size, dtype) == [True] * 3
 
 
 def all_reduce_strided(communicator: Communicator) -> list[str]:
@@ -212,8 +212,8 @@ def all_reduce_strided(communicator: Communicator) -> list[str]:
     return wrong
 
 
-def test_all_reduce_supports_any_dtype_and_strides(team_of_three: Team) -> None:
-    assert team_of_three.run(all_reduce_strided) == [[], [], []]
+def test_all_reduce_supports_any_dtype_and_strides(three_ranks: RankGroup) -> None:
+    assert three_ranks.run(all_reduce_strided) == [[], [], []]
 
 
 def all_reduce_bools(communicator: Communicator) -> list[bool]:
@@ -222,8 +222,8 @@ def all_reduce_bools(communicator: Communicator) -> list[bool]:
     return flags.tolist()
 
 
-def test_sum_of_bools_is_a_logical_or(team_of_three: Team) -> None:
-    assert team_of_three.run(all_reduce_bools) == [[True, False, True]] * 3
+def test_sum_of_bools_is_a_logical_or(three_ranks: RankGroup) -> None:
+    assert three_ranks.run(all_reduce_bools) == [[True, False, True]] * 3
 
 
 def arrive_late(communicator: Communicator) -> tuple[float, float]:
@@ -234,8 +234,8 @@ def arrive_late(communicator: Communicator) -> tuple[float, float]:
     return arrived, time.monotonic()
 
 
-def test_barrier_waits_for_all_ranks(team_of_three: Team) -> None:
-    times = team_of_three.run(arrive_late)
+def test_barrier_waits_for_all_ranks(three_ranks: RankGroup) -> None:
+    times = three_ranks.run(arrive_late)
     assert min(left for _, left in times) >= max(arrived for arrived, _ in times)
 
 
@@ -258,8 +258,8 @@ def send_on_two(communicator: Communicator) -> list[float]:
         duplicate.close()
 
 
-def test_messages_of_a_duplicate_do_not_mix_with_the_originals(team_of_three: Team) -> None:
-    assert team_of_three.run(send_on_two)[1] == [2.0, 1.0]
+def test_messages_of_a_duplicate_do_not_mix_with_the_originals(three_ranks: RankGroup) -> None:
+    assert three_ranks.run(send_on_two)[1] == [2.0, 1.0]
 
 
 def count_kinds(communicator: Communicator) -> dict[str, tuple[int, int, int]]:
@@ -279,8 +279,8 @@ def count_kinds(communicator: Communicator) -> dict[str, tuple[int, int, int]]:
     }
 
 
-def test_transfers_are_counted_by_kind(team_of_three: Team) -> None:
-    assert team_of_three.run(count_kinds) == [
+def test_transfers_are_counted_by_kind(three_ranks: RankGroup) -> None:
+    assert three_ranks.run(count_kinds) == [
         {"parameters": (40, 0, 1), "metrics": (3, 40, 1)},
         {"parameters": (0, 40, 0), "metrics": (40, 3, 1)},
         {},
@@ -305,11 +305,11 @@ def count_collectives(communicator: Communicator) -> list[tuple[int, int]]:
     return counted
 
 
-def test_all_communicators_count_collectives_equally(team_of_three: Team) -> None:
+def test_all_communicators_count_collectives_equally(three_ranks: RankGroup) -> None:
     # In the tree, rank 1 sends a copy to ranks 2 and 0. Each half of a ring of three ranks sends
     # two chunks of 8 bytes.
     rings = [(16, 16), (16, 16), (32, 32)]
-    assert team_of_three.run(count_collectives) == [
+    assert three_ranks.run(count_collectives) == [
         [(0, 24), *rings],
         [(48, 0), *rings],
         [(0, 24), *rings],
@@ -331,14 +331,16 @@ def expect_silence(communicator: Communicator, operation: str) -> str:
     return "no error"
 
 
-def test_receive_from_a_silent_peer_is_a_one_line_error_that_names_it(team_of_three: Team) -> None:
-    errors = team_of_three.run_fresh(expect_silence, "recv", timeout_seconds=0.4)
+def test_receive_from_a_silent_peer_is_a_one_line_error_that_names_it(
+    three_ranks: RankGroup,
+) -> None:
+    errors = three_ranks.run_fresh(expect_silence, "recv", timeout_seconds=0.4)
     assert errors[1] == "rank 1: recv from rank 0: no answer within the timeout of 0.4 s"
     assert errors[2] == "rank 2: recv from rank 0: no answer within the timeout of 0.4 s"
 
 
-def test_collective_with_a_silent_peer_is_a_one_line_error(team_of_three: Team) -> None:
-    errors = team_of_three.run_fresh(expect_silence, "all_reduce", timeout_seconds=0.4)
+def test_collective_with_a_silent_peer_is_a_one_line_error(three_ranks: RankGroup) -> None:
+    errors = three_ranks.run_fresh(expect_silence, "all_reduce", timeout_seconds=0.4)
     for rank in (1, 2):
         assert errors[rank].startswith(f"rank {rank}: ")
         assert "no answer within the timeout of 0.4 s" in errors[rank] or "closed" in errors[rank]
@@ -357,8 +359,8 @@ def expect_departure(communicator: Communicator) -> str:
     return "no error"
 
 
-def test_peer_that_closes_is_detected_immediately(team_of_three: Team) -> None:
-    errors = team_of_three.run_fresh(expect_departure, timeout_seconds=20.0)
+def test_peer_that_closes_is_detected_immediately(three_ranks: RankGroup) -> None:
+    errors = three_ranks.run_fresh(expect_departure, timeout_seconds=20.0)
     assert errors[1] == "rank 1: recv from rank 0: the connection was closed"
     assert errors[2] == "rank 2: recv from rank 0: the connection was closed"
 
@@ -378,8 +380,8 @@ def misuse(communicator: Communicator) -> list[str]:
     return errors
 
 
-def test_invalid_arguments_are_rejected_before_sending(team_of_three: Team) -> None:
-    assert team_of_three.run(misuse)[1] == [
+def test_invalid_arguments_are_rejected_before_sending(three_ranks: RankGroup) -> None:
+    assert three_ranks.run(misuse)[1] == [
         "rank 1 of 3 has no peer 1",
         "rank 1 of 3 has no peer 3",
         "the root needs 3 parts, one per rank",

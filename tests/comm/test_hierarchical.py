@@ -33,33 +33,35 @@ def values(rank: int, size: int, dtype: torch.dtype) -> Tensor:
 def wrong_collectives(communicator: Communicator) -> list[str]:
     wrong = []
     for nodes in LAYOUTS:
-        with connect(communicator, nodes) as team:
+        with connect(communicator, nodes) as two_level:
             for size, dtype in TENSORS:
-                wrong += [f"{nodes} {size} {dtype}: {name}" for name in check(team, size, dtype)]
+                wrong += [
+                    f"{nodes} {size} {dtype}: {name}" for name in check(two_level, size, dtype)
+                ]
     return wrong
 
 
-def check(team: Communicator, size: int, dtype: torch.dtype) -> list[str]:
+def check(two_level: Communicator, size: int, dtype: torch.dtype) -> list[str]:
     """Return the collectives whose result is wrong."""
-    rank, wrong = team.rank, []
+    rank, wrong = two_level.rank, []
     inputs = [values(each, size, dtype) for each in range(4)]
     total = torch.stack(inputs).any(0) if dtype == torch.bool else sum(inputs)
     assert isinstance(total, Tensor)
 
     scattered = inputs[rank].clone()
-    team.reduce_scatter(scattered, "gradients").wait()
+    two_level.reduce_scatter(scattered, "gradients").wait()
     if not torch.equal(chunk(scattered, 4, rank), chunk(total, 4, rank)):
         wrong.append("reduce_scatter")
 
     gathered = torch.zeros(size, dtype=dtype)
     chunk(gathered, 4, rank).copy_(chunk(total, 4, rank))
-    team.all_gather(gathered, "gradients").wait()
+    two_level.all_gather(gathered, "gradients").wait()
     if not torch.equal(gathered, total):
         wrong.append("all_gather")
 
     for root in range(4):
         received = inputs[rank].clone()
-        team.broadcast(received, root, "gradients").wait()
+        two_level.broadcast(received, root, "gradients").wait()
         if not torch.equal(received, inputs[root]):
             wrong.append(f"broadcast from {root}")
     return wrong
@@ -72,16 +74,16 @@ def test_two_level_collectives_are_correct(pool: WorkerPool) -> None:
 def bytes_by_level(communicator: Communicator) -> dict[str, list[int]]:
     """Return the bytes sent across and within nodes by each collective of 1000 elements."""
     counted = {}
-    with connect(communicator, [0, 0, 1, 1]) as team:
-        assert isinstance(team, HierarchicalCommunicator)
-        assert team.intra_node is not None
+    with connect(communicator, [0, 0, 1, 1]) as two_level:
+        assert isinstance(two_level, HierarchicalCommunicator)
+        assert two_level.intra_node is not None
         tensor = torch.zeros(1000)
         for name, collective in (
-            ("all_reduce", team.all_reduce),
-            ("reduce_scatter", team.reduce_scatter),
-            ("all_gather", team.all_gather),
+            ("all_reduce", two_level.all_reduce),
+            ("reduce_scatter", two_level.reduce_scatter),
+            ("all_gather", two_level.all_gather),
         ):
-            levels = (team.network.traffic, team.intra_node.traffic)
+            levels = (two_level.network.traffic, two_level.intra_node.traffic)
             before = [level.counts["gradients"].bytes_sent for level in levels]
             collective(tensor, "gradients").wait()
             after = [level.counts["gradients"].bytes_sent for level in levels]
@@ -99,8 +101,8 @@ def test_each_byte_crosses_nodes_once_and_ranks_share_the_load(pool: WorkerPool)
 def communicator_types(communicator: Communicator) -> list[str]:
     kinds = []
     for nodes in ([7, 7], [0, 1]):
-        with connect(communicator, nodes) as team:
-            kinds.append(type(team).__name__)
+        with connect(communicator, nodes) as two_level:
+            kinds.append(type(two_level).__name__)
     return kinds
 
 
@@ -118,21 +120,21 @@ def wait_for_another_node(communicator: Communicator) -> float:
 
     Rank 2 answers only once rank 1 has received everything.
     """
-    with connect(communicator, [0, 0, 1, 1]) as team:
-        tensor, signal = torch.full((LARGE,), float(team.rank)), torch.zeros(1)
-        if team.rank == 0:
-            sending = team.send(tensor, 1, "control")
-            team.recv(signal, 2, "control").wait()
-            team.all_reduce(signal, "control").wait()
+    with connect(communicator, [0, 0, 1, 1]) as two_level:
+        tensor, signal = torch.full((LARGE,), float(two_level.rank)), torch.zeros(1)
+        if two_level.rank == 0:
+            sending = two_level.send(tensor, 1, "control")
+            two_level.recv(signal, 2, "control").wait()
+            two_level.all_reduce(signal, "control").wait()
             sending.wait()
             return float(signal)
-        if team.rank == 1:
-            team.recv(tensor, 0, "control").wait()
-            team.send(tensor[:1] + 5, 2, "control").wait()
-        if team.rank == 2:
-            team.recv(signal, 1, "control").wait()
-            team.send(signal, 0, "control").wait()
-        team.all_reduce(signal, "control").wait()
+        if two_level.rank == 1:
+            two_level.recv(tensor, 0, "control").wait()
+            two_level.send(tensor[:1] + 5, 2, "control").wait()
+        if two_level.rank == 2:
+            two_level.recv(signal, 1, "control").wait()
+            two_level.send(signal, 0, "control").wait()
+        two_level.all_reduce(signal, "control").wait()
         return float(signal)
 
 
@@ -146,16 +148,16 @@ def errors_on_rank_three(communicator: Communicator) -> list[str]:
     """Return the errors on rank 3, local rank 1 of its node, after all other ranks close."""
     errors = []
     levels = split_by_node(communicator, communicator.rank // 2)
-    with connect(communicator, [0, 0, 1, 1]) as team:
+    with connect(communicator, [0, 0, 1, 1]) as two_level:
         communicator.barrier().wait()
         if communicator.rank < 3:
             levels.close()
-            team.close()
+            two_level.close()
         else:
             starts: list[Callable[[], Work]] = [
                 lambda: levels.intra_node.barrier(),
                 lambda: levels.inter_node.recv(torch.zeros(1), 0, "control"),
-                lambda: team.recv(torch.zeros(1), 2, "control"),
+                lambda: two_level.recv(torch.zeros(1), 2, "control"),
             ]
             for start in starts:
                 try:

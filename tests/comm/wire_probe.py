@@ -48,20 +48,20 @@ def counted_and_seen(communicator: Communicator, name: str) -> tuple[int, int]:
 
 def counted_across_nodes_and_seen(communicator: Communicator, name: str) -> tuple[int, int]:
     """Measure two nodes with two ranks each; shared memory does not use the kernel's network."""
-    with hierarchical.connect(communicator, communicator.rank // 2) as team:
-        assert isinstance(team, HierarchicalCommunicator)
-        return measure(communicator, team, team.network.traffic, name)
+    with hierarchical.connect(communicator, communicator.rank // 2) as two_level:
+        assert isinstance(two_level, HierarchicalCommunicator)
+        return measure(communicator, two_level, two_level.network.traffic, name)
 
 
 def measure(
-    all_workers: Communicator, team: Communicator, traffic: Traffic, name: str
+    all_workers: Communicator, two_level: Communicator, traffic: Traffic, name: str
 ) -> tuple[int, int]:
-    transfer(team, name)  # Creates connections that are created on first use.
+    transfer(two_level, name)  # Creates connections that are created on first use.
     all_workers.barrier().wait()
     count = traffic.counts["gradients"]
     counted, seen = count.bytes_sent, loopback_bytes_sent()
     all_workers.barrier().wait()
-    transfer(team, name)
+    transfer(two_level, name)
     all_workers.barrier().wait()
     return count.bytes_sent - counted, loopback_bytes_sent() - seen
 

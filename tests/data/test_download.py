@@ -15,7 +15,7 @@ import pytest
 from paceline.data.download import RetryPolicy, download
 from paceline.data.manifest import ManifestFile
 from paceline.errors import DataError
-from tests.support.synthetic_sets import random_bytes
+from tests.support.dataset_files import random_bytes
 
 CONTENT = random_bytes(1 << 20).tobytes()
 HALF = len(CONTENT) // 2

@@ -17,7 +17,7 @@ from paceline.data.checksums import VERDICTS_FILE
 from paceline.data.dataset import Dataset, LoadRequest
 from paceline.data.files import FileDataset
 from paceline.errors import DataError
-from tests.support.synthetic_sets import (
+from tests.support.dataset_files import (
     SMALL_CIFAR10,
     SMALL_MNIST,
     SMALL_SVHN,

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.data.manifest import CorruptFileError
 from paceline.data.mnist import read_idx
-from tests.support.synthetic_sets import (
+from tests.support.dataset_files import (
     BOMB_BYTES,
     Bytes,
     cut_positions,

@@ -14,7 +14,7 @@ from paceline.data.files import Source
 from paceline.data.manifest import CorruptFileError
 from paceline.data.matfile import read_variables
 from paceline.data.svhn import read_files
-from tests.support.synthetic_sets import (
+from tests.support.dataset_files import (
     BOMB_BYTES,
     MAT_HEADER,
     Bytes,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from paceline.data.restricted_pickle import ByteArray, PickleRefusedError, read_plain_pickle
-from tests.support.synthetic_sets import cut_positions, python2_batch, python3_batch, random_bytes
+from tests.support.dataset_files import cut_positions, python2_batch, python3_batch, random_bytes
 
 DATA = random_bytes(3, 3072)
 LABELS = [7, 0, 9]

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.data.download import unpack
 from paceline.data.manifest import CorruptFileError, ManifestFile
-from tests.support.synthetic_sets import BOMB_BYTES, cut_positions, peak_below, random_bytes
+from tests.support.dataset_files import BOMB_BYTES, cut_positions, peak_below, random_bytes
 
 CONTENT = random_bytes(5000).tobytes()
 FILES = [ManifestFile("batches/one", len(CONTENT), hashlib.sha256(CONTENT).hexdigest())]

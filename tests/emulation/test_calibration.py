@@ -9,7 +9,7 @@ import pytest
 from paceline.config.cluster_spec import parse
 from paceline.emulation import calibration, network
 from paceline.emulation.state import Calibration, ClusterState, Measured, load
-from tests.support.inside import small_cluster
+from tests.support.node_commands import small_cluster
 
 
 def test_only_deviations_over_ten_percent_are_reported() -> None:

@@ -13,7 +13,12 @@ from paceline.emulation.cluster import EmulatedCluster
 from paceline.emulation.state import load
 from paceline.errors import ClusterError
 from paceline.measure.machine import cgroup_dirs
-from tests.support.inside import comes_back_whole, python_inside, run_inside, small_cluster
+from tests.support.node_commands import (
+    echoes_unchanged,
+    run_on_node,
+    run_python_on_node,
+    small_cluster,
+)
 
 pytestmark = [pytest.mark.root, pytest.mark.iproute]
 
@@ -33,17 +38,17 @@ def interfaces() -> set[str]:
 
 def test_every_node_has_its_own_address(cluster: EmulatedCluster) -> None:
     for node, address in enumerate(cluster.addresses):
-        seen = run_inside(cluster, node, "ip", "-brief", "-4", "address", "show", "eth0").stdout
+        seen = run_on_node(cluster, node, "ip", "-brief", "-4", "address", "show", "eth0").stdout
         assert seen.split()[2] == f"{address}/24"
     assert len(set(cluster.addresses)) == 3
 
 
 def test_nodes_can_exchange_data(cluster: EmulatedCluster) -> None:
-    assert comes_back_whole(cluster, 0, 1, 1 << 20)
+    assert echoes_unchanged(cluster, 0, 1, 1 << 20)
 
 
 def test_nodes_see_nothing_of_the_machines_network(cluster: EmulatedCluster) -> None:
-    links = json.loads(run_inside(cluster, 0, "ip", "-json", "link").stdout)
+    links = json.loads(run_on_node(cluster, 0, "ip", "-json", "link").stdout)
     assert {link["ifname"] for link in links} == {"lo", "eth0"}
 
 
@@ -59,7 +64,7 @@ def test_a_link_has_about_the_requested_rate(
     while b"listening" not in server.stdout.readline():
         assert server.poll() is None
     argv = ["iperf3", "-J", "-t", "2", "-c", cluster.addresses[1]]
-    done = run_inside(cluster, source, *argv)
+    done = run_on_node(cluster, source, *argv)
     server.communicate(timeout=30)
     got = json.loads(done.stdout)["end"]["sum_received"]["bits_per_second"]
     # Anything between is a busy machine's; a link that is not shaped carries ten times as much.
@@ -70,7 +75,7 @@ def test_a_link_has_about_the_requested_rate(
 @pytest.mark.parametrize(("node", "cpus"), [(0, 0.5), (1, 0.25)], ids=["common", "slow"])
 def test_a_node_has_its_share_of_the_cpu(cluster: EmulatedCluster, node: int, cpus: float) -> None:
     program = "import pathlib; print(pathlib.Path('/proc/self/cgroup').read_text())"
-    groups = python_inside(cluster, node, program)
+    groups = run_python_on_node(cluster, node, program)
     group = cluster.state.groups[node]
     assert f"/{group.name}\n" in groups + "\n"
     if (group / "cpu.max").exists():
@@ -114,15 +119,15 @@ def test_an_unknown_node_is_rejected(cluster: EmulatedCluster) -> None:
 def test_a_second_cluster_with_the_same_name_is_rejected(cluster: EmulatedCluster) -> None:
     with pytest.raises(ClusterError, match="is already up"):
         small_cluster("nodes=2", cluster.name)
-    assert run_inside(cluster, 0, "true").returncode == 0
+    assert run_on_node(cluster, 0, "true").returncode == 0
 
 
 def test_two_clusters_are_isolated(cluster: EmulatedCluster) -> None:
     with small_cluster("nodes=2,cpus=0.5") as other:
         assert not set(other.addresses) & set(cluster.addresses)
         assert not set(other.state.groups.values()) & set(cluster.state.groups.values())
-        assert comes_back_whole(other, 0, 1, 1 << 16)
-    assert comes_back_whole(cluster, 0, 1, 1 << 16)
+        assert echoes_unchanged(other, 0, 1, 1 << 16)
+    assert echoes_unchanged(cluster, 0, 1, 1 << 16)
 
 
 def test_coming_and_going_it_touches_no_interface_of_the_machine() -> None:

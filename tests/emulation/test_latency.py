@@ -17,7 +17,7 @@ from paceline.emulation.cluster import EmulatedCluster
 from paceline.emulation.namespaces import Namespace
 from paceline.emulation.processes import ProcessId
 from paceline.emulation.state import ClusterState
-from tests.support.inside import comes_back_whole, run_inside, small_cluster
+from tests.support.node_commands import echoes_unchanged, run_on_node, small_cluster
 
 IDLE_SECONDS = 0.5
 ROUND_TRIP_SECONDS = 0.04
@@ -44,17 +44,17 @@ def test_a_message_is_delayed_by_the_latency(cluster: EmulatedCluster) -> None:
 @pytest.mark.root
 @pytest.mark.iproute
 def test_large_frames_come_whole(cluster: EmulatedCluster) -> None:
-    assert comes_back_whole(cluster, 0, 2, 4 << 20)
+    assert echoes_unchanged(cluster, 0, 2, 4 << 20)
 
 
 @pytest.mark.root
 @pytest.mark.iproute
 def test_a_frame_for_one_node_does_not_reach_another(cluster: EmulatedCluster) -> None:
     def received() -> int:
-        return int(run_inside(cluster, 1, "grep", "eth0", "/proc/net/dev").stdout.split()[1])
+        return int(run_on_node(cluster, 1, "grep", "eth0", "/proc/net/dev").stdout.split()[1])
 
     before = received()
-    assert comes_back_whole(cluster, 0, 2, 1 << 20)
+    assert echoes_unchanged(cluster, 0, 2, 1 << 20)
     assert received() - before < 10_000
 
 

@@ -19,7 +19,7 @@ from paceline.emulation.processes import ProcessId, network_namespace
 from paceline.emulation.removal import pids_of
 from paceline.emulation.state import ClusterState, load, path_of
 from paceline.errors import ClusterError
-from tests.support.inside import small_cluster
+from tests.support.node_commands import small_cluster
 
 pytestmark = [pytest.mark.root, pytest.mark.iproute]
 

@@ -25,6 +25,6 @@ def talkative_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended
     """
     out = tmp_path_factory.mktemp("talkative")
     variables = {"OWN_NOTES": str(out)}
-    settings = {"model": "own_code:Talkative", "nproc_per_node": 2, "checkpoint_every": 6}
+    settings = {"model": "user_code:Talkative", "nproc_per_node": 2, "checkpoint_every": 6}
     with train(out, variables, **settings) as command:
         return out / "run", command.end()

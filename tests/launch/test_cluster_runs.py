@@ -37,7 +37,7 @@ from tests.support.commands import (
     train,
     wait_until,
 )
-from tests.support.inside import CUT_SECONDS, cut_for_a_while, set_link
+from tests.support.node_commands import CUT_SECONDS, interrupt_link, set_link
 from tests.support.warm_nodes import WarmFleet
 
 pytestmark = [pytest.mark.root, pytest.mark.iproute, pytest.mark.timeout(300)]
@@ -83,8 +83,8 @@ def run_through_a_cut(
 ) -> RunOutcome:
     """While the second node's link is down for a while."""
     monkeypatch.setenv("OWN_SLEEP_SECONDS", "0.3")
-    with disturbed(out / "run", lambda: cut_for_a_while(cluster, 1)):
-        return run_in(cluster, out, model="own_code:Slow", **settings)
+    with disturbed(out / "run", lambda: interrupt_link(cluster, 1)):
+        return run_in(cluster, out, model="user_code:Slow", **settings)
 
 
 def check_undisturbed(result: Result | None, undisturbed: tuple[Path, Ended]) -> None:
@@ -127,7 +127,7 @@ def test_what_a_ring_sends_is_what_the_nodes_interfaces_count(
     cluster: EmulatedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OWN_NOTES", str(tmp_path / "run"))
-    settings = {"model": "own_code:Wide", "strategy": "ring", "iterations": 10}
+    settings = {"model": "user_code:Wide", "strategy": "ring", "iterations": 10}
     result = run_in(cluster, tmp_path, **settings, eval_every="never").result
     assert result is not None
     assert result["config"]["threads"] is None, "nobody asked for any"
@@ -146,7 +146,7 @@ def test_a_run_that_describes_its_cluster_gets_it_and_leaves_nothing_of_it(
     """From the command line, stopped by Ctrl-C and resumed, in a new cluster each time."""
     before = [path for path in all_paths() if path.name.startswith(f"run-{os.getpid()}-")]
     spec = "nodes=2,cpus=0.9,bandwidth=1gbit"
-    settings = {"model": "own_code:Slow", "cluster": spec, "checkpoint_every": 100, **PATIENT}
+    settings = {"model": "user_code:Slow", "cluster": spec, "checkpoint_every": 100, **PATIENT}
     with train(tmp_path, {"OWN_SLEEP_SECONDS": "0.5"}, **settings) as command:
         wait_until(lambda: is_training(tmp_path / "run"), "both nodes train")
         command.process.send_signal(signal.SIGINT)

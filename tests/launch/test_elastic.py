@@ -42,11 +42,11 @@ from tests.support.warm import PrewarmedStarter
 pytestmark = pytest.mark.timeout(300)
 
 SAMPLES, BATCH = 96, 12
-"""Of own_code.data, and of TINY."""
+"""Of user_code.data, and of TINY."""
 ITERATIONS = 600
 LOST = "node 1 lost (no heartbeat for 6 s)"
 SETTINGS: dict[str, Any] = {
-    "model": "own_code:Recording",
+    "model": "user_code:Recording",
     "iterations": ITERATIONS,
     "eval_every": 100,
     "checkpoint_every": 10,
@@ -223,7 +223,7 @@ def test_restarted_workers_have_the_weights_of_an_uninterrupted_run(
 
 
 def test_the_root_cause_is_reported_when_no_restarts_are_left(tmp_path: Path) -> None:
-    settings = {"model": "own_code:Breaking", "nproc_per_node": 2, "checkpoint_every": 2}
+    settings = {"model": "user_code:Breaking", "nproc_per_node": 2, "checkpoint_every": 2}
     outcome = launch(tmp_path, elastic="1:1", max_restarts=1, **settings)
     traceback = f"traceback in {tmp_path / 'run' / 'traceback.txt'}"
     lost = f"worker lost on node 0 (ValueError: the model broke ({traceback}))"
@@ -240,7 +240,7 @@ def test_the_loss_of_the_first_node_ends_the_others_and_can_be_resumed(
     tmp_path: Path,
 ) -> None:
     port = free_port()
-    settings = {**SETTINGS, "model": "own_code:Slow", "iterations": 100_000, "elastic": "1:2"}
+    settings = {**SETTINGS, "model": "user_code:Slow", "iterations": 100_000, "elastic": "1:2"}
     with contextlib.ExitStack() as stack:
         variables = {"OWN_SLEEP_SECONDS": "0.05"}
         first = stack.enter_context(node(tmp_path, 0, port, variables, **settings))
@@ -265,7 +265,7 @@ WITHOUT_IT = "cannot continue without it: restart it with --resume, and the othe
 
 def test_ctrl_c_on_one_node_stops_all_with_a_checkpoint(tmp_path: Path) -> None:
     port = free_port()
-    settings = {**SETTINGS, "model": "own_code:Slow", "iterations": 100_000, "elastic": "2:2"}
+    settings = {**SETTINGS, "model": "user_code:Slow", "iterations": 100_000, "elastic": "2:2"}
     settings |= {"checkpoint_every": 100_000}
     with contextlib.ExitStack() as stack:
         variables = {"OWN_SLEEP_SECONDS": "0.05"}

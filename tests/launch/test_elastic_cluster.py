@@ -15,7 +15,7 @@ from tests.launch.test_cluster_runs import (
     run_through_a_cut,
 )
 from tests.support.commands import Ended
-from tests.support.inside import set_link
+from tests.support.node_commands import set_link
 
 __all__ = ["cluster"]
 
@@ -30,7 +30,7 @@ def test_the_run_continues_without_a_disconnected_node(
 ) -> None:
     """No error reports that the link is down: nodes and workers only receive nothing."""
     monkeypatch.setenv("OWN_SLEEP_SECONDS", "0.1")
-    settings = {"model": "own_code:Slow", "iterations": 60, "checkpoint_every": 5}
+    settings = {"model": "user_code:Slow", "iterations": 60, "checkpoint_every": 5}
     try:
         with disturbed(tmp_path / "run", lambda: set_link(cluster, 1, "down")):
             outcome = run_in(cluster, tmp_path, elastic="1:2", **settings)

@@ -68,7 +68,7 @@ def test_a_killed_worker_ends_the_run(
 
 
 def test_a_worker_that_raises_ends_the_run_with_one_line(tmp_path: Path) -> None:
-    with train(tmp_path, **{**TWO, "model": "own_code:Breaking"}) as command:
+    with train(tmp_path, **{**TWO, "model": "user_code:Breaking"}) as command:
         ended = command.end()
     traceback = tmp_path / "run" / "traceback.txt"
     cause = f"ValueError: the model broke (traceback in {traceback})"
@@ -186,7 +186,7 @@ def test_a_process_that_cannot_be_started_is_no_write_error(
     ("words", "said"),
     [
         (["--model", "resnet"], "unknown model 'resnet': did you mean"),
-        (["--model", "own_code:Absent"], "module own_code has no Absent"),
+        (["--model", "user_code:Absent"], "module user_code has no Absent"),
         (["--data", "minst"], "unknown data 'minst': did you mean"),
         (["-o", "bucket=3"], "-o bucket: strategy allreduce has no such option"),
         (["--strategy", "single"], "--strategy single: trains 1 worker, not 2"),

@@ -49,7 +49,7 @@ def test_a_server_may_take_longer_than_the_timeout_for_an_update(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OWN_SLEEP_SECONDS", str(SLEEP_SECONDS))
-    settings = {**TWO, "strategy": "own_code:SlowServers", "options": {"mode": mode}}
+    settings = {**TWO, "strategy": "user_code:SlowServers", "options": {"mode": mode}}
     outcome = launch(tmp_path, **settings, iterations=1)
     assert outcome.result is not None
     assert outcome.result["cause"] is None
@@ -61,7 +61,7 @@ def test_a_worker_may_take_longer_than_the_timeout_for_a_step(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OWN_SLEEP_SECONDS", str(SLEEP_SECONDS))
-    settings = {**TWO, "model": "own_code:SlowOnRankOne", "options": {"mode": mode}}
+    settings = {**TWO, "model": "user_code:SlowOnRankOne", "options": {"mode": mode}}
     outcome = launch(tmp_path, **settings, iterations=2, checkpoint_every=1)
     assert outcome.result is not None
     assert outcome.result["cause"] is None

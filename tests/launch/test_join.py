@@ -58,26 +58,26 @@ def together(workers: int, work: Callable[[Session], Any], strategy: str) -> lis
         )
         config = from_mapping({"strategy": strategy, "nproc_per_node": workers})
         chosen = create_strategy(strategy, {})
-        team = Session(config, rank_info, communicator, chosen, CPU)
-        result = work(team)
-        team.finish()
+        session = Session(config, rank_info, communicator, chosen, CPU)
+        result = work(session)
+        session.finish()
         return result
 
     return in_process.run(workers, one)
 
 
-def train(team: Session, epochs: int = 2) -> tuple[nn.Module, dict[str, Any]]:
+def train(session: Session, epochs: int = 2) -> tuple[nn.Module, dict[str, Any]]:
     own = model()
     # All but the first begin with other weights: rank 0 broadcasts its own.
-    if team.rank:
+    if session.rank:
         nn.init.zeros_(next(own.parameters()))
     optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
-    trained, _, batches = team.prepare(own, optimizer, tensors(), batch_size=BATCH)
+    trained, _, batches = session.prepare(own, optimizer, tensors(), batch_size=BATCH)
     for _ in range(epochs):
         for inputs, labels in batches:
-            team.backward(F.cross_entropy(trained(inputs), labels))
-            team.step()
-    return own, team.account()
+            session.backward(F.cross_entropy(trained(inputs), labels))
+            session.step()
+    return own, session.account()
 
 
 def bare_loop(epochs: int = 2) -> nn.Module:
@@ -108,20 +108,20 @@ def test_any_number_of_workers_learns_what_the_bare_loop_learns(
 
 
 def test_alone_no_launcher_is_needed() -> None:
-    with paceline.join("overlap", bucket_mib=1) as team:
-        own, _ = train(team)
-    assert (team.rank, team.world_size, team.is_first) == (0, 1, True)
+    with paceline.join("overlap", bucket_mib=1) as session:
+        own, _ = train(session)
+    assert (session.rank, session.world_size, session.is_first) == (0, 1, True)
     expected = bare_loop().state_dict()
     for name, weights in own.state_dict().items():
         torch.testing.assert_close(weights, expected[name], rtol=1e-4, atol=1e-6)
 
 
-def dealt(team: Session) -> list[list[int]]:
+def dealt(session: Session) -> list[list[int]]:
     """The samples of this worker, epoch by epoch."""
     own = nn.Linear(1, 1)
     numbers = torch.arange(SAMPLES)
     optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
-    _, _, batches = team.prepare(own, optimizer, (numbers,), batch_size=BATCH)
+    _, _, batches = session.prepare(own, optimizer, (numbers,), batch_size=BATCH)
     assert len(batches) == 4
     epochs = []
     for _ in range(2):
@@ -150,10 +150,10 @@ class Pairs(Dataset[dict[str, Tensor]]):
 @pytest.mark.parametrize("dataset", [Pairs(), TensorDataset(torch.arange(SAMPLES))], ids=type)
 def test_datasets_of_torch_are_dealt_as_tensors_are(dataset: Samples) -> None:
     def first_batch(samples: Samples) -> Any:
-        with paceline.join("allreduce") as team:
+        with paceline.join("allreduce") as session:
             own = nn.Linear(1, 1)
             optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
-            return next(iter(team.prepare(own, optimizer, samples, batch_size=BATCH)[2]))
+            return next(iter(session.prepare(own, optimizer, samples, batch_size=BATCH)[2]))
 
     batch = first_batch(dataset)
     numbers = batch["y"] if isinstance(batch, dict) else batch[0]
@@ -177,9 +177,9 @@ def test_an_impossible_batch_is_rejected(batch_size: int) -> None:
     optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
     with (
         pytest.raises(UsageError, match=r"batch_size: must be 1 \(workers\) to 50 \(samples\)"),
-        paceline.join("allreduce") as team,
+        paceline.join("allreduce") as session,
     ):
-        team.prepare(own, optimizer, tensors(), batch_size=batch_size)
+        session.prepare(own, optimizer, tensors(), batch_size=batch_size)
 
 
 def test_an_unknown_strategy_option_is_rejected() -> None:

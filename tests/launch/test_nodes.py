@@ -80,7 +80,7 @@ def test_different_settings_of_a_node_are_rejected_on_all_nodes(tmp_path: Path) 
 
 def test_a_failure_on_one_node_is_reported_on_all(tmp_path: Path) -> None:
     outs = [tmp_path / "disk-0", tmp_path / "disk-1"]
-    ended = run_nodes(outs, model="own_code:Breaking", iterations=100_000)
+    ended = run_nodes(outs, model="user_code:Breaking", iterations=100_000)
     cause = f"ValueError: the model broke (traceback in {outs[1]}/run/traceback.txt)"
     assert [(each.code, each.err) for each in ended] == [(1, f"paceline: error: {cause}\n")] * 2
     result = read_json(outs[0] / "run" / "result.json")
@@ -92,7 +92,7 @@ def test_a_failure_on_one_node_is_reported_on_all(tmp_path: Path) -> None:
 def test_the_root_cause_does_not_depend_on_clocks(second: str, tmp_path: Path) -> None:
     outs, port = [tmp_path / "disk-0", tmp_path / "disk-1"], free_port()
     variables = {"OWN_NOTES": str(tmp_path), "OWN_SECOND": second}
-    settings = {"nnodes": 2, "model": "own_code:FailingTwice", "iterations": 100_000}
+    settings = {"nnodes": 2, "model": "user_code:FailingTwice", "iterations": 100_000}
     with (
         node(outs[0], 0, port, variables, **settings) as one,
         node(outs[1], 1, port, variables, **settings) as other,

@@ -105,7 +105,7 @@ def test_a_plain_script_gets_the_result_of_two_workers(tmp_path: Path) -> None:
 
 
 def test_torchrun_starts_the_workers_as_well(tmp_path: Path, talkative_run: Run) -> None:
-    words = ["--data", "own_code:data", "--model", "own_code:Plain", "--strategy", "allreduce",
+    words = ["--data", "user_code:data", "--model", "user_code:Plain", "--strategy", "allreduce",
              "--batch-size", "12", "--iterations", "12", "--no-tensorboard", "--quiet",
              "--out", str(tmp_path), "--name", "run"]  # fmt: skip
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -17,7 +17,7 @@ import pytest
 from paceline.records import read_json
 from paceline.training.checkpoint import iterations
 from tests.support.commands import Ended, flags, is_training, names_in
-from tests.support.inside import cut_for_a_while
+from tests.support.node_commands import interrupt_link
 from tests.support.ray_machines import RayMachines, end_of, ray_machines, wait_until
 
 pytestmark = [
@@ -56,9 +56,9 @@ def quiet_run(machines: RayMachines) -> Run:
         return Run(end_of(process), machines.records / "quiet")
 
 
-SLOW: dict[str, Any] = {"model": "own_code:Slow", "nnodes": 2, "checkpoint_every": 1}
+SLOW: dict[str, Any] = {"model": "user_code:Slow", "nnodes": 2, "checkpoint_every": 1}
 BLOWS: dict[str, Callable[[RayMachines, psutil.Process], None]] = {
-    "cut": lambda machines, victim: cut_for_a_while(machines.cluster, machines.machine_of(victim)),
+    "cut": lambda machines, victim: interrupt_link(machines.cluster, machines.machine_of(victim)),
     "worker": lambda _, victim: victim.kill(),
     "actor": lambda _, victim: victim.parents()[1].kill(),
     "machine": lambda machines, victim: machines.power_off(machines.machine_of(victim)),

@@ -35,7 +35,7 @@ from tests.support.commands import (
 )
 from tests.support.warm import PrewarmedStarter
 
-SETTINGS = {"model": "own_code:Slow", "iterations": 160, "nproc_per_node": 2}
+SETTINGS = {"model": "user_code:Slow", "iterations": 160, "nproc_per_node": 2}
 
 
 @pytest.fixture(scope="module")

@@ -80,7 +80,7 @@ def test_two_nodes_of_two_workers_train_as_one_worker_does(
     settings: dict[str, Any] = {
         "strategy": strategy,
         "communicator": communicator,
-        "model": "own_code:Fingerprinted",
+        "model": "user_code:Fingerprinted",
         "nproc_per_node": 2,
         "checkpoint_every": 12,
     }
@@ -99,7 +99,7 @@ def test_two_nodes_of_two_workers_train_as_one_worker_does(
 def killed_run(tmp_path_factory: pytest.TempPathFactory, starter: PrewarmedStarter) -> Path:
     """With `shared`, all of whose processes were killed some time after the fourth iteration."""
     out = tmp_path_factory.mktemp("killed")
-    settings = {"model": "own_code:Slow", "strategy": "shared", "nproc_per_node": 2}
+    settings = {"model": "user_code:Slow", "strategy": "shared", "nproc_per_node": 2}
     slow = {"OWN_SLEEP_SECONDS": "0.4"}
     with (
         warm_commands(starter),

@@ -79,7 +79,7 @@ def test_a_job_trains_what_a_local_run_trains(
 def test_a_failing_worker_fails_the_job_with_the_first_cause(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert submit(tmp_path, 2, "--wait", model="own_code:Breaking") == 1
+    assert submit(tmp_path, 2, "--wait", model="user_code:Breaking") == 1
     said = capsys.readouterr()
     cause = f"ValueError: the model broke (traceback in {tmp_path / 'run' / 'traceback.txt'})"
     assert said.err == f"paceline: error: {cause}\n"

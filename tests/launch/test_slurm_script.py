@@ -11,7 +11,7 @@ import pytest
 from paceline import cli
 from tests.support.commands import Ended, names_in
 
-OWN = ["--model", "own_code:Plain", "--data", "own_code:data", "--strategy", "allreduce"]
+OWN = ["--model", "user_code:Plain", "--data", "user_code:data", "--strategy", "allreduce"]
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ from tests.support.commands import (
 pytestmark = [pytest.mark.root, pytest.mark.iproute, pytest.mark.ssh, pytest.mark.timeout(300)]
 
 SLEEP_SECONDS = 0.4
-"""Of each iteration of own_code:Slow on these machines: long enough to be disturbed."""
+"""Of each iteration of user_code:Slow on these machines: long enough to be disturbed."""
 
 
 class Machines:
@@ -133,7 +133,7 @@ def test_hosts_train_like_one_machine_and_all_records_are_downloaded(
     """Stopped by Ctrl-C and resumed, the hosts in another order: the run travels both ways."""
     monkeypatch.setenv(SSH, machines.ssh)
     settings: dict[str, Any] = {"threads": 1, "checkpoint_every": 100}
-    settings |= {"model": "own_code:Slow", "hosts": ",".join(machines.hosts)}
+    settings |= {"model": "user_code:Slow", "hosts": ",".join(machines.hosts)}
     with train(machines.out, **settings) as command:
         wait_until(lambda: machines.both_train("run"), "both hosts train")
         command.process.send_signal(signal.SIGINT)

@@ -48,7 +48,7 @@ def run_workers(outs: list[Path], nnodes: int) -> list[Ended]:
                 master_port=port,
                 has_external_store=False,
             )
-            settings = {**TINY, "strategy": "own_code:Picky", "out": out, "name": "run"}
+            settings = {**TINY, "strategy": "user_code:Picky", "out": out, "name": "run"}
             words = ["-m", "paceline", "train", *flags(settings)]
             command = Command(words, rank_info.to_environment())
             commands.append(stack.enter_context(command))

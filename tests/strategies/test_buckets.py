@@ -11,7 +11,7 @@ from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError, RunError
 from paceline.strategies import create_strategy
-from tests.support import odd_weights as odd
+from tests.support import odd_shapes as odd
 from tests.support import toy_replicas as toy
 
 

@@ -11,7 +11,7 @@ from paceline.comm.communicator import Communicator
 from paceline.errors import UsageError
 from paceline.strategies import create_strategy
 from paceline.strategies.flat_buffer import FlatBuffer
-from tests.support import odd_weights as odd
+from tests.support import odd_shapes as odd
 
 
 class Gappy(nn.Module):

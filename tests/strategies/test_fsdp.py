@@ -23,7 +23,7 @@ from paceline.errors import ConfigError
 from paceline.strategies.fsdp import Fsdp
 from paceline.strategies.sharded import Sharded
 from paceline.strategies.strategy import ModelShape, SingleProcess, Strategy
-from tests.support import odd_weights as odd
+from tests.support import odd_shapes as odd
 from tests.support.worker_pool import WorkerPool
 
 WORKERS = 3

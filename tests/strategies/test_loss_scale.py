@@ -13,7 +13,7 @@ from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.strategies import create_strategy
 from paceline.strategies.strategy import SingleProcess
-from tests.support import odd_weights as odd
+from tests.support import odd_shapes as odd
 from tests.support.worker_pool import WorkerPool
 
 INPUTS = torch.arange(1.0, 9.0) / 7

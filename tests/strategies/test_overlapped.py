@@ -23,7 +23,7 @@ from paceline.measure.traffic import Traffic
 from paceline.strategies import create_strategy
 from paceline.strategies.ddp import Ddp, ExchangeMeter
 from paceline.strategies.replica import Replica
-from tests.support import odd_weights as odd
+from tests.support import odd_shapes as odd
 from tests.support import toy_replicas as toy
 from tests.support.worker_pool import WorkerPool
 

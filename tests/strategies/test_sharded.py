@@ -18,7 +18,7 @@ from paceline.errors import ConfigError
 from paceline.strategies.gradient_averaging import GradientAveraging
 from paceline.strategies.sharded import Sharded
 from paceline.strategies.strategy import ModelShape, SingleProcess, Strategy
-from tests.support import odd_weights as odd
+from tests.support import odd_shapes as odd
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "sharded": Sharded,

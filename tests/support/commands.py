@@ -26,14 +26,14 @@ from paceline.launch.result import RunOutcome
 from tests.support.warm import PrewarmedStarter, warm_spawning
 
 HERE = Path(__file__).parent
-"""The folder of own_code.py. Programs run here, since Python searches the current folder."""
+"""The folder of user_code.py. Programs run here, since Python searches the current folder."""
 
 LIMIT_SECONDS = 90.0
 """Far more than any test takes, even on a busy machine."""
 
 TINY: dict[str, Any] = {
-    "data": "own_code:data",
-    "model": "own_code:Plain",
+    "data": "user_code:data",
+    "model": "user_code:Plain",
     "strategy": "allreduce",
     "batch_size": 12,
     "iterations": 12,
@@ -42,7 +42,7 @@ TINY: dict[str, Any] = {
     "rendezvous_seconds": 40,
     "timeout_seconds": 40,
 }
-ENDLESS = {"model": "own_code:Slow", "iterations": 100_000}
+ENDLESS = {"model": "user_code:Slow", "iterations": 100_000}
 SLOW = {"OWN_SLEEP_SECONDS": "0.05"}
 
 
@@ -103,7 +103,7 @@ class Command:
 
 @contextmanager
 def warm_commands(starter: PrewarmedStarter) -> Iterator[pytest.MonkeyPatch]:
-    """Start commands, and workers of this process, from a starter, in the folder of own_code.py."""
+    """Start commands and workers of this process from a starter, in the folder of user_code.py."""
     with pytest.MonkeyPatch.context() as patch, warm_spawning(starter):
         patch.chdir(HERE)
         patch.setattr(Command, "starter", starter)

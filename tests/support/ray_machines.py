@@ -22,7 +22,7 @@ from paceline.config.cluster_spec import parse
 from paceline.emulation.cluster import EmulatedCluster
 from paceline.training.checkpoint import iterations
 from tests.support.commands import HERE, TINY, Ended, flags
-from tests.support.inside import set_link
+from tests.support.node_commands import set_link
 
 MACHINES = 3
 PORT = 6379

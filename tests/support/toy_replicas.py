@@ -66,9 +66,9 @@ def compute(strategy: Strategy, step: int, part: int, shares: Sequence[float]) -
 
 def train(strategy: Strategy, steps: range, shares: Sequence[float] | None = None) -> None:
     """Train synchronously on this worker's shard of each batch."""
-    team = strategy.replica.communicator
+    communicator = strategy.replica.communicator
     for step in steps:
-        compute(strategy, step, team.rank, shares or [1.0] * team.world_size)
+        compute(strategy, step, communicator.rank, shares or [1.0] * communicator.world_size)
         strategy.step()
 
 

@@ -20,8 +20,8 @@ def train_on_two_hosts(
     node = communicator.rank // 2
     if not is_hierarchical:
         return train_exactly(Seat(communicator, node=node), name, task)
-    with hierarchical.connect(communicator, node) as team:
-        return train_exactly(Seat(team, node=node), name, task)
+    with hierarchical.connect(communicator, node) as hierarchical_communicator:
+        return train_exactly(Seat(hierarchical_communicator, node=node), name, task)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Worker teams for tests that apply to every communicator."""
+"""Groups of ranks for tests that apply to every communicator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.worker_pool import WorkerPool
 T = TypeVar("T")
 Connect = Callable[[Communicator], Communicator]
 
-TEAMS = [
+RANK_GROUPS = [
     *(("in_process", world_size) for world_size in range(1, 9)),
     *(("torch_distributed", world_size) for world_size in range(1, 5)),
     *(("shared_memory", world_size) for world_size in range(1, 5)),
@@ -24,8 +24,8 @@ TEAMS = [
 
 
 @dataclass(frozen=True)
-class Team:
-    """`world_size` workers, connected by one kind of communicator."""
+class RankGroup:
+    """`world_size` ranks, connected by one kind of communicator."""
 
     world_size: int
     pool: WorkerPool | None
@@ -81,10 +81,10 @@ CONNECT: dict[str, Connect | None] = {
     "hierarchical": over_pairs,
     "uneven_hosts": over_three_and_one,
 }
-"""For teams whose workers are processes."""
+"""For ranks that are processes."""
 
 
-def make_team(pool: WorkerPool, kind: str, world_size: int) -> Team:
+def make_rank_group(pool: WorkerPool, kind: str, world_size: int) -> RankGroup:
     if kind == "in_process":
-        return Team(world_size, None)
-    return Team(world_size, pool, CONNECT[kind])
+        return RankGroup(world_size, None)
+    return RankGroup(world_size, pool, CONNECT[kind])

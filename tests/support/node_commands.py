@@ -19,7 +19,7 @@ def small_cluster(text: str, name: str | None = None) -> EmulatedCluster:
     return EmulatedCluster.up(parse(text), name, calibrate=False)
 
 
-def run_inside(
+def run_on_node(
     cluster: EmulatedCluster, node: int, *argv: str, stdin: str = ""
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -27,8 +27,8 @@ def run_inside(
     )
 
 
-def python_inside(cluster: EmulatedCluster, node: int, program: str, *argv: str) -> str:
-    done = run_inside(cluster, node, sys.executable, "-I", "-S", "-c", program, *argv)
+def run_python_on_node(cluster: EmulatedCluster, node: int, program: str, *argv: str) -> str:
+    done = run_on_node(cluster, node, sys.executable, "-I", "-S", "-c", program, *argv)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -39,7 +39,7 @@ def set_link(cluster: EmulatedCluster, node: int, state: str) -> None:
     cluster.state.switch.run(["ip", "link", "set", port(node), state])
 
 
-def cut_for_a_while(cluster: EmulatedCluster, node: int) -> None:
+def interrupt_link(cluster: EmulatedCluster, node: int) -> None:
     set_link(cluster, node, "down")
     time.sleep(CUT_SECONDS)
     set_link(cluster, node, "up")
@@ -73,12 +73,12 @@ print(back.hexdigest() == hashlib.sha256(content).hexdigest())
 """Prints whether the data that an echo server returns equals the data sent."""
 
 
-def comes_back_whole(cluster: EmulatedCluster, source: int, echo: int, count_bytes: int) -> bool:
+def echoes_unchanged(cluster: EmulatedCluster, source: int, echo: int, count_bytes: int) -> bool:
     """Return whether data travels from one node to another and back unchanged."""
     address = cluster.addresses[echo]
     argv = [sys.executable, "-I", "-S", "-c", ECHO, address]
     with subprocess.Popen(cluster.command(echo, argv), stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         port = process.stdout.readline().decode().strip()
-        said = python_inside(cluster, source, THERE_AND_BACK, address, port, str(count_bytes))
+        said = run_python_on_node(cluster, source, THERE_AND_BACK, address, port, str(count_bytes))
     return said == "True"
