@@ -163,8 +163,8 @@ def test_the_page_of_a_comparison_has_the_same_rows(folder: Path, tmp_path: Path
     page = tmp_path / "pages" / "compared.html"
     assert main(["compare", *map(str, sorted(folder.iterdir())), "--html", str(page)]) == 0
     text = page.read_text()
-    assert "What differs in the settings" in text
-    assert "What is significant" in text
+    assert "Settings that differ" in text
+    assert "Significance" in text
     assert "200.0\u00a0MB" in text
 
 
@@ -175,10 +175,10 @@ def test_records_that_cannot_be_read_are_named_in_the_terminal_and_on_the_page(
     (tmp_path / "runs" / "a-1" / "result.json").write_text("{")
     page = tmp_path / "compared.html"
     assert main(["compare", str(tmp_path / "runs")]) == 2
-    assert "; left out a-1: result.json is damaged" in capsys.readouterr().err
+    assert "; skipped a-1: result.json is damaged" in capsys.readouterr().err
     write_run(tmp_path / "runs", FakeRun("b", {"lr": 0.5}))
     assert main(["compare", str(tmp_path / "runs"), "--html", str(page)]) == 0
-    assert "left out    a-1: result.json is damaged" in capsys.readouterr().out
+    assert "skipped     a-1: result.json is damaged" in capsys.readouterr().out
     assert "<code>a-1</code>" in page.read_text()
 
 

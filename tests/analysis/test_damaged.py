@@ -69,7 +69,7 @@ def test_the_terminal_names_a_few_of_the_records_that_are_left_out(
     command: str, place: str, damaged: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command, str(damaged)]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out")]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("skipped")]
     assert len(lines) == MAX_SKIPPED_LINES + 1
     assert f"and {len(DAMAGES) - MAX_SKIPPED_LINES} more: {place}" in lines[-1]
 
@@ -84,7 +84,7 @@ def test_a_damaged_config_is_named_though_the_result_has_a_copy(
     (tmp_path / "two" / "config.json").write_text(text)
     assert main([command, str(tmp_path)]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "config.json" in line]
-    assert line.startswith("left out    two: config.json")
+    assert line.startswith("skipped     two: config.json")
     assert [run.config.lr for run in collect(tmp_path).runs] == [0.1, 0.2]
 
 
@@ -98,8 +98,8 @@ def test_a_copied_run_is_named_and_counted_once(
     assert {run.id for run in collect(tmp_path).runs} == {"one", "two"}
     assert main(["report", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "left out    another: a copy of two\n" in out
-    assert "left out    two-copy: a copy of two\n" in out
+    assert "skipped     another: a copy of two\n" in out
+    assert "skipped     two-copy: a copy of two\n" in out
 
 
 def places_in(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:

@@ -61,7 +61,7 @@ def test_the_headline_names_the_fastest_exact_and_the_fastest_approximate(tmp_pa
     assert headline(verdict) == (
         "Fastest exact: overlap, 20.00 ms per iteration, 33.3% less time than allreduce (single"
         " run, significance unknown). Fastest approximate: local_sgd, 10.00 ms per iteration."
-        " Approximate configurations compute something else: test accuracy 0.8000 with local_sgd,"
+        " Approximate configurations can change the result: test accuracy 0.8000 with local_sgd,"
         " 0.9000 with exact training (overlap)."
     )
     assert ("Approximate", "local_sgd: workers train independently between averages.") in [
@@ -120,6 +120,6 @@ def test_the_winners_of_a_grid_are_exact_and_approximate_ones_are_named(tmp_path
     blocks = section(cells, "winners").blocks
     answer = next(one.text for one in blocks if isinstance(one, Text) and one.kind == "answer")
     assert answer.startswith("overlap is the fastest exact choice in every case (equal).")
-    assert answer.endswith("which computes something else: equal: local_sgd.")
+    assert answer.endswith("(can change the result): equal: local_sgd.")
     (items,) = [one for one in blocks if isinstance(one, BulletList)]
     assert "Fastest approximate: local_sgd" in items.items[0][1]

@@ -203,7 +203,7 @@ def test_accuracy_that_the_fastest_lost_is_told(tmp_path: Path) -> None:
     write_run(tmp_path, FakeRun("a", {"lr": 0.01}, [{"forward": 0.01}], accuracy=0.7))
     write_run(tmp_path, FakeRun("b", {"lr": 0.02}, [{"forward": 0.03}], accuracy=0.9))
     (told,) = texts(judged(tmp_path), "Accuracy")
-    assert told == "the fastest reaches 0.7000, lr 0.02 at 0.9000, in a single run."
+    assert told == "the fastest reaches 0.7000, lr 0.02 reaches 0.9000, in a single run."
 
 
 def test_a_target_that_was_reached_decides_who_is_fastest(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_overlapped_communication_is_a_figure_or_not_measured(
     write_run(tmp_path, FakeRun("b", {}, [{"forward": 0.02}]))
     cells = collect(tmp_path).groups
     first, alone = rows_of(cells, "phases", "overlapped communication")
-    assert (first["overlapped communication"], first["overlapped, of all communication"]) == told
+    assert (first["overlapped communication"], first["overlapped share"]) == told
     assert alone["overlapped communication"] == "none"
 
 

@@ -48,7 +48,7 @@ WANTED: dict[str, dict[str, str]] = {
         "nodes": "wall time; One iteration by phase; Speedup against workers, strong scaling;"
         " CPU against time; Memory against time; explained",
         "processes": "wall time; One iteration by phase; speedup",
-        "servers": "condition; choice; of the fastest; One iteration by phase",
+        "servers": "condition; choice; relative to fastest; One iteration by phase",
     },
     "street-race": {
         "street-race": "Training time to the target accuracy; time to target; epoch; rank;"
@@ -64,7 +64,7 @@ WANTED: dict[str, dict[str, str]] = {
         "regression": "Training loss against epoch; Test loss against epoch;"
         " Test accuracy against epoch; converged after epoch",
         "nodes": "training time; CPU, mean; memory, mean; network sent; test accuracy;"
-        " node 0 over the mean of the other nodes",
+        " node 0 / mean of the other nodes",
         "softmax-batch": "time; test loss; test accuracy; peak memory; CPU, mean",
         "cnn-batch": "time; test loss; test accuracy; peak memory; CPU, mean",
     },
@@ -74,10 +74,10 @@ WANTED: dict[str, dict[str, str]] = {
         " Speedup against workers, weak scaling; Efficiency against workers, weak scaling",
         "strong": "time per epoch; speedup; efficiency; Speedup against workers, strong scaling",
         "link": "algorithm bandwidth; bus bandwidth; reference bandwidth; reference utilization;"
-        " bus, of the link",
-        "large-batch": "Test accuracy at the end; below the best; Test accuracy against epoch",
-        "batch-norm": "accuracy at the end; messages",
-        "order": "its first 8 samples; Test accuracy against epoch",
+        " bus bandwidth / link",
+        "large-batch": "Final test accuracy; below the best; Test accuracy against epoch",
+        "batch-norm": "final accuracy; messages",
+        "order": "first 8 samples; Test accuracy against epoch",
         "balance": "compute balance; samples; waiting",
     },
 }
@@ -161,7 +161,7 @@ def test_street_numbers_tells_what_the_records_hold(tmp_path: Path) -> None:
     assert answer.startswith(
         "all-reduce is the fastest exact choice in every case (equal; one at half speed)."
     )
-    assert "Fastest approximate, which computes something else: " in answer
+    assert "Fastest approximate (can change the result): " in answer
     assert "one at half speed: server out of step" in answer
 
 
@@ -289,7 +289,7 @@ def test_parameter_server_tells_what_the_records_hold(tmp_path: Path) -> None:
         spent = trained[row[""]]
         whole = 99 * spent["mean"] + spent["first"]
         assert in_seconds(row["training time"]) == pytest.approx(whole, rel=TOLERANCE)
-    for row in page.table("nodes", "node 0 over the mean of the other nodes"):
+    for row in page.table("nodes", "node 0 / mean of the other nodes"):
         # Node n uses n + 1 times the CPU of node 0, and as much memory.
         others = [node + 1 for node in range(1, len(results[row[""]]["nodes"]))]
         assert row["CPU"] == f"{1 / statistics.fmean(others):.2f}"
@@ -338,12 +338,12 @@ def test_gpu_scaling_tells_what_the_records_hold(tmp_path: Path) -> None:
     assert row["communication per epoch"] == formatting.seconds(statistics.fmean(later) / 99 * 50)
 
     # Four workers that send 1.5 MB each summed 1 MB.
-    four = page.table("link", "bus, of the link")[-1]
+    four = page.table("link", "bus bandwidth / link")[-1]
     seconds = page.results("link")[four[""]]["workers"][0]["phases"]["exchange"] / 100
     assert four["algorithm bandwidth"] == formatting.rate(1e6 / seconds)
     assert four["bus bandwidth"] == formatting.rate(1e6 / seconds * 2 * 3 / 4)
     assert four["reference bandwidth"] == formatting.rate(1e6 / seconds * 2)
-    assert four["bus, of the link"] == formatting.share(1e6 / seconds * 1.5 / 1e8)
+    assert four["bus bandwidth / link"] == formatting.share(1e6 / seconds * 1.5 / 1e8)
 
     assert page.answers("large-batch")[0].startswith(
         "small batch is most accurate: test accuracy 0.90"
@@ -351,8 +351,8 @@ def test_gpu_scaling_tells_what_the_records_hold(tmp_path: Path) -> None:
     assert page.answers("large-batch")[0].endswith("lowest none: 0.3000.")
 
     order = GlobalBatchSampler(2048, 64, 0)
-    rows = page.table("order", "its first 8 samples")
-    shown = {(row[""], row["epoch"]): row["its first 8 samples"] for row in rows}
+    rows = page.table("order", "first 8 samples")
+    shown = {(row[""], row["epoch"]): row["first 8 samples"] for row in rows}
     for epoch in (1, 2):
         anew = ", ".join(map(str, order.permutation(epoch - 1)[:8].tolist()))
         assert shown["told the epoch", str(epoch)] == anew
@@ -367,5 +367,7 @@ def test_gpu_scaling_tells_what_the_records_hold(tmp_path: Path) -> None:
     balance = {row[""]: row for row in page.table("balance", "compute balance")}
     assert balance["one slow"]["compute balance"] == "75.0%"
     assert balance["one slow, shares by speed"]["compute balance"] == "100.0%"
-    samples = [(row["samples"], row["of all"]) for row in page.table("balance", "samples")]
+    samples = [
+        (row["samples"], row["share of samples"]) for row in page.table("balance", "samples")
+    ]
     assert samples[-2:] == [("4,300", "67.2%"), ("2,100", "32.8%")]

@@ -31,8 +31,8 @@ def test_restarts_are_told_with_their_causes(
     ]
     told = account(tmp_path, capsys, restarts=restarts)
     assert (
-        "restarts 2: rank 1 was killed by SIGKILL (again from iteration 240);"
-        " node 1 lost (again from the beginning)" in told
+        "restarts 2: rank 1 was killed by SIGKILL (restarted from iteration 240);"
+        " node 1 lost (restarted from the beginning)" in told
     )
 
 
@@ -74,7 +74,7 @@ def test_iteration_times_are_the_mean_over_all_workers(
     print_summary(folder, result)
     told = " ".join(capsys.readouterr().out.split())
     assert (
-        "iterations 4; one took 4.00 ms (median), 6.00 ms (mean), 8.00 ms (p95), the first -,"
+        "iterations 4; step time 4.00 ms (median), 6.00 ms (mean), 8.00 ms (p95), the first -,"
         " averaged over 2 workers" in told
     )
 
@@ -87,7 +87,7 @@ def test_the_step_time_of_an_asynchronous_run_is_the_reports(
     assert result is not None
     print_summary(folder, result)
     told = " ".join(capsys.readouterr().out.split())
-    assert "one per 10.00 ms (mean, all workers together); a worker's own took 15.00 ms" in told
+    assert "step time 10.00 ms (mean, all workers together); per worker 15.00 ms" in told
 
 
 @pytest.mark.parametrize("status", ["diverged", "failed", "stopped"])
@@ -101,7 +101,7 @@ def test_a_synchronous_run_that_timed_more_iterations_than_it_counts_is_not_asyn
     folder.write_result(result)
     print_summary(folder, result)
     told = " ".join(capsys.readouterr().out.split())
-    assert "iterations 3; one took 20.00 ms (median), 20.00 ms (mean)," in told
+    assert "iterations 3; step time 20.00 ms (median), 20.00 ms (mean)," in told
     assert open_run(folder.path).iteration_seconds == pytest.approx(0.02)
 
 

@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     compared = read_comparison(arguments.paths)
     if len(arguments.paths) == 1 and len(compared.groups) < 2:
-        reason = "".join(f"; left out {one.name}: {one.reason}" for one in compared.skipped[:1])
+        reason = "".join(f"; skipped {one.name}: {one.reason}" for one in compared.skipped[:1])
         raise UsageError(
             f"{arguments.paths[0]} holds one configuration: give two or more runs, folders of"
             f" runs or studies to compare{reason}"

@@ -119,7 +119,7 @@ FIGURES: dict[str, Callable[[RunGroup], str]] = {
     "training loss": _mean(lambda run: run.final("train_loss"), formatting.number),
     "wall time": _mean(lambda run: run.wall_seconds, formatting.seconds),
     "time to target": _mean(lambda run: run.seconds_to_target, formatting.seconds),
-    "updates done": _mean(lambda run: run.iterations, formatting.count),
+    "updates": _mean(lambda run: run.iterations, formatting.count),
     "workers changed": _world_sizes,
     "iteration, mean": _mean(lambda run: run.iteration_seconds, formatting.seconds),
     "iteration, median": lambda group: formatting.seconds(
@@ -247,7 +247,7 @@ def _pair_page(name: str, pair: StudyPair) -> ChapterPage:
         notes = [Text(text, "note") for text in wording.pair_notes(pair)]
         sections.append(Section("reading", "How to read the tables", notes))
     for section, title, items in (
-        ("differences", "What else differs", differences(pair)),
+        ("differences", "Other differences", differences(pair)),
         ("unmatched", "Configurations without a match", unmatched(pair)),
     ):
         if items:
@@ -259,8 +259,8 @@ def _groups_document(compared: Comparison) -> Document:
     groups = compared.groups
     verdict = make_verdict(groups)
     columns = ("", *(group.label for group in groups))
-    sections = [_rows("settings", "What differs in the settings", columns, setting_rows(groups))]
-    results = _rows("results", "What came out", columns, result_rows(groups))
+    sections = [_rows("settings", "Settings that differ", columns, setting_rows(groups))]
+    results = _rows("results", "Results", columns, result_rows(groups))
     sections.append(replace(results, blocks=[*results.blocks, *first_iteration_note(groups)]))
     tests = significance(groups)
     if tests:
@@ -272,7 +272,7 @@ def _groups_document(compared: Comparison) -> Document:
             Table(("figure", "against", "difference"), rows, text_columns=3),
             *([Text(note, "note")] if note else []),
         ]
-        sections.append(Section("significance", "What is significant", blocks))
+        sections.append(Section("significance", "Significance", blocks))
     sections += build_sections(section_context("", groups), ("curves", "iteration_time", "phases"))
     return Document(
         title="Comparison",

@@ -218,4 +218,4 @@ def _skipped(document: Document) -> str:
     rows = "".join(
         f"<li><code>{escape(name)}</code> {escape(why)}</li>\n" for name, why in document.skipped
     )
-    return f'<section id="left-out">\n<h2>Left out</h2>\n<ul>\n{rows}</ul>\n</section>\n'
+    return f'<section id="left-out">\n<h2>Skipped records</h2>\n<ul>\n{rows}</ul>\n</section>\n'

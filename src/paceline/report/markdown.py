@@ -43,7 +43,7 @@ def to_markdown(document: Document, figures: str = FIGURES) -> str:
         for section in chapter.sections:
             parts += _section(section, 2 if single else 3)
     if document.skipped:
-        parts.append("## Left out")
+        parts.append("## Skipped records")
         parts.append("\n".join(f"- `{name}`: {_plain(why)}" for name, why in document.skipped))
     # Names of files may not be valid Unicode.
     text = "\n\n".join(parts).replace(f"]({FIGURES}/", f"]({figures}/")

@@ -82,7 +82,7 @@ def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, 
     if result["seconds_to_target"] is not None:
         target = result["config"]["target_accuracy"]
         spent = formatting.seconds(result["seconds_to_target"])
-        rows.append(("target", f"accuracy {target} after {spent}, evaluation not counted"))
+        rows.append(("target", f"accuracy {target} after {spent}, excluding evaluation"))
     rows.append(
         ("iterations", f"{result['iterations']:,}; {_iteration_times(result, step_seconds)}")
     )
@@ -103,7 +103,7 @@ def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, 
             (
                 "checkpoints",
                 f"{checkpoints['count']}, {formatting.size(checkpoints['bytes'])} in all;"
-                f" training waited {blocked}",
+                f" training blocked for {blocked}",
             )
         )
     return rows
@@ -126,12 +126,12 @@ def _iteration_times(result: Result, step_seconds: float | None) -> str:
     whose = f", averaged over {len(timings)} workers" if len(timings) > 1 else ""
     if step_seconds is not None:
         return (
-            f"one per {formatting.seconds(step_seconds)} (mean, all workers together);"
-            f" a worker's own took {mean('median')} (median), {mean('p95')} (p95),"
+            f"step time {formatting.seconds(step_seconds)} (mean, all workers together);"
+            f" per worker {mean('median')} (median), {mean('p95')} (p95),"
             f" the first {mean('first')}{whose}"
         )
     return (
-        f"one took {mean('median')} (median), {mean('mean')} (mean), {mean('p95')} (p95),"
+        f"step time {mean('median')} (median), {mean('mean')} (mean), {mean('p95')} (p95),"
         f" the first {mean('first')}{whose}"
     )
 
@@ -173,7 +173,7 @@ def _restarts_and_warnings(result: Result) -> list[tuple[str, str]]:
 def describe_restart(restart: Mapping[str, Any]) -> str:
     """The cause and the first iteration of an entry of a result's `restarts`."""
     begin = f"iteration {restart['iteration']}" if restart["iteration"] else "the beginning"
-    return f"{restart['cause']} (again from {begin})"
+    return f"{restart['cause']} (restarted from {begin})"
 
 
 def _traffic(result: Result) -> str:

@@ -134,8 +134,8 @@ def skipped_lines(
     skipped: Sequence[SkippedRecord], names_all: str = "the end of the page"
 ) -> list[str]:
     """The first few skipped records, how many more there are, and where all are named."""
-    lines = [f"left out    {one.name}: {one.reason}" for one in skipped[:MAX_SKIPPED_LINES]]
+    lines = [f"skipped     {one.name}: {one.reason}" for one in skipped[:MAX_SKIPPED_LINES]]
     if len(skipped) > MAX_SKIPPED_LINES:
         more = len(skipped) - MAX_SKIPPED_LINES
-        lines.append(f"left out    and {more:,} more: {names_all} names all")
+        lines.append(f"skipped     and {more:,} more: {names_all} names all")
     return lines

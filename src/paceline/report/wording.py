@@ -143,7 +143,7 @@ def ranking_headline(ranking: Ranking, lead: Difference | None, scope: str = "")
 
 def beside_exact(ranking: Ranking, lead: Difference | None, exact: RankedGroup) -> str:
     """The fastest approximate configuration, and its accuracy beside that of the fastest exact."""
-    text = "Approximate configurations compute something else"
+    text = "Approximate configurations can change the result"
     first = ranking.entries[0].group
     own, other = first.mean_of("test_accuracy"), exact.group.mean_of("test_accuracy")
     if own is not None and other is not None:
@@ -470,7 +470,7 @@ def _about_accuracy(verdict: Verdict) -> Iterator[Finding]:
         note = accuracy_note(loss.difference)
         yield Finding(
             "Accuracy",
-            f"the fastest reaches {loss.fastest:.4f}, {loss.best_label} at {loss.best:.4f}"
+            f"the fastest reaches {loss.fastest:.4f}, {loss.best_label} reaches {loss.best:.4f}"
             f"{note and f', {note}'}.",
         )
 

@@ -103,12 +103,13 @@ def bandwidth(context: SectionContext) -> Iterator[Block]:
     if rates:
         yield _bandwidth_table(rates)
         yield note(
-            "Per iteration: gradients reduced, and T, the time with their transfers in flight,"
-            " minimum over ranks. Algorithm bandwidth is bytes / T; bus bandwidth is that"
-            " times 2 (P - 1) / P; the reference's is bytes log2 P / T, with utilization"
-            " 2 (P - 1) bytes / T over it. Overlapped communication takes longer without"
-            " blocking training. The link bandwidth is measured in an emulated cluster, or the"
-            " limit that `paceline comm` found with the same number of workers."
+            "Reduced: bytes of gradients per iteration. T: time per iteration with their transfers"
+            " in flight, minimum over ranks; overlapped communication takes longer without"
+            " blocking training. Algorithm bandwidth: bytes / T. Bus bandwidth: algorithm bandwidth"
+            " x 2 (P - 1) / P. Reference bandwidth: bytes log2 P / T, with utilization"
+            " 2 (P - 1) bytes / T / reference bandwidth. Link: the bandwidth measured in the"
+            " emulated cluster, or the limit that `paceline comm` found with the same number of"
+            " workers."
         )
     if measured:
         yield _measured_table(measured[:MAX_MEASUREMENTS])
@@ -121,13 +122,13 @@ def _bandwidth_table(rates: Sequence[AllReduceBandwidth]) -> Table:
         rates,
         Column("configuration", lambda rate: rate.label),
         Column("workers", lambda rate: rate.workers, formatting.count),
-        Column("summed", lambda rate: rate.bytes, formatting.size),
+        Column("reduced", lambda rate: rate.bytes, formatting.size),
         Column("time T", lambda rate: rate.seconds, formatting.seconds),
         Column("algorithm bandwidth", lambda rate: rate.algorithm_bandwidth, formatting.rate),
         Column("bus bandwidth", lambda rate: rate.bus_bandwidth, formatting.rate),
         Column("reference bandwidth", lambda rate: rate.reference_bandwidth, formatting.rate),
         Column("reference utilization", lambda rate: f"{rate.reference_utilization:.2f}"),
-        Column("bus, of the link", lambda rate: rate.link_share, formatting.share),
+        Column("bus bandwidth / link", lambda rate: rate.link_share, formatting.share),
     )
 
 
@@ -140,7 +141,7 @@ def _measured_table(measured: Sequence[CommMeasurement]) -> Table:
         Column("time, median", lambda one: one.seconds, formatting.seconds),
         Column("algorithm bandwidth", lambda one: one.algorithm_bandwidth, formatting.rate),
         Column("bus bandwidth", lambda one: one.bus_bandwidth, formatting.rate),
-        Column("of the limit", lambda one: one.limit_share, formatting.share),
+        Column("share of limit", lambda one: one.limit_share, formatting.share),
     )
 
 
@@ -179,7 +180,7 @@ def _resources(context: SectionContext) -> Iterator[Block]:
     if ratios:
         yield table(
             ratios,
-            Column("node 0 over the mean of the other nodes", lambda row: row[0].label),
+            Column("node 0 / mean of the other nodes", lambda row: row[0].label),
             *map(_ratio_column, RESOURCE_KEYS),
         )
     yield from _gpu_table(context.finished)

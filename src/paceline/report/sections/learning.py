@@ -151,7 +151,7 @@ def accuracy(context: SectionContext) -> Iterator[Block]:
     bars = mean_bars(context, [(one.group, one.accuracies) for one in summaries], formatting.number)
     if len(bars) > 1:
         yield from bar_figure(
-            context.figure_name("accuracy"), "Test accuracy at the end", "test accuracy", bars
+            context.figure_name("accuracy"), "Final test accuracy", "test accuracy", bars
         )
     is_comparable = have_same_dataset(summaries)
     common, best = common_accuracy(summaries), summaries[0]
@@ -167,7 +167,7 @@ def accuracy(context: SectionContext) -> Iterator[Block]:
     yield table(
         summaries,
         Column("configuration", lambda one: one.group.label),
-        Column("accuracy at the end", lambda one: one.accuracies, formatting.number),
+        Column("final accuracy", lambda one: one.accuracies, formatting.number),
         *([below_best] if is_comparable else []),
         Column("test loss", lambda one: one.losses, formatting.number),
         Column("best accuracy", lambda one: one.best, formatting.number),
@@ -181,7 +181,7 @@ def accuracy(context: SectionContext) -> Iterator[Block]:
     )
     if is_comparable:
         text = (
-            f"Epochs to {common:.2f}: to the first evaluation with the accuracy that every"
+            f"Epochs to {common:.2f}: to the first evaluation with this accuracy, which every"
             f" finished run reached. {text}"
         )
     yield note(text)
@@ -280,9 +280,7 @@ def order(context: SectionContext) -> Iterator[Block]:
         ],
         Column("configuration", lambda epoch: epoch.label),
         Column("epoch", lambda epoch: epoch.number),
-        Column(
-            f"its first {MAX_SAMPLES} samples", lambda epoch: ", ".join(map(str, epoch.samples))
-        ),
+        Column(f"first {MAX_SAMPLES} samples", lambda epoch: ", ".join(map(str, epoch.samples))),
         text_columns=3,
     )
 

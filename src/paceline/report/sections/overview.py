@@ -169,7 +169,7 @@ def configuration(context: SectionContext) -> Iterator[Block]:
         repeats = f" (seeds {', '.join(map(str, seeds))})" if len(seeds) > 1 else ""
         where = where_to_type(group.config)
         commands += [Text(f"{group.label}{repeats}{where}"), Code(command(group.config))]
-    yield Text("To run a configuration again:")
+    yield Text("To rerun a configuration:")
     if len(groups) <= MAX_COMMANDS:
         yield from commands
     else:
@@ -177,7 +177,9 @@ def configuration(context: SectionContext) -> Iterator[Block]:
     overheads = [run.result["measurement_overhead"].get("fraction") for run in runs if run.result]
     shares = [value for value in overheads if isinstance(value, float)]
     if shares:
-        yield note(f"Measuring took at most {formatting.share(max(shares))} of a run's time.")
+        yield note(
+            f"Measurement overhead: at most {formatting.share(max(shares))} of a run's time."
+        )
 
 
 def _setting_column(name: str) -> Column[RunGroup]:

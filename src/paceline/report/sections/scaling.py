@@ -75,8 +75,8 @@ def winners(context: SectionContext) -> Iterator[Block]:
             f"time {rankings[0].ranking.name}", lambda row: row.ranked.values, formatting.seconds
         ),
         Column(
-            "of the fastest",
-            lambda row: f"{row.ranked.mean / row.fastest:.2f} times" if row.fastest else None,
+            "relative to fastest",
+            lambda row: f"{row.ranked.mean / row.fastest:.2f}x" if row.fastest else None,
         ),
         Column("compute", lambda row: row.phase_seconds(COMPUTE_PHASES), formatting.seconds),
         Column("communication", lambda row: row.phase_seconds(["exchange"]), formatting.seconds),
@@ -136,7 +136,7 @@ def winners_answer(rankings: Sequence[ConditionRanking]) -> str:
     )
     tail = _uncertain(rankings)
     if approximate:
-        tail += f" Fastest approximate, which computes something else: {approximate}."
+        tail += f" Fastest approximate (can change the result): {approximate}."
     if len({one.fastest for one in rankings}) == 1:
         conditions = "; ".join(one.condition for one in rankings)
         fastest = "is the fastest exact choice" if approximate else "is fastest"
@@ -415,7 +415,8 @@ def checkpoint_answer(costs: Sequence[CheckpointCost]) -> str:
         longer, more_memory = _longer_text(cost), _more_memory_text(cost)
         if longer is not None:
             text = (
-                f"{cost.label}: {_blocked_text(cost)}; against {cost.baseline} wall time {longer}"
+                f"{cost.label}: {_blocked_text(cost)}; compared with {cost.baseline}: wall time"
+                f" {longer}"
             )
             texts.append(f"{text}, memory {more_memory}" if more_memory else text)
     return f"{'. '.join(texts)}."

@@ -176,7 +176,7 @@ def phases(context: SectionContext) -> Iterator[Block]:
         splits,
         Column("configuration, per iteration", lambda one: one.group.label),
         *map(_phase_column, IN_ITERATION),
-        Column("all", lambda one: one.split.total, formatting.seconds),
+        Column("total", lambda one: one.split.total, formatting.seconds),
     )
     yield from _explanations(context)
 
@@ -260,7 +260,7 @@ def _shares(splits: Sequence[GroupPhases]) -> Iterator[Block]:
         Column("communication", lambda one: one.split.share("exchange"), formatting.share),
         Column("waiting", lambda one: one.split.share("wait"), formatting.share),
         Column("overlapped communication", _overlapped, formatting.seconds),
-        Column("overlapped, of all communication", _overlapped_share, formatting.share),
+        Column("overlapped share", _overlapped_share, formatting.share),
     )
     yield note(
         "Communication is exposed communication, which training waits for. Overlapped"
@@ -308,7 +308,7 @@ def _explanations(context: SectionContext) -> Iterator[Block]:
     ]
     if not found:
         return
-    yield Text(f"Time {found[0].work} beyond that of {ranking[0].label}, by phase:")
+    yield Text(f"Extra time {found[0].work} compared with {ranking[0].label}, by phase:")
     yield table(
         found,
         Column("configuration", lambda one: one.slower),
@@ -374,7 +374,7 @@ def _rank_table(rows: Sequence[RankRow]) -> Table:
         Column("training time", lambda row: row.work.training_seconds, formatting.seconds),
         Column("samples", lambda row: row.work.samples, formatting.count),
         Column(
-            "of all",
+            "share of samples",
             lambda row: row.work.samples / row.group_samples if row.group_samples else None,
             formatting.share,
         ),
