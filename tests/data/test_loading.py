@@ -35,8 +35,8 @@ def test_custom_images_are_normalized_by_their_own_statistics() -> None:
 
 
 def test_constant_images_get_a_nonzero_std() -> None:
-    grey = torch.full((2, 1, 4, 4), 9, dtype=torch.uint8)
-    transform = load_custom("mine:data", returning(grey, torch.tensor([0, 1]))).transform
+    gray = torch.full((2, 1, 4, 4), 9, dtype=torch.uint8)
+    transform = load_custom("mine:data", returning(gray, torch.tensor([0, 1]))).transform
     assert transform is not None
     assert transform.std == (1.0,)
 

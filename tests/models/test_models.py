@@ -26,7 +26,7 @@ SHAPES = [MNIST_SHAPE, CIFAR_SHAPE]
 NAMES = MODELS.names()
 FLAT = ["softmax", "mlp"]
 CONVOLUTIONAL = [name for name in NAMES if name not in FLAT]
-BATCH_NORMALISED = [name for name in NAMES if name.startswith(("vgg", "resnet"))]
+BATCH_NORMALIZED = [name for name in NAMES if name.startswith(("vgg", "resnet"))]
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -242,7 +242,7 @@ def test_vgg_pads_28_pixel_images_to_32_pixels() -> None:
         torch.testing.assert_close(small(image), large(framed))
 
 
-@pytest.mark.parametrize("name", BATCH_NORMALISED)
+@pytest.mark.parametrize("name", BATCH_NORMALIZED)
 def test_batch_norm_accepts_a_batch_of_one(name: str) -> None:
     model = outline(name, MNIST_SHAPE, CLASSES).train()
     assert output_shape(model, 1, *MNIST_SHAPE) == (1, CLASSES)

@@ -227,7 +227,7 @@ class Tied(nn.Module):
         self.other.weight = self.one.weight
 
 
-def refusals(communicator: Communicator) -> list[str]:
+def rejections(communicator: Communicator) -> list[str]:
     cases = [
         odd.build(communicator, "sgd", Tied()),
         odd.build(communicator, "sgd", nn.ParameterList([nn.Parameter(torch.tensor(1.0))])),
@@ -235,14 +235,14 @@ def refusals(communicator: Communicator) -> list[str]:
     ]
     lines = []
     for case in cases:
-        with pytest.raises(ConfigError) as refusal:
+        with pytest.raises(ConfigError) as error:
             Fsdp().setup(case)
-        lines.append(str(refusal.value))
+        lines.append(str(error.value))
     return lines
 
 
 def test_unshardable_models_are_rejected_in_one_line(pool: WorkerPool) -> None:
-    tied, scalar, whole = pool.run(2, refusals)[0]
+    tied, scalar, whole = pool.run(2, rejections)[0]
     assert "other.weight" in tied
     assert "is a scalar" in scalar
     assert "LBFGS" in whole
@@ -250,8 +250,8 @@ def test_unshardable_models_are_rejected_in_one_line(pool: WorkerPool) -> None:
 
 def test_communicator_without_a_process_group_is_rejected_in_one_line() -> None:
     def work(communicator: Communicator) -> str:
-        with pytest.raises(ConfigError) as refusal:
+        with pytest.raises(ConfigError) as error:
             Fsdp().setup(odd.build(communicator))
-        return str(refusal.value)
+        return str(error.value)
 
     assert "torch.distributed" in in_process.run(2, work)[0]

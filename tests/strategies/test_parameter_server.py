@@ -184,10 +184,10 @@ def test_asynchronous_workers_compute_every_part_once_and_end_equal(
     options: dict[str, Any],
 ) -> None:
     results = train_asynchronously(3, 12, toy.sgd(), servers=2, **options)
-    dealt = [
+    assigned = [
         pair for _, notes, _ in results for pair in zip(notes["batch"], notes["part"], strict=True)
     ]
-    assert sorted(dealt) == [(batch, part) for batch in range(12) for part in range(3)]
+    assert sorted(assigned) == [(batch, part) for batch in range(12) for part in range(3)]
     assert all(torch.equal(weights, results[0][0]) for weights, _, _ in results)
 
 
@@ -277,14 +277,14 @@ def test_asynchronous_processes_use_every_sample_once_and_record_staleness(tmp_p
     assert result["iterations"] == 12
     assert result["checkpoints"]["count"] == 2
     assert result["history"][-1]["iteration"] == 12
-    dealt = []
+    assigned = []
     for rank, worker in enumerate(result["workers"]):
         blocks = [e for e in read_lines(folder.events_file(rank)) if e["event"] == "iterations"]
-        dealt += [p for e in blocks for p in zip(e["batch"], e["part"], strict=True)]
+        assigned += [p for e in blocks for p in zip(e["batch"], e["part"], strict=True)]
         ahead = [value for e in blocks for value in e["ahead"]]
         assert max(ahead) <= 2
         assert worker["staleness"]["ahead"]["max"] == max(ahead)
-    assert sorted(dealt) == [(batch, part) for batch in range(12) for part in range(2)]
+    assert sorted(assigned) == [(batch, part) for batch in range(12) for part in range(2)]
     _, more, _ = launcher.resume(str(folder.path), {"epochs": 4}, quiet=True)
     assert more is not None
     assert more["samples"] == 4 * 64

@@ -199,7 +199,7 @@ def test_forged_checkpoint_with_a_matching_checksum_is_not_executed(
     )
     checkpoint = newest(store)
     assert checkpoint.iteration == 1
-    assert "is refused" in checkpoint.warnings[0]
+    assert "is rejected" in checkpoint.warnings[0]
     assert not sentinel.exists()
 
 
@@ -275,7 +275,7 @@ def test_zip_bomb_with_a_forged_checksum_is_rejected_before_unpacking(
     assert len(bomb) < 100_000
     write_forged(tmp_path, 1, bomb)
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was loaded"))
-    with pytest.raises(DamagedCheckpointError, match=r"16\d+ bytes, more than the file"):
+    with pytest.raises(DamagedCheckpointError, match=r"16\d+ bytes, more than its size"):
         newest_checkpoint(tmp_path)
 
 

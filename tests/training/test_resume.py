@@ -387,9 +387,9 @@ def test_budget_below_the_completed_iterations_is_rejected(
     change: dict[str, str], line: str, tmp_path: Path
 ) -> None:
     before = uninterrupted(tmp_path, checkpoint_every=8)
-    with pytest.raises(CheckpointError) as refusal:
+    with pytest.raises(CheckpointError) as error:
         launcher.resume(str(tmp_path / "whole"), change, quiet=True)
-    assert str(refusal.value) == line
+    assert str(error.value) == line
     assert RunFolder.open(tmp_path / "whole").read_result() == before
 
 
@@ -431,8 +431,8 @@ def test_run_killed_before_its_first_checkpoint_starts_over(
     resumed = result_of(launcher.resume(str(folder.path), {}))
     assert resumed["status"] == "finished"
     assert resumed["weights_sha256"] == whole["weights_sha256"]
-    told = capsys.readouterr().err
-    assert told == f"paceline: {folder.path} has no checkpoint yet: starting from iteration 0\n"
+    output = capsys.readouterr().err
+    assert output == f"paceline: {folder.path} has no checkpoint yet: starting from iteration 0\n"
     starts = [e["iteration"] for e in read_lines(folder.events_file(0)) if e["event"] == "start"]
     assert starts == [0, 0]
 
@@ -511,9 +511,9 @@ def test_rejected_edited_setting_changes_no_file(
     folder = RunFolder.open(tmp_path / "whole")
     edit_config(folder, **{name: value})
     files = snapshot(folder)
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError) as error:
         launcher.resume(str(folder.path), {"iterations": "12"}, quiet=True)
-    assert refusal.value.problems == (
+    assert error.value.problems == (
         f"--{name} is {value!r} in config.json, but the checkpoint was written with {before!r}:"
         " restore it",
     )
@@ -534,9 +534,9 @@ def test_user_model_changed_since_the_checkpoint_is_rejected(
     monkeypatch.setattr("edited_model.WIDTH", 5)
     folder = RunFolder.open(tmp_path / "whole")
     files = snapshot(folder)
-    with pytest.raises(CheckpointError) as refusal:
+    with pytest.raises(CheckpointError) as error:
         launcher.resume(str(folder.path), {"iterations": "12"}, quiet=True)
-    assert str(refusal.value).startswith(
+    assert str(error.value).startswith(
         "the checkpoint does not fit model 'edited_model:net': size mismatch for "
     )
     assert snapshot(folder) == files

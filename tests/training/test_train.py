@@ -131,7 +131,7 @@ def test_phases_after_the_first_iteration_are_within_its_time(tmp_path: Path) ->
 
 
 def plain_training(settings: dict[str, Any], steps: int) -> str:
-    """The same training written bare, with torch's own optimiser: the independent reference."""
+    """Return the weight hash of a plain PyTorch loop, as an independent reference."""
     config = from_mapping(settings)
     data = load_dataset(config)
     order = GlobalBatchSampler(len(data.train), config.global_batch_size, config.seed)

@@ -389,9 +389,9 @@ def _load(path: Path, file: BinaryIO) -> dict[str, Any]:
         raise
     except Exception as error:  # noqa: BLE001 - a forged file can make the loader raise anything
         cause = f"{type(error).__name__}: {error}".partition("\n")[0].partition(". ")[0]
-        raise DamagedCheckpointError(f"{path} is refused: {cause}") from None
+        raise DamagedCheckpointError(f"{path} is rejected: {cause}") from None
     if not isinstance(state, dict):
-        raise DamagedCheckpointError(f"{path} is refused: it holds no state of a run")
+        raise DamagedCheckpointError(f"{path} is rejected: it does not contain the state of a run")
     return state
 
 
@@ -401,11 +401,12 @@ def _check_size(path: Path, file: BinaryIO) -> None:
         with zipfile.ZipFile(file) as archive:
             unpacked_bytes = sum(entry.file_size for entry in archive.infolist())
     except (zipfile.BadZipFile, ValueError, NotImplementedError):
-        raise DamagedCheckpointError(f"{path} is refused: it is not a zip archive") from None
+        raise DamagedCheckpointError(f"{path} is rejected: it is not a zip archive") from None
     size_bytes = os.fstat(file.fileno()).st_size
     if unpacked_bytes > size_bytes:
         raise DamagedCheckpointError(
-            f"{path} is refused: it holds {unpacked_bytes} bytes, more than the file's {size_bytes}"
+            f"{path} is rejected: it unpacks to {unpacked_bytes} bytes, more than its size of"
+            f" {size_bytes}"
         )
     file.seek(0)
 

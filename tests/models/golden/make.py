@@ -2,10 +2,10 @@
 
     python tests/models/golden/make.py [MODEL ...]
 
-Everything but the initial weights is written out a second time, in float64 and without `nn.Module`,
-optimiser or loss function: each network as the sequence of operations that it should be, cross
-entropy, and SGD with momentum. Only the gradient is left to autograd. The initial weights are those
-of seed 0, so that another initialisation leaves the curve too.
+An independent implementation in float64, without `nn.Module`, optimizer or loss function: each
+network is a sequence of operations, followed by cross entropy and SGD with momentum. Only gradients
+come from autograd. The initial weights are those of seed 0, so a changed initialization changes the
+curve, too.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def vgg(*convolutions: int) -> Callable[[Tensor, Weights], Tensor]:
         for stage in convolutions:
             for _ in range(stage):
                 images = F.conv2d(images, next(weights), next(weights), padding=1)
-                images = normalise(images, weights).clamp(min=0)
+                images = normalize(images, weights).clamp(min=0)
             images = halve(images)
         return linear(images.flatten(1), weights)
 
@@ -121,14 +121,14 @@ def resnet(*blocks: int) -> Callable[[Tensor, Weights], Tensor]:
 
 
 def convolve(images: Tensor, weights: Weights, stride: int = 1, padding: int = 0) -> Tensor:
-    """A convolution without bias, normalised."""
-    return normalise(F.conv2d(images, next(weights), stride=stride, padding=padding), weights)
+    """A convolution without bias, normalized."""
+    return normalize(F.conv2d(images, next(weights), stride=stride, padding=padding), weights)
 
 
-def normalise(images: Tensor, weights: Weights) -> Tensor:
+def normalize(images: Tensor, weights: Weights) -> Tensor:
     """Batch norm while training: by the mean and the (biased) variance of each channel."""
-    centred = images - images.mean((0, 2, 3), keepdim=True)
-    scaled = centred / (centred.square().mean((0, 2, 3), keepdim=True) + 1e-5).sqrt()
+    centered = images - images.mean((0, 2, 3), keepdim=True)
+    scaled = centered / (centered.square().mean((0, 2, 3), keepdim=True) + 1e-5).sqrt()
     return scaled * next(weights).view(1, -1, 1, 1) + next(weights).view(1, -1, 1, 1)
 
 

@@ -53,7 +53,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Seat:
+class Connections:
     """Connections of a worker."""
 
     communicator: Communicator
@@ -82,7 +82,7 @@ def make_optimizer(weights: Iterable[nn.Parameter], task: Task) -> SGD:
     return SGD(weights, lr=task.lr, momentum=task.momentum, weight_decay=task.weight_decay)
 
 
-def build_replica(model: nn.Module, seat: Seat, task: Task) -> Replica:
+def build_replica(model: nn.Module, connections: Connections, task: Task) -> Replica:
     trainable = [weight for weight in model.parameters() if weight.requires_grad]
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     if task.loss_scale is not None:
@@ -93,31 +93,31 @@ def build_replica(model: nn.Module, seat: Seat, task: Task) -> Replica:
         clock=PhaseClock(),
         forward=model,
         scaler=scaler,
-        communicator=seat.communicator,
-        node=seat.node,
+        communicator=connections.communicator,
+        node=connections.node,
         clip_norm=task.clip_norm,
-        servers=seat.servers,
+        servers=connections.servers,
     )
 
 
-def train_exactly(seat: Seat, name: str, task: Task) -> Trained:
+def train_exactly(connections: Connections, name: str, task: Task) -> Trained:
     """Train the exact model for a few steps. Ranks start with different weights.
 
     Warnings are errors in the workers, too: users would see one per worker.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return _train_exactly(seat, name, task)
+        return _train_exactly(connections, name, task)
 
 
-def _train_exactly(seat: Seat, name: str, task: Task) -> Trained:
-    communicator = seat.communicator
+def _train_exactly(connections: Connections, name: str, task: Task) -> Trained:
+    communicator = connections.communicator
     counted_before = communicator.traffic.to_dict()
     model = ExactModel(task.unused)
     for weight in model.parameters():
         weight.data.add_(communicator.rank)
     strategy = create_strategy(name, options_of(name, task))
-    replica = build_replica(model, seat, task)
+    replica = build_replica(model, connections, task)
     strategy.setup(replica)
     after_each_step = []
     for step, samples in enumerate(task.batches):
@@ -166,24 +166,26 @@ def counted_since(
     }
 
 
-def run_team(pool: WorkerPool, world_size: int, function: Any, name: str, task: Task) -> list[Any]:
-    """Call `function(seat, name, task)` on every rank; return the results by rank.
+def run_ranks(pool: WorkerPool, world_size: int, function: Any, name: str, task: Task) -> list[Any]:
+    """Call `function(connections, name, task)` on every rank; return the results by rank.
 
     A single worker and workers with servers are threads, others are processes. A strategy may
     reject a task with a one-line error.
     """
     strategy = create_strategy(name, {})
-    for refusal in strategy.check(RunConfig(precision="fp16" if task.loss_scale else "fp32")):
-        pytest.skip(refusal)
+    for error in strategy.check(RunConfig(precision="fp16" if task.loss_scale else "fp32")):
+        pytest.skip(error)
     if isinstance(strategy, ServerStrategy):
         return _run_with_servers(world_size, function, name, task)
     if world_size == 1:
-        return in_process.run(1, lambda communicator: function(Seat(communicator), name, task))
-    return pool.run(world_size, _sit_down, function, name, task, fresh=not _is_plain(name))
+        return in_process.run(
+            1, lambda communicator: function(Connections(communicator), name, task)
+        )
+    return pool.run(world_size, _run_rank, function, name, task, fresh=not _is_plain(name))
 
 
-def _sit_down(communicator: Communicator, function: Any, name: str, task: Any) -> Any:
-    return function(Seat(communicator), name, task)
+def _run_rank(communicator: Communicator, function: Any, name: str, task: Any) -> Any:
+    return function(Connections(communicator), name, task)
 
 
 def _run_with_servers(world_size: int, function: Any, name: str, task: Any) -> list[Any]:
@@ -201,7 +203,7 @@ def _run_with_servers(world_size: int, function: Any, name: str, task: Any) -> l
     def work(communicator: Communicator) -> Any:
         ends = [hubs[communicator.rank].communicators[1] for hubs in pairs]
         try:
-            return function(Seat(communicator, ends), name, task)
+            return function(Connections(communicator, ends), name, task)
         finally:
             for end in ends:
                 end.close()
@@ -230,5 +232,5 @@ def takes(name: str, world_size: int) -> bool:
     return most is None or world_size <= most
 
 
-def teams(names: Sequence[str], world_sizes: Sequence[int]) -> list[tuple[str, int]]:
+def strategy_cases(names: Sequence[str], world_sizes: Sequence[int]) -> list[tuple[str, int]]:
     return [(name, size) for name in names for size in world_sizes if takes(name, size)]

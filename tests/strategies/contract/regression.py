@@ -16,14 +16,20 @@ from paceline.strategies import create_strategy
 from paceline.strategies.strategy import Strategy
 from paceline.training import run_state
 from paceline.training.run_state import Progress
-from tests.strategies.contract.harness import Seat, Task, build_replica, options_of, weights_of
+from tests.strategies.contract.harness import (
+    Connections,
+    Task,
+    build_replica,
+    options_of,
+    weights_of,
+)
 
 SAMPLES = 21
 """A multiple of three only, so that shards are unequal for most world sizes."""
 
 
 @dataclass(frozen=True)
-class Course(Task):
+class RegressionTask(Task):
     lr: float = 0.05
     momentum: float = 0.9
     weight_decay: float = 0.01
@@ -54,16 +60,16 @@ class Crosswise(nn.Module):
         return outputs
 
 
-def fit(seat: Seat, name: str, course: Course) -> Fitted:
+def fit(connections: Connections, name: str, task: RegressionTask) -> Fitted:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        strategy = _begin(seat, name, course, seed=seat.communicator.rank)
+        strategy = _begin(connections, name, task, seed=connections.communicator.rank)
         losses, weights = [_loss(strategy)], []
-        for step in range(course.steps):
-            if step == course.save_after:
+        for step in range(task.steps):
+            if step == task.save_after:
                 saved = _saved(strategy)
                 strategy.finish()
-                strategy = _begin(seat, name, course, seed=99)
+                strategy = _begin(connections, name, task, seed=99)
                 run_state.restore(saved, strategy.replica, strategy)
             _step(strategy, step)
             losses.append(_loss(strategy))
@@ -72,14 +78,14 @@ def fit(seat: Seat, name: str, course: Course) -> Fitted:
     return Fitted(losses, weights)
 
 
-def _begin(seat: Seat, name: str, course: Course, seed: int) -> Strategy:
+def _begin(connections: Connections, name: str, task: RegressionTask, seed: int) -> Strategy:
     model = Crosswise()
     # Not the default generator: workers may be threads of one process.
     generator = torch.Generator().manual_seed(seed)
     for weight in model.parameters():
         nn.init.normal_(weight, std=0.3, generator=generator)
-    strategy = create_strategy(name, options_of(name, course))
-    strategy.setup(build_replica(model, seat, course))
+    strategy = create_strategy(name, options_of(name, task))
+    strategy.setup(build_replica(model, connections, task))
     return strategy
 
 

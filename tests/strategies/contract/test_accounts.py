@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from paceline.strategies import create_strategy
 from paceline.strategies.strategy import Strategy
 from paceline.training.coordination import ClockOffset, attribute_waits, measure_clock_offset
-from tests.strategies.contract.harness import Seat, Task, build_replica, run_team
+from tests.strategies.contract.harness import Connections, Task, build_replica, run_ranks
 from tests.support.worker_pool import WorkerPool
 
 STEPS = 4
@@ -57,29 +57,31 @@ class SlowInTheMiddle(nn.Module):
 
 
 @dataclass(frozen=True)
-class Day(Task):
+class SlowTask(Task):
     late_rank: int | None = None
 
 
-def account(seat: Seat, name: str, day: Day) -> Account:
+def account(connections: Connections, name: str, task: SlowTask) -> Account:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         buckets = {"bucket_mib": "0.01"} if name in ("ddp", "overlap") else {}
         if name == "overlap":
             buckets["first_bucket_mib"] = "0.01"
         strategy = create_strategy(name, buckets)
-        strategy.setup(build_replica(SlowInTheMiddle(), seat, day))
-        offset = ClockOffset(measure_clock_offset(seat.communicator))
+        strategy.setup(build_replica(SlowInTheMiddle(), connections, task))
+        offset = ClockOffset(measure_clock_offset(connections.communicator))
         # The first step creates connections and buckets.
         _step(strategy, late=False)
-        attribute_waits(seat.communicator, strategy.replica.clock, strategy.replica.exposed, offset)
+        attribute_waits(
+            connections.communicator, strategy.replica.clock, strategy.replica.exposed, offset
+        )
         clock = strategy.replica.clock
         clock.enter("other")
         before, wall, hidden = dict(clock.seconds), clock.wall_seconds, _hidden(strategy)
         for _ in range(STEPS):
-            _step(strategy, late=seat.communicator.rank == day.late_rank)
+            _step(strategy, late=connections.communicator.rank == task.late_rank)
         clock.enter("other")
-        attribute_waits(seat.communicator, clock, strategy.replica.exposed, offset)
+        attribute_waits(connections.communicator, clock, strategy.replica.exposed, offset)
         phases = {phase: spent - before[phase] for phase, spent in clock.seconds.items()}
         result = Account(phases, clock.wall_seconds - wall, _hidden(strategy) - hidden)
         strategy.finish()
@@ -105,7 +107,7 @@ def _step(strategy: Strategy, late: bool) -> None:
 def test_waiting_for_a_straggler_is_separated_from_communication(
     pool: WorkerPool, name: str
 ) -> None:
-    accounts = run_team(pool, 3, account, name, Day(late_rank=1))
+    accounts = run_ranks(pool, 3, account, name, SlowTask(late_rank=1))
     late = STEPS * LATE_SECONDS
     for rank in (0, 2):
         waited = accounts[rank].phases["wait"]
@@ -122,7 +124,7 @@ def test_overlapped_communication_is_reported_beside_the_phases(
     pool: WorkerPool, name: str
 ) -> None:
     """The bucket of the second layer is reduced while the first layer sleeps."""
-    for own in run_team(pool, 2, account, name, Day()):
+    for own in run_ranks(pool, 2, account, name, SlowTask()):
         assert own.hidden_seconds > 0
         assert own.phases["backward"] > 0.9 * STEPS * SLOW_BACKWARD_SECONDS
         assert sum(own.phases.values()) == pytest.approx(own.wall_seconds, rel=0.01)
@@ -130,11 +132,11 @@ def test_overlapped_communication_is_reported_beside_the_phases(
 
 @pytest.mark.parametrize("name", ["allreduce", "ring"])
 def test_no_overlapped_communication_without_overlap(pool: WorkerPool, name: str) -> None:
-    for own in run_team(pool, 2, account, name, Day()):
+    for own in run_ranks(pool, 2, account, name, SlowTask()):
         assert own.hidden_seconds == 0
 
 
 @pytest.mark.parametrize("name", ["overlap", "ddp"])
 def test_single_worker_has_no_overlapped_communication(pool: WorkerPool, name: str) -> None:
-    (own,) = run_team(pool, 1, account, name, Day())
+    (own,) = run_ranks(pool, 1, account, name, SlowTask())
     assert own.hidden_seconds == 0

@@ -25,7 +25,7 @@ from paceline.strategies.shared.linear_factors import (
     factor_bytes,
     layers_to_factor,
 )
-from tests.strategies.contract.harness import Seat, Task, build_replica, run_team
+from tests.strategies.contract.harness import Connections, Task, build_replica, run_ranks
 from tests.support.worker_pool import WorkerPool
 
 
@@ -46,7 +46,7 @@ class Layers(nn.Module):
 
 PLAIN = Task(batches=(4, 4, 4, 1), lr=0.1, weight_decay=0.0)
 """Batches hold sequences of length two."""
-LESSONS = {
+TASKS = {
     "all fit": PLAIN,
     "too many": replace(PLAIN, batches=(40, 40, 3)),
     "some fit": replace(PLAIN, batches=(24, 24, 6), accumulate=3),
@@ -54,29 +54,31 @@ LESSONS = {
 }
 
 
-def train(seat: Seat, name: str, lesson: Task, least_weight_bytes: int = 0) -> dict[str, Tensor]:
+def train(
+    connections: Connections, name: str, task: Task, least_weight_bytes: int = 0
+) -> dict[str, Tensor]:
     """Train with all layers factored, early publication, and one chunk per worker."""
     with (
         patch.object(linear_factors, "MIN_WEIGHT_BYTES", least_weight_bytes),
         patch.object(gradients, "EARLY_PUBLISH_BYTES", 0),
         patch.object(shared, "MIN_SHARD_BYTES", 64),
     ):
-        return _train(seat, name, lesson)
+        return _train(connections, name, task)
 
 
-def _train(seat: Seat, name: str, lesson: Task) -> dict[str, Tensor]:
-    torch.manual_seed(seat.communicator.rank)
+def _train(connections: Connections, name: str, task: Task) -> dict[str, Tensor]:
+    torch.manual_seed(connections.communicator.rank)
     model = Layers().double()
     strategy = create_strategy(name, {})
-    strategy.setup(build_replica(model, seat, lesson))
+    strategy.setup(build_replica(model, connections, task))
     generator = torch.Generator().manual_seed(7)
-    world_size, rank = seat.communicator.world_size, seat.communicator.rank
-    for step, samples in enumerate(lesson.batches):
+    world_size, rank = connections.communicator.world_size, connections.communicator.rank
+    for step, samples in enumerate(task.batches):
         inputs = torch.randn(samples, 2, 20, generator=generator, dtype=torch.float64)
-        part = shard_bounds(samples, (lesson.shares or (1.0,) * 4)[:world_size], rank)
+        part = shard_bounds(samples, (task.shares or (1.0,) * 4)[:world_size], rank)
         model.skips = step == 1
         own = inputs[part]
-        chunks = own.tensor_split(lesson.accumulate) if len(own) else [inputs[:1]]
+        chunks = own.tensor_split(task.accumulate) if len(own) else [inputs[:1]]
         for number, chunk in enumerate(chunks, 1):
             strategy.replica.is_last_microbatch = number == len(chunks)
             weight = 1.0 / samples if len(own) else 0.0
@@ -88,35 +90,35 @@ def _train(seat: Seat, name: str, lesson: Task) -> dict[str, Tensor]:
 
 
 @cache
-def alone(lesson: Task) -> dict[str, Tensor]:
+def alone(task: Task) -> dict[str, Tensor]:
     def work(communicator: Communicator) -> dict[str, Tensor]:
-        return train(Seat(communicator), "single", lesson)
+        return train(Connections(communicator), "single", task)
 
     return in_process.run(1, work)[0]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("label", LESSONS)
+@pytest.mark.parametrize("label", TASKS)
 def test_factored_layers_match_one_worker(pool: WorkerPool, label: str, world_size: int) -> None:
-    expected = alone(replace(LESSONS[label], shares=()))
-    for rank, own in enumerate(run_team(pool, world_size, train, "shared", LESSONS[label])):
+    expected = alone(replace(TASKS[label], shares=()))
+    for rank, own in enumerate(run_ranks(pool, world_size, train, "shared", TASKS[label])):
         for key, value in expected.items():
             torch.testing.assert_close(
                 own[key], value, rtol=1e-11, atol=1e-13, msg=f"{key} on rank {rank}"
             )
 
 
-def train_without_factors(seat: Seat, name: str, lesson: Task) -> dict[str, Tensor]:
-    return train(seat, name, lesson, least_weight_bytes=2**30)
+def train_without_factors(connections: Connections, name: str, task: Task) -> dict[str, Tensor]:
+    return train(connections, name, task, least_weight_bytes=2**30)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_gradients_published_without_factors_match_one_worker(
     pool: WorkerPool, world_size: int
 ) -> None:
-    lesson = LESSONS["some fit"]
-    expected = alone(lesson)
-    for own in run_team(pool, world_size, train_without_factors, "shared", lesson):
+    task = TASKS["some fit"]
+    expected = alone(task)
+    for own in run_ranks(pool, world_size, train_without_factors, "shared", task):
         for key, value in expected.items():
             torch.testing.assert_close(own[key], value, rtol=1e-11, atol=1e-13)
 
@@ -183,7 +185,7 @@ def test_copied_model_is_not_factored() -> None:
     assert factored.published_bytes == 0
 
 
-def second_gradient(seat: Seat, name: str, lesson: Task) -> str:
+def second_gradient(connections: Connections, name: str, task: Task) -> str:
     """Return the error of a second backward pass for one batch."""
     model = Layers().double()
     with (
@@ -191,7 +193,7 @@ def second_gradient(seat: Seat, name: str, lesson: Task) -> str:
         patch.object(shared, "MIN_SHARD_BYTES", 64),
     ):
         strategy = create_strategy(name, {})
-        strategy.setup(build_replica(model, seat, lesson))
+        strategy.setup(build_replica(model, connections, task))
         loss = strategy.replica.forward(torch.ones(1, 2, 20, dtype=torch.float64)).sum()
         try:
             for _ in range(2):
@@ -205,5 +207,5 @@ def second_gradient(seat: Seat, name: str, lesson: Task) -> str:
 
 
 def test_second_backward_pass_of_a_batch_is_rejected(pool: WorkerPool) -> None:
-    for said in run_team(pool, 2, second_gradient, "shared", PLAIN):
-        assert said.startswith("--strategy shared: a weight received a second gradient")
+    for error in run_ranks(pool, 2, second_gradient, "shared", PLAIN):
+        assert error.startswith("--strategy shared: a weight received a second gradient")

@@ -8,7 +8,13 @@ from paceline.comm.communicator import Communicator
 from paceline.errors import PeerError
 from paceline.strategies import create_strategy
 from tests.strategies.contract.exact import ExactModel
-from tests.strategies.contract.harness import Seat, Task, build_replica, options_of, train_step
+from tests.strategies.contract.harness import (
+    Connections,
+    Task,
+    build_replica,
+    options_of,
+    train_step,
+)
 from tests.support.worker_pool import WorkerPool
 
 AVERAGING = ("gather_scatter", "allreduce", "ring", "tree", "halving_doubling", "overlap", "ddp")
@@ -17,7 +23,7 @@ AVERAGING = ("gather_scatter", "allreduce", "ring", "tree", "halving_doubling", 
 def leave_in_the_second_step(communicator: Communicator, name: str) -> None:
     task = Task()
     strategy = create_strategy(name, options_of(name, task))
-    strategy.setup(build_replica(ExactModel(), Seat(communicator), task))
+    strategy.setup(build_replica(ExactModel(), Connections(communicator), task))
     train_step(strategy, 0, 16, task)
     if communicator.rank == 1:
         raise RuntimeError("out of memory, say")

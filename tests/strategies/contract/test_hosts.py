@@ -7,7 +7,7 @@ import torch
 
 from paceline.comm import hierarchical
 from paceline.comm.communicator import Communicator
-from tests.strategies.contract.harness import Seat, Task, Trained, train_exactly
+from tests.strategies.contract.harness import Connections, Task, Trained, train_exactly
 from tests.strategies.contract.test_strategies import trained_alone
 from tests.support.worker_pool import WorkerPool
 
@@ -19,9 +19,9 @@ def train_on_two_hosts(
 ) -> Trained:
     node = communicator.rank // 2
     if not is_hierarchical:
-        return train_exactly(Seat(communicator, node=node), name, task)
+        return train_exactly(Connections(communicator, node=node), name, task)
     with hierarchical.connect(communicator, node) as hierarchical_communicator:
-        return train_exactly(Seat(hierarchical_communicator, node=node), name, task)
+        return train_exactly(Connections(hierarchical_communicator, node=node), name, task)
 
 
 @pytest.mark.parametrize(

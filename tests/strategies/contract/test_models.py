@@ -18,7 +18,13 @@ from paceline.data.sampling import shard_bounds
 from paceline.models.build import build_model
 from paceline.strategies import STRATEGIES, create_strategy
 from paceline.strategies.sync_batch_norm import convert_sync_batch_norm
-from tests.strategies.contract.harness import Seat, Task, build_replica, run_team, teams
+from tests.strategies.contract.harness import (
+    Connections,
+    Task,
+    build_replica,
+    run_ranks,
+    strategy_cases,
+)
 from tests.strategies.contract.real_runs import Run, distance, run
 from tests.strategies.contract.test_strategies import keeps_equal
 from tests.support.worker_pool import WorkerPool
@@ -66,7 +72,7 @@ def alone(pool: WorkerPool, folder: Path, settings: dict[str, Any]) -> Run:
     return _alone[key]
 
 
-@pytest.mark.parametrize(("name", "workers"), teams(SYNCHRONOUS, (2, 4)))
+@pytest.mark.parametrize(("name", "workers"), strategy_cases(SYNCHRONOUS, (2, 4)))
 def test_lenet_matches_one_worker(
     pool: WorkerPool, tmp_path: Path, name: str, workers: int
 ) -> None:
@@ -76,7 +82,7 @@ def test_lenet_matches_one_worker(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("name", "workers"), teams(ONE_OF_A_KIND, (3,)))
+@pytest.mark.parametrize(("name", "workers"), strategy_cases(ONE_OF_A_KIND, (3,)))
 def test_lenet_with_other_options_matches_one_worker(
     pool: WorkerPool, tmp_path: Path, name: str, workers: int, variant: str
 ) -> None:
@@ -105,12 +111,12 @@ def test_sync_batch_norm_has_the_statistics_of_one_worker(
         assert distance(own.weights, expected.weights) < ROUNDING
 
 
-@pytest.mark.parametrize(("name", "workers"), teams(ONE_OF_A_KIND, (2,)))
+@pytest.mark.parametrize(("name", "workers"), strategy_cases(ONE_OF_A_KIND, (2,)))
 def test_vgg_with_sync_batch_norm_matches_one_worker(
     pool: WorkerPool, name: str, workers: int
 ) -> None:
     """Includes running statistics; a worker with an empty shard must not affect them."""
-    for own in run_team(pool, workers, train_vgg, name, VGG):
+    for own in run_ranks(pool, workers, train_vgg, name, VGG):
         for key, expected in vgg_alone().items():
             apart = (own[key] - expected).abs().max() / expected.abs().max()
             assert apart < ROUNDING_OF_DOUBLES, key
@@ -119,24 +125,26 @@ def test_vgg_with_sync_batch_norm_matches_one_worker(
 @cache
 def vgg_alone() -> dict[str, Tensor]:
     def work(communicator: Communicator) -> dict[str, Tensor]:
-        return train_vgg(Seat(communicator), "single", VGG)
+        return train_vgg(Connections(communicator), "single", VGG)
 
     return in_process.run(1, work)[0]
 
 
-def train_vgg(seat: Seat, name: str, task: Task) -> dict[str, Tensor]:
+def train_vgg(connections: Connections, name: str, task: Task) -> dict[str, Tensor]:
     """Train in double precision: ReLUs and small batches amplify rounding errors."""
     with SEEDING:
         model: nn.Module = build_model("vgg11", (3, 32, 32), 10, seed=1).double()
-    model = convert_sync_batch_norm(model, seat.communicator)
+    model = convert_sync_batch_norm(model, connections.communicator)
     strategy = create_strategy(name, {})
-    strategy.setup(build_replica(model, seat, task))
+    strategy.setup(build_replica(model, connections, task))
     generator = torch.Generator().manual_seed(2)
     for samples in task.batches:
         inputs = torch.randn(samples, 3, 32, 32, generator=generator, dtype=torch.float64)
         labels = torch.randint(10, (samples,), generator=generator)
         replica = strategy.replica
-        part = shard_bounds(samples, [1.0] * seat.communicator.world_size, seat.communicator.rank)
+        part = shard_bounds(
+            samples, [1.0] * connections.communicator.world_size, connections.communicator.rank
+        )
         weight = (part.stop - part.start) / samples
         replica.set_sample_counts(weight > 0)
         part = part if weight else slice(0, 1)

@@ -15,7 +15,7 @@ from paceline.data.sampling import shard_bounds
 from paceline.strategies.replica import synchronize_buffers
 from paceline.strategies.strategy import Strategy
 from paceline.training.coordination import StepCoordinator, follow
-from tests.strategies.contract.harness import Seat, Task, build_replica
+from tests.strategies.contract.harness import Connections, Task, build_replica
 from tests.strategies.contract.real_runs import distance, run
 from tests.support.worker_pool import WorkerPool
 
@@ -46,10 +46,10 @@ def test_worker_without_samples_keeps_its_weight() -> None:
     assert follow([1.0, 1.0], [0.0, 0.0]) == [1.0, 1.0]
 
 
-def meet(communicator: Communicator, shares: str) -> list[float]:
+def agree_on_weights(communicator: Communicator, shares: str) -> list[float]:
     """Return the weights agreed by workers that are each half as fast as the previous one."""
     config = from_mapping({"nproc_per_node": communicator.world_size, "shares": shares})
-    replica = build_replica(nn.Linear(1, 1), Seat(communicator), Task())
+    replica = build_replica(nn.Linear(1, 1), Connections(communicator), Task())
     strategy = Strategy()
     strategy.setup(replica)
     coordinator = StepCoordinator(config, strategy, replica)
@@ -63,21 +63,21 @@ def meet(communicator: Communicator, shares: str) -> list[float]:
 
 
 def test_weights_follow_the_measured_speed_and_are_equal_on_all_workers() -> None:
-    first, *others = in_process.run(3, lambda communicator: meet(communicator, "auto"))
+    first, *others = in_process.run(3, lambda communicator: agree_on_weights(communicator, "auto"))
     assert [each / first[0] for each in first] == pytest.approx([1.0, 0.5, 0.25])
     assert all(each == first for each in others)
 
 
 def test_fixed_weights_do_not_change() -> None:
-    for own in in_process.run(3, lambda communicator: meet(communicator, "1,1,2")):
+    for own in in_process.run(3, lambda communicator: agree_on_weights(communicator, "1,1,2")):
         assert own == [1.0, 1.0, 2.0]
 
 
-@pytest.mark.parametrize("whole", [1, 2, 16, 17, 1000])
-def test_every_sample_is_assigned_once_for_any_weights(whole: int) -> None:
+@pytest.mark.parametrize("samples", [1, 2, 16, 17, 1000])
+def test_every_sample_is_assigned_once_for_any_weights(samples: int) -> None:
     weights = [1.0, 0.5, 0.25 / 3]
-    dealt = [list(range(whole))[shard_bounds(whole, weights, rank)] for rank in range(3)]
-    assert [sample for part in dealt for sample in part] == list(range(whole))
+    assigned = [list(range(samples))[shard_bounds(samples, weights, rank)] for rank in range(3)]
+    assert [sample for part in assigned for sample in part] == list(range(samples))
 
 
 def test_slow_option_delays_a_worker_by_its_factor(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.strategies.contract.exact import ExactModel
-from tests.strategies.contract.harness import SMALL_BUCKETS, Task, run_team, train_exactly
+from tests.strategies.contract.harness import SMALL_BUCKETS, Task, run_ranks, train_exactly
 from tests.support.worker_pool import WorkerPool
 
 ELEMENTS = [weight.numel() for weight in ExactModel().parameters() if weight.requires_grad]
@@ -22,7 +22,7 @@ WORLD_SIZES = (2, 3, 4)
 
 def traffic(pool: WorkerPool, name: str, world_size: int) -> list[dict[str, Any]]:
     """Return the traffic of each worker over a training."""
-    trained = run_team(pool, world_size, train_exactly, name, Task(batches=(16,) * STEPS))
+    trained = run_ranks(pool, world_size, train_exactly, name, Task(batches=(16,) * STEPS))
     return [worker.traffic for worker in trained]
 
 
