@@ -96,7 +96,7 @@ def test_the_list_names_every_study(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_show_prints_the_file_and_its_cells(capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(capsys, "show", "first-look", "--scale", "full")
-    assert "title: Six ways to keep two workers in step" in out
+    assert "title: Six strategies on two workers" in out
     assert "# 18 runs at scale full" in out
     assert "strategy-ddp.r3" in out
 

@@ -117,7 +117,7 @@ def plant_street_numbers(run: FakeRun, cell: Cell, config: RunConfig) -> None:
         run.rss_bytes = 900_000_000
     if cell.part == "servers":
         slow = cell.axes["machines"] != "equal"
-        fast = "server out of step" if slow else "all-reduce"
+        fast = "asynchronous server" if slow else "all-reduce"
         spent = 0.001 if cell.axes["strategy"] == fast else 0.030
         run.phases = [{"forward": 0.01, "exchange": spent}] * 3
 
@@ -162,7 +162,7 @@ def test_street_numbers_tells_what_the_records_hold(tmp_path: Path) -> None:
         "all-reduce is the fastest exact choice in every case (equal; one at half speed)."
     )
     assert "Fastest approximate (can change the result): " in answer
-    assert "one at half speed: server out of step" in answer
+    assert "one at half speed: asynchronous server" in answer
 
 
 def test_street_race_tells_what_the_records_hold(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_street_race_tells_what_the_records_hold(tmp_path: Path) -> None:
         assert row["time to target"] == formatting.seconds(results[row[""]]["seconds_to_target"])
     assert "elastic averaging" in page.document.headline
     assert page.document.context in to_markdown(page.document).replace("\\", "")
-    assert page.document.context.startswith("The winners by hand")
+    assert page.document.context.startswith("Original experiment")
     why = dict(page.document.points)["Why"]
     assert "reference recipe, elastic averaging took 100 iterations to the target of" in why
     entry = next(iter(results.values()))["history"][-1]
@@ -355,8 +355,8 @@ def test_gpu_scaling_tells_what_the_records_hold(tmp_path: Path) -> None:
     shown = {(row[""], row["epoch"]): row["first 8 samples"] for row in rows}
     for epoch in (1, 2):
         anew = ", ".join(map(str, order.permutation(epoch - 1)[:8].tolist()))
-        assert shown["told the epoch", str(epoch)] == anew
-        assert shown["not told", str(epoch)] == shown["told the epoch", "1"]
+        assert shown["new order per epoch", str(epoch)] == anew
+        assert shown["same order", str(epoch)] == shown["new order per epoch", "1"]
 
     weak = page.results("weak")
     for row in page.table("weak", "messages"):
