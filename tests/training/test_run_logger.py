@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import cast
 
 import pytest
@@ -150,6 +150,20 @@ def test_phase_fractions_stay_within_0_and_1_when_waits_are_attributed_late(even
         shares = [value for tag, value in scalars if tag.startswith("phases/")]
         assert len(shares) > 4
         assert all(0 <= share <= 1 for share in shares)
+
+
+def test_the_first_phases_do_not_include_startup() -> None:
+    startup_seconds = 0.05
+
+    def work(communicator: Communicator) -> float:
+        replica = toy.replica(communicator, toy.sgd())
+        coordinator = StepCoordinator(RunConfig(), create_strategy("allreduce", {}), replica)
+        sleep(startup_seconds)
+        coordinator.start()
+        return coordinator.settled_phase_seconds["other"]
+
+    for settled_seconds in in_process.run(2, work):
+        assert settled_seconds >= startup_seconds
 
 
 def test_waiting_for_the_losses_of_a_gpu_is_not_measurement_overhead(

@@ -212,6 +212,7 @@ class StepCoordinator:
             sample = measure_clock_offset(self._communicator, self._replica.node)
             self.clock_offset = ClockOffset(sample)
         self._clocks_measured = perf_counter()
+        self._clock.enter("other")  # Adds the time so far, so that no step interval includes it.
         self._settled_phases = dict(self._clock.seconds)
         self._begin_interval()
 
