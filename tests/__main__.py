@@ -28,6 +28,7 @@ SECOND_SESSION = (
     "report",
     "strategies",
     "study",
+    "torch_backend",
     "training",
     "ui",
 )

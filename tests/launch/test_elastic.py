@@ -292,7 +292,7 @@ def test_ctrl_c_on_one_node_stops_all_with_a_checkpoint(tmp_path: Path) -> None:
         ("--batch-size 8 --checkpoint-every 5 --slow 0=2", "--slow: ranks change"),
         ("--batch-size 8 --checkpoint-every 5 --strategy single", "--strategy single: trains 1"),
         ("--checkpoint-every 5 --strategy parameter_server", "its servers need a fixed set"),
-        ("--checkpoint-every 5 --strategy fsdp --compile", "--compile: not with --strategy fsdp"),
+        ("--checkpoint-every 5 --strategy fsdp --compile", "--compile: not supported by strategy"),
         ("--checkpoint-every 5 --elastic 3:2", "--elastic: must be min:max such as 2:4"),
     ],
 )

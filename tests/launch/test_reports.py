@@ -282,7 +282,7 @@ def test_reports_are_removed_only_once_they_were_read(
     write_report(folder, 0, report)
     communicator = cast("Communicator", Pair())
     monkeypatch.setattr(record_collection, "gather_bytes", lambda _, packed, kind: [packed])
-    monkeypatch.setattr(record_collection, "_hand_in_files", lambda *_: None)
+    monkeypatch.setattr(record_collection, "_collect_files", lambda *_: None)
     with monkeypatch.context() as patch:
         patch.setattr(record_collection, "parse_gathered", fail)
         with pytest.raises(MalformedError):
