@@ -11,11 +11,11 @@ from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
 from rich.segment import Segment
 
 
-def open_console(width: int | None = None, most_columns: int | None = None) -> Console:
-    """Open a console of `width` columns (default: the terminal's), but at most `most_columns`."""
+def open_console(width: int | None = None, max_columns: int | None = None) -> Console:
+    """Open a console of `width` columns (default: the terminal's), but at most `max_columns`."""
     console = Console(highlight=False, markup=False, width=width)
-    if most_columns is not None:
-        console.width = min(console.width, most_columns)
+    if max_columns is not None:
+        console.width = min(console.width, max_columns)
     console.push_render_hook(_TrimHook())
     return console
 

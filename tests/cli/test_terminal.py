@@ -23,7 +23,7 @@ def test_table_has_no_trailing_spaces(
 
 def test_soft_wrapped_line_is_not_broken(capsys: pytest.CaptureFixture[str]) -> None:
     path = "/a/long/path" * 20
-    open_console(most_columns=80).print(f"report      {path}", soft_wrap=True)
+    open_console(max_columns=80).print(f"report      {path}", soft_wrap=True)
     assert capsys.readouterr().out == f"report      {path}\n"
 
 

@@ -257,4 +257,4 @@ def _processes(pids: list[int]) -> str:
 def _console() -> Console:
     from paceline.terminal import open_console
 
-    return open_console(most_columns=80)
+    return open_console(max_columns=80)

@@ -283,7 +283,7 @@ def _print(findings: list[Finding], can_train: bool) -> None:
         table.add_row(
             Text(finding.name), Text(finding.status, style=colors[finding.status]), Text(text)
         )
-    console = open_console(most_columns=80)
+    console = open_console(max_columns=80)
     console.print(table)
     console.print()
     if can_train:

@@ -121,10 +121,10 @@ def cgroup_dirs(controller: str, proc: Path = PROC, cgroups: Path = CGROUPS) -> 
 
 
 def _read_integers(path: Path, count: int) -> tuple[int | None, ...]:
-    """Return the first words of a file as integers; None for each that is missing or not one."""
+    """Return the first fields of a file as integers; None for each that is missing or invalid."""
     try:
-        words = path.read_text(encoding="utf-8").split()[:count]
+        fields = path.read_text(encoding="utf-8").split()[:count]
     except OSError:
-        words = []
-    numbers = [int(word) if word.lstrip("-").isdigit() else None for word in words]
+        fields = []
+    numbers = [int(field) if field.lstrip("-").isdigit() else None for field in fields]
     return (*numbers, *[None] * (count - len(numbers)))

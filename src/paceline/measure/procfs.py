@@ -79,23 +79,23 @@ class ProcessTree:
         )
 
     def _search(self) -> dict[int, Process]:
-        everything = {}
+        processes = {}
         for name in os.listdir("/proc"):  # noqa: PTH208 (many Paths, twice a second)
             if name.isdigit() and (process := read_process(int(name))):
-                everything[process.pid] = process
+                processes[process.pid] = process
         children: dict[int, list[int]] = {}
-        for process in everything.values():
+        for process in processes.values():
             children.setdefault(process.parent, []).append(process.pid)
         found: dict[int, Process] = {}
-        waiting = [pid for pid in everything if pid in self._roots]
-        waiting += [pid for pid, old in self._members.items() if _same(old, everything.get(pid))]
+        waiting = [pid for pid in processes if pid in self._roots]
+        waiting += [pid for pid, old in self._members.items() if _same(old, processes.get(pid))]
         while waiting:
             pid = waiting.pop()
             if pid not in found and pid not in self._excluded:
-                found[pid] = everything[pid]
+                found[pid] = processes[pid]
                 waiting += children.get(pid, ())
         # A root that exited must not be confused with a new process that reuses its pid.
-        self._roots &= everything.keys()
+        self._roots &= processes.keys()
         return found
 
     def _refresh(self) -> dict[int, Process]:

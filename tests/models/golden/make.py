@@ -28,7 +28,7 @@ Weights = Iterator[Tensor]
 
 
 class Case(NamedTuple):
-    """What a curve is computed with; the rate moves the loss visibly in a few steps."""
+    """Settings of a curve; the learning rate changes the loss visibly in a few steps."""
 
     sample_shape: tuple[int, ...]
     batch: int
@@ -51,11 +51,11 @@ CASES = {
     "resnet18": Case((3, 16, 16), 8, 4, 1e-4),
     "resnet34": Case((3, 16, 16), 8, 4, 2e-5),
 }
-"""Batch norm makes the first gradients large; a small rate keeps the steps in proportion to it."""
+"""Batch norm makes the first gradients large, so the learning rate is small."""
 
 
 def batch(sample_shape: tuple[int, ...], samples: int) -> tuple[Tensor, Tensor]:
-    """Inputs from -1 to 1 and labels by integer formulas, the same on every machine."""
+    """Return inputs from -1 to 1 and labels from integer formulas, equal on every machine."""
     sample = torch.arange(samples).unsqueeze(1)
     pixel = torch.arange(torch.Size(sample_shape).numel()).unsqueeze(0)
     levels = (pixel * pixel * (2 * sample + 3) + 37 * pixel + 101 * sample) % 255
@@ -121,19 +121,19 @@ def resnet(*blocks: int) -> Callable[[Tensor, Weights], Tensor]:
 
 
 def convolve(images: Tensor, weights: Weights, stride: int = 1, padding: int = 0) -> Tensor:
-    """A convolution without bias, normalized."""
+    """Convolution without bias, then batch norm."""
     return normalize(F.conv2d(images, next(weights), stride=stride, padding=padding), weights)
 
 
 def normalize(images: Tensor, weights: Weights) -> Tensor:
-    """Batch norm while training: by the mean and the (biased) variance of each channel."""
+    """Batch norm in training mode: mean and biased variance of each channel."""
     centered = images - images.mean((0, 2, 3), keepdim=True)
     scaled = centered / (centered.square().mean((0, 2, 3), keepdim=True) + 1e-5).sqrt()
     return scaled * next(weights).view(1, -1, 1, 1) + next(weights).view(1, -1, 1, 1)
 
 
 def halve(images: Tensor) -> Tensor:
-    """The largest of every 2x2 pixels; an odd last row or column is left out."""
+    """Max pooling over 2x2 pixels; an odd last row or column is dropped."""
     height, width = images.shape[2] // 2 * 2, images.shape[3] // 2 * 2
     images = images[:, :, :height, :width]
     return images.reshape(*images.shape[:2], height // 2, 2, width // 2, 2).amax((3, 5))
@@ -154,7 +154,7 @@ FORWARD: dict[str, Callable[[Tensor, Weights], Tensor]] = {
 
 
 def reference_losses(name: str, case: Case) -> list[float]:
-    """The loss before each of the first updates, all on the same batch."""
+    """Return the loss before each of the first updates, all on one batch."""
     model = build_model(name, case.sample_shape, CLASSES, seed=0)
     weights = [weight.detach().double().requires_grad_() for weight in model.parameters()]
     velocities = [torch.zeros_like(weight) for weight in weights]
