@@ -38,7 +38,7 @@ class AccuracyDifference:
 
 
 def compare_accuracy(one: RunGroup, other: RunGroup, *, comparisons: int = 1) -> AccuracyDifference:
-    """Tested over the repeats; for single runs, by the size of the test set.
+    """Test a difference over the repeats; for single runs, by the size of the test set.
 
     `comparisons` is the number of pairs that these two were selected from.
     """
@@ -121,7 +121,7 @@ class AccuracySummary:
 
     @property
     def can_converge(self) -> bool:
-        """Whether every run has enough evaluations to tell."""
+        """Whether every run has enough evaluations to detect convergence."""
         return all(
             len(_evaluations(run, "test_loss")) >= MIN_EVALUATIONS for run in self.group.finished
         )

@@ -128,7 +128,7 @@ def _config_damage(run: Run) -> list[str]:
 def _collect(path: Path | str) -> RunCollection:
     root = Path(path).resolve()
     if not root.is_dir():
-        raise RecordsError(f"{path} is no folder: give a run, a folder of runs or a study")
+        raise RecordsError(f"{path} is not a folder: give a run, a folder of runs or a study")
     if StudyFolder.is_study(root):
         return _study(StudyFolder(root))
     if _is_run(root):
@@ -137,9 +137,9 @@ def _collect(path: Path | str) -> RunCollection:
     skipped: list[SkippedRecord] = []
     runs = _open_all(_runs_below(root, DEPTH), root, skipped)
     if not runs and not skipped:
-        raise RecordsError(f"{path} holds no runs: a run's folder has a config.json")
+        raise RecordsError(f"{path} contains no runs: the folder of a run has a config.json")
     if not runs:
-        raise RecordsError(f"{path} holds no run that can be read: {skipped[0].reason}")
+        raise RecordsError(f"{path} contains no readable run: {skipped[0].reason}")
     runs = _without_copies(runs, root, skipped)
     title = "one run" if len(runs) == 1 else f"{len(runs):,} runs"
     chapter = Chapter(f"{root.name}: {title}", group_runs(runs))

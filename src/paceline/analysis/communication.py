@@ -144,7 +144,7 @@ def _gradient_bytes_and_seconds(run: Run, workers: int) -> tuple[float, float] |
 
 
 def _sends_plain_gradients(config: RunConfig) -> bool:
-    """A codec sends something else, and shared memory sends nothing."""
+    """A codec sends compressed gradients, and shared memory sends nothing."""
     plain = config.options.get("codec", "none") == "none"
     return config.strategy in ALL_REDUCE_STRATEGIES and config.communicator == "torch" and plain
 
@@ -180,7 +180,7 @@ class CommMeasurement:
 
 
 def read_comm_measurements(path: Path) -> list[CommMeasurement]:
-    """The measurements of a `paceline comm` record; empty if it is damaged or something else."""
+    """The measurements of a `paceline comm` record; empty if it is damaged or not such a record."""
     try:
         record = read_json(path)
         return [_measurement(record["workers"], one) for one in record["measurements"]]

@@ -255,7 +255,7 @@ def match_studies(collections: Sequence[RunCollection]) -> list[StudyPair]:
 
 
 def _shortest_names(collections: Sequence[RunCollection]) -> list[str]:
-    """As many of the last folders of each path as distinguish them."""
+    """The shortest path suffixes that are unique."""
     paths = [one.path for one in collections]
     for parts in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-parts:]) for path in paths]

@@ -21,9 +21,9 @@ IN_ITERATION = ("input", "forward", "backward", "update", "exchange", "wait")
 """Phases of an iteration: compute, then communication."""
 
 TAIL_BYTES = 4096
-"""More than the last line of a file, which tells how the worker ended."""
-MOST = 2**53
-"""Integers below this are exact as floats; no run has as many iterations."""
+"""Longer than the last line of a file, which records how the worker ended."""
+EXACT_FLOAT_LIMIT = 2**53
+"""Integers below this are exact as floats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ def _block(event: dict[str, Any], process: int, began: int) -> Block | None:
 
 
 def _is_count(value: Any) -> TypeGuard[int]:
-    return type(value) is int and 0 <= value < MOST
+    return type(value) is int and 0 <= value < EXACT_FLOAT_LIMIT
 
 
 EVALUATION_KEYS = (
@@ -181,7 +181,7 @@ EVALUATION_KEYS = (
 def read_evaluations(path: Path) -> list[dict[str, Any]]:
     """The evaluations in a worker's events; what a resumed run repeated appears once.
 
-    Parses only lines that may be an evaluation, since most events are something else.
+    Parses only lines that may be an evaluation, since most events are others.
     """
     found: list[dict[str, Any]] = []
     try:
@@ -195,7 +195,7 @@ def read_evaluations(path: Path) -> list[dict[str, Any]]:
 
 
 def _add_evaluation(line: bytes, found: list[dict[str, Any]]) -> None:
-    """Ignores lines that are cut short or something else."""
+    """Ignores truncated lines and other events."""
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):

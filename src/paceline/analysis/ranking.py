@@ -91,7 +91,7 @@ class Ranking:
         return [Sample(ranked.values, ranked.blocks) for ranked in self.entries]
 
     def split_exact(self) -> tuple[Ranking, Ranking]:
-        """Exact and approximate groups: a step of the latter computes something else.
+        """Exact and approximate groups: a step of the latter has a different result.
 
         Time to a target is fair to both, so all stay in one ranking.
         """

@@ -20,7 +20,7 @@ from paceline.analysis.straggler import Straggler
 from paceline.analysis.validation import is_number
 
 MOST_REPEATS = 100
-"""More are no practical recommendation."""
+"""More are not practical."""
 WORTH_DETECTING = 0.05
 """A smaller difference between two configurations hardly decides between them."""
 COSTLY_CHECKPOINTS = 0.05
@@ -111,7 +111,7 @@ class MoreWorkers:
     speedup: float | None
     """The limit; None where there is a single worker, which does not communicate yet."""
     cores: float | None
-    """Of this machine, where they are too few for so many workers."""
+    """Of this machine, where they are too few for these workers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,7 @@ def _environment(config: RunConfig) -> str:
 
 
 def _environment_names(configs: Sequence[RunConfig]) -> list[str]:
-    """The settings that tell environments apart; empty names if there is only one."""
+    """The settings that distinguish environments; empty names if there is only one."""
     names = [name for name in differing(configs) if name not in _SERIES_FIELDS]
     clusters = [_cluster(config) for config in configs]
     return [
@@ -179,7 +179,7 @@ def _series_of_kind(groups: Sequence[RunGroup], strategy: str, kind: str) -> lis
 
 
 def _is_ambiguous(name: str, groups: Sequence[RunGroup]) -> bool:
-    """Whether a study's label stands for several strategies, told apart by another axis."""
+    """Whether a study's label stands for several strategies, which another axis distinguishes."""
     named = [group for group in groups if group.workers > 1 and group.axes.get("strategy") == name]
     return len({_strategy_name(group.config) for group in named}) > 1
 

@@ -70,7 +70,7 @@ def _in_run(label: str, run: Run) -> Straggler | None:
     usual = statistics.median(computing[rank] for rank in others)
     extra_wait = wait - splits[slowest].seconds["wait"]
     is_slower = 0 < SLOWER * usual <= computing[slowest]
-    # If they wait much longer than it computes, they wait for something else.
+    # If they wait much longer than it computes, another cause makes them wait.
     is_cause = computing[slowest] - usual >= MOSTLY * extra_wait
     if not total or extra_wait < WAIT_SHARE * total or not is_slower or not is_cause:
         return None

@@ -26,16 +26,16 @@ def check_result(result: Result, name: str) -> None:
 def _first_wrong(result: Result) -> str | None:
     for key in ("config", "software", "hardware", "final", "checkpoints", "measurement_overhead"):
         if not isinstance(result[key], dict):
-            return f"{key} is no object"
+            return f"{key} is not an object"
     if result["status"] not in STATUSES:
         return f"status is {result['status']!r}"
     for key in ("wall_seconds", "iterations", "samples"):
         if not is_number(result[key]) or result[key] < 0:
-            return f"{key} is no number"
+            return f"{key} is not a number"
     for key in ("history", "workers", "nodes"):
         rows = result[key]
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-            return f"{key} is no list of objects"
+            return f"{key} is not a list of objects"
     problems = [_wrong_worker(worker) for worker in result["workers"]]
     problems += [_wrong_entry(entry) for entry in result["history"]]
     problems += [_not_numbers(result[key], key) for key in ("final", "checkpoints")]
@@ -48,14 +48,14 @@ def _first_wrong(result: Result) -> str | None:
 def _wrong_node(node: Mapping[str, Any]) -> str | None:
     if not is_number(node.get("node")):
         return "a node has no number"
-    return None if isinstance(node.get("gpus", []), list) else "gpus of a node is no list"
+    return None if isinstance(node.get("gpus", []), list) else "gpus of a node is not a list"
 
 
 def _wrong_surroundings(result: Result) -> str | None:
     """Hardware, cluster, restarts and warnings."""
     hardware, cluster = result["hardware"], result.get("cluster", {})
     if not isinstance(cluster, dict):
-        return "cluster is no object"
+        return "cluster is not an object"
     measured = cluster.get("got", [])
     for name, values in (
         ("warnings", result.get("warnings", [])),
@@ -64,13 +64,13 @@ def _wrong_surroundings(result: Result) -> str | None:
         ("got", measured),
     ):
         if not isinstance(values, list):
-            return f"{name} is no list"
+            return f"{name} is not a list"
     for restart in result.get("restarts", []):
         if not isinstance(restart, dict) or not {"cause", "iteration"} <= restart.keys():
             return "a restart has no cause or no iteration"
     for item in measured:
         if not isinstance(item, dict) or not is_number(item.get("got")):
-            return "the cluster was measured to be no number"
+            return "a measurement of the cluster is not a number"
     asked = [{"asked": item.get("asked")} for item in measured]
     quota = {"cpu_quota": hardware.get("cpu_quota")}
     problems = [_not_numbers(one, "the cluster or the machine") for one in (*asked, quota)]
@@ -92,11 +92,11 @@ def _wrong_worker(worker: Mapping[str, Any]) -> str | None:
             return f"a worker has no {key}"
     later = worker.get("after_first")
     if later is not None and not isinstance(later, dict):
-        return "after_first of a worker is no object"
+        return "after_first of a worker is not an object"
     for figures in (worker, later or {}):
         hidden = figures.get("hidden_exchange_seconds")
         if hidden is not None and not is_number(hidden):
-            return "hidden_exchange_seconds of a worker is no number"
+            return "hidden_exchange_seconds of a worker is not a number"
     if later and _wrong_later(later):
         return "after_first of a worker is damaged"
     phases, timing = worker.get("phases"), worker.get("iteration_seconds")
@@ -106,7 +106,7 @@ def _wrong_worker(worker: Mapping[str, Any]) -> str | None:
         return "a worker has no iteration_seconds"
     traffic = worker.get("traffic", {})
     if not isinstance(traffic, dict) or not all(isinstance(one, dict) for one in traffic.values()):
-        return "a worker's traffic is no object of objects"
+        return "a worker's traffic is not an object of objects"
     if not all(is_number(value) for count in traffic.values() for value in count.values()):
         return "a worker's traffic is not all numbers"
     return _not_numbers(timing, "iteration_seconds")
@@ -123,7 +123,7 @@ def _wrong_later(later: Mapping[str, Any]) -> bool:
 def _not_numbers(values: Mapping[str, Any], where: str) -> str | None:
     for key, value in values.items():
         if value is not None and not isinstance(value, str | bool) and not is_number(value):
-            return f"{key} of {where} is no number"
+            return f"{key} of {where} is not a number"
         if isinstance(value, str) and key not in ("mode",):
-            return f"{key} of {where} is no number"
+            return f"{key} of {where} is not a number"
     return None

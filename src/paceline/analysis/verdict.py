@@ -50,7 +50,7 @@ class Verdict:
     approximate_lead: Difference | None = None
     """How much longer the second of `approximate` takes than its first."""
     ties: list[RankedGroup] = field(default_factory=list)
-    """Configurations that cannot be told from the fastest."""
+    """Configurations whose difference from the fastest is within noise."""
     clear: tuple[RankedGroup, Difference] | None = None
     """The first significantly slower configuration, where the second is a tie."""
     slowest: RankedGroup | None = None
@@ -132,7 +132,7 @@ def rank(verdict: Verdict, disturbed: Collection[str] = ()) -> None:
         return
     gaps = list(zip(later, verdict.gaps, strict=True))
     second, lead = gaps[0]
-    # A difference without an interval cannot be told from noise, but neither is it a tie.
+    # A difference without an interval is not tested, so it is not a tie either.
     verdict.ties = [other for other, gap in gaps if gap.is_tie]
     named, against = [second, *verdict.ties], second
     if lead.is_tie:
@@ -181,6 +181,6 @@ def _accuracy_loss(ranking: Sequence[RankedGroup]) -> AccuracyLoss | None:
     (fastest, own), (best, accuracy) = known[0], max(known, key=lambda item: item[1])
     if accuracy - own <= MOST_ACCURACY_LOST:
         return None
-    # The best is one of all the others, so chance had as many opportunities.
+    # The best was selected from all the others, so each of them is a comparison.
     difference = compare_accuracy(best, fastest, comparisons=len(known) - 1)
     return AccuracyLoss(own, accuracy, best.label, difference)

@@ -193,14 +193,14 @@ def _points(verdict: Verdict) -> list[tuple[str, str]]:
 
 def _subtitle(collection: RunCollection) -> str:
     runs = collection.runs
-    words = [f"{len(runs):,} run{'s' * (len(runs) != 1)} in {_count(collection.groups)}"]
+    parts = [f"{len(runs):,} run{'s' * (len(runs) != 1)} in {_count(collection.groups)}"]
     for name in ("model", "data"):
         values = sorted({str(getattr(run.config, name)) for run in runs})
         if 0 < len(values) <= 4:
-            words.append(f"{name} {', '.join(values)}")
+            parts.append(f"{name} {', '.join(values)}")
     machines = {str(run.result["hardware"].get("cpu", "?")) for run in runs if run.result}
-    words += sorted(machines) if len(machines) <= 2 else [f"{len(machines)} kinds of machine"]
-    return " · ".join(words)
+    parts += sorted(machines) if len(machines) <= 2 else [f"{len(machines)} kinds of machine"]
+    return " · ".join(parts)
 
 
 def _count(groups: Sequence[RunGroup]) -> str:

@@ -105,7 +105,7 @@ def _nothing_ranked(groups: Sequence[RunGroup]) -> str:
     if any(group.finished for group in groups):
         return "No iteration of a finished run was timed."
     text = "The run did not finish" if count == 1 else f"None of the {count} runs finished"
-    # A configuration that was not run is no reason why others did not finish.
+    # A configuration that was not run does not explain why others did not finish.
     troubled = [group for group in groups if group.runs and cause_text(group)]
     if not troubled:
         return f"{text}."
@@ -379,7 +379,7 @@ def _confidence(ranking: Ranking, lead: Difference) -> str:
 
 
 def _about_deviations(groups: Sequence[RunGroup]) -> Iterator[Finding]:
-    """Configurations that compute something else than synchronous training, and how."""
+    """Approximate configurations, and how they differ from synchronous training."""
     labels: dict[Deviation, list[str]] = {}
     for group, deviation in deviations(groups):
         labels.setdefault(deviation, []).append(group.label)

@@ -87,7 +87,7 @@ def _nice_step(least: float) -> float:
 
 
 def tick_texts(ticks: Sequence[float], unit: Unit) -> list[str]:
-    """Labels with the fewest decimals that tell the ticks apart, the same for all."""
+    """Labels with the fewest decimals that distinguish the ticks, the same for all."""
     shown = [tick / unit.factor for tick in ticks]
     if max(map(abs, shown)) >= 1e7:
         return [f"{value:.3g}" for value in shown]
@@ -236,7 +236,7 @@ def vertical_ticks(
 def legend(
     entries: Sequence[tuple[str, str, str]], left: float, top: float, width: float
 ) -> tuple[str, float]:
-    """A legend of (label, class, color) in as many columns as fit, and its height."""
+    """A legend of (label, class, color) in columns that fit the width, and its height."""
     if not entries:
         return "", 0.0
     parts: list[str] = []

@@ -17,7 +17,7 @@ from paceline.report.charts.lines import LineChart, Series, draw_lines
 from paceline.report.document import Block, Figure, Table, Text
 
 MAX_PLOTTED = 10
-"""Groups in a figure: more cannot be told apart. Tables show all of them."""
+"""Groups in a figure: more are hard to distinguish. Tables show all of them."""
 
 Row = TypeVar("Row")
 

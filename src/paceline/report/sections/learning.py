@@ -97,7 +97,7 @@ def _curve_tabs(context: SectionContext, key: str, title: str) -> Iterator[tuple
     for axis in _ordered_axes(context):
         name, quantity, tab = AXES[axis]
         series = _curve_series(context, key, axis)
-        # Single evaluations would be dots; tables show as much.
+        # A single evaluation would be a dot; tables show it.
         if all(len(one.x) < 2 for one in series):
             continue
         chart = LineChart(
@@ -207,12 +207,12 @@ def accuracy_answer(summaries: Sequence[AccuracySummary]) -> str:
     difference = compare_accuracy(
         best.group, second.group, comparisons=math.comb(len(summaries), 2)
     )
-    doubt = accuracy_note(difference)
-    suffix = f", {doubt}" if doubt else ""
+    noise = accuracy_note(difference)
+    suffix = f", {noise}" if noise else ""
     if difference.is_chance:
         text = (
             f"No clear accuracy winner: test accuracy {best.accuracy:.4f} of {best.group.label}"
-            f" and {second.accuracy:.4f} of {second.group.label} are {doubt}"
+            f" and {second.accuracy:.4f} of {second.group.label} are {noise}"
         )
     else:
         text = (

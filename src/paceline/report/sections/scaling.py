@@ -405,7 +405,7 @@ def _checkpoint_table(
 
 
 def _blocked_seconds(cost: CheckpointCost) -> list[float]:
-    """Checkpoints that took no time are shown as zero, unlike those that there are none of."""
+    """Zero for checkpoints that took no time; empty without checkpoints."""
     return cost.blocked_seconds or ([0.0] if cost.counts else [])
 
 
