@@ -27,7 +27,7 @@ from paceline.strategies.parameter_server.server import WorkerBarrier
 from paceline.strategies.parameter_server.strategy import ParameterServer, ServerCheckpointState
 from paceline.strategies.strategy import AssignmentRequest, SingleProcess
 from tests.support import toy_replicas as toy
-from tests.support.server_team import with_servers
+from tests.support.server_threads import with_servers
 from tests.support.warm import PrewarmedStarter
 from tests.support.worker_pool import free_port
 
