@@ -95,7 +95,7 @@ def tie(root: Path, first: list[float], second: list[float]) -> str:
 def test_the_advice_on_a_tie_is_corrected_for_the_same_comparisons_as_the_headline(
     tmp_path: Path,
 ) -> None:
-    """Six approximate cells beside two exact ones: 1 + 15 pairs, not only the exact one."""
+    """Six approximate groups beside two exact ones: 1 + 15 pairs, not only the exact one."""
     write_repeats(tmp_path, FakeRun("a", {"lr": 0.01}, [COMPUTE] * 2), [0.99, 1.0, 1.01])
     write_repeats(tmp_path, FakeRun("b", {"lr": 0.02}, [COMPUTE] * 2), [0.991, 1.001, 1.011])
     for index in range(6):

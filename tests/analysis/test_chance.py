@@ -48,8 +48,8 @@ def cell_of(folder: Path, name: str, accuracies: list[float], test_samples: int)
 def test_chance_is_told_from_a_difference(
     tmp_path: Path, one: list[float], other: list[float], samples: int, expected: AccuracyDifference
 ) -> None:
-    cells = [cell_of(tmp_path, "a", one, samples), cell_of(tmp_path, "b", other, samples)]
-    assert compare_accuracy(*cells) == compare_accuracy(*reversed(cells)) == expected
+    groups = [cell_of(tmp_path, "a", one, samples), cell_of(tmp_path, "b", other, samples)]
+    assert compare_accuracy(*groups) == compare_accuracy(*reversed(groups)) == expected
 
 
 @pytest.mark.parametrize(
@@ -85,14 +85,14 @@ def test_accuracies_of_identical_models_are_rarely_called_different(tmp_path: Pa
     run = open_run(write_run(tmp_path, FakeRun("a", {"test_samples": 200})))
     trials, false = 1000, 0
     for _ in range(trials):
-        cells = []
+        groups = []
         for label in ("a", "b"):
             # All repeats agree on most samples: their spread is far below that of the test set.
             count = sum(rng.random() < 0.9 for _ in range(200))
-            cells.append(RunGroup(label, [run]))
+            groups.append(RunGroup(label, [run]))
             drawn = [(count + rng.choice((-1, 0, 0, 1))) / 200 for _ in range(3)]
-            vars(cells[-1])["finals"] = {"test_accuracy": drawn}.__getitem__
-        false += not compare_accuracy(*cells).is_chance
+            vars(groups[-1])["finals"] = {"test_accuracy": drawn}.__getitem__
+        false += not compare_accuracy(*groups).is_chance
     assert false / trials <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / trials)
 
 

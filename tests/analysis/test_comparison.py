@@ -65,9 +65,9 @@ def test_a_run_is_not_compared_with_itself(
 
 
 def test_only_what_differs_in_the_settings_is_told(folder: Path) -> None:
-    cells = read_comparison([str(path) for path in sorted(folder.iterdir())]).groups
-    assert [row.name for row in setting_rows(cells)] == ["lr"]
-    results = {row.name: row.cells for row in result_rows(cells)}
+    groups = read_comparison([str(path) for path in sorted(folder.iterdir())]).groups
+    assert [row.name for row in setting_rows(groups)] == ["lr"]
+    results = {row.name: row.cells for row in result_rows(groups)}
     assert results["iteration, mean"] == ["20.00 ms", "20.00 ms"]
     assert "time to target" not in results, "no run has any"
 
@@ -96,12 +96,12 @@ def test_a_difference_beyond_the_repeats_is_significant_and_another_is_not(tmp_p
 def test_pace_is_of_as_many_samples_where_batches_differ_and_of_one_model_only(
     tmp_path: Path,
 ) -> None:
-    cells: list[tuple[str, dict[str, Any], float]] = [
+    groups: list[tuple[str, dict[str, Any], float]] = [
         ("a", {"batch_size": 32}, 0.02),
         ("b", {"batch_size": 128}, 0.04),
         ("c", {"model": "mlp"}, 0.01),
     ]
-    for name, settings, seconds in cells:
+    for name, settings, seconds in groups:
         run = FakeRun(name, settings, [{"forward": seconds}])
         run.more = {"samples": settings.get("batch_size", 32) * run.iterations}
         write_run(tmp_path, run)
@@ -141,7 +141,7 @@ def test_repeats_of_a_folder_are_one_cell_and_runs_given_one_by_one_are_not(tmp_
 def test_the_terminal_prints_the_first_of_the_differences_that_the_page_has(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Twelve cells: 11 others with four figures each are tested together."""
+    """Twelve groups: 11 others with four figures each are tested together."""
     for index in range(12):
         run = FakeRun(f"r{index:02}", {"lr": 0.01 * (index + 1)})
         write_repeats(tmp_path / run.name, run, (1.0 + index / 50, 1.01 + index / 50))

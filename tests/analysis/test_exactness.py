@@ -113,11 +113,11 @@ def test_only_approximate_cells_are_ranked_and_said_to_be_approximate(tmp_path: 
 
 def test_the_winners_of_a_grid_are_exact_and_approximate_ones_are_named(tmp_path: Path) -> None:
     write_three(tmp_path)
-    cells = [
-        dataclasses.replace(cell, axes={"machines": "equal", "strategy": cell.config.strategy})
-        for cell in collect(tmp_path).groups
+    groups = [
+        dataclasses.replace(group, axes={"machines": "equal", "strategy": group.config.strategy})
+        for group in collect(tmp_path).groups
     ]
-    blocks = section(cells, "winners").blocks
+    blocks = section(groups, "winners").blocks
     answer = next(one.text for one in blocks if isinstance(one, Text) and one.kind == "answer")
     assert answer.startswith("overlap is the fastest exact choice in every case (equal).")
     assert answer.endswith("(can change the result): equal: local_sgd.")

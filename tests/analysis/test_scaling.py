@@ -72,26 +72,26 @@ def test_ways_that_a_study_calls_the_same_are_told_apart(tmp_path: Path) -> None
     write_scaling(tmp_path, is_weak=False)
     slowed = {"batch_size": 128, "slow": "0=2"}
     write_run(tmp_path, FakeRun("slow", slowed, [{"forward": 0.5}] * 2))
-    cells = [
-        dataclasses.replace(cell, axes={"strategy": "all"}) for cell in collect(tmp_path).groups
+    groups = [
+        dataclasses.replace(group, axes={"strategy": "all"}) for group in collect(tmp_path).groups
     ]
-    names = sorted(family.name for family in scaling_series(cells))
+    names = sorted(family.name for family in scaling_series(groups))
     assert names == ["allreduce", "allreduce, slow 0=2"]
 
 
 def test_each_is_held_against_the_ideal_from_where_it_begins(tmp_path: Path) -> None:
-    """One way begins with two workers, where no cell has one."""
+    """One way begins with two workers, where no group has one."""
     for strategy, counts in (("ring", (2, 4)), ("tree", (4, 8))):
         for workers in counts:
             settings = {"strategy": strategy, "batch_size": 128}
             phases = [{"forward": 0.08 / workers}] * workers
             write_run(tmp_path, FakeRun(f"{strategy}-{workers}", settings, phases,
                                         more={"samples": 12_800}))  # fmt: skip
-    cells = collect(tmp_path).groups
-    svg = figure(section(cells, "scaling"), "scaling-strong-speedup")
+    groups = collect(tmp_path).groups
+    svg = figure(section(groups, "scaling"), "scaling-strong-speedup")
     found = {(tuple(numbers(one, "data-x")), tuple(numbers(one, "data-y"))) for one in series(svg)}
     assert found == {((2, 4, 8), (1, 2, 4)), ((4, 8), (1, 2)), ((2, 4), (1, 2))}
-    answer = scaling_answer(scaling_series(cells))
+    answer = scaling_answer(scaling_series(groups))
     assert answer.startswith("With 8 workers instead of 4: tree 2.00 times")
 
 
@@ -144,12 +144,12 @@ def test_efficiency_above_100_percent_is_flagged_with_its_likely_reason(
     threads: tuple[int, int] | None, cores: int, reason: str, tmp_path: Path
 ) -> None:
     write_superlinear(tmp_path, threads, cores)
-    cells = collect(tmp_path).groups
+    groups = collect(tmp_path).groups
     flag = f"efficiency 368.5%, above 100%; likely reason: {reason}"
-    assert flag in scaling_answer(scaling_series(cells))
-    items = [block for block in section(cells, "scaling").blocks if isinstance(block, BulletList)]
+    assert flag in scaling_answer(scaling_series(groups))
+    items = [block for block in section(groups, "scaling").blocks if isinstance(block, BulletList)]
     assert any(flag in text for block in items for _, text in block.items)
-    assert flag in headline(make_verdict(cells)), "it wins the verdict, but not silently"
+    assert flag in headline(make_verdict(groups)), "it wins the verdict, but not silently"
 
 
 @pytest.mark.parametrize(
@@ -171,17 +171,17 @@ def test_efficiency_above_100_percent_is_flagged_only_beyond_noise(
         run = FakeRun(f"w{workers}", {"batch_size": 64}, [{"forward": seconds}] * workers)
         run.more = {"samples": 64 * run.iterations}
         write_repeats(tmp_path, run, factors)
-    cells = collect(tmp_path).groups
-    assert f"efficiency {50 * ratio:.0f}" in scaling_answer(scaling_series(cells))
-    assert ("above 100%" in scaling_answer(scaling_series(cells))) == is_flagged
-    assert ("above 100%" in headline(make_verdict(cells))) == is_flagged
+    groups = collect(tmp_path).groups
+    assert f"efficiency {50 * ratio:.0f}" in scaling_answer(scaling_series(groups))
+    assert ("above 100%" in scaling_answer(scaling_series(groups))) == is_flagged
+    assert ("above 100%" in headline(make_verdict(groups))) == is_flagged
 
 
 def test_efficiency_up_to_100_percent_is_not_flagged(tmp_path: Path) -> None:
     write_scaling(tmp_path, is_weak=False)
-    cells = collect(tmp_path).groups
-    assert "above 100%" not in scaling_answer(scaling_series(cells))
-    assert "above 100%" not in headline(make_verdict(cells))
+    groups = collect(tmp_path).groups
+    assert "above 100%" not in scaling_answer(scaling_series(groups))
+    assert "above 100%" not in headline(make_verdict(groups))
 
 
 def test_an_approximate_strategy_is_marked_where_speedups_are_told(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Significance: few false positives whatever the number of cells, and real differences found."""
+"""Significance: few false positives whatever the number of groups, and real differences found."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def claims(verdict: Verdict) -> bool:
-    """Whether it says of any two cells that they differ."""
+    """Whether it says of any two groups that they differ."""
     subjects = {point.subject for point in findings(verdict)}
     return " is fastest: " in headline(verdict) or "First clear difference" in subjects
 
@@ -60,11 +60,11 @@ def ranked(run: Run, drawn: Sequence[Sequence[float]]) -> Verdict:
 
 
 @pytest.mark.parametrize("repeats", [2, 3, 5])
-@pytest.mark.parametrize("cells", [2, 4, 8, 12])
-def test_identical_cells_are_rarely_called_different(run: Run, cells: int, repeats: int) -> None:
+@pytest.mark.parametrize("groups", [2, 4, 8, 12])
+def test_identical_cells_are_rarely_called_different(run: Run, groups: int, repeats: int) -> None:
     """The fastest is chosen after seeing the data; the rate of false claims includes that."""
-    rng = random.Random(cells * 10 + repeats)
-    false = sum(claims(ranked(run, draw(rng, [1.0] * cells, repeats))) for _ in range(TRIALS))
+    rng = random.Random(groups * 10 + repeats)
+    false = sum(claims(ranked(run, draw(rng, [1.0] * groups, repeats))) for _ in range(TRIALS))
     assert false / TRIALS <= limit(TRIALS)
 
 
@@ -72,20 +72,20 @@ def test_a_whole_verdict_rarely_names_a_difference_of_identical_cells(run: Run) 
     rng = random.Random(1)
     trials, false = 150, 0
     for _ in range(trials):
-        cells = [RunGroup(f"{index}", [run]) for index in range(8)]
-        for cell, values in zip(cells, draw(rng, [1.0] * 8, 3), strict=True):
-            vars(cell)["iteration_means"] = values  # Where the cell would cache it.
-        false += claims(make_verdict(cells))
+        groups = [RunGroup(f"{index}", [run]) for index in range(8)]
+        for group, values in zip(groups, draw(rng, [1.0] * 8, 3), strict=True):
+            vars(group)["iteration_means"] = values  # Where the group would cache it.
+        false += claims(make_verdict(groups))
     assert false / trials <= limit(trials)
 
 
-@pytest.mark.parametrize(("cells", "repeats", "lead"), [(2, 3, 0.15), (4, 3, 0.3), (8, 5, 0.15)])
-def test_a_real_lead_is_found(run: Run, cells: int, repeats: int, lead: float) -> None:
-    """One cell is faster by a multiple of the spread of 2%; the others are equal."""
+@pytest.mark.parametrize(("groups", "repeats", "lead"), [(2, 3, 0.15), (4, 3, 0.3), (8, 5, 0.15)])
+def test_a_real_lead_is_found(run: Run, groups: int, repeats: int, lead: float) -> None:
+    """One group is faster by a multiple of the spread of 2%; the others are equal."""
     rng = random.Random(2)
     found, trials = 0, 100
     for _ in range(trials):
-        verdict = ranked(run, draw(rng, [1 - lead, *[1.0] * (cells - 1)], repeats))
+        verdict = ranked(run, draw(rng, [1 - lead, *[1.0] * (groups - 1)], repeats))
         found += headline(verdict).startswith("0 is fastest: ")
     assert found >= 0.9 * trials
 

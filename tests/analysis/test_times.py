@@ -79,9 +79,9 @@ def test_out_of_step_an_iteration_is_as_long_as_its_samples_take_all(
     is_old: bool, tmp_path: Path
 ) -> None:
     # 6,400 samples a second, and 64 of them in an iteration of the run; 50 of these in an epoch.
-    (cell,) = collect(write_asynchronous(tmp_path, "a", is_old=is_old)).groups
-    assert cell.iteration_means == pytest.approx([0.01])
-    assert epoch_seconds(cell.runs[0]) == pytest.approx(0.5)
+    (group,) = collect(write_asynchronous(tmp_path, "a", is_old=is_old)).groups
+    assert group.iteration_means == pytest.approx([0.01])
+    assert epoch_seconds(group.runs[0]) == pytest.approx(0.5)
 
 
 def test_phases_explain_the_difference_of_two_cells(tmp_path: Path) -> None:
@@ -173,17 +173,17 @@ def test_old_records_exclude_the_first_block_of_events_and_say_where_they_cannot
     (path / "result.json").write_text(json.dumps(result))
     for rank in range(2):
         write_blocks(path / f"events-{rank}.jsonl", lengths, first=2.0)
-    (cell,) = collect(path).groups
-    split = iteration_breakdown(cell)
+    (group,) = collect(path).groups
+    split = iteration_breakdown(group)
     assert split is not None
     assert split.seconds["forward"] == pytest.approx(forward)
     assert split.seconds["exchange"] == pytest.approx(0.002)
-    (note,) = first_iteration_note([cell])
+    (note,) = first_iteration_note([group])
     assert ("include it" in note.text) == is_told
 
 
 def test_the_same_work_is_meant_in_all_of_a_table_of_differences(tmp_path: Path) -> None:
-    """Two of three cells have the same batch: their difference too is told for 1,000 samples."""
+    """Two of three groups have the same batch: their difference too is told for 1,000 samples."""
     for name, batch, seconds in (("a", 32, 0.010), ("b", 32, 0.011), ("c", 64, 0.030)):
         settings = {"batch_size": batch, "lr": seconds}
         run = FakeRun(name, settings, [{"forward": seconds}])
@@ -203,7 +203,7 @@ def test_the_same_work_is_meant_in_all_of_a_table_of_differences(tmp_path: Path)
 
 
 def test_no_cell_lies_above_the_picture_of_the_times(tmp_path: Path) -> None:
-    """A few slow iterations of one cell beside many quick ones of another."""
+    """A few slow iterations of one group beside many quick ones of another."""
     write_run(tmp_path, FakeRun("a", {"lr": 0.01}, [{"forward": 0.01}], iterations=1000))
     write_run(tmp_path, FakeRun("b", {"lr": 0.02}, [{"forward": 5.0}], iterations=6))
     document = to_document(collect(tmp_path))

@@ -248,8 +248,8 @@ def test_a_repeat_that_failed_is_told_before_one_that_has_not_come(tmp_path: Pat
 
 def test_what_was_not_run_is_no_reason_why_a_run_did_not_finish(tmp_path: Path) -> None:
     cut = open_run(write_run(tmp_path, FakeRun("a", status="stopped", cause="by hand")))
-    cells = [RunGroup("one", [], "failed: no such model"), RunGroup("two", [cut])]
-    assert headline(make_verdict(cells)) == "The run did not finish: by hand."
+    groups = [RunGroup("one", [], "failed: no such model"), RunGroup("two", [cut])]
+    assert headline(make_verdict(groups)) == "The run did not finish: by hand."
 
 
 def test_cells_are_named_by_what_sets_them_apart(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_cells_are_named_by_what_sets_them_apart(tmp_path: Path) -> None:
     write_run(tmp_path, FakeRun("b", {"lr": 0.05, "batch_size": 256}))
     write_run(tmp_path, FakeRun("c", {"lr": 0.05, "checkpoint_every": 20}))
     write_run(tmp_path, FakeRun("d", {"lr": 0.05, "strategy": "ring"}, [COMPUTE] * 2))
-    labels = [cell.label for cell in collect(tmp_path).groups]
+    labels = [group.label for group in collect(tmp_path).groups]
     assert labels == ["single", "single, batch 256", "single, checkpoint every 20",
                       "ring, 2 workers"]  # fmt: skip
 

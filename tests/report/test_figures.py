@@ -242,10 +242,10 @@ def test_the_points_of_a_figure_are_bounded(tmp_path: Path) -> None:
 def test_curves_of_a_cell_are_of_the_repeats_that_finished(tmp_path: Path) -> None:
     cut = FakeRun("a", iterations=10, status="failed", cause="the cable was cut")
     runs = [open_run(write_run(tmp_path, run)) for run in (cut, FakeRun("b", iterations=40))]
-    cell = RunGroup("one", runs)
-    (mark,) = series(figure(section([cell], "curves"), "curves-train-loss-iteration"))
+    group = RunGroup("one", runs)
+    (mark,) = series(figure(section([group], "curves"), "curves-train-loss-iteration"))
     assert numbers(mark, "data-x") == list(range(1, 41))
-    (mark,) = series(figure(section([cell], "iteration_time"), "iteration-time-curve"))
+    (mark,) = series(figure(section([group], "iteration_time"), "iteration-time-curve"))
     assert numbers(mark, "data-x") == list(range(2, 41))
 
 
@@ -269,17 +269,17 @@ def test_a_larger_batch_is_judged_where_nothing_else_differs(tmp_path: Path) -> 
 def test_ways_within_noise_have_no_reason(tmp_path: Path) -> None:
     write_repeats(tmp_path, FakeRun("a", {"lr": 0.01}), (0.9, 1.0, 1.1))
     write_repeats(tmp_path, FakeRun("b", {"lr": 0.02}), (0.91, 1.01, 1.12))
-    cells = [
-        dataclasses.replace(cell, axes={"machines": "equal", "rate": cell.label})
-        for cell in collect(tmp_path).groups
+    groups = [
+        dataclasses.replace(group, axes={"machines": "equal", "rate": group.label})
+        for group in collect(tmp_path).groups
     ]
-    (items,) = [one for one in section(cells, "winners").blocks if isinstance(one, BulletList)]
+    (items,) = [one for one in section(groups, "winners").blocks if isinstance(one, BulletList)]
     assert "within noise" in items.items[0][1]
     assert "more per iteration" not in items.items[0][1]
 
 
 def test_only_groups_that_differ_in_the_same_axis_are_ranked_by_condition(tmp_path: Path) -> None:
-    """A study with three axes includes two cells that lack the last of them."""
+    """A study with three axes includes two groups that lack the last of them."""
     axes: list[dict[str, str]] = [
         {"batch_size": "32", "cluster.nodes": "2", "strategy": "ddp"},
         {"batch_size": "32", "cluster.nodes": "2", "strategy": "overlap"},
@@ -287,10 +287,10 @@ def test_only_groups_that_differ_in_the_same_axis_are_ranked_by_condition(tmp_pa
     ]
     for number in range(3):
         write_run(tmp_path, FakeRun(f"run{number}", {"lr": 0.01 * (number + 1)}))
-    cells = [
-        dataclasses.replace(cell, axes=own)
-        for cell, own in zip(collect(tmp_path).groups, axes, strict=True)
+    groups = [
+        dataclasses.replace(group, axes=own)
+        for group, own in zip(collect(tmp_path).groups, axes, strict=True)
     ]
-    (ranked,) = rank_by_condition(cells)
+    (ranked,) = rank_by_condition(groups)
     assert ranked.condition == "batch size 32, nodes 2"
     assert {one.group.label for one in ranked.ranking.entries} == {"ddp", "overlap"}

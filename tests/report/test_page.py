@@ -185,7 +185,7 @@ def test_phases_of_real_runs_explain_their_difference(
         assert main(["train", *SMALL, *slow, "--out", str(tmp_path), "--name", name]) == 0
     report = write_report(tmp_path)
     page, collection = report.page, report.collection
-    by_id = {cell.runs[0].id: cell for cell in collection.groups}
+    by_id = {group.runs[0].id: group for group in collection.groups}
     found = explain(by_id["plain"], by_id["slowed"])
     assert found is not None
     assert found.seconds > 0

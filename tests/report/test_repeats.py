@@ -26,19 +26,19 @@ def write_accuracies(root: Path, *accuracies: float) -> None:
         write_run(root, FakeRun(f"a-{seed}", {"seed": seed}, accuracy=accuracy))
 
 
-def rows_of(cells: list[RunGroup], name: str, heading: str) -> list[dict[str, str]]:
+def rows_of(groups: list[RunGroup], name: str, heading: str) -> list[dict[str, str]]:
     """Of the first table of a section that has such a column."""
-    tables = [one for one in flat(section(cells, name).blocks) if isinstance(one, Table)]
+    tables = [one for one in flat(section(groups, name).blocks) if isinstance(one, Table)]
     table = next(one for one in tables if any(heading in column for column in one.columns))
     return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
 
 
 def test_the_common_accuracy_is_one_that_every_repeat_reached(tmp_path: Path) -> None:
     write_accuracies(tmp_path, 0.30, 0.20, 0.28)
-    cells = collect(tmp_path).groups
-    assert common_accuracy(summarize_accuracy(cells)) == 0.20
+    groups = collect(tmp_path).groups
+    assert common_accuracy(summarize_accuracy(groups)) == 0.20
     # An epoch has 50 iterations: 0.20 is reached after 100, 100 and 100 of them.
-    (row,) = rows_of(cells, "accuracy", "epochs to")
+    (row,) = rows_of(groups, "accuracy", "epochs to")
     assert row["epochs to 0.20"] == "2"
 
 
@@ -71,14 +71,14 @@ def test_the_epoch_at_which_a_loss_converged_is_of_all_repeats(tmp_path: Path) -
 def test_the_workers_of_a_cell_are_means_over_its_repeats(tmp_path: Path) -> None:
     run = FakeRun("a", {}, [{"forward": 0.010, "exchange": 0.002}, {"forward": 0.012}])
     write_repeats(tmp_path, run, (1.0, 2.0, 3.0))
-    cells = collect(tmp_path).groups
-    first, second = rows_of(cells, "ranks", "training time")
+    groups = collect(tmp_path).groups
+    first, second = rows_of(groups, "ranks", "training time")
     assert (first["time per iteration"], second["time per iteration"]) == ("24.00 ms", "24.00 ms")
     assert (first["compute"], second["compute"]) == ("20.00 ms", "24.00 ms")
     assert (first["communication"], second["communication"]) == ("4.00 ms", "0 us")
     # 100 iterations, of which the first takes double.
     assert first["training time"] == "2.42 s"
-    svg = figure(section(cells, "phases"), "phases-workers")
+    svg = figure(section(groups, "phases"), "phases-workers")
     parts = [one.attrib for one in svg.iter(f"{SVG}rect") if "data-value" in one.attrib]
     forward = [float(one["data-value"]) for one in parts if one["data-kind"] == "forward"]
     assert forward == pytest.approx([0.020, 0.024])
@@ -132,12 +132,12 @@ def test_traffic_and_bandwidth_are_means_over_the_repeats(tmp_path: Path) -> Non
     run = FakeRun("a", {"strategy": "ring"}, [{"forward": 0.01, "exchange": 0.002}] * 2)
     run.gradient_bytes = 1_000_000
     write_repeats(tmp_path, run, (1.0, 2.0))
-    cells = collect(tmp_path).groups
-    (row,) = rows_of(cells, "traffic", "in flight")
+    groups = collect(tmp_path).groups
+    (row,) = rows_of(groups, "traffic", "in flight")
     assert row["bytes per iteration"] == "2.0 MB"
     # 2 ms and 4 ms for each of 100 iterations, of which the first takes double.
     assert row["in flight"] == "303.00 ms"
-    rate = all_reduce_bandwidth(cells[0])
+    rate = all_reduce_bandwidth(groups[0])
     assert rate is not None
     assert rate.bytes == pytest.approx(1_000_000)
     assert rate.seconds == pytest.approx(0.00303)
@@ -155,8 +155,8 @@ def test_overlapped_communication_is_a_figure_or_not_measured(
     run.hidden = hidden
     write_run(tmp_path, run)
     write_run(tmp_path, FakeRun("b", {}, [{"forward": 0.02}]))
-    cells = collect(tmp_path).groups
-    first, alone = rows_of(cells, "phases", "overlapped communication")
+    groups = collect(tmp_path).groups
+    first, alone = rows_of(groups, "phases", "overlapped communication")
     assert (first["overlapped communication"], first["overlapped share"]) == told
     assert alone["overlapped communication"] == "none"
 
