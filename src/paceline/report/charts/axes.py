@@ -190,7 +190,7 @@ def series_color(color_index: int) -> str:
     return svg.PALETTE[color_index % len(svg.PALETTE)]
 
 
-def horizontal_grid(box: Box, scale: Scale, unit: Unit, quantity: str = "") -> str:
+def y_axis(box: Box, scale: Scale, unit: Unit, quantity: str = "") -> str:
     """Grid lines and labels of the y axis; a logarithmic one derives its units from `quantity`."""
     if scale.is_log:
         ticks = log_ticks(scale.low, scale.high)
@@ -206,7 +206,7 @@ def horizontal_grid(box: Box, scale: Scale, unit: Unit, quantity: str = "") -> s
     return svg.element("g", *parts, class_="y-axis")
 
 
-def vertical_ticks(
+def x_axis(
     box: Box,
     scale: Scale,
     unit: Unit,

@@ -15,7 +15,7 @@ from paceline.report.charts.axes import (
     series_class,
     series_color,
     unit_for,
-    vertical_ticks,
+    x_axis,
 )
 
 ROW = 40.0
@@ -73,7 +73,7 @@ def draw_bars(chart: BarChart) -> str:
     scale = Scale(0.0, high or 1.0, box.left, box.right)
     unit = unit_for(chart.quantity, scale.high)
     inside = [_bar(index, bar, box, scale) for index, bar in enumerate(chart.bars)]
-    inside.append(vertical_ticks(Box(box.left, box.top, box.width, box.height + 4), scale, unit))
+    inside.append(x_axis(Box(box.left, box.top, box.width, box.height + 4), scale, unit))
     inside.append(
         svg.text(unit.label(chart.x_label), box.right, box.bottom + 40, class_="axis-label",
                  text_anchor="end")

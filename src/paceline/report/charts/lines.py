@@ -15,14 +15,14 @@ from paceline.report.charts.axes import (
     WIDTH,
     Box,
     Scale,
-    horizontal_grid,
     legend,
     limits,
     log_limits,
     series_class,
     series_color,
     unit_for,
-    vertical_ticks,
+    x_axis,
+    y_axis,
 )
 
 PLOT_HEIGHT = 216.0
@@ -131,8 +131,8 @@ def draw_lines(chart: LineChart) -> str:
                  class_="axis-label"),
         svg.text(chart.x_label if chart.is_x_log else x_unit.label(chart.x_label), box.right,
                  box.bottom + 36, class_="axis-label", text_anchor="end"),
-        horizontal_grid(box, y_scale, y_unit, chart.y_quantity),
-        vertical_ticks(box, x_scale, x_unit, chart.x_ticks, quantity=chart.x_quantity),
+        y_axis(box, y_scale, y_unit, chart.y_quantity),
+        x_axis(box, x_scale, x_unit, chart.x_ticks, quantity=chart.x_quantity),
         svg.element(
             "svg",
             *(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from paceline import formatting
 from paceline.report.charts import svg
-from paceline.report.charts.axes import Box, Scale, clip, legend, unit_for, vertical_ticks
+from paceline.report.charts.axes import Box, Scale, clip, legend, unit_for, x_axis
 from paceline.report.charts.bars import KIND_COLORS
 
 WIDE = 980.0
@@ -58,7 +58,7 @@ def draw_timeline(label: str, steps: Sequence[Step]) -> str:
             y += LANE + GAP
         y += 12
     box = Box(LEFT, 0, WIDE - LEFT - RIGHT, y - 8)
-    inside.append(vertical_ticks(box, scale, unit, most=10))
+    inside.append(x_axis(box, scale, unit, most=10))
     inside.append(
         svg.text(unit.label("time since the step began"), WIDE - RIGHT, y + 28,
                  class_="axis-label", text_anchor="end")
