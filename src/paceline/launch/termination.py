@@ -1,6 +1,6 @@
-"""Why a process or a run ended early, and how that reaches launchers: by file or by the store.
+"""Termination of processes: why each ended early, and the choice of a failed run's root cause.
 
-The root cause is chosen from the terminations of all workers, servers and nodes.
+Each process reports its termination to the launcher through a file or through the store.
 """
 
 from __future__ import annotations
