@@ -25,7 +25,7 @@ from torch.optim import SGD
 
 import paceline.backend
 from common.stats import quartiles
-from paceline.comm.process_groups import sockets_on
+from paceline.comm.process_groups import use_interface_of
 from paceline.measure.machine import hardware, software
 from paceline.models.build import build_model
 
@@ -80,7 +80,7 @@ def work(rank: int, port: int, options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": options.workers}
     os.environ.update({name: str(value) for name, value in {**place, "RANK": rank}.items()})
-    with sockets_on("127.0.0.1"):
+    with use_interface_of("127.0.0.1"):
         dist.init_process_group("gloo")
         for model in options.models.split(","):
             compare(model, options.batch_per_worker, options.blocks)

@@ -86,7 +86,7 @@ class LazyDevice:
         return len(self.callers)
 
     @contextmanager
-    def behind(self, mark: object) -> Iterator[None]:
+    def after(self, mark: object) -> Iterator[None]:
         assert isinstance(mark, int)
         for work in self.callers[:mark]:
             self.threads.append(work)
@@ -100,7 +100,7 @@ def test_operation_runs_after_the_callers_device_work_and_completes_with_its_own
 ) -> None:
     """Without an order between the streams, the sum would be computed before the gradient."""
     device, memory = LazyDevice(), {"gradient": 0, "sum": 0}
-    monkeypatch.setattr(background_module, "order_on", lambda _: device)
+    monkeypatch.setattr(background_module, "stream_ordering", lambda _: device)
 
     def add(_: Communicator) -> None:
         device.threads.append(lambda: memory.update(sum=memory["gradient"] + 1))

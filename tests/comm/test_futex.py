@@ -1,4 +1,4 @@
-"""Signals between ranks that share memory: detection of exited peers, unique stamps."""
+"""Signals between ranks that share memory: detection of exited peers, unique futex words."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ def signals_and_peer(
             yield signals, process
         finally:
             process.kill()
-    signals.leave()
+    signals.disconnect()
 
 
 def test_peer_whose_process_exits_is_gone() -> None:
     with signals_and_peer() as (signals, process):
-        assert signals.gone() == ([], [])
+        assert signals.disconnected_and_exited_peers() == ([], [])
         process.kill()
         process.wait()
-        assert signals.gone() == ([], [1])
+        assert signals.disconnected_and_exited_peers() == ([], [1])
 
 
 def test_pid_of_another_namespace_is_not_watched() -> None:
     with signals_and_peer(same_namespace=False) as (signals, process):
         process.kill()
         process.wait()
-        assert signals.gone() == ([], [])
+        assert signals.disconnected_and_exited_peers() == ([], [])
 
 
 def test_descriptors_closed_by_another_thread_do_not_report_an_exit() -> None:
     with signals_and_peer() as (signals, _):
         for descriptor in signals._descriptors:
             os.close(descriptor)
-        assert signals.gone() == ([], [])
+        assert signals.disconnected_and_exited_peers() == ([], [])
         signals._descriptors.clear()
 
 
@@ -67,17 +67,17 @@ def test_peer_that_exited_before_it_was_watched_is_gone() -> None:
     lines[LINE + futex._PID] = process.pid
     lines[LINE + futex._PID_NAMESPACE] = lines[futex._PID_NAMESPACE]
     signals.watch_peers()
-    assert signals.gone() == ([], [1])
-    signals.leave()
+    assert signals.disconnected_and_exited_peers() == ([], [1])
+    signals.disconnect()
 
 
-def test_every_rank_writes_unique_stamps() -> None:
-    """A rank that waits for its stamp to change would miss a repeated one."""
+def test_every_rank_writes_unique_futex_words() -> None:
+    """A rank that waits for its futex word to change would miss a repeated value."""
     world_size = 1000
     segment = SharedSegment(in_process.single(), FutexSignals.size_bytes(world_size))
     lines = segment.integers(0, world_size * CACHE_LINE_BYTES, "I")
-    stamps = []
+    words = []
     for rank in range(1, world_size):
         FutexSignals(segment, 0, rank, world_size, cores=2).notify(0)
-        stamps.append(lines[futex._STAMP])
-    assert len(set(stamps)) == len(stamps)
+        words.append(lines[futex._WORD])
+    assert len(set(words)) == len(words)

@@ -41,7 +41,7 @@ def test_port_in_use_is_reported(taken_port: int) -> None:
     with pytest.raises(UsageError) as caught:
         Rendezvous(0, 2, "127.0.0.1", taken_port, timeout_seconds=1.0).join()
     assert str(caught.value) == (
-        f"port {taken_port} of 127.0.0.1 is in use: choose another --master-port"
+        f"port {taken_port} on 127.0.0.1 is in use: choose another --master-port"
     )
 
 
@@ -52,15 +52,15 @@ def test_exhausted_ports_are_reported_without_the_port_flag(
         raise OSError(errno.EADDRINUSE, "Address already in use")
 
     monkeypatch.setattr(socket.socket, "bind", bind)
-    with pytest.raises(UsageError, match=r"^no port of 127\.0\.0\.1 is free") as caught:
+    with pytest.raises(UsageError, match=r"^no free port on 127\.0\.0\.1 ") as caught:
         Rendezvous(0, 1, "127.0.0.1", 0, timeout_seconds=1.0).join()
     assert "--master-port" not in str(caught.value)
 
 
 def test_port_zero_selects_a_free_port() -> None:
-    store = Rendezvous(0, 2, "127.0.0.1", 0, timeout_seconds=5.0).join_or_host(may_serve=True)[0]
+    store = Rendezvous(0, 2, "127.0.0.1", 0, timeout_seconds=5.0).join_or_serve(may_serve=True)[0]
     others = Rendezvous(1, 2, "127.0.0.1", port_of(store), timeout_seconds=5.0)
-    assert others.join_or_host(may_serve=False)[1] is False
+    assert others.join_or_serve(may_serve=False)[1] is False
 
 
 def test_rank_zero_rejects_an_address_of_another_machine() -> None:
@@ -92,7 +92,7 @@ def test_another_program_at_the_address_is_an_error(taken_port: int) -> None:
     with pytest.raises(RunError) as caught:
         Rendezvous(1, 2, "127.0.0.1", taken_port, timeout_seconds=0.2).join()
     assert str(caught.value) == (
-        f"rank 1: the program that listens at 127.0.0.1:{taken_port} is not a paceline run: "
+        f"rank 1: the process listening on 127.0.0.1:{taken_port} is not a paceline run: "
         "check --master-addr and --master-port"
     )
 
@@ -118,8 +118,8 @@ def test_different_world_sizes_are_reported() -> None:
         Rendezvous(1, 3, "127.0.0.1", port, timeout_seconds=2.0),
     )
     assert errors[0] == (
-        f"rank 0 expects 2 ranks at 127.0.0.1:{port}, rank 1 expects 3: start all with the same "
-        "--nnodes and --nproc-per-node"
+        f"rank 0 expects 2 ranks at 127.0.0.1:{port}, but rank 1 expects 3: start all with the same"
+        " --nnodes and --nproc-per-node"
     )
 
 

@@ -155,7 +155,7 @@ def test_insufficient_memory_is_a_one_line_error_on_every_rank(
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
     assert first == second
-    assert " MiB of shared memory required" in first
+    assert " MiB of shared memory, but " in first
     assert f"{tmp_path} has 1 MiB free" in first
     assert "\n" not in first
 
@@ -192,9 +192,9 @@ def test_killed_peer_is_named_long_before_the_timeout() -> None:
     assert lost.died
     values = [each.value for each in others if each.value is not None]
     assert [error for error, _ in values] == [
-        "rank 0: recv from rank 3: its process has ended",
-        "rank 1: all_reduce with rank 3: its process has ended",
-        "rank 2: barrier with rank 3: its process has ended",
+        "rank 0: recv from rank 3: its process exited",
+        "rank 1: all_reduce with rank 3: its process exited",
+        "rank 2: barrier with rank 3: its process exited",
     ]
     assert max(seconds for _, seconds in values) < 5.0
 
@@ -220,7 +220,7 @@ def stall(communicator: Communicator) -> str:
 
 def test_stalled_peer_is_an_error_after_the_timeout(pool: WorkerPool) -> None:
     error = pool.run(2, stall, fresh=True, timeout_seconds=1.0)[0]
-    assert error == "rank 0: all_reduce with rank 1: no answer within the timeout of 1 s"
+    assert error == "rank 0: all_reduce with rank 1: no response within 1 s"
 
 
 POLLING_SECONDS = 20.0
@@ -258,7 +258,7 @@ def test_polling_completes_with_an_error_if_a_peer_exits(operation: int, name: s
             2, poll_after_exit, operation, fresh=True, timeout_seconds=1000.0
         )
     assert lost.died
-    assert survivor.value == f"rank 0: {name} rank 1: its process has ended"
+    assert survivor.value == f"rank 0: {name} rank 1: its process exited"
 
 
 def poll_after_stop(communicator: Communicator) -> str:
@@ -279,7 +279,7 @@ def poll_after_stop(communicator: Communicator) -> str:
 
 def test_polling_completes_with_an_error_after_the_timeout(pool: WorkerPool) -> None:
     error = pool.run(2, poll_after_stop, fresh=True, timeout_seconds=1.0)[0]
-    assert error == "rank 0: all_reduce with rank 1: no answer within the timeout of 1 s"
+    assert error == "rank 0: all_reduce with rank 1: no response within 1 s"
 
 
 def searches_while_polling(communicator: Communicator) -> int:
@@ -292,15 +292,15 @@ def searches_while_polling(communicator: Communicator) -> int:
         work = shm.barrier()
         now = [1000.0]
         searches: list[float] = []
-        find_gone = shm._signals.gone
+        find = shm._signals.disconnected_and_exited_peers
 
-        def gone() -> tuple[Sequence[int], Sequence[int]]:
+        def count_and_find() -> tuple[Sequence[int], Sequence[int]]:
             searches.append(now[0])
-            return find_gone()
+            return find()
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(shared_memory, "monotonic", lambda: now[0])
-            patch.setattr(shm._signals, "gone", gone)
+            patch.setattr(shm._signals, "disconnected_and_exited_peers", count_and_find)
             for _ in range(2):
                 now[0] += 1.0
                 for _ in range(100):

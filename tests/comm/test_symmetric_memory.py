@@ -25,7 +25,7 @@ def reduce_different_slices(communicator: Communicator) -> str:
 
 def test_different_slices_are_rejected(pool: WorkerPool) -> None:
     assert pool.run(2, reduce_different_slices) == [
-        f"all_reduce: ranks {rank} and {1 - rank} reduce different slices of their zeros tensors:"
+        f"all_reduce: ranks {rank} and {1 - rank} reduce different slices of tensors from zeros():"
         " all ranks must pass the same slice, in the same order"
         for rank in range(2)
     ]

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from paceline.comm.communicator import no_answer
+from paceline.comm.communicator import timeout_message
 from tests.support.commands import ENDLESS, is_training, launch, sabotage, wait_until
 
 TIMEOUT_SECONDS = 4
@@ -76,7 +76,7 @@ def test_a_stopped_server_ends_the_run(mode: str, tmp_path: Path) -> None:
     assert outcome.result is not None
     rank, _, cause = str(outcome.result["cause"]).partition(": ")
     assert rank in ("rank 0", "rank 1")
-    assert cause.startswith(f"server 0: {no_answer(TIMEOUT_SECONDS)}")
+    assert cause.startswith(f"server 0: {timeout_message(TIMEOUT_SECONDS)}")
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -87,5 +87,5 @@ def test_a_stopped_worker_ends_the_run(mode: str, tmp_path: Path) -> None:
     assert outcome.result is not None
     # Synchronous workers also wait for each other about once a second, without the server.
     seen_by = ["server 0:"] if mode == "async" else ["server 0:", "rank 0: all_reduce with"]
-    silence = f"rank 1: {no_answer(TIMEOUT_SECONDS)}; rank 1 was still busy"
+    silence = f"rank 1: {timeout_message(TIMEOUT_SECONDS)}; rank 1 was still busy"
     assert outcome.result["cause"] in [f"{who} {silence}" for who in seen_by]

@@ -181,6 +181,6 @@ def test_too_little_shared_memory_is_rejected_in_one_line(tmp_path: Path) -> Non
     )
     assert (done.returncode, done.stdout) == (2, ""), done
     assert done.stderr.startswith("paceline: error: ")
-    assert "MiB of shared memory required, but /dev/shm has 1 MiB free" in done.stderr
+    assert "MiB of shared memory, but /dev/shm has 1 MiB free" in done.stderr
     assert done.stderr.count("\n") == 1
     assert not names_in(tmp_path)

@@ -16,7 +16,7 @@ from torch.distributed import FileStore, ReduceOp  # type: ignore[attr-defined]
 
 import paceline.backend  # noqa: F401 - registers it
 from paceline.comm.communicator import Communicator
-from paceline.comm.process_groups import sockets_on
+from paceline.comm.process_groups import use_interface_of
 from paceline.torch_backend import process_group as group
 from paceline.torch_backend.process_group import HostInfo
 
@@ -48,7 +48,7 @@ def default_group(
     if way == "hosts":
         seat = replace(seat, host=f"host {rank % 2}")
     with (
-        sockets_on("127.0.0.1"),
+        use_interface_of("127.0.0.1"),
         mock.patch.object(HostInfo, "own", return_value=seat),
         mock.patch.object(group, "LARGE_BYTES", 1),
     ):

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.comm.communicator import Communicator
-from paceline.comm.process_groups import sockets_on
+from paceline.comm.process_groups import use_interface_of
 from paceline.errors import PeerError
 from paceline.torch_backend.process_group import PacelineProcessGroup
 from tests.support import leaks
@@ -282,14 +282,14 @@ def test_work_with_a_killed_peer_completes_with_an_error(tmp_path: Path) -> None
     with WorkerPool(2) as fresh_pool:
         survivor, victim = fresh_pool.outcomes(2, poll_a_lost_peer, tmp_path / "store", fresh=True)
     assert victim.died
-    message = "rank 0: all_reduce with rank 1: its process has ended"
+    message = "rank 0: all_reduce with rank 1: its process exited"
     assert survivor.value == [True, False, message]
 
 
 @pytest.mark.parametrize(
     ("work", "way", "message"),
     [
-        (lose_a_peer_in_training, "memory", "all_reduce with rank 1: its process has ended"),
+        (lose_a_peer_in_training, "memory", "all_reduce with rank 1: its process exited"),
         (
             lose_a_peer_in_training,
             "spare cores",
@@ -361,7 +361,7 @@ def run_example(communicator: Communicator, port: int, backend: str) -> str:
     with (
         mock.patch.dict(os.environ, {name: str(value) for name, value in environment.items()}),
         mock.patch.object(sys, "argv", ["own_ddp.py", backend]),
-        sockets_on("127.0.0.1"),
+        use_interface_of("127.0.0.1"),
         redirect_stdout(io.StringIO()) as printed,
     ):
         KEPT.append(runpy.run_path(str(ROOT / "examples" / "own_ddp.py")))

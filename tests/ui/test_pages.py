@@ -197,7 +197,7 @@ def test_a_port_in_use_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["ui", str(tmp_path), "--port", str(port)]) == 2
-    told = f"port {port} of 127.0.0.1 is in use: choose another --port"
+    told = f"port {port} on 127.0.0.1 is in use: choose another --port"
     assert capsys.readouterr().err == f"paceline: error: {told}\n"
 
 

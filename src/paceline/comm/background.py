@@ -1,7 +1,7 @@
 """A communication thread, which runs blocking collectives while the caller computes.
 
-On a GPU, the caller and the thread use different streams, which run independently. `DeviceOrder`
-makes the thread's work start after the caller's.
+On a GPU, the caller and the thread use different streams, which run independently. A
+`StreamOrdering` makes the thread's work start after the caller's.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from paceline.comm.communicator import Communicator
 
 
-class DeviceOrder(Protocol):
+class StreamOrdering(Protocol):
     """Orders the work that two threads submit to a device."""
 
     def mark(self) -> object:
         """Mark the work that the calling thread has submitted so far."""
 
-    def behind(self, mark: object) -> AbstractContextManager[None]:
-        """Start the work of the block after the marked work, and exit the block when it is done."""
+    def after(self, mark: object) -> AbstractContextManager[None]:
+        """Run the block after the marked work; exit once the work of the block is complete."""
 
 
-class GpuOrder:
-    """Orders work by CUDA streams and events."""
+class CudaStreamOrdering:
+    """Orders work with CUDA streams and events."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -43,7 +43,7 @@ class GpuOrder:
         return event
 
     @contextmanager
-    def behind(self, mark: object) -> Iterator[None]:
+    def after(self, mark: object) -> Iterator[None]:
         assert isinstance(mark, torch.cuda.Event)
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(mark)
@@ -51,9 +51,9 @@ class GpuOrder:
             self._stream.synchronize()
 
 
-def order_on(device: torch.device) -> DeviceOrder | None:
-    """Return the order for a device; None for CPUs, whose work is done when a call returns."""
-    return GpuOrder(device) if device.type == "cuda" else None
+def stream_ordering(device: torch.device) -> StreamOrdering | None:
+    """Return the ordering for a device, or None for the CPU, where calls are synchronous."""
+    return CudaStreamOrdering(device) if device.type == "cuda" else None
 
 
 class CommunicationThread:
@@ -61,7 +61,7 @@ class CommunicationThread:
 
     It uses a duplicate of the communicator, so that its messages never mix with those of the
     caller's thread. Creating one is collective, and all ranks submit the same operations in the
-    same order. For example, a non-blocking all-reduce by an algorithm is
+    same order. For example, to run an all-reduce algorithm without blocking:
 
         background.submit(
             lambda communicator: algorithm.all_reduce(communicator, tensor, kind), tensor.device
@@ -71,7 +71,7 @@ class CommunicationThread:
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator.dup()
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        self._orders: dict[torch.device, DeviceOrder | None] = {}
+        self._orderings: dict[torch.device, StreamOrdering | None] = {}
         # A daemon, so that a failed program exits even if its communicators are still open.
         self._thread = Thread(
             target=self._run, name=f"paceline-communication-{communicator.rank}", daemon=True
@@ -81,23 +81,23 @@ class CommunicationThread:
     def submit(
         self, operation: Callable[[Communicator], None], device: torch.device | None = None
     ) -> Work:
-        """Run an operation after all operations submitted before.
+        """Run an operation after all previously submitted operations.
 
         `device` is the device of its tensors. On a GPU, the operation starts after the work on the
         caller's current stream and completes once the GPU has finished it, so work that is
         submitted after `wait()` sees the result on any stream.
         """
-        task = _Task(operation, self._after_caller(device))
+        task = _Task(operation, self._stream_context(device))
         self._tasks.put(task)
         return task
 
-    def _after_caller(self, device: torch.device | None) -> AbstractContextManager[None]:
+    def _stream_context(self, device: torch.device | None) -> AbstractContextManager[None]:
         if device is None:
             return nullcontext()
-        if device not in self._orders:
-            self._orders[device] = order_on(device)
-        order = self._orders[device]
-        return nullcontext() if order is None else order.behind(order.mark())
+        if device not in self._orderings:
+            self._orderings[device] = stream_ordering(device)
+        ordering = self._orderings[device]
+        return nullcontext() if ordering is None else ordering.after(ordering.mark())
 
     def close(self) -> None:
         """Stop the thread; operations that are still in progress fail."""
@@ -114,17 +114,19 @@ class CommunicationThread:
 
 class _Task(Work):
     def __init__(
-        self, operation: Callable[[Communicator], None], after_caller: AbstractContextManager[None]
+        self,
+        operation: Callable[[Communicator], None],
+        stream_context: AbstractContextManager[None],
     ) -> None:
         super().__init__()
         self._operation = operation
-        self._after_caller = after_caller
+        self._stream_context = stream_context
         self._finished = Event()
         self._failure: Exception | None = None
 
     def run(self, communicator: Communicator) -> Exception | None:
         try:
-            with self._after_caller:
+            with self._stream_context:
                 self._operation(communicator)
         except Exception as error:  # noqa: BLE001 - raised again in wait()
             self._failure = error

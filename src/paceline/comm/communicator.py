@@ -5,16 +5,16 @@ Every operation returns a `Work` immediately and completes in its `wait()`. A bl
 
 Rules for all operations:
 
-- Tensors have any dtype, any strides and any number of elements, including zero. Results are
+- Tensors can have any dtype, any strides and any number of elements, including zero. Results are
   written in place.
 - Messages between two ranks arrive in the order in which they were sent. All ranks start the same
   collectives in the same order. A communicator is used by one thread at a time; other threads use a
   duplicate (`dup`).
 - Every transfer is counted in `traffic` under its `kind`, one of `records.TRAFFIC_KINDS`.
-  Collectives built on sends and receives are counted message by message. Collectives of a library
-  cannot be observed, and collectives in shared memory have no messages. Both are counted by
-  formula: all_reduce, reduce_scatter and all_gather as a ring (algorithms/ring.py), broadcast as a
-  binomial tree (algorithms/tree.py). Empty tensors are not sent.
+  Collectives built on sends and receives are counted message by message. Messages of library
+  collectives (gloo, NCCL) cannot be observed, and shared-memory collectives have no messages. Both
+  are counted by formula: all_reduce, reduce_scatter and all_gather as a ring (algorithms/ring.py),
+  broadcast as a binomial tree (algorithms/tree.py). Empty tensors are not sent.
 - If a peer exits, or does not respond within `timeout_seconds`, the operation raises a one-line
   `PeerError` that names the operation and its peers, either when it starts or in `wait()`. After an
   error, a communicator can only be closed.
@@ -80,7 +80,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def recv(self, tensor: Tensor, source: int, kind: str) -> Work:
-        """Receive a tensor from `source`; see `send` about the order on GPUs."""
+        """Receive a tensor from `source`; see `send` for the order on GPUs."""
 
     def sendrecv(self, outgoing: Tensor, to: int, incoming: Tensor, source: int, kind: str) -> Work:
         """Send to one rank and receive from another at the same time."""
@@ -93,7 +93,7 @@ class Communicator(ABC):
         )
 
     def gather(self, tensor: Tensor, parts: Sequence[Tensor] | None, root: int, kind: str) -> Work:
-        """Collect the tensors of all ranks in `parts` of the root; `parts` is None elsewhere."""
+        """Collect the tensors of all ranks in the root's `parts`; other ranks pass None."""
         if self.rank != root:
             return self.send(tensor, root, kind)
         targets = self._check_parts(parts)
@@ -101,7 +101,7 @@ class Communicator(ABC):
         return CombinedWork([self.recv(targets[peer], peer, kind) for peer in self.peers])
 
     def scatter(self, tensor: Tensor, parts: Sequence[Tensor] | None, root: int, kind: str) -> Work:
-        """Send each rank its entry of the root's `parts`; `parts` is None elsewhere."""
+        """Send each rank its entry of the root's `parts`; other ranks pass None."""
         if self.rank != root:
             return self.recv(tensor, root, kind)
         sources = self._check_parts(parts)
@@ -121,35 +121,36 @@ class Communicator(ABC):
         )
 
     def all_reduce(self, tensor: Tensor, kind: str) -> Work:
-        """Sum over all ranks in place; all ranks get the same bits."""
+        """Sum over all ranks in place; the result is bitwise identical on all ranks."""
         return self._in_background(
             tensor, lambda duplicate, flat: ring.Ring().all_reduce(duplicate, flat, kind)
         )
 
     def zeros(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a tensor for repeated collectives, in memory that needs the fewest copies.
+        """Allocate a zero-filled tensor for repeated collectives, in memory that minimizes copies.
 
         Collective. All ranks must pass the same slice of their tensors to a collective.
         """
         return torch.zeros(elements, dtype=dtype, device=device)
 
     def barrier(self) -> Work:
-        """Complete once every rank has started it."""
+        """Synchronize all ranks: the operation completes once every rank has started it."""
         return self.all_reduce(torch.zeros(1, dtype=torch.uint8), "control")
 
     @abstractmethod
     def dup(self, traffic: Traffic | None = None) -> Self:
         """Create a communicator over the same ranks whose messages never mix with this one's.
 
-        Collective. It counts into `traffic`, by default that of this communicator. The caller
-        closes it.
+        Collective. Its transfers are counted in `traffic`, by default this communicator's. The
+        caller must close it.
         """
 
     def subgroup(self, ranks: Sequence[int], traffic: Traffic | None = None) -> Communicator:
-        """Create a communicator over some ranks, which all call this with the same `ranks`.
+        """Create a communicator over a subset of ranks.
 
-        The ranks are renumbered in the given order. It counts into `traffic`, by default that of
-        this communicator. The caller closes it.
+        Each of these ranks must call this with the same `ranks`. They are renumbered in the given
+        order. Transfers are counted in `traffic`, by default this communicator's. The caller must
+        close it.
         """
         raise TypeError(f"{type(self).__name__} does not support subgroups: use torch.distributed")
 
@@ -186,7 +187,7 @@ class Communicator(ABC):
 
     def check_peer(self, peer: int) -> None:
         if peer == self.rank or not 0 <= peer < self.world_size:
-            raise ValueError(f"rank {self.rank} of {self.world_size} has no peer {peer}")
+            raise ValueError(f"invalid peer {peer} for rank {self.rank} of {self.world_size}")
 
     def track_transfer(self, work: Work, transfer: CountedTransfer) -> Work:
         """End a transfer when the work that performs it ends."""
@@ -197,12 +198,12 @@ class Communicator(ABC):
     def _in_background(
         self, tensor: Tensor, operation: Callable[[Communicator, Tensor], None]
     ) -> Work:
-        """Run a collective of several steps on a thread, where it overlaps with computation."""
+        """Run a collective on the communication thread, so that it overlaps with computation."""
         if self.world_size == 1 or tensor.numel() == 0:
             return CompletedWork()
         if self._background is None:
             self._background = CommunicationThread(self)
-        staged = StagingBuffer.of(tensor)
+        staged = StagingBuffer.from_tensor(tensor)
         work = self._background.submit(
             lambda duplicate: operation(duplicate, staged.flat), staged.flat.device
         )
@@ -224,15 +225,15 @@ class OperationContext:
     peers: tuple[int, ...]
 
     def timed_out(self, seconds: float) -> PeerError:
-        return self.failed(no_answer(seconds))
+        return self.failed(timeout_message(seconds))
 
     def failed(self, cause: str) -> PeerError:
         return PeerError(f"rank {self.rank}: {self.name} {format_ranks(self.peers)}: {cause}")
 
 
-def no_answer(seconds: float) -> str:
-    """Return the cause of a failure for a peer that did not respond in time."""
-    return f"no answer within the timeout of {seconds:g} s"
+def timeout_message(seconds: float) -> str:
+    """Return the error text for a peer that timed out."""
+    return f"no response within {seconds:g} s"
 
 
 def format_ranks(ranks: Sequence[int], noun: str = "rank") -> str:

@@ -16,14 +16,14 @@ class Network:
     """Parameters of the network between workers."""
 
     latency_seconds: float
-    """From the start of an empty send until it is received."""
+    """Time from the start of an empty send until it is received."""
     bandwidth_bytes_per_second: float
-    """Of the link of one worker, in each direction."""
+    """Bandwidth of one worker's link, in each direction."""
     reduce_bytes_per_second: float | None = None
     """Rate at which a worker adds a received buffer to its own; None means infinitely fast."""
 
     def seconds(self, messages: float, moved_bytes: float, reduced_bytes: float = 0.0) -> float:
-        """Return the time of sequential messages that move and reduce these bytes in total."""
+        """Return the time of sequential messages that move and reduce the given bytes in total."""
         reducing = (
             reduced_bytes / self.reduce_bytes_per_second if self.reduce_bytes_per_second else 0.0
         )
@@ -39,8 +39,8 @@ class Cost:
     """Predicted cost of one operation."""
 
     seconds: float
-    """From its start until every worker has the result."""
+    """Time from the start until every worker has the result."""
     bytes_sent: float
-    """By the worker that sends the most bytes."""
+    """Bytes sent by the worker that sends the most bytes."""
     messages: int
-    """By the worker that sends the most messages."""
+    """Messages sent by the worker that sends the most messages."""

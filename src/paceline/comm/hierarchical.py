@@ -1,10 +1,11 @@
-"""Communicator for several nodes: shared memory within each node, torch.distributed across nodes.
+"""Communicator for multiple nodes: shared memory within each node, torch.distributed across nodes.
 
 Messages between two ranks of a node use shared memory; all others use the network. Collectives use
-both levels. Rank i of a node is connected to rank i of every other node and transfers chunk i of
-each tensor, so each byte crosses the network once and all links carry equal shares. The steps of a
-collective run on a communication thread that has its own connections. If nodes have different
-numbers of ranks, torch.distributed performs the collectives over the network between all ranks.
+both levels. Local rank i of a node is connected to local rank i of every other node and transfers
+chunk i of each tensor, so each byte crosses the network once and all links carry equal shares. The
+steps of a collective run on a communication thread that has its own connections. If nodes have
+different numbers of ranks, torch.distributed performs the collectives over the network between all
+ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from paceline.comm.communicator import (
     broadcast_counts,
     reduce_scatter_counts,
 )
-from paceline.comm.objects import gather_scalars
+from paceline.comm.objects import all_gather_scalars
 from paceline.comm.shm import communicator as shared_memory
 from paceline.comm.shm.communicator import SharedMemoryCommunicator
 from paceline.comm.work import CompletedWork, Work
@@ -38,7 +39,7 @@ POLL_SECONDS = 0.0002
 
 
 class NodeLayout:
-    """The ranks of every node, in the order of the nodes."""
+    """The ranks of each node, in node order."""
 
     def __init__(self, ranks_by_node: Sequence[Sequence[int]]) -> None:
         self.ranks_by_node = ranks_by_node
@@ -53,7 +54,7 @@ class NodeLayout:
     @classmethod
     def discover(cls, communicator: Communicator, node: int) -> NodeLayout:
         """Group the ranks that pass the same `node`. Collective."""
-        nodes = gather_scalars(communicator, torch.tensor(node)).tolist()
+        nodes = all_gather_scalars(communicator, torch.tensor(node)).tolist()
         return cls(
             [
                 [rank for rank in range(communicator.world_size) if nodes[rank] == each]
@@ -70,19 +71,19 @@ class NodeLayout:
         return self.ranks_by_node[self.position(rank)[0]]
 
     def inter_node_ranks(self, rank: int) -> Sequence[int]:
-        """Return the ranks with the same local rank on every node; for a uniform layout."""
+        """Return the ranks with the same local rank on every node. Requires a uniform layout."""
         local_rank = self.position(rank)[1]
         return [ranks[local_rank] for ranks in self.ranks_by_node]
 
 
 @dataclass(frozen=True, slots=True)
 class NodeGroups:
-    """The two groups of a rank on nodes with equal numbers of ranks."""
+    """The intra-node and inter-node groups of a rank. All nodes have the same number of ranks."""
 
     intra_node: Communicator
     """The ranks of the same node; its `rank` is the local rank."""
     inter_node: Communicator
-    """The ranks with the same local rank on all nodes, in the order of the nodes."""
+    """The ranks with the same local rank on all nodes, in node order."""
 
     def close(self) -> None:
         self.intra_node.close()
@@ -90,7 +91,7 @@ class NodeGroups:
 
 
 def split_by_node(communicator: Communicator, node: int) -> NodeGroups:
-    """Connect ranks that pass the same `node` by shared memory, others over the network.
+    """Connect ranks with the same `node` through shared memory, and all others over the network.
 
     Collective. Raises UsageError if nodes have different numbers of ranks.
     """
@@ -98,8 +99,8 @@ def split_by_node(communicator: Communicator, node: int) -> NodeGroups:
     if not layout.is_uniform:
         counts = ", ".join(str(len(ranks)) for ranks in layout.ranks_by_node)
         raise UsageError(
-            f"nodes have {counts} workers: to share weights on each node, start the same number of"
-            " workers on every node (--nproc-per-node)"
+            f"nodes have different numbers of workers ({counts}): to share weights on each node,"
+            " start the same number of workers on every node (--nproc-per-node)"
         )
     if len(layout.ranks_by_node) == 1:
         return NodeGroups(shared_memory.connect(communicator), in_process.single())
@@ -109,11 +110,11 @@ def split_by_node(communicator: Communicator, node: int) -> NodeGroups:
 
 
 def connect(bootstrap: Communicator, node: int) -> Communicator:
-    """Create the fastest communicator; ranks that pass the same `node` share memory.
+    """Create the fastest available communicator. Collective.
 
-    Collective. It counts into the traffic of `bootstrap`, which may be closed afterwards. The
-    result uses only shared memory on a single node, and only the network if every node has one
-    rank.
+    Ranks that pass the same `node` use shared memory. Transfers are counted in the traffic of
+    `bootstrap`, which may be closed afterward. The result uses only shared memory on a single node,
+    and only the network if every node has one rank.
     """
     layout = NodeLayout.discover(bootstrap, node)
     if len(layout.ranks_by_node) == 1:
@@ -128,10 +129,10 @@ def connect(bootstrap: Communicator, node: int) -> Communicator:
 def _connect_intra_node(
     network: Communicator, layout: NodeLayout, traffic: Traffic
 ) -> SharedMemoryCommunicator | None:
-    """Connect the ranks of each node by shared memory; None for a node with one rank. Collective.
+    """Connect the ranks of each node through shared memory. Collective.
 
-    A single rank also creates a subgroup, because subgroups are numbered and all ranks must create
-    the same number of them.
+    Returns None on a node with one rank. The only rank of a node also creates a subgroup, because
+    subgroups are numbered and all ranks must create the same number of them.
     """
     ranks = layout.intra_node_ranks(network.rank)
     with network.subgroup(ranks) as bootstrap:
@@ -141,8 +142,8 @@ def _connect_intra_node(
 class HierarchicalCommunicator(Communicator):
     """Created by `connect`.
 
-    `traffic` counts operations as the contract defines. `network.traffic` counts the bytes sent
-    across nodes, and `intra_node.traffic` those within the node.
+    `traffic` counts operations as defined by the `Communicator` contract. `network.traffic` counts
+    the bytes sent across nodes, and `intra_node.traffic` those within the node.
     """
 
     def __init__(
@@ -224,7 +225,7 @@ class HierarchicalCommunicator(Communicator):
         return type(self)(network, intra_node, self._layout, traffic or self.traffic)
 
     def subgroup(self, ranks: Sequence[int], traffic: Traffic | None = None) -> Communicator:
-        """Create a communicator over some ranks, which uses only the network."""
+        """Create a communicator over a subset of ranks. It uses only the network."""
         return self.network.subgroup(ranks, traffic or self.traffic)
 
     def _disconnect(self) -> None:
@@ -272,7 +273,7 @@ class HierarchicalCommunicator(Communicator):
     def _node_groups(self) -> NodeGroups:
         """Return the groups for two-level collectives. Collective on first use.
 
-        Only the duplicate of the communication thread calls this, so a communicator without
+        Only the duplicate of the communication thread calls this, so a communicator that runs no
         collectives never connects the inter-node group.
         """
         if self._groups is None:
@@ -289,7 +290,10 @@ class HierarchicalCommunicator(Communicator):
         groups.intra_node.all_gather(flat, kind).wait()
 
     def _two_level_broadcast(self, flat: Tensor, root: int, kind: str) -> None:
-        """Broadcast on the root's node, then chunk by chunk across nodes, and all-gather there."""
+        """Broadcast within the root's node, then across nodes, and all-gather within other nodes.
+
+        Each local rank broadcasts one chunk across nodes.
+        """
         groups = self._node_groups()
         root_node, root_local_rank = self._layout.position(root)
         if self._node == root_node:
@@ -325,11 +329,11 @@ class HierarchicalCommunicator(Communicator):
         return chunk(flat, len(self._layout.ranks_by_node[self._node]), self._local_rank)
 
     def _padded(self, flat: Tensor) -> Tensor:
-        """Return zeros with space for the chunks of all ranks, each as large as the first."""
+        """Return zeros for one chunk per rank, each as large as the first chunk of `flat`."""
         return flat.new_zeros(self.world_size * chunk_elements(flat.numel(), self.world_size, 0))
 
     def _chunk_pairs(self, flat: Tensor, padded: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return, by rank, its chunk of `flat` and the corresponding part of `padded`.
+        """Return, for each rank, its chunk of `flat` and the corresponding part of `padded`.
 
         In `padded`, the chunks of ranks with the same local rank are adjacent, so that they form
         the local chunk of these ranks.
@@ -345,9 +349,9 @@ class HierarchicalCommunicator(Communicator):
 
 
 class ShmProgressingWork(Work):
-    """An operation over the network, whose wait also progresses messages in shared memory.
+    """A network operation whose `wait` also makes progress on shared-memory messages.
 
-    Otherwise a peer could wait for a shared-memory message of this rank while this rank waits for
+    Otherwise a peer could wait for a shared-memory message from this rank while this rank waits for
     the network.
     """
 

@@ -26,11 +26,11 @@ from paceline.measure.traffic import Traffic
 
 T = TypeVar("T")
 
-Channel = tuple[int, ...]
-"""A duplicate, by the indices of its ancestors; messages on different channels never mix."""
+ContextId = tuple[int, ...]
+"""The index of each `dup` call that led to a communicator. Messages never cross contexts."""
 
-Route = tuple[Channel, int, int]
-"""Channel, sender, receiver."""
+Route = tuple[ContextId, int, int]
+"""Context ID, sender, receiver."""
 
 
 class InProcessGroup:
@@ -39,7 +39,7 @@ class InProcessGroup:
     def __init__(self, world_size: int, timeout_seconds: float = 30.0) -> None:
         self._changed = Condition()
         self._messages: dict[tuple[Route, int], Tensor] = {}
-        self._closed: set[tuple[Channel, int]] = set()
+        self._closed: set[tuple[ContextId, int]] = set()
         self.communicators = [
             InProcessCommunicator(self, rank, world_size, timeout_seconds, None, ())
             for rank in range(world_size)
@@ -53,22 +53,25 @@ class InProcessGroup:
     def is_ready(self, route: Route, number: int) -> bool:
         """Return whether `take` would return, or raise, without blocking."""
         with self._changed:
-            return self._is_decided(route, number)
+            return self._is_ready(route, number)
 
     def take(self, route: Route, number: int, seconds: float, context: OperationContext) -> Tensor:
-        """Wait for a message; PeerError if its sender or receiver closes, or after a timeout."""
+        """Wait for a message. Raises PeerError if the sender or receiver closes, or on timeout."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_decided(route, number), timeout=seconds)
+            self._changed.wait_for(lambda: self._is_ready(route, number), timeout=seconds)
             if (route, number) in self._messages:
                 return self._messages.pop((route, number))
             if self._is_closed(route):
                 raise context.failed("the connection was closed")
             raise context.timed_out(seconds)
 
-    def leave(self, channel: Channel, rank: int) -> None:
-        """Disconnect a rank from a channel and its duplicates; sent messages remain receivable."""
+    def disconnect(self, context_id: ContextId, rank: int) -> None:
+        """Disconnect a rank from a communicator and its duplicates.
+
+        Messages that were already sent can still be received.
+        """
         with self._changed:
-            self._closed.add((channel, rank))
+            self._closed.add((context_id, rank))
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -81,14 +84,14 @@ class InProcessGroup:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _is_decided(self, route: Route, number: int) -> bool:
+    def _is_ready(self, route: Route, number: int) -> bool:
         return (route, number) in self._messages or self._is_closed(route)
 
     def _is_closed(self, route: Route) -> bool:
-        channel, sender, receiver = route
+        context_id, sender, receiver = route
         return any(
-            (channel[:depth], rank) in self._closed
-            for depth in range(len(channel) + 1)
+            (context_id[:depth], rank) in self._closed
+            for depth in range(len(context_id) + 1)
             for rank in (sender, receiver)
         )
 
@@ -103,13 +106,13 @@ class InProcessCommunicator(Communicator):
         world_size: int,
         timeout_seconds: float,
         traffic: Traffic | None,
-        channel: Channel,
+        context_id: ContextId,
     ) -> None:
         super().__init__(rank, world_size, timeout_seconds, traffic)
         self._group = group
-        self._channel = channel
+        self._context_id = context_id
         self._duplicates = 0
-        # Messages are numbered, so that receives can be waited for in any order.
+        # Messages are numbered, so that receives can complete in any order.
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
 
@@ -118,8 +121,8 @@ class InProcessCommunicator(Communicator):
         if tensor.numel() == 0:
             return CompletedWork()
         transfer = self.traffic.begin(kind, bytes_sent=tensor.nbytes, messages=1)
-        message = StagingBuffer.of(tensor).flat.clone()
-        self._group.put((self._channel, self.rank, to), self._sent[to], message)
+        message = StagingBuffer.from_tensor(tensor).flat.clone()
+        self._group.put((self._context_id, self.rank, to), self._sent[to], message)
         self._sent[to] += 1
         return self.track_transfer(CompletedWork(), transfer)
 
@@ -128,7 +131,7 @@ class InProcessCommunicator(Communicator):
         if tensor.numel() == 0:
             return CompletedWork()
         transfer = self.traffic.begin(kind, bytes_received=tensor.nbytes)
-        work = _Receive(self, self._group, self._channel, tensor, source, self._received[source])
+        work = _Receive(self, self._group, self._context_id, tensor, source, self._received[source])
         self._received[source] += 1
         return self.track_transfer(work, transfer)
 
@@ -140,11 +143,11 @@ class InProcessCommunicator(Communicator):
             self.world_size,
             self.timeout_seconds,
             traffic or self.traffic,
-            (*self._channel, self._duplicates),
+            (*self._context_id, self._duplicates),
         )
 
     def _disconnect(self) -> None:
-        self._group.leave(self._channel, self.rank)
+        self._group.disconnect(self._context_id, self.rank)
 
 
 class _Receive(Work):
@@ -152,7 +155,7 @@ class _Receive(Work):
         self,
         communicator: Communicator,
         group: InProcessGroup,
-        channel: Channel,
+        context_id: ContextId,
         tensor: Tensor,
         source: int,
         number: int,
@@ -161,14 +164,14 @@ class _Receive(Work):
         self._context = communicator.context("recv from", (source,))
         self._timeout_seconds = communicator.timeout_seconds
         self._group, self._tensor, self._number = group, tensor.detach(), number
-        self._route = (channel, source, communicator.rank)
+        self._route = (context_id, source, communicator.rank)
 
     def _block(self) -> None:
         message = self._group.take(self._route, self._number, self._timeout_seconds, self._context)
         if message.dtype != self._tensor.dtype or message.numel() != self._tensor.numel():
             raise ValueError(
                 f"rank {self._route[1]} sent {message.numel()} x {message.dtype} but rank "
-                f"{self._route[2]} receives {self._tensor.numel()} x {self._tensor.dtype}"
+                f"{self._route[2]} expects {self._tensor.numel()} x {self._tensor.dtype}"
             )
         self._tensor.copy_(message.view(self._tensor.shape))
 
@@ -197,7 +200,7 @@ def run(
             results[communicator.rank] = work(communicator)
         except Exception as error:  # noqa: BLE001 - raised again below
             errors.append(error)
-            group.leave((), communicator.rank)
+            group.disconnect((), communicator.rank)
 
     with InProcessGroup(world_size, timeout_seconds) as group:
         threads = [Thread(target=worker, args=(each,)) for each in group.communicators]

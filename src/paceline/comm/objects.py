@@ -1,4 +1,7 @@
-"""JSON values, bytes and scalars between ranks; never pickle, so received data cannot run code."""
+"""Collectives for JSON values, bytes and scalars.
+
+They never use pickle, so received data cannot execute code.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def gather_bytes(communicator: Communicator, payload: Tensor, kind: str) -> list
     """
     if communicator.world_size == 1:
         return [payload]
-    sizes = gather_scalars(communicator, torch.tensor(payload.numel()), kind)
+    sizes = all_gather_scalars(communicator, torch.tensor(payload.numel()), kind)
     if communicator.rank:
         communicator.send(payload, 0, kind).wait()
         return None
@@ -48,10 +51,11 @@ def gather_bytes(communicator: Communicator, payload: Tensor, kind: str) -> list
     return payloads
 
 
-def gather_scalars(communicator: Communicator, values: Tensor, kind: str = "control") -> Tensor:
+def all_gather_scalars(communicator: Communicator, values: Tensor, kind: str = "control") -> Tensor:
     """Return the values of all ranks, one row per rank, on all ranks. Collective.
 
-    It is an all_reduce of a table in which each rank fills its own row; adding zeros is exact.
+    Implemented as an all_reduce of a table in which each rank fills its own row; adding zeros is
+    exact.
     """
     table = values.new_zeros((communicator.world_size, *values.shape))
     table[communicator.rank] = values

@@ -1,6 +1,6 @@
-"""Process groups of torch.distributed, gloo and NCCL: creation, abort, errors, interfaces.
+"""Create and abort gloo and NCCL process groups, translate errors, select network interfaces.
 
-Both are created directly from a store and an address.
+The groups are created directly from a store and an address.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ SUMMABLE_DTYPES = frozenset(
 """Dtypes that both gloo and NCCL can sum."""
 
 PRIORITY_BOOST = 10
-"""By how much the nice value of communication threads is lower than that of the caller."""
+"""Difference between the nice values of the caller and of communication threads."""
 
 ABORT_TAG = 1
-"""Tag of receives that no message matches; all messages have tag 0."""
+"""Tag of receives that match no message; all messages have tag 0."""
 
 NCCL_WATCHDOG_SECONDS = 60.0
-"""How long NCCL's watchdog, which ends the process, waits after the timeout of an operation."""
+"""Extra time after an operation times out before NCCL's watchdog aborts the process."""
 
 INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
-"""Environment variables that select the network interface; to NCCL, a bare name is a prefix."""
+"""Environment variables that select the network interface; NCCL treats a bare name as a prefix."""
 
 
 def create_gloo(
@@ -53,7 +53,7 @@ def create_gloo(
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout_seconds)
     options._threads = 2
-    # On loopback no link idles, and a higher priority would only interrupt computation.
+    # Loopback has no link to keep busy, so a higher priority would only interrupt computation.
     with nullcontext() if is_loopback(address) else high_priority_threads():
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         return dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, options)
@@ -61,12 +61,13 @@ def create_gloo(
 
 @contextmanager
 def high_priority_threads() -> Iterator[None]:
-    """Raise the priority of threads that are started in this context, also by C++ code.
+    """Raise the priority of threads started in this context, including threads started by C++ code.
 
-    Communication threads have little to do, but a link idles until they have done it. Without the
-    permission to raise priorities, which root has, nothing changes.
+    Communication threads do little work, but the link is idle until they run. This has no effect
+    without permission to raise priorities, which root has.
     """
-    previous = os.getpriority(os.PRIO_PROCESS, 0)  # On Linux per thread; new threads inherit it.
+    # On Linux, priority is per thread, and new threads inherit it.
+    previous = os.getpriority(os.PRIO_PROCESS, 0)
     is_raised = False
     with suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, previous - PRIORITY_BOOST)
@@ -99,13 +100,13 @@ def create_nccl(
 ) -> Any:
     """Create an NCCL process group on the network interface of `address`. Collective.
 
-    The NCCL communicator is created here, where every rank takes part. On first use, it would be
-    created by the ranks that have something to send, which would wait without a timeout for the
-    ranks that have nothing.
+    The NCCL communicator is created here, where every rank takes part. With lazy initialization,
+    only the ranks that send would create it, and they would wait without a timeout for the other
+    ranks.
     """
     options: Any = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_seconds + NCCL_WATCHDOG_SECONDS)
-    with sockets_on(address):
+    with use_interface_of(address):
         nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, world_size, options)
         nccl.eager_connect_single_device(gpu)
     return nccl
@@ -137,8 +138,8 @@ def start_nccl_messages(
     return nccl._end_coalescing()
 
 
-class PeerErrors:
-    """Context manager that turns an error of a process group into a one-line `PeerError`."""
+class PeerErrorTranslator:
+    """Context manager that translates a process group error into a one-line `PeerError`."""
 
     __slots__ = ("_context", "_timeout_seconds")
 
@@ -162,10 +163,10 @@ class PeerErrors:
 
 
 @contextmanager
-def sockets_on(address: str) -> Iterator[None]:
+def use_interface_of(address: str) -> Iterator[None]:
     """Make torch's default group and NCCL listen on the network interface with this address.
 
-    They read it from the environment and offer no other way. Values that the user has set are kept.
+    They read the interface only from environment variables. Values that the user has set are kept.
     """
     interface = interface_of(address)
     added = {

@@ -1,4 +1,4 @@
-"""The rank of a process and its rendezvous address, as environment variables of torchrun."""
+"""The rank of a process and its rendezvous address, as torchrun's environment variables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """The rank of a worker process in a run, and where all workers rendezvous."""
+    """The rank of a worker process in a run, and the rendezvous address of all workers."""
 
     rank: int
     world_size: int
@@ -20,7 +20,7 @@ class RankInfo:
     has_external_store: bool
     """Whether a process other than rank 0, such as a launcher, serves the rendezvous store."""
     restart_count: int = 0
-    """How often the workers were restarted; an external store outlives a restart."""
+    """Number of times the workers were restarted; an external store survives a restart."""
 
     def to_environment(self) -> dict[str, str]:
         """Return the environment variables that torchrun sets."""

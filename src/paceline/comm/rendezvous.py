@@ -1,7 +1,7 @@
-"""Rendezvous: how workers find each other, by a TCPStore at an address that all of them know.
+"""Rendezvous: workers find each other through a TCPStore at an address that all of them know.
 
-Rank 0 serves the store unless a launcher does. The store listens only on that address. Every
-failure is one line that names the address and what to check.
+Rank 0 serves the store unless a launcher does. The store listens only on that address. Every error
+message is one line that names the address and what to check.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Rendezvous:
     port: int
     """0 means any free port, which `port_of` returns in the process that serves the store."""
     timeout_seconds: float = 60.0
-    """How long to wait for all ranks."""
+    """Time to wait for all ranks."""
     serves_store: bool | None = None
     """Whether this process serves the store; None means that rank 0 does. False on every rank if a
     launcher serves it."""
@@ -78,7 +78,7 @@ class Rendezvous:
             ) from None
         return store
 
-    def join_or_host(self, may_serve: bool) -> tuple[Store, bool]:
+    def join_or_serve(self, may_serve: bool) -> tuple[Store, bool]:
         """Return the store without waiting for others, and whether this process serves it.
 
         The first process that may serve, and whose machine has the address, serves it.
@@ -110,7 +110,7 @@ class Rendezvous:
             raise self._bind_error(error) from None
 
     def _listen(self) -> socket.socket:
-        """Open a socket that listens only on the address; TCPStore would listen on all of them."""
+        """Open a socket that listens only on `address`; TCPStore would listen on all addresses."""
         family, kind, protocol, _, target = self._resolve()
         listener = socket.socket(family, kind, protocol)
         try:
@@ -150,7 +150,7 @@ class Rendezvous:
             store = stores.get(timeout=max(deadline - monotonic(), 1.0))
         except Empty:
             raise RunError(
-                f"{self._label}: the program that listens at {self.endpoint} is not a paceline run:"
+                f"{self._label}: the process listening on {self.endpoint} is not a paceline run:"
                 " check --master-addr and --master-port"
             ) from None
         if isinstance(store, DistError):
@@ -197,7 +197,7 @@ class Rendezvous:
             expected = int(store.get(self._key(rank)))
             if expected != self.world_size:
                 raise UsageError(
-                    f"{self._label} expects {self.world_size} {self.noun}s at {self.endpoint}, "
+                    f"{self._label} expects {self.world_size} {self.noun}s at {self.endpoint}, but "
                     f"{self.noun} {rank} expects {expected}: start all with the same --nnodes and "
                     "--nproc-per-node"
                 )
@@ -218,18 +218,18 @@ class Rendezvous:
     def _bind_error(self, error: OSError) -> UsageError:
         if error.errno == errno.EADDRINUSE and not self.port:
             return UsageError(
-                f"no port of {self.address} is free (net.ipv4.ip_local_port_range): stop programs"
+                f"no free port on {self.address} (net.ipv4.ip_local_port_range): stop programs"
                 " that have many open connections"
             )
         if error.errno == errno.EADDRINUSE:
             return UsageError(
-                f"port {self.port} of {self.address} is in use: choose another --master-port"
+                f"port {self.port} on {self.address} is in use: choose another --master-port"
             )
         if error.errno == errno.EADDRNOTAVAIL:
             return UsageError(
-                f"{self.address} is not an address of this machine, which has rank 0: "
+                f"{self.address} is not an address of this machine, which is {self._label}: "
                 "check --master-addr"
             )
         return UsageError(
-            f"cannot listen at {self.endpoint} ({error.strerror}): check --master-port"
+            f"cannot listen on {self.endpoint} ({error.strerror}): check --master-port"
         )

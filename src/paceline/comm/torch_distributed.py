@@ -32,12 +32,12 @@ from paceline.comm.communicator import (
 )
 from paceline.comm.process_groups import (
     SUMMABLE_DTYPES,
-    PeerErrors,
+    PeerErrorTranslator,
     abort_gloo,
     create_gloo,
     create_nccl,
-    sockets_on,
     start_nccl_messages,
+    use_interface_of,
 )
 from paceline.comm.rendezvous import Rendezvous
 from paceline.comm.work import CompletedWork, Work
@@ -72,7 +72,7 @@ def connect(
 
 
 class ProcessGroupWork(Work):
-    """An operation of a process group, by the handle that the group returned."""
+    """An operation of a process group. Wraps the handle that the group returned."""
 
     def __init__(self, handle: Any, context: OperationContext, timeout_seconds: float) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class ProcessGroupWork(Work):
 
 
 class GlooWork(ProcessGroupWork):
-    """A collective of gloo."""
+    """A gloo collective."""
 
     def add_done_callback(self, action: Callable[[float], None]) -> None:
         is_first = not self._on_completion
@@ -89,7 +89,7 @@ class GlooWork(ProcessGroupWork):
             self._handle.get_future().then(lambda _: self._complete())
 
     def _block(self) -> None:
-        with PeerErrors(self._context, self._timeout_seconds):
+        with PeerErrorTranslator(self._context, self._timeout_seconds):
             self._handle.wait()
 
     def _poll(self) -> bool:
@@ -97,16 +97,16 @@ class GlooWork(ProcessGroupWork):
 
 
 class GlooPointToPointWork(ProcessGroupWork):
-    """A send or receive of gloo, whose handle reports completion only to a thread that waits.
+    """A gloo send or receive, whose handle reports completion only to a waiting thread.
 
-    The first `is_completed` call therefore starts a thread that waits.
+    The first `is_completed` call therefore starts a waiting thread.
     """
 
     _waiter: Thread | None = None
     _wait_error: RuntimeError | None = None
 
     def _block(self) -> None:
-        with PeerErrors(self._context, self._timeout_seconds):
+        with PeerErrorTranslator(self._context, self._timeout_seconds):
             if self._waiter is None:
                 self._handle.wait()
                 return
@@ -128,7 +128,7 @@ class GlooPointToPointWork(ProcessGroupWork):
 
 
 class NcclWork(ProcessGroupWork):
-    """An operation of NCCL. `wait` of its handle orders GPU work but does not block the host."""
+    """An NCCL operation. Its handle's `wait` orders GPU work but does not block the host."""
 
     _end: Moment | None = None
 
@@ -139,7 +139,7 @@ class NcclWork(ProcessGroupWork):
         timeout_seconds: float,
         timeline: Timeline | None = None,
     ) -> None:
-        """`timeline`: of the GPU, for a collective; None for messages, which have no future."""
+        """`timeline` is the GPU's for a collective, and None for messages, which have no future."""
         super().__init__(handle, context, timeout_seconds)
         self._timeline = timeline
 
@@ -155,7 +155,7 @@ class NcclWork(ProcessGroupWork):
         self._end = self._timeline.mark()
 
     def _block(self) -> None:
-        with PeerErrors(self._context, self._timeout_seconds):
+        with PeerErrorTranslator(self._context, self._timeout_seconds):
             deadline = monotonic() + self._timeout_seconds
             while not self._handle.is_completed():
                 if monotonic() > deadline:
@@ -173,8 +173,11 @@ class _ClosedError(Exception):
     """The communicator was closed, possibly by another thread, before the operation started."""
 
 
-class _Issuing(PeerErrors):
-    """Context in which an operation starts: a failure ends its transfer and is translated."""
+class _StartingOperation(PeerErrorTranslator):
+    """Context manager for starting an operation.
+
+    On failure, it ends the transfer and translates the error.
+    """
 
     __slots__ = ("_traffic", "_transfer")
 
@@ -197,9 +200,9 @@ class TorchCommunicator(Communicator):
     """Created by `connect`.
 
     Each communicator has its own gloo and NCCL connections, including those created by `dup` and
-    `subgroup`. NCCL connects here and not on first use, in which only the ranks that have something
-    to send would take part (process_groups.py). This costs GPU memory and startup time for every
-    communicator, even if it only transfers CPU tensors.
+    `subgroup`. NCCL connects eagerly, because only the ranks that send would take part in a lazy
+    connection (process_groups.py). This costs GPU memory and startup time for every communicator,
+    even if it only transfers CPU tensors.
 
     Methods never assign a process group to a local variable: the traceback of an error would keep
     its connections open.
@@ -227,7 +230,7 @@ class TorchCommunicator(Communicator):
         self._gloo: Any = None
         self._nccl: Any = None
         self._timeline: Timeline | None = None
-        with PeerErrors(self.context("connect to", self.peers), timeout_seconds):
+        with PeerErrorTranslator(self.context("connect to", self.peers), timeout_seconds):
             self._gloo = create_gloo(store, rank, world_size, address, timeout_seconds)
             if gpu is not None:
                 self._nccl = create_nccl(store, rank, world_size, address, gpu, timeout_seconds)
@@ -243,10 +246,10 @@ class TorchCommunicator(Communicator):
         self.check_peer(to)
         if tensor.numel() == 0:
             return CompletedWork()
-        flat = StagingBuffer.of(tensor, self._device(tensor)).flat
+        flat = StagingBuffer.from_tensor(tensor, self._device(tensor)).flat
         context = self.context("send to", (to,))
         transfer = self.traffic.begin(kind, bytes_sent=tensor.nbytes, messages=1)
-        with _Issuing(self, context, transfer):
+        with _StartingOperation(self, context, transfer):
             if flat.device == CPU:
                 handle = self._group(CPU).send([flat], to, 0)
             else:
@@ -257,11 +260,11 @@ class TorchCommunicator(Communicator):
         self.check_peer(source)
         if tensor.numel() == 0:
             return CompletedWork()
-        staged = StagingBuffer.to_fill(tensor, self._device(tensor))
+        staged = StagingBuffer.empty_like(tensor, self._device(tensor))
         flat = staged.flat
         context = self.context("recv from", (source,))
         transfer = self.traffic.begin(kind, bytes_received=tensor.nbytes)
-        with _Issuing(self, context, transfer):
+        with _StartingOperation(self, context, transfer):
             if flat.device == CPU:
                 handle = self._group(CPU).recv([flat], source, 0)
             else:
@@ -273,13 +276,13 @@ class TorchCommunicator(Communicator):
             return super().sendrecv(outgoing, to, incoming, source, kind)
         self.check_peer(to)
         self.check_peer(source)
-        sending, receiving = StagingBuffer.of(outgoing), StagingBuffer.to_fill(incoming)
+        sending, receiving = StagingBuffer.from_tensor(outgoing), StagingBuffer.empty_like(incoming)
         device = sending.flat.device
         context = self.context("sendrecv with", sorted({to, source}))
         transfer = self.traffic.begin(
             kind, bytes_sent=outgoing.nbytes, bytes_received=incoming.nbytes, messages=1
         )
-        with _Issuing(self, context, transfer):
+        with _StartingOperation(self, context, transfer):
             handle = start_nccl_messages(
                 self._group(device), send=(sending.flat, to), recv=(receiving.flat, source)
             )
@@ -288,50 +291,50 @@ class TorchCommunicator(Communicator):
     def broadcast(self, tensor: Tensor, root: int, kind: str) -> Work:
         if self.world_size == 1 or tensor.numel() == 0:
             return CompletedWork()
-        staged = StagingBuffer.of(tensor, self._device(tensor))
+        staged = StagingBuffer.from_tensor(tensor, self._device(tensor))
         options = dist.BroadcastOptions()
         options.rootRank = root
         context = self.context("broadcast with", self.peers)
         transfer = self.traffic.begin(
             kind, **broadcast_counts(tensor, self.rank, self.world_size, root)
         )
-        with _Issuing(self, context, transfer):
-            # As bytes, because gloo does not broadcast every dtype.
+        with _StartingOperation(self, context, transfer):
+            # Broadcast bytes, because gloo does not support every dtype.
             handle = self._group(staged.flat.device).broadcast(
                 [staged.flat.view(torch.uint8)], options
             )
         return self._collective(handle, context, transfer, staged)
 
     def reduce_scatter(self, tensor: Tensor, kind: str) -> Work:
-        # Gloo performs a full all-reduce and discards all chunks but one.
+        # Gloo performs a full all-reduce and discards all chunks except one.
         if (
             self._device(tensor) == CPU
             or tensor.dtype not in SUMMABLE_DTYPES
-            or not self._is_even(tensor)
+            or not self._divides_evenly(tensor)
         ):
             return super().reduce_scatter(tensor, kind)
         if self.world_size == 1 or tensor.numel() == 0:
             return CompletedWork()
-        staged = StagingBuffer.of(tensor, self._device(tensor))
+        staged = StagingBuffer.from_tensor(tensor, self._device(tensor))
         own = chunk(staged.flat, self.world_size, self.rank)
         context = self.context("reduce_scatter with", self.peers)
         transfer = self.traffic.begin(
             kind, **reduce_scatter_counts(tensor, self.rank, self.world_size)
         )
-        with _Issuing(self, context, transfer):
+        with _StartingOperation(self, context, transfer):
             handle = self._group(staged.flat.device)._reduce_scatter_base(own, staged.flat)
         return self._collective(handle, context, transfer, staged)
 
     def all_gather(self, tensor: Tensor, kind: str) -> Work:
-        if not self._is_even(tensor):
+        if not self._divides_evenly(tensor):
             return super().all_gather(tensor, kind)
         if self.world_size == 1 or tensor.numel() == 0:
             return CompletedWork()
-        staged = StagingBuffer.of(tensor, self._device(tensor))
+        staged = StagingBuffer.from_tensor(tensor, self._device(tensor))
         own = chunk(staged.flat, self.world_size, self.rank).clone()
         context = self.context("all_gather with", self.peers)
         transfer = self.traffic.begin(kind, **all_gather_counts(tensor, self.rank, self.world_size))
-        with _Issuing(self, context, transfer):
+        with _StartingOperation(self, context, transfer):
             handle = self._group(staged.flat.device)._allgather_base(
                 staged.flat.view(torch.uint8), own.view(torch.uint8)
             )
@@ -342,10 +345,10 @@ class TorchCommunicator(Communicator):
             return super().all_reduce(tensor, kind)
         if self.world_size == 1 or tensor.numel() == 0:
             return CompletedWork()
-        staged = StagingBuffer.of(tensor, self._device(tensor))
+        staged = StagingBuffer.from_tensor(tensor, self._device(tensor))
         context = self.context("all_reduce with", self.peers)
         transfer = self.traffic.begin(kind, **all_reduce_counts(tensor, self.rank, self.world_size))
-        with _Issuing(self, context, transfer):
+        with _StartingOperation(self, context, transfer):
             handle = self._group(staged.flat.device).allreduce([staged.flat])
         return self._collective(handle, context, transfer, staged)
 
@@ -378,10 +381,11 @@ class TorchCommunicator(Communicator):
     def default_process_group(self) -> dist.ProcessGroup:
         """Return torch.distributed's default group over the same ranks; create it on first use.
 
-        The first call is collective. For PyTorch wrappers; their traffic is not counted.
+        The first call is collective. The group is for PyTorch wrappers, whose traffic is not
+        counted.
         """
         if not self._created_default_group:
-            with sockets_on(self._address):
+            with use_interface_of(self._address):
                 dist.init_process_group(
                     "gloo" if self._gpu is None else "cpu:gloo,cuda:nccl",
                     store=PrefixStore("default", self._store),
@@ -398,7 +402,7 @@ class TorchCommunicator(Communicator):
     def _disconnect(self) -> None:
         if self._created_default_group and dist.is_initialized():
             dist.destroy_process_group()
-        # Another thread may close the communicator at the same time; only one of them aborts.
+        # If several threads close the communicator at the same time, only one of them aborts.
         with self._closing:
             nccl, gloo = self._nccl, self._gloo
             self._nccl = self._gloo = None
@@ -441,5 +445,5 @@ class TorchCommunicator(Communicator):
         uses_nccl = self._nccl is not None and tensor.device == self._gpu
         return tensor.device if uses_nccl else CPU
 
-    def _is_even(self, tensor: Tensor) -> bool:
+    def _divides_evenly(self, tensor: Tensor) -> bool:
         return tensor.numel() % self.world_size == 0

@@ -1,4 +1,4 @@
-"""Handles of operations in progress: every operation of a communicator returns a `Work`."""
+"""Handles for operations in progress. Every communicator operation returns a `Work`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Work(ABC):
         self._callback_thread: int | None = None
 
     def wait(self) -> None:
-        """Block until the operation is complete; raise its error, also when called again."""
+        """Block until the operation is complete. Raises its error, if any, on every call."""
         if not self._ended:
             self._ended = True
             try:
@@ -63,9 +63,9 @@ class Work(ABC):
     def add_done_callback(self, action: Callable[[float], None]) -> None:
         """Call `action` with the completion time of the operation (`perf_counter`).
 
-        The call may happen on any thread, once one detects the completion, and before `wait()`
-        returns. The time is that of the completion, even if it is detected later. No lock is held
-        during the call.
+        The callback runs on the thread that detects the completion, which may be any thread, and
+        before `wait()` returns. The time is that of the completion, even if it is detected later.
+        No lock is held during the call.
         """
         with self._completing:
             if self._completed is None:
@@ -73,15 +73,16 @@ class Work(ABC):
                 return
         action(self._completed)
 
-    def _complete(self, moment: float | None = None) -> None:
-        """Record the completion time (default: now) and run done callbacks; only the first counts.
+    def _complete(self, completion_time: float | None = None) -> None:
+        """Record the completion time (default: now) and run done callbacks.
 
-        Subclasses call this for operations that complete before `wait()`.
+        Later calls have no effect. Subclasses call this for operations that complete before
+        `wait()`.
         """
         with self._completing:
             if self._completed is not None:
                 return
-            self._completed = perf_counter() if moment is None else moment
+            self._completed = perf_counter() if completion_time is None else completion_time
             if not self._on_completion:
                 return
             self._callbacks_done, self._callback_thread = Event(), get_ident()
@@ -106,7 +107,7 @@ class Work(ABC):
 
 
 class CompletedWork(Work):
-    """An operation that was complete when it started."""
+    """An operation that completes immediately."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +121,7 @@ class CompletedWork(Work):
 
 
 class CombinedWork(Work):
-    """Several operations as one."""
+    """Several operations that complete as one."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         super().__init__()
@@ -135,9 +136,9 @@ class CombinedWork(Work):
             for work in self._works:
                 work.add_done_callback(self._record_completion)
 
-    def _record_completion(self, moment: float) -> None:
+    def _record_completion(self, completion_time: float) -> None:
         with self._completing:
-            self._last_completion = max(self._last_completion, moment)
+            self._last_completion = max(self._last_completion, completion_time)
             self._incomplete -= 1
             is_last = self._incomplete == 0
         if is_last:

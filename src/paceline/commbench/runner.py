@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline.comm import hierarchical
 from paceline.comm.communicator import Communicator, format_ranks
-from paceline.comm.objects import broadcast_json, gather_scalars
+from paceline.comm.objects import all_gather_scalars, broadcast_json
 from paceline.comm.rank_info import RankInfo
 from paceline.commbench import operations
 from paceline.commbench.operations import ELEMENT_BYTES, Operation
@@ -203,7 +203,7 @@ def _check(operation: Operation, case: Case, control: Communicator) -> None:
     """RunError on every worker if any worker has a wrong result. Collective."""
     operation.fill()
     operation.run()
-    wrong = gather_scalars(control, torch.tensor(int(not operation.is_correct())))
+    wrong = all_gather_scalars(control, torch.tensor(int(not operation.is_correct())))
     # Zeros stay zeros through any number of sums; other values would overflow.
     operation.tensor.zero_()
     if wrong.any():
@@ -228,7 +228,7 @@ def _time_batch(operation: Operation, control: Communicator, batch: int) -> floa
 
 def _slowest(control: Communicator, seconds: Sequence[float]) -> list[float]:
     """The maximum over workers of each value. Collective."""
-    table = gather_scalars(control, torch.tensor(seconds, dtype=torch.float64))
+    table = all_gather_scalars(control, torch.tensor(seconds, dtype=torch.float64))
     slowest: list[float] = table.amax(0).tolist()
     return slowest
 

@@ -21,7 +21,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch lists onl
     Store,
 )
 
-from paceline.comm.communicator import Communicator, no_answer
+from paceline.comm.communicator import Communicator, timeout_message
 from paceline.comm.rank_info import RankInfo
 from paceline.comm.rendezvous import Rendezvous
 from paceline.config import RunConfig, from_record
@@ -77,7 +77,7 @@ def serve(config: RunConfig, rank_info: RankInfo) -> None:
         strategy.serve(number, workers, lambda weights: build_optimizer(config, [weights]))
         for rank, pair in enumerate(workers):
             if pair.silent_seconds is not None:
-                cause = f"server {number}: rank {rank}: {no_answer(pair.silent_seconds)}"
+                cause = f"server {number}: rank {rank}: {timeout_message(pair.silent_seconds)}"
                 error = PeerError(cause)
                 # The other workers fail because of it, later than it was noticed.
                 error.noticed_at = pair.lost_at

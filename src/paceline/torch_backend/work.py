@@ -1,6 +1,6 @@
 """Adapters to torch.distributed: Work handles, and the gloo group for all other operations.
 
-Errors of lost peers are one-line PeerErrors, for gloo as well as for communicators.
+Errors about lost peers are one-line PeerErrors, for gloo as well as for communicators.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 from paceline.comm.background import CommunicationThread
 from paceline.comm.buffers import StagingBuffer
 from paceline.comm.communicator import Communicator, OperationContext
-from paceline.comm.process_groups import PeerErrors, create_gloo
+from paceline.comm.process_groups import PeerErrorTranslator, create_gloo
 from paceline.comm.work import Work
 
 Future = torch.futures.Future[Any]
@@ -168,7 +168,7 @@ class Gloo:
 
     def all_reduce(self, tensor: Tensor, options: Any) -> GlooWork:
         """All-reduce a tensor with any strides, which gloo alone handles incorrectly."""
-        staged = StagingBuffer.of(tensor)
+        staged = StagingBuffer.from_tensor(tensor)
         work = self.start("allreduce", [staged.flat], options)
         if staged.is_copy:
             work.wait()
@@ -183,12 +183,12 @@ class Gloo:
         """
         _ABANDONED.append(self.backend)
 
-    def errors(self, context: OperationContext) -> PeerErrors:
+    def errors(self, context: OperationContext) -> PeerErrorTranslator:
         """Return a context manager that turns an error about a lost peer into a PeerError."""
-        return _LostPeerErrors(self, context, self._timeout_seconds)
+        return _LostPeerErrorTranslator(self, context, self._timeout_seconds)
 
 
-class _LostPeerErrors(PeerErrors):
+class _LostPeerErrorTranslator(PeerErrorTranslator):
     __slots__ = ("_gloo",)
 
     def __init__(self, gloo: Gloo, context: OperationContext, timeout_seconds: float) -> None:

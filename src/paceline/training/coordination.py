@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.communicator import Communicator
-from paceline.comm.objects import gather_scalars
+from paceline.comm.objects import all_gather_scalars
 from paceline.config import RunConfig
 from paceline.measure.phase_clock import PhaseClock
 from paceline.strategies.replica import ExposedIntervals, Replica
@@ -65,7 +65,7 @@ def exchange_stats(communicator: Communicator, stats: StepStats) -> Decision:
         ],
         dtype=torch.float64,
     )
-    table = gather_scalars(communicator, own)
+    table = all_gather_scalars(communicator, own)
     seconds = float(table[:, _SECONDS_PER_ITERATION].max())
     iterations = round(SECONDS_BETWEEN / seconds) if seconds else 1
     speeds = table[:, _SAMPLES] / table[:, _COMPUTE_SECONDS].clamp(min=1e-9)
@@ -86,7 +86,7 @@ def attribute_waits(
     """
     own = torch.frombuffer(exposed.began, dtype=torch.float64) if exposed.began else torch.empty(0)
     offsets = [offset.at(moment) for moment in exposed.began]
-    arrivals = gather_scalars(communicator, own + torch.tensor(offsets, dtype=torch.float64))
+    arrivals = all_gather_scalars(communicator, own + torch.tensor(offsets, dtype=torch.float64))
     late = arrivals.amax(0) - arrivals[communicator.rank]
     lengths = torch.frombuffer(exposed.ended, dtype=torch.float64) - own if exposed.began else own
     waited = torch.minimum(late, lengths)

@@ -268,7 +268,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listening = socket.create_server((host, port))
     except (OSError, OverflowError) as error:
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            raise UsageError(f"port {port} of {host} is in use: choose another --port") from None
+            raise UsageError(f"port {port} on {host} is in use: choose another --port") from None
         reason = error.strerror if isinstance(error, OSError) else "no such port"
         raise UsageError(
             f"cannot listen on {host} port {port} ({reason}): choose another --port or --host"

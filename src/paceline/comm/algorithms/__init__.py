@@ -1,8 +1,8 @@
 """All-reduce algorithms, one per module, each with its cost formulas.
 
 Read them in this order: `base` (the contract), `root`, `tree`, `ring` (also `Library`),
-`halving_doubling`. An entry of `ALGORITHMS` is an `Algorithm` class; the registry imports it when
-it is used, so this module does not import torch.
+`halving_doubling`. An entry of `ALGORITHMS` is an `Algorithm` class. The registry imports it on
+first use, so this module does not import torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 ALGORITHMS: Registry[type[Algorithm]] = Registry("algorithm")
 
 ALGORITHMS.register(
-    "root", "paceline.comm.algorithms.root:Root", "all to rank 0, which sums and sends back"
+    "root",
+    "paceline.comm.algorithms.root:Root",
+    "all ranks send to rank 0, which sums and sends the result back",
 )
 ALGORITHMS.register(
     "tree", "paceline.comm.algorithms.tree:Tree", "reduce and broadcast along a binomial tree"
@@ -28,7 +30,7 @@ ALGORITHMS.register(
 ALGORITHMS.register(
     "halving_doubling",
     "paceline.comm.algorithms.halving_doubling:HalvingDoubling",
-    "pairs exchange halves, then quarters, and back",
+    "reduce-scatter by recursive halving, all-gather by recursive doubling",
 )
 ALGORITHMS.register(
     "library", "paceline.comm.algorithms.ring:Library", "the communicator's own all-reduce"

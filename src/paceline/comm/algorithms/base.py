@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 class Algorithm(ABC):
     """Sums a tensor over all ranks and distributes the sum to all of them.
 
-    An algorithm uses only the rank, world size, `send`, `recv` and `sendrecv` of a communicator. It
-    supports any number of ranks and elements, and makes two guarantees:
+    Every algorithm except `Library` uses only point-to-point operations of a communicator (`send`,
+    `recv`, `sendrecv`). It supports any number of ranks and elements, and makes two guarantees:
 
-    - All ranks get the same bits. Floating-point sums depend on their order, so each element is
-      summed on one rank and the sum is distributed. If each rank summed in its own order, replicas
-      would diverge.
+    - All ranks get bitwise identical results. Floating-point sums depend on the order of additions,
+      so each element is summed on one rank and the sum is distributed. If each rank summed in its
+      own order, replicas would diverge.
     - The order of summation depends only on the world size, the number of elements and the index of
-      the element, never on the order of arrival. The same input gives the same bits in every run.
-      Different algorithms may differ in the last bits; each module documents its order.
+      the element, never on the order of arrival. The same input gives bitwise identical results in
+      every run. Different algorithms may differ in the last bits; each module documents its order.
 
     Partial sums have the dtype of the tensor, so a bf16 sum is rounded to bf16 after each addition.
     """
 
     @abstractmethod
     def all_reduce(self, communicator: Communicator, tensor: Tensor, kind: str) -> None:
-        """Replace a contiguous tensor by the sum over all ranks; return when it is complete."""
+        """Replace a contiguous tensor with the sum over all ranks; block until complete."""
 
     @abstractmethod
     def bytes_sent(self, rank: int, world_size: int, elements: int, element_bytes: int) -> int:

@@ -1,17 +1,17 @@
-"""Ring: the tensor travels around a ring in chunks, first to be summed and then to be copied.
+"""Ring: reduce-scatter, then all-gather, around a ring of ranks.
 
 Each rank sends to its right neighbor and receives from its left neighbor at the same time. The
-tensor is split into one chunk per rank. In the first half (reduce-scatter), every chunk travels
-around the ring once, each rank adds its values, and the chunk ends, complete, at its own rank. In
-the second half (all-gather), the complete chunks travel around and each rank keeps a copy. All
-links are always busy, and a rank sends less than twice the tensor for any number of ranks. But
-there are 2 (P - 1) steps, each with its latency.
+tensor is split into one chunk per rank. In the first phase (reduce-scatter), every chunk travels
+around the ring once, each rank adds its values, and the reduced chunk ends on the rank that owns
+it. In the second phase (all-gather), the reduced chunks travel around the ring and each rank keeps
+a copy. All links are always busy, and a rank sends less than twice the tensor size for any world
+size. However, there are 2 (P - 1) steps, and each adds latency.
 
-Order of summation: chunk c starts at rank c + 1 and adds the ranks to the right in turn; rank c is
-last.
+Order of summation: the sum of chunk c starts at rank c + 1, moves to the right, and ends at rank c.
 
-`Library` is the communicator's own all-reduce, such as that of gloo or NCCL. It is opaque, so its
-traffic and cost are those of a ring: the minimum that an all-reduce of a large tensor can move.
+`Library` is the communicator's own all-reduce, such as that of gloo or NCCL. Its algorithm is
+unknown, so traffic and cost are estimated as for a ring, which is bandwidth-optimal for large
+tensors.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Ring(Algorithm):
         all_gather(communicator, flat, kind)
 
     def bytes_sent(self, rank: int, world_size: int, elements: int, element_bytes: int) -> int:
-        """Return 2 (P - 1) / P of the tensor: each half sends all chunks but one."""
+        """Return 2 (P - 1) / P of the tensor size: each phase sends all chunks except one."""
         return reduce_scatter_bytes_sent(
             rank, world_size, elements, element_bytes
         ) + all_gather_bytes_sent(rank, world_size, elements, element_bytes)
 
     def bytes_received(self, rank: int, world_size: int, elements: int, element_bytes: int) -> int:
-        """Return what the left neighbor sends."""
+        """Return the number of bytes that the left neighbor sends."""
         return self.bytes_sent((rank - 1) % world_size, world_size, elements, element_bytes)
 
     def cost(self, world_size: int, size_bytes: float, network: Network) -> Cost:
@@ -58,9 +58,9 @@ def reduce_scatter(communicator: Communicator, flat: Tensor, kind: str) -> None:
     for step in range(1, world_size):
         outgoing = chunk(flat, world_size, (rank - step) % world_size)
         summed = chunk(flat, world_size, (rank - step - 1) % world_size)
-        arriving = buffer[: summed.numel()]
-        _shift(communicator, outgoing, arriving, kind)
-        summed.add_(arriving)
+        incoming = buffer[: summed.numel()]
+        _shift(communicator, outgoing, incoming, kind)
+        summed.add_(incoming)
 
 
 def all_gather(communicator: Communicator, flat: Tensor, kind: str) -> None:
@@ -68,29 +68,29 @@ def all_gather(communicator: Communicator, flat: Tensor, kind: str) -> None:
     rank, world_size = communicator.rank, communicator.world_size
     for step in range(world_size - 1):
         outgoing = chunk(flat, world_size, (rank - step) % world_size)
-        arriving = chunk(flat, world_size, (rank - step - 1) % world_size)
-        _shift(communicator, outgoing, arriving, kind)
+        incoming = chunk(flat, world_size, (rank - step - 1) % world_size)
+        _shift(communicator, outgoing, incoming, kind)
 
 
 def reduce_scatter_bytes_sent(rank: int, world_size: int, elements: int, element_bytes: int) -> int:
-    """Return the size of all chunks but the own one."""
+    """Return the size of all chunks except this rank's own."""
     return (elements - chunk_elements(elements, world_size, rank)) * element_bytes
 
 
 def all_gather_bytes_sent(rank: int, world_size: int, elements: int, element_bytes: int) -> int:
-    """Return the size of all chunks but that of the right neighbor."""
+    """Return the size of all chunks except the right neighbor's."""
     return (elements - chunk_elements(elements, world_size, rank + 1)) * element_bytes
 
 
-def _shift(communicator: Communicator, outgoing: Tensor, arriving: Tensor, kind: str) -> None:
+def _shift(communicator: Communicator, outgoing: Tensor, incoming: Tensor, kind: str) -> None:
     """Send to the right neighbor and receive from the left one."""
     right = (communicator.rank + 1) % communicator.world_size
     left = (communicator.rank - 1) % communicator.world_size
-    communicator.sendrecv(outgoing, right, arriving, left, kind).wait()
+    communicator.sendrecv(outgoing, right, incoming, left, kind).wait()
 
 
 class Library(Ring):
-    """The communicator's own all-reduce; the order of summation is that of the library."""
+    """The communicator's own all-reduce, which defines the order of summation."""
 
     def all_reduce(self, communicator: Communicator, tensor: Tensor, kind: str) -> None:
         communicator.all_reduce(tensor, kind).wait()

@@ -28,13 +28,13 @@ class Root(Algorithm):
             communicator.send(flat, 0, kind).wait()
             communicator.recv(flat, 0, kind).wait()
             return
-        # Start all receives before the first wait: a slow rank then does not delay the transfers of
-        # others, at the cost of one buffer per rank.
-        arriving = {peer: torch.empty_like(flat) for peer in communicator.peers}
-        receives = {peer: communicator.recv(arriving[peer], peer, kind) for peer in arriving}
+        # Start all receives before the first wait, so that a slow rank does not delay the other
+        # transfers. This costs one buffer per rank.
+        incoming = {peer: torch.empty_like(flat) for peer in communicator.peers}
+        receives = {peer: communicator.recv(incoming[peer], peer, kind) for peer in incoming}
         for peer, receive in receives.items():
             receive.wait()
-            flat.add_(arriving.pop(peer))
+            flat.add_(incoming.pop(peer))
         CombinedWork([communicator.send(flat, peer, kind) for peer in communicator.peers]).wait()
 
     def bytes_sent(self, rank: int, world_size: int, elements: int, element_bytes: int) -> int:
@@ -45,7 +45,8 @@ class Root(Algorithm):
         return self.bytes_sent(rank, world_size, elements, element_bytes)
 
     def cost(self, world_size: int, size_bytes: float, network: Network) -> Cost:
-        """Latencies of the peers overlap; their bytes share the link of the root."""
+        """Return the cost: latencies of the peers overlap, but their bytes share the link of rank
+        0."""
         peers = world_size - 1
         through_root = peers * size_bytes
         seconds = network.seconds(2, 2 * through_root, through_root) if peers else 0.0

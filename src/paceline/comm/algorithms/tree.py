@@ -1,14 +1,14 @@
 """Tree: reduce to rank 0 along a binomial tree, then broadcast along the same tree.
 
-In the first round, every odd rank sends to the even rank before it. In each further round, every
-second remaining rank sends to the remaining rank before it. After log2(P) rounds, rank 0 has the
-sum. There are few rounds, but each moves the whole tensor, so it is fast for small tensors, where
-latency dominates.
+In the first round, every odd rank sends to the even rank before it. In each later round, every
+other remaining rank sends to the remaining rank before it. After log2(P) rounds, rank 0 has the
+sum. There are few rounds, but each moves the whole tensor. The algorithm is therefore fast for
+small tensors, where latency dominates.
 
             0
           / | \\
-         4  2  1        the tree of eight ranks: the parent of a
-        /|  |           rank is the rank without its lowest set bit
+         4  2  1        the tree of eight ranks: the parent of a rank
+        /|  |           is the rank with its lowest set bit cleared
        6 5  3
        |
        7
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class Tree(Algorithm):
     def all_reduce(self, communicator: Communicator, tensor: Tensor, kind: str) -> None:
         flat = tensor.view(-1)
-        reduce_to_first(communicator, flat, kind)
+        reduce(communicator, flat, kind)
         broadcast(communicator, flat, 0, kind)
 
     def bytes_sent(self, rank: int, world_size: int, elements: int, element_bytes: int) -> int:
@@ -43,7 +43,10 @@ class Tree(Algorithm):
         return copies * elements * element_bytes
 
     def bytes_received(self, rank: int, world_size: int, elements: int, element_bytes: int) -> int:
-        """Return the bytes from all children and from the parent: as many as it sends."""
+        """Return the same number as `bytes_sent`.
+
+        Each edge of the tree carries one message in each direction.
+        """
         return self.bytes_sent(rank, world_size, elements, element_bytes)
 
     def cost(self, world_size: int, size_bytes: float, network: Network) -> Cost:
@@ -53,26 +56,28 @@ class Tree(Algorithm):
         return Cost(seconds, bytes_sent=moved, messages=rounds)  # rank 0 has one child per round
 
 
-def reduce_to_first(communicator: Communicator, flat: Tensor, kind: str) -> None:
+def reduce(communicator: Communicator, flat: Tensor, kind: str) -> None:
     """Reduce to rank 0; the other ranks are left with partial sums."""
-    arriving: Tensor | None = None
+    incoming: Tensor | None = None
     for child in children(communicator.rank, communicator.world_size):
-        arriving = torch.empty_like(flat) if arriving is None else arriving
-        communicator.recv(arriving, child, kind).wait()
-        flat.add_(arriving)
+        incoming = torch.empty_like(flat) if incoming is None else incoming
+        communicator.recv(incoming, child, kind).wait()
+        flat.add_(incoming)
     if communicator.rank != 0:
         communicator.send(flat, parent(communicator.rank), kind).wait()
 
 
 def broadcast(communicator: Communicator, flat: Tensor, root: int, kind: str) -> None:
-    """Broadcast the root's tensor along a tree of ranks relative to the root."""
+    """Broadcast along a binomial tree, in which ranks are numbered relative to the root."""
     world_size = communicator.world_size
     tree_rank = (communicator.rank - root) % world_size
     if tree_rank != 0:
         communicator.recv(flat, (parent(tree_rank) + root) % world_size, kind).wait()
-    # The farthest child first, because it has the largest subtree.
-    below = [(child + root) % world_size for child in reversed(children(tree_rank, world_size))]
-    CombinedWork([communicator.send(flat, child, kind) for child in below]).wait()
+    # Send to the farthest child first, because it has the largest subtree.
+    child_ranks = [
+        (child + root) % world_size for child in reversed(children(tree_rank, world_size))
+    ]
+    CombinedWork([communicator.send(flat, child, kind) for child in child_ranks]).wait()
 
 
 def parent(rank: int) -> int:

@@ -2,19 +2,19 @@
 
 Read the modules in this order:
 
-- `segment`: one mapping of /dev/shm that all ranks share. It has no name once all ranks have
-  mapped it, so nothing remains however they exit.
-- `futex`: how a rank waits for a change in the segment (spin, then sleep on a futex) and detects
-  peers that have exited (pidfd).
+- `segment`: a file in /dev/shm that all ranks map. It is unlinked once all ranks have mapped it, so
+  nothing is left behind, no matter how they exit.
+- `futex`: waits for a change in the segment (spin, then sleep on a futex) and detects peers that
+  have exited (pidfd).
 - `channels`: point-to-point messages. Each ordered pair of ranks has two slots and two counters.
-- `collectives`: copy-in, reduce and copy-out through slots that all ranks read, with counters that
-  only their own rank writes. `SymmetricMemory` allocates tensors that are reduced in place.
-- `communicator`: `SharedMemoryCommunicator`, which lays out the segment and progresses all
-  operations of a rank during its calls. There is no progress thread.
+- `collectives`: copy-in, reduce and copy-out through slots that all ranks read. Each rank writes
+  only its own counters. `SymmetricMemory` allocates tensors that are reduced in place.
+- `communicator`: `SharedMemoryCommunicator`, which lays out the segment. Every call makes progress
+  on all pending operations of the rank. There is no progress thread.
 
 A segment holds, on separate cache lines: the signals, then the counters and slots of collectives,
-then those of channels. Every integer has a single writer, and x86 preserves the order of writes, so
+then those of channels. Every counter has a single writer, and x86 preserves the order of writes, so
 data that is written before its counter is visible to every rank that reads the counter. A fence is
-needed only where a rank must write before it reads. A rank that finds a counter unchanged waits on
-its futex until the rank that changes the counter notifies it.
+needed only where a rank's write must be visible before its next read. A rank that finds a counter
+unchanged waits on its futex until the rank that changes the counter notifies it.
 """

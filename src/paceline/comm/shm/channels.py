@@ -22,14 +22,14 @@ INTEGERS_PER_LINE = CACHE_LINE_BYTES // 8
 
 
 class Channel:
-    """One direction between two ranks, as seen by one of them."""
+    """One direction of communication between two ranks, as seen by one of them."""
 
     def __init__(
         self, counters: memoryview, index: int, memory: Tensor, notify: Callable[[], None]
     ) -> None:
         """`memory` holds the slots; `notify` wakes the rank at the other end."""
         self.queue: deque[Message] = deque()
-        """Messages of this rank in progress, in order."""
+        """Messages of this rank that are in progress, in order."""
         self._counters, self._notify = counters, notify
         # Each counter has its own cache line, which only one rank writes.
         self._filled = index * 2 * INTEGERS_PER_LINE
@@ -108,7 +108,7 @@ class Message:
         return self._position == self._payload.numel()
 
     def progress(self) -> bool:
-        """Fill or empty all ready slots; return whether there was one."""
+        """Fill or empty all ready slots; return whether any slot was ready."""
         channel, has_progressed = self._channel, False
         while channel.queue and channel.queue[0] is self:
             slot = channel.writable_slot() if self._sends else channel.readable_slot()

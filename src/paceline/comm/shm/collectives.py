@@ -1,18 +1,18 @@
-"""Collectives in shared memory, as state machines that never block.
+"""Shared-memory collectives, implemented as non-blocking state machines.
 
 Every rank has a buffer of two slots that all other ranks can read. A collective runs in rounds, and
 each round transfers as much of the tensor as fits into a slot, in up to three stages:
 
 - copy in: copy what the other ranks need into the slot of this rank;
-- reduce: once all ranks have copied in, sum the own chunk over all slots, into the own slot;
+- reduce: once all ranks have copied in, sum this rank's chunk over all slots into its own slot;
 - copy out: once all ranks have reduced, copy their chunks from their slots.
 
-So rank i reduces chunk i. Each rank writes only its own cache line of counters, which hold the
-number of rounds that it has completed in each stage. Rounds are numbered across all collectives,
-and a rank completes each stage in that order even if several collectives are in progress. With two
-slots, the stages of successive rounds overlap, and the slots are small enough to stay in a cache
-until the other ranks read them. Small tensors skip the reduce stage: every rank copies in the whole
-tensor and sums all slots itself, in rank order, so that all ranks get the same bits.
+Rank i reduces chunk i. Each rank writes only its own cache line of counters, which hold the number
+of rounds that it has completed in each stage. Rounds are numbered across all collectives, and a
+rank completes each stage in that order even if several collectives are in progress. With two slots,
+the stages of successive rounds overlap, and the slots are small enough to stay in the cache until
+the other ranks read them. Small tensors skip the reduce stage: every rank copies in the whole
+tensor and sums all slots itself, in rank order, so that results are bitwise identical on all ranks.
 
 Tensors in `SymmetricMemory` are reduced in place: rank i sums chunk i over the tensors of all ranks
 and writes the sum to all of them. Every byte is read and written once, and no slot is used.
@@ -29,18 +29,18 @@ from torch import Tensor
 
 from paceline.comm.buffers import chunk, chunk_elements, memcpy
 from paceline.comm.communicator import Communicator
-from paceline.comm.objects import gather_scalars
+from paceline.comm.objects import all_gather_scalars
 from paceline.comm.shm.futex import memory_fence
 from paceline.comm.shm.segment import CACHE_LINE_BYTES, SharedSegment, aligned_offsets
 from paceline.errors import RunError
 
 SLOTS = 2
-"""Per rank."""
+"""Number of slots per rank."""
 COPIED_IN, REDUCED, COPIED_OUT = range(3)
-"""Stages, by the index of their counter."""
+"""Stages; the value is the index of the stage's counter."""
 INTEGERS_PER_LINE = CACHE_LINE_BYTES // 8
-CACHED_BYTES = 256 * 1024
-"""Size of one step of an in-place sum, which stays in a cache until it is written to all ranks."""
+IN_PLACE_STEP_BYTES = 256 * 1024
+"""Bytes per step of an in-place sum; they stay in the cache until all ranks have them."""
 
 
 class CollectiveBuffers:
@@ -55,7 +55,7 @@ class CollectiveBuffers:
         slot_bytes: int,
         notify_all: Callable[[], None],
     ) -> None:
-        """`notify_all` wakes the ranks that wait until all ranks have completed a stage."""
+        """`notify_all` wakes the ranks that are waiting for all ranks to complete a stage."""
         self.rank, self.world_size, self.slot_bytes = rank, world_size, slot_bytes
         self._notify_all = notify_all
         self.next_round = 0
@@ -73,53 +73,51 @@ class CollectiveBuffers:
     def size_bytes(world_size: int, slot_bytes: int) -> int:
         return world_size * (CACHE_LINE_BYTES + SLOTS * slot_bytes)
 
-    def slot(self, rank: int, number: int, dtype: torch.dtype) -> Tensor:
+    def slot(self, rank: int, round_number: int, dtype: torch.dtype) -> Tensor:
         """Return the slot of a rank for a round."""
-        key = (rank, number % SLOTS, dtype)
+        key = (rank, round_number % SLOTS, dtype)
         if key not in self._views:
-            begin = (rank * SLOTS + number % SLOTS) * self.slot_bytes
+            begin = (rank * SLOTS + round_number % SLOTS) * self.slot_bytes
             self._views[key] = self._memory[begin : begin + self.slot_bytes].view(dtype)
         return self._views[key]
 
-    def is_next(self, stage: int, number: int) -> bool:
+    def is_next(self, stage: int, round_number: int) -> bool:
         """Return whether this rank has completed a stage of all rounds before this one."""
-        return self._counters[self._own_line + stage] == number
+        return self._counters[self._own_line + stage] == round_number
 
-    def skip(self, stage: int, number: int) -> None:
-        """Complete a stage that a round does not have and no rank waits for."""
-        self._counters[self._own_line + stage] = number + 1
+    def skip(self, stage: int, round_number: int) -> None:
+        """Mark a stage that a round does not have as complete. No rank waits for it."""
+        self._counters[self._own_line + stage] = round_number + 1
 
-    def publish(self, stage: int, number: int) -> None:
-        """Complete a stage of a round and wake the peers if this rank is the last."""
-        self._counters[self._own_line + stage] = number + 1
-        # Waiting ranks wait for all ranks, so only the last rank wakes them. With the fence, of two
-        # ranks that publish at the same time, at least one sees the counter of the other.
+    def publish(self, stage: int, round_number: int) -> None:
+        """Complete a stage of a round, and wake the peers if this rank is the last to do so."""
+        self._counters[self._own_line + stage] = round_number + 1
+        # Waiting ranks wait for all ranks, so only the last rank wakes them. The fence guarantees
+        # that if two ranks publish at the same time, at least one sees the other's counter.
         memory_fence()
-        if self.is_completed_by_all(stage, number):
+        if self.is_completed_by_all(stage, round_number):
             self._notify_all()
 
-    def is_completed_by_all(self, stage: int, number: int) -> bool:
+    def is_completed_by_all(self, stage: int, round_number: int) -> bool:
         """Return whether all ranks have completed a stage of a round."""
         counters = self._counters
         for line in self._lines:  # noqa: SIM110 - runs while spinning, where any() is slower
-            if counters[line + stage] <= number:
+            if counters[line + stage] <= round_number:
                 return False
         return True
 
 
 class Collective(ABC):
-    """One operation on a flat tensor, which progresses as far as possible without blocking."""
+    """An operation on a flat tensor that makes as much progress as possible without blocking."""
 
-    reduces: ClassVar[bool] = True
-    """Whether it has a reduce stage."""
-    copies_out: ClassVar[bool] = True
-    """Whether it has a copy-out stage."""
+    has_reduce_stage: ClassVar[bool] = True
+    has_copy_out_stage: ClassVar[bool] = True
 
     def __init__(self, buffers: CollectiveBuffers, flat: Tensor) -> None:
         self.buffers, self.flat = buffers, flat
         self.rank, self.world_size = buffers.rank, buffers.world_size
         self.round_elements = self.elements_per_round()
-        self._rounds = max(1, -(-self.elements_in_total() // self.round_elements))
+        self._rounds = max(1, -(-self.total_elements() // self.round_elements))
         self._first = buffers.next_round
         buffers.next_round += self._rounds
         self._completed = [0, 0, 0]
@@ -130,89 +128,92 @@ class Collective(ABC):
         return self._completed[COPIED_OUT] == self._rounds
 
     def progress(self) -> bool:
-        """Run the next round of each stage that is ready; return whether there was one."""
+        """Run the next round of each stage that is ready; return whether any stage was ready."""
         has_progressed = self._progress_copy_in()
-        if self.reduces:
+        if self.has_reduce_stage:
             has_progressed |= self._progress_reduce()
-        if self.copies_out:
+        if self.has_copy_out_stage:
             has_progressed |= self._progress_copy_out()
         return has_progressed
 
     def _progress_copy_in(self) -> bool:
-        index, buffers = self._completed[COPIED_IN], self.buffers
-        number = self._first + index
+        round_index, buffers = self._completed[COPIED_IN], self.buffers
+        round_number = self._first + round_index
         if (
-            index == self._rounds
-            or not buffers.is_next(COPIED_IN, number)
+            round_index == self._rounds
+            or not buffers.is_next(COPIED_IN, round_number)
             # The slot is free once all ranks have copied out its previous round.
-            or not buffers.is_completed_by_all(COPIED_OUT, number - SLOTS)
+            or not buffers.is_completed_by_all(COPIED_OUT, round_number - SLOTS)
         ):
             return False
-        self.copy_in(index, buffers.slot(self.rank, number, self.flat.dtype))
-        self._complete(COPIED_IN, number)
+        self.copy_in(round_index, buffers.slot(self.rank, round_number, self.flat.dtype))
+        self._complete(COPIED_IN, round_number)
         return True
 
     def _progress_reduce(self) -> bool:
-        index, buffers = self._completed[REDUCED], self.buffers
-        number = self._first + index
+        round_index, buffers = self._completed[REDUCED], self.buffers
+        round_number = self._first + round_index
         if (
-            index == self._completed[COPIED_IN]
-            or not buffers.is_next(REDUCED, number)
-            or (not self.copies_out and not buffers.is_next(COPIED_OUT, number))
-            or not buffers.is_completed_by_all(COPIED_IN, number)
+            round_index == self._completed[COPIED_IN]
+            or not buffers.is_next(REDUCED, round_number)
+            or (not self.has_copy_out_stage and not buffers.is_next(COPIED_OUT, round_number))
+            or not buffers.is_completed_by_all(COPIED_IN, round_number)
         ):
             return False
-        self.reduce(index, self._all_slots(number))
-        self._complete(REDUCED, number)
-        if not self.copies_out:
-            self._complete(COPIED_OUT, number)
+        self.reduce(round_index, self._all_slots(round_number))
+        self._complete(REDUCED, round_number)
+        if not self.has_copy_out_stage:
+            self._complete(COPIED_OUT, round_number)
         return True
 
     def _progress_copy_out(self) -> bool:
-        index, buffers = self._completed[COPIED_OUT], self.buffers
-        number = self._first + index
-        previous = REDUCED if self.reduces else COPIED_IN
+        round_index, buffers = self._completed[COPIED_OUT], self.buffers
+        round_number = self._first + round_index
+        previous = REDUCED if self.has_reduce_stage else COPIED_IN
         if (
-            index == self._completed[previous]
-            or not buffers.is_next(COPIED_OUT, number)
-            or not buffers.is_completed_by_all(previous, number)
+            round_index == self._completed[previous]
+            or not buffers.is_next(COPIED_OUT, round_number)
+            or not buffers.is_completed_by_all(previous, round_number)
         ):
             return False
-        self.copy_out(index, self._all_slots(number))
-        if not self.reduces:
-            buffers.skip(REDUCED, number)
-        self._complete(COPIED_OUT, number)
+        self.copy_out(round_index, self._all_slots(round_number))
+        if not self.has_reduce_stage:
+            buffers.skip(REDUCED, round_number)
+        self._complete(COPIED_OUT, round_number)
         return True
 
-    def _all_slots(self, number: int) -> list[Tensor]:
-        return [self.buffers.slot(rank, number, self.flat.dtype) for rank in range(self.world_size)]
+    def _all_slots(self, round_number: int) -> list[Tensor]:
+        return [
+            self.buffers.slot(rank, round_number, self.flat.dtype)
+            for rank in range(self.world_size)
+        ]
 
-    def _complete(self, stage: int, number: int) -> None:
+    def _complete(self, stage: int, round_number: int) -> None:
         self._completed[stage] += 1
-        self.buffers.publish(stage, number)
+        self.buffers.publish(stage, round_number)
 
     def elements_per_round(self) -> int:
         """Return how many elements of a chunk fit into a slot."""
         return self.buffers.slot_bytes // self.flat.element_size()
 
-    def elements_in_total(self) -> int:
+    def total_elements(self) -> int:
         """Return how many elements of a chunk are transferred in all rounds."""
         return self.flat.numel()
 
-    def part(self, index: int, rank: int) -> Tensor:
-        """Return the part of the chunk of a rank that a round transfers."""
+    def part(self, round_index: int, rank: int) -> Tensor:
+        """Return the part of a rank's chunk that a round transfers."""
         whole = chunk(self.flat, self.world_size, rank)
-        return whole[index * self.round_elements : (index + 1) * self.round_elements]
+        return whole[round_index * self.round_elements : (round_index + 1) * self.round_elements]
 
     @abstractmethod
-    def copy_in(self, index: int, slot: Tensor) -> None:
+    def copy_in(self, round_index: int, slot: Tensor) -> None:
         """Copy the data of a round into the slot of this rank."""
 
-    def reduce(self, index: int, slots: Sequence[Tensor]) -> None:
-        """Sum the chunk of this rank in a round over all slots."""
+    def reduce(self, round_index: int, slots: Sequence[Tensor]) -> None:
+        """Sum this rank's part of a round over all slots."""
         raise NotImplementedError
 
-    def copy_out(self, index: int, slots: Sequence[Tensor]) -> None:
+    def copy_out(self, round_index: int, slots: Sequence[Tensor]) -> None:
         """Copy the results of a round from the slots."""
         raise NotImplementedError
 
@@ -220,36 +221,37 @@ class Collective(ABC):
 class Barrier:
     """A round without data: it is complete once all ranks have started it.
 
-    A barrier takes its turn among the collectives. It has no slot to wait for, so the arrival of a
+    A barrier is ordered with the other collectives. It has no slot to wait for, so the arrival of a
     rank is visible immediately.
     """
 
     def __init__(self, buffers: CollectiveBuffers) -> None:
-        self._buffers, self._number = buffers, buffers.next_round
+        self._buffers, self._round_number = buffers, buffers.next_round
         buffers.next_round += 1
         self._has_arrived = self._has_left = self.is_complete = False
 
     def progress(self) -> bool:
-        buffers, number, has_progressed = self._buffers, self._number, False
-        if not self._has_arrived and buffers.is_next(COPIED_IN, number):
-            # Leave first: then the notification of the last rank that arrives completes both.
+        buffers, round_number, has_progressed = self._buffers, self._round_number, False
+        if not self._has_arrived and buffers.is_next(COPIED_IN, round_number):
+            # Leave before arriving, so that a single notification from the last rank to arrive
+            # completes both stages.
             self._leave(buffers.skip)
-            buffers.publish(COPIED_IN, number)
+            buffers.publish(COPIED_IN, round_number)
             self._has_arrived = has_progressed = True
         if self._has_arrived and not self._has_left:
             has_progressed |= self._leave(buffers.publish)
         if not self._has_left or self.is_complete:
             return has_progressed
-        if buffers.is_completed_by_all(COPIED_IN, number):
+        if buffers.is_completed_by_all(COPIED_IN, round_number):
             self.is_complete = has_progressed = True
         return has_progressed
 
     def _leave(self, complete: Callable[[int, int], None]) -> bool:
-        """Complete the last stage, unless earlier rounds have not."""
-        if not self._buffers.is_next(COPIED_OUT, self._number):
+        """Complete the last stage if all earlier rounds have; return whether it was completed."""
+        if not self._buffers.is_next(COPIED_OUT, self._round_number):
             return False
-        self._buffers.skip(REDUCED, self._number)
-        complete(COPIED_OUT, self._number)
+        self._buffers.skip(REDUCED, self._round_number)
+        complete(COPIED_OUT, self._round_number)
         self._has_left = True
         return True
 
@@ -257,110 +259,117 @@ class Barrier:
 class ReduceScatter(Collective):
     """Every rank copies in all other chunks and reduces its own."""
 
-    copies_out = False
+    has_copy_out_stage = False
 
     def elements_per_round(self) -> int:
         return super().elements_per_round() // self.world_size
 
-    def elements_in_total(self) -> int:
+    def total_elements(self) -> int:
         return chunk_elements(self.flat.numel(), self.world_size, 0)
 
-    def copy_in(self, index: int, slot: Tensor) -> None:
+    def copy_in(self, round_index: int, slot: Tensor) -> None:
         for rank in range(self.world_size):
             if rank != self.rank:
-                part = self.part(index, rank)
-                memcpy(self._within(slot, rank, part.numel()), part)
+                part = self.part(round_index, rank)
+                memcpy(self._chunk_view(slot, rank, part.numel()), part)
 
-    def reduce(self, index: int, slots: Sequence[Tensor]) -> None:
-        own = self.part(index, self.rank)
+    def reduce(self, round_index: int, slots: Sequence[Tensor]) -> None:
+        own = self.part(round_index, self.rank)
         for rank, slot in enumerate(slots):
             if rank != self.rank:
-                own.add_(self._within(slot, self.rank, own.numel()))
-        if self.copies_out:
-            memcpy(self._within(slots[self.rank], self.rank, own.numel()), own)
+                own.add_(self._chunk_view(slot, self.rank, own.numel()))
+        if self.has_copy_out_stage:
+            memcpy(self._chunk_view(slots[self.rank], self.rank, own.numel()), own)
 
-    def _within(self, slot: Tensor, rank: int, elements: int) -> Tensor:
-        """Return where a slot holds the chunk of a rank."""
+    def _chunk_view(self, slot: Tensor, rank: int, elements: int) -> Tensor:
+        """Return the view of a slot that holds a rank's chunk."""
         return slot[rank * self.round_elements : rank * self.round_elements + elements]
 
 
 class TwoShotAllReduce(ReduceScatter):
     """A reduce-scatter whose results all ranks copy out."""
 
-    copies_out = True
+    has_copy_out_stage = True
 
-    def copy_out(self, index: int, slots: Sequence[Tensor]) -> None:
+    def copy_out(self, round_index: int, slots: Sequence[Tensor]) -> None:
         for rank, slot in enumerate(slots):
             if rank != self.rank:
-                part = self.part(index, rank)
-                memcpy(part, self._within(slot, rank, part.numel()))
+                part = self.part(round_index, rank)
+                memcpy(part, self._chunk_view(slot, rank, part.numel()))
 
 
 class OneShotAllReduce(Collective):
-    """Every rank sums everything: one stage less, but more reads with three or more ranks."""
+    """Every rank sums the whole tensor.
 
-    reduces = False
+    This saves one stage but reads more data with three or more ranks.
+    """
 
-    def copy_in(self, index: int, slot: Tensor) -> None:
-        memcpy(slot, self.part(index))
+    has_reduce_stage = False
 
-    def copy_out(self, index: int, slots: Sequence[Tensor]) -> None:
-        part = self.part(index)
+    def copy_in(self, round_index: int, slot: Tensor) -> None:
+        memcpy(slot, self.part(round_index))
+
+    def copy_out(self, round_index: int, slots: Sequence[Tensor]) -> None:
+        part = self.part(round_index)
         if self.world_size == 2:
             part.add_(slots[1 - self.rank][: part.numel()])
         else:
             _sum([slot[: part.numel()] for slot in slots], part)
 
-    def part(self, index: int, rank: int = 0) -> Tensor:
-        return self.flat[index * self.round_elements : (index + 1) * self.round_elements]
+    def part(self, round_index: int, rank: int = 0) -> Tensor:
+        return self.flat[
+            round_index * self.round_elements : (round_index + 1) * self.round_elements
+        ]
 
 
 class AllGather(Collective):
     """Every rank copies in its own chunk and copies out all others."""
 
-    reduces = False
+    has_reduce_stage = False
 
-    def elements_in_total(self) -> int:
+    def total_elements(self) -> int:
         return chunk_elements(self.flat.numel(), self.world_size, 0)
 
-    def copy_in(self, index: int, slot: Tensor) -> None:
-        memcpy(slot, self.part(index, self.rank))
+    def copy_in(self, round_index: int, slot: Tensor) -> None:
+        memcpy(slot, self.part(round_index, self.rank))
 
-    def copy_out(self, index: int, slots: Sequence[Tensor]) -> None:
+    def copy_out(self, round_index: int, slots: Sequence[Tensor]) -> None:
         for rank, slot in enumerate(slots):
             if rank != self.rank:
-                memcpy(self.part(index, rank), slot)
+                memcpy(self.part(round_index, rank), slot)
 
 
 class Broadcast(Collective):
     """The root copies in the tensor and all other ranks copy it out."""
 
-    reduces = False
+    has_reduce_stage = False
 
     def __init__(self, buffers: CollectiveBuffers, flat: Tensor, root: int) -> None:
         super().__init__(buffers, flat)
         self._root = root
 
-    def copy_in(self, index: int, slot: Tensor) -> None:
+    def copy_in(self, round_index: int, slot: Tensor) -> None:
         if self.rank == self._root:
-            memcpy(slot, self.part(index))
+            memcpy(slot, self.part(round_index))
 
-    def copy_out(self, index: int, slots: Sequence[Tensor]) -> None:
+    def copy_out(self, round_index: int, slots: Sequence[Tensor]) -> None:
         if self.rank != self._root:
-            memcpy(self.part(index), slots[self._root])
+            memcpy(self.part(round_index), slots[self._root])
 
-    def part(self, index: int, rank: int = 0) -> Tensor:
-        return self.flat[index * self.round_elements : (index + 1) * self.round_elements]
+    def part(self, round_index: int, rank: int = 0) -> Tensor:
+        return self.flat[
+            round_index * self.round_elements : (round_index + 1) * self.round_elements
+        ]
 
 
 class PeerViews(NamedTuple):
     """The same slice of the tensors of all ranks in symmetric memory."""
 
     tensors: list[Tensor]
-    """By rank."""
+    """One tensor per rank."""
     begin: int
     descriptors: memoryview
-    """By rank and slot, a cache line that describes the slice that the rank reduces."""
+    """One cache line per rank and slot, which describes the slice that the rank reduces."""
 
 
 class SymmetricMemory:
@@ -394,7 +403,7 @@ class SymmetricMemory:
 
 
 def _check_equal_sizes(size_bytes: int, communicator: Communicator) -> None:
-    sizes = gather_scalars(communicator, torch.tensor(size_bytes)).tolist()
+    sizes = all_gather_scalars(communicator, torch.tensor(size_bytes)).tolist()
     if min(sizes) < max(sizes):
         raise RunError(
             f"zeros: rank {sizes.index(max(sizes))} requests {max(sizes):,} bytes and rank"
@@ -409,13 +418,14 @@ class InPlaceAllReduce(Collective):
     def __init__(self, buffers: CollectiveBuffers, views: PeerViews) -> None:
         self._views = views
         super().__init__(buffers, views.tensors[buffers.rank])
-        # Includes the round, because a rank that reduces another tensor leaves an old descriptor.
+        # The descriptor includes the round, because a rank that reduces a different tensor leaves a
+        # stale descriptor.
         self._descriptor = [self._first, views.begin, self.flat.numel()]
 
-    def elements_in_total(self) -> int:
+    def total_elements(self) -> int:
         return 1
 
-    def copy_in(self, index: int, slot: Tensor) -> None:
+    def copy_in(self, round_index: int, slot: Tensor) -> None:
         """Describe the slice; peers read the data in place."""
         for position, value in enumerate(self._descriptor, self._descriptor_begin(self.rank)):
             self._views.descriptors[position] = value
@@ -429,29 +439,30 @@ class InPlaceAllReduce(Collective):
             end = begin + len(self._descriptor)
             if self._views.descriptors[begin:end].tolist() != self._descriptor:
                 raise RunError(
-                    f"all_reduce: ranks {self.rank} and {rank} reduce different slices of their"
-                    " zeros tensors: all ranks must pass the same slice, in the same order"
+                    f"all_reduce: ranks {self.rank} and {rank} reduce different slices of tensors"
+                    " from zeros(): all ranks must pass the same slice, in the same order"
                 )
 
-    def reduce(self, index: int, slots: Sequence[Tensor]) -> None:
+    def reduce(self, round_index: int, slots: Sequence[Tensor]) -> None:
         self._check_equal_slices()
         chunks = [chunk(tensor, self.world_size, self.rank) for tensor in self._views.tensors]
-        step = CACHED_BYTES // self.flat.element_size()
+        step = IN_PLACE_STEP_BYTES // self.flat.element_size()
         for begin in range(0, chunks[0].numel(), step):
             parts = [each[begin : begin + step] for each in chunks]
             own = parts[self.rank]
-            # The own part, which holds the sum, is read first; the others in rank order.
+            # Sum this rank's part first, because it also holds the result, then the others in rank
+            # order.
             _sum([own, *(part for part in parts if part is not own)], own)
             for part in parts:
                 if part is not own:
                     memcpy(part, own)
 
-    def copy_out(self, index: int, slots: Sequence[Tensor]) -> None:
+    def copy_out(self, round_index: int, slots: Sequence[Tensor]) -> None:
         """Do nothing: peers have written their sums to this rank's tensor."""
 
 
 def _sum(parts: Sequence[Tensor], total: Tensor) -> None:
-    """Sum in order; `total` may be the first part or none of them."""
+    """Sum in order; `total` may alias the first part but no other."""
     torch.add(parts[0], parts[1], out=total)
     for part in parts[2:]:
         total.add_(part)

@@ -1,8 +1,9 @@
 """Communicator for the ranks of one node, over shared memory.
 
 There is no progress thread: communication on one node uses the same cores as computation. An
-operation starts when it is called and progresses during every later call on the same communicator.
-An operation larger than the slots therefore progresses only while all ranks are inside a call.
+operation starts when it is called and makes progress during every later call on the same
+communicator. An operation larger than the slots therefore makes progress only while all ranks are
+inside a call.
 """
 
 from __future__ import annotations
@@ -50,31 +51,32 @@ from paceline.measure.traffic import CountedTransfer, Traffic
 
 MAX_COLLECTIVE_SLOT_BYTES = 2**20
 MAX_COLLECTIVE_BYTES = 64 * 2**20
-"""Of the slots of all ranks."""
+"""Maximum total size of the collective slots of all ranks."""
 MAX_CHANNEL_SLOT_BYTES = 256 * 1024
 MAX_CHANNEL_BYTES = 32 * 2**20
-"""Of the slots of all channels."""
+"""Maximum total size of the slots of all channels."""
 
 ONE_SHOT_BYTES = 64 * 1024
-"""Up to this size, summing everything on every rank is faster than one more synchronization."""
+"""Up to this size, summing the whole tensor on every rank beats another synchronization."""
 
 MAX_CORES = 4096
 
 EXIT_CHECK_SECONDS = 0.005
-"""Minimum time between checks for exited peers while polling, because a check reads all states."""
+"""Minimum time between checks for exited peers while polling; each check polls every peer."""
 
 CPU = torch.device("cpu")
 
 
 def connect(bootstrap: Communicator, traffic: Traffic | None = None) -> SharedMemoryCommunicator:
-    """Connect ranks that are all on one node by shared memory. Collective.
+    """Connect ranks that are all on one node through shared memory. Collective.
 
-    It counts into `traffic`, by default that of `bootstrap`, which may be closed afterwards.
+    Transfers are counted in `traffic`, by default that of `bootstrap`, which may be closed
+    afterward.
     """
     communicator = SharedMemoryCommunicator(
         bootstrap, bootstrap.timeout_seconds, traffic or bootstrap.traffic
     )
-    # After this barrier, no rank uses `bootstrap` any more.
+    # After this barrier, no rank uses `bootstrap` anymore.
     communicator.barrier().wait()
     return communicator
 
@@ -113,8 +115,8 @@ class SharedMemoryCommunicator(Communicator):
         self._symmetric_memory: list[SymmetricMemory] = []
         self._pending: deque[_PendingWork] = deque()
         self._failure: PeerError | None = None
-        self._silent_since: float | None = None
-        """When a poll first found no progress; None after progress."""
+        self._no_progress_since: float | None = None
+        """Time of the first poll without progress; None after progress."""
         self._last_exit_check = 0.0
         self._is_closed = False
         bootstrap.barrier().wait()
@@ -125,7 +127,7 @@ class SharedMemoryCommunicator(Communicator):
         if tensor.numel() == 0:
             return CompletedWork()
         transfer = self.traffic.begin(kind, bytes_sent=tensor.nbytes, messages=1)
-        payload = StagingBuffer.of(tensor, CPU).flat.view(torch.uint8)
+        payload = StagingBuffer.from_tensor(tensor, CPU).flat.view(torch.uint8)
         message = Message(self._channels.channel(self.rank, to), payload, sends=True)
         return self._start(message, self.context("send to", (to,)), transfer)
 
@@ -134,7 +136,7 @@ class SharedMemoryCommunicator(Communicator):
         if tensor.numel() == 0:
             return CompletedWork()
         transfer = self.traffic.begin(kind, bytes_received=tensor.nbytes)
-        staged = StagingBuffer.to_fill(tensor, CPU)
+        staged = StagingBuffer.empty_like(tensor, CPU)
         payload = staged.flat.view(torch.uint8)
         message = Message(self._channels.channel(source, self.rank), payload, sends=False)
         work = self._start(message, self.context("recv from", (source,)), transfer)
@@ -171,21 +173,21 @@ class SharedMemoryCommunicator(Communicator):
             views = memory.peer_views(flat)
             if views is not None:
                 return InPlaceAllReduce(self._buffers, views)
-        # Two ranks read no more in one shot than in two.
+        # With two ranks, one-shot reads no more data than two-shot.
         all_reduce = OneShotAllReduce if self.world_size == 2 else TwoShotAllReduce
         return all_reduce(self._buffers, flat)
 
     def zeros(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate in shared memory, or in ordinary memory if there is not enough.
+        """Allocate in shared memory, or in regular memory if there is not enough shared memory.
 
-        The memory is freed once this communicator is closed and the tensor is gone.
+        The memory is freed once this communicator is closed and the tensor is deallocated.
         """
         if device != CPU or self.world_size == 1 or elements == 0:
             return super().zeros(elements, dtype, device)
         try:
             self._symmetric_memory.append(SymmetricMemory(self, elements, dtype))
         except SharedMemoryUnavailableError:
-            # All ranks get this error, so all of them use ordinary memory.
+            # All ranks get this error, so all of them use regular memory.
             return super().zeros(elements, dtype, device)
         return self._symmetric_memory[-1].own
 
@@ -200,7 +202,7 @@ class SharedMemoryCommunicator(Communicator):
     def _disconnect(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            self._signals.leave()
+            self._signals.disconnect()
             self._symmetric_memory.clear()
 
     def _collective(
@@ -213,7 +215,7 @@ class SharedMemoryCommunicator(Communicator):
     ) -> Work:
         if self.world_size == 1 or tensor.numel() == 0:
             return CompletedWork()
-        staged = StagingBuffer.of(tensor, CPU)
+        staged = StagingBuffer.from_tensor(tensor, CPU)
         transfer = self.traffic.begin(kind, **counts)
         work = self._start(create(staged.flat), self.context(name, self.peers), transfer)
         return work.on_success(staged.copy_back)
@@ -235,24 +237,27 @@ class SharedMemoryCommunicator(Communicator):
 
     @property
     def is_busy(self) -> bool:
-        """Whether an operation is in progress that may need this rank."""
+        """Whether an operation that may need this rank is in progress."""
         return bool(self._pending)
 
     def progress(self) -> bool:
-        """Progress all operations as far as possible; return whether one progressed."""
+        """Make progress on all operations without blocking; return whether any progressed."""
         has_progressed = False
         for work in self._pending:
             if work.operation.progress():
                 has_progressed = True
                 work.complete_if_done()
         if has_progressed:
-            self._silent_since = None
+            self._no_progress_since = None
             while self._pending and self._pending[0].operation.is_complete:
                 self._pending.popleft()
         return has_progressed
 
     def complete(self, work: _PendingWork) -> None:
-        """Progress until an operation is complete; PeerError if a peer is gone or silent."""
+        """Make progress until an operation is complete.
+
+        Raises PeerError if a peer exits, disconnects or times out.
+        """
         last_progress = monotonic()
         while not work.operation.is_complete:
             if self._is_closed:
@@ -271,23 +276,26 @@ class SharedMemoryCommunicator(Communicator):
             return True
         if self._failure is None:
             now = monotonic()
-            if self._silent_since is None:
-                self._silent_since = now
+            if self._no_progress_since is None:
+                self._no_progress_since = now
             if now - self._last_exit_check >= EXIT_CHECK_SECONDS:
                 self._last_exit_check = now
-                self._failure = self._find_failure(work.context, now - self._silent_since)
+                self._failure = self._find_failure(work.context, now - self._no_progress_since)
         return self._failure is not None
 
-    def _find_failure(self, context: OperationContext, silent_seconds: float) -> PeerError | None:
-        left, exited = (
-            [self.global_ranks[peer] for peer in peers] for peers in self._signals.gone()
+    def _find_failure(
+        self, context: OperationContext, seconds_without_progress: float
+    ) -> PeerError | None:
+        disconnected, exited = (
+            [self.global_ranks[peer] for peer in peers]
+            for peers in self._signals.disconnected_and_exited_peers()
         )
-        gone = [peer for peer in context.peers if peer in left or peer in exited]
-        # What a peer did before it was gone may still complete the operation.
+        gone = [peer for peer in context.peers if peer in disconnected or peer in exited]
+        # Data that a peer wrote before it disconnected or exited may still complete the operation.
         if gone and not self.progress():
-            cause = "its process has ended" if gone[0] in exited else "the connection was closed"
+            cause = "its process exited" if gone[0] in exited else "the connection was closed"
             return OperationContext(context.rank, context.name, (gone[0],)).failed(cause)
-        if silent_seconds > self.timeout_seconds:
+        if seconds_without_progress > self.timeout_seconds:
             return context.timed_out(self.timeout_seconds)
         return None
 
@@ -324,7 +332,10 @@ class _PendingWork(Work):
 
 
 def _total_cores(bootstrap: Communicator) -> int:
-    """Return how many cores all ranks have together; each may be pinned to some. Collective."""
+    """Return the total number of cores available to all ranks. Collective.
+
+    Ranks may be pinned to different cores.
+    """
     cores = torch.zeros(MAX_CORES, dtype=torch.bool)
     cores[[core for core in os.sched_getaffinity(0) if core < MAX_CORES]] = True
     bootstrap.all_reduce(cores, "control").wait()
@@ -333,6 +344,6 @@ def _total_cores(bootstrap: Communicator) -> int:
 
 
 def _slot_bytes(max_slot_bytes: int, max_total_bytes: int, slots: int) -> int:
-    """Return the size of each slot: a multiple of 4096, so that any dtype and vector fits."""
+    """Return the size of each slot: a multiple of 4096, aligned for any dtype and SIMD width."""
     size_bytes = min(max_slot_bytes, max_total_bytes // slots) // 4096 * 4096
     return max(CACHE_LINE_BYTES * 64, size_bytes)

@@ -1,9 +1,9 @@
-"""Shared-memory segments: memory that several processes of one node map.
+"""Shared-memory segments: memory mapped by several processes of one node.
 
-A segment is a file in /dev/shm. Rank 0 creates it, all ranks map it, and rank 0 unlinks its name
-immediately afterwards. The kernel frees the memory when the last process exits, however it exits.
-Only processes that are killed between these steps leave a name behind, and the next process that
-creates a segment removes it (`unlink_stale_segments`).
+A segment is a file in /dev/shm. Rank 0 creates it, all ranks map it, and rank 0 unlinks it
+immediately afterward. The kernel frees the memory when the last process exits, no matter how. Only
+processes that are killed between these steps leave a file behind, and the next process that creates
+a segment removes it (`unlink_stale_segments`).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from paceline.errors import SharedMemoryUnavailableError
 FOLDER = Path("/dev/shm")
 PREFIX = "paceline"
 HINT = "choose another --strategy or --communicator"
-"""What to do if ranks cannot share memory."""
+"""Advice for users whose ranks cannot share memory."""
 CACHE_LINE_BYTES = 64
-"""Ranks write to different cache lines, so that they do not slow each other down."""
+"""Ranks write to different cache lines to avoid false sharing."""
 
 
 class SharedSegment:
     """Zero-initialized memory that all ranks of a communicator share. Creating it is collective.
 
-    Tensors keep the memory mapped even after this object is gone, so there is no `close`.
+    Tensors keep the memory mapped after this object is deleted, so there is no `close`.
     """
 
     def __init__(self, communicator: Communicator, size_bytes: int) -> None:
@@ -69,7 +69,7 @@ def aligned_offsets(sizes_bytes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def _create_and_map(communicator: Communicator, size_bytes: int) -> mmap.mmap:
-    """Create the file on rank 0 and map it on all ranks; a failure on one rank fails all."""
+    """Create the file on rank 0 and map it on all ranks; if one rank fails, all ranks raise."""
     path, failure = None, None
     if communicator.rank == 0:
         try:
@@ -83,8 +83,9 @@ def _create_and_map(communicator: Communicator, size_bytes: int) -> mmap.mmap:
             path.unlink()
     if mapped is None:
         raise SharedMemoryUnavailableError(
-            "workers do not share memory (separate containers or machines?)",
-            f"start each of them with its own --node-rank, or {HINT}",
+            "workers cannot share memory"
+            " (are they in separate containers or on separate machines?)",
+            f"start each container or machine with its own --node-rank, or {HINT}",
         )
     return mapped
 
@@ -110,7 +111,7 @@ def _create(size_bytes: int) -> Path:
     path = FOLDER / f"{PREFIX}-{_owner(os.getpid())}-{secrets.token_hex(8)}"
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        # Allocates now, while insufficient space is an error; later it would be a SIGBUS.
+        # Allocate now, so that insufficient space raises an error here instead of SIGBUS later.
         os.posix_fallocate(descriptor, 0, size_bytes)
     except OSError:
         path.unlink()
@@ -129,19 +130,19 @@ def _map(path: Path, size_bytes: int) -> mmap.mmap:
 
 
 def _reason_and_hint(error: OSError, size_bytes: int) -> tuple[str, str]:
-    required = f"{size_bytes / 2**20:,.0f} MiB of shared memory required"
+    required = f"the run requires {size_bytes / 2**20:,.0f} MiB of shared memory"
     if error.errno in (errno.ENOSPC, errno.ENOMEM):
         space = os.statvfs(FOLDER)
         free_mib = space.f_bavail * space.f_frsize / 2**20
         return (
-            f"{required}, but {FOLDER} has {free_mib:,.0f} MiB free (docker: --shm-size)",
-            f"increase its size, or {HINT}",
+            f"{required}, but {FOLDER} has {free_mib:,.0f} MiB free",
+            f"increase its size (docker: --shm-size), or {HINT}",
         )
     return f"{required}, but {FOLDER} is not usable ({error.strerror})", HINT
 
 
 def unlink_stale_segments() -> None:
-    """Remove names that killed processes of this user and PID namespace left behind."""
+    """Unlink segments left behind by killed processes of this user in this PID namespace."""
     for path in FOLDER.glob(f"{PREFIX}-{pid_namespace()}-*"):
         try:
             owner = "-".join(path.name.split("-")[1:4])
@@ -153,7 +154,7 @@ def unlink_stale_segments() -> None:
 
 
 def _owner(process: int) -> str:
-    """Return an identifier of a running process that no later process with its PID shares."""
+    """Return an identifier of a process that stays unique if its PID is reused."""
     try:
         # Field 22 is the start time; field 2 may contain spaces and ends with ")".
         started = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
@@ -163,5 +164,5 @@ def _owner(process: int) -> str:
 
 
 def pid_namespace() -> int:
-    """Return the PID namespace; containers that share memory may have different ones."""
+    """Return the PID namespace, which may differ between containers that share memory."""
     return Path("/proc/self/ns/pid").stat().st_ino

@@ -59,7 +59,7 @@ def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> RunOutcome
         noun="node",
     )
     with SignalMonitor() as signals:
-        store, leads = rendezvous.join_or_host(may_serve=config.node_rank == 0)
+        store, leads = rendezvous.join_or_serve(may_serve=config.node_rank == 0)
         port = port_of(store)
         client = StoreClient(PrefixStore("elastic", store), f"{config.master_addr}:{port}")
         with contextlib.closing(client):

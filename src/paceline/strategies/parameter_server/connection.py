@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-from paceline.comm.communicator import OperationContext, no_answer
-from paceline.comm.process_groups import PeerErrors
+from paceline.comm.communicator import OperationContext, timeout_message
+from paceline.comm.process_groups import PeerErrorTranslator
 from paceline.comm.torch_distributed import GlooPointToPointWork, TorchCommunicator
 from paceline.errors import PeerError
 
@@ -18,7 +18,7 @@ TRANSFER_TIMEOUT = timedelta(days=7)
 
 class _HeartbeatWork(GlooPointToPointWork):
     def _block(self) -> None:
-        with PeerErrors(self._context, self._timeout_seconds):
+        with PeerErrorTranslator(self._context, self._timeout_seconds):
             self._handle.wait(TRANSFER_TIMEOUT)
 
 
@@ -52,5 +52,5 @@ class _Operation(OperationContext):
     def failed(self, cause: str) -> PeerError:
         silent_seconds = self.pair.silent_seconds
         if silent_seconds is not None:
-            cause = no_answer(silent_seconds)
+            cause = timeout_message(silent_seconds)
         return OperationContext.failed(self, cause)
