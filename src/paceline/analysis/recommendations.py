@@ -14,9 +14,9 @@ from paceline.analysis.phases import (
     run_breakdown,
 )
 from paceline.analysis.ranking import RankedGroup, Ranking
+from paceline.analysis.ranks import Straggler
 from paceline.analysis.run_group import RunGroup
 from paceline.analysis.statistics import Difference, repeats_needed
-from paceline.analysis.straggler import Straggler
 from paceline.analysis.validation import is_number
 
 MOST_REPEATS = 100

@@ -14,11 +14,11 @@ from paceline.analysis.communication import read_comm_measurements
 from paceline.analysis.contention import CpuContention, find_contention
 from paceline.analysis.phases import Bottleneck, Explanation, explain, find_bottleneck
 from paceline.analysis.ranking import RankedGroup, Ranking, rank_groups
+from paceline.analysis.ranks import Straggler, find_straggler
 from paceline.analysis.recommendations import Recommendation, recommend
 from paceline.analysis.run_group import RunGroup
 from paceline.analysis.scaling import ScalingPoint, ScalingSeries, scaling_series
 from paceline.analysis.statistics import Difference, against_first
-from paceline.analysis.straggler import Straggler, find_straggler
 
 MOST_ACCURACY_LOST = 0.01
 """Accuracy that the fastest configuration may lose without a finding."""

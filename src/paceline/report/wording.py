@@ -22,11 +22,11 @@ from paceline.analysis.ranking import (
     deviations,
     is_exact,
 )
+from paceline.analysis.ranks import Straggler
 from paceline.analysis.run import Run
 from paceline.analysis.run_group import NOT_RUN, RunGroup
 from paceline.analysis.scaling import ScalingPoint, ScalingSeries, superlinear_causes
 from paceline.analysis.statistics import FEWEST_ITERATIONS, MOST_PLANNED, Difference
-from paceline.analysis.straggler import Straggler
 from paceline.analysis.verdict import Verdict
 from paceline.analysis.world_sizes import WorldSize
 
