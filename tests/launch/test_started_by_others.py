@@ -1,20 +1,23 @@
-"""Workers that torchrun or srun started: rejected models and the sampler's warnings."""
+"""Workers that torchrun or srun started, and single workers: rejections, signals, warnings."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import signal
 from pathlib import Path
 
 import pytest
 
-from paceline.comm.rank_info import RankInfo
+from paceline.comm.rank_info import SINGLE_PROCESS, RankInfo
 from paceline.config import from_mapping
 from paceline.errors import UsageError
 from paceline.launch import worker
 from paceline.launch.record_collection import parse_report, write_report
 from paceline.measure.sampler import ResourceSampler
 from paceline.records import RunFolder
+from paceline.strategies.replica import Replica
+from paceline.strategies.strategy import Strategy
 from tests.launch.test_reports import report_of
 from tests.support.commands import TINY, Command, Ended, flags, free_port, names_in
 
@@ -110,3 +113,34 @@ def test_a_sampler_failure_is_a_warning_of_the_result(
     result = worker.run(config, rank_info, None, quiet=True).result
     assert result is not None
     assert "resources were not sampled: no processes left" in result["warnings"]
+
+
+def test_a_single_worker_serves_the_store_for_its_parameter_server(tmp_path: Path) -> None:
+    """As with the variables of torchrun set by hand: no agent serves a store."""
+    settings = {**TINY, "strategy": "parameter_server", "out": str(tmp_path), "name": "run"}
+    config = from_mapping({**settings, "rendezvous_seconds": 30})
+    outcome = worker.run(
+        config, dataclasses.replace(ONLY, master_port=free_port()), None, quiet=True
+    )
+    assert outcome.exit_code == 0
+    assert outcome.result is not None
+    assert outcome.result["status"] == "finished"
+
+
+class StoppedInSetup(Strategy):
+    """Gets Ctrl-C after the run was prepared, and before its first iteration."""
+
+    def setup(self, replica: Replica) -> None:
+        super().setup(replica)
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_single_worker_stops_on_a_signal_before_its_first_iteration(tmp_path: Path) -> None:
+    strategy = f"{__name__}:{StoppedInSetup.__name__}"
+    config = from_mapping({**TINY, "strategy": strategy, "out": str(tmp_path), "name": "run"})
+    outcome = worker.run(config, SINGLE_PROCESS, None, quiet=True)
+    assert outcome.exit_code == 130
+    assert outcome.result is not None
+    assert outcome.result["status"] == "stopped"
+    assert outcome.result["cause"] == "stopped by SIGINT before training began"
+    assert outcome.result["iterations"] == 0

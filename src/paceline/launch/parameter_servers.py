@@ -123,13 +123,15 @@ def _server_nodes(strategy: Strategy, nnodes: int) -> list[int]:
 
 
 def _rendezvous(config: RunConfig, rank_info: RankInfo, server_count: int) -> Rendezvous:
+    # A single worker has no connections to other workers, for which it would serve a store.
+    is_served = rank_info.has_external_store or rank_info.world_size > 1
     return Rendezvous(
         rank_info.rank,
         rank_info.world_size + server_count,
         rank_info.master_addr,
         rank_info.master_port,
         timeout_seconds=config.rendezvous_seconds,
-        serves_store=False,
+        serves_store=False if is_served else None,
         noun="process",
         name=f"servers/{rank_info.restart_count}",
     )

@@ -96,7 +96,7 @@ def run(
                     config, folder, rank_info, communicator, resumed, shares_folder, clock.startup
                 )
                 # torchrun signals all workers when one fails; the result is written first.
-                signals.raise_on_signal = False
+                signals.raise_on_signal = rank_info == SINGLE_PROCESS
                 strategy = ready.prepared.strategy
                 with (
                     local_parameter_servers(config, strategy, folder, rank_info),
@@ -105,6 +105,7 @@ def run(
                 ):
                     ready.context.servers = servers
                     report = _train(config, folder, ready, quiet, clock)
+                    signals.raise_on_signal = False
                     if rank_info.world_size > 1:
                         # Before servers and sampler end: rank 0 waits only seconds for it.
                         write_report(folder, rank_info.rank, report)
