@@ -98,7 +98,7 @@ LAUNCHER_FILES = ("launch-", "failure-")
 """Prefixes of files that pass between a launcher and its own processes."""
 
 TRANSIENT = (*LAUNCHER_FILES, "report-")
-"""Prefixes of files that matter only while a run lasts."""
+"""Prefixes of JSON files that matter only while a run lasts."""
 
 LOCATION_FIELDS = ("out", "name")
 """Fields of a configuration that locate the run folder."""
@@ -175,7 +175,7 @@ class RunFolder:
         `files` limits it to these, because other nodes may share the folder.
         """
         for file in self.path.glob("*") if files is None else files:
-            if file.name.startswith(TRANSIENT):
+            if file.name.startswith(TRANSIENT) and file.suffix == ".json":
                 file.unlink(missing_ok=True)
             elif file.name.startswith("output-") and file.exists() and not file.stat().st_size:
                 file.unlink()

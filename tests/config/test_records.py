@@ -79,6 +79,18 @@ def test_a_folder_without_a_config_is_not_a_run(tmp_path: Path) -> None:
         RunFolder.open(tmp_path)
 
 
+def test_only_files_of_the_launcher_and_empty_output_are_transient(tmp_path: Path) -> None:
+    folder = RunFolder.create(from_mapping({"out": str(tmp_path), "name": "run"}))
+    transient = [folder.launch_file(0), folder.failure_file(1), folder.report_file(0)]
+    for file in [*transient, folder.output_file(1)]:
+        file.touch()
+    folder.output_file(0).write_text("a warning")
+    (folder.path / "report-final.html").write_text("a user's own file")
+    folder.remove_transient()
+    left = {file.name for file in folder.path.iterdir() if file.is_file()}
+    assert left == {"config.json", "output-0.txt", "report-final.html"}
+
+
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     write_json(path, {"schema": 1, "value": "old"})
